@@ -9,8 +9,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sdflow.printable import in_one_line, printable
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 MOST_PLACE = 1000
 """Characters of a place or a remedy: a path of any length may be in it."""
@@ -46,6 +50,15 @@ class UsageError(SdflowError):
     """The command line asks for something that does not exist or does not fit together."""
 
     exit_code = 2
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first complaint of pydantic's, behind its place: `submodels.unet.files.0.bytes: input should be ...`."""
+    first = error.errors(include_url=False)[0]
+    place = ".".join(f"{part!s:.60}" for part in first["loc"])
+    found = "" if first["type"] == "missing" else f", found {first['input']!r:.60}"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{place}: {message[:1].lower()}{message[1:]}{found}"
 
 
 def require_utf8(text: str, where: str) -> None:

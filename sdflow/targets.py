@@ -1,6 +1,6 @@
 """The targets: which ONNX Runtime execution provider runs each, from which package, and with which session options.
 
-What is built for a target, its fusions above all, is for workflows to say: `targets` in `workflows/base/`.
+What is built for a target, its fusions above all, is for workflows to say: `targets` in a family's `workflows/base/`.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class Target:
     providers: (execution provider, first ORT version or None, last ORT version or None), the best first.
     package: the distribution that brings the provider; for a machine that lacks it.
     platform: the one `sys.platform` that the provider exists for, or None.
+    bfloat16: whether the provider runs transformers in bfloat16.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Target:
     package: str
     session: SessionSettings = field(default_factory=SessionSettings)
     platform: str | None = None
+    bfloat16: bool = False
 
 
 # EXHAUSTIVE is ONNX Runtime's own default; written down because DEFAULT is 12 times slower on a UNet (85 ms instead of
@@ -112,6 +114,7 @@ TARGETS: Mapping[str, Target] = {
             (("CUDAExecutionProvider", None, None),),
             "onnxruntime-gpu",
             SessionSettings({"CUDAExecutionProvider": _CUDA}, needs_cuda=True),
+            bfloat16=True,
         ),
         Target(
             "tensorrt",

@@ -50,7 +50,7 @@ WITHOUT_YARDSTICK = 10 * 2**-11
 
 # Of images
 
-IMAGE_DECIBELS = {"float32": 60.0, "float16": 35.0}
+IMAGE_DECIBELS = {"float32": 60.0, "float16": 35.0, "bfloat16": 35.0}
 """At which a verified image passes whatever fp16 PyTorch's has: no difference that anyone sees."""
 
 DECIBELS_BEHIND = 6.0

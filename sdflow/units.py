@@ -31,15 +31,15 @@ def spell_bytes(value: float) -> str:
     return f"{value:.0f} B"
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str, where: str = "--max-size") -> int:
     """Bytes of "20GB", "500 MB", "1.5TB" or a plain number.
 
-    Raises UsageError for anything else.
+    Raises UsageError, `where` the option, for anything else.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     unit = match.group(2).upper() if match else None
     if match is None or unit not in SIZE_UNITS:
-        raise UsageError(f"{text!r} is not a size", where="--max-size", remedy="write it like 20GB or 500MB")
+        raise UsageError(f"{text!r} is not a size", where=where, remedy="Write it like 20GB or 500MB")
     return int(float(match.group(1)) * SIZE_UNITS[unit])
 
 

@@ -1,4 +1,4 @@
-"""The short form of `benchmarks/faults.py`: a round of each kind of fault on real runs, and some on small artifacts."""
+"""The short form of `benchmarks/cache/faults.py`: a round of each kind of fault on real runs, and some on small artifacts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmark_report import benchmark_report
 
 @pytest.mark.skipif(sys.platform != "linux", reason="kills at an operation, and looks at processes, as Linux has them")
 def test_no_fault_leaves_a_bad_entry_a_broken_pipeline_or_anything_behind(tmp_path: Path) -> None:
-    found = benchmark_report("faults.py", "--rounds", "1", "--scratch", str(tmp_path), out=tmp_path)
+    found = benchmark_report("cache/faults.py", "--rounds", "1", "--scratch", str(tmp_path), out=tmp_path)
     assert set(found["rounds"].values()) == {1}
     assert len(found["rounds"]) == 7
     assert found["counts"]["kills"] >= 45

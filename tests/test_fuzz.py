@@ -1,4 +1,4 @@
-"""The short form of `benchmarks/fuzz.py`: whatever an input holds is read, or told in words."""
+"""The short form of `benchmarks/cache/fuzz.py`: whatever an input holds is read, or told in words."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KINDS = ("header", "manifest", "graph")
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of memory and time, as Linux has them")
 @pytest.mark.timeout(600)
 def test_no_input_ends_in_a_traceback_or_a_hang(tmp_path: Path) -> None:
-    found = benchmark_report("fuzz.py", "--count", str(COUNT), "--seed", "1", "--only", *KINDS, out=tmp_path)
+    found = benchmark_report("cache/fuzz.py", "--count", str(COUNT), "--seed", "1", "--only", *KINDS, out=tmp_path)
     assert list(found) == list(KINDS)
     for kind, each in found.items():
         assert sum(each["became"].values()) == COUNT

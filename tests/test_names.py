@@ -1,5 +1,6 @@
 """A model family is one place: outside sdflow/models and sdflow/families no module names a submodel, a class of diffusers or
-transformers, an input or output of a graph, or what a scheduler of diffusers calls its way of noising.
+transformers, an input or output of a graph, or what a scheduler of diffusers calls its way of noising; nor does it hold a number
+of channels or tokens, of pixels a latent, or a scale of latents.
 
 And what is private to a module is used there alone."""
 
@@ -16,8 +17,8 @@ import diffusers
 import pytest
 import transformers
 
-from sdflow.families import FAMILIES, SUBMODELS
-from sdflow.families.base import Family
+from sdflow.families import FAMILIES, any_family
+from sdflow.families.shared.base import Family
 from sdflow.sources.architectures import architecture_config
 
 PACKAGE = Path(__file__).parents[1] / "sdflow"
@@ -25,7 +26,7 @@ HOMES = ("models", "families")
 
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("cli/app.py", "unet"): "an example in the help",
-    ("cli/generate.py", "vae"): "of the option --vae-tiles",
+    ("cli/arguments.py", "unet"): "an example in the help",
     ("config/override.py", "unet"): "an example in a remedy",
     ("export/tokenizer.py", "CLIPTokenizer"): "an operator of onnxruntime-extensions",
     ("passes/ort_transformers_optimization.py", "unet"): "a value of Olive's option model_type",
@@ -48,7 +49,7 @@ WAYS_EXCEPTIONS: dict[tuple[str, str], str] = {
     ("sources/checkpoint.py", "scaling_factor"): "a fact of a checkpoint, and an entry in a remedy",
     ("sources/companion_entries.py", "prediction_type"): "an entry of config.json that is checked before it is read",
     ("sources/components/component.py", "scaling_factor"): "a fact of a checkpoint",
-    ("sources/recognition.py", "prediction_type"): "an entry of ModelSpec",
+    ("sources/equal_shapes.py", "prediction_type"): "an entry of ModelSpec",
 }
 
 PORT_EXCEPTIONS: dict[tuple[str, str], str] = {
@@ -60,6 +61,28 @@ PORT_EXCEPTIONS: dict[tuple[str, str], str] = {
     ("sources/reference.py", "sample"): "a scheme of references",
 }
 """(module, word) -> what it means there."""
+
+MODELS_OWN = frozenset((77, 0.18215, 0.13025, 1.5305, 0.0609, 0.3611, 0.1159))
+"""Tokens that CLIP reads; factors and shifts of the latents of Stable Diffusion, XL, 3 and FLUX."""
+
+ORDINARY_NUMBERS = frozenset((4, 8, 9, 16))
+"""Channels of latents, without and with a mask's; pixels a latent: such numbers where names beside them speak of that."""
+
+SPEAKS_OF_LATENTS = re.compile(r"latent|channel|token|vae|scale_factor")
+
+NUMBER_EXCEPTIONS: dict[tuple[str, str], str] = {
+    ("onnx_model/phases.py", "4"): "the pixels that one becomes when an image doubles",
+    ("passes/subpixel_conv.py", "4"): "the pixels that one becomes when an image doubles",
+    ("runtime/files/trial.py", "16"): "a limit, 1 << 16",
+    ("runtime/kernels/definitions.py", "4"): "the pixels that one becomes when an image doubles",
+    ("runtime/kernels/definitions.py", "77"): "shapes that a kernel is verified with",
+    ("runtime/kernels/float8_proof.py", "77"): "shapes that a kernel is verified with",
+    ("runtime/kernels/replace.py", "4"): "channels of a group that a kernel takes",
+    ("runtime/kernels/replace.py", "8"): "values that a thread reads at once",
+    ("samples/prompts.py", "4"): "of the latents of the sample, which are drawn from its own checkpoint",
+    ("verify/reference/selection.py", "8"): "rows and columns of latents, of any model",
+}
+"""(module, number) -> what it is there."""
 
 ORDINARY = ("images",)
 """Ports whose name is an ordinary word, too."""
@@ -83,7 +106,7 @@ def tree(path: Path) -> ast.Module:
 @cache
 def submodels() -> frozenset[str]:
     """The submodels of all families, and the folders of checkpoints that they lie in."""
-    return frozenset(SUBMODELS) | {part.component for family in FAMILIES.values() for part in family.parts}
+    return frozenset(any_family.submodels()) | {part.component for family in FAMILIES.values() for part in family.parts}
 
 
 @cache
@@ -133,6 +156,30 @@ def named_ways(module: ast.AST) -> Iterator[tuple[str, int]]:
     )
 
 
+def named_numbers(module: ast.AST) -> Iterator[tuple[str, int]]:
+    """The numbers of models in a module, and the lines."""
+    above = {below: node for node in ast.walk(module) for below in ast.iter_child_nodes(node)}
+    for node in ast.walk(module):
+        if isinstance(node, ast.Tuple | ast.List) and is_shape_of_latents(node):
+            yield str(node.elts[-3].value), node.lineno
+        if not isinstance(node, ast.Constant) or type(node.value) not in (int, float):
+            continue
+        beside: ast.AST = node
+        while beside in above and not isinstance(
+            beside, ast.stmt | ast.keyword | ast.Compare | ast.arguments | ast.Call
+        ):
+            beside = above[beside]
+        spoken = any(SPEAKS_OF_LATENTS.search(text.lower()) for text, _, is_name in texts(beside) if is_name)
+        if node.value in MODELS_OWN or (node.value in ORDINARY_NUMBERS and spoken):
+            yield str(node.value), node.lineno
+
+
+def is_shape_of_latents(node: ast.Tuple | ast.List) -> bool:
+    """([images,] channels, rows, columns) in numbers, of 4 or 16 channels and a square."""
+    numbers = [each.value if isinstance(each, ast.Constant) else None for each in node.elts]
+    return len(numbers) in (3, 4) and numbers[-3] in (4, 16) and numbers[-1] == numbers[-2] is not None
+
+
 def is_class_name(name: str) -> bool:
     return bool(re.match(r"[A-Z]\w*[a-z]", name))
 
@@ -178,7 +225,7 @@ def named_models(module: ast.AST) -> Iterator[tuple[str, int]]:
 
 
 def test_only_models_and_families_name_a_model() -> None:
-    require_homes_alone(named_models, EXCEPTIONS, "ask the family for it (sdflow/families/base.py)")
+    require_homes_alone(named_models, EXCEPTIONS, "ask the family for it (sdflow/families/shared/base.py)")
 
 
 def test_only_models_and_families_name_a_port() -> None:
@@ -187,6 +234,10 @@ def test_only_models_and_families_name_a_port() -> None:
 
 def test_only_models_and_families_name_a_way_of_noising() -> None:
     require_homes_alone(named_ways, WAYS_EXCEPTIONS, "ask the family's noising or latents (sdflow/families)")
+
+
+def test_only_models_and_families_hold_a_number_of_channels_or_tokens() -> None:
+    require_homes_alone(named_numbers, NUMBER_EXCEPTIONS, "ask the family's latents or the model's ports for it")
 
 
 def require_homes_alone(
@@ -225,6 +276,28 @@ def test_a_planted_port_is_found(planted: str, name: str) -> None:
 )
 def test_a_planted_way_of_noising_is_found(planted: str, name: str) -> None:
     assert name in {found for found, _ in named_ways(ast.parse(planted))}
+
+
+@pytest.mark.parametrize(
+    ("planted", "number"),
+    [
+        ("x = torch.zeros(1, tokens=77)", "77"),
+        ("x = mean * 0.18215", "0.18215"),
+        ("latent_channels = 4", "4"),
+        ("def first(channels: int = 16): ...", "16"),
+        ("inpainting = denoiser_channels == 9", "9"),
+        ("rows = height // 8 if vae else height", "8"),
+        ("x = np.zeros((1, 4, 64, 64))", "4"),
+        ("x = np.zeros((16, 128, 128))", "16"),
+    ],
+)
+def test_a_planted_number_is_found(planted: str, number: str) -> None:
+    assert number in {found for found, _ in named_numbers(ast.parse(planted))}
+
+
+@pytest.mark.parametrize("planted", ["THREADS = 4", "x = rows[:8]", "x = np.zeros((2, 3, 4))", "f(latents, threads=4)"])
+def test_an_ordinary_number_is_free(planted: str) -> None:
+    assert not list(named_numbers(ast.parse(planted)))
 
 
 @pytest.mark.parametrize(

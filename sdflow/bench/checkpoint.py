@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from sdflow.disk.file_stamp import Stamp, check_stamps, file_stamp
 from sdflow.errors import UsageError
-from sdflow.families.base import Family
+from sdflow.families.shared.base import Family
 from sdflow.manifest import MANIFEST_FILE, REFINER, MergedLora, read_manifest
 from sdflow.runtime.files.folder import every_artifact, folder_family, refiner_of
 

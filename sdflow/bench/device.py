@@ -110,10 +110,6 @@ class Device:
         except nvml.NVMLError_NotSupported:
             return None
 
-    def driver(self) -> str | None:
-        """The version of NVIDIA's driver; None when it does not tell."""
-        return None if self._nvml is None else str(self._nvml[0].nvmlSystemGetDriverVersion())
-
     @cached_property
     def _nvml(self) -> tuple[Any, Any] | None:
         """NVML and the device's handle, if the package nvidia-ml-py is there."""

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.bench.engines import Engine
-from sdflow.bench.sweep import Settings, SweepPoint, latents
+from sdflow.bench.sweep import Settings, SweepPoint, call_options, latents
 from sdflow.errors import UsageError
-from sdflow.families.approximation import EXACT, Approximation
-from sdflow.families.base import Family
-from sdflow.families.torch_start import torch_start
+from sdflow.families.shared.approximation import EXACT, Approximation
+from sdflow.families.shared.base import Family
+from sdflow.families.shared.torch_start import torch_start
 from sdflow.manifest import REFINER
+from sdflow.processes.patched import patched
 from sdflow.runtime.denoiser.schedule import named_scheduler
 from sdflow.runtime.files.folder import (
     folder_adapters,
@@ -34,6 +34,9 @@ from sdflow.targets import TARGETS
 if TYPE_CHECKING:
     import numpy as np
     import torch
+
+    from sdflow.runtime.ensemble import Ensemble
+    from sdflow.runtime.pipeline import Pipeline
 
 Mark = Callable[[], None]
 """Called when the text is encoded, and after every step."""
@@ -83,39 +86,29 @@ def tensorrt_drawer(folder: Path, settings: Settings) -> Draw:
     return pipeline_drawer(pipeline, folder, settings)
 
 
-def pipeline_drawer(pipeline: Any, folder: Path, settings: Settings, fewer: Approximation = EXACT) -> Draw:
+def pipeline_drawer(
+    pipeline: Pipeline | Ensemble, folder: Path, settings: Settings, fewer: Approximation = EXACT
+) -> Draw:
     """sdflow's pipeline of a folder, or its ensemble, as it is called. fewer: what it leaves out."""
+    import numpy as np
     import torch
 
-    from sdflow.runtime.ensemble import Ensemble, hand_over
+    from sdflow.runtime.ensemble import Ensemble
 
     base = pipeline.base if isinstance(pipeline, Ensemble) else pipeline
 
-    def place(steps: int) -> dict[str, Any]:
-        return {} if base is pipeline else {"refiner_start": hand_over(steps)}
-
     def draw(case: SweepPoint, mark: Mark | None = None) -> np.ndarray:
-        noise = latents(case, settings.seed, base.latents)
         drawn = pipeline(
-            [settings.prompt] * case.batch,
-            **place(case.steps),
-            **canvas(base.task, case.height, case.width),
-            whole=True,
+            **call_options(pipeline, case, settings),
             **shown(folder_adapters(folder)),
             **fewer.settings(),
-            negative_prompt=settings.negative_prompt,
-            height=case.height,
-            width=case.width,
-            num_inference_steps=case.steps,
-            guidance_scale=settings.guidance_scale,
-            latents=noise,
+            latents=latents(case, settings.seed, base.latents),
             generator=torch.Generator().manual_seed(settings.seed),
             output_type="np",
             callback_on_text_end=mark,
             callback_on_step_end=(lambda *_: mark()) if mark else None,
         )
-        images: np.ndarray = drawn.images
-        return images
+        return np.asarray(drawn.images)
 
     return draw
 
@@ -175,10 +168,12 @@ def torch_drawer(
             "generator": torch.Generator().manual_seed(settings.seed),
             **({"eta": eta} if eta else {}),
             "callback_on_step_end": on_step if mark else None,
+            **folder_family(folder).reference_arguments,
         }
         place = hand_over(case.steps)
         ends = {"output_type": "np"} if refining is None else {"output_type": "latent", "denoising_end": place}
-        with _full_float32():
+        # Convolutions of float32 without TensorFloat-32, which rounds to 10 bits; the rest of PyTorch has it off.
+        with patched(torch.backends.cudnn, allow_tf32=False):
             given = canvas(task, case.height, case.width)
             start = torch_start(pipeline, noise, case.steps, pack=folder_family(folder).packed, **given)
             drawn = pipeline(prompts, **shown(folder_adapters(folder)), **start, **both, **ends).images
@@ -229,19 +224,6 @@ def with_float32_noise(step: Callable[..., Any]) -> Callable[..., Any]:
             return step(*arguments, **options)
 
     return stepped
-
-
-@contextmanager
-def _full_float32() -> Iterator[None]:
-    """Convolutions of float32 without TensorFloat-32, which rounds to 10 bits; the rest of PyTorch has it off."""
-    import torch
-
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.allow_tf32 = before
 
 
 def _own(module: torch.nn.Module) -> torch.nn.Module:

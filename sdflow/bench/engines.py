@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Literal
 
 from sdflow.errors import TargetUnavailableError, UsageError
-from sdflow.families.approximation import EXACT, Approximation
+from sdflow.families.shared.approximation import EXACT, Approximation
 from sdflow.machine.providers import onnxruntime_for
 from sdflow.targets import TARGETS
 
@@ -126,8 +126,8 @@ def choose(names: Sequence[str], built_for: str, device: str) -> list[Chosen]:
     ]
 
 
-def beside_exact(chosen: Sequence[Chosen], fewer: Approximation) -> list[Chosen]:
-    """Behind each engine of sdflow's that takes part the same one as an approximation; without one as they are."""
+def with_approximations(chosen: Sequence[Chosen], fewer: Approximation) -> list[Chosen]:
+    """The engines, each of sdflow's that takes part followed by itself as an approximation; unchanged without one."""
     found = []
     for each in chosen:
         found.append(each)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from sdflow.bench.result import BenchResult, Measurement
@@ -17,12 +17,21 @@ LINES = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 72em; padding: 0 1em; color: #222 }
 table { border-collapse: collapse; font-size: 13px; margin: 1em 0 }
-th, td { padding: .25em .6em; border-bottom: 1px solid #ddd; text-align: right }
-th:first-child, td:first-child { text-align: left }
-.wrong { color: #cc3311; font-weight: bold }
+th, td { padding: .25em .6em; border-bottom: 1px solid #ddd; text-align: left }
+.wrong, .failed, .broken, .unavailable { color: #cc3311 } .wrong { font-weight: bold } .passed { color: #228833 }
 svg { max-width: 100%; height: auto; font: 12px system-ui, sans-serif }
-.wide { overflow-x: auto }
+img { width: 128px; height: 128px; image-rendering: pixelated }
+.wide { overflow-x: auto } pre { white-space: pre-wrap }
 """
+
+
+_NUMBERS = "th:not(:first-child), td:not(:first-child) { text-align: right }\n"
+
+
+def html_document(title: str, parts: Sequence[str], style: str = "") -> str:
+    """A page that needs nothing else. parts: its body, escaped already; the title is plain text. style: CSS of its own."""
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}{style}</style>'
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{chr(10).join(parts)}\n</body></html>\n'
 
 
 def page(result: BenchResult) -> str:
@@ -40,11 +49,12 @@ def page(result: BenchResult) -> str:
     if left_out:
         parts += ["<h2>Not measured</h2>", html_table(("engine", "", "why"), left_out)]
     parts += ["<h2>Measured on</h2>", html_table(("", ""), [list(pair) for pair in about(result)])]
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{chr(10).join(parts)}\n</body></html>\n'
+    return html_document(title, parts, _NUMBERS)
 
 
-def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def html_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table, escaped; without a head where no column has a name."""
+
     def cells(tag: str, row: Sequence[str]) -> str:
         return "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row)
 
@@ -52,7 +62,8 @@ def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         f'<tr class="wrong">{cells("td", row)}</tr>' if "WRONG" in row else f"<tr>{cells('td', row)}</tr>"
         for row in rows
     )
-    return f'<div class="wide"><table><tr>{cells("th", columns)}</tr>{body}</table></div>'
+    head = f"<tr>{cells('th', columns)}</tr>" if any(columns) else ""
+    return f'<div class="wide"><table>{head}{body}</table></div>'
 
 
 def latencies(result: BenchResult, index: int) -> str:

@@ -1,4 +1,4 @@
-"""What an engine's images are held to, and how far they are from it."""
+"""What an engine's images are compared with, and how far they are from it."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ FLOAT32_TOLERANCE = Tolerance(BENCH_FLOAT32, "fixed, for float32")
 
 @dataclass(frozen=True)
 class Yardstick:
-    """What an engine's images of a case are held to. reference: the right image; None: check nothing. approximates, quantized:
-    as of `Measurement`."""
+    """What an engine's images of a case are compared with. reference: the right image; None: check nothing.
+    approximates, quantized: as of `Measurement`."""
 
     reference: np.ndarray | None
     tolerance: Tolerance
@@ -69,7 +69,7 @@ class References:
         self._float16: dict[SweepPoint, Tolerance] = {}
 
     def draw(self, drawn: Drawn, *, float16: bool, say: Callable[[str], None]) -> None:
-        """float16: also draw what PyTorch's own float16 costs, which what is in float16 is held to."""
+        """float16: also draw with PyTorch in float16, whose distance limits that of float16 engines."""
         say("drawing the reference: PyTorch, float32")
         self._images = drawn("float32")
         if float16:
@@ -82,8 +82,8 @@ class References:
     def yardstick(
         self, engine: Engine, dtype: str, quantized: str, case: SweepPoint, exact: np.ndarray | None
     ) -> Yardstick:
-        """What an engine is held to. exact: what the engine drew that it is an approximation of; None: there is none, or it
-        failed. A quantized one is compared with PyTorch's image, and held to nothing."""
+        """What an engine is compared with. exact: the image of the engine that it approximates; None without one, or where that
+        failed. A quantized one is compared with PyTorch's image, without a limit."""
         if engine.exact:
             return Yardstick(exact if self._images else None, Tolerance(math.inf, APART), approximates=engine.exact)
         reference = self._images.get(case)

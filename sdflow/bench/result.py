@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 from sdflow.bench.device import Memory
 from sdflow.bench.engines import BASELINES
+from sdflow.bench.latency import Latency
 from sdflow.bench.sweep import SweepPoint
 from sdflow.disk.input_file import read_json
 from sdflow.errors import UsageError
-from sdflow.evaluate.statistics import Latency
 
 FORMAT_VERSION = 1
 KIND = "bench"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from sdflow.bench.checkpoint import every_torch_module
 from sdflow.bench.device import Device
 from sdflow.bench.drawers import Draw, onnxruntime_drawer, tensorrt_drawer, torch_drawer
-from sdflow.bench.engines import ENGINES, Chosen, Engine, beside_exact, choose
+from sdflow.bench.engines import ENGINES, Chosen, Engine, choose, with_approximations
 from sdflow.bench.judge import References
 from sdflow.bench.result import BenchResult, EngineResult, Measurement
 from sdflow.bench.sweep import Settings, SweepPoint
@@ -27,8 +27,8 @@ from sdflow.bench.timing import Turns
 from sdflow.bench.weights import dtype_of, quantized_of, weight_bytes
 from sdflow.disk.file_stamp import check_stamps, folder_stamps
 from sdflow.errors import SdflowError, UsageError
-from sdflow.families.approximation import EXACT, Approximation
-from sdflow.machine.device import cuda_device, has_cuda
+from sdflow.families.shared.approximation import EXACT, Approximation
+from sdflow.machine.device import cuda_device, driver_version, has_cuda
 from sdflow.machine.device import device as describe_device
 from sdflow.machine.packages import installed_versions, versions
 from sdflow.machine.providers import onnxruntime_for
@@ -51,8 +51,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """folder: of the pipeline. engines: names, none for what suits the machine. check: hold the models' files to the digests of
-    the build, and compare every image with PyTorch's float32.
+    """folder: of the pipeline. engines: names, none for what suits the machine. check: verify the models' files against the
+    digests of the build, and compare every image with PyTorch's float32.
 
     fewer: what approximations leave out, each beside the engine that is exact.
     first_limit: seconds that an engine may take to load, and again to draw the first image of a case; None: no limit.
@@ -88,7 +88,7 @@ def bench(request: BenchRequest, say: Say) -> BenchResult:
     device = here(built_for.name, request.engines)
     if request.fewer and refiner_of(request.folder) is not None:
         require_exact(request.fewer, "Measure the base alone.")
-    chosen = beside_exact(choose(request.engines, built_for.name, device.kind), request.fewer)
+    chosen = with_approximations(choose(request.engines, built_for.name, device.kind), request.fewer)
     running = [_Running(each.engine, _skipped(each)) for each in chosen]
     active = [each for each in running if each.result.status != "skipped"]
     if not active:
@@ -117,7 +117,7 @@ def bench(request: BenchRequest, say: Say) -> BenchResult:
         versions={**versions(), **installed_versions(*OPTIONAL_PACKAGES)},
         settings={
             **asdict(request.settings),
-            **_told_of(request.fewer),
+            **_approximation_settings(request.fewer),
             "device": device.kind,
             "cases": [asdict(case) for case in request.cases],
         },
@@ -273,8 +273,8 @@ class _Runner:
         running.result = replace(running.result, host_bytes=found[0], device_bytes=found[1])
 
 
-def _told_of(fewer: Approximation) -> dict[str, Any]:
-    """What the settings say of approximations; nothing without any."""
+def _approximation_settings(fewer: Approximation) -> dict[str, Any]:
+    """The settings of an approximation; empty without one."""
     return {"approximation": fewer.settings()} if fewer else {}
 
 
@@ -305,4 +305,4 @@ def _threads(count: int | None) -> Iterator[None]:
 
 
 def _accelerator(device: Device) -> dict[str, Any]:
-    return {**cuda_device(), "driver": device.driver()} if device.kind == "cuda" else {}
+    return {**cuda_device(), "driver": driver_version()} if device.kind == "cuda" else {}

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from sdflow.families.latents import Latents
+from sdflow.families.shared.latents import Latents
 
 if TYPE_CHECKING:
     import torch
+
+    from sdflow.runtime.ensemble import Ensemble
+    from sdflow.runtime.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -57,3 +60,22 @@ def latents(case: SweepPoint, seed: int, what: Latents) -> torch.Tensor:
 
     shape = (case.batch, what.channels, case.height // what.scale, case.width // what.scale)
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def call_options(pipeline: Pipeline | Ensemble, case: SweepPoint, settings: Settings) -> dict[str, Any]:
+    """What a pipeline of sdflow's is called with to draw a case; the first latents, or what draws them, come beside it."""
+    from sdflow.runtime.ensemble import Ensemble, hand_over
+    from sdflow.samples.canvas import canvas
+
+    base = pipeline.base if isinstance(pipeline, Ensemble) else pipeline
+    return {
+        "prompt": [settings.prompt] * case.batch,
+        **canvas(base.task, case.height, case.width),
+        "whole": True,
+        "negative_prompt": settings.negative_prompt,
+        "height": case.height,
+        "width": case.width,
+        "num_inference_steps": case.steps,
+        "guidance_scale": settings.guidance_scale,
+        **({} if base is pipeline else {"refiner_start": hand_over(case.steps)}),
+    }

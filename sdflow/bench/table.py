@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from sdflow.bench.latency import Latency
 from sdflow.bench.result import BenchResult
 from sdflow.bench.timing import STAGES
-from sdflow.evaluate.statistics import Latency
 
 TABLE = (
     "engine", "type", "median", "mean", "p90", "p99", "images/s", "ratio", "text", "step", "decoder", "first",
@@ -43,8 +43,8 @@ def about(result: BenchResult) -> Iterator[tuple[str, str]]:
     """What the figures hold for, as lines."""
     yield "device", ", ".join(f"{name} {value}" for name, value in result.machine.items() if value is not None)
     yield "versions", ", ".join(f"{name} {value}" for name, value in result.versions.items())
-    told = {name: value for name, value in result.settings.items() if name != "cases"}
-    yield "settings", ", ".join(f"{name} {value!r}" for name, value in told.items())
+    shown = {name: value for name, value in result.settings.items() if name != "cases"}
+    yield "settings", ", ".join(f"{name} {value!r}" for name, value in shown.items())
     tolerances = {
         (engine.dtype, str(case)): found.check
         for engine in result.measured

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from sdflow.artifact import MODEL_FILE
 from sdflow.disk.atomic_write import write_whole
 from sdflow.errors import UsageError, VerificationError
-from sdflow.families.part import Part
+from sdflow.families.shared.part import Part
 from sdflow.runtime.files.folder import (
     folder_defaults,
     folder_family,
@@ -126,7 +126,7 @@ def engine_of(model: Path, profile: Profile) -> Any:
         raise VerificationError("TensorRT cannot read this engine", where=str(path), remedy="Delete the file.")
     refitter = tensorrt.Refitter(engine, logger)
     parser = tensorrt.OnnxParserRefitter(refitter, logger)
-    with _told(parser, model):
+    with _with_parser_errors(parser, model):
         taken = parser.refit_from_file(str(model)) and refitter.refit_cuda_engine()
         if not taken:
             lacking = ", ".join(refitter.get_missing_weights()[:5])
@@ -141,7 +141,7 @@ def _built(tensorrt: Any, logger: Any, model: Path, profile: Profile, folders: E
     network = builder.create_network(1 << int(tensorrt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = tensorrt.OnnxParser(network, logger)
     config = builder.create_builder_config()
-    with _told(parser, model):
+    with _with_parser_errors(parser, model):
         if not parser.parse_from_file(str(model)):
             raise VerificationError("TensorRT's parser does not take this graph")
     for flag in ("REFIT", "STRIP_PLAN"):
@@ -161,7 +161,7 @@ def _built(tensorrt: Any, logger: Any, model: Path, profile: Profile, folders: E
 
 
 @contextmanager
-def _told(parser: Any, model: Path) -> Iterator[None]:
+def _with_parser_errors(parser: Any, model: Path) -> Iterator[None]:
     """What a parser says goes into the error."""
     try:
         yield

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from sdflow.bench.device import Device, Memory
 from sdflow.bench.drawers import Draw
 from sdflow.bench.judge import Yardstick
+from sdflow.bench.latency import Latency, summarize
 from sdflow.bench.result import Check, Measurement
 from sdflow.bench.sweep import SweepPoint
-from sdflow.evaluate.statistics import Latency, summarize
 
 if TYPE_CHECKING:
     import numpy as np

@@ -17,20 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.bench.device import Device
 from sdflow.bench.engines import Engine
-from sdflow.bench.sweep import Settings, SweepPoint, latents
+from sdflow.bench.latency import percentile
+from sdflow.bench.sweep import Settings, SweepPoint, call_options, latents
 from sdflow.bench.timing import SETTLE_SECONDS
 from sdflow.bench.weights import dtype_of, quantized_of
 from sdflow.distance import relative_l2
 from sdflow.errors import SdflowError, UsageError
-from sdflow.evaluate.statistics import percentile
 from sdflow.machine.device import cores
 from sdflow.machine.onnx_runtime import import_onnxruntime, onnxruntime_errors
 from sdflow.manifest import MANIFEST_FILE, REFINER, read_manifest
-from sdflow.runtime.ensemble import hand_over
 from sdflow.runtime.files.folder import folder_defaults
 from sdflow.runtime.files.recorded_tuning import record_tuning
 from sdflow.runtime.sessions.tuning import UNTUNED, Tuning
-from sdflow.samples.canvas import canvas
 from sdflow.targets import Target, find_target
 from sdflow.tolerances import SESSIONS_APART
 
@@ -235,19 +233,10 @@ class _Tuner:
             time.sleep(SETTLE_SECONDS)
         self.device.wait()
         begun = time.perf_counter()
-        base, alone = _parts(pipeline)[""], len(_parts(pipeline)) == 1
-        more: dict[str, Any] = {} if alone else {"refiner_start": hand_over(case.steps)}
         pipeline(
-            [settings.prompt] * case.batch,
-            **canvas(base.task, case.height, case.width),
-            whole=True,
-            height=case.height,
-            width=case.width,
-            num_inference_steps=case.steps,
-            guidance_scale=settings.guidance_scale,
-            latents=latents(case, settings.seed, base.latents),
+            **call_options(pipeline, case, settings),
+            latents=latents(case, settings.seed, _parts(pipeline)[""].latents),
             output_type="np",
-            **more,
         )
         self.device.wait()
         return time.perf_counter() - begun
@@ -275,8 +264,8 @@ class _Tuner:
         """What each submodel gives for the case, at the first, a middle and the last timestep; float32, on the host."""
         import torch
 
-        from sdflow.families.request import Request
-        from sdflow.runtime.denoiser.loop import Start
+        from sdflow.families.shared.request import Request
+        from sdflow.runtime.denoiser.denoiser import DenoiserInputs
 
         case, settings = self.case, self.settings
         with pipeline.place.current(), torch.no_grad():
@@ -285,18 +274,18 @@ class _Tuner:
             prompts = [settings.prompt] * case.batch
             denoised = pipeline.configs[pipeline.family.denoiser]
             request = Request(prompts, None, settings.guidance_scale, case.height, case.width, width, denoiser=denoised)
-            given = noise[:, :0] if pipeline.task != "inpaint" else torch.cat([noise[:, :1], noise], dim=1)
-            start = Start(noise, [], context=given)
-            denoiser = pipeline.denoiser(start, case.batch * (2 if request.guided else 1))
+            context = torch.cat([noise[:, :1], noise], dim=1) if pipeline.task == "inpaint" else None
+            channels = noise.shape[1] + (0 if context is None else context.shape[1])
+            shape = (case.batch, channels, noise.shape[2], noise.shape[3])
+            denoiser = pipeline.denoiser(shape, case.batch * (2 if request.guided else 1))
             conditions = pipeline.condition(request)
             schedule = pipeline.schedule(
                 case.steps, noise.shape, guidance_scale=settings.guidance_scale if request.guided else None
             )
-            denoiser.begin(conditions.inputs, schedule)
+            inputs = DenoiserInputs(conditions.inputs, schedule, context)
             found = {f"text, {name}": value.float().cpu().clone() for name, value in conditions.inputs.items()}
             for index in sorted({0, schedule.runs // 2, schedule.runs - 1}):
-                denoiser.sample.copy_(torch.cat([noise, given], dim=1).expand_as(denoiser.sample))
-                found[f"denoiser, step {index}"] = denoiser.step(index).float().cpu().clone()
+                found[f"denoiser, step {index}"] = denoiser.run(inputs, noise, index).float().cpu().clone()
             found["decoder"] = pipeline.decode(noise).float().cpu().clone()
         return found
 

@@ -10,6 +10,7 @@ from sdflow.artifact import MODEL_FILE
 from sdflow.bench.device import Device
 from sdflow.bench.engines import Engine
 from sdflow.manifest import read_manifest
+from sdflow.onnx_model.facts import precision_of
 from sdflow.runtime.files.folder import folder_family, refiner_of
 
 if TYPE_CHECKING:
@@ -25,8 +26,7 @@ def dtype_of(folder: Path, engine: Engine, device: Device) -> str:
     import onnx
 
     graph = onnx.load(folder / folder_family(folder).denoiser / MODEL_FILE, load_external_data=False).graph
-    half = any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in graph.initializer)
-    return "float16" if half else "float32"
+    return precision_of(graph)
 
 
 def quantized_of(folder: Path, engine: Engine) -> str:

@@ -36,7 +36,7 @@ from sdflow.passes.registry import APPENDED, OWN
 from sdflow.processes.worker_group import MEMORY_PER_WORKER, Needs, WorkerGroup
 from sdflow.processes.workers import WorkerResult
 from sdflow.store import Cache, CorruptArtifactError, Staging
-from sdflow.weights.finite import told_beyond_float16
+from sdflow.weights.finite import words_beyond_float16
 from sdflow.weights.page_sums import PAGE_SUMS
 
 WORKER = "sdflow.passes.worker"
@@ -267,7 +267,7 @@ class ChainRun:
 
 def _beyond_float16(step: Step, facts: Facts) -> str | None:
     files = [stamp["path"] for stamp in step.load.get("files", ())]
-    return told_beyond_float16(
+    return words_beyond_float16(
         facts,
         [f"{lora.path} at scale {lora.scale:g}" for lora in step.loras],
         files[0] if len(files) == 1 else "the checkpoint",

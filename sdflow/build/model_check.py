@@ -8,7 +8,7 @@ from pathlib import Path
 from sdflow import sources
 from sdflow.config.workflow import PipelineSpec, Workflow
 from sdflow.errors import CheckpointError, Problem, UsageError
-from sdflow.families import OPTIONAL
+from sdflow.families import any_family
 
 
 def model_problems(workflow: Workflow) -> list[Problem]:
@@ -38,7 +38,7 @@ def model_problems(workflow: Workflow) -> list[Problem]:
 def require_buildable_model(pipeline: PipelineSpec, checkpoint: sources.Checkpoint) -> None:
     """Raises CheckpointError for a checkpoint of another family than the workflow's chains are for, UsageError for one that
     they are not enough for."""
-    known, family = (*OPTIONAL, *checkpoint.family.lacks), checkpoint.family
+    known, family = (*any_family.optional_submodels(), *checkpoint.family.lacks), checkpoint.family
     absent = [name for name in pipeline.submodels if name not in checkpoint.submodels and name not in known]
     if others := [name for name in absent if name not in family.submodels]:
         raise CheckpointError(

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from sdflow.artifact import CONFIG_FILE, INDEX_FILE, Artifact
 from sdflow.disk.input_file import read_json
 from sdflow.families import FAMILIES
-from sdflow.families.base import ONNX_COMPONENT, Family
-from sdflow.families.defaults import Task
+from sdflow.families.shared.base import ONNX_COMPONENT, Family
+from sdflow.families.shared.defaults import Task
 from sdflow.machine.packages import distribution_version, found_version
 from sdflow.manifest import MANIFEST_FILE, REFINER, Manifest, Origin, Part, as_bytes
 from sdflow.sources.companions import companion_files

@@ -24,7 +24,7 @@ from sdflow.config.workflow import LoraSpec, PipelineSpec, Workflow
 from sdflow.digest import digest_json
 from sdflow.disk.file_stamp import file_stamp
 from sdflow.errors import CheckpointError, Problem, WorkflowError
-from sdflow.families.few_steps import spelled
+from sdflow.families.shared.few_steps import spelled
 from sdflow.manifest import REFINER
 from sdflow.passes import registry
 from sdflow.store import Cache

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from sdflow import __version__
+from sdflow.cli.arguments import AsJson, CacheDir, OneWorkflow, Overrides, Rehash, Targets, Workflows
+from sdflow.cli.bake import bake
 from sdflow.cli.bench import bench, tune
 from sdflow.cli.cache import app as cache_app
 from sdflow.cli.deploy import deploy, query, status, terminate
@@ -17,8 +19,11 @@ from sdflow.cli.generate import generate
 from sdflow.cli.inspect import init, inspect
 from sdflow.cli.needs import needs
 from sdflow.cli.opened import open_cache
+from sdflow.cli.options import takes
 from sdflow.cli.selftest import selftest
 from sdflow.cli.serve import serve
+from sdflow.parameter import parameters
+from sdflow.run.options import RunOptions
 
 app = typer.Typer(
     name="sdflow",
@@ -33,6 +38,7 @@ app = typer.Typer(
 app.add_typer(cache_app, name="cache")
 app.command()(generate)
 app.command()(export)
+app.command()(bake)
 app.command()(bench)
 app.command()(tune)
 app.command()(inspect)
@@ -44,29 +50,7 @@ app.command()(status)
 app.command()(terminate)
 app.command()(selftest)
 
-Workflows = Annotated[list[Path], typer.Argument(help="Workflow files (YAML).", metavar="WORKFLOW...")]
-OneWorkflow = Annotated[Path, typer.Argument(help="Workflow file (YAML).", metavar="WORKFLOW")]
-Targets = Annotated[
-    list[str] | None, typer.Option("--target", help="Build for this target instead of the workflow's. Repeatable.")
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Override a value: unet.passes.2.opt_level=0, model=synthetic:sd15. Repeatable."),
-]
-CacheDir = Annotated[Path, typer.Option("--cache", envvar="SDFLOW_CACHE", help="The cache's folder.")]
-Jobs = Annotated[
-    int | None,
-    typer.Option(
-        "--jobs",
-        min=1,
-        help="Steps that may run at a time, memory permitting. Default: 2, and 1 for steps that carry weights.",
-        show_default=False,
-    ),
-]
-Rehash = Annotated[
-    bool, typer.Option("--rehash", help="Read every file again; believe no digest that was noted with a file's time.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
+RUN = parameters(RunOptions)
 
 
 @app.callback(invoke_without_command=True)
@@ -76,65 +60,24 @@ def top(version: Annotated[bool, typer.Option("--version", help="Print the versi
 
 
 @app.command()
+@takes(RUN)
 def run(
     workflow: OneWorkflow,
     target: Targets = None,
     overrides: Overrides = None,
-    out: Annotated[Path, typer.Option(help="Folder for the pipelines, one folder each.")] = Path("pipelines"),
-    copy: Annotated[bool, typer.Option("--copy", help="Copy the models in, so that the folder stands alone.")] = False,
-    clean_cache: Annotated[
-        bool,
-        typer.Option("--clean_cache", "--clean-cache", help="Build every step of this workflow anew."),
-    ] = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="Build cached steps again and compare the digests; replaces nothing.")
-    ] = False,
-    verify: Annotated[
-        bool,
-        typer.Option("--verify/--no-verify", help="Hold the artifacts to the PyTorch model, as the workflow says."),
-    ] = True,
-    evaluate: Annotated[
-        bool, typer.Option("--evaluate/--no-evaluate", help="Measure latency and draw the workflow's image.")
-    ] = True,
-    require_target: Annotated[
-        bool, typer.Option("--require-target", help="Fail (status 5) if the target's provider is not on this machine.")
-    ] = False,
-    keep_failed: Annotated[
-        bool, typer.Option("--keep-failed", help="Keep the unfinished files of a pass that failed.")
-    ] = False,
-    jobs: Jobs = None,
-    on: Annotated[
-        str | None,
-        typer.Option("--on", help="Run the steps on a Ray cluster: ray, or ray://HOST:PORT.", metavar="CLUSTER"),
-    ] = None,
-    results: Annotated[Path, typer.Option(help="Folder for the measurements (JSON lines) and images.")] = Path(
-        "results"
-    ),
     rehash: Rehash = False,
     cache: CacheDir = Path("cache"),
     json: AsJson = False,
+    **given: Any,
 ) -> None:
     """Build what is not cached, verify it, assemble the pipelines, and measure them."""
     from sdflow.cli.progress import progress_view
-    from sdflow.report import print_run
-    from sdflow.run.run import RunOptions, run_workflow
+    from sdflow.report.build import print_run
+    from sdflow.run.run import run_workflow
 
-    options = RunOptions(
-        out=out,
-        results=results,
-        copy=copy,
-        rebuild=clean_cache,
-        check=check,
-        verify=verify,
-        evaluate=evaluate,
-        require_target=require_target,
-        keep_failed=keep_failed,
-        jobs=jobs,
-        on=on,
-    )
     with progress_view() as listener:
         loaded = _load(workflow, overrides, target)
-        result = run_workflow(loaded, open_cache(cache, [loaded], rehash=rehash), options, listener)
+        result = run_workflow(loaded, open_cache(cache, [loaded], rehash=rehash), RunOptions(**given), listener)
     print_run(result, as_json=json)
 
 
@@ -165,6 +108,14 @@ def verify(
             metavar="TARGET",
         ),
     ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory",
+            help="Memory that it may take, 6GB for one; what does not fit is verified block by block. Default: what is free.",
+            metavar="SIZE",
+        ),
+    ] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write the report, one self-contained page.")] = None,
     out: Annotated[Path, typer.Option(help="The folder of the pipelines that workflows build.")] = Path("pipelines"),
     rehash: Rehash = False,
@@ -173,6 +124,7 @@ def verify(
 ) -> None:
     """Prove that pipelines compute what the PyTorch model computes, for any target, on this machine's CPU."""
     from sdflow.cli.verify import verify_all
+    from sdflow.units import parse_size
 
     verify_all(
         subject,
@@ -184,58 +136,11 @@ def verify(
         fresh=fresh,
         propose=fix,
         run_on=run_on,
+        memory=parse_size(memory, "--memory") if memory is not None else None,
         html=html,
         out=out,
         as_json=json,
     )
-
-
-@app.command()
-def bake(
-    base: Annotated[
-        Path, typer.Option("--base", help="A pipeline folder that sdflow built; LoRAs that it has stay.", metavar="DIR")
-    ],
-    lora: Annotated[
-        list[str],
-        typer.Option(
-            "--lora",
-            help="A LoRA and its scale (default 1.0). FILE: a .safetensors file, a folder, hf:owner/name; with #NAME where a "
-            "folder or repository holds several. Repeatable.",
-            metavar="FILE:SCALE",
-        ),
-    ],
-    out: Annotated[Path, typer.Option("--out", help="The folder of the new pipeline.", metavar="DIR")],
-    copy: Annotated[bool, typer.Option("--copy", help="Copy the models in, so that the folder stands alone.")] = False,
-    verify: Annotated[
-        bool,
-        typer.Option(
-            "--verify", help="Hold the result to the PyTorch model with the LoRAs merged; the report goes to --results."
-        ),
-    ] = False,
-    results: Annotated[Path, typer.Option("--results", help="Folder for the report of --verify.")] = Path("results"),
-    jobs: Jobs = None,
-    rehash: Rehash = False,
-    cache: CacheDir = Path("cache"),
-    json: AsJson = False,
-) -> None:
-    """Merge LoRAs into a pipeline that was built before. Needs no workflow, exports and fuses nothing again."""
-    from sdflow.cli.progress import progress_view
-    from sdflow.report import print_bake
-    from sdflow.run.bake import bake as bake_pipeline
-
-    with progress_view() as listener:
-        result = bake_pipeline(
-            base,
-            lora,
-            out,
-            open_cache(cache, rehash=rehash),
-            listener,
-            copy=copy,
-            jobs=jobs,
-            verify=verify,
-            results=results,
-        )
-    print_bake(result, as_json=json)
 
 
 @app.command()
@@ -248,7 +153,7 @@ def plan(
 ) -> None:
     """Show every step as cached or to run, with the reason. Builds nothing."""
     from sdflow.build.plan import make_plan
-    from sdflow.report import print_plan
+    from sdflow.report.build import print_plan
 
     loaded = [_load(path, overrides, target) for path in workflow]
     opened = open_cache(cache, loaded)
@@ -268,7 +173,7 @@ def explain(
 ) -> None:
     """Say what changed in each step since it was last built."""
     from sdflow.build.plan import make_plan
-    from sdflow.report import print_explanation
+    from sdflow.report.build import print_explanation
 
     loaded = [_load(path, overrides, target) for path in workflow]
     opened = open_cache(cache, loaded)
@@ -282,7 +187,7 @@ def validate(workflow: Workflows, target: Targets = None, overrides: Overrides =
     from sdflow.build.model_check import model_problems
     from sdflow.build.plan import lora_problems
     from sdflow.errors import Problem, WorkflowError
-    from sdflow.report import print_validation
+    from sdflow.report.build import print_validation
 
     problems: list[Problem] = []
     valid: dict[str, list[str]] = {}
@@ -319,7 +224,7 @@ def passes(
     json: AsJson = False,
 ) -> None:
     """List the passes, or the options of one."""
-    from sdflow.report import print_passes
+    from sdflow.report.machine import print_passes
 
     print_passes(name, olive=olive, as_json=json)
 
@@ -327,7 +232,7 @@ def passes(
 @app.command()
 def targets(json: AsJson = False) -> None:
     """List the targets: which execution providers this machine has, and why not the others."""
-    from sdflow.report import print_targets
+    from sdflow.report.machine import print_targets
     from sdflow.runtime.sessions.availability import target_availability
 
     print_targets(target_availability(), as_json=json)
@@ -336,7 +241,7 @@ def targets(json: AsJson = False) -> None:
 @app.command()
 def doctor(cache: CacheDir = Path("cache"), json: AsJson = False) -> None:
     """Check this machine: versions known to break, disk, memory, the cache; and say what to do."""
-    from sdflow.report import print_diagnoses
+    from sdflow.report.machine import print_diagnoses
     from sdflow.selftest.doctor import diagnose
 
     diagnoses = diagnose(open_cache(cache))

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sdflow.cli.arguments import AsJson
 from sdflow.cli.needs import needs
 from sdflow.cli.quiet import quiet_libraries, say
 
 if TYPE_CHECKING:
     from sdflow.bench.sweep import SweepPoint
-    from sdflow.families.defaults import Defaults
+    from sdflow.families.shared.defaults import Defaults
     from sdflow.targets import Target
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 
 
 @needs("REFERENCE", unless=("compare",))
@@ -90,7 +89,7 @@ def bench(
     from sdflow.bench.run import BenchRequest
     from sdflow.bench.run import bench as measure
     from sdflow.errors import UsageError, VerificationError
-    from sdflow.families.approximation import Approximation, parse
+    from sdflow.families.shared.approximation import Approximation, parse
     from sdflow.manifest import read_manifest
     from sdflow.report.bench import print_bench
 
@@ -187,7 +186,7 @@ def hold_to_pytorch(pipeline: Path, target: Target, cache: Path) -> None:
 
 def _cases(pipeline: Path, batch: str, size: str | None, steps: str | None, scheduler: str | None) -> list[SweepPoint]:
     from sdflow.bench.sweep import sweep
-    from sdflow.families.schedulers import require_known
+    from sdflow.families.shared.schedulers import require_known
 
     if scheduler is not None:
         require_known(scheduler)

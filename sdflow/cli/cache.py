@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sdflow.cli.arguments import AsJson
 from sdflow.cli.opened import open_cache
 from sdflow.cli.quiet import say
 
@@ -23,7 +24,6 @@ app = typer.Typer(help="Look into the cache, check it, make it smaller.", no_arg
 _REMEDY = "Look at the URL, the network, and the store's own settings for credentials."
 
 CacheDir = Annotated[Path, typer.Option("--cache", envvar="SDFLOW_CACHE", help="The cache's folder.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 Url = Annotated[
     str | None,
     typer.Option("--url", help="The remote cache, a URL or a folder. Default: $SDFLOW_REMOTE_CACHE.", metavar="URL"),
@@ -42,7 +42,7 @@ def list_entries(
     json: AsJson = False,
 ) -> None:
     """List the cached steps: pass, submodel, size, when built and last used, which pipelines use it."""
-    from sdflow.report import print_entries, print_remote_entries
+    from sdflow.report.cache import print_entries, print_remote_entries
     from sdflow.store import Cache
 
     if not remote and url is None:
@@ -62,7 +62,7 @@ def list_entries(
 def push(workflow: Workflows = None, url: Url = None, cache: CacheDir = Path("cache"), json: AsJson = False) -> None:
     """Send what is cached here to the remote cache: what it has already is not sent again."""
     from sdflow import stop
-    from sdflow.report import print_pushed
+    from sdflow.report.cache import print_pushed
     from sdflow.store.remote.up import Sent
 
     opened, plans = _planned(cache, url, workflow or [])
@@ -80,7 +80,7 @@ def push(workflow: Workflows = None, url: Url = None, cache: CacheDir = Path("ca
 def pull(workflow: Workflows = None, url: Url = None, cache: CacheDir = Path("cache"), json: AsJson = False) -> None:
     """Fetch what the remote cache has and this one lacks: of workflows, or all of it."""
     from sdflow import stop
-    from sdflow.report import print_pulled
+    from sdflow.report.cache import print_pulled
     from sdflow.store.remote.catalog import listed
 
     opened, plans = _planned(cache, url, workflow or [])
@@ -218,7 +218,7 @@ def _require_usable(remote_cache: Remote) -> None:
 def verify(cache: CacheDir = Path("cache"), json: AsJson = False) -> None:
     """Read every file and compare its digest; what is corrupt goes to quarantine (status 3)."""
     from sdflow.errors import CacheError
-    from sdflow.report import print_cache_verification
+    from sdflow.report.cache import print_cache_verification
     from sdflow.store import Cache
 
     result = Cache(cache).verify()
@@ -253,8 +253,9 @@ def gc(
 ) -> None:
     """Remove what nothing refers to and, with --max-size, what was used least recently. Pipelines keep theirs."""
     from sdflow.errors import UsageError
-    from sdflow.report import parse_age, parse_size, print_collection, print_swept
+    from sdflow.report.cache import print_collection, print_swept
     from sdflow.store import Cache
+    from sdflow.units import parse_age, parse_size
 
     if remote:
         from sdflow import stop
@@ -296,7 +297,7 @@ def engines(
     json: AsJson = False,
 ) -> None:
     """List the engines that TensorRT and MIGraphX have kept for this user, $SDFLOW_ENGINES, or remove them."""
-    from sdflow.report import print_engines
+    from sdflow.report.cache import print_engines
     from sdflow.runtime.sessions.engine_cache import engine_root
     from sdflow.runtime.sessions.kept_engines import clear_engines, kept_engines
 

@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from sdflow.cli.arguments import AsJson
 from sdflow.cli.needs import needs
+from sdflow.cli.options import takes, with_options_of
 from sdflow.cli.serve import read_sizes, serve
+from sdflow.families.settings import SERVED
 
 Name = Annotated[str, typer.Argument(help="What it is called.", metavar="NAME")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")]
 
 OWN = ("name", "pipeline", "api_key_file", "json")
 """What `deploy` itself does something with; all else goes to the server as it was said."""
 
-
-def _with_options_of(command: Callable[..., Any], **others: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A command takes these options too, but those of `others` as they are there, by name."""
-
-    def taking(function: Callable[..., Any]) -> Callable[..., Any]:
-        own = list(inspect.signature(function, eval_str=True).parameters.values())[:-1]  # the last stands for them
-        taken = inspect.signature(command, eval_str=True).parameters.values()
-        found = [others.get(each.name, each) for each in taken]
-        ordered = sorted([*own[:2], *found, *own[2:]], key=lambda each: each.default is not each.empty)
-        function.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]  # which typer reads
-        return function
-
-    return taking
+TEXTS = {name: each if each.read is None else replace(each, kind=str, read=None) for name, each in SERVED.items()}
+"""The settings that `query` takes; the server reads them."""
 
 
 @needs("DRAWS", "SERVES")
-@_with_options_of(
+@with_options_of(
     serve, port=inspect.Parameter("port", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=0, annotation=Port)
 )
 def deploy(context: typer.Context, name: Name, json: AsJson = False, **said: Any) -> None:
@@ -54,14 +45,17 @@ def deploy(context: typer.Context, name: Name, json: AsJson = False, **said: Any
     print_deployments(
         [
             start(
-                name, said["pipeline"], ["--port", str(said["port"]), *_spelled(context)], key_file=said["api_key_file"]
+                name,
+                said["pipeline"],
+                ["--port", str(said["port"]), *_given_options(context)],
+                key_file=said["api_key_file"],
             )
         ],
         as_json=json,
     )
 
 
-def _spelled(context: typer.Context) -> list[str]:
+def _given_options(context: typer.Context) -> list[str]:
     """The options that were said, or stand in the environment, as `serve` takes them; paths from the root."""
     spelled = []
     for option in context.command.params:
@@ -78,6 +72,7 @@ def _spelled(context: typer.Context) -> list[str]:
     return spelled
 
 
+@takes(TEXTS)
 def query(
     name: Name,
     prompt: Annotated[str, typer.Argument(help="What to draw.", metavar="PROMPT")],
@@ -85,14 +80,6 @@ def query(
     size: Annotated[
         str | None, typer.Option(help="WIDTHxHEIGHT. Default: the model's own.", show_default=False)
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Default: the model's.", show_default=False)] = None,
-    guidance_scale: Annotated[float | None, typer.Option(help="Default: the model's.", show_default=False)] = None,
-    scheduler: Annotated[str | None, typer.Option(help="Default: the pipeline's.", show_default=False)] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(min=0, help="Of the first image; counts up. Default: a random one.", show_default=False),
-    ] = None,
-    negative_prompt: Annotated[str | None, typer.Option(help="What not to draw.", show_default=False)] = None,
     lora: Annotated[
         list[str] | None,
         typer.Option(help="A LoRA of the server and its scale (default 1.0). Repeatable.", metavar="NAME[:SCALE]"),
@@ -108,37 +95,28 @@ def query(
             show_default=False,
         ),
     ] = None,
-    strength: Annotated[
-        float | None,
-        typer.Option(help="Part of the steps that the image goes through. Default: the model's.", show_default=False),
-    ] = None,
-    prompt_syntax: Annotated[
-        str | None, typer.Option(help="How prompts are read.", metavar="plain|a1111", show_default=False)
-    ] = None,
     model: Annotated[str | None, typer.Option(help="Which of its pipelines.", show_default=False)] = None,
     out: Annotated[Path, typer.Option(help="Folder for the images.", metavar="DIR")] = Path("images"),
+    **given: Any,
 ) -> None:
     """Draw with a server that was deployed."""
     from sdflow.errors import UsageError
     from sdflow.report.output import put
     from sdflow.serve.client import query_files
 
-    if image is None and (mask is not None or strength is not None):
-        raise UsageError("belongs to an image to start from", where="--mask, --strength", remedy="Add --image FILE.")
+    said = {each: value for each, value in given.items() if value != SERVED[each].default}
+    needing = [SERVED[each].option(each) for each in said if SERVED[each].needs is not None]
+    if image is None and (mask is not None or needing):
+        where = needing[0] if needing else "--mask"
+        raise UsageError("belongs to an image to start from", where=where, remedy="Add --image FILE.")
     fields = {
         "n": images,
         "size": size,
-        "steps": steps,
-        "guidance_scale": guidance_scale,
-        "scheduler": scheduler,
-        "seed": seed,
-        "negative_prompt": negative_prompt,
         "loras": [_lora(each) for each in lora or ()] or None,
         "image": image,
         "mask": mask,
-        "strength": strength,
-        "prompt_syntax": prompt_syntax,
         "model": model,
+        **said,
     }
     drawn = query_files(name, prompt, **{key: value for key, value in fields.items() if value is not None})
     for number, (content, of) in enumerate(drawn, 1):
@@ -176,7 +154,7 @@ def status(json: AsJson = False) -> None:
 
 
 def terminate(name: Name) -> None:
-    """End a server that was deployed, once what it draws is drawn."""
+    """Stop a server after current requests finish."""
     from sdflow.report.output import put
     from sdflow.serve.deployments import terminate as end
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from sdflow.cli.arguments import AsJson
 from sdflow.cli.needs import needs
 
 
@@ -59,7 +60,7 @@ def export(
     embed: Annotated[
         bool, typer.Option("--embed", help="The weights in the graph, not beside it: for browsers. Up to 2 GB.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Write a pipeline as one ONNX file: token ids, latents and guidance scale in, pixels out."""
     from sdflow.errors import UsageError

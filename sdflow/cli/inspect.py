@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from sdflow.cli.arguments import AsJson
+
 
 def inspect(
     paths: Annotated[
@@ -17,7 +19,7 @@ def inspect(
             metavar="FILE_OR_FOLDER...",
         ),
     ],
-    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Say what files are, what they are for, and print the lines of a workflow that takes them. Reads headers only."""
     from sdflow.inspection import inspect as look

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from sdflow.cli.arguments import AsJson
 from sdflow.cli.needs import needs
 
 
@@ -32,7 +33,7 @@ def selftest(
         typer.Option("--engine-cache", help="Where TensorRT or MIGraphX keep what they compile.", metavar="DIR"),
     ] = None,
     cache: Annotated[Path, typer.Option("--cache", envvar="SDFLOW_CACHE", help="The cache's folder.")] = Path("cache"),
-    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Build the sample pipeline, run it on a target, compare its images with the CPU's, time it. Nothing personal is kept."""
     from sdflow.errors import TargetUnavailableError, UsageError, VerificationError

@@ -28,14 +28,15 @@ def verify_all(
     as_json: bool,
     propose: bool = False,
     run_on: str | None = None,
+    memory: int | None = None,
 ) -> None:
     """Verify each and print the verdicts. Raises VerificationError at the end when one does not pass.
 
     propose: for each that overflows or is beyond its limit, find and print the nodes that must stay as they are. run_on: a target
-    that is here.
+    that is here. memory: bytes that a verification may take; None: what this machine has.
     """
     from sdflow.cli.progress import progress_view
-    from sdflow.report import print_verifications
+    from sdflow.report.verify import print_verifications
     from sdflow.run.fix import Fix, fix
     from sdflow.targets import find_target
     from sdflow.verify import verify, write_html
@@ -56,6 +57,7 @@ def verify_all(
                     submodels=submodels,
                     fresh=fresh,
                     run_on=run_on,
+                    memory=memory,
                     progress=lambda phrase, name=subject.name, view=view: view.note(f"{name}: {phrase}"),  # type: ignore[misc]
                 )
                 if propose and (verified.result.overflowing or verified.result.beyond_stated):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from sdflow.config.catalog import PassCatalog, PassInfo, PassNotFound
-from sdflow.config.fields import OVERLAY, SUBMODEL, EvaluateFields, VerifyFields
+from sdflow.config.fields import OVERLAY, PRECISIONS, SUBMODEL, EvaluateFields, VerifyFields
 from sdflow.config.files import Files
 from sdflow.config.merge import expect_kind
 from sdflow.config.nodes import Node, YamlList, YamlMap, YamlScalar, to_data
@@ -14,8 +15,10 @@ from sdflow.config.options import check
 from sdflow.config.patch import INSERTING, check_change, pass_name, without_places
 from sdflow.config.problems import Problems, nearest
 from sdflow.config.workflow import Mark, StepSpec
-from sdflow.families import SUBMODELS, WITH_LORAS
+from sdflow.families import any_family
 from sdflow.targets import TARGETS
+
+Chain = tuple[tuple[StepSpec, PassInfo], ...]
 
 
 class Chains:
@@ -27,15 +30,15 @@ class Chains:
         self.problems = problems
         self._passes: dict[tuple[str, str], PassInfo | PassNotFound] = {}
 
-    def submodels(self, node: Node) -> dict[str, tuple[tuple[StepSpec, PassInfo], ...]]:
-        """The chain of every submodel that is not switched off, in the order of `SUBMODELS`."""
+    def submodels(self, node: Node, target: str) -> dict[str, Chain]:
+        """The chain of every submodel that is not switched off, in the order of the families'. target: "" for none."""
         if not isinstance(node, YamlMap):
             expect_kind(node, "a map from submodel to its passes", "`submodels`", self.problems)
             return {}
-        unknown_keys(node, SUBMODELS, "submodel", self.problems)
+        unknown_keys(node, any_family.submodels(), "submodel", self.problems)
         return {
-            name: self._chain(name, node.entries[name])
-            for name in SUBMODELS
+            name: self._in_precision(name, node.entries[name], self._chain(name, node.entries[name]), target)
+            for name in any_family.submodels()
             if name in node.entries and not is_off(node.entries[name])
         }
 
@@ -65,13 +68,14 @@ class Chains:
         if not isinstance(node, YamlMap):
             expect_kind(node, "a map from submodel to its passes", "`submodels`", self.problems)
             return
-        unknown_keys(node, SUBMODELS, "submodel", self.problems)
+        unknown_keys(node, any_family.submodels(), "submodel", self.problems)
         for name, submodel in node.entries.items():
             passes = submodel.entries.get("passes") if isinstance(submodel, YamlMap) else None
             if isinstance(passes, YamlList):
                 self._chain(name, submodel)
             elif isinstance(submodel, YamlMap):
                 unknown_keys(submodel, SUBMODEL, "key", self.problems)
+                self._precision(submodel.entries.get("precision"))
                 if passes is not None:
                     self._patch(passes)
             elif not is_off(submodel):
@@ -87,7 +91,42 @@ class Chains:
             if isinstance(options, YamlMap) and info is not None:
                 self._step(info, without_places(options), options.mark, partial=True)
 
-    def _chain(self, submodel: str, node: Node) -> tuple[tuple[StepSpec, PassInfo], ...]:
+    def _in_precision(self, submodel: str, node: Node, chain: Chain, target: str) -> Chain:
+        """The chain as the submodel's `precision` has it; as written where none is named.
+
+        What converts is a pass with an option of that name.
+        """
+        written = node.entries.get("precision") if isinstance(node, YamlMap) else None
+        precision = self._precision(written)
+        converts = [info for _, info in chain if "precision" in info.options.model_fields]
+        if precision == "float32":
+            return tuple((spec, info) for spec, info in chain if info not in converts)
+        if precision and written is not None and not converts:
+            text = f"no step of {submodel} converts its weights to {precision}"
+            self.problems.add(written.mark, text, "add {pass: OnnxFloatToFloat16} to its passes")
+        found = []
+        for spec, info in chain:
+            if info in converts:
+                spec = replace(spec, options={**spec.options, "precision": precision}) if precision else spec
+                wanted = spec.options.get("precision")
+                if wanted == "bfloat16" and target in TARGETS and not TARGETS[target].bfloat16:
+                    takes = " and ".join(each.name for each in TARGETS.values() if each.bfloat16)
+                    text = f"{submodel}: {target} has no kernels for bfloat16, {takes} has"
+                    self.problems.add(written.mark if written else spec.mark, text, "precision: float16, or float32")
+            found.append((spec, info))
+        return tuple(found)
+
+    def _precision(self, node: Node | None) -> str | None:
+        """The value of a submodel's `precision`; None where it says nothing, or nothing that is known, which is reported."""
+        if node is None or is_null(node):
+            return None
+        value = node.value if isinstance(node, YamlScalar) else None
+        if isinstance(value, str) and value in PRECISIONS:
+            return value
+        expect_kind(node, " or ".join(PRECISIONS), "`precision`", self.problems)
+        return None
+
+    def _chain(self, submodel: str, node: Node) -> Chain:
         if not isinstance(node, YamlMap):
             expect_kind(node, "a map with `passes`, or null", f"submodel {submodel!r}", self.problems)
             return ()
@@ -183,10 +222,9 @@ class Chains:
             self.problems.add(
                 spec.mark, f"{info.name} would merge the LoRAs a second time", f"first at {earlier[0].mark}"
             )
-        if submodel not in WITH_LORAS:
-            self.problems.add(
-                spec.mark, f"{info.name} has nothing to merge: LoRAs change {' and '.join(WITH_LORAS)} only"
-            )
+        changed = any_family.submodels_with_loras()
+        if submodel not in changed:
+            self.problems.add(spec.mark, f"{info.name} has nothing to merge: LoRAs change {' and '.join(changed)} only")
 
     def _find(self, name: str, mark: Mark) -> PassInfo | None:
         folder = self._folder_of(name, mark)

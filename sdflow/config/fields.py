@@ -7,9 +7,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from sdflow.config.parameter_fields import field_of, with_fields
 from sdflow.config.workflow import EvaluateSpec, ImageSpec, LatencySpec, VerifySpec
-from sdflow.families.approximation import MOST_EVERY, MOST_LAYERS, Interval, Reuse
-from sdflow.families.schedulers import SchedulerName
+from sdflow.families.settings import COMMON
+from sdflow.families.shared.approximation import MOST_EVERY, MOST_LAYERS, Interval, Reuse
 
 WORKFLOW: Mapping[str, str] = {
     "extends": "A workflow file, or a list of them, that this one builds on. Relative to this file; base/NAME.yaml that "
@@ -32,7 +33,7 @@ WORKFLOW: Mapping[str, str] = {
     "submodels": "The chain of passes for each submodel. A submodel that is left out, null or false is not built.",
     "evaluate": "What is measured after the build. null: nothing.",
     "generate": "How the pipeline draws where nobody says it, in place of what the model and its LoRAs say.",
-    "verify": "How the artifacts are held to the PyTorch model before the pipeline is assembled: `quick` (the default), "
+    "verify": "How the artifacts are verified against the PyTorch model before the pipeline is assembled: `quick` (the default), "
     "`full`, a map of options, or false, null or `off`: not at all.",
     "carry_weights": "Run every pass with the weights, in place of building the graph without them and filling it at "
     "the end. Slower; the result is the same, byte for byte.",
@@ -60,7 +61,10 @@ MATRIX: Mapping[str, str] = {
 SUBMODEL: Mapping[str, str] = {
     "passes": "The chain: a list of steps, or, over a file that has the list, a map from pass name to changed options; null "
     "removes the step, insert_before or insert_after among its options adds one.",
+    "precision": "What its weights and values are: float32 leaves OnnxFloatToFloat16 out of the chain, float16 and bfloat16 are "
+    "what that pass converts to. Without it, the chain is as written.",
 }
+PRECISIONS = ("float32", "float16", "bfloat16")
 STEP: Mapping[str, str] = {
     "pass": "The pass: one of `sdflow passes`, or one of your own as path/to/file.py:ClassName.",
     "insert_before": "In a map over an inherited chain: insert this pass before the step of that name, the first of several.",
@@ -78,7 +82,6 @@ MOST_NETS, MOST_ADAPTERS, MOST_LORAS = 16, 16, 100
 
 Steps = Annotated[int, Field(ge=1, le=10_000)]
 """At most: the memory that is free may allow fewer (`sdflow.runtime.denoiser.schedule`)."""
-Guidance = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
 Pixels = Annotated[int, Field(ge=8, le=8192, multiple_of=8)]
 
 
@@ -130,17 +133,12 @@ class ImageFields(_Fields):
     """The image to draw."""
 
     prompt: Annotated[str, Field(description="What to draw.")] = ImageSpec.prompt
-    negative_prompt: Annotated[str | None, Field(description="What not to draw; null: nothing is said of it.")] = (
-        ImageSpec.negative_prompt
-    )
+    negative_prompt: str | None = field_of(COMMON["negative_prompt"], ImageSpec.negative_prompt)
     steps: Annotated[
         Steps | None, Field(description="Denoising steps; null: 20, or the model's where it needs fewer.")
     ] = ImageSpec.steps
-    guidance_scale: Annotated[
-        Guidance | None,
-        Field(description="Classifier-free guidance; up to 1 there is none. null: the model's."),
-    ] = ImageSpec.guidance_scale
-    seed: Annotated[int, Field(ge=0, lt=2**63, description="Of the first latents.")] = ImageSpec.seed
+    guidance_scale: float | None = field_of(COMMON["guidance_scale"], ImageSpec.guidance_scale)
+    seed: int = field_of(COMMON["seed"], ImageSpec.seed)
     height: Annotated[Pixels | None, Field(description="Pixels; null: the model's own size.")] = ImageSpec.height
     width: Annotated[Pixels | None, Field(description="Pixels; null: the model's own size.")] = ImageSpec.width
     prompts: Annotated[
@@ -159,7 +157,7 @@ class EvaluateFields(_Fields):
 
 
 class VerifyFields(_Fields):
-    """How the artifacts are held to the PyTorch model."""
+    """How the artifacts are verified against the PyTorch model."""
 
     level: Annotated[
         Literal["quick", "full"],
@@ -192,23 +190,10 @@ class ReuseFields(IntervalFields):
     ] = Reuse.layers
 
 
+@with_fields({name: each for name, each in COMMON.items() if each.workflow})
 class GenerateFields(_Fields):
-    """How the pipeline draws where nobody says it. null, or left out: as the model and its LoRAs say."""
+    """Defaults of drawing. null, or left out: as the model and its LoRAs say."""
 
-    steps: Annotated[Steps | None, Field(description="Denoising steps.")] = None
-    guidance_scale: Annotated[
-        Guidance | None,
-        Field(description="Classifier-free guidance; up to 1 there is none."),
-    ] = None
-    strength: Annotated[
-        Annotated[float, Field(gt=0, le=1)] | None, Field(description="Part of the steps that an image goes through.")
-    ] = None
-    eta: Annotated[
-        Annotated[float, Field(ge=0, le=1)] | None, Field(description="How much noise DDIM and TCD add in a step.")
-    ] = None
-    scheduler: Annotated[
-        SchedulerName | None, Field(description="In place of the checkpoint's own, with its noise schedule.")
-    ] = None
     reuse: Annotated[
         ReuseFields | None,
         Field(description="An approximation: deep features of the denoiser are kept over some steps. null: none are."),

@@ -84,7 +84,7 @@ class Files:
             targets = self._sources[path].own.entries.get("targets")
             changes = targets.entries.get(target) if isinstance(targets, YamlMap) and target is not None else None
             if isinstance(changes, YamlMap):
-                tree = overlay(tree, changes, self._told(target), inherited=True, where=_for(target))
+                tree = overlay(tree, changes, self._problems_of(target), inherited=True, where=_for(target))
             self._trees[key] = tree
         return self._trees[key]
 
@@ -93,11 +93,13 @@ class Files:
         source = self._sources[path]
         tree: Node = YamlMap({}, {}, source.own.mark)
         for layer in (*(self._tree(base, target) for base in source.bases), source.own):
-            tree = merge_documents(tree, layer, self._told(target), lenient=target is not None, where=_for(target))
+            tree = merge_documents(
+                tree, layer, self._problems_of(target), lenient=target is not None, where=_for(target)
+            )
         assert isinstance(tree, YamlMap)
         return tree
 
-    def _told(self, target: str | None) -> Problems:
+    def _problems_of(self, target: str | None) -> Problems:
         """Where problems of a target's tree go: those of the tree for none are not told again."""
         return self.problems if target is None or self._sound else Problems()
 

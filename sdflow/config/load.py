@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 
-from sdflow.config.catalog import PassCatalog, PassInfo
-from sdflow.config.chain import Chains, is_null, unknown_keys
+from sdflow.config.catalog import PassCatalog
+from sdflow.config.chain import Chain, Chains, is_null, unknown_keys
 from sdflow.config.evaluation import evaluate_of, verify_of
 from sdflow.config.fields import (
     REFINER,
@@ -26,8 +26,8 @@ from sdflow.config.nodes import YamlMap, YamlScalar
 from sdflow.config.override import Override, apply, parse_overrides
 from sdflow.config.problems import Problems
 from sdflow.config.reference import model_reference
-from sdflow.config.workflow import EvaluateSpec, PipelineSpec, StepSpec, VerifySpec, Workflow
-from sdflow.families import DENOISERS, NET, PROMPTER, WITH_LORAS
+from sdflow.config.workflow import EvaluateSpec, PipelineSpec, VerifySpec, Workflow
+from sdflow.families import any_family
 
 
 def load_workflow(
@@ -58,10 +58,7 @@ def load_workflow(
     return Workflow(path.absolute(), tuple(files.read), tuple(pipelines), remote)
 
 
-_Chain = tuple[tuple[StepSpec, PassInfo], ...]
-
-
-def _told(name: str, chains: Mapping[str, _Chain]) -> str:
+def _with_types(name: str, chains: Mapping[str, Chain]) -> str:
     """The name with the types behind it that passes quantize weights to, those that it does not say itself: a folder is not
     taken for one of float16 or float32."""
     types = dict.fromkeys(info.quantizes for chain in chains.values() for _, info in chain if info.quantizes)
@@ -72,7 +69,7 @@ def _told(name: str, chains: Mapping[str, _Chain]) -> str:
 class _ForTarget:
     """What all pipelines for one target have in common."""
 
-    chains: dict[str, _Chain]
+    chains: dict[str, Chain]
     evaluate: EvaluateSpec
     verify: VerifySpec | None
 
@@ -99,14 +96,13 @@ class _Loader:
     def pipeline(self, cell: Cell) -> PipelineSpec | None:
         common = self._for_target(cell.target)
         loras = self.named.loras(cell.loras)
-        if loras and not any(
-            info.takes_loras for submodel in WITH_LORAS for _, info in common.chains.get(submodel, ())
-        ):
+        changed = any_family.submodels_with_loras()
+        if loras and not any(info.takes_loras for name in changed for _, info in common.chains.get(name, ())):
             for lora in loras:
                 self.problems.add(
                     lora.mark,
                     "no step merges this LoRA",
-                    f"add {{pass: LoraMerge}} to the passes of {' or '.join(WITH_LORAS)}",
+                    f"add {{pass: LoraMerge}} to the passes of {' or '.join(changed)}",
                 )
         if cell.model is None:
             self.problems.add(self.document.mark, "no `model`", f"model: {WORKFLOW['model']}")
@@ -116,7 +112,7 @@ class _Loader:
             return None
         nets = self.named.nets(model)
         pipeline = PipelineSpec(
-            name=_told(cell.name, common.chains),
+            name=_with_types(cell.name, common.chains),
             model=model,
             model_mark=cell.model.mark,
             target=cell.target,
@@ -160,7 +156,7 @@ class _Loader:
             submodels={
                 name: tuple(replace(spec, expect={}) for spec, info in chain if not info.takes_loras)
                 for name, chain in chains.items()
-                if name not in (NET, PROMPTER)
+                if name not in any_family.net_chains() | any_family.prompter_chains()
             },
             controlnets={},
             ip_adapters=(),
@@ -186,7 +182,8 @@ class _Loader:
             own.files.folders.setdefault(model.mark.file, self.files.folder(model.mark))
         name = f"{pipeline.name}_refiner"
         found = own.pipeline(Cell(name, model or document.entries.get("model"), None, pipeline.target))
-        of_both = {name: each for name, each in pipeline.components.items() if name not in DENOISERS}
+        denoisers = any_family.denoiser_components()
+        of_both = {name: each for name, each in pipeline.components.items() if name not in denoisers}
         return None if found is None else replace(
             found,
             evaluate=pipeline.evaluate,
@@ -196,23 +193,26 @@ class _Loader:
             carry_weights=pipeline.carry_weights,
         )  # fmt: skip
 
-    def _with_prompter(self, chains: Mapping[str, _Chain]) -> Mapping[str, _Chain]:
+    def _with_prompter(self, chains: Mapping[str, Chain]) -> Mapping[str, Chain]:
         """The chains with that of what reads image prompts only where there are IP-Adapters."""
+        prompters = any_family.prompter_chains()
         if not self.named.ip_adapters:
-            return {name: chain for name, chain in chains.items() if name != PROMPTER}
-        if PROMPTER not in chains:
-            text = f"no chain for what reads image prompts: `submodels` has no {PROMPTER}"
+            return {name: chain for name, chain in chains.items() if name not in prompters}
+        if not prompters & chains.keys():
+            text = f"no chain for what reads image prompts: `submodels` has no {' or '.join(sorted(prompters))}"
             self.problems.add(self.document.mark, text, "extend a file that has it")
         return chains
 
-    def _with_nets(self, chains: Mapping[str, _Chain], nets: Mapping[str, str]) -> dict[str, _Chain]:
+    def _with_nets(self, chains: Mapping[str, Chain], nets: Mapping[str, str]) -> dict[str, Chain]:
         """The chains with that of the ControlNets once for each of them."""
-        others = {name: chain for name, chain in chains.items() if name != NET}
-        if nets and NET not in chains:
-            text = f"no chain for the ControlNets: `submodels` has no {NET}"
+        kinds = any_family.net_chains()
+        others = {name: chain for name, chain in chains.items() if name not in kinds}
+        if nets and not kinds & chains.keys():
+            text = f"no chain for the ControlNets: `submodels` has no {' or '.join(sorted(kinds))}"
             self.problems.add(self.document.mark, text, "extend a file that has it")
             return others
-        return {**others, **{f"{NET}_{name}": chains[NET] for name in sorted(nets)}}
+        of_nets = {kind: chain for kind, chain in chains.items() if kind in kinds}
+        return others | {f"{kind}_{name}": chain for kind, chain in of_nets.items() for name in sorted(nets)}
 
     def _for_target(self, target: str) -> _ForTarget:
         if target not in self._targets:
@@ -220,7 +220,7 @@ class _Loader:
             submodels = document.entries.get("submodels")
             if submodels is None:
                 self.problems.add(document.mark, "no `submodels`", "extend a file that has them")
-            chains = self.chains.submodels(submodels) if submodels is not None else {}
+            chains = self.chains.submodels(submodels, target) if submodels is not None else {}
             evaluate = evaluate_of(document.entries.get("evaluate"), self.problems)
             verify = verify_of(document.entries.get("verify"), self.problems)
             self._targets[target] = _ForTarget(chains, evaluate, verify)

@@ -21,7 +21,7 @@ from sdflow.config.problems import Problems
 from sdflow.config.reference import adapter_reference, lora_spec, model_reference
 from sdflow.config.remote import remote_spec
 from sdflow.config.workflow import LoraSpec, Mark
-from sdflow.families import EXCHANGEABLE, OMITTABLE
+from sdflow.families import any_family
 from sdflow.sources.components.nets_in_folder import nets_in_folder
 from sdflow.sources.reference import AdapterReference
 from sdflow.store.remote.spec import RemoteSpec
@@ -98,14 +98,15 @@ class Named:
         """Component -> where it comes from; None: it is left out. Of one that no model can lack, null says nothing."""
         if node is None or is_null(node):
             return {}
+        exchangeable, omittable = any_family.exchangeable_components(), any_family.omittable_components()
         if not isinstance(node, YamlMap):
-            example = f"a map like {{{next(iter(EXCHANGEABLE))}: hf:owner/name}}, or null"
+            example = f"a map like {{{next(iter(exchangeable))}: hf:owner/name}}, or null"
             expect_kind(node, example, "`components`", self._problems)
             return {}
-        unknown_keys(node, {**EXCHANGEABLE, **OMITTABLE}, "component", self._problems)
+        unknown_keys(node, {**exchangeable, **omittable}, "component", self._problems)
         found: dict[str, str | None] = {}
         for name, each in node.entries.items():
-            if name in OMITTABLE:
+            if name in omittable:
                 if is_null(each):
                     found[name] = None
                 else:
@@ -115,7 +116,7 @@ class Named:
                         f"`components.{name}`",
                         self._problems,
                     )
-            elif name in EXCHANGEABLE and not is_null(each):
+            elif name in exchangeable and not is_null(each):
                 reference = model_reference(
                     each, self._files.folder(each.mark), self.allow_pickle, self._problems, f"`components.{name}`"
                 )

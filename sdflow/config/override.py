@@ -15,7 +15,7 @@ from sdflow.config.nodes import MAX_DEPTH, Node, YamlList, YamlMap, YamlScalar, 
 from sdflow.config.patch import INSERTING, pass_name, patch_chain
 from sdflow.config.problems import Problems, nearest
 from sdflow.config.workflow import Mark
-from sdflow.families import SUBMODELS
+from sdflow.families import any_family
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def parse_overrides(texts: Sequence[str], problems: Problems) -> list[Override]:
         if not separator or not all(path) or len(path) > MAX_DEPTH // 2:
             problems.add(mark, "not of the form key=value", "for example unet.passes.OnnxConversion.target_opset=16")
             continue
-        if path[0] in SUBMODELS:
+        if path[0] in any_family.submodels():
             path = ("submodels", *path)
         if path[0] in ("extends", "targets"):
             problems.add(
@@ -50,7 +50,7 @@ def parse_overrides(texts: Sequence[str], problems: Problems) -> list[Override]:
             )
             continue
         if path[0] not in WORKFLOW:
-            known = [name for name in (*WORKFLOW, *SUBMODELS) if name not in ("extends", "targets")]
+            known = [name for name in (*WORKFLOW, *any_family.submodels()) if name not in ("extends", "targets")]
             problems.add(mark, f"unknown key {path[0]!r}", nearest(path[0], known))
             continue
         value = _value(written.strip(), mark, problems)

@@ -24,8 +24,8 @@ class Problems:
         return len(self._found)
 
     def add(self, mark: Mark, message: str, remedy: str | None = None) -> None:
-        told = message if len(message) <= MOST_SAID else f"{message[:MOST_SAID]}..."
-        self._found.append(Problem(mark.file, mark.line, mark.column, told, remedy))
+        shown = message if len(message) <= MOST_SAID else f"{message[:MOST_SAID]}..."
+        self._found.append(Problem(mark.file, mark.line, mark.column, shown, remedy))
 
     def extend(self, others: Problems, *, elsewhere: bool = False) -> None:
         """elsewhere: only those at places where none was found yet."""

@@ -58,7 +58,7 @@ def model_reference(
 def _synthetic_names(what: str) -> tuple[str, ...]:
     """The architectures that may stand at this key: of a component, also those that are that component alone."""
     if what.startswith("`ip_adapters."):
-        return ADAPTER_ARCHITECTURES
+        return tuple(ADAPTER_ARCHITECTURES)
     alone = (name for name, component in COMPONENT_ARCHITECTURES.items() if what == f"`components.{component}`")
     return (*ARCHITECTURES, *alone)
 

@@ -17,6 +17,7 @@ from sdflow.config.fields import (
     MOST_NETS,
     NET_NAME,
     OVERLAY,
+    PRECISIONS,
     REFINER,
     STEP,
     SUBMODEL,
@@ -29,7 +30,7 @@ from sdflow.config.fields import (
     VerifyFields,
 )
 from sdflow.config.patch import INSERTING
-from sdflow.families import EXCHANGEABLE, OMITTABLE, SUBMODELS
+from sdflow.families import any_family
 from sdflow.targets import TARGETS
 
 Schema = dict[str, Any]
@@ -84,10 +85,11 @@ def json_schema(catalog: PassCatalog) -> Schema:
     )
     defs["changes"]["patternProperties"] = {_OWN_PASS: own}
     chain = {"type": "array", "minItems": 1, "items": _ref("step")}
-    passes = {"anyOf": [chain, _ref("changes")], "description": SUBMODEL["passes"]}
+    passes = {"anyOf": [chain, _ref("changes")]}
     off = {"enum": [None, False]}
-    defs["submodel"] = {"anyOf": [_object({"passes": passes}), off]}
-    submodels = {name: {**_ref("submodel"), "description": text} for name, text in SUBMODELS.items()}
+    precision = {"enum": [*PRECISIONS, None]}
+    defs["submodel"] = {"anyOf": [_described(SUBMODEL, {"passes": passes, "precision": precision}), off]}
+    submodels = {name: {**_ref("submodel"), "description": text} for name, text in any_family.submodels().items()}
     defs["submodels"] = _object(submodels)
     defs["overlay"] = _described(
         OVERLAY, {"passes": _ref("changes"), "submodels": _ref("submodels"), "evaluate": evaluate, "verify": verify}
@@ -111,9 +113,12 @@ def json_schema(catalog: PassCatalog) -> Schema:
                     _object(
                         {
                             name: {"anyOf": [_TEXT, {"type": "null"}], "description": about}
-                            for name, about in EXCHANGEABLE.items()
+                            for name, about in any_family.exchangeable_components().items()
                         }
-                        | {name: {"type": "null", "description": about} for name, about in OMITTABLE.items()}
+                        | {
+                            name: {"type": "null", "description": about}
+                            for name, about in any_family.omittable_components().items()
+                        }
                     ),
                     {"type": "null"},
                 ]

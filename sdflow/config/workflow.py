@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from sdflow.families.defaults import Defaults
+from sdflow.families.shared.defaults import Defaults
 from sdflow.sources.reference import AdapterReference
 from sdflow.store.remote.spec import RemoteSpec
 
@@ -97,7 +97,7 @@ class EvaluateSpec:
 
 @dataclass(frozen=True)
 class VerifySpec:
-    """How the artifacts are held to the PyTorch model after the build. Sizes in pixels; None: as the level has it."""
+    """How the artifacts are verified against the PyTorch model after the build. Sizes in pixels; None: as the level has it."""
 
     level: Literal["quick", "full"] = "quick"
     steps: int | None = None
@@ -112,7 +112,7 @@ class PipelineSpec:
     components: those that are not the model's own, and the references that they come from. controlnets: name -> reference.
     ip_adapters: in the order of their inputs.
     refiner: what refines its images; it lies in the same folder. verify: None: the artifacts are not verified.
-    generate: what is said of how it draws, of `families.defaults.SAID`.
+    generate: what is said of how it draws, of `sdflow.manifest.form.Said`.
     """
 
     name: str

@@ -14,7 +14,6 @@ from sdflow.export.conditions import (
     HEIGHT,
     PART,
     RUN,
-    TOKENIZER,
     WIDTH,
     Traced,
     condition_names,
@@ -27,8 +26,8 @@ from sdflow.export.once import TIMESTEPS
 from sdflow.export.pixels import add_checker, add_decoder
 from sdflow.export.schedule import Coefficients
 from sdflow.export.tokenizer import add_tokenizer
-from sdflow.export.told import tokenizer_table
-from sdflow.families.base import Family
+from sdflow.export.told import clip_table
+from sdflow.families.shared.base import Family
 from sdflow.models.base import Sizes
 from sdflow.onnx_model.files import is_external, set_external
 from sdflow.runtime.denoiser.moving import Moving
@@ -86,10 +85,11 @@ class Form:
 @dataclass(frozen=True)
 class Composed:
     """model: a ModelProto. ids: its inputs of token ids -> the companion that makes them, and whether they are the negative
-    prompts'."""
+    prompts'. lengths: of these companions -> tokens of a text."""
 
     model: onnx.ModelProto
     ids: Mapping[str, tuple[str, bool]]
+    lengths: Mapping[str, int]
 
 
 def compose(source: Source, form: Form, data_files: Mapping[str, str]) -> Composed:
@@ -109,9 +109,8 @@ def compose(source: Source, form: Form, data_files: Mapping[str, str]) -> Compos
     latents = family.latents(source.configs)
     sizes = None
     if form.size is not None:
-        axes = _axes(source, family.decoder, form.size, latents.scale)
+        axes = _axes(source, form.size, latents.scale)
         models[family.decoder] = specialize(models[family.decoder], {**axes, "batch": form.size.images})
-        axes = _axes(source, family.denoiser, form.size, latents.scale)
         sizes = {**axes, "batch": (1 + form.guided) * form.size.images}
     traced = trace_conditions(
         family,
@@ -157,14 +156,13 @@ def compose(source: Source, form: Form, data_files: Mapping[str, str]) -> Compos
         ir_version=max(model.ir_version for model in models.values()),
         producer_name="sdflow",
     )
-    return Composed(model, traced.ids)
+    return Composed(model, traced.ids, traced.lengths)
 
 
-def _axes(source: Source, name: str, size: Size, scale: int) -> dict[str, int]:
-    """A submodel's axes, by name, but for `batch`."""
-    (tokens,) = {each.model_max_length for key, each in source.companions.items() if key.startswith(TOKENIZER)}
-    axes = Sizes(1, size.rows * scale, size.columns * scale, scale, tokens).axes()
-    return {**axes, **source.family.part(name).model.more_axes(source.configs[name])}
+def _axes(source: Source, size: Size, scale: int) -> dict[str, int]:
+    """The submodels' axes, by name, but for `batch`."""
+    axes = Sizes(1, size.rows * scale, size.columns * scale, scale).axes()
+    return {**axes, **source.family.token_sizes(source.configs)}
 
 
 def _read(path: Path, data_file: str | None) -> onnx.ModelProto:
@@ -199,7 +197,7 @@ def _ids(graph: Builder, source: Source, traced: Traced, *, text: bool) -> dict[
     if not text:
         return {name: name for name in traced.ids}
     return {
-        name: add_tokenizer(graph, TEXTS[negative], tokenizer_table(source.companions[companion], companion))
+        name: add_tokenizer(graph, TEXTS[negative], clip_table(source.companions[companion], companion))
         for name, (companion, negative) in traced.ids.items()
     }
 

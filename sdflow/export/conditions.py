@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from sdflow.families.base import Family
-from sdflow.families.request import Request
-from sdflow.models.base import Sizes
+from sdflow.families.shared.base import Family
+from sdflow.families.shared.request import Request
 
 if TYPE_CHECKING:
     import torch
@@ -32,10 +31,11 @@ TOKENIZER = "tokenizer"
 class Traced:
     """model: a ModelProto whose inputs are of `ids`, height and width of the image in pixels, and the guidance scale, numbers;
     its outputs are the denoiser's inputs. ids: of the token ids, an input each -> the companion that makes them, and whether
-    they are the negative prompts'."""
+    they are the negative prompts'. lengths: companion -> the tokens of a text that the family has it make."""
 
     model: Any
     ids: Mapping[str, tuple[str, bool]]
+    lengths: Mapping[str, int]
 
 
 def trace_conditions(
@@ -58,6 +58,19 @@ def trace_conditions(
     ids = {_input(name, of_negative): (name, of_negative) for of_negative in kinds for name in tokenizers}
     run = _runner(family, configs)
 
+    def conditions(sizes: Sequence[Any], known: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
+        height, width, scale = sizes
+        request = Request(
+            [_PROMPT],
+            [_NEGATIVE] if guided and negative else None,
+            scale,
+            height,
+            width,
+            family.guidance_width(configs),
+            denoiser=configs[family.denoiser],
+        )
+        return family.condition(run, {**companions, **known}, options, request).inputs
+
     class Conditions(torch.nn.Module):  # type: ignore[misc]
         outputs: tuple[str, ...] = ()
 
@@ -66,22 +79,16 @@ def trace_conditions(
             for (name, of_negative), block in zip(ids.values(), blocks, strict=True):
                 texts[name][_NEGATIVE if of_negative else _PROMPT] = block
             known = {name: _Tokenizer(each, texts[name]) for name, each in tokenizers.items()}
-            request = Request(
-                [_PROMPT],
-                [_NEGATIVE] if guided and negative else None,
-                scale,
-                height,
-                width,
-                family.guidance_width(configs),
-            )
-            found = family.condition(run, {**companions, **known}, options, request).inputs
+            found = conditions((height, width, scale), known)
             type(self).outputs = tuple(found)
             return tuple(found.values())
 
-    rows = [torch.zeros(2, tokenizers[name].model_max_length, dtype=torch.int32) for name, _ in ids.values()]
-    scale = torch.tensor(2.0 if guided else 1.0)
+    sizes = {HEIGHT: torch.tensor(64), WIDTH: torch.tensor(96), SCALE: torch.tensor(2.0 if guided else 1.0)}
+    measured = {name: _MeasuringTokenizer(each) for name, each in tokenizers.items()}
+    conditions(tuple(sizes.values()), measured)
+    lengths = {name: each.length for name, each in measured.items()}
+    rows = [torch.zeros(2, lengths[name], dtype=torch.int32) for name, _ in ids.values()]
     module, stream = Conditions(), io.BytesIO()
-    sizes = {HEIGHT: torch.tensor(64), WIDTH: torch.tensor(96), SCALE: scale}
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # of constants that are meant to be, and of the exporter's age
         torch.onnx.export(
@@ -98,7 +105,7 @@ def trace_conditions(
     for value, name in zip(model.graph.output, module.outputs, strict=True):
         model.graph.node.append(onnx.helper.make_node("Identity", [value.name], [f"condition/{name}"]))
         value.name = f"condition/{name}"
-    return Traced(model, ids)
+    return Traced(model, ids, lengths)
 
 
 def condition_names(traced: Traced) -> dict[str, str]:
@@ -131,6 +138,20 @@ class _Tokenizer:
         return SimpleNamespace(input_ids=torch.cat(rows))
 
 
+class _MeasuringTokenizer:
+    """Gives zeros. length: the tokens of a text that it was asked for."""
+
+    def __init__(self, real: Any) -> None:
+        self.model_max_length = real.model_max_length
+        self.length = 0
+
+    def __call__(self, texts: list[str], *, max_length: int, **options: Any) -> Any:
+        import torch
+
+        self.length = max_length
+        return SimpleNamespace(input_ids=torch.zeros(len(texts), max_length, dtype=torch.int32))
+
+
 def _runner(family: Family, configs: Mapping[str, Mapping[str, Any]]) -> Any:
     """A `Run` whose trace is one node. What it gives has the right names and shapes, and no values."""
     import torch
@@ -140,11 +161,12 @@ def _runner(family: Family, configs: Mapping[str, Mapping[str, Any]]) -> Any:
         ports = part.model.ports(config)
         names = read_outputs(family, name, config)
         wanted = [port for port in ports.outputs if port.name in names]
+        (read,) = (port.name for port in ports.inputs)
 
         class Run(torch.autograd.Function):  # type: ignore[misc]
             @staticmethod
             def forward(context: Any, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                sizes = Sizes(batch=ids.shape[0], sequence=ids.shape[1]).axes()
+                sizes = {"batch": ids.shape[0], **part.model.token_sizes(config, {read: ids.shape})}
                 return tuple(torch.zeros(port.shape(sizes)) for port in wanted)
 
             @staticmethod
@@ -154,7 +176,6 @@ def _runner(family: Family, configs: Mapping[str, Mapping[str, Any]]) -> Any:
                     value.setType(ids.type().with_dtype(torch.float32).with_sizes([None] * len(port.axes)))
                 return made
 
-        (read,) = (port.name for port in ports.inputs)
         found = Run.apply(inputs[read])
         return dict(zip((port.name for port in wanted), found, strict=True))
 

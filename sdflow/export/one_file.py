@@ -19,8 +19,8 @@ from sdflow.export.compose import Form, Size, Source, compose
 from sdflow.export.loop import SCALE
 from sdflow.export.schedule import Coefficients, coefficients
 from sdflow.export.told import FORMAT_VERSION, compact, tokenizer_tables
-from sdflow.families.approximation import Approximation
-from sdflow.families.latents import Latents
+from sdflow.families.shared.approximation import Approximation
+from sdflow.families.shared.latents import Latents
 from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.onnx_model.files import data_span, initializers_and_constants, is_external
 from sdflow.runtime.denoiser.start import require_size
@@ -29,6 +29,7 @@ from sdflow.runtime.files.folder import (
     folder_adapters,
     folder_defaults,
     folder_family,
+    folder_latents,
     folder_task,
     load_companions,
     onnx_submodels,
@@ -83,9 +84,11 @@ class Exported:
 def folder_schedule(folder: Path, wanted: Wanted) -> Coefficients:
     """The table of a pipeline folder's scheduler. Raises UsageError as `coefficients`."""
     scheduler = load_companions(folder)[SCHEDULER]
-    own = folder_defaults(folder)["text"]
+    own, what = folder_defaults(folder)["text"], folder_latents(folder)
     steps = own.steps if wanted.steps is None else wanted.steps
-    return coefficients(folder_family(folder), scheduler, wanted.scheduler, steps, own.eta, scheduler.config)
+    size = _size(wanted, what)
+    tokens = None if size is None else what.tokens(size.rows, size.columns)
+    return coefficients(folder_family(folder), scheduler, wanted.scheduler, steps, own.eta, scheduler.config, tokens)
 
 
 def export_one_file(folder: Path, out: Path, wanted: Wanted) -> Exported:
@@ -136,7 +139,7 @@ def export_one_file(folder: Path, out: Path, wanted: Wanted) -> Exported:
         "latents": _latents(family.latents(configs), size),
         "guidance_scale": scale if SCALE in [item.name for item in model.graph.input] else None,
         "schedule": schedule.to_json(),
-        "tokenizers": tokenizer_tables(source.companions, composed.ids),
+        "tokenizers": tokenizer_tables(source.companions, composed.ids, composed.lengths),
     }
     contents = {out: model.SerializeToString(deterministic=True), beside: compact(told)}
     with (

@@ -7,7 +7,7 @@ from typing import Any
 
 from sdflow.export.builder import Builder
 from sdflow.export.inline import inlined
-from sdflow.families.latents import Latents
+from sdflow.families.shared.latents import Latents
 from sdflow.models.base import Ports, Role
 
 

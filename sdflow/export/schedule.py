@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.disk.atomic_write import write_whole
 from sdflow.errors import UsageError, os_errors_as
-from sdflow.families.base import Family
-from sdflow.families.noising import DIFFUSION
-from sdflow.families.schedulers import require_known
+from sdflow.families.shared.base import Family
+from sdflow.families.shared.schedulers import require_known
 from sdflow.runtime.denoiser.schedule import named_scheduler, trace
 from sdflow.runtime.denoiser.scheduler_walk import IMAGE
 
@@ -73,24 +72,39 @@ def parse_schedule(text: str) -> tuple[str, int | None]:
 
 
 def coefficients(
-    family: Family, scheduler: Any, name: str | None, steps: int, eta: float, given: Mapping[str, Any]
+    family: Family,
+    scheduler: Any,
+    name: str | None,
+    steps: int,
+    eta: float,
+    given: Mapping[str, Any],
+    tokens: int | None = None,
 ) -> Coefficients:
     """The table of the pipeline's scheduler, or of the one of this name with its noise schedule. given: the scheduler's config.
+    tokens: image tokens (`Latents.tokens`) of the only size that is drawn; None: of any size.
 
-    Raises UsageError for a scheduler that is not known, not linear, or that cannot make so many steps, and for a family whose
-    latents become noise in another way than the graph's loop has it.
+    Raises UsageError for a scheduler that is not known, not linear, or that cannot make so many steps, and for one whose steps
+    depend on the size where there are several.
     """
     import numpy as np
 
-    if family.noising is not DIFFUSION:
-        raise UsageError(
-            f"{family.title} draws by flow matching, which one file cannot hold yet",
-            where="--one-file",
-            remedy="Draw from the pipeline folder: sdflow generate, or Pipeline.load in Python.",
-        )
     if name is not None:
         scheduler = named_scheduler(name, given, family.noising)
-    found = trace(scheduler, steps, family.scheduler_config, eta=eta, spread=family.strength_spreads)
+    if tokens is None and family.noising.key(scheduler, 0) is not None:
+        raise UsageError(
+            f"the steps of {type(scheduler).__name__} depend on the size of the image",
+            where="--one-file",
+            remedy="Export for one size: --height and --width.",
+        )
+    found = trace(
+        scheduler,
+        steps,
+        family.scheduler_config,
+        eta=eta,
+        spread=family.strength_spreads,
+        noising=family.noising,
+        tokens=tokens or 0,
+    )
     table = np.delete(found.inputs.numpy(), IMAGE, axis=1)
     timesteps = found.timesteps.numpy().reshape(-1)
     return Coefficients(type(scheduler).__name__, steps, eta, found.draws, timesteps, table)

@@ -11,19 +11,26 @@ from sdflow.errors import UsageError
 FORMAT_VERSION = 1
 
 
-def tokenizer_table(tokenizer: Any, name: str) -> dict[str, Any]:
+def clip_table(tokenizer: Any, name: str) -> dict[str, Any]:
     """A CLIP tokenizer as plain data: byte-pair encoding over words. alone: texts that are words wherever they stand -> ids.
 
     Raises UsageError for a tokenizer of another kind.
     """
+    found = _clip_table(tokenizer)
+    if found is None:
+        raise UsageError(
+            "its tokenizer is not CLIP's, and a graph has no operators for others",
+            where=name,
+            remedy="Export without --text: the graph then takes token ids.",
+        )
+    return found
+
+
+def _clip_table(tokenizer: Any) -> dict[str, Any] | None:
     read = json.loads(tokenizer.backend_tokenizer.to_str())
     backend = read["model"]
     if backend.get("type") != "BPE" or backend.get("end_of_word_suffix") != "</w>":
-        raise UsageError(
-            "it is no tokenizer of CLIP's kind, so programs cannot be told how to read texts",
-            where=name,
-            remedy="Export the pipeline of another model.",
-        )
+        return None
     merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in backend["merges"]]
     marks = (tokenizer.bos_token_id, tokenizer.eos_token_id)
     # SDXL's second tokenizer fills with "!", and so takes each "!" of a text for itself.
@@ -40,13 +47,19 @@ def tokenizer_table(tokenizer: Any, name: str) -> dict[str, Any]:
     }
 
 
-def tokenizer_tables(companions: Mapping[str, Any], ids: Mapping[str, tuple[str, bool]]) -> dict[str, Any]:
-    """Input of the graph -> the table of its tokenizer; the negative prompts' inputs take that of the prompts'."""
-    return {
-        name: tokenizer_table(companions[companion], companion)
-        for name, (companion, negative) in ids.items()
-        if not negative
-    }
+def tokenizer_tables(
+    companions: Mapping[str, Any], ids: Mapping[str, tuple[str, bool]], lengths: Mapping[str, int]
+) -> dict[str, Any]:
+    """Input of the graph -> the table of its tokenizer; the negative prompts' inputs take that of the prompts'. One that is not
+    CLIP's is given as the tokenizers library reads it. lengths: companion -> tokens of a text."""
+
+    def table(companion: str) -> dict[str, Any]:
+        tokenizer = companions[companion]
+        content = json.loads(tokenizer.backend_tokenizer.to_str())
+        other = {"length": lengths[companion], "pad": tokenizer.pad_token_id, "tokenizer": content}
+        return _clip_table(tokenizer) or other
+
+    return {name: table(companion) for name, (companion, negative) in ids.items() if not negative}
 
 
 def compact(content: Mapping[str, Any]) -> bytes:

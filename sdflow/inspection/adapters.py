@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sdflow.errors import CheckpointError
-from sdflow.families import WITH_LORAS
-from sdflow.families.few_steps import spelled
+from sdflow.families import any_family
+from sdflow.families.shared.few_steps import spelled
 from sdflow.inspection.contents import Contents
 from sdflow.inspection.description import DRAWS_WITH, Description
 from sdflow.inspection.lines import architecture_for, lora_lines
@@ -17,14 +17,15 @@ from sdflow.sources.few_steps import few_steps_of_file
 from sdflow.sources.loras.adapter_kinds import module_of_tensor
 from sdflow.sources.loras.lora import lora_submodels
 from sdflow.sources.loras.lora_family import made_for
-from sdflow.sources.loras.lora_header import is_of_peft, other_kinds
+from sdflow.sources.loras.lora_header import other_kinds
 from sdflow.sources.loras.lora_names import LoraName, parse_name
+from sdflow.sources.recognition import LORA
 from sdflow.sources.safetensors_file import TensorEntry, read_numbers
 
 # The first factor of each algorithm, which reads the module's input or is as wide as the rank: suffix -> axis of the rank.
 _FACTORS = {"hada_w1_b": 0, "hada_w2_b": 0, "lokr_w1_b": 0, "lokr_w2_b": 0}
-# Training programs' own words for themselves and their settings, in the order in which they are told.
-_TOLD = {
+# Training programs' own words for themselves and their settings, in the order in which they are listed.
+_SAID = {
     "training base": ("ss_base_model_version", "modelspec.architecture"),
     "base model": ("ss_sd_model_name",),
     "title": ("modelspec.title", "ss_output_name"),
@@ -39,24 +40,6 @@ _TRIGGERS = ("modelspec.trigger_phrase", "ss_trigger_words", "activation text")
 MOST_TAGS = 12
 
 
-def is_adapter(contents: Contents) -> bool:
-    """Whether PEFT wrote a file, or most of its tensors are a LoRA's or a relative's."""
-    if is_of_peft(contents.path, contents.shapes):
-        return True
-    known = sum(1 for name in contents.shapes if _stem(name) is not None)
-    return 0 < known >= len(contents.shapes) / 2  # half of an (IA)3's tensors are called `weight`
-
-
-def _stem(name: str) -> str | None:
-    """The module that a tensor belongs to, in the file's spelling; None where it is no adapter's tensor."""
-    if (parsed := parse_name(name)) is not None:
-        return f"{parsed.submodel}.{parsed.module}"
-    if (bare := module_of_tensor(name)) is None:
-        return None
-    parsed = parse_name(f"{bare}.alpha")
-    return bare if parsed is None else f"{parsed.submodel}.{parsed.module}"
-
-
 def inspect_adapter(contents: Contents) -> Description:
     """What a LoRA's header and metadata tell."""
     names = {name: parsed for name in contents.shapes if (parsed := _parsed(name)) is not None}
@@ -69,7 +52,7 @@ def inspect_adapter(contents: Contents) -> Description:
         "algorithm": _algorithm(contents),
         "rank": _spread(_ranks(contents)),
         "alpha": _spread(_alphas(contents)),
-        "layers": {name: len(modules[name]) for name in WITH_LORAS if name in modules},
+        "layers": {name: len(modules[name]) for name in any_family.submodels_with_loras() if name in modules},
         **details_from_metadata(contents.metadata),
     }
     if (few := few_steps_of_file(contents.path, contents.metadata)) is not None:
@@ -88,7 +71,7 @@ def inspect_adapter(contents: Contents) -> Description:
         else:
             lines = lora_lines(architecture, str(contents.path))
     details = {name: value for name, value in details.items() if value not in (None, {}, [])}
-    return Description(str(contents.path), "LoRA", titles, None, contents.precision, (), details, tuple(notes), lines)
+    return Description(str(contents.path), LORA, titles, None, contents.precision, (), details, tuple(notes), lines)
 
 
 def _parsed(name: str) -> LoraName | None:
@@ -147,7 +130,7 @@ def details_from_metadata(metadata: Mapping[str, str]) -> dict[str, Any]:
     https://github.com/kohya-ss/sd-scripts/blob/main/library/train_util.py, https://github.com/Stability-AI/ModelSpec
     """
     found: dict[str, Any] = {}
-    for label, keys in _TOLD.items():
+    for label, keys in _SAID.items():
         value = next((metadata[key] for key in keys if metadata.get(key) not in (None, "", "None")), None)
         if value is not None:
             found[label] = value

@@ -6,13 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-CHECKPOINT, PIPELINE, BUILT, EMBEDDING, UNKNOWN = (
-    "checkpoint",
-    "pipeline folder",
-    "built pipeline",
-    "embedding",
-    "unknown",
-)
+PIPELINE, BUILT = "pipeline folder", "built pipeline"
+"""Kinds of folders; those of files are in `sdflow.sources.recognition`."""
 
 DRAWS_WITH = "draws with"
 """The detail that says the defaults of what draws in few steps."""

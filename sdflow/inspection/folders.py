@@ -7,37 +7,31 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from sdflow.artifact import INDEX_FILE
+from sdflow.artifact import CONFIG_FILE, INDEX_FILE
 from sdflow.errors import CheckpointError, SdflowError
-from sdflow.families import (
-    ARCHITECTURES,
-    COMPONENT_ARCHITECTURES,
-    FAMILIES,
-    family_of_architecture,
-    family_of_index,
-)
-from sdflow.families.base import Family
-from sdflow.families.schedulers import prediction
+from sdflow.families import FAMILIES, family_of_index
+from sdflow.families.shared.schedulers import prediction
 from sdflow.inspection.contents import Contents, precision_of, read_contents
-from sdflow.inspection.description import BUILT, PIPELINE, UNKNOWN, Description
+from sdflow.inspection.description import BUILT, PIPELINE, Description
 from sdflow.inspection.lines import (
     base_of,
     by_part,
     chains_of,
-    component_lines,
-    configs_of,
+    lines_for_component,
     model_lines,
-    net_lines,
-    part_alone,
     title_of,
     titles_of,
 )
 from sdflow.manifest import read_manifest
 from sdflow.models.base import class_names
-from sdflow.sources.architectures import architecture_config, prediction_of
+from sdflow.sources.config_recognition import (
+    architecture_alone,
+    architectures_of,
+    classes_of_others,
+    recognize_config,
+)
+from sdflow.sources.recognition import UNKNOWN
 from sdflow.sources.weight_files import find_weights, read_config
-
-CONFIG_FILE = "config.json"
 
 
 def inspect_built(folder: Path) -> Description:
@@ -86,7 +80,7 @@ def inspect_pipeline(folder: Path) -> Description:
         there = [part.name for component in configs for part in family.components[component]]
         if companion.wanted(there) and not (folder / name / companion.file).is_file():
             missing.append(name.replace("_", " "))
-    architectures = architectures_of(folder, family, configs)
+    architectures = architectures_of(family, configs, _prediction(folder))
     architecture, title, base = None, family.title, None
     if architectures:
         architecture = architectures[0]
@@ -94,8 +88,10 @@ def inspect_pipeline(folder: Path) -> Description:
     elif not missing:
         title, base = family.title_of(by_part(family, configs)), chains_of(family, configs)
         notes.append("Its configurations are those of none of the architectures that sdflow ships; none is needed.")
-    others = {name: family.components[name][0].of(configs[name]).model for name in _instead(family, configs)}
-    more: dict[str, str] = {name: fitting for name in others if (fitting := _alone(name, configs[name])) is not None}
+    others = {name: family.components[name][0].of(configs[name]).model for name in classes_of_others(family, configs)}
+    more: dict[str, str] = {
+        name: fitting for name in others if (fitting := architecture_alone(name, configs[name])) is not None
+    }
     notes += [
         f"Its {name} is an {others[name].class_name} of other sizes than shipped." for name in others.keys() - more
     ]
@@ -118,93 +114,26 @@ def inspect_pipeline(folder: Path) -> Description:
     )
 
 
-def architectures_of(folder: Path, family: Family, configs: Mapping[str, Any]) -> list[str]:
-    """The shipped architectures whose shapes these configurations (by component) have; those whose scheduler predicts as
-    the folder's does come first."""
-    found, instead = [], _instead(family, configs)
-    for name in ARCHITECTURES:
-        if family_of_architecture(name) is not family:
-            continue
-        theirs = {part.component: architecture_config(name, part.component) for part in family.parts if part.layouts}
-        own = {**configs, **{component: theirs[component] for component in instead}}
-        try:
-            if family.fingerprint(own) == family.fingerprint(theirs):
-                found.append(name)
-        except (KeyError, TypeError, StopIteration):
-            return []
-    try:
-        said = prediction(read_config(folder / "scheduler" / "scheduler_config.json", finite=False), "epsilon")
-    except CheckpointError:
-        return found
-    return sorted(found, key=lambda name: prediction_of(name) != said)
-
-
-def _instead(family: Family, configs: Mapping[str, Any]) -> list[str]:
-    """The components that are of another class than the family's own, which may stand in its place."""
-    return [name for name, config in configs.items() if (part := family.components[name][0]).of(config) is not part]
-
-
-def _alone(component: str, config: Mapping[str, Any]) -> str | None:
-    """The shipped architecture of this component alone that a config.json has; None where it has none's."""
-    for architecture, of in COMPONENT_ARCHITECTURES.items():
-        part, own = part_alone(architecture)
-        if of != component or part.model.class_name not in class_names(config):
-            continue
-        if part.model.distinguishing_shapes(own) == _telling(part.model, config):
-            return architecture
-    return None
-
-
 def inspect_component(folder: Path) -> Description:
     """A folder with a config.json: one network. Raises CheckpointError where that is damaged."""
     config = read_config(folder / CONFIG_FILE)
-    named = class_names(config)
     contents = list(_every(folder))
-    precision, details = precision_of(contents), {"class": ", ".join(named), "parameters": _count(contents)}
-    fitting: list[str] = []
-    component = None
-    for architecture in ARCHITECTURES:
-        there, family = configs_of(architecture), family_of_architecture(architecture)
-        if family.net is not None:
-            there[family.net.component] = family.net.model.config_for(there[family.part(family.denoiser).component])
-        for part in (*family.parts, *([family.net] if family.net is not None else [])):
-            if part.component in there and any(model.class_name in named for model in part.instead):
-                component = part.component
-            if part.component not in there or part.model.class_name not in named:
-                continue
-            component = component or part.component
-            telling = part.model.distinguishing_shapes(there[part.component])
-            if telling and telling == _telling(part.model, config) and architecture not in fitting:
-                component = component if fitting else part.component
-                fitting.append(architecture)
-    if component is not None and (alone := _alone(component, config)) is not None:
-        lines = component_lines(alone, component, str(folder)) if contents else None
-        missing = () if contents else ("weights",)
-        return Description(str(folder), component, (), alone, precision, missing, details, (), lines)
-    if component is None:
-        said = details["class"] or "of no class that it names"
-        return Description(
-            str(folder), UNKNOWN, (), None, precision, (), details, (f"No family has a network {said}.",)
-        )
-    lines = None
-    if fitting and contents and component in family_of_architecture(fitting[0]).exchangeable:
-        lines = component_lines(fitting[0], component, str(folder))
-        lines += "allow_pickle: true\n" if any(each.pickled for each in contents) else ""
-    net = family_of_architecture(fitting[0]).net if fitting else None
-    if net is not None and component == net.component and contents:
-        lines = net_lines(fitting[0], str(folder))
-    missing = () if contents else ("weights",)
-    kind = component.replace("_", " ")
+    details = {"class": ", ".join(class_names(config)), "parameters": _count(contents)}
+    found = recognize_config(config)
+    if found.kind == UNKNOWN:
+        notes = (f"No family has a network {details['class'] or 'of no class that it names'}.",)
+        return Description(str(folder), UNKNOWN, precision=precision_of(contents), details=details, notes=notes)
+    pickled = any(each.pickled for each in contents)
     return Description(
-        str(folder), kind, titles_of(fitting), fitting[0] if fitting else None, precision, missing, details, (), lines
+        str(folder),
+        found.title,
+        () if found.alone else titles_of(found.architectures),
+        next(iter(found.architectures), None),
+        precision_of(contents),
+        () if contents else ("weights",),
+        details,
+        workflow=lines_for_component(found, str(folder), pickled) if contents else None,
     )
-
-
-def _telling(model: Any, config: Mapping[str, Any]) -> Any:
-    try:
-        return model.distinguishing_shapes(config)
-    except (KeyError, TypeError, IndexError, StopIteration):
-        return None
 
 
 def _every(folder: Path) -> Iterator[Contents]:
@@ -217,6 +146,14 @@ def _every(folder: Path) -> Iterator[Contents]:
                 yield read_contents(file)
             except SdflowError:
                 continue
+
+
+def _prediction(folder: Path) -> str | None:
+    """How the scheduler of a pipeline's folder says that the denoiser predicts; None where it is damaged or missing."""
+    try:
+        return prediction(read_config(folder / "scheduler" / "scheduler_config.json", finite=False), "epsilon")
+    except CheckpointError:
+        return None
 
 
 def _size(configs: Mapping[str, Any]) -> dict[str, Any]:

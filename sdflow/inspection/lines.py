@@ -8,21 +8,14 @@ import yaml
 
 from sdflow.disk.shipped import shipped_workflow
 from sdflow.families import ARCHITECTURES, COMPONENT_ARCHITECTURES, MARKED_ARCHITECTURES, family_of_architecture
-from sdflow.families.base import Family
-from sdflow.families.part import Part
+from sdflow.families.shared.base import Family
 from sdflow.models.base import Config
-from sdflow.sources.architectures import architecture_config, architecture_index
+from sdflow.sources.config_recognition import configs_of
+from sdflow.sources.recognition import Recognized
 
 TARGET = "cpu"
 USUAL = "sd15"
 """The architecture of a workflow where nothing says which model it is for."""
-
-
-def configs_of(architecture: str) -> dict[str, Config]:
-    """The config.json of each component of a shipped architecture that has weights."""
-    index = architecture_index(architecture)
-    family = family_of_architecture(architecture)
-    return {name: architecture_config(architecture, name) for name in family.components if index.get(name, [None])[0]}
 
 
 def by_part(family: Family, configs: Mapping[str, Config]) -> dict[str, Config]:
@@ -87,13 +80,6 @@ def component_lines(architecture: str, component: str, reference: str) -> str:
     return f"extends: {over}\ntarget: {TARGET}\ncomponents: {{{component}: {quoted(reference)}}}\n"
 
 
-def part_alone(architecture: str) -> tuple[Part, Config]:
-    """The first part of a component that has an architecture alone, of the model that it is, and its configuration."""
-    component = COMPONENT_ARCHITECTURES[architecture]
-    config = architecture_config(architecture, component)
-    return family_of_architecture(USUAL).components[component][0].of(config), config
-
-
 def adapter_lines(architecture: str, reference: str) -> str:
     """For an IP-Adapter beside the model."""
     return f"extends: {base_of(architecture)}\ntarget: {TARGET}\nip_adapters:\n  - {{file: {quoted(reference)}}}\n"
@@ -102,3 +88,18 @@ def adapter_lines(architecture: str, reference: str) -> str:
 def net_lines(architecture: str, reference: str) -> str:
     """For a net that stands beside the denoiser, under a name of the user's."""
     return f"extends: {base_of(architecture)}\ntarget: {TARGET}\ncontrolnets: {{mine: {quoted(reference)}}}\n"
+
+
+def lines_for_component(found: Recognized, reference: str, pickled: bool) -> str | None:
+    """For a component that was recognized, in place of the model's own or beside it; None where no model takes it."""
+    if not found.architectures:
+        return None
+    architecture, component = found.architectures[0], found.components[0]
+    family = None if found.alone else family_of_architecture(architecture)
+    if family is None or component in family.exchangeable:
+        lines = component_lines(architecture, component, reference)
+    elif family.net is not None and component == family.net.component:
+        lines = net_lines(architecture, reference)
+    else:
+        return None
+    return lines + ("allow_pickle: true\n" if pickled else "")

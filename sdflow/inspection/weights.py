@@ -1,95 +1,72 @@
-"""Checkpoints and parts of them, by the tensors that tell one architecture from another."""
+"""A file of weights that is no adapter: a checkpoint, a part of one, another network that is known, or unknown."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from sdflow.errors import CheckpointError
-from sdflow.families import ARCHITECTURES, COMPONENT_ARCHITECTURES, family_of_architecture
-from sdflow.families.base import Family
-from sdflow.families.few_steps import known_model, spelled
-from sdflow.families.part import Part
+from sdflow.families import ARCHITECTURES, family_of_architecture
+from sdflow.families.shared.few_steps import known_model, spelled
+from sdflow.inspection.adapters import details_from_metadata
 from sdflow.inspection.contents import Contents
-from sdflow.inspection.description import CHECKPOINT, DRAWS_WITH, UNKNOWN, Description
+from sdflow.inspection.description import DRAWS_WITH, Description
 from sdflow.inspection.lines import (
     adapter_lines,
     architecture_for,
     base_of,
-    component_lines,
+    lines_for_component,
     model_lines,
     net_lines,
-    part_alone,
     titles_of,
 )
-from sdflow.models.base import Shapes
 from sdflow.models.image_encoder import projection_of, read_width, token_count
 from sdflow.sources.architectures import architecture_config
 from sdflow.sources.components.adapters import PREFIXES, require_adapter
-from sdflow.sources.components.halves import half_of
-from sdflow.sources.recognition import Fingerprint, choose, current_shapes, fitting_architectures, what_it_says
-
-_IMAGE_PROMPTS = "IP-Adapter"
-# Networks that are neither a family's nor its parts, by how a name in their files begins.
-_OTHERS = (
-    ("controlnet_cond_embedding.", "ControlNet"),
-    ("controlnet_down_blocks.", "ControlNet"),
-    ("control_model.", "ControlNet"),
-    ("lllite_", "ControlNet-LLLite"),
-    ("ip_adapter.", _IMAGE_PROMPTS),
-    ("image_proj.", _IMAGE_PROMPTS),
-    ("adapter.body.", "T2I-Adapter"),
-    ("double_blocks.", "denoiser of Flux"),
-    ("encoder.block.0.layer.0.SelfAttention.", "T5 text encoder"),
-    ("body.0.rdb1.", "upscaler (ESRGAN)"),
+from sdflow.sources.embedding import embedding_shapes
+from sdflow.sources.equal_shapes import choose, what_it_says
+from sdflow.sources.recognition import (
+    CHECKPOINT,
+    COMPONENT,
+    EMBEDDING,
+    IP_ADAPTER,
+    NET_KIND,
+    UNKNOWN,
+    Recognized,
+    current_shapes,
+    fitting_architectures,
 )
+
 # What reads text in them: the width of its input tells for which models they are.
 _READS_TEXT = ("attn2.to_k.weight", "to_k_ip.weight")
 
 
-@dataclass(frozen=True)
-class _Match:
-    """What of an architecture a file holds: components; whether in files' original layout with everything's prefix."""
-
-    architecture: str
-    components: tuple[str, ...]
-
-
-def inspect_weights(contents: Contents) -> Description:
-    """A file that is no adapter: a checkpoint, a part of one, another network that is known, or unknown."""
-    path, shapes = str(contents.path), {**contents.shapes, **current_shapes(contents.shapes)}
-    for begin, kind in _OTHERS:
-        if any(name.removeprefix("model.diffusion_model.").startswith(begin) for name in shapes):
-            titles = _by_width(shapes)
-            if kind == _IMAGE_PROMPTS:
-                return _adapter(contents, shapes, titles)
-            net = _net(titles)
-            lines = net_lines(net, path) + _pickles(contents) if kind == "ControlNet" and net is not None else None
-            return Description(path, kind, titles, precision=contents.precision, workflow=lines)
-    for architecture in COMPONENT_ARCHITECTURES:
-        part, config = part_alone(architecture)
-        if _holds(shapes, part.model.distinguishing_shapes(config)):
-            lines = component_lines(architecture, part.component, path) + _pickles(contents)
-            return Description(path, part.component, (), architecture, contents.precision, workflow=lines)
-        if (half := half_of(shapes, part.model.halves(config))) is not None:
-            lines = component_lines(architecture, part.component, path) + _pickles(contents)
-            beside = (f"It is its {half}; the file of the other half must lie beside it.",)
-            return Description(path, part.component, (), architecture, contents.precision, notes=beside, workflow=lines)
-    matches = [_match(architecture, shapes) for architecture in ARCHITECTURES]
-    most = max(len(match.components) for match in matches)
-    if most == 0:
+def inspect_weights(contents: Contents, found: Recognized) -> Description:
+    """What a file that was recognized as this is, and the lines of a workflow that takes it."""
+    path = str(contents.path)
+    if found.kind == CHECKPOINT:
+        return _checkpoint(contents, found)
+    if found.kind == COMPONENT:
+        return _component(contents, found)
+    if found.kind == EMBEDDING:
+        return _embedding(contents, found)
+    if found.kind == UNKNOWN:
         return Description(path, UNKNOWN, precision=contents.precision, notes=(_why(contents),))
-    fitting = [match for match in matches if len(match.components) == most]
-    family = family_of_architecture(fitting[0].architecture)
-    if most == 1:
-        return _part(contents, fitting)
-    wanted = [name for name, parts in family.components.items() if not parts[0].optional]
-    missing = tuple(name.replace("_", " ") for name in wanted if name not in fitting[0].components)
+    titles = _by_width(contents.shapes)
+    if found.kind == IP_ADAPTER:
+        return _ip_adapter(contents, titles)
+    net = _net(titles)
+    lines = net_lines(net, path) + _pickles(contents) if found.kind == NET_KIND and net is not None else None
+    return Description(path, found.kind, titles, precision=contents.precision, workflow=lines)
+
+
+def _checkpoint(contents: Contents, found: Recognized) -> Description:
+    path, architecture = str(contents.path), found.architectures[0]
+    wanted = [name for name, parts in family_of_architecture(architecture).components.items() if not parts[0].optional]
+    missing = tuple(name.replace("_", " ") for name in wanted if name not in found.components)
     notes: tuple[str, ...] = ()
-    architecture = fitting[0].architecture
     try:
-        names = [match.architecture for match in fitting]
-        architecture, notes = choose(contents.path, names, what_it_says(shapes, contents.metadata), None)
+        said = what_it_says({**contents.shapes, **current_shapes(contents.shapes)}, contents.metadata)
+        architecture, notes = choose(contents.path, found.architectures, said, None)
     except CheckpointError as error:
         notes = (f"{error.what}.", *([error.remedy] if error.remedy else []))
     lines = None if missing else model_lines([base_of(architecture)], path) + _pickles(contents)
@@ -100,16 +77,57 @@ def inspect_weights(contents: Contents) -> Description:
     )
 
 
-def _adapter(contents: Contents, shapes: Shapes, titles: tuple[str, ...]) -> Description:
-    """An IP-Adapter: its kind, how many tokens it makes of an image, and lines of a workflow if it is one that sdflow takes."""
+def _component(contents: Contents, found: Recognized) -> Description:
+    """A part of a checkpoint, or a component that has an architecture alone: a whole one or one of its halves."""
+    path, architecture = str(contents.path), found.architectures[0]
+    titles = () if found.alone else titles_of(found.architectures)
+    lines, notes = lines_for_component(found, path, contents.pickled), list[str]()
+    if found.half is not None:
+        notes.append(f"It is its {found.half}; the file of the other half must lie beside it.")
+    if lines is None:
+        exchangeable = ", ".join(family_of_architecture(architecture).exchangeable)
+        notes.append(f"Alone it is no model. sdflow takes whole checkpoints, and from elsewhere only: {exchangeable}.")
+    elif len(titles) > 1:
+        notes.append(
+            "Models of several generations have one of these shapes; their configurations scale latents differently."
+        )
+    return Description(path, found.title, titles, architecture, contents.precision, notes=tuple(notes), workflow=lines)
+
+
+def _embedding(contents: Contents, found: Recognized) -> Description:
+    words = embedding_shapes(contents.shapes)
+    assert words is not None, "it was recognized as one"
+    option = f"--embedding {contents.path}" + (" --allow-pickle" if contents.pickled else "")
+    command = f'sdflow generate PIPELINE {option} --prompt "... {contents.path.stem} ..."'
+    return Description(
+        str(contents.path),
+        EMBEDDING,
+        titles_of(found.architectures),
+        precision=contents.precision,
+        details={
+            "vectors": max(count for count, _ in words.values()),
+            "width": " and ".join(str(width) for _, width in words.values()),
+            **details_from_metadata(contents.metadata),
+        },
+        notes=() if found.architectures else ("No model that sdflow knows reads vectors of this width.",),
+        command=command if found.architectures else None,
+    )
+
+
+def _ip_adapter(contents: Contents, titles: tuple[str, ...]) -> Description:
+    """Its kind, how many tokens it makes of an image, and lines of a workflow if it is one that sdflow takes."""
     path, architecture = str(contents.path), architecture_for(titles)
     details, notes, lines = {}, [], None
     try:
-        require_adapter(contents.path, shapes)
-        found = {
-            name.removeprefix(PREFIXES[0]): shape for name, shape in shapes.items() if name.startswith(PREFIXES[0])
-        }
-        projection = projection_of(found, path)
+        require_adapter(contents.path, contents.shapes)
+        projection = projection_of(
+            {
+                name.removeprefix(PREFIXES[0]): shape
+                for name, shape in contents.shapes.items()
+                if name.startswith(PREFIXES[0])
+            },
+            path,
+        )
     except CheckpointError as error:
         notes.append(f"sdflow does not take it: {error.what}.")
     else:
@@ -120,73 +138,7 @@ def _adapter(contents: Contents, shapes: Shapes, titles: tuple[str, ...]) -> Des
             notes.append(
                 "It is read with its image encoder: the folder that diffusers looks for beside it, or `encoder`."
             )
-    return Description(path, _IMAGE_PROMPTS, titles, None, contents.precision, (), details, tuple(notes), lines)
-
-
-def _match(architecture: str, shapes: Shapes) -> _Match:
-    family = family_of_architecture(architecture)
-    parts = [parts[0] for parts in family.components.values() if parts[0].layouts]
-    configs = {part.component: architecture_config(architecture, part.component) for part in parts}
-    prints = family.fingerprint(configs)
-    whole = tuple(part.component for part in parts if any(_holds(shapes, each) for each in _prefixed(prints, part)))
-    if whole:
-        # A part that no fingerprint has, as it tells nothing: there where its names are.
-        return _Match(
-            architecture,
-            tuple(part.component for part in parts if part.component in whole or _lies(shapes, prints, part)),
-        )
-    alone = [part.component for part in parts if _is_alone(part, family, architecture, prints, shapes)]
-    return _Match(architecture, tuple(alone[:1]))
-
-
-def _lies(shapes: Shapes, prints: Fingerprint, part: Part) -> bool:
-    """Whether a file has tensors under a prefix of this part, which no fingerprint has."""
-    prefixes = tuple(layout.prefix for layout in part.layouts)
-    return not any(name.startswith(prefixes) for name in prints) and any(name.startswith(prefixes) for name in shapes)
-
-
-def _is_alone(part: Part, family: Family, architecture: str, prints: Fingerprint, shapes: Shapes) -> bool:
-    """Whether a file holds this part and nothing else: by the library's names, or the original ones without a prefix."""
-    telling = part.model.distinguishing_shapes(architecture_config(architecture, part.component))
-    if telling and _holds({part.model.current_name(name): shape for name, shape in shapes.items()}, telling):
-        return True
-    return any(
-        _holds(shapes, {name.removeprefix(layout.prefix): shape for name, shape in each.items()})
-        for layout, each in zip(part.layouts, _prefixed(prints, part), strict=True)
-    )
-
-
-def _prefixed(prints: Fingerprint, part: Part) -> list[Fingerprint]:
-    """What of a fingerprint lies under each of the part's prefixes."""
-    return [
-        {name: shape for name, shape in prints.items() if name.startswith(layout.prefix)} for layout in part.layouts
-    ]
-
-
-def _holds(shapes: Shapes, wanted: Fingerprint) -> bool:
-    return any(wanted.values()) and all(shapes.get(name) == shape for name, shape in wanted.items())
-
-
-def _part(contents: Contents, fitting: list[_Match]) -> Description:
-    (component,) = fitting[0].components
-    fitting = [match for match in fitting if match.components == (component,)]
-    architectures = [match.architecture for match in fitting]
-    path, kind = str(contents.path), component.replace("_", " ")
-    exchangeable = family_of_architecture(architectures[0]).exchangeable
-    if component in exchangeable:
-        lines = component_lines(architectures[0], component, path) + _pickles(contents)
-        several = (
-            "Models of several generations have one of these shapes; their configurations scale latents differently."
-        )
-        notes = (several,) if len(titles_of(architectures)) > 1 else ()
-    else:
-        lines = None
-        notes = (
-            f"Alone it is no model. sdflow takes whole checkpoints, and from elsewhere only: {', '.join(exchangeable)}.",
-        )
-    return Description(
-        path, kind, titles_of(architectures), architectures[0], contents.precision, notes=notes, workflow=lines
-    )
+    return Description(path, IP_ADAPTER, titles, None, contents.precision, (), details, tuple(notes), lines)
 
 
 def _pickles(contents: Contents) -> str:

@@ -64,6 +64,13 @@ class Chain:
     steps: tuple[FinishedPass, ...]
     quantized: Quantization | None = None
 
+    @property
+    def precision(self) -> str:
+        """What most bits of its weights are in: "bfloat16", "float16" or "float32"; "" where no step says it."""
+        said = (step.facts["dtypes"] for step in reversed(self.steps) if "dtypes" in step.facts)
+        found: Mapping[str, Any] = next(said, {})
+        return next((name for name in ("bfloat16", "float16", "float32") if name in found), "")
+
 
 @dataclass(frozen=True)
 class MergedLora:
@@ -83,7 +90,7 @@ class Origin:
     where they are from; None: it is left out. controlnets: name -> where it is from. ip_adapters: what the workflow says of
     each. checkpoint: what identifies its content. chains: submodel -> what made it. verified: the level at which it passed
     before it was put together; None: it was not verified; NOT_SAID: nothing is known. family: which submodels there are, and
-    how they draw. generate: what the workflow says of how it draws (`families.defaults.SAID`). few_steps: what the names of
+    how they draw. generate: what the workflow says of how it draws (`sdflow.manifest.form.Said`). few_steps: what the names of
     the model and the LoRAs say, and `because`. refiner: the folder, from this one, of the pipeline that refines its images.
     left_out: submodels of the checkpoint that the workflow does not build; None: it is not said.
     """

@@ -64,6 +64,16 @@ def tensor_bytes(tensor: Any) -> int:
     return values * int(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
 
 
+def precision_of(graph: Any) -> str:
+    """ "bfloat16" or "float16" where a weight of the graph has that type, else "float32"."""
+    import onnx
+
+    kinds = {tensor.data_type for tensor in graph.initializer}
+    if onnx.TensorProto.BFLOAT16 in kinds:
+        return "bfloat16"
+    return "float16" if onnx.TensorProto.FLOAT16 in kinds else "float32"
+
+
 def dtype_name(data_type: int) -> str:
     """The name that numpy and torch use ("float32", "int64", "bfloat16") for an ONNX element type."""
     import onnx

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from sdflow.artifact import Facts
+from sdflow.errors import PassError
 from sdflow.families import DEFAULT, LIBRARY_MODULES
 from sdflow.weights.lora import LoraInput
 
@@ -108,6 +109,12 @@ class Pass(ABC, Generic[C]):
     weights_read_by: ClassVar[Mapping[str, str]] = {}
     quantizes: ClassVar[str | None] = None
     Config: ClassVar[type[PassConfig]]
+
+    def source(self, inputs: PassInputs) -> Path:
+        """The folder of the model that the step before wrote. Raises PassError where there is no such step."""
+        if inputs.model is None:
+            raise PassError("needs an ONNX model", where=self.name, remedy="Put OnnxConversion before it.")
+        return inputs.model
 
     @abstractmethod
     def run(self, inputs: PassInputs, out: Path, config: C) -> Facts:

@@ -41,10 +41,9 @@ class EditingPass(Pass[C], Generic[C]):
         """Raises PassError when there was nothing to do."""
         import onnx
 
-        if inputs.model is None:
-            raise PassError("needs an ONNX model", where=self.name, remedy="Put OnnxConversion before it.")
-        model = onnx.load(str(inputs.model / MODEL_FILE), load_external_data=False)
-        edit = GraphEdit(model.graph, inputs.model)
+        source = self.source(inputs)
+        model = onnx.load(str(source / MODEL_FILE), load_external_data=False)
+        edit = GraphEdit(model.graph, source)
         facts = self.edit(edit, config)
         if not facts:
             message, remedy = self.refusal(edit, config)
@@ -52,6 +51,6 @@ class EditingPass(Pass[C], Generic[C]):
         edit.clean()
         if self.domain and self.domain not in {each.domain for each in model.opset_import}:
             model.opset_import.append(onnx.helper.make_opsetid(self.domain, 1))
-        store_proto(model, inputs.model, out)
-        copy_companions(inputs.model, out)
+        store_proto(model, source, out)
+        copy_companions(source, out)
         return {**graph_facts(out / MODEL_FILE), **facts}

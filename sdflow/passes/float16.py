@@ -1,4 +1,4 @@
-"""OnnxFloatToFloat16: weights and activations in half precision, through Olive's pass of that name.
+"""OnnxFloatToFloat16: weights and activations in 16 bits, through Olive's pass of that name.
 
 Olive calls `onnxruntime.transformers.onnx_model.OnnxModel.convert_float_to_float16`, which takes `keep_io_types` as a
 list of names. The pipelines' contract: every input and output becomes float16 but the UNet's `timestep`: fractional
@@ -7,6 +7,9 @@ timesteps near 1000 would be rounded to halves. So would the `time_ids` of Stabl
 Keeping the input alone is not enough: the sinusoids of both would still be computed in float16, with angles of
 up to 1000 radians that float16 rounds to halves. So the nodes between a kept input and the first layer with weights
 stay in float32 as well, as diffusers computes them; ONNX Runtime then leaves one Cast, in front of that layer.
+
+With `precision: bfloat16` the 16 bits are bfloat16's (`sdflow.passes.bfloat16`), and every input and output stays float32: numpy
+has no such type, and a Cast of latents and embeddings costs microseconds.
 
 What is mended: `force_fp16_inputs` is not forwarded by Olive; weights that should have become float16 and did not are
 an error. Olive's defaults cut values at 1e4 and 1e-7; ours are float16's own limits, those of ONNX Runtime.
@@ -18,9 +21,9 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE, Facts
 from sdflow.errors import PassError
@@ -29,7 +32,9 @@ from sdflow.onnx_model.facts import dtype_name, graph_facts, tensor_bytes
 from sdflow.onnx_model.files import write_graph
 from sdflow.onnx_model.stub import is_stub
 from sdflow.passes.base import EDITS_GRAPH, Pass, PassConfig, PassInputs
+from sdflow.passes.bfloat16 import NO_KERNEL, bfloat16_bits, relabel
 from sdflow.passes.olive import run_olive_pass
+from sdflow.processes.patched import patched
 
 KeepFloat32 = bool | tuple[str, ...]
 """True: all inputs and outputs stay float32. False: none. Names: these, if the model has them."""
@@ -67,6 +72,15 @@ class OnnxFloatToFloat16Config(PassConfig):
         default=None,
         description="operator type to the inputs converted although ONNX Runtime prefers float32 (DirectML)",
     )
+    precision: Literal["float16", "bfloat16"] = Field(
+        default="float16", description="the type of 16 bits; `precision` of the submodel sets it"
+    )
+
+    @model_serializer(mode="wrap")
+    def _without_float16(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without `precision` where it is float16: the keys of what was built before there was a choice stay."""
+        found: dict[str, Any] = handler(self)
+        return {name: value for name, value in found.items() if (name, value) != ("precision", "float16")}
 
     @model_validator(mode="after")
     def _one_list_each(self) -> OnnxFloatToFloat16Config:
@@ -87,10 +101,9 @@ class OnnxFloatToFloat16(Pass[OnnxFloatToFloat16Config]):
     Config: ClassVar[type[PassConfig]] = OnnxFloatToFloat16Config
 
     def run(self, inputs: PassInputs, out: Path, config: OnnxFloatToFloat16Config) -> Facts:
-        if inputs.model is None:
-            raise PassError("needs an ONNX model", where=self.name, remedy="Put OnnxConversion before it.")
-        inputs.progress("converting to float16")
-        convert_to_float16(inputs.model, out, **{name: getattr(config, name) for name in type(config).model_fields})
+        source = self.source(inputs)
+        inputs.progress(f"converting to {config.precision}")
+        convert_to_float16(source, out, **{name: getattr(config, name) for name in type(config).model_fields})
         return {**graph_facts(out / MODEL_FILE), **float16_facts(out)}
 
 
@@ -107,6 +120,7 @@ def convert_to_float16(
     min_positive_val: float = SMALLEST,
     max_finite_val: float = LARGEST,
     use_symbolic_shape_infer: bool = True,
+    precision: str = "float16",
 ) -> None:
     """Convert the artifact `model` into `out`. The options are the pass's.
 
@@ -119,30 +133,37 @@ def convert_to_float16(
         raise PassError("the model has no float32 weights", where="OnnxFloatToFloat16", remedy="Leave the pass out.")
     kept = [] if isinstance(keep_io_types, bool) else nodes_before_weights(source.graph, keep_io_types)
     matched = matched_nodes(source.graph, node_block_list or ())
+    blocked_ops = _default_op_block_list() if op_block_list is None else list(op_block_list)
+    brain = precision == "bfloat16"
     options: dict[str, Any] = {
         "min_positive_val": min_positive_val,
         "max_finite_val": max_finite_val,
-        "keep_io_types": keep_io_types if isinstance(keep_io_types, bool) else list(keep_io_types),
+        "keep_io_types": brain or (keep_io_types if isinstance(keep_io_types, bool) else list(keep_io_types)),
         "use_symbolic_shape_infer": use_symbolic_shape_infer,
-        "op_block_list": _default_op_block_list() if op_block_list is None else list(op_block_list),
+        "op_block_list": [*blocked_ops, *(NO_KERNEL if brain else ())],
     }
     if op_include_list is not None:
-        options |= {"op_block_list": None, "op_include_list": list(op_include_list)}
+        included = [name for name in op_include_list if not brain or name not in NO_KERNEL]
+        options |= {"op_block_list": None, "op_include_list": included}
     if node_include_list is not None:
         options["node_include_list"] = [name for name in node_include_list if name not in set(kept)]
     else:
         options["node_block_list"] = [*(node_block_list or ()), *matched, *kept]
-    with _forced_inputs(force_fp16_inputs or {}):
+    with _forced_inputs(force_fp16_inputs or {}), bfloat16_bits() if brain else contextlib.nullcontext():
         run_olive_pass("OnnxFloatToFloat16", options, model, out, keep_weights_on_disk=True)
     result = onnx.load(str(out / MODEL_FILE), load_external_data=False)
-    merged = merge_equal_casts(result.graph)
-    if ((kept or matched) and undo_round_trips(result.graph, {*kept, *matched}, keep_io_types)) or merged:
-        write_graph(result, out)
+    changed = merge_equal_casts(result.graph)
+    if kept or matched:
+        changed |= undo_round_trips(result.graph, {*kept, *matched}, keep_io_types)
     blocked = set(options.get("node_block_list") or ()) | set(kept)
     if op_include_list is None and node_include_list is None:
         _check_weights(result.graph, blocked, set(options["op_block_list"]), force_fp16_inputs or {})
     if not isinstance(keep_io_types, bool):
         _check_kept(result.graph, keep_io_types, set(kept))
+    if brain:
+        relabel(result)
+    if brain or changed:
+        write_graph(result, out)
 
 
 def matched_nodes(graph: Any, patterns: Sequence[str]) -> list[str]:
@@ -271,11 +292,8 @@ def _forced_inputs(forced: Mapping[str, Sequence[int]]) -> Iterator[None]:
     def forwarding(self: Any, *args: Any, **options: Any) -> None:
         original(self, *args, force_fp16_inputs=inputs, **options)
 
-    OnnxModel.convert_float_to_float16 = forwarding
-    try:
+    with patched(OnnxModel, convert_float_to_float16=forwarding):
         yield
-    finally:
-        OnnxModel.convert_float_to_float16 = original
 
 
 def _check_weights(graph: Any, blocked: set[str], blocked_ops: set[str], forced: Mapping[str, Sequence[int]]) -> None:

@@ -15,6 +15,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from sdflow.processes.patched import patched
+
 
 @contextlib.contextmanager
 def image_prompt_attention() -> Iterator[None]:
@@ -29,11 +31,8 @@ def image_prompt_attention() -> Iterator[None]:
         if self.is_cross_attention:
             _fuse(self, normalize, readers, writers)
 
-    fusion.fuse = fuse
-    try:
+    with patched(fusion, fuse=fuse):
         yield
-    finally:
-        fusion.fuse = original
 
 
 def _fuse(self: Any, normalize: Any, readers: Any, writers: Any) -> None:

@@ -49,21 +49,19 @@ def run_olive_pass(
     model: Path | TorchModel,
     out: Path,
     *,
-    on_gpu: bool = False,
     keep_weights_on_disk: bool = False,
 ) -> None:
     """Run Olive's pass `name` on `model` (an artifact's directory, or a module) and write the artifact into `out`.
 
-    Files beside the input's model.onnx (config.json, ...) are copied along. `on_gpu` only tells the pass what the
-    result is for: nothing is executed there. `keep_weights_on_disk`: for passes of onnxruntime.transformers, see
-    `weights_on_disk`. Raises PassError with the cause when the pass fails, refuses its options
-    or gives something other than one ONNX model.
+    Files beside the input's model.onnx (config.json, ...) are copied along. `keep_weights_on_disk`: for passes of
+    onnxruntime.transformers, see `weights_on_disk`. Raises PassError with the cause when the pass fails, refuses its
+    options or gives something other than one ONNX model.
     """
     pass_class = olive_pass_class(name)
     with _confined(out / SCRATCH) as scratch, contextlib.ExitStack() as context:
         if keep_weights_on_disk and not is_recording():
             context.enter_context(weights_on_disk(scratch))
-        result = _execute(pass_class, name, options, model, scratch / "result", on_gpu)
+        result = _execute(pass_class, name, options, model, scratch / "result")
         store_model(_single_model(name, result, model), out)
     if isinstance(model, Path):
         copy_companions(model, out)
@@ -101,19 +99,13 @@ def require_silence() -> None:
         )
 
 
-def _execute(
-    pass_class: Any, name: str, options: Mapping[str, Any], model: Path | TorchModel, target: Path, on_gpu: bool
-) -> Any:
+def _execute(pass_class: Any, name: str, options: Mapping[str, Any], model: Path | TorchModel, target: Path) -> Any:
     from olive.hardware import AcceleratorSpec, Device
     from olive.hardware.constants import ExecutionProvider
     from olive.model import ONNXModelHandler
     from olive.model.handler.pytorch import PyTorchModelHandler
 
-    accelerator = (
-        AcceleratorSpec(Device.GPU, ExecutionProvider.CUDAExecutionProvider)
-        if on_gpu
-        else AcceleratorSpec(Device.CPU, ExecutionProvider.CPUExecutionProvider)
-    )
+    accelerator = AcceleratorSpec(Device.CPU, ExecutionProvider.CPUExecutionProvider)
     if isinstance(model, Path):
         handed_over = ONNXModelHandler(model_path=str(model), onnx_file_name=MODEL_FILE)
     else:

@@ -1,10 +1,14 @@
 """Any pass of olive-ai that makes one ONNX model of another, as a pass of a chain.
 
-Its options are checked against the snapshot `olive_options.json`; olive itself is imported only in the worker.
+Its options are checked against the snapshot `olive_options.json`, which benchmarks/providers/olive_options.py writes; olive
+itself is imported only in the worker. Of each pass the snapshot has its module, a line of description, what kinds of model it
+takes and gives, whether it needs calibration data, the distributions that it needs beside olive-ai's own, and, where it makes
+ONNX of ONNX, its options: type, default, description.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -14,12 +18,21 @@ from typing import Any, ClassVar, Literal, Union
 from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, create_model, model_validator
 
 from sdflow.artifact import MODEL_FILE, Facts
-from sdflow.errors import PassError
 from sdflow.machine.packages import installed_version
 from sdflow.onnx_model.facts import graph_facts
 from sdflow.passes.base import EDITS_GRAPH, Pass, PassConfig, PassInputs
 from sdflow.passes.olive import run_olive_pass
-from sdflow.passes.olive_options import STORAGE, load_options
+
+OPTIONS_FILE = Path(__file__).with_name("olive_options.json")
+
+STORAGE = (
+    "save_as_external_data",
+    "all_tensors_to_one_file",
+    "external_data_name",
+    "size_threshold",
+    "convert_attribute",
+)
+"""Options of nearly every pass that say how the model is stored: here that is the same for all (`sdflow.onnx_model.files`)."""
 
 UNFIT = {
     "AddOliveMetadata": "it writes metadata, which artifacts do not keep",
@@ -60,11 +73,10 @@ class OlivePass(Pass[OlivePassConfig]):
     imports = EDITS_GRAPH
 
     def run(self, inputs: PassInputs, out: Path, config: OlivePassConfig) -> Facts:
-        if inputs.model is None:
-            raise PassError("needs an ONNX model", where=self.name, remedy="Put OnnxConversion before it.")
+        source = self.source(inputs)
         # Olive fills in defaults that depend on other options, when they are not given.
         options = {name: value for name, value in config.model_dump().items() if value is not None}
-        run_olive_pass(self.name, options, inputs.model, out)
+        run_olive_pass(self.name, options, source, out)
         return graph_facts(out / MODEL_FILE)
 
 
@@ -108,7 +120,7 @@ def snapshot_note() -> str | None:
 
 @cache
 def _snapshot() -> dict[str, Any]:
-    return load_options()
+    return dict(json.loads(OPTIONS_FILE.read_text(encoding="utf-8")))
 
 
 @cache

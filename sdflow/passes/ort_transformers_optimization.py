@@ -29,6 +29,7 @@ from sdflow.passes.base import EDITS_GRAPH, Pass, PassConfig, PassInputs
 from sdflow.passes.float16 import KeepFloat32, convert_to_float16, float16_facts
 from sdflow.passes.image_prompt_fusion import image_prompt_attention
 from sdflow.passes.olive import read_config, run_olive_pass
+from sdflow.processes.patched import patched
 
 FUSED = (
     "Attention",
@@ -173,15 +174,14 @@ class OrtTransformersOptimization(Pass[OrtTransformersOptimizationConfig]):
     Config: ClassVar[type[PassConfig]] = OrtTransformersOptimizationConfig
 
     def run(self, inputs: PassInputs, out: Path, config: OrtTransformersOptimizationConfig) -> Facts:
-        if inputs.model is None:
-            raise PassError("needs an ONNX model", where=self.name, remedy="Put OnnxConversion before it.")
-        before = graph_facts(inputs.model / MODEL_FILE)
+        source = self.source(inputs)
+        before = graph_facts(source / MODEL_FILE)
         inputs.progress("fusing")
         fused_dir = out / ".fused" if config.float16 else out
         fused_dir.mkdir(exist_ok=True)
         with true_vae_biases(), image_prompt_attention():
-            options = self.olive_options(config, inputs.model)
-            run_olive_pass(self.name, options, inputs.model, fused_dir, keep_weights_on_disk=config.opt_level == 0)
+            options = self.olive_options(config, source)
+            run_olive_pass(self.name, options, source, fused_dir, keep_weights_on_disk=config.opt_level == 0)
         after = graph_facts(fused_dir / MODEL_FILE)
         fused = fused_operators(before, after)
         if config.optimization_options.must_fuse(config.model_type) and not config.only_onnxruntime and not fused:
@@ -242,11 +242,8 @@ def true_vae_biases() -> Iterator[None]:
             _write_biases(self.model, node.input[2], (q_add, k_add, v_add))
         return node
 
-    fusion.create_attention_node = mended
-    try:
+    with patched(fusion, create_attention_node=mended):
         yield
-    finally:
-        fusion.create_attention_node = original
 
 
 def _write_biases(model: Any, name: str, additions: tuple[Any, ...]) -> None:

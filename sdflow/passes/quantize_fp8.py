@@ -9,7 +9,7 @@ of ours, on GPUs of compute capability 8.9 and newer, or a kernel of ours.
 
 What stays float16: convolutions, attention, normalizations, products of two activations, those of the time embedding (a Gemm
 each, once per schedule), and those of few weights: of 640 x 640 a product takes as long in float8, and what it reads longer
-(benchmarks/RESULTS.md).
+(benchmarks/gpu/RESULTS.md).
 """
 
 from __future__ import annotations

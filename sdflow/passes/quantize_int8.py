@@ -9,7 +9,7 @@ computes, in the form that ONNX Runtime's optimizer turns that into (dynamic_qua
 DynamicQuantizeLinear for all products that read the same value. The scale of an input is that of its whole batch: an image is
 not the same, bit for bit, beside others as alone.
 
-Convolutions stay float32: in int8 they take 2.5 times as long on a CPU (benchmarks/RESULTS.md, "int8 on this CPU").
+Convolutions stay float32: in int8 they take 2.5 times as long on a CPU (benchmarks/tried.md).
 """
 
 from __future__ import annotations

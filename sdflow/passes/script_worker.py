@@ -1,7 +1,7 @@
 """The process in which a user's script is read for the first time: `python -m sdflow.passes.script_worker`.
 
-Reading is running: a script may exit, kill its process, print, or never end. What it does is told of it, and is not done
-to the process that asks. Time and memory are limited.
+Reading is running: a script may exit, kill its process, print, or never end. Here that ends this process alone, and the one
+that asked reports it. Time and memory are limited.
 """
 
 from __future__ import annotations

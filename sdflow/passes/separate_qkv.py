@@ -10,6 +10,7 @@ with few channels, that costs more than two more products; on the small ones it 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -85,10 +86,10 @@ def _separate(edit: GraphEdit, attention: Any, widest: int) -> bool:
 
 def _part(recipe: Any, index: int, by_heads: tuple[int, int, int]) -> Any:
     """One part of a packed weight's recipe: of a join along the axis inside the heads."""
-    from sdflow.weights.recipe import Float16, Join, Reshape
+    from sdflow.weights.recipe import Join, Reshape, Rounded
 
-    if isinstance(recipe, Float16):
-        return Float16(recipe.smallest, recipe.largest, _part(recipe.of, index, by_heads))
+    if isinstance(recipe, Rounded):
+        return replace(recipe, of=_part(recipe.of, index, by_heads))
     join = recipe.of if isinstance(recipe, Reshape) else None
     if not isinstance(join, Join) or join.axis != 2 or [part.shape for part in join.parts] != [by_heads] * 3:
         raise PassError(

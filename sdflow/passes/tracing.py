@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from sdflow.models.base import Model
+from sdflow.processes.patched import patched
 
 
 def traced_module(model: Model, module: Any) -> Any:
@@ -27,7 +28,6 @@ def weights_kept_apart() -> Iterator[None]:
     import torch
 
     fold = torch._C._jit_pass_onnx_constant_fold
-    merge = torch._C._jit_pass_onnx_deduplicate_initializers
 
     def fold_constants_only(graph: Any, params: dict[str, Any], opset: int) -> dict[str, Any]:
         return {**params, **fold(graph, {}, opset)}
@@ -35,10 +35,9 @@ def weights_kept_apart() -> Iterator[None]:
     def merge_nothing(graph: Any, params: dict[str, Any], training: bool) -> dict[str, Any]:
         return params
 
-    torch._C._jit_pass_onnx_constant_fold = fold_constants_only
-    torch._C._jit_pass_onnx_deduplicate_initializers = merge_nothing
-    try:
+    mended = {
+        "_jit_pass_onnx_constant_fold": fold_constants_only,
+        "_jit_pass_onnx_deduplicate_initializers": merge_nothing,
+    }
+    with patched(torch._C, **mended):
         yield
-    finally:
-        torch._C._jit_pass_onnx_constant_fold = fold
-        torch._C._jit_pass_onnx_deduplicate_initializers = merge

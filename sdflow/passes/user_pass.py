@@ -40,7 +40,7 @@ def user_script_files(name: str, folder: Path) -> tuple[Path, ...]:
     script = _script(name, folder)
     found = [script]
     for path in found:  # grows while it is walked
-        found.extend(other for other in _imports_beside(path) if other not in found)
+        found.extend(other for other in _imports_from_folder(path) if other not in found)
     return tuple(sorted(found))
 
 
@@ -215,7 +215,7 @@ def _check(found: AnyPass, script: Path) -> None:
         raise PassError(f"{found.__name__}.Config does not derive from sdflow.passes.base.PassConfig", where=where)
 
 
-def _imports_beside(script: Path) -> Iterator[Path]:
+def _imports_from_folder(script: Path) -> Iterator[Path]:
     """Files in the script's folder that it imports by name."""
     try:
         tree = ast.parse(read_input(script))

@@ -16,11 +16,12 @@ from typing import Any
 
 from sdflow.onnx_model.facts import dtype_name, subgraphs, tensor_bytes
 from sdflow.onnx_model.files import INLINE_BELOW, data_span, inline_values, is_external, set_external
+from sdflow.processes.patched import patched
 
 BLOCK = 1 << 20
 """Elements that are converted at a time."""
 
-MOVABLE = ("float32", "float16")
+MOVABLE = ("float32", "float16", "bfloat16")
 """Weights of these types may stay on disk; all others are small in diffusion models and are read at once."""
 
 
@@ -81,15 +82,13 @@ def weights_on_disk(scratch: Path) -> Iterator[None]:
     def load_handler(self: Any, rank: int | None = None, cache_model: bool = True) -> Any:
         return load_with_references(Path(self.model_path))
 
-    with contextlib.ExitStack() as patches:
-        for owner, name, mended in (
-            (fusion_base.Fusion, "add_initializer", add_on_disk),
-            (onnx.numpy_helper, "to_array", read),
-            (float16, "convert_tensor_float_to_float16", convert),
-            (optimizer, "load_model", lambda path, **_: load_with_references(Path(path))),
-            (ONNXModelHandler, "load_model", load_handler),
-        ):
-            patches.enter_context(_replaced(owner, name, mended))
+    with (
+        patched(fusion_base.Fusion, add_initializer=add_on_disk),
+        patched(onnx.numpy_helper, to_array=read),
+        patched(float16, convert_tensor_float_to_float16=convert),
+        patched(optimizer, load_model=lambda path, **_: load_with_references(Path(path))),
+        patched(ONNXModelHandler, load_model=load_handler),
+    ):
         yield
 
 
@@ -138,13 +137,3 @@ class _Files:
 
 def _is_reference(tensor: Any) -> bool:
     return is_external(tensor) and Path(data_span(tensor)[0]).is_absolute()
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)

@@ -65,7 +65,7 @@ def run_pass(
 
 
 def _run(implementation: type[Pass[Any]], request: Mapping[str, Any], inputs: PassInputs, out: Path) -> Facts:
-    """Run it. What a script raises is told with its own lines; what it returns is looked at."""
+    """Run it. An exception of a script carries the script's own lines; what it returns is checked."""
     name, folder = request["pass"], Path(request["folder"])
     if not is_user_pass(name):
         facts = implementation().run(inputs, out, implementation.Config(**request["config"]))

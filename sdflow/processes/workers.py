@@ -28,7 +28,7 @@ from typing import IO, Any, NoReturn, Protocol
 import sdflow
 from sdflow import errors
 from sdflow.disk.locked_folder import scratch_folder
-from sdflow.errors import PassError, SdflowError, UsageError
+from sdflow.errors import PassError, SdflowError
 from sdflow.processes.process_tree import adopt_orphans, kill_descendants, kill_session
 
 _KEPT = frozenset((
@@ -249,8 +249,20 @@ def _watched(worker: Worker, on_memory: Callable[[int], None], ended: int) -> It
         thread.join()
 
 
+def error_message(error: BaseException) -> dict[str, Any]:
+    """What a worker sends of an error; `rebuilt_error` makes one of it."""
+    known = error if isinstance(error, SdflowError) else None
+    return {
+        "kind": type(error).__name__,
+        "what": str(error) if known is None else known.what,
+        "where": None if known is None else known.where,
+        "remedy": None if known is None else known.remedy,
+        "errno": error.errno if isinstance(error, OSError) else None,
+    }
+
+
 def rebuilt_error(error: Mapping[str, Any], log: Path) -> Exception:
-    """What a worker raised, of what it told. log: what it printed, for errors that are not sdflow's."""
+    """The exception of an `error_message`. log: what the worker printed, for errors that are not sdflow's."""
     if error["errno"] in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return OSError(error["errno"], os.strerror(error["errno"]))  # whoever owns the disk says what to do
     kind = getattr(errors, error["kind"], None)
@@ -295,12 +307,8 @@ def serve_request(work: Callable[[Mapping[str, Any], Callable[[str], None]], Any
         if isinstance(error, ImportError):
             from sdflow.machine.packages import of_missing_module
 
-            if (told := of_missing_module(error)) is not None:
-                kind, error = UsageError, told
-        where, remedy = (error.where, error.remedy) if isinstance(error, SdflowError) else (None, None)
-        what = error.what if isinstance(error, SdflowError) else str(error)
-        number = error.errno if isinstance(error, OSError) else None
-        answer(error={"kind": kind.__name__, "what": what, "where": where, "remedy": remedy, "errno": number})
+            error = of_missing_module(error) or error
+        answer(error=error_message(error))
         os._exit(1)
 
     sys.excepthook = report  # the parent tells the user; this process has nobody else to tell

@@ -14,10 +14,10 @@ from sdflow.store.remote.up import FROM
 from sdflow.units import spell_bytes, spell_milliseconds, spell_seconds
 
 if TYPE_CHECKING:
+    from sdflow.bench.latency import Latency
     from sdflow.build.plan import Plan
     from sdflow.build.planned_step import PlannedStep
     from sdflow.errors import Problem
-    from sdflow.evaluate.statistics import Latency
     from sdflow.run.run import PipelineResult, RunResult
     from sdflow.store import Cache
 

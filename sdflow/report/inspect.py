@@ -21,7 +21,7 @@ def print_inspection(described: Sequence[Description], *, as_json: bool = False)
 
 
 def _print_one(description: Description) -> None:
-    told = {
+    known = {
         "kind": description.kind,
         "for" if description.kind == "LoRA" else "of": " or ".join(description.of),
         "architecture": description.architecture,
@@ -29,7 +29,7 @@ def _print_one(description: Description) -> None:
         **description.details,
         "missing": ", ".join(description.missing),
     }
-    shown = {name: _spelled(value) for name, value in told.items() if value not in (None, "", (), {})}
+    shown = {name: _spelled(value) for name, value in known.items() if value not in (None, "", (), {})}
     width = max(map(len, shown))
     put(description.path, *(f"  {name:<{width}}  {value}" for name, value in shown.items()))
     put(*(f"  {note}" for note in description.notes))

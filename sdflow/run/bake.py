@@ -17,11 +17,12 @@ from sdflow.config.catalog import PassNotFound
 from sdflow.config.workflow import EvaluateSpec, LoraSpec, Mark, PipelineSpec, StepSpec, VerifySpec, Workflow
 from sdflow.disk.input_file import is_there
 from sdflow.errors import UsageError
-from sdflow.families import FAMILIES, WITH_LORAS
+from sdflow.families import FAMILIES, any_family
 from sdflow.machine.packages import REFERENCE, require_packages
 from sdflow.manifest import MANIFEST_FILE, Origin, read_manifest
 from sdflow.passes import registry
-from sdflow.run.run import PipelineResult, RunOptions, run_workflow
+from sdflow.run.options import RunOptions
+from sdflow.run.run import PipelineResult, run_workflow
 from sdflow.runtime.files.folder import refiner_of
 from sdflow.sources import require_same_checkpoint
 from sdflow.sources.reference import AdapterReference
@@ -46,7 +47,7 @@ def bake(
 ) -> PipelineResult:
     """Build the pipeline in the folder `base` with these LoRAs besides its own, each as `parse_lora` reads it, as `out`.
 
-    verify: hold it to the PyTorch model with the LoRAs merged, at the quick level; the report goes to `results`.
+    verify: verify it against the PyTorch model with the LoRAs merged, at the quick level; the report goes to `results`.
     Raises UsageError for a folder that is no pipeline of sdflow and for a LoRA that is not there; else as a run does.
     """
     if verify:
@@ -175,7 +176,7 @@ def _require_passes(submodel: str, chain: tuple[StepSpec, ...]) -> None:
 
 def _with_merge(submodel: str, chain: tuple[StepSpec, ...]) -> tuple[StepSpec, ...]:
     """The chain with LoraMerge where a workflow has it. A pipeline without LoRAs was built without."""
-    if submodel not in WITH_LORAS:
+    if submodel not in any_family.submodels_with_loras():
         return chain
     if any(registry.tried_pass(step.pass_name, step.folder).takes_loras for step in chain):
         return chain

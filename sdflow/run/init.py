@@ -17,12 +17,13 @@ from sdflow.disk.atomic_write import write_whole
 from sdflow.disk.input_file import is_regular, read_input
 from sdflow.disk.shipped import shipped_workflow, shipped_workflows
 from sdflow.errors import SdflowError, UsageError
-from sdflow.families import EXCHANGEABLE, FAMILIES, OMITTABLE
+from sdflow.families import FAMILIES, any_family
 from sdflow.inspection import Description, inspect
-from sdflow.inspection.description import CHECKPOINT, DRAWS_WITH, PIPELINE
+from sdflow.inspection.description import DRAWS_WITH, PIPELINE
 from sdflow.inspection.lines import USUAL, architecture_for, base_of, quoted, title_of
 from sdflow.passes.registry import catalog
 from sdflow.run.bake import parse_lora
+from sdflow.sources.recognition import CHECKPOINT, LORA
 from sdflow.sources.reference import HubReference, LocalReference, SampleReference, SyntheticReference, parse_reference
 from sdflow.sources.sample import sample_folder
 from sdflow.sources.synthetic import require_model
@@ -107,7 +108,7 @@ def _inspected(lora: LoraSpec) -> Description | None:
     if len(described) != 1:
         return None
     (found,) = described
-    if found.kind != "LoRA":
+    if found.kind != LORA:
         raise UsageError(f"is no LoRA but: {found.kind}", where=found.path, remedy="See `sdflow inspect`.")
     if found.workflow is None:
         raise UsageError(" ".join(found.notes), where=found.path, remedy="See `sdflow inspect`.")
@@ -152,7 +153,7 @@ def _model(request: InitRequest, loras: Sequence[Description]) -> _Model:
 def _of_description(request: InitRequest, found: Description, reference: str) -> _Model:
     if found.kind not in _KINDS or found.workflow is None:
         lacks = f" that lacks {', '.join(found.missing)}" if found.missing else ""
-        option = " Give a LoRA with --lora." if found.kind == "LoRA" else ""
+        option = " Give a LoRA with --lora." if found.kind == LORA else ""
         raise UsageError(
             f"is no model that a pipeline can be built of, but: {found.kind}{lacks}. {' '.join(found.notes)}".rstrip(),
             where=found.path,
@@ -175,7 +176,7 @@ def _of_the_hub(request: InitRequest, reference: str) -> _Model:
         if yaml.safe_load(path.read_text(encoding="utf-8")).get("model") == reference.partition("@")[0]:
             return _Model(name, reference, None, "")
     raise UsageError(
-        "what is in this repository cannot be told from here",
+        "what is in this repository is not known without downloading it",
         where=reference,
         remedy="Say what kind of model it is: --base base/sdxl.yaml, or download it and name the folder.",
     )
@@ -232,9 +233,10 @@ def _text(request: InitRequest, model: _Model, loras: Sequence[tuple[LoraSpec, D
         lines += ["# loras:    # merged into the weights", "#   - {file: loras/my_lora.safetensors, scale: 1.0}"]
     lines += ["", "# components:    # from elsewhere, in place of the model's own"]
     components = _components(model.base)
-    lines += [f"#   {component}: my_{component}.safetensors" for component in EXCHANGEABLE if component in components]
-    lines += [f"#   {component}: null    # left out" for component in OMITTABLE if component in components]
-    lines += ["", "verify: quick    # each part is held to PyTorch; full: more of it, false: not at all", ""]
+    exchangeable, omittable = any_family.exchangeable_components(), any_family.omittable_components()
+    lines += [f"#   {component}: my_{component}.safetensors" for component in exchangeable if component in components]
+    lines += [f"#   {component}: null    # left out" for component in omittable if component in components]
+    lines += ["", "verify: quick    # each part is verified against PyTorch; full: more of it, false: not at all", ""]
     triggers = [found.details["trigger words"] for _, found in loras if found and "trigger words" in found.details]
     if triggers:
         lines += ["evaluate:    # what is measured when it is built; null: nothing"]
@@ -262,8 +264,8 @@ def _lora(request: InitRequest, lora: LoraSpec, found: Description | None) -> st
     file = lora.reference if hub else _from(request.out, Path(lora.reference))
     name = f", weight_name: {quoted(lora.weight_name)}" if lora.weight_name else ""
     details = {} if found is None else found.details
-    told = [f"{what}: {details[what]}" for what in ("rank", DRAWS_WITH, "trigger words") if what in details]
-    comment = f"    # {_one_line('; '.join(told))}" if told else ""
+    noted = [f"{what}: {details[what]}" for what in ("rank", DRAWS_WITH, "trigger words") if what in details]
+    comment = f"    # {_one_line('; '.join(noted))}" if noted else ""
     return f"  - {{file: {quoted(file)}{name}, scale: {lora.scale!r}}}{comment}"
 
 

@@ -5,7 +5,6 @@ Artifacts that do not pass stay in the cache and are not assembled: the pipeline
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,47 +14,31 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sdflow.bench.evaluate import evaluate
+from sdflow.bench.evaluation import EvaluationResult
 from sdflow.build.assemble import assemble, require_replaceable
 from sdflow.build.buildable import require_buildable
 from sdflow.build.execute import Executor
 from sdflow.build.finished_plan import content_of, of_refiner
 from sdflow.build.listener import Listener, Steps
 from sdflow.build.plan import PipelinePlan, Plan, make_plan
-from sdflow.config.workflow import VerifySpec, Workflow
+from sdflow.config.workflow import Workflow
 from sdflow.disk.atomic_write import require_makable
 from sdflow.disk.file_stamp import check_stamps
 from sdflow.disk.locked_folder import remove_abandoned_scratch, scratch_folder
 from sdflow.errors import UsageError, VerificationError, os_errors_as, require_utf8
-from sdflow.evaluate import EvaluationResult, evaluate
 from sdflow.machine.packages import DRAWS, REFERENCE, how_to_install, missing, require_packages
 from sdflow.machine.providers import require_package
 from sdflow.manifest import REFINER
 from sdflow.processes.worker_group import WorkerGroup
-from sdflow.run.disk_space import require_space
+from sdflow.run.options import RunOptions
 from sdflow.store import Cache
 from sdflow.store.remote import Claim
 from sdflow.targets import TARGETS
-from sdflow.verify import Subject, Verification, Verified, own_image, verify, write_reports
+from sdflow.verify import Subject, Verification, own_image, verify, write_reports
 
 _ONE_AT_A_TIME = threading.Lock()
 """A verification wants the whole machine: two whole models are in memory in turn."""
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """What `sdflow run` was asked to do. Paths: folders for pipelines and for measurements. on: the cluster for the steps."""
-
-    out: Path
-    results: Path
-    copy: bool = False
-    rebuild: bool = False
-    check: bool = False
-    verify: bool = True
-    evaluate: bool = True
-    require_target: bool = False
-    keep_failed: bool = False
-    jobs: int | None = None
-    on: str | None = None
 
 
 @dataclass(frozen=True)
@@ -114,8 +97,6 @@ def run_workflow(
     for each in plan.pipelines:
         require_replaceable(options.out / each.pipeline.name, cache)
     require_buildable(plan, cache, rebuild=options.rebuild or options.check)
-    copies = options.copy or sys.platform == "win32"
-    require_space(plan, cache, rebuild=options.rebuild, copied_to=options.out if copies else None)
     executor = Executor(
         cache,
         listener,
@@ -164,7 +145,7 @@ def _assemble(
     checked = plan.pipeline.verify if options.verify else None
     if checked is not None and (absent := missing(*REFERENCE)):
         executor.listener.note(
-            f"{plan.pipeline.name}: not verified: the PyTorch model that it would be held to needs {', '.join(absent)}, which "
+            f"{plan.pipeline.name}: not verified against PyTorch: that needs {', '.join(absent)}, which "
             f"this machine does not have ({how_to_install(*absent)})"
         )
         checked = None
@@ -178,7 +159,14 @@ def _assemble(
             trial = scratch.resolve() / "trial" / plan.pipeline.name  # the scratch itself stays locked
             assemble(trial, **what)
             with _alone(group):
-                verification = _verify(plan, checked, trial, executor, options, group)
+                failed = (
+                    f"Nothing was assembled: {folder} is as it was. Without verification (`verify: false`, --no-verify; of "
+                    "bake, no --verify) it is built all the same."
+                )
+                verification = _verified(plan, trial, executor, options, failed, group=group)
+            if executor.cache.remote is not None:
+                said = Claim(verification.level, verification.target, verification.versions)
+                executor.cache.remote.vouch(verification.artifacts.values(), said)
     assembled = assemble(
         folder,
         **what,
@@ -225,54 +213,30 @@ def _evaluate(pipeline: PipelineResult, executor: Executor, options: RunOptions)
     verification = pipeline.verification
     if verification is None or verification.cached or not evaluation.measured or planned.target == "cpu":
         return pipeline  # the CPU has run it already
-    return replace(pipeline, verification=_on_device(pipeline, executor, options))
+    failed = "It was assembled and measured, and is right on the CPU: this device computes otherwise."
+    on_device = _verified(pipeline.plan, pipeline.folder, executor, options, failed, run_on=planned.target)
+    return replace(pipeline, verification=on_device)
 
 
-def _on_device(pipeline: PipelineResult, executor: Executor, options: RunOptions) -> Verification:
-    """Hold a pipeline that was just verified on the CPU to PyTorch where it was measured. Raises VerificationError."""
-    plan, spec = pipeline.plan, pipeline.plan.pipeline.verify
-    assert spec is not None, "it was verified"
-    verified = verify(
-        _subject(plan, pipeline.folder),
-        spec,
-        executor.cache,
-        run_on=plan.pipeline.target,
-        progress=lambda phrase: executor.listener.note(f"{plan.pipeline.name} verify: {phrase}"),
-    )
-    report = write_reports(verified, options.results)
-    if not verified.result.passed:
-        raise VerificationError(
-            verified.result.failure(),
-            where=plan.pipeline.name,
-            remedy=f"It was assembled and measured, and is right on the CPU: this device computes otherwise. Report: {report}.",
-        )
-    return verified.result
-
-
-def _verify(
-    plan: PipelinePlan, spec: VerifySpec, folder: Path, executor: Executor, options: RunOptions, group: WorkerGroup
+def _verified(
+    plan: PipelinePlan, folder: Path, executor: Executor, options: RunOptions, failed: str, **how: Any
 ) -> Verification:
-    """Verify an assembled folder; the report goes to the results. Raises VerificationError when it does not pass."""
-    pipeline, subject = plan.pipeline, _subject(plan, folder)
-    verified: Verified = verify(
-        subject,
+    """Verify an assembled folder; the report goes to the results. Raises VerificationError when it does not pass.
+
+    failed: what that means, for the message. how: further arguments of `verify`.
+    """
+    name, spec = plan.pipeline.name, plan.pipeline.verify
+    assert spec is not None, "it is to be verified"
+    verified = verify(
+        _subject(plan, folder),
         spec,
         executor.cache,
-        progress=lambda phrase: executor.listener.note(f"{pipeline.name} verify: {phrase}"),
-        group=group,
+        progress=lambda phrase: executor.listener.note(f"{name} verify: {phrase}"),
+        **how,
     )
     report = write_reports(verified, options.results)
     if not verified.result.passed:
-        kept = options.out / pipeline.name
-        raise VerificationError(
-            verified.result.failure(),
-            where=pipeline.name,
-            remedy=f"Nothing was assembled: {kept} is as it was. Report: {report}. Without verification "
-            "(`verify: false`, --no-verify; of bake, no --verify) it is built all the same.",
-        )
-    if executor.cache.remote is not None:
-        found = verified.result
-        executor.cache.remote.vouch(found.artifacts.values(), Claim(found.level, found.target, found.versions))
+        raise VerificationError(verified.result.failure(), where=name, remedy=f"{failed} Report: {report}.")
     return verified.result
 
 

@@ -28,7 +28,8 @@ from sdflow.families import ARCHITECTURES
 from sdflow.inspection.lines import base_of
 from sdflow.machine.packages import REFERENCE, require_packages, versions
 from sdflow.passes.registry import APPENDED, OWN, catalog, find_pass
-from sdflow.run.run import RunOptions, run_workflow
+from sdflow.run.options import RunOptions
+from sdflow.run.run import run_workflow
 from sdflow.sources.same_architecture import config_defaults
 from sdflow.store import Cache
 from sdflow.store.archive import Archive, import_archive, write_archive
@@ -76,7 +77,7 @@ def export_structures(
         require_packages("verifying what is exported", *REFERENCE)
     workflows = [_workflow(name, targets, verify) for name in names]
     records: list[Record] = []
-    told, architectures = [], list[dict[str, Any]]()
+    descriptions, architectures = [], list[dict[str, Any]]()
     with cache.lease():
         for name, workflow in zip(names, workflows, strict=True):
             made = (
@@ -85,12 +86,17 @@ def export_structures(
             for each in made:
                 structures = list(_structures(each.steps))
                 records += structures
-                told.append(_told(name, each, structures))
+                descriptions.append(_description(name, each, structures))
                 architectures += [config for config in _architectures(each.steps) if config not in architectures]
-        about = {"sdflow": __version__, "versions": versions(), "structures": told, "architectures": architectures}
+        about = {
+            "sdflow": __version__,
+            "versions": versions(),
+            "structures": descriptions,
+            "architectures": architectures,
+        }
         size = write_archive(path, records, about, lambda record: cache.check(record.artifact))
     unpacked = {record.artifact.digest: record.artifact.bytes for record in records}
-    return Exported(path, told, size, sum(unpacked.values()))
+    return Exported(path, descriptions, size, sum(unpacked.values()))
 
 
 def _workflow(name: str, targets: Sequence[str], verify: bool) -> Workflow:
@@ -183,7 +189,7 @@ def _refuse(carried: Sequence[str], where: str) -> None:
         )
 
 
-def _told(name: str, made: _Made, records: Sequence[Record]) -> dict[str, Any]:
+def _description(name: str, made: _Made, records: Sequence[Record]) -> dict[str, Any]:
     """What the archive says of the structures of one architecture for one target."""
     verified = None
     if (verification := made.verification) is not None:

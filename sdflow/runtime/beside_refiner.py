@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sdflow.errors import UsageError
-from sdflow.families.approximation import Approximation
+from sdflow.families.shared.approximation import Approximation
 
 
 def require_exact(fewer: Approximation, remedy: str) -> None:

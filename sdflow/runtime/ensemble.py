@@ -6,16 +6,18 @@ diffusers calls it an ensemble of expert denoisers (https://arxiv.org/abs/2211.0
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sdflow.errors import UsageError
-from sdflow.families.approximation import GUIDANCE_INTERVAL, REUSE, Approximation
+from sdflow.families.shared.approximation import GUIDANCE_INTERVAL, REUSE, Approximation
 from sdflow.manifest import read_manifest
 from sdflow.runtime.beside_refiner import require_exact, require_no_mask
-from sdflow.runtime.drawing.loaded import Images
+from sdflow.runtime.drawing.drawing import Drawing, OutputType
+from sdflow.runtime.drawing.parts import Images
+from sdflow.runtime.drawing.preview import Preview
 from sdflow.runtime.files.folder import refiner_of
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.targets import Target
@@ -34,7 +36,7 @@ def hand_over(steps: int) -> float:
 
 OF_BOTH = (
     *("negative_prompt", "guidance_scale", "num_images_per_prompt", "eta", "generator"),
-    *("prompt_syntax", "clip_skip", "callback_on_step_end", "callback_on_preview"),
+    *("prompt_syntax", "clip_skip"),
 )
 """What of a call both take as it is. Their arguments for one family go to those that know them, all others to the base."""
 
@@ -78,17 +80,31 @@ class Ensemble:
         prompt: str | Sequence[str],
         image: Any = None,
         *,
+        output_type: OutputType = "pil",
+        callback_on_step_end: Callable[[int, int, int], None] | None = None,
+        callback_on_preview: Callable[[Preview], None] | None = None,
+        **settings: Any,
+    ) -> Images:
+        """As a call of the base, of which the refiner takes over on the way. settings: as of `drawings`. Raises UsageError as
+        `Pipeline` does."""
+        with self.base.place.current():
+            for drawing in self.drawings(prompt, image, **settings):
+                drawing.run(callback_on_step_end, callback_on_preview)
+            return drawing.finish(output_type)
+
+    def drawings(
+        self,
+        prompt: str | Sequence[str],
+        image: Any = None,
+        *,
         refiner_start: float = REFINER_START,
         num_inference_steps: int | None = None,
-        output_type: Any = "pil",
         **given: Any,
-    ) -> Images:
-        """As a call of the base, of which the refiner takes over at `refiner_start`, a part of the way between 0 and 1.
+    ) -> Iterator[Drawing]:
+        """The drawing of the base, and when it is done that of the refiner, which goes on from there.
 
-        Raises UsageError as `Pipeline` does.
+        refiner_start: a part of the way between 0 and 1. given: as of `Pipeline.drawing`. Raises UsageError as that does.
         """
-        import torch
-
         require_no_mask(given.get("mask_image"), "mask_image", "Draw into the mask without it.")
         fewer = Approximation.of(given.get(REUSE), given.get(GUIDANCE_INTERVAL))
         require_exact(fewer, "Draw without it, or with the base alone.")
@@ -97,20 +113,9 @@ class Ensemble:
         if steps is None:
             steps = self.base.defaults["text" if image is None else "image"].steps
         first = {name: value for name, value in given.items() if name in own or name not in known}
-        latents = self.base(
-            prompt,
-            image,
-            num_inference_steps=steps,
-            denoising_end=refiner_start,
-            output_type="latent",
-            **first,
-        ).images
+        base = self.base.drawing(prompt, image, num_inference_steps=steps, denoising_end=refiner_start, **first)
+        yield base
         more = {name: value for name, value in given.items() if name in OF_BOTH or name in known}
-        return self.refiner(
-            prompt,
-            torch.as_tensor(latents),
-            num_inference_steps=steps,
-            denoising_start=refiner_start,
-            output_type=output_type,
-            **more,
+        yield self.refiner.drawing(
+            prompt, base.latents(), num_inference_steps=steps, denoising_start=refiner_start, **more
         )

@@ -11,29 +11,28 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.digest import digest_file
 from sdflow.errors import os_errors_as
-from sdflow.families.approximation import Approximation
-from sdflow.families.few_steps import spelled
+from sdflow.families.shared.approximation import Approximation
+from sdflow.families.shared.few_steps import spelled
 from sdflow.machine.packages import versions
 from sdflow.manifest import MANIFEST_FILE, Manifest, read_manifest
-from sdflow.runtime.denoiser.control import Control
-from sdflow.runtime.draw_request import (
-    GenerateRequest,
-    approximation_of,
-    check_request,
-    control_of,
-    read_whole,
-    require_sound_folders,
-    with_refiner,
-    words_of,
-)
+from sdflow.runtime.draw_request import GenerateRequest
 from sdflow.runtime.drawing.preview import Preview
 from sdflow.runtime.ensemble import REFINER_START, Ensemble
 from sdflow.runtime.files.folder import folder_adapters
 from sdflow.runtime.files.image_files import open_image
 from sdflow.runtime.files.image_prompt_files import for_adapters
 from sdflow.runtime.files.recorded_tuning import recorded_tuning
-from sdflow.runtime.files.words import recorded_words
+from sdflow.runtime.files.words import recorded_embeddings
 from sdflow.runtime.pipeline import Pipeline
+from sdflow.runtime.request_check import (
+    check_request,
+    control_of,
+    read_whole,
+    require_sound_folders,
+    with_approximation,
+    with_refiner,
+    words_of,
+)
 from sdflow.runtime.sessions.tuning import Tuning
 from sdflow.sources.embedding import Embedding
 from sdflow.targets import Target, find_target
@@ -90,7 +89,7 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
     built = read_whole(request.folder)
     request = with_refiner(request, built)
     check_request(request)
-    fewer = approximation_of(request, built)
+    request, fewer = with_approximation(request, built)
     words = words_of(request)
     image, mask = (None if path is None else open_image(path) for path in (request.image, request.mask))
     controls = {each.name: control_of(each, open_image(each.path)) for each in request.controls}
@@ -112,8 +111,8 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
     first = random.SystemRandom().randrange(2**32) if request.seed is None else request.seed
     wanted = [prompt for prompt in request.prompts for _ in range(request.images)]
     drawing = pipeline.base if isinstance(pipeline, Ensemble) else pipeline
-    settings = {**_settings(request, drawing, built, target, words), **_refined(request), **_approximated(fewer)}
-    notes = (*_told(drawing, built, settings), *_said_of(fewer))
+    settings = _recorded(request, drawing, built, target, words, fewer)
+    notes = (*_notes_of_defaults(drawing, built, settings), *_notes_of(fewer))
     for note in notes:
         progress.phase(note)
     images: list[Image] = []
@@ -131,7 +130,11 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
         if request.preview:
             callbacks["callback_on_preview"] = _Previews(request.out / PREVIEWS, names).write
         batch, flags, tiles = _draw(
-            pipeline, request, prompts, seeds, (image, mask), controls, {**shown, **fewer.settings()}, callbacks
+            pipeline,
+            request,
+            prompts,
+            seeds,
+            {"image": image, "mask_image": mask, "control": controls, **shown, **callbacks},
         )
         tiled = {} if tiles is None else {"vae_tiles": tiles}
         for name, made, prompt, seed, flagged in zip(names, batch, prompts, seeds, flags, strict=True):
@@ -171,39 +174,14 @@ def _draw(
     request: GenerateRequest,
     prompts: list[str],
     seeds: list[int],
-    images: tuple[Image | None, Image | None],
-    controls: Mapping[str, Control],
-    shown: Mapping[str, Any],
-    callbacks: Mapping[str, Any],
+    more: Mapping[str, Any],
 ) -> tuple[list[Image], list[bool | None], int | None]:
-    """The images, what the checker said of each, and the tiles that they were decoded in."""
+    """The images, what the checker said of each, and the tiles that they were decoded in. more: of the call, besides the
+    settings."""
     import torch
 
-    image, mask = images
-    more: dict[str, Any] = dict(request.more)
-    if request.refiner_start is not None:
-        more["refiner_start"] = request.refiner_start
-    if mask is not None:
-        more |= {"mask_image": mask, "mask_blur": request.mask_blur, "whole": request.whole}
-    result = pipeline(
-        prompts,
-        image,
-        negative_prompt=request.negative_prompt,
-        height=request.height,
-        width=request.width,
-        num_inference_steps=request.steps,
-        guidance_scale=request.guidance_scale,
-        strength=request.strength,
-        eta=request.eta,
-        generator=[torch.Generator().manual_seed(seed) for seed in seeds],
-        control=controls,
-        **shown,
-        guess_mode=request.guess_mode,
-        prompt_syntax=request.prompt_syntax,
-        clip_skip=request.clip_skip,
-        **callbacks,
-        **more,
-    )
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    result = pipeline(prompts, generator=generators, **more, **request.call_arguments())
     flags: list[bool | None] = (
         [None] * len(prompts) if result.nsfw_content_detected is None else [*result.nsfw_content_detected]
     )
@@ -226,7 +204,7 @@ class _Previews:
             _write(image, self._folder / name / f"{self._count:03d}.png", {"preview": self._count})
 
 
-def _told(pipeline: Pipeline, built: Manifest, settings: Mapping[str, Any]) -> tuple[str, ...]:
+def _notes_of_defaults(pipeline: Pipeline, built: Manifest, settings: Mapping[str, Any]) -> tuple[str, ...]:
     """Where the model itself says how it draws, and it is no ordinary one: who says it, and what."""
     if pipeline.defaults == pipeline.family.defaults:
         return ()
@@ -235,27 +213,26 @@ def _told(pipeline: Pipeline, built: Manifest, settings: Mapping[str, Any]) -> t
     return (f"{words}: {spelled(used)}, {settings['scheduler']}",)
 
 
-def _settings(
-    request: GenerateRequest, pipeline: Pipeline, built: Manifest, target: Target, words: Sequence[Embedding]
+def _recorded(
+    request: GenerateRequest,
+    pipeline: Pipeline,
+    built: Manifest,
+    target: Target,
+    words: Sequence[Embedding],
+    fewer: Approximation,
 ) -> dict[str, Any]:
-    """What all images of a run share, as their files tell it: enough to draw them again."""
+    """What all images of a run share, as their files have it: enough to draw them again."""
     own = pipeline.defaults["text" if request.image is None else "image" if request.mask is None else "inpaint"]
     strength = own.strength if request.strength is None else request.strength
     given = {"image": request.image, "mask": request.mask}
-    masked = {} if request.mask is None else {"whole": True} if request.whole else {"mask_blur": request.mask_blur}
-    return {
-        "negative_prompt": request.negative_prompt,
+    found: dict[str, Any] = {
+        **request.recorded(),
         "steps": own.steps_at(strength) if request.steps is None else request.steps,
         "strength": None if request.image is None else strength,
         "safety_checker": request.checker,
         "guidance_scale": own.guidance_scale if request.guidance_scale is None else request.guidance_scale,
         "eta": own.eta if request.eta is None else request.eta,
-        **({"controls": {each.name: each.settings() for each in request.controls}} if request.controls else {}),
-        **({"image_prompts": [each.settings() for each in request.image_prompts]} if request.image_prompts else {}),
-        **({"guess_mode": True} if request.guess_mode else {}),
-        **masked,
-        **request.more,
-        **recorded_words(request.prompt_syntax, request.clip_skip, words),
+        **recorded_embeddings(words),
         **{name: {"name": path.name, "sha256": digest_file(path)} for name, path in given.items() if path is not None},
         "scheduler": type(pipeline.scheduler).__name__,
         "target": target.name,
@@ -263,23 +240,22 @@ def _settings(
         "artifacts": built.artifacts,
         "versions": versions(),
     }
+    if request.mask is not None and not request.whole:
+        found["mask_blur"] = request.mask_blur
+    if request.controls:
+        found["controls"] = {each.name: each.settings() for each in request.controls}
+    if request.image_prompts:
+        found["image_prompts"] = [each.settings() for each in request.image_prompts]
+    if request.refiner is not None:
+        refiner = read_manifest(request.refiner)
+        start = REFINER_START if request.refiner_start is None else request.refiner_start
+        found["refiner"] = {"pipeline": refiner.origin.name, "start": start, "artifacts": refiner.artifacts}
+    if fewer:
+        found[APPROXIMATION] = fewer.settings()
+    return found
 
 
-def _refined(request: GenerateRequest) -> dict[str, Any]:
-    """What the settings say of a refiner; nothing without one."""
-    if request.refiner is None:
-        return {}
-    built = read_manifest(request.refiner)
-    start = REFINER_START if request.refiner_start is None else request.refiner_start
-    return {"refiner": {"pipeline": built.origin.name, "start": start, "artifacts": built.artifacts}}
-
-
-def _approximated(fewer: Approximation) -> dict[str, Any]:
-    """What the settings say of images that are not the exact ones; nothing of exact ones."""
-    return {APPROXIMATION: fewer.settings()} if fewer else {}
-
-
-def _said_of(fewer: Approximation) -> tuple[str, ...]:
+def _notes_of(fewer: Approximation) -> tuple[str, ...]:
     return (f"an approximation of what the model draws: {fewer.spelled()}",) if fewer else ()
 
 

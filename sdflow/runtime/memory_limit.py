@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sdflow.families.base import Family
+from sdflow.families.shared.base import Family
 from sdflow.machine.memory import HOST, available_bytes
 from sdflow.runtime.files.folder import folder_family, onnx_submodels, submodel_config
 from sdflow.runtime.sessions.working_bytes import BYTES, row_bytes

@@ -8,15 +8,17 @@ exported encoder gives the mean).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import UsageError
-from sdflow.families.approximation import GUIDANCE_INTERVAL, Approximation, Interval, Reuse
-from sdflow.families.image_prompts import adapter_count, token_axes
-from sdflow.families.request import Request
+from sdflow.families.shared.approximation import GUIDANCE_INTERVAL, Approximation, Interval, Reuse
+from sdflow.families.shared.image_prompts import adapter_count, token_axes
+from sdflow.families.shared.request import Conditions, Request
 from sdflow.prompts.reading import Reading
 from sdflow.runtime.denoiser.control import controls_of, read_controls, require_controls
-from sdflow.runtime.denoiser.loop import denoise, require_room
+from sdflow.runtime.denoiser.denoiser import Denoiser, DenoiserInputs
+from sdflow.runtime.denoiser.denoisers import DenoiserRequest
 from sdflow.runtime.denoiser.start import (
     draw_noises,
     make_start,
@@ -24,12 +26,14 @@ from sdflow.runtime.denoiser.start import (
     prompts_per_image,
     read_image,
     read_mask,
+    require_room,
     require_span,
     require_start,
 )
+from sdflow.runtime.drawing.drawing import Drawing, OutputType
 from sdflow.runtime.drawing.image_prompts import image_prompts
 from sdflow.runtime.drawing.kept import Kept, require_blur
-from sdflow.runtime.drawing.loaded import Images, LoadedPipeline
+from sdflow.runtime.drawing.parts import Images, PipelineParts
 from sdflow.runtime.drawing.preview import Preview
 
 if TYPE_CHECKING:
@@ -37,10 +41,36 @@ if TYPE_CHECKING:
     import torch
 
 
-class Pipeline(LoadedPipeline):
+class Pipeline(PipelineParts):
     """Draws images from a pipeline folder: `Pipeline.load(folder, "cpu")("a horse").images[0]`."""
 
     def __call__(
+        self,
+        prompt: str | Sequence[str],
+        image: Any = None,
+        mask_image: Any = None,
+        *,
+        output_type: OutputType = "pil",
+        callback_on_text_end: Callable[[], None] | None = None,
+        callback_on_step_end: Callable[[int, int, int], None] | None = None,
+        callback_on_preview: Callable[[Preview], None] | None = None,
+        **settings: Any,
+    ) -> Images:
+        """Draw images: from text alone, from another image too, or, with a mask, in the white part of the mask.
+
+        settings: as of `drawing`. callback_on_text_end: called when the prompts are encoded. callback_on_step_end: called with
+        index and timestep of a run of the denoiser and how many there are. callback_on_preview: called behind it with what the
+        image is becoming (`sdflow.runtime.drawing.preview`). Raises what `drawing` raises, and VerificationError when what is to
+        be a PIL image has values that are NaN or infinite.
+        """
+        with self.place.current():
+            drawing = self.drawing(prompt, image, mask_image, **settings)
+            if callback_on_text_end is not None:
+                callback_on_text_end()
+            drawing.run(callback_on_step_end, callback_on_preview)
+            return drawing.finish(output_type)
+
+    def drawing(
         self,
         prompt: str | Sequence[str],
         image: Any = None,
@@ -67,17 +97,13 @@ class Pipeline(LoadedPipeline):
         ip_adapter_scale: float | Sequence[float] = 1.0,
         denoising_start: float | None = None,
         denoising_end: float | None = None,
-        output_type: Literal["pil", "np", "latent"] = "pil",
         prompt_syntax: str = "plain",
         clip_skip: int | None = None,
         reuse: Reuse | Mapping[str, Any] | None = None,
         guidance_interval: Interval | Mapping[str, Any] | None = None,
-        callback_on_text_end: Callable[[], None] | None = None,
-        callback_on_step_end: Callable[[int, int, int], None] | None = None,
-        callback_on_preview: Callable[[Preview], None] | None = None,
         **more: Any,
-    ) -> Images:
-        """Draw images: from text alone, from another image too, or, with a mask, in the white part of the mask.
+    ) -> Drawing:
+        """Check what is to be drawn, encode the prompts and the image, and prepare the steps (`sdflow.runtime.drawing.drawing`).
 
         image: what diffusers takes (PIL, arrays, a list of them), or its latents; it is resized to height and width.
         height, width: pixels, multiples of `latents.granularity`; None for the image's, or the model's own size.
@@ -96,12 +122,8 @@ class Pipeline(LoadedPipeline):
         (`sdflow.prompts.reading.SYNTAXES`). clip_skip: how many of the text encoders' last layers are left out for the prompt,
         not for the negative one. reuse: deep features are kept over some steps, {"every": 2, "from": 0.1, "to": 0.9, "layers":
         1}; guidance_interval: the part of the steps that have guidance, {"from": 0.1, "to": 0.8}. Both approximate the image
-        (`sdflow.families.approximation`).
-        callback_on_text_end: called when the prompts are encoded. callback_on_step_end: called with index and timestep of
-        a run of the denoiser and how many there are. callback_on_preview: called behind it with what the image is becoming
-        (`sdflow.runtime.drawing.preview`). more: what the family's pipeline takes besides (`Family.arguments`).
-        Raises UsageError for sizes and images that the model cannot take, VerificationError when what is to be a PIL image
-        has values that are NaN or infinite.
+        (`sdflow.families.shared.approximation`). more: what the family's pipeline takes besides (`Family.arguments`).
+        Raises UsageError for sizes and images that the model cannot take.
         """
         import torch
 
@@ -177,27 +199,25 @@ class Pipeline(LoadedPipeline):
                 denoised,
             )
             rows = len(prompts) * (2 if guided else 1)
-            axes = token_axes(denoised, shown)
-            how: dict[str, Any] = {"controls": controls, "guess": guess_mode, "axes": axes, "fewer": fewer}
-            usual = not any(request.more.get(name) for name in self.family.length_arguments)
-            if request.reading.plain and not clip_skip and usual:
-                denoiser = self.denoiser(start, rows, **how)
-                conditions = self.condition(request)
-            else:  # how long the texts are, their encoding tells
-                conditions = self.condition(request, clip_skip or 0)
-                denoiser = self.denoiser(start, rows, conditions, **how)
-            inputs = {**conditions.inputs, **self._image_conditions(shown, rows, guided)}
-            if callback_on_text_end is not None:
-                callback_on_text_end()
+            wanted = DenoiserRequest(
+                (len(prompts), shape[1] + (0 if start.context is None else start.context.shape[1]), *shape[2:]),
+                rows,
+                token_axes(denoised, shown),
+                controls=controls,
+                guess=guess_mode,
+                fewer=fewer,
+            )
+            denoiser, conditions = self._conditioned_denoiser(wanted, request, clip_skip or 0)
+            given = {**conditions.inputs, **self._image_conditions(shown, rows, guided)}
+            return Drawing(self, denoiser, DenoiserInputs(given, schedule, start.context), start, kept)
 
-            def show(index: int, clean: torch.Tensor) -> None:
-                if callback_on_preview is not None:
-                    callback_on_preview(Preview(index, schedule.runs, clean, self.preview, kept))
-
-            seen = None if callback_on_preview is None else show
-            result = denoise(denoiser, schedule, start, inputs, callback_on_step_end, seen)
-            if self.low_memory:
-                self.denoisers.unload()
-            if output_type == "latent":
-                return Images(self.host.fetch([result])[0].numpy(), None)
-            return self.finish(result, output_type, finite=output_type == "pil", kept=kept)
+    def _conditioned_denoiser(
+        self, wanted: DenoiserRequest, request: Request, clip_skip: int
+    ) -> tuple[Denoiser, Conditions]:
+        """The denoiser, and what it reads of the prompts. For prompts of the usual length the sessions of both are made side by
+        side; the length of others is known once they are encoded."""
+        usual = not any(request.more.get(name) for name in self.family.length_arguments)
+        if request.reading.plain and not clip_skip and usual:
+            return self.denoisers.get(wanted), self.condition(request)
+        conditions = self.condition(request, clip_skip)
+        return self.denoisers.get(replace(wanted, conditions=conditions)), conditions

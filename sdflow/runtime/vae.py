@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import TiledWarning
-from sdflow.families.latents import Latents
+from sdflow.families.shared.latents import Latents
 from sdflow.machine.memory import available_bytes
 from sdflow.models.base import Role
 from sdflow.runtime.sessions.submodel import Submodel

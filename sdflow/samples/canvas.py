@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def canvas(task: str, height: int, width: int) -> dict[str, Any]:
-    """What a pipeline of this task (`sdflow.families.defaults.Task`) is given besides a prompt, by the argument of its call.
+    """What a pipeline of this task (`Task` in `sdflow.families.shared.defaults`) takes beside a prompt, by argument.
 
     The image is slopes and waves in three colours, of these pixels; the mask is white in the middle; it goes through all
     steps. Always the same.

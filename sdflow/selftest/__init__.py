@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sdflow.bench.evaluate import evaluate
+from sdflow.bench.evaluation import EvaluationResult
 from sdflow.build.listener import Listener
 from sdflow.config import load_workflow
 from sdflow.config.workflow import EvaluateSpec, ImageSpec, LatencySpec
@@ -23,13 +25,13 @@ from sdflow.disk.locked_folder import scratch_folder
 from sdflow.disk.shipped import shipped_workflow
 from sdflow.distance import largest_difference, psnr, ssim
 from sdflow.errors import SdflowError, TargetUnavailableError, UsageError
-from sdflow.evaluate import EvaluationResult, evaluate
 from sdflow.machine.device import device
 from sdflow.machine.packages import versions
 from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.passes.registry import catalog
 from sdflow.processes.workers import run_worker
-from sdflow.run.run import RunOptions, run_workflow
+from sdflow.run.options import RunOptions
+from sdflow.run.run import run_workflow
 from sdflow.selftest.private import Private
 from sdflow.selftest.result import DrawnPair, Ran, Report, Verdict
 from sdflow.store import Cache
@@ -73,26 +75,26 @@ def selftest(
         target = target or origin.target
     target = find_target(target or "cpu", "--target").name
     report = Report(target=target, versions=versions(), device=_device(target))
-    told = _Told(report)
-    with scratch_folder("selftest") as scratch, told.failures():
+    draft = _Draft(report)
+    with scratch_folder("selftest") as scratch, draft.failures():
         listener.note(f"{target}: what it is compared with, PyTorch in float32 on the CPU")
         reference = _drawn(scratch, None, target, listener)
         if pipeline is None:
             begin = time.perf_counter()
             pipeline = _built(scratch, target, cache, listener)
-            told.report = replace(told.report, build_seconds=time.perf_counter() - begin)
+            draft.report = replace(draft.report, build_seconds=time.perf_counter() - begin)
         spec = EvaluateSpec(latency=RUNS, image=ImageSpec(steps=STEPS), allow_fallback=True)
         measured = evaluate(
             pipeline, spec, target, name="sample", required=True, engine_cache=engine_cache, progress=listener.note
         )
-        told.report = _with_times(told.report, measured)
+        draft.report = _with_times(draft.report, measured)
         drawn = _drawn(scratch, pipeline, target, listener, engine_cache)
-        told.report = judged(told.report, reference, drawn)
-    return Private.here().cleared(told.report)
+        draft.report = judged(draft.report, reference, drawn)
+    return Private.here().cleared(draft.report)
 
 
 @dataclass
-class _Told:
+class _Draft:
     """The report as far as it goes. What fails becomes its verdict."""
 
     report: Report

@@ -42,12 +42,12 @@ def deploy(name: str, pipelines: Sequence[Path | str], **options: Any) -> Deploy
     Raises UsageError as `sdflow deploy`.
     """
     key = options.pop("api_key_file", None)
-    given = [each for name, value in {"port": 0, **options}.items() for each in _spelled(name, value)]
+    given = [each for name, value in {"port": 0, **options}.items() for each in _as_options(name, value)]
     folders = [Path(each) for each in pipelines]
     return deployments.deploy(name, folders, given, key_file=None if key is None else Path(key))
 
 
-def _spelled(name: str, value: Any) -> list[str]:
+def _as_options(name: str, value: Any) -> list[str]:
     """An option as the command takes it."""
     option = name.replace("_", "-")
     if value is None:
@@ -70,8 +70,8 @@ def query_files(name: str, prompt: str, **fields: Any) -> list[tuple[bytes, int]
     """The same as files, each with its seed."""
     deployed = find_deployment(name)
     files = {each: _content(each, fields.pop(each)) for each in ("image", "mask") if fields.get(each) is not None}
-    asked = {"prompt": prompt, **fields, "response_format": "b64_json"}
-    path, kind, body = _form(asked, files) if files else _json(asked)
+    request = {"prompt": prompt, **fields, "response_format": "b64_json"}
+    path, kind, body = _form(request, files) if files else _json(request)
     headers = {"Content-Type": kind}
     if deployed.key_file is not None:
         headers["Authorization"] = f"Bearer {read_key(Path(deployed.key_file))}"
@@ -82,7 +82,7 @@ def query_files(name: str, prompt: str, **fields: Any) -> list[tuple[bytes, int]
         with opener.open(urllib.request.Request(url, body, headers)) as answer:
             data = json.loads(answer.read())["data"]
     except urllib.error.HTTPError as error:
-        raise UsageError(_said(error), where=name) from error
+        raise UsageError(_error_message(error), where=name) from error
     except (OSError, http.client.HTTPException) as error:
         raise UsageError(
             f"{url} does not answer: {error or type(error).__name__}", where=name, remedy="See its log: sdflow status."
@@ -122,7 +122,7 @@ def _reachable(url: str) -> str:
     return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
-def _said(error: urllib.error.HTTPError) -> str:
+def _error_message(error: urllib.error.HTTPError) -> str:
     try:
         return str(json.loads(error.read())["error"]["message"])
     except (ValueError, KeyError, TypeError):

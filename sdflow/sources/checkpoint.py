@@ -13,10 +13,10 @@ from typing import Any, Protocol
 from sdflow.digest import digest_file, digest_json
 from sdflow.disk.file_stamp import Stamp
 from sdflow.errors import CheckpointError
-from sdflow.families.base import Family
-from sdflow.families.defaults import Defaults, Task
-from sdflow.families.part import Part
-from sdflow.families.schedulers import renamed, require_known
+from sdflow.families.shared.base import Family
+from sdflow.families.shared.defaults import Defaults, Task
+from sdflow.families.shared.part import Part
+from sdflow.families.shared.schedulers import renamed, require_known
 
 # Entries of a config.json that say who wrote it, not what the model is.
 ORIGIN_KEYS = frozenset({"_diffusers_version", "_name_or_path", "transformers_version"})
@@ -53,6 +53,16 @@ class PlainDigests:
 
 
 @dataclass(frozen=True)
+class Access:
+    """What opening may use and do. download: ask the hub; without it, only what its local cache holds is found. allow_pickle:
+    read pickles, with weights_only=True."""
+
+    digests: FileDigests
+    download: bool = False
+    allow_pickle: bool = False
+
+
+@dataclass(frozen=True)
 class SubmodelCheckpoint:
     """One submodel of a checkpoint.
 
@@ -80,7 +90,7 @@ class Checkpoint:
     index: its model_index.json; of one file, its architecture's.
     options: the entries of it that the family's pipelines read (`Family.options`).
     notes: choices that the user should hear of, one sentence each.
-    said: of how it draws, besides what its configs tell (`families.defaults.SAID`).
+    said: of how it draws, besides what its configs tell (`sdflow.manifest.form.Said`).
     """
 
     family: Family
@@ -204,5 +214,5 @@ LONGEST_NAME = 200
 def listing(names: Sequence[str], limit: int = 5) -> str:
     """The first names, as far as anyone reads them, and how many more there are."""
     rest = len(names) - limit
-    told = (name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..." for name in names[:limit])
-    return ", ".join(told) + (f" and {rest} more" if rest > 0 else "")
+    shown = (name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..." for name in names[:limit])
+    return ", ".join(shown) + (f" and {rest} more" if rest > 0 else "")

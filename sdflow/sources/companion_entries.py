@@ -1,65 +1,54 @@
-"""What the entries of a tokenizer's, a scheduler's or a feature extractor's config are.
+"""What the entries of a tokenizer's, a scheduler's or a feature extractor's config may be.
 
 Their libraries take whatever stands there: one fails when it is first used, the other makes a table of a billion steps.
+pydantic is imported with this module, which is imported where such a config is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from math import isfinite
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 MOST_STEPS = 100_000
 """That a scheduler's table has. Models are trained with 1,000."""
 MOST_PIXELS = 1 << 13
 """Of a side that a feature extractor makes."""
 
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-
-
-def _count(value: Any) -> bool:
-    return type(value) is int and 0 < value <= MOST_STEPS
+_Numbers = Annotated[list[float], Field(max_length=MOST_STEPS)]
+_Pixels = Annotated[int, Field(gt=0, le=MOST_PIXELS)]
+_Size = _Pixels | Annotated[list[_Pixels], Field(min_length=2, max_length=2)] | dict[str, _Pixels | None]
 
 
-def _numbers(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= MOST_STEPS and all(map(_number, value))
+class _Entries(BaseModel):
+    """null belongs everywhere: it is the library's own. Others are theirs to check."""
 
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
-def _pixels(value: Any) -> bool:
-    return type(value) is int and 0 < value <= MOST_PIXELS
-
-
-def _size(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(side is None or _pixels(side) for side in value.values())
-    return _pixels(value) or (isinstance(value, list) and len(value) == 2 and all(map(_pixels, value)))
-
-
-def _text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _map(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-ENTRIES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("_class_name", "beta_schedule", "prediction_type", "timestep_spacing"), (_text, "text")),
-    **dict.fromkeys(("beta_start", "beta_end", "rescale_factor", "model_max_length"), (_number, "a number")),
-    **dict.fromkeys(("image_mean", "image_std", "trained_betas"), (_numbers, "a list of numbers")),
-    **dict.fromkeys(("size", "crop_size"), (_size, f"a size of up to {MOST_PIXELS:,} pixels a side")),
-    "num_train_timesteps": (_count, f"a whole number from 1 to {MOST_STEPS:,}"),
-    "added_tokens_decoder": (_map, "a map"),
-}
-"""Entry -> whether a value is one, and what belongs there. null belongs everywhere: it is the library's own."""
+    class_name: str | None = Field(None, alias="_class_name")
+    beta_schedule: str | None = None
+    prediction_type: str | None = None
+    timestep_spacing: str | None = None
+    beta_start: float | None = None
+    beta_end: float | None = None
+    rescale_factor: float | None = None
+    model_max_length: float | None = None
+    image_mean: _Numbers | None = None
+    image_std: _Numbers | None = None
+    trained_betas: _Numbers | None = None
+    size: _Size | None = None
+    crop_size: _Size | None = None
+    num_train_timesteps: Annotated[int, Field(gt=0, le=MOST_STEPS)] | None = None
+    added_tokens_decoder: dict[str, Any] | None = None
 
 
 def wrong_entry(config: Mapping[str, Any]) -> str | None:
     """What is wrong with an entry of a config, in words; None where nothing is."""
-    for name, (fits, what) in ENTRIES.items():
-        value = config.get(name)
-        if value is not None and not fits(value):
-            return f"its {name} is {value!r:.40}, where {what} belongs"
+    try:
+        _Entries.model_validate(config)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        name = str(problem["loc"][0])
+        return f"its {name} is {config[name]!r:.40}: {problem['msg'].lower()}"
     return None

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import CheckpointError, UsageError
-from sdflow.families import FAMILIES
-from sdflow.families.part import Part
+from sdflow.families import ARCHITECTURES, FAMILIES, family_of_architecture
+from sdflow.families.shared.part import Part
+from sdflow.models.base import Shapes
+from sdflow.sources.architectures import architecture_config
 from sdflow.sources.reference import PICKLE_SUFFIXES
 from sdflow.sources.safetensors_file import read_float_tensors, read_header
 
@@ -50,6 +52,33 @@ def embedding_names() -> tuple[str, ...]:
     return tuple(
         dict.fromkeys(part.embedding for family in FAMILIES.values() for part in family.parts if part.embedding)
     )
+
+
+def embedding_shapes(shapes: Shapes) -> dict[str, tuple[int, int]] | None:
+    """How many vectors of which width there are, by name, in a file of textual inversion; None for any other."""
+    found = {name: (1, *shape) if len(shape) == 1 else shape for name, shape in shapes.items()}
+    if len(found) != 1 and found.keys() != set(embedding_names()):
+        return None
+    if any(len(shape) != 2 or not 0 < shape[0] <= MOST_VECTORS or shape[1] < 2 for shape in found.values()):
+        return None
+    # A tensor of any other name may be anything, unless a text encoder reads vectors of its width.
+    known = not found.keys().isdisjoint((ONLY, *embedding_names()))
+    if not known and not architectures_reading([shape[1] for shape in found.values()]):
+        return None
+    return {name: (shape[0], shape[1]) for name, shape in found.items()}
+
+
+def architectures_reading(widths: Sequence[int]) -> tuple[str, ...]:
+    """The shipped architectures whose text encoders read vectors of these widths."""
+    found = []
+    for architecture in ARCHITECTURES:
+        family = family_of_architecture(architecture)
+        configs = [architecture_config(architecture, family.part(name).component) for name in family.text]
+        own = [config["hidden_size"] for config in configs if "hidden_size" in config]
+        # A model with another reader than CLIP takes no learned words.
+        if len(own) == len(configs) and sorted(own) == sorted(widths):
+            found.append(architecture)
+    return tuple(found)
 
 
 def split_word(text: str) -> tuple[Path, str | None]:

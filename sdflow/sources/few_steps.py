@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sdflow.families.few_steps import CONSISTENT, FewSteps, known_lora, known_model
+from sdflow.families.shared.few_steps import CONSISTENT, FewSteps, known_lora, known_model
 from sdflow.sources.checkpoint import Checkpoint
 from sdflow.sources.reference import HubReference, LocalReference, SyntheticReference, parse_reference
 from sdflow.sources.safetensors_file import read_metadata
@@ -19,7 +19,7 @@ _METADATA = ("modelspec.title", "ss_output_name")
 
 
 def few_steps(checkpoint: Checkpoint, loras: Sequence[tuple[str, str | None, Path]]) -> dict[str, Any]:
-    """What the names of a model and of its LoRAs say of how it draws (`sdflow.families.defaults.SAID`), and `because`; the
+    """What the names of a model and of its LoRAs say of how it draws (`sdflow.manifest.form.Said`), and `because`; the
     last LoRA has the last word. Empty where they say nothing.
 
     loras: reference, weight name and file of each.
@@ -92,7 +92,7 @@ def _lora_names(reference: str, weight_name: str | None, path: Path) -> Iterator
     parsed = parse_reference(reference)
     if isinstance(parsed, HubReference):
         yield parsed.repository.rpartition("/")[2]
-        yield from _told(read_metadata(path))
+        yield from _titles(read_metadata(path))
     else:
         yield from _file_names(path, read_metadata(path))
 
@@ -101,8 +101,8 @@ def _file_names(path: Path, metadata: Mapping[str, str]) -> Iterator[str]:
     yield path.name
     if path.stem in _NAMELESS:
         yield path.absolute().parent.name
-    yield from _told(metadata)
+    yield from _titles(metadata)
 
 
-def _told(metadata: Mapping[str, str]) -> Iterator[str]:
+def _titles(metadata: Mapping[str, str]) -> Iterator[str]:
     return (metadata[key] for key in _METADATA if key in metadata)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sdflow.errors import CheckpointError
-from sdflow.families.part import Part
+from sdflow.families.shared.part import Part
 from sdflow.models.base import Original, Shapes
 from sdflow.sources.checkpoint import listing
 

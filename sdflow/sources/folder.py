@@ -12,10 +12,11 @@ from sdflow.disk.file_stamp import Stamp, file_stamp
 from sdflow.disk.input_file import is_there
 from sdflow.errors import CheckpointError
 from sdflow.families import FAMILIES, family_of_index
-from sdflow.families.base import Family
-from sdflow.families.part import Part
+from sdflow.families.shared.base import Family
+from sdflow.families.shared.part import Part
 from sdflow.models.base import Model, class_names
 from sdflow.sources.checkpoint import (
+    Access,
     Checkpoint,
     FileDigests,
     SubmodelCheckpoint,
@@ -25,7 +26,6 @@ from sdflow.sources.checkpoint import (
     side_by_side,
     submodels_of,
 )
-from sdflow.sources.companion_entries import wrong_entry
 from sdflow.sources.companions import companion_files, require_inside
 from sdflow.sources.safetensors_file import read_header
 from sdflow.sources.weight_files import Weights, find_weights, read_config
@@ -76,10 +76,9 @@ class ComponentFiles:
 
 def open_folder(
     folder: Path,
-    *,
     reference: str,
-    digests: FileDigests,
-    allow_pickle: bool,
+    access: Access,
+    *,
     origin: Mapping[str, Any] | None = None,
     left_out: Collection[str] = (),
 ) -> Checkpoint:
@@ -98,11 +97,11 @@ def open_folder(
         if parts[0].optional and (component in left_out or index.get(component, [None])[0] is None):
             continue
         found[component] = open_component(
-            folder / component, component, parts[0], family, allow_pickle, declared=index.get(component)
+            folder / component, component, parts[0], family, access.allow_pickle, declared=index.get(component)
         )
         configs[component] = found[component].config
     every = [file for component in found.values() for file in component.weights.files]
-    sum_of = dict(zip(every, side_by_side([partial(digests.digest, file) for file in every]), strict=True))
+    sum_of = dict(zip(every, side_by_side([partial(access.digests.digest, file) for file in every]), strict=True))
     files |= {file.relative_to(folder).as_posix(): sha for file, sha in sum_of.items()}
 
     def build(part: Part, config: Mapping[str, Any]) -> SubmodelCheckpoint:
@@ -113,7 +112,7 @@ def open_folder(
     beside = sorted(place / name for place in companions.values() for name in companion_files(place))
     stamps = [file_stamp(path) for path in beside]  # before the digests
     for path in beside:
-        files[path.relative_to(folder).as_posix()] = digests.digest(path)
+        files[path.relative_to(folder).as_posix()] = access.digests.digest(path)
     return Checkpoint(
         family=family,
         reference=reference,
@@ -225,6 +224,8 @@ def _facts(folder: Path, family: Family, configs: Mapping[str, Any]) -> dict[str
 
 
 def _companions(folder: Path, family: Family, submodels: Collection[str]) -> dict[str, Path]:
+    from sdflow.sources.companion_entries import wrong_entry
+
     wanted = {name: companion for name, companion in family.companions.items() if companion.wanted(submodels)}
     for name, companion in wanted.items():
         path = folder / name / companion.file

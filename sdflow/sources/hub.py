@@ -16,7 +16,7 @@ from sdflow.disk.atomic_write import write_whole
 from sdflow.errors import CheckpointError
 from sdflow.families import FAMILIES
 from sdflow.models.base import Model
-from sdflow.sources.checkpoint import Checkpoint, CheckpointNotLocal, FileDigests, MissingFile, listing
+from sdflow.sources.checkpoint import Access, Checkpoint, CheckpointNotLocal, MissingFile, listing
 from sdflow.sources.folder import open_folder
 from sdflow.sources.reference import PICKLE_SUFFIXES, HubReference
 from sdflow.sources.weight_files import ADAPTER_CONFIG, choose_weights, is_shard
@@ -25,15 +25,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _TEXT_SUFFIXES = (".json", ".txt", ".model")
 
 
-def open_hub(
-    hub: HubReference,
-    *,
-    reference: str,
-    digests: FileDigests,
-    download: bool,
-    allow_pickle: bool,
-    left_out: Collection[str] = (),
-) -> Checkpoint:
+def open_hub(hub: HubReference, reference: str, access: Access, left_out: Collection[str] = ()) -> Checkpoint:
     """A checkpoint of the hub. With `download`, the revision's commit is asked for and missing files are fetched, but for
     those of the components that are left out.
 
@@ -42,11 +34,9 @@ def open_hub(
     """
 
     def opened(snapshot: Path, origin: Mapping[str, Any]) -> Checkpoint:
-        return open_folder(
-            snapshot, reference=reference, digests=digests, allow_pickle=allow_pickle, origin=origin, left_out=left_out
-        )
+        return open_folder(snapshot, reference, access, origin=origin, left_out=left_out)
 
-    return open_snapshot(hub, opened, partial(needed_files, left_out=left_out), download=download)
+    return open_snapshot(hub, opened, partial(needed_files, left_out=left_out), download=access.download)
 
 
 class Noted(Protocol):

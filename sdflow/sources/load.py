@@ -12,10 +12,9 @@ from sdflow.disk.file_stamp import check_stamps
 from sdflow.disk.input_file import foreign_content, is_there, read_json
 from sdflow.errors import CheckpointError, os_errors_as
 from sdflow.families import part_of
-from sdflow.families.part import Companion, Part
+from sdflow.families.shared.part import Companion, Part
 from sdflow.models.base import Config, Model
 from sdflow.sources.checkpoint import Checkpoint, files_of, listing
-from sdflow.sources.companion_entries import wrong_entry
 from sdflow.sources.companions import require_small
 from sdflow.sources.fitting import apart, fit
 from sdflow.sources.pickle_scan import MOST_UNFOLDED, require_small_pickle
@@ -100,7 +99,7 @@ def _hollow_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def load_pipeline(checkpoint: Checkpoint) -> Any:
-    """diffusers' pipeline in float32 on the CPU from the same parts: the reference that ONNX pipelines are held to."""
+    """diffusers' pipeline in float32 on the CPU from the same parts: the reference that ONNX pipelines are verified against."""
     family = checkpoint.family
     modules = {
         component: load_module(parts[-1].name, checkpoint.submodels[parts[-1].name].load)
@@ -123,6 +122,8 @@ def load_companion(companion: Companion, folder: Path, where: str) -> Any:
     Raises CheckpointError for one that is missing, damaged or too large, or of a class that the installed library lacks.
     """
     import importlib
+
+    from sdflow.sources.companion_entries import wrong_entry
 
     if folder.is_dir():  # else the library says what is missing
         require_small(folder)

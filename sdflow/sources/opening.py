@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from sdflow.disk.input_file import is_regular, is_there, no_file
 from sdflow.errors import CheckpointError
-from sdflow.sources.checkpoint import Checkpoint, FileDigests
+from sdflow.sources.checkpoint import Access, Checkpoint, FileDigests
 from sdflow.sources.components.adapters import with_adapters
 from sdflow.sources.components.component import require_omittable, with_component
 from sdflow.sources.components.nets import with_nets
@@ -18,7 +18,6 @@ from sdflow.sources.hub import open_hub
 from sdflow.sources.reference import (
     AdapterReference,
     HubReference,
-    LocalReference,
     SampleReference,
     SyntheticReference,
     parse_reference,
@@ -46,74 +45,44 @@ def open_checkpoint(
     Raises CheckpointNotLocal for a hub checkpoint that is not there and may not be downloaded, CheckpointError for
     everything else that is missing, damaged or not supported.
     """
+    access = Access(digests, download, allow_pickle)
     others = {name: source for name, source in (components or {}).items() if source is not None}
     left_out = frozenset(components or {}) - others.keys()
-    checkpoint = _open(reference, digests, download, allow_pickle, left_out)
+    checkpoint = _open(reference, access, left_out)
     require_omittable(checkpoint, left_out)
     for component, source in others.items():
-        checkpoint = with_component(
-            checkpoint, component, source, digests=digests, download=download, allow_pickle=allow_pickle
-        )
+        checkpoint = with_component(checkpoint, component, source, access)
     if not nets and has_nets(checkpoint.index):
         note = f"{reference} has ControlNets, which are left out: name those that you want under `controlnets`."
         checkpoint = replace(checkpoint, notes=(*checkpoint.notes, note))
     if nets:
-        checkpoint = with_nets(checkpoint, nets, digests=digests, download=download, allow_pickle=allow_pickle)
+        checkpoint = with_nets(checkpoint, nets, access)
     if adapters:
-        checkpoint = with_adapters(checkpoint, adapters, digests=digests, download=download, allow_pickle=allow_pickle)
+        checkpoint = with_adapters(checkpoint, adapters, access)
     require_loadable(checkpoint.submodels)
     return checkpoint
 
 
-def _open(
-    reference: str, digests: FileDigests, download: bool, allow_pickle: bool, left_out: Collection[str]
-) -> Checkpoint:
+def _open(reference: str, access: Access, left_out: Collection[str]) -> Checkpoint:
     parsed = parse_reference(reference)
     if isinstance(parsed, SyntheticReference):
         return open_synthetic(reference, parsed.architecture, parsed.seed, left_out=left_out)
     if isinstance(parsed, SampleReference):
-        return open_folder(
-            sample_folder(parsed.name),
-            reference=reference,
-            digests=digests,
-            allow_pickle=False,
-            origin={"kind": "sample", "name": parsed.name},
-            left_out=left_out,
-        )
+        origin, safe = {"kind": "sample", "name": parsed.name}, replace(access, allow_pickle=False)
+        return open_folder(sample_folder(parsed.name), reference, safe, origin=origin, left_out=left_out)
     if isinstance(parsed, HubReference):
-        return open_hub(
-            parsed,
-            reference=reference,
-            digests=digests,
-            download=download,
-            allow_pickle=allow_pickle,
-            left_out=left_out,
-        )
-    return _open_local(parsed, reference, digests, allow_pickle, left_out)
-
-
-def _open_local(
-    local: LocalReference, reference: str, digests: FileDigests, allow_pickle: bool, left_out: Collection[str]
-) -> Checkpoint:
-    path = local.path
-    folder = is_there(path) and path.is_dir()
-    if folder and local.architecture is not None:
-        raise CheckpointError(
-            "is a folder, which says itself what it is",
-            where=str(path),
-            remedy=f"Leave out #{local.architecture}.",
-        )
-    if folder:
-        return open_folder(path, reference=reference, digests=digests, allow_pickle=allow_pickle, left_out=left_out)
+        return open_hub(parsed, reference, access, left_out)
+    path = parsed.path
+    if is_there(path) and path.is_dir():
+        if parsed.architecture is not None:
+            raise CheckpointError(
+                "is a folder, which says itself what it is",
+                where=str(path),
+                remedy=f"Leave out #{parsed.architecture}.",
+            )
+        return open_folder(path, reference, access, left_out=left_out)
     if is_regular(path):
-        return open_single_file(
-            path,
-            architecture=local.architecture,
-            reference=reference,
-            digests=digests,
-            allow_pickle=allow_pickle,
-            left_out=left_out,
-        )
+        return open_single_file(path, reference, access, architecture=parsed.architecture, left_out=left_out)
     raise CheckpointError(
         no_file(path),
         where=str(path),

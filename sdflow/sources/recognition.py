@@ -1,31 +1,47 @@
-"""Which shipped architecture a file in the original layout has: by its shapes, and between equals by what else it says."""
+"""What a file of weights is, by the names and shapes of its tensors: the one place that decides.
+
+`inspect` and `init` describe what is recognized; opening a model or a component refuses anything else by the name given here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from sdflow.errors import CheckpointError
-from sdflow.families import ARCHITECTURES, FAMILIES, MARKED_ARCHITECTURES, family_of_architecture
-from sdflow.families.base import Family
-from sdflow.families.few_steps import of_this_name
-from sdflow.families.part import Layout
-from sdflow.sources.architectures import architecture_config, prediction_of
-from sdflow.sources.loras.adapter_kinds import kind_of_tensor
-from sdflow.sources.loras.lora_names import parse_name
+from sdflow.families import ARCHITECTURES, COMPONENT_ARCHITECTURES, DEFAULT, FAMILIES, family_of_architecture
+from sdflow.families.shared.base import Family
+from sdflow.families.shared.part import Layout, Part
+from sdflow.families.shared.unet_and_vae import OTHER_UNETS
+from sdflow.models.base import Config, Shapes
+from sdflow.sources.architectures import architecture_config
+from sdflow.sources.embedding import architectures_reading, embedding_shapes
+from sdflow.sources.loras.lora_header import is_adapter
 
-Shapes = Mapping[str, tuple[int, ...]]
 Fingerprint = Mapping[str, tuple[int, ...] | None]
 """Tensor -> its shape; None: there is none."""
-Said = tuple[str, str]
-"""How the denoiser predicts, as a scheduler's config calls it, and what in the file says so."""
 
-# What else is known by its tensors, so that the refusal can name it: how a name begins -> what it is.
+CHECKPOINT, COMPONENT, LORA, EMBEDDING, UNKNOWN = "checkpoint", "component", "LoRA", "embedding", "unknown"
+NET_KIND, IP_ADAPTER = "ControlNet", "IP-Adapter"
+
+# Networks that are neither a family's nor its parts, by how a name in their files begins.
 _OTHERS = (
+    ("controlnet_cond_embedding.", NET_KIND),
+    ("controlnet_down_blocks.", NET_KIND),
+    ("control_model.", NET_KIND),
+    ("lllite_", "ControlNet-LLLite"),
+    ("ip_adapter.", IP_ADAPTER),
+    ("image_proj.", IP_ADAPTER),
+    ("adapter.body.", "T2I-Adapter"),
+    ("double_blocks.", "denoiser of Flux"),
+    ("encoder.block.0.layer.0.SelfAttention.", "T5 text encoder"),
+    ("body.0.rdb1.", "upscaler (ESRGAN)"),
+)
+# What else is in a file that is no whole checkpoint, so that the refusal can name it.
+_PARTIAL = (
     ("lora_", "a LoRA: name it under `loras`"),
     ("joint_blocks.", "Stable Diffusion 3"),
-    ("double_blocks.", "Flux"),
-    ("control_model.", "a ControlNet"),
     ("down_blocks.", "a UNet in diffusers' layout: name the folder that holds model_index.json"),
     ("encoder.down_blocks.", "a VAE in diffusers' layout: name the folder that holds model_index.json"),
     ("text_model.encoder.", "a text encoder alone"),
@@ -35,118 +51,90 @@ _RELATED = (
     ("conditioner.embedders.", "of the kind of Stable Diffusion XL"),
     ("cond_stage_model.model.", "of the kind of Stable Diffusion 2.x"),
 )
-# UNets that take more than the latents: channels of the input -> what such a UNet is.
-_CHANNELS = {8: "a UNet of InstructPix2Pix", 5: "a depth-to-image UNet"}
-
-# https://github.com/Stability-AI/ModelSpec
-_SPECIFIED = "modelspec.prediction_type"
-_SPECIFIED_ARCHITECTURE = "modelspec.architecture"
-_PREDICTION_OF = {"stable-diffusion-v2-512": "epsilon", "stable-diffusion-v2-768-v": "v_prediction"}
-# Tensors without a use but to say how the model predicts, in the order in which ComfyUI's supported_models.py looks for them.
-_MARKS = {"edm_mean": "edm", "edm_vpred.sigma_max": "edm", "v_pred": "v_prediction"}
-_ZERO_SNR = "ztsnr"
-"""The tensor that says, beside `v_pred`, that the last step of training is noise alone."""
-_WITH_ZERO_SNR = " with zero terminal SNR"
-# Steps of training of 2.0 base and of 2.1, by which diffusers' convert_from_ckpt.py knows them. Others say nothing.
-_STEPS = {875000: "epsilon", 110000: "v_prediction"}
 
 
-def what_it_says(names: Iterable[str], metadata: Mapping[str, str]) -> list[Said]:
-    """What a file's metadata, and tensors that are there for that alone, say of how the denoiser predicts: each statement."""
-    found: list[Said] = []
-    if (written := metadata.get(_SPECIFIED)) is not None:
-        prediction = "v_prediction" if written in ("v", "v-prediction") else written
-        found.append((prediction, f"its {_SPECIFIED} is {written}"))
-    if (written := metadata.get(_SPECIFIED_ARCHITECTURE, "")) in _PREDICTION_OF:
-        found.append((_PREDICTION_OF[written], f"its {_SPECIFIED_ARCHITECTURE} is {written}"))
-    names = frozenset(names)
-    if (mark := next((mark for mark in _MARKS if mark in names), None)) is not None:
-        both = mark == "v_pred" and _ZERO_SNR in names
-        why = f"it has tensors {mark} and {_ZERO_SNR}" if both else f"it has a tensor {mark}"
-        found.append((_MARKS[mark] + (_WITH_ZERO_SNR if both else ""), why))
-    return found
+@dataclass(frozen=True)
+class Recognized:
+    """kind: CHECKPOINT, whole or not, and the others of this module, or the name of a network that no family has.
+    architectures: the shipped ones whose shapes it has; of an embedding, those whose text encoders read its vectors.
+    components: what it holds of them. half: the half of its one component that it is, where it is not the whole."""
+
+    kind: str
+    architectures: tuple[str, ...] = ()
+    components: tuple[str, ...] = ()
+    half: str | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is a component that has an architecture of its own, which no model as it is published has."""
+        return self.kind == COMPONENT and bool(self.architectures) and self.architectures[0] in COMPONENT_ARCHITECTURES
+
+    @property
+    def title(self) -> str:
+        """The kind, in words; of a component which."""
+        return self.components[0].replace("_", " ") if self.kind == COMPONENT else self.kind
 
 
-def what_the_step_says(step: int | None) -> list[Said]:
-    """What the number of steps that a model of 2.x was trained for says. Of no use for other families."""
-    return [(_STEPS[step], f"its global_step is {step}")] if step in _STEPS else []
+def recognize(path: Path, shapes: Shapes) -> Recognized:
+    """What a file with tensors of these shapes is. path: PEFT's configuration may lie beside it."""
+    if is_adapter(path, shapes):
+        return Recognized(LORA)
+    if (words := embedding_shapes(shapes)) is not None:
+        return Recognized(EMBEDDING, architectures_reading([width for _, width in words.values()]))
+    shapes = {**shapes, **current_shapes(shapes)}
+    for begin, kind in _OTHERS:
+        if any(name.removeprefix(_denoiser_prefix()).startswith(begin) for name in shapes):
+            return Recognized(kind)
+    if (alone := component_alone(shapes)) is not None:
+        architecture, half = alone
+        return Recognized(COMPONENT, (architecture,), (COMPONENT_ARCHITECTURES[architecture],), half)
+    held = {architecture: _components_in(architecture, shapes) for architecture in ARCHITECTURES}
+    first = max(held.values(), key=len)  # of equals the first
+    if not first:
+        return Recognized(UNKNOWN)
+    if len(first) == 1:
+        return Recognized(COMPONENT, tuple(name for name, found in held.items() if found == first), first)
+    return Recognized(CHECKPOINT, tuple(name for name, found in held.items() if len(found) == len(first)), first)
 
 
-def choose(path: Path, fitting: Sequence[str], said: Sequence[Said], wanted: str | None) -> tuple[str, tuple[str, ...]]:
-    """One of the architectures that a file's shapes fit, and what the user should hear of the choice.
-
-    said: what the file says of how it predicts; where it says nothing, the first is taken. wanted: what the user wrote.
-    Raises CheckpointError where it is none of them, and where the file says that it predicts in another way, or contradicts
-    itself.
-    """
-    predicts = {name: _prediction(name) for name in fitting}
-    if wanted is not None and wanted not in fitting:
-        raise CheckpointError(
-            f"has the shapes of {' and of '.join(_unmarked(fitting))}, not of {wanted}",
-            where=str(path),
-            remedy=f"Write {' or '.join(f'{path.name}#{name}' for name in fitting)}.",
-        )
-    if wanted is not None:
-        odd = " and ".join(why for prediction, why in said if not _agree(prediction, predicts[wanted]))
-        return wanted, (f"{path.name} is taken for {wanted}, although {odd}.",) if odd else ()
-    named = of_this_name(fitting, path.name)
-    if said:
-        _require_one_word(path, named, said)
-        prediction, why = max(said, key=lambda each: each[0].endswith(_WITH_ZERO_SNR))
-        agreed = [name for name in named if predicts[name] == prediction]
-        if not agreed:
-            raise CheckpointError(
-                f"{why}, and {named[0]}, whose shapes it has, predicts {predicts[named[0]]}",
-                where=str(path),
-                remedy="Take it as a diffusers folder, whose scheduler says how it predicts. "
-                f"{path.name}#{named[0]} takes it as it is.",
-            )
-        plain = len(_unmarked(named)) == 1 and agreed[0] not in MARKED_ARCHITECTURES
-        return agreed[0], () if plain else (f"{path.name} is taken for {agreed[0]}: {why}.",)
-    fitting = _unmarked(named)
-    if len(fitting) == 1:
-        return fitting[0], ()
-    first, *others = fitting
-    instead = " or ".join(f"{path.name}#{name} ({_size(name)} pixels, {predicts[name]})" for name in others)
-    note = (
-        f"{path.name} does not say whether it is {' or '.join(fitting)}; it is taken for {first} ({_size(first)} pixels, "
-        f"{predicts[first]}). Else write {instead}."
-    )
-    return first, (note,)
-
-
-def _prediction(architecture: str) -> str:
-    """What the denoiser of an architecture predicts."""
-    scheduler = architecture_config(architecture, "scheduler")
-    return prediction_of(architecture) + (_WITH_ZERO_SNR if scheduler.get("rescale_betas_zero_snr") else "")
-
-
-def _agree(one: str, other: str) -> bool:
-    """Whether both predict the same. Metadata have no word for zero terminal SNR."""
-    return one.removesuffix(_WITH_ZERO_SNR) == other.removesuffix(_WITH_ZERO_SNR)
-
-
-def _require_one_word(path: Path, fitting: Sequence[str], said: Sequence[Said]) -> None:
-    """Raises CheckpointError where one part of a file contradicts another: programs differ in which one they believe."""
-    if all(_agree(prediction, said[0][0]) for prediction, _ in said):
-        return
-    ways = [f"{path.name}#{name} ({_prediction(name)})" for name in fitting]
+def fitting_architectures(path: Path, shapes: Shapes) -> list[str]:
+    """The shipped architectures of which a file holds everything that tells them apart. Raises CheckpointError where there is
+    none, naming what the file is, if that is known."""
+    there = {**shapes, **current_shapes(shapes)}
+    if fitting := [name for name in ARCHITECTURES if _holds(there, _fingerprint(name))]:
+        return fitting
     raise CheckpointError(
-        f"contradicts itself: {', and '.join(why for _, why in said)}",
+        f"not an architecture that sdflow knows: {_what_instead(path, shapes)}",
         where=str(path),
-        remedy=f"Say in `model` which is right: {' or '.join(ways)}. ComfyUI goes by the tensor.",
+        remedy=f"Supported in one file: {', '.join(family.title for family in FAMILIES.values())}, each with its VAE and "
+        "its text encoders. Other checkpoints may work as a diffusers folder.",
     )
 
 
-def _unmarked(architectures: Iterable[str]) -> list[str]:
-    return [name for name in architectures if name not in MARKED_ARCHITECTURES]
+def component_alone(shapes: Shapes, component: str | None = None) -> tuple[str, str | None] | None:
+    """The shipped architecture of a component alone that a file holds, and of which half, if it is not the whole; None where
+    there is none. component: of this one."""
+    for architecture, of in COMPONENT_ARCHITECTURES.items():
+        if component not in (None, of):
+            continue
+        part, config = part_alone(architecture)
+        if _holds(shapes, part.model.distinguishing_shapes(config)):
+            return architecture, None
+        if (half := half_of(shapes, part.model.halves(config))) is not None:
+            return architecture, half
+    return None
 
 
-def _size(architecture: str) -> int:
-    """Height and width, in pixels, of the images that it was made for."""
-    family = family_of_architecture(architecture)
-    parts = [part for part in family.parts if not part.optional]
-    return family.latents({part.name: architecture_config(architecture, part.component) for part in parts}).image_size
+def part_alone(architecture: str) -> tuple[Part, Config]:
+    """The first part of a component that has an architecture alone, of the model that it is, and its configuration."""
+    component = COMPONENT_ARCHITECTURES[architecture]
+    config = architecture_config(architecture, component)
+    return FAMILIES[DEFAULT].components[component][0].of(config), config
+
+
+def half_of(shapes: Shapes, halves: Mapping[str, Shapes]) -> str | None:
+    """The half whose file has these tensors; None where it is no half's. halves: `Model.halves`."""
+    return next((half for half, wanted in halves.items() if _holds(shapes, wanted)), None)
 
 
 def layouts_of(family: Family, names: Iterable[str]) -> dict[str, Layout]:
@@ -158,33 +146,6 @@ def layouts_of(family: Family, names: Iterable[str]) -> dict[str, Layout]:
             if part.name not in found and any(name.startswith(layout.prefix) for name in names):
                 found[part.name] = layout
     return found
-
-
-def fitting_architectures(path: Path, shapes: Shapes) -> list[str]:
-    """The shipped architectures whose tensors have the file's shapes. Raises CheckpointError where there is none, naming
-    what the file is, if that is known."""
-    shapes = {**shapes, **current_shapes(shapes)}
-    prints = {architecture: _fingerprint(architecture) for architecture in ARCHITECTURES}
-    fitting = [
-        architecture
-        for architecture, wanted in prints.items()
-        if all(shapes.get(name) == shape for name, shape in wanted.items())
-    ]
-    if fitting:
-        return fitting
-    nearest = max(prints, key=lambda name: sum(shapes.get(key) == shape for key, shape in prints[name].items()))
-    raise CheckpointError(
-        f"not an architecture that sdflow knows: {_description(shapes, nearest, prints[nearest])}",
-        where=str(path),
-        remedy=f"Supported in one file: {', '.join(family.title for family in FAMILIES.values())}, each with its VAE and "
-        "its text encoders. Other checkpoints may work as a diffusers folder.",
-    )
-
-
-def _fingerprint(architecture: str) -> Fingerprint:
-    family = family_of_architecture(architecture)
-    components = [part.component for part in family.parts if part.layouts]
-    return family.fingerprint({name: architecture_config(architecture, name) for name in components})
 
 
 def current_shapes(shapes: Shapes) -> Shapes:
@@ -200,16 +161,69 @@ def current_shapes(shapes: Shapes) -> Shapes:
     return found
 
 
-def _description(shapes: Shapes, nearest: str, wanted: Fingerprint) -> str:
-    denoiser = next(layout.prefix for family in FAMILIES.values() for layout in family.part(family.denoiser).layouts)
-    if (
-        sum(parse_name(name) is not None or kind_of_tensor(name, shape) is not None for name, shape in shapes.items())
-        > len(shapes) / 2
-    ):
+def _fingerprint(architecture: str) -> Fingerprint:
+    family = family_of_architecture(architecture)
+    components = [part.component for part in family.parts if part.layouts]
+    return family.fingerprint({name: architecture_config(architecture, name) for name in components})
+
+
+def _holds(shapes: Shapes, wanted: Fingerprint) -> bool:
+    return any(wanted.values()) and all(shapes.get(name) == shape for name, shape in wanted.items())
+
+
+def _denoiser_prefix() -> str:
+    return next(layout.prefix for family in FAMILIES.values() for layout in family.part(family.denoiser).layouts)
+
+
+def _components_in(architecture: str, shapes: Shapes) -> tuple[str, ...]:
+    """What of an architecture a file in the original layout holds; else the one component that it is alone."""
+    family, prints = family_of_architecture(architecture), _fingerprint(architecture)
+    parts = [parts[0] for parts in family.components.values() if parts[0].layouts]
+    whole = {part.component for part in parts if any(_holds(shapes, each) for each in _prefixed(prints, part))}
+    if whole:
+        # A part that no fingerprint has, as it tells nothing: there where its names are.
+        return tuple(part.component for part in parts if part.component in whole or _lies(shapes, prints, part))
+    return next(((part.component,) for part in parts if _is_alone(part, architecture, prints, shapes)), ())
+
+
+def _lies(shapes: Shapes, prints: Fingerprint, part: Part) -> bool:
+    """Whether a file has tensors under a prefix of this part, which no fingerprint has."""
+    prefixes = tuple(layout.prefix for layout in part.layouts)
+    return not any(name.startswith(prefixes) for name in prints) and any(name.startswith(prefixes) for name in shapes)
+
+
+def _is_alone(part: Part, architecture: str, prints: Fingerprint, shapes: Shapes) -> bool:
+    """Whether a file holds this part and nothing else: by the library's names, or the original ones without a prefix."""
+    wanted = part.model.distinguishing_shapes(architecture_config(architecture, part.component))
+    if _holds({part.model.current_name(name): shape for name, shape in shapes.items()}, wanted):
+        return True
+    return any(
+        _holds(shapes, {name.removeprefix(layout.prefix): shape for name, shape in each.items()})
+        for layout, each in zip(part.layouts, _prefixed(prints, part), strict=True)
+    )
+
+
+def _prefixed(prints: Fingerprint, part: Part) -> list[Fingerprint]:
+    """What of a fingerprint lies under each of the part's prefixes."""
+    return [
+        {name: shape for name, shape in prints.items() if name.startswith(layout.prefix)} for layout in part.layouts
+    ]
+
+
+def _what_instead(path: Path, shapes: Shapes) -> str:
+    """What a file is that is no whole checkpoint, or how it differs from the nearest architecture, as the end of a sentence."""
+    kind = recognize(path, shapes).kind
+    if kind == LORA:
         return "this is a LoRA or a relative of one: name it under `loras`"
-    for begin, what in _OTHERS:
-        if any(name.removeprefix(denoiser).startswith(begin) for name in shapes):
+    if kind not in (CHECKPOINT, COMPONENT, UNKNOWN):
+        return f"this is {'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
+    shapes = {**shapes, **current_shapes(shapes)}
+    for begin, what in _PARTIAL:
+        if any(name.removeprefix(_denoiser_prefix()).startswith(begin) for name in shapes):
             return f"this is {what}"
+    prints = {architecture: _fingerprint(architecture) for architecture in ARCHITECTURES}
+    nearest = max(prints, key=lambda name: sum(shapes.get(key) == shape for key, shape in prints[name].items()))
+    wanted = prints[nearest]
     related = next((f"; it is {what}" for begin, what in _RELATED if any(key.startswith(begin) for key in shapes)), "")
     family = family_of_architecture(nearest)
     there = layouts_of(family, shapes)
@@ -228,6 +242,6 @@ def _description(shapes: Shapes, nearest: str, wanted: Fingerprint) -> str:
     if expected is None:
         return f"it holds {name}, which {nearest} does not have{related}"
     first = name.endswith("input_blocks.0.0.weight") and len(shapes[name]) > 1
-    kind = _CHANNELS.get(shapes[name][1]) if first else None
-    named = f" ({kind})" if kind else ""
+    other = OTHER_UNETS.get(shapes[name][1]) if first else None
+    named = f" ({other})" if other else ""
     return f"{name} is {list(shapes[name])}{named}, in {nearest} it is {list(expected)}{related}"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sdflow.disk.shipped import shipped_folders
+from sdflow.disk.shipped import sample_folders
 from sdflow.errors import CheckpointError
 
 
 def sample_folder(name: str) -> Path:
     """The folder of a sample: in the installed package's data, or beside the package in a checkout."""
-    folders = [folder / name for folder in shipped_folders("samples")]
+    folders = [folder / name for folder in sample_folders()]
     for folder in folders:
         if (folder / "model_index.json").is_file():
             return folder

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 from sdflow.disk.file_stamp import Stamp, file_stamp
 from sdflow.errors import CheckpointError
 from sdflow.families import family_of_architecture
-from sdflow.families.base import Family
-from sdflow.families.part import Part
+from sdflow.families.shared.base import Family
+from sdflow.families.shared.part import Part
 from sdflow.sources.architectures import architecture_config, architecture_index, companion_folders
 from sdflow.sources.checkpoint import (
+    Access,
     Checkpoint,
-    FileDigests,
     SubmodelCheckpoint,
     config_digest,
     pipeline_facts,
@@ -28,14 +28,8 @@ from sdflow.sources.checkpoint import (
     side_by_side,
     submodels_of,
 )
-from sdflow.sources.recognition import (
-    Said,
-    choose,
-    fitting_architectures,
-    layouts_of,
-    what_it_says,
-    what_the_step_says,
-)
+from sdflow.sources.equal_shapes import Said, choose, what_it_says, what_the_step_says
+from sdflow.sources.recognition import fitting_architectures, layouts_of
 from sdflow.sources.reference import PICKLE_SUFFIXES
 from sdflow.sources.safetensors_file import (
     TensorEntry,
@@ -58,25 +52,24 @@ class _Description(NamedTuple):
 
 def open_single_file(
     path: Path,
+    reference: str,
+    access: Access,
     *,
     architecture: str | None = None,
-    reference: str,
-    digests: FileDigests,
-    allow_pickle: bool,
     left_out: Collection[str] = (),
 ) -> Checkpoint:
     """The checkpoint in a .safetensors file, or in a pickle when those are allowed.
 
     architecture: which of those that the file's shapes fit, where the user says so. left_out: components that are not read, of
     those that it may lack.
-    A pickle's first opening loads torch to read its shapes; what was found is remembered in `digests`.
+    A pickle's first opening loads torch to read its shapes; what was found is remembered in its digests.
     Raises CheckpointError for a damaged file, and for an architecture that is not supported, naming it if it is known.
     """
     pickled = path.suffix.lower() in PICKLE_SUFFIXES
     stamp = file_stamp(path)  # before the digests: a file that changes in between is then refused when it is loaded
     if pickled:
-        refuse_pickle(path, allow_pickle)
-        known = _Description(*json.loads(digests.value(path, "single-file-architecture-5", _describe_pickle)))
+        refuse_pickle(path, access.allow_pickle)
+        known = _Description(*json.loads(access.digests.value(path, "single-file-architecture-5", _describe_pickle)))
     elif path.suffix.lower() == ".safetensors":
         known, header = _describe(path), read_header(path)
     else:
@@ -92,9 +85,9 @@ def open_single_file(
     prefix_of = {family.part(name).component: layout.prefix for name, layout in layouts.items()}
     entries = {} if pickled else {component: under(header, prefix) for component, prefix in prefix_of.items()}
     whole, *sums = side_by_side([
-        partial(digests.digest, path),
+        partial(access.digests.digest, path),
         *(
-            partial(digests.value, path, f"tensors-1/{component}", partial(digest_tensors, entries=found))
+            partial(access.digests.value, path, f"tensors-1/{component}", partial(digest_tensors, entries=found))
             for component, found in entries.items()
         ),
     ])  # fmt: skip

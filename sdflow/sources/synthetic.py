@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import CheckpointError
 from sdflow.families import ADAPTER_ARCHITECTURES, COMPONENT_ARCHITECTURES, family_of_architecture
-from sdflow.families.part import Part
+from sdflow.families.shared.part import Part
 from sdflow.models.base import Model
 from sdflow.sources.architectures import architecture_config, architecture_index, companion_folders
 from sdflow.sources.checkpoint import (

@@ -5,8 +5,8 @@ The file is a tar archive, compressed with xz. Its first member lists everything
     structures.json   format; who wrote it; the actions with their facts; the objects with their files
     SHA-256           a file, by the digest of its content; each once, in the order of the list
 
-No name in the archive is taken for a path: where a file goes is what the list of an object says, which is held to the object's
-digest. Nothing goes into a cache before the last byte of the archive was read and every digest holds.
+No name in the archive is taken for a path: where a file goes is what the list of an object says, which is checked against the
+object's digest. Nothing goes into a cache before the last byte of the archive was read and every digest holds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from sdflow import stop
 from sdflow.artifact import Action, Record
-from sdflow.digest import FileEntry, digest_tree, inside
+from sdflow.digest import FileEntry
 from sdflow.disk.atomic_write import replacing
 from sdflow.disk.input_file import open_input
 from sdflow.disk.locked_folder import scratch_folder
@@ -31,7 +31,7 @@ from sdflow.errors import UsageError, os_errors_as
 from sdflow.store.cache import Cache
 from sdflow.store.layout import writing
 from sdflow.store.records import BadRecord, Stored, dump, dump_action, load
-from sdflow.store.remote.entry import RemoteEntry, is_digest, read_entry
+from sdflow.store.remote.entry import RemoteEntry, read_entry, require_files
 
 FORMAT = 1
 LIST = "structures.json"
@@ -229,11 +229,5 @@ def _list(members: tarfile.TarFile) -> Archive:
 
 def _files(digest: str, listed: Sequence[Any]) -> tuple[FileEntry, ...]:
     files = tuple(FileEntry(str(path), int(size), str(sha256)) for path, size, sha256 in listed)
-    if digest_tree(files) != digest:
-        raise BadRecord("a list of files does not belong to its object")
-    for file in files:
-        if not inside(file.path) or not is_digest(file.sha256) or file.size < 0:
-            raise BadRecord(f"it names {file.path!r:.80}, which is outside the object")
-    if len({file.path for file in files}) < len(files):
-        raise BadRecord("it names a file twice")
+    require_files(files, digest)
     return files

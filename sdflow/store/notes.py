@@ -12,8 +12,8 @@ from typing import Any
 from sdflow.artifact import Action
 from sdflow.digest import digest_json
 from sdflow.errors import CacheError
-from sdflow.store.imported import note_architectures, note_imported, noted, noted_architectures
 from sdflow.store.layout import FULL, READ_ONLY, Layout, log, reading, replace_file, writing
+from sdflow.store.locks import held
 from sdflow.store.records import BadRecord, dump, load, read_record
 
 
@@ -45,8 +45,7 @@ class Notes:
 
         def write() -> None:
             self._layout.ensure()
-            body = {"format": 1, "step": step_id, "action": action.content}
-            replace_file(self._layout, self._step(step_id), dump(body))
+            self._write(self._step(step_id), step=step_id, action=action.content)
 
         note(self._layout, write, "the last action of a step")
 
@@ -65,8 +64,7 @@ class Notes:
         def write() -> None:
             self._layout.ensure()
             at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            body = {"format": 1, "step": step_id, "action": action.content, "at": at, "error": error[:MOST_SAID]}
-            replace_file(self._layout, self._failure(step_id), dump(body))
+            self._write(self._failure(step_id), step=step_id, action=action.content, at=at, error=error[:MOST_SAID])
 
         note(self._layout, write, "the failure of a step")
 
@@ -86,22 +84,56 @@ class Notes:
         return self._layout.steps / f"{digest_json(step_id)}-failed.json"
 
     def note_imported(self, actions: Iterable[Action], architectures: Iterable[Mapping[str, Any]] = ()) -> None:
-        """Note that these were done elsewhere, so that `imported` finds them, and JSON about their architectures. Raises
-        CacheError."""
+        """Note that these were done elsewhere, so that `imported` finds them, and JSON about their architectures. What was noted
+        of others stays. Raises CacheError."""
         self._layout.ensure()
-        with writing(self._layout.root):
-            note_imported(self._layout, actions)
-            note_architectures(self._layout, architectures)
+        with writing(self._layout.root), held(self._layout.lock("imported")):
+            for action in actions:
+                known = [each.content for each in self._imported(action.content) if each != action]
+                self._write(self._of_any_versions(action.content), actions=[*known, action.content])
+            there = self.imported_architectures()
+            if more := [dict(each) for each in architectures if each not in there]:
+                self._write(self._architectures, architectures=[*there, *more])
 
     def imported(self, action: Action) -> list[Action]:
-        """The imported actions that are this one but for the versions of packages, the last that was imported at the end."""
+        """The imported actions that are this one but for the versions of packages, the last that was imported at the end.
+
+        A key holds the versions of the packages that a pass uses. A machine that lacks one of them cannot know the key of such a
+        step; it takes the versions that are noted here.
+        """
         with reading(self._layout.root):
-            return noted(self._layout, action.content)
+            return self._imported(action.content)
 
     def imported_architectures(self) -> list[dict[str, Any]]:
         """What was noted of the architectures of imported actions."""
         with reading(self._layout.root):
-            return noted_architectures(self._layout)
+            return list(self._noted(self._architectures, "architectures"))
+
+    def _imported(self, content: Mapping[str, Any]) -> list[Action]:
+        actions = map(Action, self._noted(self._of_any_versions(content), "actions"))
+        return [each for each in actions if _without_versions(each.content) == _without_versions(content)]
+
+    def _noted(self, path: Path, key: str) -> list[Any]:
+        """A note that is damaged says nothing: the structure is imported again."""
+        try:
+            found = load(read_record(path))[key]
+        except (FileNotFoundError, NotADirectoryError, BadRecord, KeyError):
+            return []
+        return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+
+    def _write(self, path: Path, **body: Any) -> None:
+        replace_file(self._layout, path, dump({"format": 1, **body}))
+
+    @property
+    def _architectures(self) -> Path:
+        return self._layout.imported / "architectures.json"
+
+    def _of_any_versions(self, content: Mapping[str, Any]) -> Path:
+        return self._layout.imported / f"{digest_json(_without_versions(content))}.json"
+
+
+def _without_versions(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in content.items() if name != "uses"}
 
 
 def note(layout: Layout, write: Callable[[], None], what: str, without: Set[int] = READ_ONLY | FULL) -> bool:

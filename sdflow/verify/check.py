@@ -33,6 +33,7 @@ from sdflow.verify.artifact.judge_request import JudgeRequest
 from sdflow.verify.artifact.recipes import is_bound, structure_of
 from sdflow.verify.folder import FolderRequest, source_of
 from sdflow.verify.keys import reference_action, tree_digest, verification_action
+from sdflow.verify.plain import to_plain
 from sdflow.verify.reference import reference
 from sdflow.verify.reference.reference_request import ReferenceRequest
 from sdflow.verify.reference.selection import Selection, select
@@ -70,13 +71,14 @@ class How(TypedDict, total=False):
     """How a verification goes about it. fresh: once more, though it passed before. threads: of ONNX Runtime; all cores by
     itself. progress: is told each phrase. group: whose worker the process is; when that is ended, so is this. run_on: a target
     whose provider runs the artifacts too. That is done anew each time, and never kept: the cache does not know one device from
-    another."""
+    another. memory: bytes that it may take; None: what this machine has."""
 
     fresh: bool
     threads: int | None
     progress: Progress
     group: WorkerGroup | None
     run_on: str | None
+    memory: int | None
 
 
 def verify_alone(
@@ -97,6 +99,7 @@ def verify_alone(
     selection = select(spec, subject.image, built.submodels, subject.checkpoint)
     with scratch_folder("verify") as scratch, cache.lease():
         request = judge_request(subject, spec, built, scratch, how.get("threads"), run_on)
+        request = replace(request, memory=how.get("memory"))
         exact, worker = _reference(subject, selection, request, cache, progress, group)
         action = verification_action(subject, spec, built, exact, cache) if exact is not None else None
         known = None
@@ -226,10 +229,10 @@ def _work(
 ) -> WorkerResult:
     whole = {*subject.checkpoint.family.drawing} <= {*request.submodels}
     content = {
-        "reference": wanted.to_json() if wanted else None,
-        "judge": request.to_json(),
+        "reference": to_plain(wanted) if wanted else None,
+        "judge": to_plain(request),
         "known": known.to_json() if known else None,
-        "folder": FolderRequest(subject.folder.absolute(), source_of(subject.checkpoint), whole).to_json(),
+        "folder": to_plain(FolderRequest(subject.folder.absolute(), source_of(subject.checkpoint), whole)),
     }
     return run_worker_on(content, subject.stamps, progress, group)
 

@@ -7,8 +7,7 @@ the same noise; so do the artifacts, in the plain loop of `sdflow.verify.images`
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 from sdflow.families import FAMILIES
 from sdflow.verify.artifact.graph import RunnableGraph, open_graph, run_graph
 from sdflow.verify.images import judge_image, precision_of, text_to_image
-from sdflow.verify.reference.forwards import Network
-from sdflow.verify.reference.half import quick_halves
 from sdflow.verify.reference.inputs import control_images, first_latents
 from sdflow.verify.reference.reference import ReferenceRun
 from sdflow.verify.reference.reference_request import ReferenceRequest
@@ -46,16 +43,6 @@ class EnsembleRequest:
     target: str
     hand_over: float
     threads: int | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        parts = {"base": self.base.to_json(), "refiner": self.refiner.to_json()}
-        return {**vars(self), **parts, "folders": [str(folder) for folder in self.folders]}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> EnsembleRequest:
-        parts = {name: ReferenceRequest.from_json(value[name]) for name in ("base", "refiner")}
-        base, refiner = value["folders"]
-        return cls(**{**value, **parts, "folders": (Path(base), Path(refiner))})
 
 
 def judge_ensemble(request: EnsembleRequest, progress: Progress) -> ImageVerdict:
@@ -118,10 +105,10 @@ def _both(run: ReferenceRun, given: Mapping[str, Mapping[str, Any]]) -> dict[str
             generator=torch.Generator().manual_seed(selection.seed),
         ).images
 
-    run.progress("base and refiner: in fp32")
+    run.progress("base and refiner: in float32")
     found = {"float32": drawn("float32")}
-    with _halved(networks):
-        run.progress("base and refiner: in fp16")
+    with run.in_half(networks, {}):
+        run.progress("base and refiner: in float16")
         found["float16"] = drawn("float16")
     return found
 
@@ -132,17 +119,8 @@ def _texts(run: ReferenceRun) -> dict[str, Embeddings]:
     guided, prompts = run.family.guided(run.configs(), selection.guidance_scale), selection.prompts[:1]
     networks, pipeline = run.stage(run.family.text_of(run.request.loads))
     exact = run.encoded(pipeline, prompts, guided=guided)
-    with _halved(networks):
+    with run.in_half(networks, {}):
         return {"float32": exact, "float16": run.encoded(pipeline, prompts, guided=guided)}
-
-
-@contextmanager
-def _halved(networks: Mapping[str, Network]) -> Iterator[None]:
-    """With the modules in fp16, for good."""
-    for network in networks.values():
-        network.model.to_float16(network.module)
-    with quick_halves(*(network.module for network in networks.values())):
-        yield
 
 
 def _by_artifacts(request: EnsembleRequest, noise: np.ndarray, progress: Progress) -> tuple[np.ndarray, str]:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.distance import largest_difference, psnr, ssim
-from sdflow.families.base import Family
-from sdflow.families.image_prompts import ImagePrompt, adapter_count, image_conditions
-from sdflow.families.request import Request, Tensors
+from sdflow.families.shared.base import Family
+from sdflow.families.shared.image_prompts import ImagePrompt, adapter_count, image_conditions
+from sdflow.families.shared.request import Request, Tensors
 from sdflow.models.base import Ports, Role
 from sdflow.models.vae import image_reader
 from sdflow.runtime.denoiser.moving import Moving
@@ -29,7 +29,7 @@ from sdflow.tolerances import DECIBELS_ASTRAY, DECIBELS_BEHIND, IMAGE_DECIBELS, 
 from sdflow.verify.reference.inputs import IMAGE_SCALE, control_images, shown_images
 from sdflow.verify.reference.selection import Selection
 from sdflow.verify.reference.torch_images import IMAGE_FILE, SAMPLE_FILE
-from sdflow.verify.result import PLAIN, ImageVerdict, MeaningVerdict
+from sdflow.verify.result import HALVES, PLAIN, ImageVerdict, MeaningVerdict
 
 if TYPE_CHECKING:
     import numpy as np
@@ -196,9 +196,10 @@ def _to_pil(images: np.ndarray) -> list[Image]:
 
 
 def precision_of(precisions: Iterable[str]) -> str:
-    """Of an image, by those of the submodels that draw it: what one is quantized to, else float16 if one is, else float32."""
+    """Of an image, by those of the submodels that draw it: what one is quantized to, else the coarsest of their types."""
     found = set(precisions)
-    return next(iter(sorted(found - {*PLAIN})), "float16" if "float16" in found else "float32")
+    coarsest = next((each for each in ("bfloat16", "float16") if each in found), "float32")
+    return next(iter(sorted(found - {*PLAIN})), coarsest)
 
 
 def judge_image(
@@ -220,9 +221,9 @@ def judge_image(
     ours, plain = psnr(image, exact), psnr(half, exact)
     quantized = "" if precision in PLAIN else precision
     enough = -math.inf if quantized else IMAGE_DECIBELS[precision]
-    if precision == "float16" and not np.isfinite(half).all():
+    if precision in HALVES and not np.isfinite(half).all():
         enough = DECIBELS_ASTRAY
-    elif precision == "float16":
+    elif precision in HALVES:
         enough = min(enough, plain - DECIBELS_BEHIND) if plain >= DECIBELS_ASTRAY else 0.0
     problems: tuple[tuple[str, str], ...] = ()
     if not ours >= enough or not np.isfinite(image).all():

@@ -14,6 +14,7 @@ from sdflow.store import Cache
 from sdflow.verify.artifact import judge
 from sdflow.verify.folder import VERSION as FOLDER_VERSION
 from sdflow.verify.folder import source_of
+from sdflow.verify.plain import to_plain
 from sdflow.verify.reference import reference
 from sdflow.verify.reference.selection import Selection
 from sdflow.verify.requests import Built, submodels_of_reference
@@ -31,12 +32,13 @@ def reference_action(subject: Subject, selection: Selection, cache: Cache) -> Ac
             "format": ACTION_FORMAT,
             "pass": {"name": "VerifyReference", "version": reference.VERSION},
             "submodel": "pipeline",
-            "config": selection.to_json(),
+            "config": to_plain(selection),
             "inputs": {
                 "checkpoint": {name: checkpoint.submodels[name].identity for name in needed},
                 "companions": {name: tree_digest(path, cache) for name, path in checkpoint.companions.items()},
                 **({"options": dict(checkpoint.options)} if checkpoint.options else {}),
                 **({"scheduler": checkpoint.said["scheduler"]} if "scheduler" in checkpoint.said else {}),
+                **({"bfloat16": subject.bfloat16} if subject.bfloat16 else {}),
                 "loras": [{"sha256": lora.sha256, "scale": lora.scale} for lora in subject.loras],
             },
             "uses": {name: distribution_version(name) for name in reference.USES},
@@ -94,6 +96,6 @@ def beside_digest(folder: Path, submodels: Container[str], cache: Cache) -> str:
 
 def _source(subject: Subject, cache: Cache) -> str:
     """What the folder is held to, and how."""
-    source = source_of(subject.checkpoint).to_json()
+    source = to_plain(source_of(subject.checkpoint))
     companions = {name: tree_digest(path, cache) for name, path in subject.checkpoint.companions.items()}
     return digest_json({**source, "companions": companions, "version": FOLDER_VERSION})

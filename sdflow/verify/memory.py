@@ -1,19 +1,22 @@
-"""How much memory a verification takes, told and looked at before it starts.
+"""How much memory a verification takes, by arithmetic from the sizes of the weights, and what it therefore takes block by block.
 
 One stage of the reference is in memory at a time, then one graph (`sdflow.verify.reference.reference`,
-`sdflow.verify.artifact.judge`). What is
-counted: the weights, as each stage holds them, and the largest activations of the decoder.
+`sdflow.verify.artifact.judge`). What is counted: the weights, as each stage holds them, and the largest activations of the
+decoder. Where that is more than there is, the largest submodels are verified with a piece of their weights in memory at a time
+(`sdflow.verify.reference.streamed`, `sdflow.verify.lowering.pieces`), until it fits. What passes and what does not is the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE
 from sdflow.errors import VerificationError
-from sdflow.families.base import Family
+from sdflow.families.shared.base import Family
 from sdflow.onnx_model.reading import load_graph
 from sdflow.units import spell_bytes
 from sdflow.verify.lowering.session import LARGE
@@ -24,26 +27,102 @@ LIBRARIES = 8 * 10**8
 """Resident bytes of a process that has imported torch, diffusers and ONNX Runtime."""
 MAPS = 6
 """Maps of the decoder's widest level in the image's size that are in memory together."""
+PIECES = 6
+"""How many pieces fit into the memory that there is, beside the libraries."""
+COPIES = 4
+"""Of a piece in memory at once, at most: in a session the exact weights, and converted and packed ones, beside what the
+checkpoint has."""
 
 
-def reference_bytes(family: Family, parameters: Mapping[str, int], activations: int) -> int:
-    """The most that a stage of the reference takes. parameters: submodel -> how many; without one that is not loaded.
-    activations: bytes, of the decoder."""
-    nets = family.nets(parameters).values()
-    together = [family.text, (family.denoiser, family.decoder, *nets)]
-    together += [(name,) for name in family.prompters(parameters)]
-    together += [(name,) for name in (family.encoder, family.checker) if name is not None]
-    counts = [sum(parameters.get(name, 0) for name in stage) for stage in together]
-    return LIBRARIES + activations + max(max(4 * count, 2 * count + min(4 * count, KEPT)) for count in counts)
+@dataclass(frozen=True)
+class Size:
+    """Of a submodel: how many parameters it has, and how many the largest of them all has by itself."""
+
+    parameters: int
+    largest: int
+
+    @classmethod
+    def of(cls, shapes: Iterable[Sequence[int]]) -> Size:
+        counts = [prod(shape) for shape in shapes] or [0]
+        return cls(sum(counts), max(counts))
 
 
-def graph_bytes(file: int, *, float16: bool) -> int:
-    """What a graph takes in a session. file: bytes of its weights. Up to LARGE there is a converted and a packed copy, and of
-    float16 the file beside them, which the exact weights are held to as they are made; beyond, what converts one weight after
-    the other leaves holes in the memory, as much as the exact weights of the run before."""
-    if (2 * file if float16 else file) > LARGE:
-        return LIBRARIES + (2 * file if float16 else file + file // 4)
-    return LIBRARIES + (5 * file if float16 else 2 * file)
+@dataclass(frozen=True)
+class GraphSize:
+    """Of an artifact: bytes of its weights, and what it takes with all of them in a session."""
+
+    size: Size
+    file: int
+    float16: bool
+
+    @property
+    def whole(self) -> int:
+        """Up to LARGE there is a converted and a packed copy, and of float16 the file beside them, which the exact weights are
+        compared with as they are made; beyond, what converts one weight after the other leaves holes in the memory, as much as
+        the exact weights of the run before."""
+        if (2 * self.file if self.float16 else self.file) > LARGE:
+            return LIBRARIES + (2 * self.file if self.float16 else self.file + self.file // 4)
+        return LIBRARIES + (5 * self.file if self.float16 else 2 * self.file)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """needed: bytes, at most. streamed: submodel -> bytes of its weights, as float32, that are in memory at a time; the others
+    are there whole."""
+
+    needed: int
+    streamed: Mapping[str, int]
+
+    def words(self) -> str:
+        """What it needs, and how it goes about that."""
+        told = f"needs about {spell_bytes(self.needed)} of memory"
+        return told + "".join(
+            f"; {name} block by block, {spell_bytes(each)} of its weights at a time"
+            for name, each in self.streamed.items()
+        )
+
+
+def plan_memory(
+    family: Family, sizes: Mapping[str, Size], graphs: Mapping[str, GraphSize], activations: int, available: int
+) -> MemoryPlan:
+    """What is verified whole and what block by block, so that it fits into `available` bytes where it can.
+
+    sizes: of the submodels that the reference loads; none when it is there already. graphs: of the artifacts. activations:
+    bytes, of the decoder.
+    """
+    largest = {name: graph.size for name, graph in graphs.items()} | dict(sizes)
+    gains = [name for name, size in largest.items() if COPIES * size.largest < size.parameters]
+    order = sorted(gains, key=lambda name: largest[name].parameters, reverse=True)
+    streamed: dict[str, int] = {}
+    while (needed := _needed(family, sizes, graphs, activations, streamed)) > available and order:
+        name = order.pop(0)
+        streamed[name] = max(4 * largest[name].largest, (available - LIBRARIES - activations) // PIECES)
+    return MemoryPlan(needed, streamed)
+
+
+def _needed(
+    family: Family,
+    sizes: Mapping[str, Size],
+    graphs: Mapping[str, GraphSize],
+    activations: int,
+    streamed: Mapping[str, int],
+) -> int:
+    found = [LIBRARIES]
+    nets = family.nets(sizes or graphs).values()
+    # ControlNets stay in memory beside the denoiser while the image is drawn.
+    for together in ((family.denoiser, *nets), *((name,) for name in graphs)):
+        of = [name for name in together if name in graphs]
+        whole = sum(graphs[name].whole for name in of if name not in streamed)
+        found.append(whole + max((LIBRARIES + COPIES * streamed[name] for name in of if name in streamed), default=0))
+    stages = [family.text, (family.denoiser, family.decoder, *nets)]
+    stages += [(name,) for name in (*family.prompters(sizes), family.encoder, family.checker) if name is not None]
+    for stage in stages:
+        of = [name for name in stage if name in sizes]
+        count = sum(sizes[name].parameters for name in of if name not in streamed)
+        pieces = max((2 * streamed[name] for name in of if name in streamed), default=0)
+        whole = max(4 * count, 2 * count + min(4 * count, KEPT))
+        found.append(LIBRARIES + activations + whole + pieces)
+    return max(found)
 
 
 def activation_bytes(selection: Selection, scale: int, width: int) -> int:
@@ -59,44 +138,33 @@ def require_memory(
     folder: Path,
     submodels: Sequence[str],
     available: int,
-) -> int:
-    """The bytes that a verification needs. loads: of the reference's submodels; None when it is there already.
+) -> MemoryPlan:
+    """The plan of a verification. loads: of the reference's submodels; None when it is there already.
 
-    folder: the pipeline's. available: bytes. Raises VerificationError where they do not suffice.
+    folder: the pipeline's. available: bytes. Raises VerificationError where they do not suffice, block by block either.
     """
+    from sdflow.sources.load import parameter_shapes
+
     graphs = {name: _graph_in(folder / name) for name in submodels}
-    # ControlNets stay in memory beside the denoiser while the image is drawn.
-    stepped = [graphs[name] for name in (family.denoiser, *family.nets(submodels).values()) if name in graphs]
-    needed = max(*graphs.values(), sum(stepped))
+    sizes = {name: Size.of(parameter_shapes(name, load).values()) for name, load in (loads or {}).items()}
+    activations = 0
     if loads is not None:
-        needed = max(needed, _reference(family, loads, selection))
-    if needed > available:
+        configs = {name: load["config"] for name, load in loads.items()}
+        widths = configs[family.decoder]["block_out_channels"]
+        # The last level of the decoder gets the channels of the one before.
+        activations = activation_bytes(selection, family.latents(configs).scale, max(widths[:2]))
+    plan = plan_memory(family, sizes, graphs, activations, available)
+    if plan.needed > available:
         raise VerificationError(
-            f"it needs about {spell_bytes(needed)} of memory, and {spell_bytes(available)} are available",
+            f"it {plan.words()}, and {spell_bytes(available)} are available",
             where=str(folder),
             remedy="Close other programs, verify submodel by submodel (--submodel), or do it on a machine with more memory.",
         )
-    return needed
+    return plan
 
 
-def _reference(family: Family, loads: Mapping[str, Mapping[str, Any]], selection: Selection) -> int:
-    from math import prod
-
-    from sdflow.sources.load import parameter_shapes
-
-    parameters = {
-        name: sum(prod(shape) for shape in parameter_shapes(name, load).values()) for name, load in loads.items()
-    }
-    configs = {name: load["config"] for name, load in loads.items()}
-    widths = configs[family.decoder]["block_out_channels"]
-    # The last level of the decoder gets the channels of the one before.
-    activations = activation_bytes(selection, family.latents(configs).scale, max(widths[:2]))
-    return reference_bytes(family, parameters, activations)
-
-
-def _graph_in(folder: Path) -> int:
-    import onnx
-
+def _graph_in(folder: Path) -> GraphSize:
+    from sdflow.onnx_model.facts import precision_of
     from sdflow.onnx_model.files import decode_errors
 
     weights = folder / WEIGHTS_FILE
@@ -105,6 +173,5 @@ def _graph_in(folder: Path) -> int:
         graph = load_graph(folder / MODEL_FILE).graph
         file = weights.stat().st_size if weights.is_file() else 0
     except unreadable:
-        return LIBRARIES  # it will not be loaded either, and that will be said
-    float16 = any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in graph.initializer)
-    return graph_bytes(file, float16=float16)
+        return GraphSize(Size(0, 0), 0, False)  # it will not be loaded either, and that will be said
+    return GraphSize(Size.of(tensor.dims for tensor in graph.initializer), file, precision_of(graph) != "float32")

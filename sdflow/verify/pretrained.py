@@ -6,18 +6,22 @@ that a build makes (`sdflow.sources.weight_files`), so a wrong choice there show
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.disk.file_stamp import check_stamps
 from sdflow.errors import CheckpointError
-from sdflow.families.part import Part
+from sdflow.families.shared.part import Part
+from sdflow.machine.memory import let_go
 from sdflow.models.base import Model, Shapes
 from sdflow.sources.checkpoint import listing
+from sdflow.sources.fitting import apart
 from sdflow.sources.load import loaded, rejections
+from sdflow.sources.safetensors_file import read_header
 from sdflow.sources.weight_files import VARIANTS
+from sdflow.weights.tensors import open_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -29,10 +33,42 @@ def read_by_library(part: Part, load: Mapping[str, Any], expected: Shapes) -> Ma
 
     Raises CheckpointError where the library cannot load the folder, or finds other parameters there.
     """
-    if "folder" not in load:
-        return loaded(part, load, expected)
+    import torch
+
+    return _of_library(part, load, expected, torch.float32) if "folder" in load else loaded(part, load, expected)
+
+
+def reader(submodel: str, part: Part, load: Mapping[str, Any], expected: Shapes) -> Callable[[str], torch.Tensor]:
+    """What gives a parameter of these names in float32 when it is asked for, from where `read_by_library` reads it.
+
+    What a library loads it maps from the files, in the type that they have. Raises CheckpointError as `read_by_library` does.
+    """
+    import torch
+
+    mapped: dict[str, torch.Tensor] = {}
+    for each, how, shapes in apart(part, load, expected):
+        if "folder" in how:
+            mapped |= _of_library(each, how, shapes, _stored_type(how["files"]))
+    others = (
+        None if expected.keys() == mapped.keys() else ExitStack().enter_context(open_tensors(submodel, load, expected))
+    )
+
+    def read(name: str) -> torch.Tensor:
+        if name not in mapped:
+            assert others is not None
+            return torch.from_numpy(others.read(name)).float()
+        values = mapped[name].to(torch.float32, copy=True)
+        let_go(mapped[name])
+        return values
+
+    return read
+
+
+def _of_library(
+    part: Part, load: Mapping[str, Any], expected: Shapes, dtype: torch.dtype
+) -> Mapping[str, torch.Tensor]:
     check_stamps(load["files"])
-    tensors = pretrained(part.model, Path(load["folder"]))
+    tensors = pretrained(part.model, Path(load["folder"]), dtype)
     check_stamps(load["files"])
     if expected.keys() != tensors.keys():
         raise CheckpointError(
@@ -44,20 +80,39 @@ def read_by_library(part: Part, load: Mapping[str, Any], expected: Shapes) -> Ma
     return tensors
 
 
-def pretrained(model: Model, folder: Path) -> dict[str, torch.Tensor]:
-    """The state_dict, in float32, of what `from_pretrained` makes of a component's folder.
+def _stored_type(files: Iterable[Mapping[str, Any]]) -> torch.dtype:
+    """The type that all tensors of these files have; float32 where they have several, or are pickled."""
+    import torch
+
+    paths = [Path(each["path"]) for each in files]
+    if any(path.suffix != ".safetensors" for path in paths):
+        return torch.float32
+    stored = {entry.dtype for path in paths for entry in read_header(path).values()}
+    return (
+        {"F16": torch.float16, "BF16": torch.bfloat16}.get(stored.pop(), torch.float32)
+        if len(stored) == 1
+        else torch.float32
+    )
+
+
+def pretrained(model: Model, folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The state_dict, in this type, of what `from_pretrained` makes of a component's folder.
 
     A folder without weights for the plain call is read as a user would go on: with each variant, then without safetensors.
     """
     import torch
 
-    cls, dtype = model.library_class(), "dtype" if model.of_transformers else "torch_dtype"
+    cls, argument = model.library_class(), "dtype" if model.of_transformers else "torch_dtype"
+    if (
+        dtype != torch.float32
+    ):  # some classes keep modules in float32, which would copy what is to stay a map of the file
+        cls = type(model.class_name, (cls,), {"_keep_in_fp32_modules": None})
     refusals = []
     for options in _calls():
         try:
             with _quiet(), _refusals(model, folder):
                 module, found = cls.from_pretrained(
-                    str(folder), local_files_only=True, output_loading_info=True, **{dtype: torch.float32}, **options
+                    str(folder), local_files_only=True, output_loading_info=True, **{argument: dtype}, **options
                 )
         except _NotThere as error:
             refusals.append(error)

@@ -83,6 +83,7 @@ def wanted_of(subject: Subject, selection: Selection, out: Path) -> ReferenceReq
         loras=_merges(subject),
         selection=selection,
         out=out.absolute(),
+        bfloat16=subject.bfloat16,
     )
 
 
@@ -95,7 +96,8 @@ def _recipes(subject: Subject, submodel: str, structure: Path) -> RecipeCheck:
 
 def _module(subject: Subject, submodel: str) -> TorchModule:
     """The PyTorch model of a submodel, with its LoRAs."""
-    return TorchModule(submodel, subject.checkpoint.submodels[submodel].load, _merges(subject), _denoiser(subject))
+    load, half = subject.checkpoint.submodels[submodel].load, "bfloat16" if submodel in subject.bfloat16 else "float16"
+    return TorchModule(submodel, load, _merges(subject), _denoiser(subject), half)
 
 
 def _merges(subject: Subject) -> list[LoraMerge]:

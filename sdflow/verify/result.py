@@ -9,10 +9,12 @@ from typing import Any
 
 from sdflow.errors import VerificationError
 from sdflow.verify.kinds import kinds
+from sdflow.verify.plain import from_plain
 
 FORMAT_VERSION = 2
 
-PLAIN = ("float32", "float16", "unknown")
+HALVES = ("float16", "bfloat16")
+PLAIN = ("float32", *HALVES, "unknown")
 """Precisions of artifacts that are not quantized; unknown: of one that cannot be loaded."""
 
 
@@ -240,44 +242,10 @@ class Verification:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Verification:
         """What `to_json` wrote. Raises ValueError for another format."""
-        content = _with_infinities(dict(value))
+        content = dict(value)
         if content.pop("format_version", None) != FORMAT_VERSION:
             raise ValueError("not a verification of a known format")
-        content.pop("passed")
-        content["submodels"] = {name: _submodel(part) for name, part in content["submodels"].items()}
-        for name, kind in (("image", ImageVerdict), ("meaning", MeaningVerdict), ("ensemble", ImageVerdict)):
-            if content.get(name) is not None:
-                content[name] = kind(**content[name] | {"problems": _pairs(content[name]["problems"])})
-        content["overflowing"] = {name: tuple(nodes) for name, nodes in content["overflowing"].items()}
-        for name in ("findings", "coverage"):
-            content[name] = tuple(content[name])
-        return cls(**content)
-
-
-def _submodel(value: Mapping[str, Any]) -> SubmodelVerdict:
-    return SubmodelVerdict(
-        **{
-            **value,
-            "outputs": tuple(OutputVerdict(**each) for each in value["outputs"]),
-            "cases": tuple(CaseDistance(**each) for each in value["cases"]),
-            "problems": _pairs(value["problems"]),
-            "left_out": tuple(value["left_out"]),
-            "exact": tuple(ExactOutput(**each) for each in value["exact"]),
-            "block": None
-            if value["block"] is None
-            else BlockVerdict(**value["block"] | {"gone": tuple(value["block"]["gone"])}),
-            "device": None if value["device"] is None else _device(value["device"]),
-        }
-    )
-
-
-def _device(value: Mapping[str, Any]) -> DeviceVerdict:
-    outputs = tuple(OutputVerdict(**each) for each in value["outputs"])
-    return DeviceVerdict(value["target"], outputs, _pairs(value["problems"]), value["tuned"])
-
-
-def _pairs(value: Any) -> tuple[tuple[str, str], ...]:
-    return tuple((what, remedy) for what, remedy in value)
+        return from_plain(cls, content)
 
 
 def _without_infinities(value: Any) -> Any:
@@ -286,11 +254,3 @@ def _without_infinities(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_infinities(each) for key, each in value.items()}
     return [_without_infinities(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def _with_infinities(value: Any) -> Any:
-    if value == "inf":
-        return math.inf
-    if isinstance(value, dict):
-        return {key: _with_infinities(each) for key, each in value.items()}
-    return [_with_infinities(each) for each in value] if isinstance(value, list) else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from sdflow.build.step import LoraFile
@@ -33,6 +34,13 @@ class Subject:
     image: ImageSpec = field(default_factory=ImageSpec)
     allow_fallback: bool = False
     refiner: Subject | None = None
+
+    @cached_property
+    def bfloat16(self) -> list[str]:
+        """The submodels of the folder whose weights are bfloat16."""
+        return sorted(
+            name for name, chain in read_manifest(self.folder).origin.chains.items() if chain.precision == "bfloat16"
+        )
 
     @property
     def stamps(self) -> list[Stamp]:

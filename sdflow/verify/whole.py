@@ -20,7 +20,7 @@ from sdflow.artifact import Action
 from sdflow.config.workflow import VerifySpec
 from sdflow.disk.file_stamp import check_stamps
 from sdflow.disk.locked_folder import scratch_folder
-from sdflow.families.image_prompts import adapter_count
+from sdflow.families.shared.image_prompts import adapter_count
 from sdflow.machine.packages import distribution_version
 from sdflow.manifest import MANIFEST_FILE, REFINER, read_manifest
 from sdflow.store import Cache
@@ -38,6 +38,7 @@ from sdflow.verify.check import (
 )
 from sdflow.verify.ensemble import EnsembleRequest
 from sdflow.verify.keys import ACTION_FORMAT, beside_digest, tree_digest
+from sdflow.verify.plain import to_plain
 from sdflow.verify.reference import reference
 from sdflow.verify.reference.selection import Selection, select
 from sdflow.verify.requests import wanted_of
@@ -160,7 +161,7 @@ def both(
         )
         stop.check()
         stamps = [*subject.stamps, *refiner.stamps]
-        worker = run_worker_on({"ensemble": request.to_json()}, stamps, how.get("progress", unheard), how.get("group"))
+        worker = run_worker_on({"ensemble": to_plain(request)}, stamps, how.get("progress", unheard), how.get("group"))
         check_stamps(folder_stamps, "its verification began")
         (scratch / RESULT_FILE).write_text(json.dumps(worker.value["image"]), encoding="utf-8")
         verdict, images = _read(scratch), image_files(scratch)
@@ -199,7 +200,7 @@ def _action(subject: Subject, refiner: Subject, selection: Selection, cache: Cac
             "format": ACTION_FORMAT,
             "pass": {"name": "VerifyEnsemble", "version": ensemble.VERSION},
             "submodel": "pipeline",
-            "config": {"target": subject.target, "hand_over": HAND_OVER, "selection": selection.to_json()},
+            "config": {"target": subject.target, "hand_over": HAND_OVER, "selection": to_plain(selection)},
             "inputs": {"base": drawn_by(subject), "refiner": drawn_by(refiner)},
             "uses": {name: distribution_version(name) for name in sorted(uses)},
             "salt": cache.salt,

@@ -9,6 +9,7 @@ from typing import Any
 
 from sdflow.errors import UsageError
 from sdflow.families import FAMILIES
+from sdflow.machine.memory import available_bytes, return_freed_memory
 from sdflow.processes.workers import serve_request
 from sdflow.units import spell_bytes
 from sdflow.verify.artifact.judge import judge, judge_on_device
@@ -16,11 +17,12 @@ from sdflow.verify.artifact.judge_request import JudgeRequest
 from sdflow.verify.ensemble import EnsembleRequest, judge_ensemble
 from sdflow.verify.finding import Finding, errors
 from sdflow.verify.folder import FolderRequest, Held, hold_folder
-from sdflow.verify.memory import require_memory
+from sdflow.verify.memory import MemoryPlan, require_memory
+from sdflow.verify.plain import from_plain
 from sdflow.verify.reference.cases import read_description
 from sdflow.verify.reference.reference import compute
 from sdflow.verify.reference.reference_request import ReferenceRequest
-from sdflow.verify.reference.selection import Selection
+from sdflow.verify.reference.selection import read_selection
 from sdflow.verify.result import Verification
 
 
@@ -31,18 +33,20 @@ def work(request: Mapping[str, Any], phase: Callable[[str], None]) -> dict[str, 
     Raises VerificationError where the memory does not suffice.
     """
     if "ensemble" in request:
-        return {"image": asdict(judge_ensemble(EnsembleRequest.from_json(request["ensemble"]), phase))}
-    wanted = ReferenceRequest.from_json(request["reference"]) if request["reference"] is not None else None
-    judged = JudgeRequest.from_json(request["judge"])
+        return {"image": asdict(judge_ensemble(from_plain(EnsembleRequest, request["ensemble"]), phase))}
+    wanted = from_plain(ReferenceRequest, request["reference"]) if request["reference"] is not None else None
+    judged = from_plain(JudgeRequest, request["judge"])
     if request["known"] is not None:
         known = Verification.from_json(request["known"])
         return {"verification": judge_on_device(judged, known, phase).to_json()}
-    _require_memory(wanted, judged, phase)
+    plan = _memory_plan(wanted, judged, phase)
+    modules = [replace(each, most=plan.streamed.get(each.submodel)) for each in judged.modules]
+    judged = replace(judged, most=plan.streamed, modules=modules)
     computed = None
     if wanted is not None:
-        computed = compute(wanted, phase)
+        computed = compute(replace(wanted, most=plan.streamed), phase)
         gc.collect()  # the modules, before the graphs come
-    held = hold_folder(FolderRequest.from_json(request["folder"]), phase)
+    held = hold_folder(from_plain(FolderRequest, request["folder"]), phase)
     return {"reference": computed, "verification": _judged(judged, held, phase).to_json()}
 
 
@@ -61,7 +65,7 @@ def _judged(request: JudgeRequest, held: Held, phase: Callable[[str], None]) -> 
         return Verification(
             request.name, request.target, request.level, {}, None, None, findings=(*findings, asdict(stopped))
         )
-    coverage = (*found.coverage, *_merged(request), held.coverage)
+    coverage = (*found.coverage, *_merged(request), *_streamed(request), held.coverage)
     return replace(found, findings=(*findings, *found.findings), coverage=coverage)
 
 
@@ -71,15 +75,22 @@ def _merged(request: JudgeRequest) -> list[str]:
     return [f"{name} merged into {layers} layers by diffusers and PEFT" for name, layers in merged.items()]
 
 
-def _require_memory(wanted: ReferenceRequest | None, judged: JudgeRequest, phase: Callable[[str], None]) -> None:
-    import psutil
+def _streamed(request: JudgeRequest) -> list[str]:
+    return [
+        f"{name}: block by block, {spell_bytes(each)} of its weights at a time" for name, each in request.most.items()
+    ]
 
-    selection = wanted.selection if wanted else Selection.from_json(read_description(judged.reference)["selection"])
-    loads = wanted.loads if wanted else None
-    free = psutil.virtual_memory().available
-    family = FAMILIES[judged.family]
-    needed = require_memory(family, loads, selection, judged.folder, judged.submodels, free)
-    phase(f"needs about {spell_bytes(needed)} of memory, {spell_bytes(free)} are available")
+
+def _memory_plan(wanted: ReferenceRequest | None, judged: JudgeRequest, phase: Callable[[str], None]) -> MemoryPlan:
+    selection = wanted.selection if wanted else read_selection(judged.reference)
+    free = available_bytes()
+    allowed = free if judged.memory is None else min(free, judged.memory)
+    family, loads = FAMILIES[judged.family], wanted.loads if wanted else None
+    plan = require_memory(family, loads, selection, judged.folder, judged.submodels, allowed)
+    phase(f"{plan.words()}, {spell_bytes(free)} are available")
+    if plan.streamed:
+        return_freed_memory()  # pieces differ in size, so that one would not fit into the other's place
+    return plan
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def beyond_float16(cut: Mapping[str, int], loras: Sequence[int] = ()) -> Facts:
     return {"beyond_float16": {"values": sum(cut.values()), "weights": len(cut), "most": most, "loras": list(loras)}}
 
 
-def told_beyond_float16(facts: Facts, loras: Sequence[str], model: str) -> str | None:
+def words_beyond_float16(facts: Facts, loras: Sequence[str], model: str) -> str | None:
     """That fact in words, if there is one. loras: the files of all, and their scales. model: the checkpoint's file."""
     if not (found := facts.get("beyond_float16")):
         return None

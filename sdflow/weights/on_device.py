@@ -8,18 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from sdflow.weights.half import LARGEST, SMALLEST
 from sdflow.weights.quantized import KINDS
-from sdflow.weights.recipe import Constant, Float16, Join, Quantized, Recipe, Reshape, Scales, Sum, SumAlong, Transpose
+from sdflow.weights.recipe import (
+    Bfloat16,
+    Constant,
+    Join,
+    Quantized,
+    Recipe,
+    Reshape,
+    Rounded,
+    Scales,
+    Sum,
+    SumAlong,
+    Transpose,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     import torch
 
     from sdflow.sources.loras.lora import LoraLayer
 
-Rounding = tuple[float, float] | None
+Rounding = tuple[float, float] | Literal["bfloat16"] | None
 """To float16: what becomes the smallest and the largest number. None: as it is."""
 
 Leaf = tuple[str, Rounding]
@@ -139,14 +151,20 @@ def merged(
 
 
 def _rounded(values: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    return values if rounding is None else to_float16(values, *rounding)
+    if rounding is None:
+        return values
+    return values.bfloat16() if rounding == "bfloat16" else to_float16(values, *rounding)
+
+
+def _rounding(recipe: Rounded) -> Rounding:
+    return "bfloat16" if isinstance(recipe, Bfloat16) else (recipe.smallest, recipe.largest)
 
 
 def leaves_of(recipe: Recipe, rounding: Rounding = None) -> Iterator[Leaf]:
     """The parameters that a recipe reads, and how it rounds them. Rounding goes first, as `sdflow.weights.recipe.evaluate` has
     it."""
-    if isinstance(recipe, Float16):
-        yield from leaves_of(recipe.of, (recipe.smallest, recipe.largest))
+    if isinstance(recipe, Rounded):
+        yield from leaves_of(recipe.of, _rounding(recipe))
     elif isinstance(recipe, Join):
         for part in recipe.parts:
             yield from leaves_of(part, rounding)
@@ -169,8 +187,8 @@ def evaluate(recipe: Recipe, read: ReadLeaf, device: torch.device) -> torch.Tens
 def _evaluate(recipe: Recipe, read: ReadLeaf, device: torch.device, rounding: Rounding) -> torch.Tensor:
     import torch
 
-    if isinstance(recipe, Float16):
-        return _evaluate(recipe.of, read, device, (recipe.smallest, recipe.largest))
+    if isinstance(recipe, Rounded):
+        return _evaluate(recipe.of, read, device, _rounding(recipe))
     if isinstance(recipe, Quantized | Scales):
         return _quantized(recipe, _evaluate(recipe.of, read, device, None), device)
     if isinstance(recipe, Transpose):
@@ -191,7 +209,7 @@ def _evaluate(recipe: Recipe, read: ReadLeaf, device: torch.device, rounding: Ro
     else:
         values = read((recipe.key, rounding))
         return values if rounding is not None else values.to(getattr(torch, recipe.dtype))
-    return values.to(getattr(torch, recipe.dtype)) if rounding is None else to_float16(values, *rounding)
+    return values.to(getattr(torch, recipe.dtype)) if rounding is None else _rounded(values, rounding)
 
 
 def _quantized(recipe: Quantized | Scales, exact: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """A recipe: how the values of one initializer come from the tensors of a checkpoint.
 
 A recipe is a small tree. Its leaves are parameters, named by their keys in the module's `state_dict`, and constants;
-its inner nodes move values (transpose, reshape, join), add them up, or round them: to float16, or outermost to few bits with
-a scale for each channel. Nothing else happens to a weight on its way into an optimized graph, so nothing else can be said here.
+its inner nodes move values (transpose, reshape, join), add them up, or round them: to float16 or bfloat16, or outermost to
+few bits with a scale for each channel. Nothing else happens to a weight on its way into an optimized graph, so nothing else
+can be said here.
 How one is stored: `sdflow.weights.recipe_json`.
 """
 
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sdflow.weights.half import AtLimit, to_float16
+from sdflow.weights.half import AtLimit, to_bfloat16, to_float16
 from sdflow.weights.layout import contiguous, joined
 from sdflow.weights.quantized import KINDS
 
@@ -109,6 +110,25 @@ class Float16(_EachValue):
     def dtype(self) -> str:
         return "float16"
 
+    def round(self, values: Array, counts: AtLimit | None) -> Array:
+        """The values rounded; those that ended at the limits of the type are added to `counts`."""
+        return to_float16(values, self.smallest, self.largest, counts)
+
+
+@dataclass(frozen=True)
+class Bfloat16(_EachValue):
+    """Rounded to bfloat16."""
+
+    of: Recipe
+
+    @property
+    def dtype(self) -> str:
+        return "bfloat16"
+
+    def round(self, values: Array, counts: AtLimit | None) -> Array:
+        """The values rounded; those that are not finite are added to `counts`."""
+        return to_bfloat16(values, counts)
+
 
 @dataclass(frozen=True)
 class Sum:
@@ -173,7 +193,8 @@ class Scales:
         return "float32"
 
 
-Recipe = Param | Constant | Transpose | Reshape | Join | Float16 | Sum | SumAlong | Quantized | Scales
+Rounded = Float16 | Bfloat16
+Recipe = Param | Constant | Transpose | Reshape | Join | Rounded | Sum | SumAlong | Quantized | Scales
 
 
 def params(recipe: Recipe) -> Iterator[Param]:
@@ -188,8 +209,8 @@ def params(recipe: Recipe) -> Iterator[Param]:
 
 
 def unrounded(recipe: Recipe) -> Recipe:
-    """The recipe of the same values before they are rounded to float16; a constant of that type is widened."""
-    if isinstance(recipe, Float16):
+    """The recipe of the same values before they are rounded to 16 bits; a float16 constant is widened."""
+    if isinstance(recipe, Rounded):
         return unrounded(recipe.of)
     if isinstance(recipe, Constant) and recipe.dtype == "float16":
         return Constant(np.frombuffer(recipe.raw, "<f2").astype("<f4").tobytes(), recipe.shape, "float32")
@@ -203,14 +224,14 @@ def evaluate(recipe: Recipe, read: Callable[[str], Array], counts: AtLimit | Non
 
     Rounding goes first, at the leaves: it is a function of single values, so it may change places with moving them, and
     then half as many bytes are moved. It does not change places with a sum. The result may be a view that is not
-    contiguous. Float16 values that ended at the type's limits are added to `counts`. Raises ValueError for a parameter
+    contiguous. 16-bit values that ended at the type's limits are added to `counts`. Raises ValueError for a parameter
     of another shape.
     """
     return _evaluate(recipe, read, counts, None)
 
 
-def _evaluate(recipe: Recipe, read: Callable[[str], Array], counts: AtLimit | None, rounding: Float16 | None) -> Array:
-    if isinstance(recipe, Float16):
+def _evaluate(recipe: Recipe, read: Callable[[str], Array], counts: AtLimit | None, rounding: Rounded | None) -> Array:
+    if isinstance(recipe, Rounded):
         return _evaluate(recipe.of, read, counts, recipe)
     if isinstance(recipe, Quantized | Scales):
         kind, exact = KINDS[recipe.kind], _evaluate(recipe.of, read, None, None)
@@ -227,7 +248,7 @@ def _evaluate(recipe: Recipe, read: Callable[[str], Array], counts: AtLimit | No
             total = add_up([_evaluate(part, read, None, None) for part in recipe.parts])
         else:
             total = add_along(_evaluate(recipe.of, read, None, None), recipe.axis, recipe.groups)
-        return to_float16(total, rounding.smallest, rounding.largest, counts) if rounding else total
+        return rounding.round(total, counts) if rounding else total
     if isinstance(recipe, Constant):
         values: Array = np.frombuffer(recipe.raw, recipe.dtype).reshape(recipe.shape)
     else:
@@ -235,7 +256,7 @@ def _evaluate(recipe: Recipe, read: Callable[[str], Array], counts: AtLimit | No
         if values.shape != recipe.shape:
             raise ValueError(f"{recipe.key} has the shape {list(values.shape)}, not {list(recipe.shape)}")
     if rounding is not None:
-        return to_float16(values, rounding.smallest, rounding.largest, counts)
+        return rounding.round(values, counts)
     return values if values.dtype == recipe.dtype else values.astype(recipe.dtype)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from sdflow.weights.quantized import KINDS
 from sdflow.weights.recipe import (
+    Bfloat16,
     Constant,
     Float16,
     Join,
@@ -50,6 +51,8 @@ def to_json(recipe: Recipe) -> dict[str, Any]:
     if isinstance(recipe, Quantized | Scales):
         what = "quantized" if isinstance(recipe, Quantized) else "scales"
         return {what: recipe.kind, "axis": recipe.axis, "of": to_json(recipe.of)}
+    if isinstance(recipe, Bfloat16):
+        return {"bfloat16": True, "of": to_json(recipe.of)}
     return {"float16": [recipe.smallest, recipe.largest], "of": to_json(recipe.of)}
 
 
@@ -98,8 +101,10 @@ def _parse(value: Mapping[str, Any]) -> Recipe:
         shape = _shape(value["reshape"])
         _require(prod(shape) == prod(of.shape), value)
         return Reshape(shape, of)
-    smallest, largest = value["float16"]
     _require(of.dtype == "float32", value)
+    if value.get("bfloat16") is True:
+        return Bfloat16(of)
+    smallest, largest = value["float16"]
     return Float16(float(smallest), float(largest), of)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from sdflow.errors import WeightValueRead
 from sdflow.onnx_model.stub import is_stub
+from sdflow.processes.patched import patched
 from sdflow.weights.recipe import Float16, Param
 from sdflow.weights.stubs import make_stub, stub_recipe, while_recording
 from sdflow.weights.symbol import Symbol
@@ -41,8 +42,7 @@ def recording() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(while_recording())
         for owner, name, replacement in _replacements(reads):
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, replacement(getattr(owner, name)))
+            stack.enter_context(patched(owner, **{name: replacement(getattr(owner, name))}))
         try:
             yield
         except Exception as error:  # a library may pack our refusal into any error of its own
@@ -189,13 +189,8 @@ def _export(original: Any) -> Any:
             written.graph.input.extend(inputs)
             return written.SerializeToString(), *others
 
-        with ExitStack() as stack:
-            stack.callback(setattr, graph_class, "_export_onnx", write)
-            graph_class._export_onnx = write_hollow
-            for name in _SHAPE_INFERENCE:
-                infer = getattr(torch._C, name)
-                stack.callback(setattr, torch._C, name, infer)
-                setattr(torch._C, name, _without_values(infer, parameters))
+        infer = {name: _without_values(getattr(torch._C, name), parameters) for name in _SHAPE_INFERENCE}
+        with patched(graph_class, _export_onnx=write_hollow), patched(torch._C, **infer):
             return original(model, *args, **options)
 
     return export

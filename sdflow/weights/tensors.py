@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from sdflow.disk.file_stamp import check_stamps
 from sdflow.errors import CheckpointError
 from sdflow.families import part_of
-from sdflow.families.part import Part
+from sdflow.families.shared.part import Part
 from sdflow.models.base import Model
 from sdflow.sources.checkpoint import files_of, stamps_of
 from sdflow.sources.fitting import apart, fit

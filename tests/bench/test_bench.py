@@ -32,7 +32,7 @@ from sdflow.bench.sweep import Settings, SweepPoint
 from sdflow.bench.torch_state import TorchState
 from sdflow.digest import digest_file
 from sdflow.errors import UsageError, VerificationError
-from sdflow.families.approximation import Approximation, Reuse
+from sdflow.families.shared.approximation import Approximation, Reuse
 
 ROOT = Path(__file__).parents[2]
 QUICK = Settings(rounds=2, threads=1)

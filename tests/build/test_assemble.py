@@ -25,7 +25,8 @@ from sdflow.disk.locked_folder import locked_folder
 from sdflow.errors import CacheError, UsageError
 from sdflow.manifest import Chain, FinishedPass, Origin, read_manifest
 from sdflow.passes import registry
-from sdflow.run.run import RunOptions, run_workflow
+from sdflow.run.options import RunOptions
+from sdflow.run.run import run_workflow
 from sdflow.store import Cache
 
 SUBMODELS = ("text_encoder", "unet", "vae_decoder")

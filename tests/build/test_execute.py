@@ -26,7 +26,7 @@ from sdflow.build import execute
 from sdflow.build.step import Step
 from sdflow.errors import PassError, VerificationError, WorkflowError
 from sdflow.passes.base import BINDS, TRACES
-from sdflow.report import print_explanation
+from sdflow.report.build import print_explanation
 
 SUBMODELS = ("unet", "text_encoder")
 FOR_EVER, SOON = 800, 400

@@ -26,7 +26,7 @@ def test_a_base_that_is_not_beside_the_file_is_the_one_that_ships(tmp_path: Path
     (tmp_path / "mine.yaml").write_text(WORKFLOW)
     loaded = load_workflow(tmp_path / "mine.yaml", catalog=catalog())
     assert loaded.pipelines[0].model == "synthetic:sd15-tiny"
-    assert ROOT / "workflows/base/tiny.yaml" in loaded.files
+    assert shipped_workflow("base/tiny.yaml") in loaded.files
 
 
 def test_a_base_beside_the_file_comes_first(tmp_path: Path) -> None:
@@ -55,7 +55,11 @@ def outside_targets(value: object, *path: object) -> list[object]:
     return here + [found for name, each in value.items() for found in outside_targets(each, *path, name)]
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "workflows").rglob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [*sorted((ROOT / "workflows").glob("*.yaml")), *map(shipped_workflow, shipped_workflows())],
+    ids=lambda path: path.stem,
+)
 def test_what_a_fusion_must_find_is_said_for_a_target(path: Path) -> None:
     """Every target fuses otherwise: a number that is one target's ends the build for the others."""
     assert outside_targets(yaml.safe_load(path.read_text(encoding="utf-8"))) == []
@@ -80,5 +84,5 @@ def test_an_installed_package_has_them_too(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "mine.yaml: valid" in done.stdout
     assert {Path(name).name for name in shipped_workflows()} == {
-        path.name for path in (tmp_path / "site/sdflow/data/workflows/base").glob("*.yaml")
+        path.name for path in (tmp_path / "site/sdflow/families").glob("*/workflows/base/*.yaml")
     }

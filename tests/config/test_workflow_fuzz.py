@@ -16,7 +16,7 @@ from sdflow.config.nodes import parse
 from sdflow.config.problems import Problems
 from sdflow.config.workflow import Workflow
 from sdflow.errors import WorkflowError
-from sdflow.families import SUBMODELS
+from sdflow.families import any_family
 from sdflow.targets import TARGETS
 
 from .workflow_catalog import PASSES, SmallCatalog
@@ -28,7 +28,7 @@ FUZZ = settings(
 WORDS = st.sampled_from(
     sorted(
         {
-            *(*WORKFLOW, *MATRIX, *OVERLAY, *STEP, *SUBMODELS, *TARGETS, *PASSES),
+            *(*WORKFLOW, *MATRIX, *OVERLAY, *STEP, *any_family.submodels(), *TARGETS, *PASSES),
             *(*EvaluateFields.model_fields, *ImageFields.model_fields, *LoraFields.model_fields),
             *("passes", "target_opset", "opt_level", "model_type", "optimization_options", "op_block_list"),
             *("synthetic:sd15", "sample:shapes", "hf:a/b@c", "./", "../x.yaml", "w.yaml", "\0", "~nobody/x", "a" * 300),

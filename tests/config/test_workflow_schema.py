@@ -13,17 +13,18 @@ import pytest
 import yaml
 
 from sdflow.config import json_schema, load_workflow
+from sdflow.disk.shipped import shipped_workflow, shipped_workflows
 from sdflow.errors import WorkflowError
-from sdflow.families import NET, PROMPTER, SUBMODELS, family_of_architecture
-from sdflow.inspection.lines import configs_of
+from sdflow.families import any_family, family_of_architecture
 from sdflow.passes.registry import catalog
+from sdflow.sources.config_recognition import configs_of
 from sdflow.targets import TARGETS
 
 from .workflow_catalog import SmallCatalog
 
 ROOT = Path(__file__).parents[2]
-WORKFLOWS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "workflows").rglob("*.yaml"))
-COMPLETE = [name for name in WORKFLOWS if "base/" not in name]
+COMPLETE = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "workflows").glob("*.yaml"))
+BASES = shipped_workflows()
 # Part of a workflow's name -> an architecture with the submodels of its model.
 MODELS = {
     "sdxl_refiner": "sdxl-refiner",
@@ -40,7 +41,7 @@ MODELS = {
 
 
 def architecture_of(workflow: str) -> str:
-    return next(architecture for part, architecture in MODELS.items() if part in workflow)
+    return next(architecture for part, architecture in MODELS.items() if part in Path(workflow).stem)
 
 
 @pytest.fixture(scope="module", params=[SmallCatalog, catalog])
@@ -56,9 +57,9 @@ def test_the_committed_schema_is_the_one_that_the_command_writes() -> None:
     assert (ROOT / "sdflow.schema.json").read_text() == written
 
 
-@pytest.mark.parametrize("name", WORKFLOWS)
+@pytest.mark.parametrize("name", (*COMPLETE, *BASES))
 def test_every_workflow_of_the_repository_fits_the_schema(schema: jsonschema.Draft202012Validator, name: str) -> None:
-    schema.validate(yaml.safe_load((ROOT / name).read_text()))
+    schema.validate(yaml.safe_load((shipped_workflow(name) or ROOT / name).read_text()))
 
 
 @pytest.mark.parametrize("name", COMPLETE)
@@ -68,12 +69,12 @@ def test_every_workflow_of_the_repository_is_valid_for_its_target(name: str) -> 
     for pipeline in load_workflow(ROOT / name, catalog=catalog()).pipelines:
         assert pipeline.name.startswith(Path(name).stem)
         assert Path(name).stem.endswith(pipeline.target)
-        nets = [f"{NET}_{each}" for each in sorted(pipeline.controlnets)]
-        wanted = [*its, PROMPTER] if pipeline.ip_adapters else its
-        assert list(pipeline.submodels) == [each for each in SUBMODELS if each in wanted] + nets
+        nets = [f"{family.net.name}_{each}" for each in sorted(pipeline.controlnets)]
+        wanted = [*its, family.prompter.name] if pipeline.ip_adapters else its
+        assert list(pipeline.submodels) == [each for each in any_family.submodels() if each in wanted] + nets
 
 
-UPON_OTHERS = ("workflows/base/few_channels.yaml", "workflows/base/taesd.yaml")
+UPON_OTHERS = ("base/few_channels.yaml", "base/taesd.yaml")
 """Those that are no workflow by themselves: they lie upon a model's."""
 
 
@@ -89,11 +90,13 @@ def test_the_chains_of_taesd_lie_upon_every_model(model: str, target: str, tmp_p
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", [name for name in WORKFLOWS if "base/" in name and name not in UPON_OTHERS])
+@pytest.mark.parametrize("name", [name for name in BASES if name not in UPON_OTHERS])
 def test_every_base_is_valid_for_every_target(name: str, target: str) -> None:
     family = family_of_architecture(architecture_of(name))
     overrides = [f"model=synthetic:{architecture_of(name)}"]
-    pipeline, *_ = load_workflow(ROOT / name, catalog=catalog(), overrides=overrides, targets=[target]).pipelines
+    path = shipped_workflow(name)
+    assert path is not None
+    pipeline, *_ = load_workflow(path, catalog=catalog(), overrides=overrides, targets=[target]).pipelines
     passes = {name: {step.pass_name for step in chain} for name, chain in pipeline.submodels.items()}
     assert ("OnnxFloatToFloat16" in passes[family.denoiser]) == (target != "cpu")
     assert ("OrtTransformersOptimization" in passes[family.denoiser]) == (target != "tensorrt")

@@ -1,4 +1,4 @@
-"""The C# program of docs/one_file.md, compiled by Roslyn against Microsoft's sources of Microsoft.ML.OnnxRuntime, and run.
+"""The C# program of docs/one_file_csharp.md, compiled by Roslyn against Microsoft's sources of Microsoft.ML.OnnxRuntime, and run.
 
 NuGet need not be reached: the compiler's assemblies, those sources and .NET's runtime come in packages of npm and PyPI.
 """
@@ -39,7 +39,7 @@ pytestmark = [
         reason="pip install dotnetcore2==3.1.23 pythonnet psycopg2-binary==2.9.9",
     ),
 ]
-PAGE = ROOT / "docs/one_file.md"
+PAGE = ROOT / "docs/one_file_csharp.md"
 COMPILER = Path(__file__).parents[1] / "csharp_compiler.py"
 PROMPT, NEGATIVE = "It's the 3rd one, isn't it?  (really!)", "Ça va? éèê ß 日本語 の 絵 🐎 ½ Ⅷ 𝒜b!'s"
 TELLS = """

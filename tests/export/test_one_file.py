@@ -19,7 +19,7 @@ from converted import Converted
 from sdflow.build.assemble import assemble, copy_file
 from sdflow.errors import CacheError, PassError, SlowerWarning, UsageError
 from sdflow.export.one_file import Exported, Wanted, export_one_file, folder_schedule
-from sdflow.families.noising import DIFFUSION
+from sdflow.families.shared.noising import DIFFUSION
 from sdflow.manifest import Origin
 from sdflow.runtime.denoiser.schedule import named_scheduler
 from sdflow.runtime.pipeline import Pipeline

@@ -1,4 +1,4 @@
-"""The programs of docs/one_file.md are run as they are written, where they can."""
+"""The programs of docs/one_file_*.md are run as they are written, where they can."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from sdflow.export.one_file import Wanted, export_one_file
 from sdflow.runtime.pipeline import Pipeline
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/one_file.md"
 NOT_THERE = ("sdflow", "torch", "diffusers", "transformers", "onnx", "PIL")
 TEXTS = [
     "", "a horse on the moon", "It's the 3rd one, isn't it?  (really!)", "Ça va? éèê ß", "日本語 の 絵", "a_b c-d 12,345.67",
@@ -28,7 +27,8 @@ TEXTS = [
 
 
 def program(language: str) -> str:
-    (block,) = re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S)
+    page = (ROOT / f"docs/one_file_{language}.md").read_text(encoding="utf-8")
+    (block,) = re.findall(rf"^```{language}\n(.*?)^```", page, flags=re.M | re.S)
     return str(block)
 
 
@@ -66,9 +66,9 @@ def test_the_python_program_draws_without_sdflow(graph: Path, drawn: np.ndarray,
 NODE = shutil.which("node")
 NODE_MODULES = Path(os.environ.get("NODE_PATH", ROOT / "node_modules"))
 TELLS = """
-for (const [name, tensor] of Object.entries(feeds)) told[name] = { dims: tensor.dims, values: [...tensor.data] };
-delete told.tokenizers;
-fs.writeFileSync(`${out}.json`, JSON.stringify(told));
+for (const [name, tensor] of Object.entries(feeds)) config[name] = { dims: tensor.dims, values: [...tensor.data] };
+delete config.tokenizers;
+fs.writeFileSync(`${out}.json`, JSON.stringify(config));
 """
 
 

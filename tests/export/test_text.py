@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 from sdflow.export.builder import EXTENSIONS, EXTENSIONS_VERSION, Builder
 from sdflow.export.one_file import Wanted, export_one_file
 from sdflow.export.tokenizer import add_tokenizer
-from sdflow.export.told import tokenizer_table
+from sdflow.export.told import clip_table
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [
@@ -45,7 +45,7 @@ def test_the_ids_are_those_of_transformers(source: str, pad: str | None, tiny_pi
     folder = tiny_pipeline / "tokenizer" if source == "tiny" else ROOT / "samples/shapes/tokenizer"
     tokenizer = CLIPTokenizer.from_pretrained(folder, **({} if pad is None else {"pad_token": pad}))
     graph = Builder("text")
-    ids = add_tokenizer(graph, "texts", tokenizer_table(tokenizer, "tokenizer"))
+    ids = add_tokenizer(graph, "texts", clip_table(tokenizer, "tokenizer"))
     made = helper.make_graph(
         graph.nodes,
         "text",

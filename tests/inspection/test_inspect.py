@@ -30,12 +30,13 @@ from sdflow.config import load_workflow
 from sdflow.errors import SdflowError
 from sdflow.families import ARCHITECTURES, family_of_architecture
 from sdflow.inspection import Description, inspect
-from sdflow.inspection.lines import configs_of, title_of
+from sdflow.inspection.lines import title_of
 from sdflow.manifest import MANIFEST_FILE
 from sdflow.passes.registry import catalog
 from sdflow.report.inspect import print_inspection
 from sdflow.serve.http.served_model import read_served
 from sdflow.sources import PlainDigests, load_pipeline, open_checkpoint
+from sdflow.sources.config_recognition import configs_of
 from sdflow.store import Cache
 
 ROOT = Path(__file__).parents[2]

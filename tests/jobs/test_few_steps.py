@@ -19,11 +19,12 @@ from sdflow.build.assemble import assemble
 from sdflow.build.plan import make_plan
 from sdflow.config import load_workflow
 from sdflow.errors import UsageError, WorkflowError
-from sdflow.families.schedulers import renamed
+from sdflow.families.shared.schedulers import renamed
 from sdflow.manifest import Manifest, Origin, as_json, from_json, read_manifest
 from sdflow.passes import registry
 from sdflow.run.bake import bake
-from sdflow.run.run import RunOptions, run_workflow
+from sdflow.run.options import RunOptions
+from sdflow.run.run import run_workflow
 from sdflow.runtime.draw_request import GenerateRequest
 from sdflow.runtime.files.folder import folder_defaults
 from sdflow.runtime.generate import Progress, generate

@@ -33,7 +33,8 @@ from sdflow.manifest import Origin
 from sdflow.passes import registry
 from sdflow.passes.user_pass import load_user_pass
 from sdflow.run.bake import bake
-from sdflow.run.run import RunOptions, run_workflow
+from sdflow.run.options import RunOptions
+from sdflow.run.run import run_workflow
 from sdflow.sources import PlainDigests, open_checkpoint
 from sdflow.store import Cache
 from sdflow.verify import Subject, verify

@@ -8,8 +8,9 @@ from small_workflows import Bench
 from sdflow.config import load_workflow
 from sdflow.errors import PassError
 from sdflow.passes import registry
-from sdflow.report import print_run
-from sdflow.run.run import RunOptions, RunResult, run_workflow
+from sdflow.report.build import print_run
+from sdflow.run.options import RunOptions
+from sdflow.run.run import RunResult, run_workflow
 
 
 def run(bench: Bench, **options: object) -> RunResult:

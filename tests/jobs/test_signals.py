@@ -99,7 +99,7 @@ def processes_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     ("number", "times", "phrase"),
     [
         (signal.SIGINT, 1, "verify: reference: loading"),
-        (signal.SIGTERM, 1, "in fp16"),
+        (signal.SIGTERM, 1, "in float16"),
         (signal.SIGINT, 3, "comparing with PyTorch"),
     ],
 )

@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
 from shell import ROOT, Shell
 
-from sdflow.models.sd3_names import sd3_names
+from sdflow.families.shared.text import token_ids
+from sdflow.families.stable_diffusion_3.original_names import sd3_names
+from sdflow.runtime.files.folder import load_companions
+from sdflow.runtime.pipeline import Pipeline
 from sdflow.sources.architectures import architecture_config
 from sdflow.sources.load import parameter_shapes
 
@@ -131,8 +135,27 @@ def test_what_it_does_not_take_is_refused_in_words(
     assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("text", [(), ("--text",)])
-def test_one_file_is_refused_in_words(shell: Shell, first: Any, text: tuple[str, ...]) -> None:
-    done = shell.run("export", FOLDER, "--one-file", "one.onnx", *text)
-    assert done.returncode == 2 and "flow matching" in done.stderr and "Traceback" not in done.stderr
-    assert not (shell.folder / "one.onnx").exists()
+def test_one_file_draws_the_image_of_the_folder(shell: Shell, first: Any) -> None:
+    """Any size: the shift of this scheduler does not depend on it."""
+    shell.json("export", FOLDER, "--one-file", "one.onnx", "--schedule", "flow_euler,2")
+    session = onnxruntime.InferenceSession(shell.folder / "one.onnx")
+    told = json.loads((shell.folder / "one.onnx.json").read_text())
+    companions = load_companions(shell.folder / FOLDER)
+    given: dict[str, Any] = {"guidance_scale": np.array([7.0], np.float32)}
+    for name in (each.name for each in session.get_inputs() if "input_ids" in each.name):
+        text = "blurred" if name.startswith("negative_") else "an otter"
+        of_prompt = name.removeprefix("negative_")
+        tokenizer = companions[of_prompt.replace("input_ids", "tokenizer")]
+        given[name] = token_ids(tokenizer, [text], told["tokenizers"][of_prompt]["length"]).int().numpy()
+    latents = torch.randn((1, 16, 8, 6), generator=torch.Generator().manual_seed(3))
+    (drawn,) = session.run(["images"], {**given, "latents": latents.numpy()})
+    folder = Pipeline.load(shell.folder / FOLDER, "cpu")
+    options: dict[str, Any] = {"negative_prompt": "blurred", "num_inference_steps": 2, "height": 64, "width": 48}
+    expected = folder("an otter", latents=latents, output_type="np", **options).images
+    assert drawn.std() > 0.05 and np.abs(drawn - expected).max() < 1e-4
+
+
+def test_one_file_with_text_is_refused_in_words(shell: Shell, first: Any) -> None:
+    done = shell.run("export", FOLDER, "--one-file", "text.onnx", "--text")
+    assert done.returncode == 2 and "its tokenizer is not CLIP's" in done.stderr and "Traceback" not in done.stderr
+    assert not (shell.folder / "text.onnx").exists()

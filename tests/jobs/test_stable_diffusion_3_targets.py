@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,24 @@ def test_what_is_fused_for_a_gpu_is_verified(shell: Shell, target: str) -> None:
         "out_sample": "FLOAT16",
     }
     assert {tensor.name.removesuffix("_transposed") for tensor in _wide(transformer) if len(tensor.dims) > 1} == set()
-    _require_t5_as_transformers_keeps_it(text, fused=True)
+    if target == "cuda":
+        assert {tensor.data_type for tensor in text.initializer} == {onnx.TensorProto.BFLOAT16}
+        assert sum(node.op_type == "SkipSimplifiedLayerNormalization" for node in text.node) == 4
+        assert _types(text) == {"input_ids": "INT32", "last_hidden_state": "FLOAT"}
+    else:
+        _require_t5_as_transformers_keeps_it(text, fused=True)
+
+
+def test_the_transformer_in_bfloat16_is_verified(shell: Shell) -> None:
+    """By plain bfloat16 PyTorch: its distance to float32 is eight times that of float16."""
+    folder = _verified(shell, "cuda", "--set", "transformer.precision=bfloat16")
+    transformer = _graph(folder, "transformer")
+    assert set(_types(transformer).values()) == {"FLOAT"}
+    assert {tensor.name for tensor in _wide(transformer)} == {"pos_embed.proj.weight", "pos_embed.proj.bias"}
+    report = json.loads((shell.folder / "results" / f"{folder.name}.verify.json").read_text())
+    (output,) = report["submodels"]["transformer"]["outputs"]
+    assert report["submodels"]["transformer"]["precision"] == "bfloat16"
+    assert output["yardstick"] > 2**-8 and output["ratio"] < 1.2
 
 
 @pytest.mark.slow
@@ -55,8 +73,8 @@ def test_what_tensorrt_fuses_itself_is_verified(shell: Shell) -> None:
     _require_t5_as_transformers_keeps_it(_graph(folder, "text_encoder_3"), fused=False)
 
 
-def _verified(shell: Shell, target: str) -> Path:
-    (pipeline,) = shell.json("run", "sd3.yaml", "--target", target, "--no-evaluate")["pipelines"]
+def _verified(shell: Shell, target: str, *more: str) -> Path:
+    (pipeline,) = shell.json("run", "sd3.yaml", "--target", target, "--no-evaluate", *more)["pipelines"]
     assert pipeline["verification"]["passed"]
     return Path(shell.folder / "pipelines" / pipeline["name"])
 

@@ -87,7 +87,7 @@ def test_the_extras_are_those_of_pyproject() -> None:
     assert packages.how_to_install("torch", "other") == "pip install 'sdflow[build]' other"
     assert packages.how_to_install("torch", "fastapi") == "pip install 'sdflow[build,serve]'"
     hardware = {"bind", "cpu", "cuda", "directml", "migraphx"}
-    assert set(packages.EXTRAS) == set(extras) - hardware - {"browser", "test"}, "each is known by its packages"
+    assert set(packages.EXTRAS) == set(extras) - hardware - {"browser", "docs", "test"}, "each is known by its packages"
 
 
 def test_an_import_that_fails_for_a_missing_extra_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,8 @@ from sdflow.digest import digest_tree
 from sdflow.errors import UsageError
 from sdflow.manifest import MANIFEST_FILE, NOT_SAID, Quantization, as_bytes, as_json, from_json, read_manifest
 from sdflow.passes import registry
-from sdflow.run.run import RunOptions, run_workflow
+from sdflow.run.options import RunOptions
+from sdflow.run.run import run_workflow
 
 EXAMPLE = Path(__file__).parents[1] / "data" / "tiny_ink.sdflow.json"
 """What sdflow 0.1.0 wrote for synthetic:sd15-tiny with a LoRA, on the CPU."""
@@ -179,7 +180,7 @@ def test_a_folder_without_a_manifest_is_no_pipeline(tmp_path: Path) -> None:
         (b'{"format_version": 2}', r"a newer sdflow wrote it: format_version 2 .* only 1\n  Update sdflow"),
         (b'{"format_version": 0}', "format_version 0 is not known, only 1"),
         (b'{"format_version": "1"}', "format_version '1' is not known, only 1"),
-        (b'{"format_version": 1}', "does not say how the pipeline was built: 'submodels' is missing"),
+        (b'{"format_version": 1}', "does not say how the pipeline was built: name: field required"),
     ],
 )
 def test_a_file_that_cannot_be_used_says_what_is_wrong_and_what_to_do(
@@ -195,26 +196,32 @@ def test_a_file_that_cannot_be_used_says_what_is_wrong_and_what_to_do(
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda content: content.pop("target"), "'target' is missing"),
-        (lambda content: content.update(target=5), "'target' is 5, which is no text"),
-        (lambda content: content.update(name=None), "'name' is None, which is no text"),
-        (lambda content: content.update(name="a\x1b[2J"), "'name' holds characters that a terminal takes for commands"),
-        (lambda content: content.update(submodels=[]), r"'submodels' is \[\], which is no object"),
-        (lambda content: content.update(submodels={"unet": 1}), "'submodels': unet is no object"),
-        (lambda content: content["submodels"]["unet"].pop("artifact"), "'artifact' is missing"),
-        (lambda content: content["submodels"]["unet"]["files"].append(1), "'files' holds something that is no object"),
-        (lambda content: content["submodels"]["unet"]["files"][0].update(bytes="1"), "'bytes' is '1'"),
-        (lambda content: content["submodels"]["unet"]["files"][0].update(bytes=True), "'bytes' is True"),
-        (lambda content: content["submodels"]["unet"]["steps"][0].pop("pass"), "'pass' is missing"),
-        (lambda content: content.pop("loras"), "'loras' is missing"),
-        (lambda content: content["loras"][0].update(scale="much"), "'scale' is 'much', which is no number"),
-        (lambda content: content.update(components=[1]), r"'components' is \[1\], which is no object"),
-        (lambda content: content.update(components={"vae": 1}), "'vae' is 1, which is no text"),
-        (lambda content: content.update(checkpoint={"components": [1]}), r"'components' is \[1\], which is no object"),
-        (lambda content: content.update(checkpoint={"components": {"vae": 1}}), "'vae' is 1, which is no object"),
-        (lambda content: content.update(family="flux"), "'family' is 'flux', known are stable_diffusion, "),
-        (lambda content: content.update(files=[1]), "'files' holds something that is no text"),
-        (lambda content: content.update(allow_pickle="no"), "'allow_pickle' is 'no', which is no truth value"),
+        (lambda content: content.pop("target"), "target: field required"),
+        (lambda content: content.update(target=5), "target: input should be a valid string, found 5"),
+        (lambda content: content.update(name=None), "name: input should be a valid string, found None"),
+        (lambda content: content.update(name="a\x1b[2J"), r".* holds characters that a terminal takes for commands"),
+        (lambda content: content.update(submodels=[]), r"submodels: .*, found \[\]"),
+        (lambda content: content.update(submodels={"unet": 1}), "submodels.unet: .*, found 1"),
+        (lambda content: content["submodels"]["unet"].pop("artifact"), "submodels.unet.artifact: field required"),
+        (lambda content: content["submodels"]["unet"]["files"].append(1), r"submodels.unet.files.\d+: .*, found 1"),
+        (
+            lambda content: content["submodels"]["unet"]["files"][0].update(bytes="1"),
+            "submodels.unet.files.0.bytes: input should be a valid integer, found '1'",
+        ),
+        (lambda content: content["submodels"]["unet"]["files"][0].update(bytes=True), ".*bytes: .*, found True"),
+        (lambda content: content["submodels"]["unet"]["steps"][0].pop("pass"), r"submodels.unet.steps.0.pass: field"),
+        (lambda content: content.pop("loras"), "loras: field required"),
+        (lambda content: content["loras"][0].update(scale="much"), "loras.0.scale: .* valid number, found 'much'"),
+        (lambda content: content.update(components=[1]), r"components: .*, found \[1\]"),
+        (lambda content: content.update(components={"vae": 1}), "components.vae: .* valid string, found 1"),
+        (lambda content: content.update(checkpoint={"components": [1]}), r"checkpoint.components: .*, found \[1\]"),
+        (lambda content: content.update(checkpoint={"components": {"vae": 1}}), "checkpoint.components.vae: .*found 1"),
+        (lambda content: content.update(family="flux"), "family: known are stable_diffusion, .*, found 'flux'"),
+        (lambda content: content.update(files=[1]), "files.0: input should be a valid string, found 1"),
+        (
+            lambda content: content.update(allow_pickle="no"),
+            "allow_pickle: input should be a valid boolean, found 'no'",
+        ),
     ],
 )
 def test_a_part_that_is_missing_or_of_another_kind_is_named(folder: Path, change: Edit, says: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sdflow.families import FAMILIES
-from sdflow.families.text import token_ids
+from sdflow.families.shared.text import token_ids
 from sdflow.passes.base import PassInputs
 from sdflow.passes.float16 import OnnxFloatToFloat16
 from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sdflow.families import ARCHITECTURES, FAMILIES, family_of_architecture
-from sdflow.families.part import Part
+from sdflow.families.shared.part import Part
 from sdflow.sources.architectures import architecture_config, architecture_index
 from sdflow.sources.load import parameter_shapes
 

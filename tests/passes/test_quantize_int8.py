@@ -17,6 +17,7 @@ from sdflow.distance import relative_l2
 from sdflow.errors import PassError
 from sdflow.passes.base import PassInputs
 from sdflow.passes.quantize_int8 import QuantizeInt8, QuantizeInt8Config
+from tests.support.int8_sums import sums_are_cut
 
 RANDOM = np.random.default_rng(0)
 X = {"x": RANDOM.standard_normal((2, 5, 64)).astype(np.float32)}
@@ -85,7 +86,9 @@ def test_the_result_is_that_of_quantize_dynamic(products: Path, tmp_path: Path) 
     assert facts["operators"]["MatMul"] == 1, "that of two values"
     ours, theirs = run(out / "model.onnx"), run(tmp_path / "reference.onnx")
     np.testing.assert_array_equal(ours, theirs)
-    assert 0.001 < relative_l2(ours, run(products / "model.onnx")) < 0.05
+    far = relative_l2(ours, run(products / "model.onnx"))
+    assert far > 0.001
+    assert far < 0.05 or sums_are_cut(), "onnxruntime's own is then as far"
     stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(out / "model.onnx").graph.initializer}
     wanted = onnx.load(tmp_path / "reference.onnx").graph.initializer
     for name, values in {tensor.name: numpy_helper.to_array(tensor) for tensor in wanted}.items():
@@ -112,6 +115,8 @@ def test_a_reduced_range_is_that_of_quantize_dynamic_too(products: Path, tmp_pat
     (wanted,) = [numpy_helper.to_array(tensor) for tensor in theirs if tensor.name == "a_quantized"]
     assert abs(wanted.astype(int)).max() == 64
     np.testing.assert_array_equal(ours["a/int8_reduced"], wanted)
+    far = relative_l2(run(out / "model.onnx"), run(products / "model.onnx"))
+    assert 0.001 < far < 0.05, "on every processor: no sum is cut"
 
 
 def test_layers_that_are_kept_stay_float32(products: Path, tmp_path: Path) -> None:

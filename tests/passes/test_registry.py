@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from benchmarks.providers.olive_options import installed_options
 from sdflow.config.catalog import PassNotFound
 from sdflow.passes import olive_pass as olive_pass_module
-from sdflow.passes.olive_options import installed_options, load_options
 from sdflow.passes.olive_pass import snapshot_note
 from sdflow.passes.registry import catalog, describe, find_pass
 
@@ -86,12 +86,12 @@ def test_asking_imports_nothing_heavy(tmp_path: Path, python: Any) -> None:
 
 
 def test_the_snapshot_of_olives_options_is_that_of_the_installed_olive() -> None:
-    assert load_options() == json.loads(json.dumps(installed_options()))
+    assert olive_pass_module._snapshot() == json.loads(json.dumps(installed_options()))
 
 
 def test_with_another_olive_the_check_is_left_to_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     assert snapshot_note() is None
-    snapshot = {**load_options(), "version": "0.1.0"}
+    snapshot = {**olive_pass_module._snapshot(), "version": "0.1.0"}
     monkeypatch.setattr(olive_pass_module, "_snapshot", lambda: snapshot)
     olive_pass_module._make.cache_clear()
     note = snapshot_note()

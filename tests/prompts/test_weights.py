@@ -95,7 +95,7 @@ def test_a_weight_beyond_all_numbers_is_refused() -> None:
 
 def test_a_text_without_weights_is_plain_whatever_the_syntax() -> None:
     from sdflow.errors import UsageError
-    from sdflow.families.text import plain_texts
+    from sdflow.families.shared.text import plain_texts
     from sdflow.prompts.reading import PLAIN, Reading
 
     marked = Reading("a1111")

@@ -17,7 +17,8 @@ from sdflow.cli.app import app
 from sdflow.config import load_workflow
 from sdflow.passes import registry
 from sdflow.run.fix import Fix, smallest
-from sdflow.run.run import RunOptions, run_workflow
+from sdflow.run.options import RunOptions
+from sdflow.run.run import run_workflow
 from sdflow.store import Cache
 from tests.support.small_workflows import Events
 from tests.verify.sample_artifacts import ROOT

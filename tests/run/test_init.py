@@ -129,7 +129,7 @@ def test_a_lora_alone_says_the_model(width: int, base: str, tmp_path: Path) -> N
 def test_a_model_of_the_hub_is_known_by_the_shipped_workflows_or_told(tmp_path: Path) -> None:
     known = InitRequest(tmp_path / "w.yaml", "hf:stabilityai/stable-diffusion-xl-base-1.0")
     assert yaml.safe_load(write_workflow(known).read_text())["extends"] == "base/sdxl.yaml"
-    with pytest.raises(UsageError, match="cannot be told from here"):
+    with pytest.raises(UsageError, match="is not known without downloading it"):
         write_workflow(InitRequest(tmp_path / "x.yaml", "hf:somebody/something"))
     told = InitRequest(tmp_path / "x.yaml", "hf:somebody/something", base="sdxl")
     assert loaded(write_workflow(told)).model == "hf:somebody/something"

@@ -30,7 +30,8 @@ from sdflow.errors import UsageError
 from sdflow.machine import packages
 from sdflow.passes.registry import catalog
 from sdflow.processes.worker_server import WorkerServer
-from sdflow.run.run import RunOptions, run_workflow
+from sdflow.run.options import RunOptions
+from sdflow.run.run import run_workflow
 from sdflow.run.structures import Exported, export_structures, import_structures
 from sdflow.sources import Checkpoint
 from sdflow.sources.architectures import architecture_config
@@ -128,7 +129,7 @@ def test_a_light_machine_binds_what_the_full_one_binds_byte_for_byte(
     done = imported_there.run("run", str(path), "--copy")
     assert done.returncode == 0, done.stderr
     assert "2 of 6 steps ran" in done.stderr
-    assert "bound: not verified: the PyTorch model that it would be held to needs torch, " in done.stderr
+    assert "bound: not verified against PyTorch: that needs torch, " in done.stderr
     loaded = load_workflow(path, catalog=catalog())
     options = RunOptions(
         out=machines.folder / "pipelines", results=machines.folder / "results", copy=True, verify=False

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sdflow.errors import UsageError
-from sdflow.runtime.files.control_files import ControlFile, parse_control, parse_controls
+from sdflow.runtime.files.control_files import ControlFile, parse_control, require_distinct
 
 CANNY = "canny"
 
@@ -42,4 +42,4 @@ def test_what_names_no_net_or_no_file_is_refused(text: str) -> None:
 
 def test_two_images_for_one_net_are_refused() -> None:
     with pytest.raises(UsageError, match="'canny' has two images"):
-        parse_controls(["canny=a.png", "depth=b.png", "canny=c.png"])
+        require_distinct([parse_control(text) for text in ("canny=a.png", "depth=b.png", "canny=c.png")])

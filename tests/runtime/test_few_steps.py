@@ -23,8 +23,8 @@ from sdflow.artifact import Artifact
 from sdflow.build.assemble import assemble
 from sdflow.errors import UsageError
 from sdflow.families import FAMILIES
-from sdflow.families.defaults import Defaults, settled, told_by_configs
-from sdflow.families.noising import DIFFUSION
+from sdflow.families.shared.defaults import Defaults, settled, told_by_configs
+from sdflow.families.shared.noising import DIFFUSION
 from sdflow.manifest import Origin
 from sdflow.runtime.denoiser.schedule import named_scheduler
 from sdflow.runtime.files.folder import folder_defaults, read_index
@@ -92,14 +92,10 @@ def test_text_to_image_equals_diffusers(built: Built, steps: int | None, images:
 
 
 def test_the_denoiser_runs_one_row_an_image(built: Built) -> None:
-    rows = []
-    denoiser = built.ours.denoiser
-    built.ours.denoiser = lambda start, count, **more: (rows.append(count), denoiser(start, count, **more))[1]  # type: ignore[method-assign]
-    try:
-        built.ours(PROMPT, height=SIZE, width=SIZE, num_inference_steps=1)
-    finally:
-        del built.ours.denoiser
-    assert rows == [1]
+    drawing = built.ours.drawing(PROMPT, height=SIZE, width=SIZE, num_inference_steps=1)
+    assert {name: values.shape[0] for name, values in drawing.inputs.conditions.items()} == dict.fromkeys(
+        drawing.inputs.conditions, 1
+    )
 
 
 @pytest.mark.parametrize("strength", [1.0, 0.6])

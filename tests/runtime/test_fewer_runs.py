@@ -24,19 +24,19 @@ from PIL import Image
 
 from sdflow.config import load_workflow
 from sdflow.errors import UsageError, WorkflowError
-from sdflow.families.approximation import Approximation, Interval, Reuse, parse
+from sdflow.families.shared.approximation import Approximation, Interval, Reuse, parse
 from sdflow.manifest import Manifest, Origin, read_manifest
 from sdflow.manifest.file import as_json, from_json
 from sdflow.passes.registry import catalog
-from sdflow.runtime.denoiser.denoisers import Denoisers
-from sdflow.runtime.denoiser.loop import Start
+from sdflow.runtime.denoiser.denoisers import DenoiserRequest, Denoisers
 from sdflow.runtime.denoiser.shallow import depths, skip_joins
 from sdflow.runtime.denoiser.split import split
-from sdflow.runtime.draw_request import GenerateRequest, approximation_of
+from sdflow.runtime.draw_request import GenerateRequest
 from sdflow.runtime.ensemble import Ensemble
 from sdflow.runtime.files.images import SETTINGS_CHUNK
 from sdflow.runtime.generate import Progress, generate
 from sdflow.runtime.pipeline import Pipeline
+from sdflow.runtime.request_check import with_approximation
 from sdflow.sources import PlainDigests, load_pipeline, open_checkpoint
 from tests.passes.conftest import fused_unet, tiny_unet  # noqa: F401
 from tests.runtime.test_split import MOVING, SIZES, load, lowered
@@ -244,15 +244,14 @@ def test_an_interval_needs_guidance(built: Built) -> None:
 
 def test_where_a_denoiser_is_not_taken_apart_nothing_is_left_out(built: Built) -> None:
     unet, decoder = (built.ours.submodels[name] for name in (built.ours.family.denoiser, built.ours.family.decoder))
-    start = Start(torch.zeros(built.ours.latents_shape(1, SIZE, SIZE)), [])
-    fewer = Approximation(reuse=Reuse())
+    request = DenoiserRequest(built.ours.latents_shape(1, SIZE, SIZE), 2, {}, fewer=Approximation(reuse=Reuse()))
     for nets, parted, words in (
         ({"edges": unet}, True, "ControlNets"),
         ({}, False, "compiles the denoiser as a whole"),
     ):
         denoisers = Denoisers(unet, nets, [], decoder, 8, {"sequence": 77}, split=parted, low_memory=False)
         with pytest.raises(UsageError, match=words):
-            denoisers.get(start, 2, None, {}, {}, guess=False, fewer=fewer)
+            denoisers.get(request)
 
 
 def test_a_refiner_draws_exact_images(built: Built) -> None:
@@ -269,15 +268,15 @@ def test_a_folder_says_what_its_workflow_says(tmp_path: Path) -> None:
     manifest = Manifest(Origin("tiny", "cpu", generate=SAID), {}, ())
     assert from_json(as_json(manifest), "there").origin.generate == SAID
     wrong = {**as_json(manifest), "generate": {"reuse": {"every": 0}}}
-    with pytest.raises(UsageError, match="'generate' has reuse: every 0 runs"):
+    with pytest.raises(UsageError, match="generate: reuse: every 0 runs"):
         from_json(wrong, "there")
     request = GenerateRequest(tmp_path, ["a horse"], tmp_path)
-    assert approximation_of(request, manifest).settings() == SAID
-    assert not approximation_of(replace(request, reuse={}, guidance_interval={}), manifest)
-    changed = approximation_of(replace(request, reuse={"every": 3}), manifest)
+    assert with_approximation(request, manifest)[1].settings() == SAID
+    assert not with_approximation(replace(request, reuse={}, guidance_interval={}), manifest)[1]
+    _, changed = with_approximation(replace(request, reuse={"every": 3}), manifest)
     assert changed == Approximation(Reuse(3), Interval(0.0, 0.5))
     with pytest.raises(UsageError, match="how much of that a refiner bears"):
-        approximation_of(replace(request, refiner=tmp_path), manifest)
+        with_approximation(replace(request, refiner=tmp_path), manifest)
 
 
 def test_an_image_says_that_it_is_an_approximation(tiny_pipeline: Path, tmp_path: Path) -> None:

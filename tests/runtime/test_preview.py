@@ -13,7 +13,7 @@ from PIL import Image
 
 from sdflow.errors import UsageError
 from sdflow.families import FAMILIES
-from sdflow.families.noising import DIFFUSION
+from sdflow.families.shared.noising import DIFFUSION
 from sdflow.runtime.denoiser.schedule import named_scheduler
 from sdflow.runtime.draw_request import GenerateRequest
 from sdflow.runtime.drawing.preview import Preview, by_colors

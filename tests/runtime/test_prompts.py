@@ -24,7 +24,7 @@ from diffusion_prompt_embedder.core.embedding import encode_prompt_chunks_batche
 from safetensors.torch import save_file
 
 from sdflow.errors import CheckpointError, UsageError
-from sdflow.families.request import Request
+from sdflow.families.shared.request import Request
 from sdflow.passes.base import PassInputs
 from sdflow.passes.float16 import OnnxFloatToFloat16, OnnxFloatToFloat16Config
 from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig

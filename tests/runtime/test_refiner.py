@@ -19,7 +19,7 @@ from sdflow.artifact import Artifact
 from sdflow.build.assemble import assemble
 from sdflow.errors import CheckpointError, PassError, UsageError
 from sdflow.families import FAMILIES, family_of_index
-from sdflow.families.noising import DIFFUSION
+from sdflow.families.shared.noising import DIFFUSION
 from sdflow.manifest import Origin
 from sdflow.models.unet import RefinerUNet, UNet
 from sdflow.runtime.denoiser.schedule import named_scheduler

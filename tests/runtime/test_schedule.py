@@ -14,10 +14,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from sdflow.errors import UsageError
-from sdflow.families.noising import DIFFUSION
-from sdflow.families.schedulers import NOISE_SCHEDULERS
-from sdflow.runtime.denoiser.loop import require_room
+from sdflow.families.shared.noising import DIFFUSION
+from sdflow.families.shared.schedulers import NOISE_SCHEDULERS
 from sdflow.runtime.denoiser.schedule import named_scheduler, require_steps, table_bytes, trace
+from sdflow.runtime.denoiser.start import require_room
 
 BASE = {
     "num_train_timesteps": 1000,

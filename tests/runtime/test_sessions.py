@@ -19,7 +19,7 @@ from sdflow.machine.providers import choose_provider
 from sdflow.processes.workers import clean_environment, python_command
 from sdflow.runtime.sessions.availability import loader_errors, target_availability, try_target
 from sdflow.runtime.sessions.dimensions import free_dimensions
-from sdflow.runtime.sessions.session import LoadOptions, create_session, read_graph
+from sdflow.runtime.sessions.session import LoadOptions, create_session, has_planar_bias, read_graph
 from sdflow.runtime.sessions.tuning import Tuning
 from sdflow.targets import TARGETS
 
@@ -179,3 +179,41 @@ def test_threads_of_a_session_on_the_cpu_do_not_spin_once_a_run_is_done(tmp_path
     again = LoadOptions(tuning=Tuning(session={"session.force_spinning_stop": "0"}))
     options = create_session(model, TARGETS["cpu"], again).get_session_options()
     assert options.get_session_config_entry("session.force_spinning_stop") == "0", "tuning has the last word"
+
+
+@pytest.mark.parametrize(
+    ("operator", "domain", "inputs", "expected"),
+    [
+        ("Conv", "", ["x", "y", "b"], True),
+        ("Conv", "", ["x", "y"], False),
+        ("Conv", "", ["x", "y", ""], False),
+        ("NhwcConv", "com.microsoft", ["x", "y", "b"], False),
+    ],
+)
+def test_cudnn_is_not_asked_to_fuse_the_bias_of_a_channels_first_convolution(
+    operator: str, domain: str, inputs: list[str], expected: bool, tmp_path: Path
+) -> None:
+    model = save_model(tmp_path / "model.onnx", [helper.make_node(operator, inputs, ["z"], domain=domain)])
+    assert has_planar_bias(onnx.load(model)) is expected
+
+
+@pytest.mark.gpu
+def test_a_patch_embedding_with_a_bias_runs_in_float16_on_cuda(tmp_path: Path) -> None:
+    import torch
+
+    random = np.random.default_rng(0)
+    values = {"x": (2, 16, 128, 128), "w": (1536, 16, 2, 2), "b": (1536,)}
+    made = {name: random.standard_normal(shape).astype(np.float16) for name, shape in values.items()}
+    graph = helper.make_graph(
+        [helper.make_node("Conv", ["x", "w", "b"], ["z"], kernel_shape=[2, 2], strides=[2, 2])],
+        "patches",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT16, values["x"])],
+        [helper.make_tensor_value_info("z", TensorProto.FLOAT16, (2, 1536, 64, 64))],
+        [onnx.numpy_helper.from_array(made[name], name) for name in ("w", "b")],
+    )
+    model = tmp_path / "model.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), model)
+    found = create_session(model, TARGETS["cuda"]).run(None, {"x": made["x"]})[0]
+    x, w, b = (torch.from_numpy(made[name]).float() for name in ("x", "w", "b"))
+    expected = torch.nn.functional.conv2d(x, w, b, stride=2)
+    assert torch.allclose(torch.from_numpy(found).float(), expected, atol=0.05)

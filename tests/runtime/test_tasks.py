@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 from sdflow.errors import UsageError
-from sdflow.families.noising import DIFFUSION
-from sdflow.families.schedulers import NOISE_SCHEDULERS
+from sdflow.families.shared.noising import DIFFUSION
+from sdflow.families.shared.schedulers import NOISE_SCHEDULERS
 from sdflow.runtime.denoiser.schedule import named_scheduler, trace
 from sdflow.runtime.files.folder import load_submodel
 from sdflow.runtime.pipeline import Pipeline

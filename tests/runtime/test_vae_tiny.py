@@ -18,7 +18,7 @@ from sdflow.build.assemble import assemble
 from sdflow.config import load_workflow
 from sdflow.errors import CheckpointError, UsageError, WorkflowError
 from sdflow.families import FAMILIES
-from sdflow.families.noising import DIFFUSION
+from sdflow.families.shared.noising import DIFFUSION
 from sdflow.inspection import inspect
 from sdflow.manifest import Origin
 from sdflow.passes.registry import catalog

@@ -14,7 +14,7 @@ from started_python import StartedPython
 from sdflow.build.assemble import assemble
 from sdflow.errors import UsageError
 from sdflow.families import FAMILIES
-from sdflow.families.request import Request
+from sdflow.families.shared.request import Request
 from sdflow.manifest import Origin
 from sdflow.sources import PlainDigests, load_pipeline, open_checkpoint
 

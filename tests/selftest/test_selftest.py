@@ -182,13 +182,13 @@ FOREIGN = {
     "a list": (b"[1]", "no report"),
     "another document": (b'{"kind": "bench", "format_version": 1}', "no report"),
     "a later format": (altered(format_version=2), "has the format 2"),
-    "a field of the wrong type": (altered(submodels=[]), "submodels is no dict"),
-    "a field too many": (altered(home="/home/x"), "which no report has"),
-    "a verdict of its own": (altered(verdict="splendid"), "no verdict 'splendid'"),
-    "an image that is none": (altered(images=[{**asdict(WHOLE.images[0]), "png": "aGk="}]), "no PNG"),
+    "a field of the wrong type": (altered(submodels=[]), "submodels: Input should be"),
+    "a field too many": (altered(home="/home/x"), "home: Unexpected"),
+    "a verdict of its own": (altered(verdict="splendid"), "verdict: Input should be"),
+    "an image that is none": (altered(images=[{**asdict(WHOLE.images[0]), "png": "aGk="}]), "is no PNG"),
     "an image that is no base64": (altered(images=[{**asdict(WHOLE.images[0]), "png": "<script>"}]), "is damaged"),
-    "a text in place of a number": (altered(image_ms="fast"), "image_ms is no number"),
-    "a table in the versions": (altered(versions={"a": {"b": 1}}), "versions holds more"),
+    "a text in place of a number": (altered(image_ms="fast"), "image_ms: Input should be a valid number"),
+    "a table in the versions": (altered(versions={"a": {"b": 1}}), "versions.a: Input should be"),
 }
 
 
@@ -215,7 +215,7 @@ VALUES = st.recursive(
 def test_any_value_in_any_field_is_read_or_told(value: Any, key: str) -> None:
     try:
         from_json({**to_json(WHOLE), key: value})
-    except (ValueError, TypeError, KeyError) as error:
+    except ValueError as error:
         assert str(error)
 
 

@@ -8,10 +8,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -68,10 +69,14 @@ class RunningServer:
 
 
 @contextmanager
-def running_server(*arguments: str, ready: bool = True) -> Iterator[RunningServer]:
-    """`sdflow serve` with these arguments, on a free port."""
+def running_server(
+    *arguments: str, ready: bool = True, environment: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[RunningServer]:
+    """`sdflow serve` with these arguments, on a free port. environment: besides that of the tests."""
     command = [sys.executable, "-m", "sdflow", "serve", *arguments, "--port", "0", "--threads", "1"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1", **environment}
+    )
     server = RunningServer(process)
     thread = threading.Thread(target=server.listen, daemon=True)
     thread.start()

@@ -17,7 +17,7 @@ from until import PATIENCE, until
 
 from sdflow.cli.serve import serve
 from sdflow.errors import UsageError
-from sdflow.families.approximation import EXACT
+from sdflow.families.shared.approximation import EXACT
 from sdflow.manifest import MANIFEST_FILE
 from sdflow.serve.http.served_model import read_served
 from sdflow.serve.http.server import listen
@@ -64,13 +64,13 @@ def test_prompts_are_logged_where_that_is_asked_for(own: RunningServer) -> None:
 
 def test_a_crash_is_answered_and_the_worker_comes_back(own: RunningServer) -> None:
     """To a request that is being streamed. One that waits behind it is drawn by the next worker, which is held up, so that it is
-    not ready before it is asked."""
+    not ready before it is asked. Both are of one size: another size has places of its own and would be begun beside it."""
     begun, losses = len(own.lines), "sdflow_worker_losses_total"
     headers = {"Authorization": "Bearer secret"}
     before = own.metrics(losses, **headers)
     url = f"{own.url}/v1/images/generations"
     answers: list[httpx.Response] = []
-    asking = threading.Thread(target=lambda: answers.append(post(own)))
+    asking = threading.Thread(target=lambda: answers.append(post(own, size=LONG["size"])))
     server, drawn = psutil.Process(own.process.pid), own.metrics(DRAWN, **headers)
 
     def taken() -> float:

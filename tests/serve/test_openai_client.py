@@ -19,7 +19,7 @@ import torch
 from serve.conftest import SIZE, RunningServer
 from until import PATIENCE, until
 
-from sdflow.families.noising import DIFFUSION
+from sdflow.families.shared.noising import DIFFUSION
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.serve.http.api_document import ANSWERS
 

@@ -31,8 +31,8 @@ def ask(server: RunningServer, path: str) -> httpx.Response:
     return httpx.get(f"{server.url}{path}", timeout=PATIENCE)
 
 
-def post(server: RunningServer) -> httpx.Response:
-    body = {"prompt": "a", "size": SIZE, "steps": 1}
+def post(server: RunningServer, size: object = SIZE) -> httpx.Response:
+    body = {"prompt": "a", "size": size, "steps": 1}
     return httpx.post(f"{server.url}/v1/images/generations", json=body, timeout=PATIENCE)
 
 
@@ -46,7 +46,8 @@ def replaced(server: RunningServer, old: psutil.Process) -> psutil.Process:
 
 
 def test_a_stopped_worker_is_replaced_and_requests_are_refused_meanwhile(tiny_pipeline: Path) -> None:
-    """By SIGSTOP, while it has nothing to do; and while it draws, with a second request behind, which the next one draws."""
+    """By SIGSTOP, while it has nothing to do; and while it draws, with a second request behind, which the next one draws. That is
+    of the same size: another size has places of its own and would be begun beside it."""
     with running_server(str(tiny_pipeline), "--batch-sizes", "1", "--lanes", "1", "--stall", str(STALL)) as server:
         begun, worker = len(server.lines), server.worker()
         worker.suspend()
@@ -63,7 +64,7 @@ def test_a_stopped_worker_is_replaced_and_requests_are_refused_meanwhile(tiny_pi
         assert ask(server, "/readyz").status_code == 200
 
         begun, behind = len(server.lines), list[httpx.Response]()
-        asking = threading.Thread(target=lambda: behind.append(post(server)))
+        asking = threading.Thread(target=lambda: behind.append(post(server, LONG["size"])))
         url = f"{server.url}/v1/images/generations"
         with httpx.stream("POST", url, json=LONG, timeout=PATIENCE) as answer:
             lines = answer.iter_lines()

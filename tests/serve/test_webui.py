@@ -17,7 +17,7 @@ import torch
 from serve.conftest import RunningServer
 from until import PATIENCE, until
 
-from sdflow.families.noising import DIFFUSION
+from sdflow.families.shared.noising import DIFFUSION
 from sdflow.runtime.denoiser.schedule import named_scheduler
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.serve.api_error import ApiError

@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate import init_empty_weights
 
-import sdflow.sources.architectures
+from sdflow.disk.shipped import family_data
 from sdflow.errors import CheckpointError
 from sdflow.families import (
     ADAPTER_ARCHITECTURES,
@@ -67,14 +67,12 @@ def test_full_sizes_have_the_published_numbers_of_parameters(architecture: str, 
 
 
 def test_every_folder_is_a_whole_pipeline() -> None:
-    root = sdflow.sources.architectures._ROOT
-    like = sdflow.sources.architectures._LIKE
-    shipped = {path.parent.name for path in root.glob("*/model_index.json")}
-    models = like.keys() - {*ADAPTER_ARCHITECTURES, *COMPONENT_ARCHITECTURES}
-    assert set(ARCHITECTURES) == shipped | models and shipped >= {like[name] for name in models}
-    for architecture in ARCHITECTURES:
-        own = {path.name for path in (root / architecture).iterdir() if path.is_dir()}
-        if base := like.get(architecture):
+    places = [folder for place in family_data("architectures") for folder in place.iterdir()]
+    assert len(places) == len({*ARCHITECTURES, *ADAPTER_ARCHITECTURES, *COMPONENT_ARCHITECTURES})
+    folders = {place.name: place for place in places}
+    for architecture, described in ARCHITECTURES.items():
+        own = {path.name for path in folders[architecture].iterdir() if path.is_dir()}
+        if base := described.like:
             assert own <= set(components(architecture)) <= set(components(base))
             assert MARKED_ARCHITECTURES.get(architecture) in (None, base)
             continue

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from sdflow.families.few_steps import spelled
-from sdflow.families.schedulers import NOISE_SCHEDULERS, SCHEDULERS, SchedulerName, renamed
+from sdflow.families.shared.few_steps import spelled
+from sdflow.families.shared.schedulers import NOISE_SCHEDULERS, SCHEDULERS, SchedulerName, renamed
 from sdflow.sources import PlainDigests, few_steps, load_pipeline, open_checkpoint
 from sdflow.sources.architectures import architecture_config
+from sdflow.sources.checkpoint import Access
 from sdflow.sources.few_steps import few_steps_of_lora
 from sdflow.sources.single_file import open_single_file
 from tests.support.original_layout import stable_diffusion_2
@@ -117,9 +118,7 @@ def test_a_turbo_model_in_one_file_is_told_by_its_name_alone(tmp_path: Path) -> 
         ("model.safetensors", "sd21-tiny", {}),
     ):
         save(tensors, tmp_path / name)
-        checkpoint = open_single_file(
-            tmp_path / name, reference=str(tmp_path / name), digests=PlainDigests(), allow_pickle=False
-        )
+        checkpoint = open_single_file(tmp_path / name, str(tmp_path / name), Access(PlainDigests()))
         assert checkpoint.provenance["architecture"] == architecture
         found = few_steps(checkpoint, [])
         assert {key: found[key] for key in said} == said and bool(found) == bool(said)

@@ -158,7 +158,7 @@ def test_old_names_of_the_vae_attention_and_prefixes_of_clip_load(tiny: Checkpoi
     assert any("proj_attn" in name for name in load_file(folder / VAE))
     assert_same_modules(tiny, opened(folder))
     for name, submodel in opened(folder).submodels.items():
-        proved, made = TorchModule(name, submodel.load).module(), load_module(name, tiny.submodels[name].load)
+        proved, made = TorchModule(name, submodel.load).network().module, load_module(name, tiny.submodels[name].load)
         theirs = proved.state_dict()
         assert all(torch.equal(theirs[key], value) for key, value in made.state_dict().items()), name
 

@@ -171,12 +171,12 @@ def test_the_proof_reads_what_the_library_reads_whatever_was_chosen(
             path.unlink()
     write(folder, component, copies[0], "single", None)
     name, load = load_of(component, folder)
-    assert equal(TorchModule(name, load).module().state_dict(), copies[0])
+    assert equal(TorchModule(name, load).network().module.state_dict(), copies[0])
     write(folder, component, copies[1], "shards", None)
-    stale = TorchModule(name, load).module().state_dict()  # as if the single file had been chosen
+    stale = TorchModule(name, load).network().module.state_dict()  # as if the single file had been chosen
     assert equal(stale, copies[1] if component == "vae" else copies[0])
     (folder / Path(load["files"][0]["path"]).name).unlink()
-    assert equal(TorchModule(*load_of(component, folder)).module().state_dict(), copies[1])
+    assert equal(TorchModule(*load_of(component, folder)).network().module.state_dict(), copies[1])
 
 
 @pytest.mark.parametrize("of", ["tiny_folder", "tiny_xl_folder"])
@@ -211,7 +211,7 @@ def test_the_proof_of_a_folder_starts_from_what_its_libraries_load(
 
     monkeypatch.setattr(load, "_fitted", only_adapters)
     for name, each in checkpoint.submodels.items():
-        assert equal(TorchModule(name, each.load).module().state_dict(), built[name]), name
+        assert equal(TorchModule(name, each.load).network().module.state_dict(), built[name]), name
     assert sorted(asked) == ["image_encoder", "unet"], "the adapter's matrices and its projection lie in one file"
 
 

@@ -37,25 +37,35 @@ KEPT = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "OMP_NUM_THREADS", "OMP_WAIT_P
 class Shell:
     """A folder, a home directory and an environment of their own; sdflow is run there as a command.
 
-    started: forks its processes. None: each is a new Python, and whom it reaches is recorded.
+    started: forks its processes. None: each is a new Python, and whom it reaches is recorded. paths: of modules to import
+    besides.
     """
 
     folder: Path
     started: StartedPython | None = None
+    paths: tuple[Path, ...] = ()
 
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def environment(self) -> dict[str, str]:
+        """Of its processes."""
         home = self.folder / "home"
         home.mkdir(exist_ok=True)
         kept = {name: value for name, value in os.environ.items() if name in KEPT}
-        environment = {**kept, "HOME": str(home), "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "sdflow", *arguments]
+        return {**kept, "HOME": str(home), "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *self.paths)))}
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.python("sdflow", *arguments)
+
+    def python(self, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """`python -m MODULE`."""
+        environment = self.environment()
+        command = [sys.executable, "-m", module, *arguments]
         if self.started is not None:
-            done = self.started.run(("sdflow", *arguments), self.folder, environment)
+            done = self.started.run((module, *arguments), self.folder, environment)
             return subprocess.CompletedProcess(command, *done)
         recorder = self.folder / "recorder"
         recorder.mkdir(exist_ok=True)
         (recorder / "sitecustomize.py").write_text(RECORDER)
-        environment["PYTHONPATH"] = os.pathsep.join([str(recorder), str(ROOT)])
+        environment["PYTHONPATH"] = os.pathsep.join([str(recorder), environment["PYTHONPATH"]])
         return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
 
     def json(self, *arguments: str) -> Any:

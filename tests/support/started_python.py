@@ -122,7 +122,8 @@ def serve() -> str:
         os.environ.update(request["environment"])
         os.chdir(request["folder"])
         module, *sys.argv[1:] = request["arguments"]
-        sys.path.insert(0, request["folder"])  # as `python -m` does
+        # As `python -m` does.
+        sys.path[:0] = [request["folder"], *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         return str(module)
 
 

@@ -36,10 +36,11 @@ from safetensors.torch import save_file
 
 from sdflow.config import load_workflow
 from sdflow.families import COMPONENT_ARCHITECTURES, FAMILIES
-from sdflow.families.base import Family
+from sdflow.families.shared.base import Family
 from sdflow.models.controlnet import ControlNet
 from sdflow.passes import registry
-from sdflow.run.run import RunOptions, run_workflow
+from sdflow.run.options import RunOptions
+from sdflow.run.run import run_workflow
 from sdflow.runtime.ensemble import Ensemble
 from sdflow.runtime.files.folder import refiner_of
 from sdflow.runtime.pipeline import Pipeline

@@ -13,6 +13,7 @@ from sdflow.build.assemble import assemble
 from sdflow.manifest import Origin
 from sdflow.sources import Checkpoint, PlainDigests, open_checkpoint
 from sdflow.verify.folder import FolderRequest, source_of
+from sdflow.verify.plain import from_plain, to_plain
 from tests.support.converted import artifact_of
 
 WRITTEN_BY = ("_diffusers_version", "_name_or_path", "transformers_version")
@@ -48,4 +49,4 @@ def described_folder(checkpoint: Checkpoint, place: Path, left_out: Collection[s
 def request_for(folder: Path, checkpoint: Checkpoint, *, whole: bool = True) -> FolderRequest:
     """As it reaches the process that verifies."""
     request = FolderRequest(folder, source_of(checkpoint), whole)
-    return FolderRequest.from_json(json.loads(json.dumps(request.to_json())))
+    return from_plain(FolderRequest, json.loads(json.dumps(to_plain(request))))

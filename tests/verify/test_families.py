@@ -10,7 +10,8 @@ import yaml
 from sdflow.config import load_workflow
 from sdflow.config.workflow import VerifySpec
 from sdflow.passes import registry
-from sdflow.run.run import RunOptions, run_workflow
+from sdflow.run.options import RunOptions
+from sdflow.run.run import run_workflow
 from sdflow.store import Cache
 from sdflow.verify import Verification, subject_of_folder, verify
 from tests.support.small_workflows import Events

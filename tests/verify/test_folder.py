@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from sdflow.errors import UsageError
 from sdflow.families import ARCHITECTURES, FAMILIES
-from sdflow.families.noising import DIFFUSION
+from sdflow.families.shared.noising import DIFFUSION
 from sdflow.runtime.denoiser.schedule import named_scheduler, trace
 from sdflow.runtime.files.folder import folder_defaults
 from sdflow.sources import Checkpoint, load_pipeline

@@ -17,6 +17,7 @@ from sdflow.build.listener import Steps
 from sdflow.build.plan import PipelinePlan, make_plan
 from sdflow.build.step import Step
 from sdflow.config import load_workflow
+from sdflow.disk.shipped import shipped_workflow
 from sdflow.families import family_of_architecture
 from sdflow.passes.registry import catalog
 from sdflow.store import Cache
@@ -24,7 +25,6 @@ from sdflow.targets import TARGETS
 from sdflow.verify.artifact.unsupported_nodes import fits
 from sdflow.verify.finding import errors
 
-BASES = Path(__file__).parents[2] / "workflows" / "base"
 ARCHITECTURES = {
     "sd15": "sd15",
     "sd21_base": "sd21-base",
@@ -57,7 +57,9 @@ def full_cache(tmp_path_factory: pytest.TempPathFactory) -> Cache:
 def planned(base: str, target: str, cache: Cache) -> PipelinePlan:
     """A base workflow for a target, of a checkpoint of its architecture."""
     instead = [f"model=synthetic:{ARCHITECTURES[base]}", *([BESIDE[base]] if base in BESIDE else [])]
-    workflow = load_workflow(BASES / f"{base}.yaml", catalog=catalog(), overrides=instead, targets=[target])
+    path = shipped_workflow(f"base/{base}.yaml")
+    assert path is not None
+    workflow = load_workflow(path, catalog=catalog(), overrides=instead, targets=[target])
     (plan,) = make_plan(workflow, cache).pipelines
     return plan
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import struct
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from benchmarks.providers.kernels_asked import READ, migraphx_kernels
+from benchmarks.providers.kernels_in_dll import BITS, LIBRARY, RECORD, directml_kernels
+from benchmarks.providers.kernels_in_document import tensorrt_kernels
 from sdflow.verify.kernels import kernel_table
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-from kernels_asked import READ, migraphx_kernels
-from kernels_in_dll import BITS, LIBRARY, RECORD, directml_kernels
-from kernels_in_document import tensorrt_kernels
 
 BASE, TEXT_AT, HEADER = 0x180000000, 0x1000, 0x80
 

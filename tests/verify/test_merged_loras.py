@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from sdflow.errors import VerificationError
-from sdflow.families.original_unet_names import diffusers_names, is_original
+from sdflow.families.shared.original_unet_names import diffusers_names, is_original
 from sdflow.models.ldm_names import ldm_unet_names
 from sdflow.sources import (
     Checkpoint,

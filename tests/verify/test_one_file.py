@@ -3,7 +3,6 @@ its submodels draw in diffusers' loop."""
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 
+from benchmarks.export.lowered_one_file import Draw, by_plain_loop, by_pytorch
 from sdflow.build.assemble import assemble
 from sdflow.distance import psnr
 from sdflow.export.one_file import Wanted, export_one_file
@@ -18,10 +18,6 @@ from sdflow.manifest import Origin
 from sdflow.store import Cache
 from sdflow.tolerances import DECIBELS_BEHIND, IMAGE_DECIBELS
 from tests.verify.sample_artifacts import DRAWING, Sample, build
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-from lowered_one_file import Draw, by_plain_loop, by_pytorch
 
 STEPS = 2
 

@@ -188,7 +188,7 @@ def test_modules_that_are_given_compute_what_modules_in_half_precision_do() -> N
 
 def test_cases_of_one_shape_run_together_and_give_what_each_gives_alone(sample_checkpoint: Checkpoint) -> None:
     load = sample_checkpoint.submodels["unet"].load
-    module = TorchModule("unet", load).module()
+    module = TorchModule("unet", load).network().module
     unet = Network.of(sample_checkpoint.family.part("unet"), load["config"], module)
     random = np.random.default_rng(0)
     width = module.config["cross_attention_dim"]
@@ -248,8 +248,8 @@ def test_the_lora_merged_is_the_one_that_diffusers_merges(name: str, sample_chec
     for submodel in ("text_encoder", "unet"):
         load = sample_checkpoint.submodels[submodel].load
         denoiser = sample_checkpoint.submodels["unet"].load["config"]
-        plain = TorchModule(submodel, load, (), denoiser).module().state_dict()
-        ours = TorchModule(submodel, load, [LoraMerge(path, 0.7)], denoiser).module().state_dict()
+        plain = TorchModule(submodel, load, (), denoiser).network().module.state_dict()
+        ours = TorchModule(submodel, load, [LoraMerge(path, 0.7)], denoiser).network().module.state_dict()
         for key, theirs in getattr(pipeline, submodel).state_dict().items():
             np.testing.assert_allclose(ours[key].numpy(), theirs.numpy(), rtol=0, atol=2e-6)
             touched += not np.array_equal(ours[key].numpy(), plain[key].numpy())

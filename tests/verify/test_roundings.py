@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import pytest
+import torch
 
 from sdflow.distance import relative_l2
 from sdflow.sources import PlainDigests, open_checkpoint
@@ -55,7 +56,7 @@ def test_inputs_are_rounded_to_either_half_beside_them(roundings: Roundings) -> 
 
 def test_a_lucky_draw_of_the_yardstick_is_no_alarm_and_a_fault_is_one(roundings: Roundings) -> None:
     network = roundings.torch_module.network()
-    network.model.to_float16(network.module)
+    network.model.to_half(network.module, torch.float16)
     drawn, exact = Cases(), roundings.cases.get(0, "float32")["out_sample"]
     for inputs in roundings.inputs(0):
         drawn.add(Case("", ""), inputs)
@@ -71,10 +72,10 @@ def test_a_lucky_draw_of_the_yardstick_is_no_alarm_and_a_fault_is_one(roundings:
         indices = roundings.indices(too_far(found, before))
         assert indices == [0]
         wrong = np.random.default_rng(2).standard_normal(exact.shape) * noise * np.linalg.norm(exact) / exact.size**0.5
-        every = iter(outputs)
 
-        def run(inputs: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-            return {"out_sample": next(every)["out_sample"] + wrong}
+        def run(given: Sequence[Mapping[str, np.ndarray]]) -> Iterator[Mapping[str, np.ndarray]]:
+            for _, each in zip(given, outputs, strict=True):
+                yield {"out_sample": each["out_sample"] + wrong}
 
         (again,) = drawn_again(found, roundings, roundings.distances(indices, run))
         assert again.draws == DRAWS

@@ -277,7 +277,7 @@ def test_the_cpu_table_is_that_of_the_installed_onnx_runtime() -> None:
 
     table = kernel_table("CPUExecutionProvider")
     assert table.version.split()[1].split(".")[:2] == version("onnxruntime").split(".")[:2], (
-        "benchmarks/kernel_tables.py cpu"
+        "benchmarks/providers/kernel_tables.py cpu"
     )
     known = {
         f"{kernel.domain}.{kernel.op_name}".lstrip(".")

@@ -23,7 +23,8 @@ from sdflow.errors import SdflowError, TargetUnavailableError, UsageError, Verif
 from sdflow.manifest import Origin, read_manifest
 from sdflow.passes import registry
 from sdflow.processes.worker_server import WorkerServer
-from sdflow.run.run import RunOptions, run_workflow
+from sdflow.run.options import RunOptions
+from sdflow.run.run import run_workflow
 from sdflow.runtime.files.recorded_tuning import record_tuning
 from sdflow.runtime.sessions.tuning import Tuning
 from sdflow.sources import Checkpoint

@@ -1,7 +1,7 @@
 """The proof: structure and bind give, byte for byte, what the chain's passes give when they carry the weights.
 
 Every submodel and every target, without LoRAs, with one and with several. At full size:
-`python benchmarks/structure_and_weights.py --carried`.
+`python benchmarks/build/structure_and_weights.py --carried`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from sdflow.passes.base import PassInputs
 from sdflow.passes.lora_merge import LoraMerge, LoraMergeConfig
 from sdflow.sources.load import load_module
 from sdflow.weights.bind import BindRequest, bind
-from sdflow.weights.finite import all_finite, told_beyond_float16
+from sdflow.weights.finite import all_finite, words_beyond_float16
 from sdflow.weights.half import LARGEST, AtLimit, to_float16
 from sdflow.weights.lora import LoraInput
 from sdflow.weights.structure import read_parameters
@@ -130,7 +130,7 @@ def test_what_float16_cuts_is_counted_and_named(built: Builder, lora: Path, tmp_
     assert facts["values"] == sum(expected.values()) > 1000
     assert facts["loras"] == [0]
     assert len(facts["most"]) == min(facts["weights"], 5)
-    told = told_beyond_float16({"beyond_float16": facts}, ["a at scale 1e+09"], "model")
+    told = words_beyond_float16({"beyond_float16": facts}, ["a at scale 1e+09"], "model")
     assert told is not None
     assert told.startswith(f"{facts['values']:,} values are beyond float16") and told.endswith("of a at scale 1e+09")
     assert all(key in told for key in facts["most"])
@@ -139,7 +139,7 @@ def test_what_float16_cuts_is_counted_and_named(built: Builder, lora: Path, tmp_
 def test_nothing_is_told_of_weights_that_fit(built: Builder, lora: Path, tmp_path: Path) -> None:
     facts = bound(built.structure(SUBMODEL, "cuda"), tmp_path / "out", synthetic(SUBMODEL), LoraInput(lora, 1.0))
     assert "beyond_float16" not in facts
-    assert told_beyond_float16(facts, [], "") is None
+    assert words_beyond_float16(facts, [], "") is None
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])

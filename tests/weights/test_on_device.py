@@ -11,7 +11,19 @@ from sdflow.weights import on_device
 from sdflow.weights.half import to_float16
 from sdflow.weights.lora import Loras, Merged
 from sdflow.weights.on_device import Factors, leaves_of, merged
-from sdflow.weights.recipe import Constant, Float16, Join, Param, Recipe, Reshape, Sum, SumAlong, Transpose, evaluate
+from sdflow.weights.recipe import (
+    Bfloat16,
+    Constant,
+    Float16,
+    Join,
+    Param,
+    Recipe,
+    Reshape,
+    Sum,
+    SumAlong,
+    Transpose,
+    evaluate,
+)
 
 CPU = torch.device("cpu")
 RANDOM = np.random.default_rng(0)
@@ -22,8 +34,8 @@ ZEROS = Constant(np.zeros((6, 4), np.float32).tobytes(), (6, 4), "float32")
 
 
 def same_bits(found: torch.Tensor, expected: np.ndarray) -> None:
-    assert (found.numpy().dtype, tuple(found.shape)) == (expected.dtype, expected.shape)
-    assert found.contiguous().numpy().tobytes() == expected.tobytes()
+    assert (str(found.dtype), tuple(found.shape)) == (f"torch.{expected.dtype}", expected.shape)
+    assert found.contiguous().view(torch.uint8).numpy().tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize(
@@ -35,6 +47,8 @@ def same_bits(found: torch.Tensor, expected: np.ndarray) -> None:
         Join(1, (PARAM, ZEROS, OTHER)),
         Float16(5.96e-08, 65504.0, Join(0, (Transpose((1, 0), OTHER), Transpose((1, 0), PARAM)))),
         Float16(1e-1, 1.0, Join(0, (PARAM, ZEROS, OTHER))),
+        Bfloat16(Join(0, (Transpose((1, 0), OTHER), Transpose((1, 0), PARAM)))),
+        Bfloat16(Sum((PARAM, Sum((PARAM, OTHER))))),
         Float16(5.96e-08, 65504.0, Sum((PARAM, Sum((PARAM, OTHER))))),
         Sum((Float16(5.96e-08, 65504.0, PARAM), Float16(5.96e-08, 65504.0, OTHER))),
         SumAlong(1, ((0,), (3, 1, 2), (1, 1)), SumAlong(0, ((5, 0, 2),), Transpose((0, 1), OTHER))),

@@ -6,9 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from ml_dtypes import bfloat16
 
 from sdflow.weights.half import to_float16
 from sdflow.weights.recipe import (
+    Bfloat16,
     Constant,
     Float16,
     Join,
@@ -29,6 +32,7 @@ W = np.random.default_rng(0).standard_normal((6, 4)).astype(np.float32)
 PARAM = Param("w", (6, 4))
 ZEROS = Constant(np.zeros((6, 4), np.float32).tobytes(), (6, 4), "float32")
 HALF = Float16(5.96e-08, 65504.0, PARAM)
+BRAIN = torch.from_numpy(np.concatenate([W, np.zeros_like(W)])).bfloat16().view(torch.uint16).numpy().view(bfloat16)
 CASES: list[tuple[Recipe, Any]] = [
     (PARAM, W),
     (Transpose((1, 0), PARAM), W.T),
@@ -37,6 +41,8 @@ CASES: list[tuple[Recipe, Any]] = [
     (Float16(5.96e-08, 65504.0, Transpose((1, 0), PARAM)), to_float16(W.T)),
     (Float16(1e-3, 1.0, Join(0, (PARAM, ZEROS))), to_float16(np.concatenate([W, np.zeros_like(W)]), 1e-3, 1.0)),
     (Transpose((1, 0), Float16(5.96e-08, 65504.0, PARAM)), to_float16(W).T),
+    (Bfloat16(Join(0, (PARAM, ZEROS))), BRAIN),
+    (Transpose((1, 0), Bfloat16(Sum((PARAM, PARAM)))), (2 * BRAIN[:6]).T),
     (Sum((PARAM, PARAM, ZEROS)), W + W),
     (Float16(5.96e-08, 65504.0, Sum((PARAM, Sum((PARAM, PARAM))))), to_float16(W + (W + W))),
     (Sum((HALF, HALF, HALF)), (to_float16(W) * np.float32(3)).astype(np.float16)),

@@ -11,7 +11,7 @@ import pytest
 from sdflow.errors import WeightValueRead
 from sdflow.onnx_model.stub import is_stub
 from sdflow.passes.chain import ChainStep, why_weights_are_carried
-from sdflow.weights.faster_fusion import faster_fusion, swept_order
+from sdflow.weights.faster_fusion import faster_fusion
 from sdflow.weights.recipe import Param
 from sdflow.weights.recording import recording
 from sdflow.weights.stubs import is_recording, make_stub, stub_recipe
@@ -91,31 +91,3 @@ def test_other_chains_carry_their_weights_and_say_why() -> None:
         ([conversion, ChainStep(fuse.implementation, {**fuse.config, "opt_level": 1})], "opt_level 1"),
     ):
         assert reason in str(why_weights_are_carried(steps))
-
-
-def test_nodes_are_ordered_as_sweeps_over_them_find_their_inputs() -> None:
-    def swept(graph: onnx.GraphProto) -> list[int]:
-        """As onnxruntime/tools/symbolic_shape_infer.py does it."""
-        known = {item.name for item in (*graph.input, *graph.initializer)}
-        order: list[int] = []
-        while not all(item.name in known for item in graph.output):
-            before = len(order)
-            for index, node in enumerate(graph.node):
-                if node.output[0] not in known and all(name in known for name in node.input if name):
-                    known.update(node.output)
-                    order.append(index)
-            assert len(order) > before
-        return order
-
-    random = np.random.default_rng(0)
-    for _ in range(50):
-        nodes = []
-        for index in range(30):
-            read = [f"v{each}" for each in random.integers(0, index, 2)] if index else []
-            nodes.append(onnx.helper.make_node("Sum", ["x", "", *read], [f"v{index}"]))
-        shuffled = [nodes[index] for index in random.permutation(30)]
-        value = onnx.helper.make_tensor_value_info
-        outputs = [value(f"v{index}", 1, None) for index in random.integers(0, 30, 2)]
-        graph = onnx.helper.make_graph(shuffled, "g", [value("x", 1, None)], outputs)
-        assert swept_order(graph) in (swept(graph), None)
-        assert swept_order(graph) is not None or swept(graph) == sorted(swept(graph))

@@ -52,7 +52,7 @@ class RayGroup(WorkerGroup):
         return self._turns < self.jobs  # the cluster finds the place, by what the task asks for
 
     @cached_property
-    def _told(self) -> Any:
+    def _announcements(self) -> Any:
         actor = self._ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)(node.Announcements)
         return actor.remote()
 
@@ -78,7 +78,7 @@ class RayGroup(WorkerGroup):
                     dict(work.environment),
                     work.imported,
                     work.needs.versions,
-                    self._told,
+                    self._announcements,
                     name,
                 )
                 answer = self._wait(task, name, work.on_phase, work.on_memory)
@@ -134,7 +134,7 @@ class RayGroup(WorkerGroup):
                 self.check()
                 ready, _ = self._ray.wait([task], timeout=LOOK_SECONDS)
                 with suppress(self._ray.exceptions.RayError):  # it was on a node that died: Ray starts it again
-                    for kind, value in self._ray.get(self._told.take.remote(name), timeout=LOOK_SECONDS):
+                    for kind, value in self._ray.get(self._announcements.take.remote(name), timeout=LOOK_SECONDS):
                         heard[kind](value)
                 if ready:
                     found: dict[str, Any] = self._ray.get(task)

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sdflow.errors import SdflowError, UsageError
-from sdflow.machine.packages import distribution_version
+from sdflow.errors import PassError, SdflowError
+from sdflow.machine.packages import found_version
 from sdflow.processes.worker_group import Layers, WorkerGroup
+from sdflow.processes.workers import error_message
 
 LOG_BYTES = 1 << 20
 """Of what a worker printed, so much of the end goes to the driver."""
@@ -28,33 +29,31 @@ def run_step(
     environment: Mapping[str, str],
     imported: Layers,
     versions: Mapping[str, str],
-    told: Any,
+    announcements: Any,
     step: str,
 ) -> dict[str, Any]:
-    """Run `python -m module` on the request. told: the actor that takes what the worker announces, under this name.
+    """Run `python -m module` on the request. announcements: the actor for what the worker announces, under the step's name.
 
     Returns {"result":, "seconds":, "peak_memory":, "log":} or {"error": as a worker tells it, "log":}.
     """
-    if wrong := _unlike_the_driver(versions) or _unseen(request):
-        return {"error": {**wrong, "kind": "PassError", "errno": None}, "log": ""}
     if not _groups:
         _groups.append(WorkerGroup(1))
     with tempfile.TemporaryDirectory(prefix="sdflow-log-") as folder:
         log = Path(folder) / "log.txt"
         try:
+            _require_versions(versions)
+            _require_shared(Path(request["out"]))
             done = _groups[0].run(
                 module,
                 request,
                 log=log,
-                on_phase=lambda phrase: told.put.remote(step, "phase", phrase),
-                on_memory=lambda resident: told.put.remote(step, "memory", resident),
+                on_phase=lambda phrase: announcements.put.remote(step, "phase", phrase),
+                on_memory=lambda resident: announcements.put.remote(step, "memory", resident),
                 environment=environment,
                 imported=imported,
             )
-        except SdflowError as error:
-            return {"error": _as_told(error, None), "log": _end_of(log)}
-        except OSError as error:
-            return {"error": _as_told(error, error.errno), "log": _end_of(log)}
+        except (SdflowError, OSError) as error:
+            return {"error": error_message(error), "log": _end_of(log)}
         return {"result": done.value, "seconds": done.seconds, "peak_memory": done.peak_memory, "log": _end_of(log)}
 
 
@@ -76,39 +75,28 @@ class Announcements:
         return self._waiting.pop(step, [])
 
 
-def _unlike_the_driver(versions: Mapping[str, str]) -> dict[str, str] | None:
+def _require_versions(versions: Mapping[str, str]) -> None:
+    """Raises PassError where this node has other packages than the driver."""
     different = []
     for name, wanted in versions.items():
-        try:
-            found = distribution_version(name)
-        except UsageError:
-            found = "not installed"
+        found = found_version(name) or "not installed"
         if found != wanted:
             different.append(f"{name} {wanted} is wanted, here: {found}")
-    if not different:
-        return None
-    return {
-        "what": f"the node {os.uname().nodename} has other packages: " + "; ".join(different),
-        "where": "",
-        "remedy": "Install on every node what the driver has: the versions are part of a result's key.",
-    }
+    if different:
+        raise PassError(
+            f"the node {os.uname().nodename} has other packages: " + "; ".join(different),
+            remedy="Install on every node what the driver has: the versions are part of a result's key.",
+        )
 
 
-def _unseen(request: Mapping[str, Any]) -> dict[str, str] | None:
-    out = Path(request["out"])
-    if out.is_dir():
-        return None
-    return {
-        "what": f"the node {os.uname().nodename} does not see it",
-        "where": str(out),
-        "remedy": "Put the cache, the checkpoints and the LoRAs on a folder that all nodes have under the same path (--cache).",
-    }
-
-
-def _as_told(error: Exception, number: int | None) -> dict[str, Any]:
-    where, remedy = (error.where, error.remedy) if isinstance(error, SdflowError) else (None, None)
-    what = error.what if isinstance(error, SdflowError) else str(error)
-    return {"kind": type(error).__name__, "what": what, "where": where, "remedy": remedy, "errno": number}
+def _require_shared(out: Path) -> None:
+    """Raises PassError where this node does not see the folder that the driver made."""
+    if not out.is_dir():
+        raise PassError(
+            f"the node {os.uname().nodename} does not see it",
+            where=str(out),
+            remedy="Put the cache, the checkpoints and the LoRAs on a folder that all nodes have under the same path (--cache).",
+        )
 
 
 def _end_of(log: Path) -> str:

@@ -15,9 +15,8 @@ from sdflow.errors import UsageError
 from sdflow.models.base import Role
 from sdflow.models.residuals import is_residual
 from sdflow.models.vae import image_reader
-from sdflow.runtime.denoiser.denoiser import WholeDenoiser
+from sdflow.runtime.denoiser.denoiser import DenoiserInputs, WholeDenoiser
 from sdflow.runtime.denoiser.moving import Moving
-from sdflow.runtime.denoiser.schedule import Schedule
 from sdflow.runtime.denoiser.start import preprocess
 from sdflow.runtime.sessions.bound import Bound
 from sdflow.runtime.sessions.submodel import Submodel
@@ -117,34 +116,22 @@ class ControlledDenoiser:
         """nets, controls: by name. sizes: of the graphs' axes. images: rows without guidance. guess: diffusers' `guess_mode`:
         with guidance the nets see the prompts and not the negative ones; the deeper a residual, the more it counts."""
         self._denoiser = denoiser
-        self.sample = denoiser.sample
-        inputs = denoiser.inputs
-        self._residuals = {name: value for name, value in inputs.items() if is_residual(name)}
+        tensors = denoiser.inputs
+        self._residuals = {name: value for name, value in tensors.items() if is_residual(name)}
         rows = images if guess else sizes["batch"]
         self._nets = [
-            _Net(nets[name], control, {**sizes, "batch": rows}, inputs[denoiser.moving.latents], guess=guess)
+            _Net(nets[name], control, {**sizes, "batch": rows}, tensors[denoiser.moving.latents], guess=guess)
             for name, control in controls.items()
         ]
-        self._schedule: Schedule | None = None
-        self._zero = False
 
-    def begin(self, conditions: Mapping[str, torch.Tensor], schedule: Schedule) -> None:
-        self._denoiser.begin(conditions, schedule)
+    def run(self, inputs: DenoiserInputs, latents: torch.Tensor, index: int) -> torch.Tensor:
+        self._denoiser.put(inputs, latents, index)
+        for residual in self._residuals.values():
+            residual.zero_()
         for net in self._nets:
-            net.begin(conditions)
-        self._schedule = schedule
-        self._zero = False
-
-    def step(self, index: int) -> torch.Tensor:
-        assert self._schedule is not None, "`begin` comes first"
-        running = [net for net in self._nets if net.counts(index, self._schedule.runs)]
-        if not self._zero:
-            for residual in self._residuals.values():
-                residual.zero_()
-        self._zero = not running
-        for net in running:
-            net.add(self._schedule.timesteps[index], self._residuals)
-        return self._denoiser.step(index)
+            if net.counts(index, inputs.schedule.runs):
+                net.add(inputs, index, self._residuals)
+        return self._denoiser.predict()
 
 
 class _Net:
@@ -166,18 +153,18 @@ class _Net:
         """Whether it is in use in this run of so many, as in diffusers: only where the whole step lies within."""
         return not (index / runs < self._control.start or (index + 1) / runs > self._control.end)
 
-    def begin(self, conditions: Mapping[str, torch.Tensor]) -> None:
-        inputs, pixels = self._bound.inputs, self._control.image
-        for name, value in conditions.items():
-            if name in inputs:
-                inputs[name].copy_(value[-self._rows :])
-        into = inputs[self._hint]
-        into.copy_(pixels.repeat(len(into) // len(pixels), 1, 1, 1))
-
-    def add(self, timestep: torch.Tensor, residuals: Mapping[str, torch.Tensor]) -> None:
+    def add(self, inputs: DenoiserInputs, index: int, residuals: Mapping[str, torch.Tensor]) -> None:
         """Add what it gives for the denoiser's latents to the residuals."""
-        self._bound.inputs[self._moving.latents].copy_(self._sample)
-        self._bound.inputs[self._moving.timestep].copy_(timestep)
+        tensors, pixels = self._bound.inputs, self._control.image
+        if self._bound.holds is not inputs:
+            for name, value in inputs.conditions.items():
+                if name in tensors:
+                    tensors[name].copy_(value[-self._rows :])
+            hint = tensors[self._hint]
+            hint.copy_(pixels.repeat(len(hint) // len(pixels), 1, 1, 1))
+            self._bound.holds = inputs
+        tensors[self._moving.latents].copy_(self._sample)
+        tensors[self._moving.timestep].copy_(inputs.schedule.timesteps[index])
         for scale, (name, value) in zip(self._scales(len(residuals)), self._bound.run().items(), strict=True):
             residuals[name][-self._rows :].add_(value, alpha=scale)
 

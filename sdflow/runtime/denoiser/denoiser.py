@@ -1,35 +1,44 @@
-"""The denoiser as the loop wants it: told conditions and schedule once, then run step by step; whole, or in parts."""
+"""The denoiser of a drawing, run step by step: whole, or in parts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
 
 from sdflow.models.base import Role
 from sdflow.runtime.denoiser.moving import Moving
 from sdflow.runtime.denoiser.schedule import Schedule
-from sdflow.runtime.sessions.bound import Bound, data_inputs
+from sdflow.runtime.denoiser.time_values import TimeValues, table
+from sdflow.runtime.sessions.bound import Bound, empty_inputs
 from sdflow.runtime.sessions.session import read_graph
 from sdflow.runtime.sessions.submodel import Submodel
 
 if TYPE_CHECKING:
     import torch
 
-ALIGNMENT = 256
-"""Bytes; kernels read several values at once."""
+
+@dataclass(frozen=True, eq=False)
+class DenoiserInputs:
+    """What a drawing gives its denoiser in every step beside the latents.
+
+    conditions: by input, a row for each image; with guidance twice as many, the negative prompts' first. schedule: on the device.
+    context: further channels of what the model reads, (images, channels, rows, columns); for models made for inpainting.
+    """
+
+    conditions: Mapping[str, torch.Tensor]
+    schedule: Schedule
+    context: torch.Tensor | None = None
 
 
 class Denoiser(Protocol):
-    """sample: what a step reads, (copies, images, channels, rows, columns); every copy holds the same latents."""
+    """A network at fixed sizes. Drawings may take turns with it: it holds the inputs of the one that ran last."""
 
-    sample: torch.Tensor
-
-    def begin(self, conditions: Mapping[str, torch.Tensor], schedule: Schedule) -> None:
-        """Take what the model reads beside latents and timestep, by input, and the schedule of the steps to come."""
-
-    def step(self, index: int) -> torch.Tensor:
-        """What the model makes of `sample` at the timestep of this index: (rows, channels, rows, columns)."""
+    def run(self, inputs: DenoiserInputs, latents: torch.Tensor, index: int) -> torch.Tensor:
+        """What the model makes of latents (images, channels, rows, columns) at the timestep of this index: (rows of the batch,
+        channels, rows, columns), in the type of the graph. It is good until the next run."""
 
 
 class WholeDenoiser:
@@ -42,20 +51,29 @@ class WholeDenoiser:
         ports = model.part.ports(model.config)
         self.moving, self._prediction = Moving.of(ports), ports.of(Role.PREDICTION)
         self._bound = model.bound(**{**model.shapes(sizes), self.moving.latents: (rows, *shape[1:])})
-        self.sample = self._bound.inputs[self.moving.latents].view(rows // shape[0], *shape)
+        self._sample = self._bound.inputs[self.moving.latents].view(rows // shape[0], *shape)
 
     @property
     def inputs(self) -> Mapping[str, torch.Tensor]:
         """The tensors that the graph reads, by input."""
         return self._bound.inputs
 
-    def begin(self, conditions: Mapping[str, torch.Tensor], schedule: Schedule) -> None:
-        for name, value in conditions.items():
-            self._bound.inputs[name].copy_(value)
-        self._timesteps = schedule.timesteps
+    def run(self, inputs: DenoiserInputs, latents: torch.Tensor, index: int) -> torch.Tensor:
+        self.put(inputs, latents, index)
+        return self.predict()
 
-    def step(self, index: int) -> torch.Tensor:
-        self._bound.inputs[self.moving.timestep].copy_(self._timesteps[index])
+    def put(self, inputs: DenoiserInputs, latents: torch.Tensor, index: int) -> None:
+        """Fill the tensors that the graph reads."""
+        if self._bound.holds is not inputs:
+            for name, value in inputs.conditions.items():
+                self._bound.inputs[name].copy_(value)
+            _put_context(self._sample, inputs)
+            self._bound.holds = inputs
+        self._sample[:, :, : latents.shape[1]].copy_(latents)
+        self._bound.inputs[self.moving.timestep].copy_(inputs.schedule.timesteps[index])
+
+    def predict(self) -> torch.Tensor:
+        """What the model makes of what was put there."""
         return self._bound.run()[self._prediction]
 
 
@@ -85,30 +103,45 @@ class PartedDenoiser:
         self._place = model.place
         with self._place.current():
             self._text = _bind(text_session, model)
-            self._time_values = _Slices(step_session, parts.time_values, model.place.device)
+            inputs = empty_inputs(step_session, model.place.device)
+            self._time_names = parts.time_values
+            self._time_values = TimeValues({name: inputs[name] for name in parts.time_values}, 1)
             given = {**self._text.inputs, **self._text.outputs, **self._time_values.tensors}
             self._step = _bind(step_session, model, given)
             self._shallow = None
             if cut is not None and shallow is not None:
                 kept = {cut.features: self._step.outputs[cut.features]}
                 self._shallow = _bind(shallow.result(), model, {**given, **self._step.inputs, **kept})
-        self.sample = self._step.inputs[self._moving.latents].view(-1, *shape)
+        self._sample = self._step.inputs[self._moving.latents].view(-1, *shape)
+        self._features = None if cut is None else self._step.outputs[cut.features]
+        self._left: WeakKeyDictionary[DenoiserInputs, torch.Tensor] = WeakKeyDictionary()
+        self._held: DenoiserInputs | None = None
         self._schedule: Schedule | None = None
 
-    def begin(self, conditions: Mapping[str, torch.Tensor], schedule: Schedule) -> None:
-        for name, value in conditions.items():
-            (self._text if name in self._text.inputs else self._step).inputs[name].copy_(value)
-        self._text.run()
-        if schedule is not self._schedule:
-            times = Bound(self._timestep_session, self._place, {self._moving.timestep: schedule.timesteps.reshape(-1)})
-            self._rows = self._time_values.table(times.run())
-            self._schedule = schedule
-
-    def step(self, index: int) -> torch.Tensor:
-        self._time_values.memory.copy_(self._rows[index])
-        reused = self._schedule is not None and self._schedule.reused[index : index + 1] == (True,)
+    def run(self, inputs: DenoiserInputs, latents: torch.Tensor, index: int) -> torch.Tensor:
+        if inputs is not self._held:
+            self._hold(inputs)
+        self._sample[:, :, : latents.shape[1]].copy_(latents)
+        self._time_values.put(self._times[index : index + 1])
+        reused = inputs.schedule.reused[index : index + 1] == (True,)
         bound = self._shallow if reused and self._shallow is not None else self._step
         return bound.run()[self._prediction]
+
+    def _hold(self, inputs: DenoiserInputs) -> None:
+        for name, value in inputs.conditions.items():
+            (self._text if name in self._text.inputs else self._step).inputs[name].copy_(value)
+        self._text.run()
+        _put_context(self._sample, inputs)
+        if inputs.schedule is not self._schedule:
+            timesteps = inputs.schedule.timesteps.reshape(-1)
+            times = Bound(self._timestep_session, self._place, {self._moving.timestep: timesteps})
+            self._times, self._schedule = table(times.run(), self._time_names), inputs.schedule
+        if self._features is not None:  # its next step may read what its last one left
+            if self._held is not None:
+                self._left[self._held] = self._features.clone()
+            if inputs in self._left:
+                self._features.copy_(self._left.pop(inputs))
+        self._held = inputs
 
 
 class PartlyGuidedDenoiser:
@@ -117,72 +150,27 @@ class PartlyGuidedDenoiser:
     def __init__(self, guided: Denoiser, alone: Denoiser, rows: int) -> None:
         """rows: of the batch with guidance."""
         self._guided, self._alone, self._rows = guided, alone, rows
-        self.sample = guided.sample
+        self._halves: WeakKeyDictionary[DenoiserInputs, DenoiserInputs] = WeakKeyDictionary()
 
-    def begin(self, conditions: Mapping[str, torch.Tensor], schedule: Schedule) -> None:
-        self._made = schedule.made
-        if 2 in self._made:
-            self._guided.begin(conditions, schedule)
-        half = {
-            name: value[self._rows // 2 :] if len(value) == self._rows else value for name, value in conditions.items()
-        }
-        if 1 in self._made:
-            self._alone.begin(half, schedule)
-
-    def step(self, index: int) -> torch.Tensor:
-        if self._made[index] == 2:
-            return self._guided.step(index)
-        self._alone.sample.copy_(self.sample[:1])
-        return self._alone.step(index)
+    def run(self, inputs: DenoiserInputs, latents: torch.Tensor, index: int) -> torch.Tensor:
+        if inputs.schedule.made[index] == 2:
+            return self._guided.run(inputs, latents, index)
+        if inputs not in self._halves:
+            half = {
+                name: value[self._rows // 2 :] if len(value) == self._rows else value
+                for name, value in inputs.conditions.items()
+            }
+            self._halves[inputs] = replace(inputs, conditions=half)
+        return self._alone.run(self._halves[inputs], latents, index)
 
 
-class _Slices:
-    """Some inputs of a session as slices of one piece of memory, so that one copy sets them all."""
-
-    def __init__(self, session: Any, names: tuple[str, ...], device: str) -> None:
-        import torch
-
-        shapes = {value.name: tuple(value.shape) for value in data_inputs(session)}
-        dtypes = {_dtype(value) for value in data_inputs(session) if value.name in names}
-        (dtype,) = dtypes or {torch.float32}
-        self._names, step = names, ALIGNMENT // dtype.itemsize
-        sizes = [torch.Size(shapes[name]).numel() for name in names]
-        self._padded = [-(-size // step) * step for size in sizes]
-        self.memory = torch.zeros(sum(self._padded), dtype=dtype, device=device)
-        self.tensors = {
-            name: slot[:size].view(shapes[name])
-            for name, size, slot in zip(names, sizes, self.memory.split(self._padded), strict=True)
-        }
-
-    def table(self, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """(steps, all) from (steps, ...) of each input; a step's value is repeated for every row of the batch."""
-        import torch
-
-        columns = []
-        for name, padded in zip(self._names, self._padded, strict=True):
-            rows = self.tensors[name].shape[0]
-            repeated = values[name].flatten(1).repeat(1, rows)
-            columns.append(torch.nn.functional.pad(repeated, (0, padded - repeated.shape[1])))
-        return torch.cat(columns, dim=1)
+def _put_context(sample: torch.Tensor, inputs: DenoiserInputs) -> None:
+    """sample: what a step reads, (copies, images, channels, rows, columns); the context's channels are the last."""
+    if inputs.context is not None:
+        sample[:, :, -inputs.context.shape[1] :].copy_(inputs.context)
 
 
 def _bind(session: Any, model: Submodel, given: Mapping[str, torch.Tensor] | None = None) -> Bound:
     """A session of fixed shapes with its tensors: those given, new ones for the other inputs."""
-    import torch
-
-    inputs = {}
-    for value in data_inputs(session):
-        known = (given or {}).get(value.name)
-        inputs[value.name] = (
-            torch.zeros(tuple(value.shape), dtype=_dtype(value), device=model.place.device) if known is None else known
-        )
+    inputs = empty_inputs(session, model.place.device, given or {})
     return Bound(session, model.place, inputs)
-
-
-def _dtype(value: Any) -> torch.dtype:
-    import torch
-
-    from sdflow.machine.onnx_runtime import numpy_type
-
-    dtype: torch.dtype = getattr(torch, numpy_type(value))
-    return dtype

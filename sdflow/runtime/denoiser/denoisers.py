@@ -6,15 +6,15 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from sdflow.errors import PassError, SlowerWarning, UsageError
-from sdflow.families.approximation import EXACT, REUSE, Approximation
-from sdflow.families.request import Conditions
+from sdflow.families.shared.approximation import EXACT, REUSE, Approximation
+from sdflow.families.shared.request import Conditions
 from sdflow.machine.memory import available_bytes
 from sdflow.runtime.denoiser.control import Control, ControlledDenoiser
 from sdflow.runtime.denoiser.denoiser import Denoiser, PartedDenoiser, PartlyGuidedDenoiser, WholeDenoiser
-from sdflow.runtime.denoiser.loop import Start
 from sdflow.runtime.sessions.bound import Bound
 from sdflow.runtime.sessions.submodel import Submodel
 from sdflow.runtime.sessions.working_bytes import row_bytes
@@ -29,38 +29,42 @@ Key = tuple[Any, ...]
 """A size, a number of images, and what is left out."""
 
 
+@dataclass(frozen=True)
+class DenoiserRequest:
+    """The denoiser that a drawing wants.
+
+    shape: of what it reads in a step, latents and context: (images, channels, rows, columns). rows: of the batch, with guidance
+    twice the images. axes: the sizes of the denoiser's further axes. conditions: where they are known already; without them, the
+    texts are as long as the model reads at once. controls, guess: for the nets. fewer: what is left out.
+    """
+
+    shape: tuple[int, int, int, int]
+    rows: int
+    axes: Mapping[str, int]
+    conditions: Conditions | None = None
+    controls: Mapping[str, Control] = field(default_factory=dict)
+    guess: bool = False
+    fewer: Approximation = EXACT
+
+
 class DenoiserSource(Protocol):
-    """What a pipeline's call gets its denoiser from."""
+    """What a pipeline's drawings get their denoisers from."""
 
-    def get(
-        self,
-        start: Start,
-        rows: int,
-        conditions: Conditions | None,
-        controls: Mapping[str, Control],
-        axes: Mapping[str, int],
-        *,
-        guess: bool,
-        fewer: Approximation = EXACT,
-    ) -> Denoiser:
-        """The denoiser for these sizes; with it, side by side, what else this image needs and is not there.
-
-        rows: of the batch. conditions: where they are known already; without them, the texts are as long as the model reads at
-        once. controls, guess: for the nets. axes: the sizes of the denoiser's further axes. fewer: what is left out; UsageError
-        where it cannot be.
-        """
-        ...
+    def get(self, request: DenoiserRequest) -> Denoiser:
+        """Raises UsageError where what the request leaves out cannot be left out."""
 
     def unload(self) -> None:
         """Give the memory of all of them back, and of the graphs that they are made of."""
-        ...
 
 
-class Denoisers(DenoiserSource):
-    """Makes them. model: the denoiser's graph. nets: the ControlNets by name. texts, decoder: what an image needs besides. scale:
-    image pixels per latent pixel. tokens: the sizes of the axes of text tokens, for texts of the usual length. split:
-    take it apart (`sdflow.runtime.denoiser.split`); with nets it stays whole. low_memory: make nothing beside it. tiles: of the
-    decoder, as of `sdflow.runtime.vae.tile_side`."""
+class Denoisers:
+    """Makes them, and side by side with each what else its first image needs and is not there.
+
+    model: the denoiser's graph. nets: the ControlNets by name. texts, decoder: what an image needs besides. scale: image pixels
+    per latent pixel. tokens: the sizes of the axes of text tokens, for texts of the usual length. split: take it apart
+    (`sdflow.runtime.denoiser.split`); with nets it stays whole. low_memory: make nothing beside it. tiles: of the decoder, as of
+    `sdflow.runtime.vae.tile_side`.
+    """
 
     def __init__(
         self,
@@ -87,27 +91,16 @@ class Denoisers(DenoiserSource):
         for submodel in (self._model, *self._nets.values()):
             submodel.unload()
 
-    def get(
-        self,
-        start: Start,
-        rows: int,
-        conditions: Conditions | None,
-        controls: Mapping[str, Control],
-        axes: Mapping[str, int],
-        *,
-        guess: bool,
-        fewer: Approximation = EXACT,
-    ) -> Denoiser:
+    def get(self, request: DenoiserRequest) -> Denoiser:
+        shape, rows, conditions, fewer = request.shape, request.rows, request.conditions, request.fewer
         if fewer:
             self._require_parts(fewer)
-        images, channels, *size = start.noise.shape
-        shape = (images, channels + (0 if start.context is None else start.context.shape[1]), *size)
         tokens = self._tokens if conditions is None else token_sizes(self._model, conditions)
-        sizes = {"batch": rows, **tokens, "latent_height": size[0], "latent_width": size[1], **axes}
+        sizes = {"batch": rows, **tokens, "latent_height": shape[2], "latent_width": shape[3], **request.axes}
         if self._nets:  # also without an image for any: what the last call added is there still
-            sizes |= {"height": size[0] * self._scale, "width": size[1] * self._scale}
+            sizes |= {"height": shape[2] * self._scale, "width": shape[3] * self._scale}
             whole = WholeDenoiser(self._model, shape, sizes)
-            return ControlledDenoiser(whole, self._nets, controls, sizes, images, guess=guess)
+            return ControlledDenoiser(whole, self._nets, request.controls, sizes, shape[0], guess=request.guess)
         if self._model.path is None or not self._split:
             return WholeDenoiser(self._model, shape, sizes)
         layers = 0 if fewer.reuse is None else fewer.reuse.layers

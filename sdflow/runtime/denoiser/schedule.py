@@ -17,9 +17,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import UsageError
-from sdflow.families.approximation import Interval, Reuse
-from sdflow.families.noising import DIFFUSION, Noising
-from sdflow.families.schedulers import require_known
+from sdflow.families.shared.approximation import Interval, Reuse
+from sdflow.families.shared.noising import DIFFUSION, Noising
+from sdflow.families.shared.schedulers import require_known
 from sdflow.machine.memory import available_bytes
 from sdflow.runtime.denoiser.scheduler_walk import FIRST_DRAWN, Span, Walk, fresh
 from sdflow.units import spell_bytes

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sdflow.errors import UsageError
-from sdflow.families.noising import Clean, Noising
+from sdflow.families.shared.noising import Clean, Noising
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sdflow.errors import UsageError
-from sdflow.families.approximation import REUSE
+from sdflow.families.shared.approximation import REUSE
 from sdflow.onnx_model.nodes import copied
 from sdflow.runtime.denoiser.split import Parts
 

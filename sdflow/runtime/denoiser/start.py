@@ -1,18 +1,41 @@
-"""What an image begins with: prompts, sizes, noise, an image and a mask, made ready for the loop."""
+"""What an image begins with: prompts, sizes, noise, an image and a mask, made ready for the first step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import lcm
+from dataclasses import dataclass
+from math import lcm, prod
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import UsageError
-from sdflow.families.defaults import Task
+from sdflow.families.shared.defaults import Task
+from sdflow.machine.memory import available_bytes
 from sdflow.models.vae import image_reader
-from sdflow.runtime.denoiser.loop import Start
+from sdflow.runtime.denoiser.schedule import Schedule
+from sdflow.units import spell_bytes
 
 if TYPE_CHECKING:
     import torch
+
+
+ALWAYS_THERE = 1 << 28
+"""Bytes for which free memory is not looked up."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the latents are made of, on the device; the shape of each is (images, channels, rows, columns).
+
+    noise: standard normal. drawn: the noises that the scheduler draws, `Schedule.draws` of them. image: the latents of
+    the image to start from. mask: True where an inpainting draws, one channel; None to draw everywhere. context: further
+    channels of the denoiser's input, for one made for inpainting.
+    """
+
+    noise: torch.Tensor
+    drawn: list[torch.Tensor]
+    image: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    context: torch.Tensor | None = None
 
 
 def require_start(task: Task, image: Any, mask: Any, names: tuple[str, str] = ("image", "mask_image")) -> None:
@@ -62,6 +85,17 @@ def require_size(multiple: int, height: int | None, width: int | None) -> None:
             raise UsageError(f"{name} is {size:,} pixels", remedy=f"At most {MOST_PIXELS:,} are drawn.")
         if size is not None and (size <= 0 or size % multiple):
             raise UsageError(f"{name} is {size} pixels", remedy=f"Take a multiple of {multiple}.")
+
+
+def require_room(schedule: Schedule, shape: tuple[int, ...], device: str) -> None:
+    """Raises UsageError where what the steps give, all of which is kept, does not fit in the memory that is free. shape: of the
+    latents."""
+    needed = 4 * (schedule.known(schedule.runs) + schedule.draws) * prod(shape)
+    if needed > ALWAYS_THERE and needed > (free := available_bytes(device)):
+        raise UsageError(
+            f"{schedule.runs:,} steps of an image of this size give {spell_bytes(needed)}, and {spell_bytes(free)} are free",
+            remedy="Take fewer steps, a smaller image, or fewer images at once.",
+        )
 
 
 def prompts_per_image(

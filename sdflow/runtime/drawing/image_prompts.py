@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sdflow.errors import UsageError
-from sdflow.families.image_prompts import ImagePrompt
+from sdflow.families.shared.image_prompts import ImagePrompt
 
 _IMAGE, _SCALE = "ip_adapter_image", "ip_adapter_scale"
 

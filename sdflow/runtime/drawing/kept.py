@@ -10,12 +10,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from sdflow.errors import UsageError
+from sdflow.families.settings import MOST_BLUR
 
 if TYPE_CHECKING:
     import torch
-
-MOST_BLUR = 256
-"""Pixels."""
 
 EXTENT = 2.5
 """How many standard deviations a soft edge reaches to either side of the mask's, as in AUTOMATIC1111's webui."""

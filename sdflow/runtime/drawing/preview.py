@@ -7,7 +7,7 @@
 
 After each step the model has said what noise is in the latents; without it they are what it takes the image for. A tiny VAE
 decodes them at full size, where the pipeline has one. Else every latent pixel becomes one pixel, by a linear map from the
-latents' channels to red, green and blue (`sdflow.families.colors`): at an eighth of the size, for next to nothing.
+latents' channels to red, green and blue (`sdflow.families.shared.colors`): at an eighth of the size, for next to nothing.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sdflow.errors import UsageError
-from sdflow.families.base import Family
-from sdflow.families.colors import LatentColors
-from sdflow.families.latents import Latents
+from sdflow.families.shared.base import Family
+from sdflow.families.shared.colors import LatentColors
+from sdflow.families.shared.latents import Latents
 from sdflow.runtime.drawing.kept import Kept
 from sdflow.runtime.files.folder import folder_family, folder_latents, load_submodel
 from sdflow.runtime.files.images import to_pil

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from sdflow.errors import UsageError
-from sdflow.families.base import Family
+from sdflow.families.shared.base import Family
 from sdflow.runtime.drawing.text_graph import add_vectors, leave_out_layers
 from sdflow.runtime.sessions.submodel import Submodel
 from sdflow.sources.embedding import Embedding, vectors_for

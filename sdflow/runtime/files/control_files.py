@@ -52,10 +52,8 @@ def parse_control(text: str) -> ControlFile:
     return ControlFile(name, Path(found[1]), scale, start, end)
 
 
-def parse_controls(texts: Sequence[str]) -> tuple[ControlFile, ...]:
-    """One for each text. Raises UsageError, also for two of one name."""
-    found = tuple(parse_control(text) for text in texts)
-    for index, each in enumerate(found):
-        if each.name in (other.name for other in found[:index]):
-            raise UsageError(f"the ControlNet {each.name!r} has two images", where="--control", remedy="Give each one.")
-    return found
+def require_distinct(controls: Sequence[ControlFile]) -> None:
+    """Raises UsageError for two images of one ControlNet."""
+    names = [each.name for each in controls]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"the ControlNet {twice!r} has two images", where="--control", remedy="Give each one.")

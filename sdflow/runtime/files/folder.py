@@ -12,10 +12,10 @@ from sdflow.artifact import CONFIG_FILE, INDEX_FILE, MODEL_FILE
 from sdflow.disk.input_file import read_json
 from sdflow.errors import CheckpointError, UsageError
 from sdflow.families import FAMILIES, family_of_index
-from sdflow.families.base import ONNX_COMPONENT, Family
-from sdflow.families.defaults import Defaults, Task
-from sdflow.families.image_prompts import adapter_count
-from sdflow.families.latents import Latents
+from sdflow.families.shared.base import ONNX_COMPONENT, Family
+from sdflow.families.shared.defaults import Defaults, Task
+from sdflow.families.shared.image_prompts import adapter_count
+from sdflow.families.shared.latents import Latents
 from sdflow.manifest import MANIFEST_FILE, REFINER, read_manifest
 from sdflow.runtime.files.trial import try_companion
 from sdflow.runtime.sessions.device_weights import DeviceWeights

@@ -28,15 +28,12 @@ class ImagePromptFile:
         return {"name": self.path.name, "sha256": digest_file(self.path), "scale": self.scale}
 
 
-def parse_image_prompts(texts: Sequence[str]) -> tuple[ImagePromptFile, ...]:
-    """One for each text. A file whose name has a number at its end is found first. Raises UsageError for an empty text."""
-    found = []
-    for text in texts:
-        if not text:
-            raise UsageError("it names no file", where=OPTION, remedy="Write FILE or FILE:SCALE, as style.png:0.6.")
-        scaled = None if Path(text).exists() else _SCALED.fullmatch(text)
-        found.append(ImagePromptFile(Path(scaled[1]), float(scaled[2])) if scaled else ImagePromptFile(Path(text)))
-    return tuple(found)
+def parse_image_prompt(text: str) -> ImagePromptFile:
+    """A file whose name has a number at its end is found first. Raises UsageError for an empty text."""
+    if not text:
+        raise UsageError("it names no file", where=OPTION, remedy="Write FILE or FILE:SCALE, as style.png:0.6.")
+    scaled = None if Path(text).exists() else _SCALED.fullmatch(text)
+    return ImagePromptFile(Path(scaled[1]), float(scaled[2])) if scaled else ImagePromptFile(Path(text))
 
 
 def for_adapters(files: Sequence[ImagePromptFile], adapters: int, read: Callable[[Path], Any]) -> dict[str, Any]:

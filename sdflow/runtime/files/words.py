@@ -1,4 +1,4 @@
-"""Embeddings for a run of `sdflow generate`: read, held to its prompts, and told in its images."""
+"""Embeddings for a run of `sdflow generate`: read, checked against its prompts, and recorded in its images."""
 
 from __future__ import annotations
 
@@ -33,11 +33,7 @@ def read_words(
     return words
 
 
-def recorded_words(syntax: str, clip_skip: int | None, words: Sequence[Embedding]) -> Mapping[str, Any]:
-    """How the prompts are read, as images tell it: nothing where they are read as they stand."""
-    told = {
-        "prompt_syntax": None if syntax == "plain" else syntax,
-        "clip_skip": clip_skip,
-        "embeddings": {each.word: {"name": each.path.name, "sha256": digest_file(each.path)} for each in words} or None,
-    }
-    return {name: value for name, value in told.items() if value is not None}
+def recorded_embeddings(words: Sequence[Embedding]) -> Mapping[str, Any]:
+    """The embeddings as the text of a PNG has them; empty where there are none."""
+    files = {each.word: {"name": each.path.name, "sha256": digest_file(each.path)} for each in words}
+    return {"embeddings": files} if files else {}

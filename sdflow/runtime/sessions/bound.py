@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import VerificationError
@@ -14,13 +15,20 @@ if TYPE_CHECKING:
     import onnxruntime
     import torch
 
+BFLOAT16 = 16
+"""onnx.TensorProto.BFLOAT16: ONNX Runtime takes types by numpy's names or ONNX's numbers, and numpy has no bfloat16."""
+
 
 class Bound:
     """The tensors of a session for one set of shapes. Fill `inputs` in place, then `run`.
 
     Where the session allows it and all its shapes are fixed, the first run is captured in a CUDA graph, the only one of
     that session; the following ones replay it.
+
+    holds: whose values `inputs` were filled with last, for callers that take turns.
     """
+
+    holds: object = None
 
     def __init__(self, session: Any, place: Place, inputs: Mapping[str, torch.Tensor]) -> None:
         import onnxruntime
@@ -105,13 +113,28 @@ class Bound:
     def _described(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         import numpy as np
 
-        dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
+        name = str(tensor.dtype).removeprefix("torch.")
+        dtype = BFLOAT16 if name == "bfloat16" else np.dtype(name)
         return self._place.device, 0, dtype, tuple(tensor.shape), tensor.data_ptr()
 
 
 def data_inputs(session: Any) -> list[Any]:
     """The inputs of a session but for those that are its weights."""
     return [value for value in session.get_inputs() if value.name not in _live(session)]
+
+
+def empty_inputs(
+    session: Any, device: str, known: Mapping[str, torch.Tensor] = MappingProxyType({})
+) -> dict[str, torch.Tensor]:
+    """The tensors of a session of fixed shapes by input: those that are known, zeros for the others."""
+    import torch
+
+    return {
+        value.name: known[value.name]
+        if value.name in known
+        else torch.zeros(tuple(value.shape), dtype=getattr(torch, numpy_type(value)), device=device)
+        for value in data_inputs(session)
+    }
 
 
 def _live(session: Any) -> Mapping[str, torch.Tensor]:

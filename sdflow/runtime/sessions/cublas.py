@@ -1,7 +1,7 @@
 """How much of a CUDA device's memory cuBLAS takes for each session.
 
 On Hopper every handle has 32 MiB of workspace, some have it several times over, and each session has handles of its own:
-0.6 GB for the sessions of Stable Diffusion 1.5. With 4 MiB they take 0.1 GB, and no run is slower (benchmarks/RESULTS.md).
+0.6 GB for the sessions of Stable Diffusion 1.5. With 4 MiB they take 0.1 GB, and no run is slower (benchmarks/gpu/RESULTS.md).
 cuBLAS reads the variable once in a process, when its first handle is made: where torch made it, nothing is saved.
 https://docs.nvidia.com/cuda/cublas/#cublassetworkspace
 """

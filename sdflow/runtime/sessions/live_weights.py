@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sdflow.onnx_model.facts import dtype_name, tensor_bytes
 from sdflow.onnx_model.files import data_span, is_external
 from sdflow.onnx_model.nodes import copied
 from sdflow.runtime.sessions.session import read_graph
@@ -109,14 +110,13 @@ def own_values(model: Path, names: Collection[str], device: str) -> dict[str, to
     it is."""
     import numpy as np
     import torch
-    from onnx.helper import tensor_dtype_to_np_dtype
 
     found = {}
     for tensor in read_graph(model).graph.initializer:
         if tensor.name in names and is_external(tensor):
             location, offset, _ = data_span(tensor)
-            dtype = np.dtype(tensor_dtype_to_np_dtype(tensor.data_type))
-            # Copy on write: torch wants memory that it may write to.
-            data = np.memmap(model.parent / location, dtype, "c", offset, tuple(tensor.dims))
-            found[tensor.name] = torch.from_numpy(data).to(device)
+            # Copy on write: torch wants memory that it may write to. As bytes: numpy has no bfloat16 of torch's.
+            data = np.memmap(model.parent / location, np.uint8, "c", offset, (tensor_bytes(tensor),))
+            values = torch.from_numpy(data).view(getattr(torch, dtype_name(tensor.data_type)))
+            found[tensor.name] = values.view(tuple(tensor.dims)).to(device)
     return found

@@ -121,6 +121,8 @@ def create_session(
     if artifact is not None and graph is None and keeps_engines(target):
         engines = engine_folders(options.engine_cache, target, provider, artifact, profile)
     providers = {name: provider_options(target, name, engines) for name in wanted}
+    if CUDA_PROVIDER in providers and has_planar_bias(read):
+        providers[CUDA_PROVIDER]["fuse_conv_bias"] = "0"
     if profile is not None and provider == TENSORRT:
         providers[provider] |= profile_of_graph(profile, read, str(model)).options()
     if target.session.needs_cuda and options.stream is not None:
@@ -221,6 +223,18 @@ def _crashing(graph: onnx.GraphProto) -> str | None:
         if node.op_type == "LayerNormalization" and len(node.input) == 3 and not node.input[2]:
             return f"ONNX Runtime crashes on {node.name[:MOST_SAID]}: the name of its bias is empty, where it may be left out"
     return None
+
+
+def has_planar_bias(graph: onnx.ModelProto) -> bool:
+    """Whether a convolution of channels-first values has a bias.
+
+    With `fuse_conv_bias`, ONNX Runtime 1.31.1 asks cuDNN (9.19) for a convolution and a bias in one kernel whose result has its
+    channels first, and for float16 on an H200 there is none: HEURISTIC_QUERY_FAILED at the first run. NhwcConv has one.
+    """
+    return any(
+        node.op_type == "Conv" and node.domain in ("", "ai.onnx") and len(node.input) > 2 and node.input[2]
+        for node in graph.graph.node
+    )
 
 
 def provider_options(target: Target, provider: str, engines: EngineFolders | None) -> dict[str, str]:

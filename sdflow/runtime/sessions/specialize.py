@@ -264,11 +264,13 @@ CONTRIB_SHAPES: Mapping[str, _Rule] = {
     "MultiHeadAttention": _multi_head_attention,
     "NhwcConv": _nhwc_conv,
     "QuickGelu": _same,
+    "SimplifiedLayerNormalization": _same,
     "SkipGroupNorm": _same,
     "SkipLayerNormalization": _same,
+    "SkipSimplifiedLayerNormalization": _same,
 }
 """Operators of com.microsoft and of sdflow -> output shapes; and LayerNormalization, which ONNX has from opset 17 on and ONNX
-Runtime's fusions write into graphs of any opset. SkipLayerNormalization's mean and deviation are never asked for."""
+Runtime's fusions write into graphs of any opset. The means and deviations that norms can put out are never asked for."""
 
-TYPED_BY: Mapping[str, int] = {"MatMulIntegerToFloat": 2}
+TYPED_BY: Mapping[str, int] = {"MatMulIntegerToFloat": 2, "SimplifiedLayerNormalization": 1}
 """Of those whose output is not of their first input's element type: the input whose it is of."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import PassError, SlowerWarning, VerificationError
-from sdflow.families.part import Part
+from sdflow.families.shared.part import Part
 from sdflow.models.base import Role
 from sdflow.runtime.sessions.bound import Bound, input_types
 from sdflow.runtime.sessions.device_weights import DeviceWeights

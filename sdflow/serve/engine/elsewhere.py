@@ -1,22 +1,19 @@
 """What an image waits for that is no step: values on their way from the device, and work of the processor such as a PNG file.
 
-The engine goes on with other images meanwhile: it resumes the call when that is done.
+The engine goes on with other images meanwhile.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sdflow.runtime.drawing.host import Host, Result
+from sdflow.runtime.drawing.waits import Compute, Fetch
 from sdflow.runtime.sessions.place import Place
-
-if TYPE_CHECKING:
-    import torch
 
 WAIT_SECONDS = 0.002
 """An engine that has nothing else to do looks so often whether there is."""
@@ -25,43 +22,39 @@ MOST_THREADS = 8
 
 
 @dataclass(frozen=True)
-class Elsewhere:
-    """done: whether it is. wait: until it is, or for a little while. The call's thread knows where the result will be."""
+class Pending:
+    """done: whether it is. wait: until it is, or for a little while. result: what came of it; raises what the work raised."""
 
     done: Callable[[], bool]
     wait: Callable[[], object]
+    result: Callable[[], Any]
 
 
-class PausingHost(Host):
-    """In the place of a pipeline's own. ask: pauses the call until what is asked for is done."""
+def start(asked: Fetch | Compute) -> Pending:
+    """Begin with it. Work of the processor is done in another thread."""
+    if isinstance(asked, Fetch):
+        return _fetch(asked)
+    computing = _threads().submit(asked.work)
+    return Pending(computing.done, lambda: wait([computing], WAIT_SECONDS), computing.result)
 
-    def __init__(self, ask: Callable[[Elsewhere], object], place: Place) -> None:
-        self._ask, self._place = ask, place
 
-    def fetch(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The copies are queued behind what makes the values. Nobody but the engine asks the device whether they are done: while
-        a graph is captured, another thread must not."""
-        import torch
+def _fetch(asked: Fetch) -> Pending:
+    """The copies are queued behind what makes the values. Nobody but the engine asks the device whether they are done: while
+    a graph is captured, another thread must not."""
+    import torch
 
-        stream = self._place.stream
-        if stream is None:
-            return list(values)
-        with self._place.current():
-            found = [
-                torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
-                for value in values
-            ]
-            copied = torch.cuda.Event()
-            copied.record(stream)
-        self._ask(Elsewhere(copied.query, copied.synchronize))
-        # Memory that a device copies into is given back by this thread, not by any that had it last.
-        return [value.clone() for value in found]
-
-    def compute(self, work: Callable[[], Result]) -> Result:
-        """In another thread."""
-        computing: Future[Result] = _threads().submit(work)
-        self._ask(Elsewhere(computing.done, lambda: wait([computing], WAIT_SECONDS)))
-        return computing.result()
+    stream = asked.place.stream
+    if stream is None:
+        return Pending(lambda: True, lambda: None, lambda: list(asked.values))
+    with asked.place.current():
+        found = [
+            torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+            for value in asked.values
+        ]
+        copied = torch.cuda.Event()
+        copied.record(stream)
+    # Memory that a device copies into is given back by the engine's thread, not by any that had it last.
+    return Pending(copied.query, copied.synchronize, lambda: [value.clone() for value in found])
 
 
 class OneAhead:

@@ -1,32 +1,31 @@
-"""The loop: each image that is being drawn goes a step further in a turn, those that fit together in one run.
+"""The loop: each image that is being drawn goes a step further when it is its turn, those that fit together in one run.
 
-A turn: images that wait begin while there is a place; the oldest that ask for a step get it in one batch, as many as are
-fastest together; each goes on from there, to its next step or to its end. So a new image joins at the next step, and a
-finished one leaves. At its end an image waits for its decoder, for the safety checker and for its file (`elsewhere`): it has no
-place any more, and the others go on.
+A turn: images that wait begin while there is a place; those of the size that has had the least of the device's time get a step in
+one batch, the oldest first, as many as are fastest together; each goes on from there, to its next step or to its end. So a new
+image joins at the next step, a finished one leaves, and a small image waits for a step of a large one, not for all of it. At its
+end an image waits for its decoder, for the safety checker and for its file (`elsewhere`): it has no place any more, and the
+others go on.
 """
 
 from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import SdflowError
+from sdflow.runtime.drawing.drawing import Drawing
+from sdflow.runtime.drawing.waits import Compute, Fetch
 from sdflow.serve.engine.batch_plan import next_batch
-from sdflow.serve.engine.elsewhere import Elsewhere
-from sdflow.serve.engine.paused_call import PausedCall
-from sdflow.serve.engine.pausing import Alone, Asked, Shared
-from sdflow.serve.engine.served_pipeline import Callbacks, Finished, ServedPipeline
+from sdflow.serve.engine.elsewhere import Pending, start
+from sdflow.serve.engine.resident import Resident
+from sdflow.serve.engine.served_pipeline import Finished, Progress, ServedPipeline, Work, shared_steps
+from sdflow.serve.engine.shared_denoisers import SIZES_KEPT
 from sdflow.serve.engine.waiting import Waiting
 from sdflow.serve.jobs import Begun, Drawn, Failed, Job, LoraFile, Message, Preview, Stepped, Turned
-
-if TYPE_CHECKING:
-    import torch
 
 MOST_OVERTAKEN = 2
 """How many images may overtake one, for each place."""
@@ -35,27 +34,31 @@ Batch = tuple[int, int, float]
 """Images, places, seconds."""
 
 
-@dataclass
-class _Drawing:
-    """An image on its way. seconds: by stage. since: when it began to wait for what is done elsewhere."""
+@dataclass(eq=False)
+class _Running:
+    """An image on its way. It wants a step of its drawing, or waits for something. seconds: by stage. since: when it began to
+    wait."""
 
     job: Job
-    call: PausedCall[Asked, Any, Finished]
+    pipeline: ServedPipeline = field(init=False)
+    work: Work = field(init=False)
+    drawing: Drawing | None = None
+    pending: Pending | None = None
     seconds: dict[str, float] = field(default_factory=lambda: {"begin": 0.0, "steps": 0.0, "end": 0.0})
     since: float = 0.0
 
-    @property
-    def elsewhere(self) -> Elsewhere | None:
-        """What it waits for, if it is no step."""
-        return self.call.asked if isinstance(self.call.asked, Elsewhere) else None
+    def next_step(self) -> Hashable:
+        """What is equal for those that can share a run."""
+        assert self.drawing is not None, "it wants a step"
+        return self.job.pipeline, id(self.pipeline), id(shared_steps(self.drawing) or self)
 
 
 class Engine:
     """Draws jobs.
 
-    find: gives the pipeline that draws a job, with its LoRAs. ready: whether that is there; it begins to be made if the second
-    argument says so. seconds: of a run of each pipeline's denoiser by size of the
-    batch; these sizes are used. places: how many images are drawn at once. tell: is told what happens.
+    find: returns the pipeline that draws a job, with its LoRAs. ready: whether that is loaded; if its second argument is true,
+    loading starts. seconds: of a run of each pipeline's denoiser by batch size; these sizes are used. places: how many images of
+    one size are drawn at once. tell: receives messages about what happens.
     """
 
     def __init__(
@@ -70,7 +73,8 @@ class Engine:
         self._find, self._seconds, self._tell, self._ready = find, seconds, tell, ready
         self.places = places or max(max(each) for each in seconds.values())
         self._waiting = Waiting() if waiting is None else waiting
-        self._drawing: list[_Drawing] = []
+        self._running: list[_Running] = []
+        self._device_seconds: dict[Hashable, float] = {}
         self._overtaken = 0
         self.progress = 0
         """Changes whenever an image goes on."""
@@ -80,12 +84,12 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether there is something to do."""
-        return bool(self._waiting or self._drawing)
+        return bool(self._waiting or self._running)
 
     @property
     def jobs(self) -> tuple[Job, ...]:
         """That are being drawn; for other threads, too."""
-        return tuple(drawing.job for drawing in tuple(self._drawing))
+        return tuple(each.job for each in tuple(self._running))
 
     def submit(self, job: Job) -> None:
         """Draw this when there is a place for it."""
@@ -94,50 +98,52 @@ class Engine:
     def cancel(self, request: str) -> None:
         """Draw no more of a request; its places are free for the next turn."""
         self._waiting.cancel(request)
-        for drawing in [each for each in self._drawing if each.job.request == request]:
-            self._leave(drawing)
+        for running in [each for each in self._running if each.job.request == request]:
+            self._leave(running)
 
     def turn(self) -> bool:
-        """A batch of steps; whether any image is being drawn. Where none asks for a step, it waits a little for the others."""
+        """A batch of steps; whether any image is being drawn. Where none wants a step, it waits a little for the others."""
         self._resume()
-        while self._stepping < self.places and (job := self._waiting.take(self._next)) is not None:
+        while (job := self._waiting.take(self._next)) is not None:
             self._begin(job)
         self._look_ahead()
-        any_drawn, batches = bool(self._drawing), list[Batch]()
-        for pipeline, group in self._groups():
-            size = next_batch(len(group), self._seconds[pipeline])
-            batches += self._run_batch(group[:size], size)
-        if any_drawn and not batches:
+        any_drawn, batches = bool(self._running), list[Batch]()
+        if stepping := self._stepping:
+            group = self._next_group(stepping)
+            size = next_batch(len(group), self._seconds[group[0].job.pipeline])
+            batches = self._run_batch(group[:size], size)
+        elif any_drawn:
             self._wait()
-        counts = self._stepping, len(self._waiting)
+        counts = len(self._stepping), len(self._waiting)
         if batches or counts != self._counts:  # while all that waits is being made, turns follow each other quickly
             self._counts = counts
             self._tell(Turned(tuple(batches), *counts, self._resident.bytes()))
         return any_drawn
 
     @property
-    def _stepping(self) -> int:
-        return sum(drawing.elsewhere is None for drawing in self._drawing)
+    def _stepping(self) -> list[_Running]:
+        return [each for each in self._running if each.drawing is not None]
 
     def _resume(self) -> None:
-        """Go on with what is done elsewhere, and wait for nothing."""
-        for drawing in tuple(self._drawing):
-            while (waited := drawing.elsewhere) is not None and waited.done():
-                drawing.seconds["end"] += time.perf_counter() - drawing.since
-                self._go_on(drawing, "end", partial(drawing.call.answer, None))
+        """Go on with what was waited for, and wait for nothing."""
+        for running in tuple(self._running):
+            if running.pending is not None and running.pending.done():
+                running.seconds["end"] += time.perf_counter() - running.since
+                self._go_on(running, "end")
 
     def _wait(self) -> None:
-        for drawing in self._drawing:
-            if (waited := drawing.elsewhere) is not None:
-                waited.wait()
+        for running in self._running:
+            if running.pending is not None:
+                running.pending.wait()
                 return
 
     def _next(self, waiting: Sequence[Job]) -> Job | None:
-        """The oldest that waits; before it one with the LoRAs of what is being drawn, which shares its runs. But the oldest is
-        not overtaken again and again, unless its pipeline is still being made: then by anyone whose pipeline is there."""
+        """The oldest job with a free place, or before it one with the LoRAs that are being drawn, which shares its runs. It
+        is overtaken only so many times, unless its pipeline is still being made: then by any job whose pipeline is loaded."""
+        waiting = self._with_places(waiting)
         if not waiting:
             return None
-        oldest, kinds = waiting[0], {_kind(drawing.job) for drawing in self._drawing}
+        oldest, kinds = waiting[0], {_kind(each.job) for each in self._running}
         there = self._ready(oldest, True)
         found = oldest if there else None
         if not there or self._overtaken < MOST_OVERTAKEN * self.places:
@@ -148,9 +154,21 @@ class Engine:
             self._overtaken = 0 if found is oldest else self._overtaken + 1
         return found
 
+    def _with_places(self, waiting: Sequence[Job]) -> list[Job]:
+        """The jobs with a free place, the oldest first. Each size has `places` of them. A job of one size too many waits until
+        another size is done, and no later job overtakes it."""
+        taken = Counter(_size(each.job) for each in self._stepping)
+        found = []
+        for job in waiting:
+            if _size(job) not in taken and len(taken) == SIZES_KEPT:
+                break
+            if taken[_size(job)] < self.places:
+                found.append(job)
+        return found
+
     def _look_ahead(self) -> None:
         """While all places are taken, the pipeline of the next job with other LoRAs is made."""
-        kinds = {_kind(drawing.job) for drawing in self._drawing}
+        kinds = {_kind(each.job) for each in self._running}
         for job in self._waiting.jobs:
             if _kind(job) not in kinds:
                 self._ready(job, True)
@@ -158,74 +176,92 @@ class Engine:
 
     def _begin(self, job: Job) -> None:
         """From the prompt to the first step."""
-        told = Callbacks(
+        progress = Progress(
             lambda done, total: self._tell(Stepped(job.request, job.index, done, total)),
             lambda number, file: self._tell(Preview(job.request, job.index, number, file)),
         )
-        drawing = _Drawing(job, PausedCall(lambda ask: self._find(job).draw(job, ask, told)))
-        self._drawing.append(drawing)
+        running = _Running(job)
+        running.work = self._work(running, progress)
+        self._running.append(running)
         self._tell(Begun(job.request, job.index))
-        self._go_on(drawing, "begin", drawing.call.begin)
+        self._go_on(running, "begin")
 
-    def _groups(self) -> list[tuple[str, list[_Drawing]]]:
-        """What can be run together: of one pipeline and one size."""
-        groups: dict[tuple[str, int], list[_Drawing]] = {}
-        for drawing in self._drawing:
-            asked = drawing.call.asked
-            if isinstance(asked, Elsewhere):
-                continue
-            key = id(asked.steps) if isinstance(asked, Shared) else id(drawing)
-            groups.setdefault((drawing.job.pipeline, key), []).append(drawing)
-        return [(pipeline, group) for (pipeline, _), group in groups.items()]
+    def _work(self, running: _Running, progress: Progress) -> Work:
+        running.pipeline = self._find(running.job)
+        return (yield from running.pipeline.draw(running.job, progress))
 
-    def _run_batch(self, together: Sequence[_Drawing], size: int) -> list[Batch]:
-        """Run one batch. What a batch cannot, as for want of memory, each image tries by itself: only one that fails so fails."""
-        begun = time.perf_counter()
+    def _next_group(self, stepping: Sequence[_Running]) -> list[_Running]:
+        """The images of one pipeline and size that share the next run: those that have had the least of the device's time. A new
+        group starts with the least time of the present ones."""
+        groups: dict[Hashable, list[_Running]] = {}
+        for running in stepping:
+            groups.setdefault(running.next_step(), []).append(running)
+        had = self._device_seconds
+        least = min((had[key] for key in groups if key in had), default=0.0)
+        self._device_seconds = {key: had.get(key, least) for key in groups}
+        return groups[min(groups, key=self._device_seconds.__getitem__)]
+
+    def _run_batch(self, together: Sequence[_Running], size: int) -> list[Batch]:
+        """Run one batch. When it fails, for lack of memory for example, each image is run by itself, and only those fail that
+        fail so too."""
+        key, begun = together[0].next_step(), time.perf_counter()
         try:
-            outputs = _outputs([drawing.call.asked for drawing in together], size)
+            together[0].pipeline.step([each.drawing for each in together if each.drawing is not None], size)
         except Exception as error:  # noqa: BLE001  (ONNX Runtime's and torch's have no common class; it is told)
             if len(together) > 1:
-                return [batch for drawing in together for batch in self._run_batch([drawing], 1)]
+                return [batch for running in together for batch in self._run_batch([running], 1)]
             self._leave(together[0])
-            self._failed(together[0], error)
+            self._failed(together[0].job, error)
             return []
         seconds = time.perf_counter() - begun
-        for drawing, output in zip(together, outputs, strict=True):
-            drawing.seconds["steps"] += seconds / len(together)
-            self._go_on(drawing, "steps", partial(drawing.call.answer, output))
+        self._device_seconds[key] += seconds
+        for running in together:
+            running.seconds["steps"] += seconds / len(together)
+            self._go_on(running, "steps")
         return [(len(together), size, seconds)]
 
-    def _go_on(self, drawing: _Drawing, stage: str, go_on: Callable[[], None]) -> None:
+    def _go_on(self, running: _Running, stage: str) -> None:
+        """To its next step, to what it waits for, or to its end."""
         begun = time.perf_counter()
         self.progress += 1
-        go_on()
-        self.progress += 1
-        drawing.since = time.perf_counter()
-        stays = drawing.call.asked is not None and drawing.elsewhere is None
-        drawing.seconds[stage if stays else "end"] += drawing.since - begun
-        if drawing.call.asked is None:
-            self._end(drawing)
-
-    def _end(self, drawing: _Drawing) -> None:
-        self._drawing.remove(drawing)
-        job = drawing.job
-        self._waiting.release(job)
+        finished: Finished | None = None
         try:
-            image = drawing.call.result()
+            self._advance(running)
+        except StopIteration as end:
+            finished = end.value
         except Exception as error:  # noqa: BLE001  (it is told, with its traceback if nobody foresaw it)
-            self._failed(drawing, error)
-        else:
-            seconds = dict(drawing.seconds)
-            self._tell(Drawn(job.request, job.index, image.file, image.size, image.flagged, seconds))
+            self._leave(running)
+            self._failed(running.job, error)
+            return
+        finally:
+            self.progress += 1
+        running.since = time.perf_counter()
+        running.seconds["end" if running.drawing is None else stage] += running.since - begun
+        if finished is not None:
+            self._leave(running)
+            job, seconds = running.job, dict(running.seconds)
+            self._tell(Drawn(job.request, job.index, finished.file, finished.size, finished.flagged, seconds))
 
-    def _leave(self, drawing: _Drawing) -> None:
-        self._drawing.remove(drawing)
-        self._waiting.release(drawing.job)
+    def _advance(self, running: _Running) -> None:
+        """Raises StopIteration at its end."""
+        pending, running.drawing, running.pending = running.pending, None, None
+        wanted = next(running.work) if pending is None else _sent(running.work, pending)
+        while not isinstance(wanted, Drawing):
+            pending = start(wanted)
+            if not pending.done():
+                running.pending = pending
+                return
+            wanted = _sent(running.work, pending)
+        running.drawing = wanted
+
+    def _leave(self, running: _Running) -> None:
+        self._running.remove(running)
+        self._waiting.release(running.job)
         self.progress += 1
-        drawing.call.end()
+        running.work.close()
 
-    def _failed(self, drawing: _Drawing, error: Exception) -> None:
-        job, kind = drawing.job, type(error).__name__
+    def _failed(self, job: Job, error: Exception) -> None:
+        kind = type(error).__name__
         if isinstance(error, SdflowError):
             self._tell(Failed(job.request, job.index, kind, error.what, error.where, error.remedy))
             return
@@ -234,34 +270,20 @@ class Engine:
         self._tell(Failed(job.request, job.index, kind, str(error)))
 
 
+def _sent(work: Work, pending: Pending) -> Drawing | Fetch | Compute:
+    """What the image wants next, with what came of what it waited for."""
+    try:
+        found = pending.result()
+    except Exception as error:  # noqa: BLE001  (the image's own, whatever it is)
+        return work.throw(error)
+    return work.send(found)
+
+
 def _kind(job: Job) -> tuple[str, tuple[LoraFile, ...]]:
     """What must be equal for two to share runs."""
     return job.pipeline, job.loras
 
 
-def _outputs(asked: Sequence[Asked | None], size: int) -> list[torch.Tensor]:
-    import torch
-
-    shared = [each for each in asked if isinstance(each, Shared)]
-    with torch.no_grad():
-        if not shared:
-            return [each.run() for each in asked if isinstance(each, Alone)]
-        return shared[0].steps.run([each.step for each in shared], size)
-
-
-class Resident:
-    """Bytes of this process in memory, looked up now and then: that takes as long as several steps' messages."""
-
-    SECONDS = 0.5
-
-    def __init__(self) -> None:
-        import psutil
-
-        self._process = psutil.Process()
-        self._known, self._until = 0, 0.0
-
-    def bytes(self) -> int:
-        """As of half a second ago at most."""
-        if time.monotonic() >= self._until:
-            self._known, self._until = int(self._process.memory_info().rss), time.monotonic() + self.SECONDS
-        return self._known
+def _size(job: Job) -> Hashable:
+    """Of its images, as far as it is known before one begins."""
+    return job.pipeline, job.arguments.get("height"), job.arguments.get("width")

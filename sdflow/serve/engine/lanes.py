@@ -30,11 +30,11 @@ class _Lane:
 
 
 class Lanes:
-    """The engines of a process. tell: is told what happens, by one thread at a time. share: as of `Waiting`."""
+    """The engines of a process. tell: receives what happens; calls are serialized. share: as of `Waiting`."""
 
     def __init__(self, tell: Tell, share: Callable[[Job], float] = lambda job: 0.0) -> None:
         self.waiting = Waiting(share)
-        self._tell, self._telling = tell, threading.Lock()
+        self._tell, self._one_at_a_time = tell, threading.Lock()
         self._lanes: list[_Lane] = []
         self._drawing: list[int] = []
         self._ended = False
@@ -42,7 +42,7 @@ class Lanes:
     def add(self, make: Callable[[Waiting, Tell], Engine]) -> None:
         """One more engine; only before they run."""
         self._drawing.append(0)
-        self._lanes.append(_Lane(make(self.waiting, partial(self._told, len(self._lanes)))))
+        self._lanes.append(_Lane(make(self.waiting, partial(self._pass_on, len(self._lanes)))))
 
     @property
     def engines(self) -> list[Engine]:
@@ -99,8 +99,8 @@ class Lanes:
                 engine.cancel(request)
             stuck = not engine.turn()  # what it waits for is being made
 
-    def _told(self, number: int, message: Message) -> None:
-        with self._telling:
+    def _pass_on(self, number: int, message: Message) -> None:
+        with self._one_at_a_time:
             if isinstance(message, Turned):
                 self._drawing[number] = message.drawing
                 message = replace(message, drawing=sum(self._drawing))

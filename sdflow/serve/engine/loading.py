@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from sdflow.errors import UsageError, VerificationError
 from sdflow.machine.device import cores
 from sdflow.manifest import read_manifest
+from sdflow.serve.engine.batch_plan import worthwhile_sizes
 from sdflow.serve.engine.pulse import LEAST_SECONDS, TIMES, Patience
 from sdflow.serve.engine.waiting import Waiting
 from sdflow.serve.jobs import Failed, Image, Job, Message
@@ -40,6 +41,9 @@ OURS = 0.8
 ROUNDS = 2
 STEPS = 8
 """Of the images that lanes are measured by."""
+
+MEASURED_RUNS = 5
+"""Of the denoiser, for each size of a batch."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +170,7 @@ def spent(lanes: Sequence[LoadedLane], name: str, images: int) -> Spent:
 
 
 def _nobody(message: Message) -> None:
-    """Is told."""
+    """Drops it."""
 
 
 def warm(name: str, pipeline: ServedPipeline, options: WorkerOptions) -> dict[int, float]:
@@ -183,7 +187,32 @@ def warm(name: str, pipeline: ServedPipeline, options: WorkerOptions) -> dict[in
             raise VerificationError(f"cannot draw: {failed.what}", where=str(options.pipelines[name]))
     if pipeline.why_alone is not None:
         return {1: 1.0}
-    return pipeline.measure(options.batch_sizes)
+    return measured_seconds(pipeline, options.batch_sizes)
+
+
+def measured_seconds(pipeline: ServedPipeline, sizes: Sequence[int] | None = None) -> dict[int, float]:
+    """Seconds of a run of the denoiser by size of the batch, at the model's own size: of these sizes, or of those that are worth
+    it."""
+    stage, side = pipeline.base, pipeline.base.latents.size
+    steps = pipeline.shared_steps(side, side)
+    if steps is None:
+        return {1: 1.0}
+
+    def measured(size: int) -> float | None:
+        with stage.place.current():
+            try:
+                return steps.seconds(size, runs=MEASURED_RUNS, halves=halves, schedule=schedule)
+            except (VerificationError, RuntimeError, MemoryError):  # no room
+                steps.forget(size)
+                return None
+
+    own = stage.defaults["text"]
+    halves = 2 if stage.family.guided(stage.configs, own.guidance_scale) else 1
+    schedule = stage.schedule(own.steps, (side, side), guidance_scale=None)
+    if sizes is None:
+        return worthwhile_sizes(measured)
+    found = {size: measured(size) for size in sizes}
+    return {size: taken for size, taken in found.items() if taken is not None}
 
 
 def warm_up_job(name: str, pipeline: ServedPipeline) -> Job:

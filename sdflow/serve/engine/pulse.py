@@ -55,7 +55,7 @@ class Patience:
 
 
 class Pulses:
-    """The worker's. tell: is told each, in a thread of its own."""
+    """The worker's. tell: receives each, on a thread of its own."""
 
     def __init__(self, tell: Callable[[Pulse], None]) -> None:
         self._tell = tell
@@ -88,7 +88,7 @@ class Pulses:
 
 
 class Watchdog:
-    """The server's, of one worker. give_up: ends that, and is told why; in a thread of its own."""
+    """The server's, of one worker. give_up: ends that and receives the reason, on a thread of its own."""
 
     def __init__(self, give_up: Callable[[Lost], None]) -> None:
         self._give_up = give_up

@@ -1,23 +1,21 @@
-"""A pipeline that draws many images at once, each by a call of its own that is paused at every step."""
+"""A pipeline that draws many images at once, each by a drawing of its own, whose steps are run together with others'."""
 
 from __future__ import annotations
 
 import copy
 import io
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, cast
 
-from sdflow.errors import VerificationError
-from sdflow.families.defaults import Task
+from sdflow.families.shared.defaults import Task
 from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.runtime.denoiser.control import Control
 from sdflow.runtime.denoiser.schedule import named_scheduler
-from sdflow.runtime.drawing.loaded import Images
-from sdflow.runtime.drawing.preview import Preview
+from sdflow.runtime.drawing.drawing import Drawing
+from sdflow.runtime.drawing.waits import Compute, Fetch
 from sdflow.runtime.ensemble import Ensemble
 from sdflow.runtime.files.folder import folder_family, load_submodel
 from sdflow.runtime.files.recorded_tuning import recorded_tuning
@@ -26,19 +24,15 @@ from sdflow.runtime.sessions.device_weights import DeviceWeights
 from sdflow.runtime.sessions.live_weights import LiveWeights
 from sdflow.runtime.sessions.session import LoadOptions
 from sdflow.runtime.sessions.submodel import Submodel
-from sdflow.serve.engine.batch_plan import worthwhile_sizes
 from sdflow.serve.engine.cuts import Cuts
-from sdflow.serve.engine.elsewhere import PausingHost
-from sdflow.serve.engine.pausing import Ask, HeldSteps, PausingDenoisers, StepsOfSizes
-from sdflow.serve.engine.shared_steps import Step
+from sdflow.serve.engine.elsewhere import OneAhead
+from sdflow.serve.engine.shared_denoisers import SharedDenoisers
+from sdflow.serve.engine.shared_steps import SharedDenoiser, SharedSteps
 from sdflow.serve.jobs import Beside, Image, Job
 from sdflow.targets import find_target
 
 if TYPE_CHECKING:
     import PIL.Image
-
-MEASURED_RUNS = 5
-QUEUED_RUNS = 4
 
 RESTING = {"session.intra_op.allow_spinning": "0"}
 """The threads of a session that has nothing to do would go round for a while, on the cores that the next session's need:
@@ -49,9 +43,13 @@ Reload = Callable[[Path, str, LiveWeights | None, DeviceWeights | None], Submode
 are there."""
 
 
+Work = Generator[Drawing | Fetch | Compute, Any, "Finished"]
+"""Gives what an image waits for: a drawing that wants a step, which is run before it goes on; and what is done elsewhere."""
+
+
 @dataclass(frozen=True)
-class Callbacks:
-    """What a call tells on the way. step: steps done and in all. preview: its number, and the image as a file."""
+class Progress:
+    """What is told of an image on the way. step: steps done and in all. preview: its number, and the image as a file."""
 
     step: Callable[[int, int], None] = lambda done, total: None
     preview: Callable[[int, bytes], None] = lambda number, file: None
@@ -69,8 +67,6 @@ class Finished:
 class ServedPipeline:
     """A pipeline, with its refiner if it has one."""
 
-    output_type: ClassVar[Literal["pil", "np"]] = "pil"
-
     def __init__(
         self,
         pipeline: Pipeline | Ensemble,
@@ -81,8 +77,9 @@ class ServedPipeline:
         self.pipeline, self._reload = pipeline, reload
         self.stages = [pipeline] if isinstance(pipeline, Pipeline) else [pipeline.base, pipeline.refiner]
         self._cuts = Cuts() if cuts is None else cuts
-        self._steps: list[StepsOfSizes | HeldSteps] = [StepsOfSizes(stage, self._cuts) for stage in self.stages]
+        self._denoisers = [SharedDenoisers(stage, self._cuts) for stage in self.stages]
         self._hold: Callable[[], None] = lambda: None
+        self._ahead = OneAhead(self.base.place)
 
     @classmethod
     def load(cls, folder: Path, threads: int | None = None, checker: bool = True) -> ServedPipeline:
@@ -123,15 +120,17 @@ class ServedPipeline:
 
     def keep_sizes(self, pixels: int) -> None:
         """What was made for several sizes stays as long as these have no more pixels than this together."""
-        for stage, steps in zip(self.stages, self._steps, strict=True):
-            if isinstance(steps, StepsOfSizes):
-                steps.room = pixels // stage.latents.scale**2
+        for stage, denoisers in zip(self.stages, self._denoisers, strict=True):
+            denoisers.room = pixels // stage.latents.scale**2
 
     def holding(self, hold: Callable[[], None]) -> ServedPipeline:
         """The same sessions with other weights. hold: lets the next runs read them (`sdflow.runtime.sessions.live_weights`)."""
+        base = copy.copy(self.base)
+        base.schedules = {}  # what timesteps give depends on the weights, and is kept by schedule
         other = copy.copy(self)
+        other.stages = [base, *self.stages[1:]]
+        other.pipeline = base if isinstance(self.pipeline, Pipeline) else Ensemble(*other.stages)
         other._hold = hold
-        other._steps = [HeldSteps(self._steps[0], hold), *self._steps[1:]]
         return other
 
     def prepare(self, job: Job, size: int = 1) -> None:
@@ -146,7 +145,7 @@ class ServedPipeline:
         _, _, rows, columns = base.latents_shape(1, given.get("height"), given.get("width"))
         task: Task = "text" if job.image is None else "image" if job.mask is None else "inpaint"
         scale = given.get("guidance_scale", base.defaults[task].guidance_scale)
-        steps = self._steps[0].of(rows, columns)
+        steps = self.shared_steps(rows, columns)
         if steps is not None:
             steps.form(size, 2 if base.family.guided(base.configs, scale) else 1)
 
@@ -155,105 +154,84 @@ class ServedPipeline:
         """That which begins."""
         return self.stages[0]
 
+    def shared_steps(self, rows: int, columns: int) -> SharedSteps | None:
+        """Of the stage that begins, for latents of so many rows and columns; None where images are not drawn together."""
+        return self._denoisers[0].of(rows, columns)
+
     @property
     def why_alone(self) -> str | None:
         """Why images are not drawn together; None where they are. Known when one was drawn."""
-        return self._steps[0].why_alone
+        return self._denoisers[0].why_alone
 
-    def draw(self, job: Job, ask: Ask, told: Callbacks = Callbacks()) -> Finished:
-        """One image. ask: gives what the model makes of a step. Raises UsageError as a call of a pipeline."""
+    def draw(self, job: Job, progress: Progress = Progress()) -> Work:
+        """One image, by a generator that says what it waits for. Raises UsageError as a pipeline does."""
+        number = 0
+        for drawing in self._drawings(job):
+            previewed = preview_steps(job.previews, drawing.runs)
+            while not drawing.done:
+                yield drawing
+                progress.step(drawing.index, drawing.runs)
+                if drawing.index - 1 in previewed:  # the safety checker sees that, too
+                    preview = drawing.preview()
+                    (image,) = (yield from self.base.finishing(preview.latents, kept=preview.kept)).images
+                    progress.preview(number, (yield Compute(partial(encoded, image, job))))
+                    number += 1
+        drawn = yield from drawing.finishing()
+        (image,), flags = drawn.images, drawn.nsfw_content_detected
+        file = yield Compute(partial(encoded, image, job))
+        return Finished(file, image.size, None if flags is None else flags[0])
+
+    def step(self, drawings: Sequence[Drawing], size: int) -> None:
+        """Run the denoiser once for one drawing, or for several with the same `shared_steps`, in a batch of this size. On a GPU
+        that is queued, and the run before it is done. Raises VerificationError when the provider cannot."""
+        import torch
+
+        with self.base.place.current(), torch.no_grad():
+            self._hold()
+            steps = shared_steps(drawings[0])
+            if steps is None:
+                drawings[0].step()
+            else:
+                shared = [cast(SharedDenoiser, each.denoiser) for each in drawings]
+                wanted = [
+                    own.at(each.inputs, each.latents(), each.index) for own, each in zip(shared, drawings, strict=True)
+                ]
+                for drawing, output in zip(drawings, steps.run(wanted, size), strict=True):
+                    drawing.take(output)
+            self._ahead.queued()
+
+    def _drawings(self, job: Job) -> Iterator[Drawing]:
+        """That of the pipeline, then that of its refiner, if it has one."""
         import torch
 
         with self.base.place.current():
-            self._hold()  # for the text encoders, which run before the first pause
-        stages = [
-            self._for_one_call(stage, steps, job, ask) for stage, steps in zip(self.stages, self._steps, strict=True)
-        ]
-        call = stages[0] if isinstance(self.pipeline, Pipeline) else Ensemble(*stages)
-        given: dict[str, Any] = {} if job.mask is None else {"mask_image": _pil(job.mask)}
-        if job.previews:
-            given["callback_on_preview"] = self._previewing(stages[0], job, told)
-        result = call(
-            [job.prompt],
-            None if job.image is None else _pil(job.image),
-            negative_prompt=job.negative_prompt,
-            generator=[torch.Generator().manual_seed(job.seed)],
-            callback_on_step_end=lambda index, timestep, total: told.step(index + 1, total),
-            output_type=self.output_type,
-            **given,
+            self._hold()  # for the text encoders
+        stages = [self._for_one_image(*each, job) for each in zip(self.stages, self._denoisers, strict=True)]
+        image = None if job.image is None else _pil(job.image)
+        settings: dict[str, Any] = {
+            **({} if job.mask is None else {"mask_image": _pil(job.mask)}),
+            "negative_prompt": job.negative_prompt,
+            "generator": [torch.Generator().manual_seed(job.seed)],
             **_beside(job.beside),
             **job.arguments,
-        )
-        return stages[0].host.compute(partial(self.finished, job, result))
+        }
+        if isinstance(self.pipeline, Pipeline):
+            yield stages[0].drawing([job.prompt], image, **settings)
+        else:
+            yield from Ensemble(*stages).drawings([job.prompt], image, **settings)
 
-    def finished(self, job: Job, drawn: Images) -> Finished:
-        """What is drawn, as a file."""
-        (image,), flags = drawn.images, drawn.nsfw_content_detected
-        return Finished(encoded(image, job), image.size, None if flags is None else flags[0])
-
-    def _for_one_call(self, stage: Pipeline, steps: StepsOfSizes | HeldSteps, job: Job, ask: Ask) -> Pipeline:
-        """The pipeline with the same submodels, its scheduler as the job has it, and denoisers that pause."""
+    def _for_one_image(self, stage: Pipeline, denoisers: SharedDenoisers, job: Job) -> Pipeline:
+        """The pipeline with the same submodels, its scheduler as the job has it, and denoisers that images share."""
         made = copy.copy(stage)
         if job.scheduler is not None:
             made.scheduler = named_scheduler(job.scheduler, stage.scheduler.config, stage.family.noising)
-        made.denoisers = PausingDenoisers(steps, stage.denoisers, ask, stage.place)
-        made.host = PausingHost(ask, stage.place)
+        made.denoisers = denoisers
         return made
 
-    def _previewing(self, pausing: Pipeline, job: Job, told: Callbacks) -> Callable[[Preview], None]:
-        """Decodes what a drawing is becoming, as often as the job wants it; the safety checker sees that too."""
-        number = 0
 
-        def show(preview: Preview) -> None:
-            nonlocal number
-            if preview.index in preview_steps(job.previews, preview.total):
-                (image,) = pausing.finish(preview.latents, kept=preview.kept).images
-                told.preview(number, pausing.host.compute(lambda: encoded(image, job)))
-                number += 1
-
-        return show
-
-    def measure(self, sizes: Sequence[int] | None = None) -> dict[int, float]:
-        """Seconds of a run of the denoiser by size of the batch, at the model's own size: of these sizes, or of those that are
-        worth it."""
-        latents, stage = self.base.latents, self.base
-        steps = self._steps[0].of(latents.size, latents.size)
-        if steps is None:
-            return {1: 1.0}
-        own = stage.defaults["text"]
-        halves = 2 if stage.family.guided(stage.configs, own.guidance_scale) else 1
-        schedule = stage.schedule(own.steps, (latents.size, latents.size), guidance_scale=None)
-        denoiser = stage.submodels[stage.family.denoiser]
-        in_a_row = 1 if stage.place.stream is None else QUEUED_RUNS  # what queues one is done while another is computed
-
-        def measured(size: int) -> float | None:
-            import torch
-
-            shapes = denoiser.shapes({**steps.sizes, "batch": halves})
-            with stage.place.current(), torch.no_grad():
-                latents = shapes.pop(steps.moving.latents)
-                given = {name: torch.zeros(shape) for name, shape in shapes.items() if name != steps.moving.timestep}
-                texts = [steps.texts(given, halves) for _ in range(size)]
-                sample = torch.randn(latents[1:])
-                batch = [Step(sample, text, steps.times(schedule), 0) for text in texts]
-                try:
-                    steps.run(batch, size)
-                except (VerificationError, RuntimeError, MemoryError):  # no room
-                    steps.forget(size)
-                    return None
-                seconds = []
-                for _ in range(MEASURED_RUNS):
-                    begun = time.perf_counter()
-                    for _ in range(in_a_row):
-                        found = steps.run(batch, size)
-                    found[0].cpu()
-                    seconds.append((time.perf_counter() - begun) / in_a_row)
-            return min(seconds)
-
-        if sizes is None:
-            return worthwhile_sizes(measured)
-        found = {size: measured(size) for size in sizes}
-        return {size: taken for size, taken in found.items() if taken is not None}
+def shared_steps(drawing: Drawing) -> SharedSteps | None:
+    """With what it may share a run; None: with nothing."""
+    return drawing.denoiser.steps if isinstance(drawing.denoiser, SharedDenoiser) else None
 
 
 def preview_steps(previews: int, runs: int) -> tuple[int, ...]:

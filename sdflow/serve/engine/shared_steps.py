@@ -8,28 +8,26 @@ brings its own. An image without guidance takes both rows of a batch with guidan
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import PassError
-from sdflow.machine.onnx_runtime import numpy_type
 from sdflow.models.base import Role
+from sdflow.runtime.denoiser.denoiser import DenoiserInputs
 from sdflow.runtime.denoiser.moving import Moving
 from sdflow.runtime.denoiser.schedule import Schedule
-from sdflow.runtime.sessions.bound import Bound, data_inputs
+from sdflow.runtime.denoiser.time_values import TimeValues, table
+from sdflow.runtime.sessions.bound import Bound, empty_inputs
 from sdflow.runtime.sessions.submodel import Submodel
 from sdflow.serve.engine.cuts import Cuts
-from sdflow.serve.engine.elsewhere import OneAhead
 
 if TYPE_CHECKING:
     import torch
 
-ALIGNMENT = 256
-"""Bytes; kernels read several values at once."""
-
 TABLES_KEPT = 16
+QUEUED_RUNS = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,22 +67,13 @@ class SharedSteps:
         self._time_values = parts.time_values
         self._text_values = parts.text_values
         with model.place.current():
-            self._text = Bound(text, model.place, _zeros(text, model.place.device))
+            self._text = Bound(text, model.place, empty_inputs(text, model.place.device))
         self._tables: list[tuple[Schedule, torch.Tensor]] = []
         self._forms: dict[tuple[int, int], _Form] = {}
-        self._hold: Callable[[], None] = lambda: None
-        self._ahead = OneAhead(model.place)
-
-    def holding(self, hold: Callable[[], None]) -> SharedSteps:
-        """The same sessions with other weights. hold: lets the next runs read them (`sdflow.runtime.sessions.live_weights`)."""
-        other = copy.copy(self)
-        other._hold, other._tables = hold, []
-        return other
 
     def texts(self, conditions: Mapping[str, torch.Tensor], halves: int) -> Texts:
         """What the step reads of these conditions: of one image, `halves` rows."""
         with self._model.place.current():
-            self._hold()
             for name, value in conditions.items():
                 self._text.inputs[name].copy_(value)  # a single row goes to both
             found: dict[str, torch.Tensor] = {**self._text.inputs, **self._text.run()}  # a step may read either
@@ -92,31 +81,19 @@ class SharedSteps:
 
     def times(self, schedule: Schedule) -> torch.Tensor:
         """(steps, width): what the step reads of each timestep of a schedule."""
-        import torch
-
-        for known, table in self._tables:
+        for known, made in self._tables:
             if known is schedule:
-                return table
+                return made
         with self._model.place.current():
-            self._hold()
             given = {self.moving.timestep: schedule.timesteps.reshape(-1)}
-            values = Bound(self._timestep_session, self._model.place, given).run()
-            table = torch.cat([values[name].flatten(1) for name in self._time_values], dim=1)
-        self._tables = [*self._tables[-TABLES_KEPT + 1 :], (schedule, table)]
-        return table
+            made = table(Bound(self._timestep_session, self._model.place, given).run(), self._time_values)
+        self._tables = [*self._tables[-TABLES_KEPT + 1 :], (schedule, made)]
+        return made
 
     def run(self, steps: Sequence[Step], size: int) -> list[torch.Tensor]:
-        """What the model makes of each: (halves, channels, rows, columns). size: of the batch, at least as many. On a GPU it is
-        queued, and the run before it is done.
-
-        Raises VerificationError when the provider cannot.
-        """
-        form = self.form(size, max(step.texts.halves for step in steps))
-        with self._model.place.current():
-            self._hold()
-            found = form.run(steps)
-            self._ahead.queued()
-            return found
+        """What the model makes of each: (halves, channels, rows, columns), good until the next run. size: of the batch, at
+        least as many. Raises VerificationError when the provider cannot."""
+        return self.form(size, max(step.texts.halves for step in steps)).run(steps)
 
     def form(self, size: int, halves: int) -> _Form:
         """The session for a batch of so many images, made when it is first wanted."""
@@ -133,10 +110,57 @@ class SharedSteps:
                 self._forms[size, halves] = _Form(session, self._model, self._time_values, names, size, halves)
         return self._forms[size, halves]
 
+    def seconds(self, size: int, *, runs: int, halves: int, schedule: Schedule) -> float:
+        """Of a run of a batch of this size, the least of so many. Raises what `run` raises where there is no room for it."""
+        import torch
+
+        in_a_row = (
+            1 if self._model.place.stream is None else QUEUED_RUNS
+        )  # what queues one is done while another is computed
+        with torch.no_grad():
+            shapes = self._model.shapes({**self.sizes, "batch": halves})
+            latents, _ = shapes.pop(self.moving.latents), shapes.pop(self.moving.timestep)
+            given = {name: torch.zeros(shape) for name, shape in shapes.items()}
+            sample, times = torch.randn(latents[1:], device=self._model.place.device), self.times(schedule)
+            batch = [Step(sample, self.texts(given, halves), times, 0) for _ in range(size)]
+            self.run(batch, size)
+            taken = []
+            for _ in range(runs):
+                begun = time.perf_counter()
+                for _ in range(in_a_row):
+                    found = self.run(batch, size)
+                found[0].cpu()
+                taken.append((time.perf_counter() - begun) / in_a_row)
+        return min(taken)
+
     def forget(self, size: int) -> None:
         """Give the memory of the batches of this size back."""
         for key in [key for key in self._forms if key[0] == size]:
             del self._forms[key]
+
+
+class SharedDenoiser:
+    """The denoiser (`sdflow.runtime.denoiser.denoiser.Denoiser`) of one image among others: what depends on its prompt and its
+    schedule."""
+
+    def __init__(self, steps: SharedSteps, halves: int) -> None:
+        """halves: 2 with guidance, else 1."""
+        self.steps, self._halves = steps, halves
+        self._held: tuple[DenoiserInputs, Texts, torch.Tensor] | None = None
+
+    def run(self, inputs: DenoiserInputs, latents: torch.Tensor, index: int) -> torch.Tensor:
+        return self.steps.run([self.at(inputs, latents, index)], 1)[0]
+
+    def at(self, inputs: DenoiserInputs, latents: torch.Tensor, index: int) -> Step:
+        """The step of these latents (1, channels, rows, columns) at this index, for a run with others."""
+        import torch
+
+        if self._held is None or self._held[0] is not inputs:
+            texts = self.steps.texts(inputs.conditions, self._halves)
+            self._held = inputs, texts, self.steps.times(inputs.schedule)
+        _, texts, times = self._held
+        sample = latents if inputs.context is None else torch.cat([latents, inputs.context], dim=1)
+        return Step(sample[0], texts, times, index)
 
 
 class _Form:
@@ -149,9 +173,9 @@ class _Form:
         latents, and of the output."""
         latents, self._prediction = names
         self._size, self._halves, self._place = size, halves, model.place
-        inputs = _zeros(session, model.place.device)
-        self._times, own, self._picked = _in_one_piece({name: inputs[name] for name in times}, size)
-        self._bound = Bound(session, model.place, {**inputs, **own})
+        inputs = empty_inputs(session, model.place.device)
+        self._times = TimeValues({name: inputs[name] for name in times}, size)
+        self._bound = Bound(session, model.place, {**inputs, **self._times.tensors})
         self._sample = inputs[latents]
         self._texts = {name: value for name, value in inputs.items() if name not in times and name != latents}
         self._placed: list[Texts | None] = [None] * size
@@ -166,9 +190,8 @@ class _Form:
             for place, step in zip(places, steps, strict=True):
                 samples[place], rows[place] = step.sample, step.times[step.index]
             self._sample.copy_(torch.stack(samples))
-            torch.take(torch.stack(rows), self._picked, out=self._times)
-            found = self._bound.run()[self._prediction].to(torch.float32, copy=True)
-            found = found.unflatten(0, (self._halves, self._size))
+            self._times.put(torch.stack(rows))
+            found = self._bound.run()[self._prediction].unflatten(0, (self._halves, self._size))
             return [found[-step.texts.halves :, place] for place, step in zip(places, steps, strict=True)]
 
     def _places(self, wanted: Sequence[Texts]) -> list[int]:
@@ -189,39 +212,3 @@ class _Form:
         for name, target in self._texts.items():
             target.unflatten(0, (self._halves, self._size, -1))[:, place].copy_(texts.values[name])
         self._placed[place] = texts
-
-
-def _in_one_piece(
-    values: Mapping[str, torch.Tensor], size: int
-) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
-    """A piece of memory, slices of it that are like these values, and which element of (images, width) goes where in it.
-
-    So one copy sets them all. The rows of each value are those of the images, one time or several.
-    """
-    import torch
-
-    dtypes = {value.dtype for value in values.values()}
-    if len(dtypes) != 1:
-        raise PassError(f"the values of a timestep are of {len(dtypes)} types", where="split")
-    (dtype,), (device, *_) = dtypes, [value.device for value in values.values()]
-    step = ALIGNMENT // dtype.itemsize
-    width = sum(value[0].numel() for value in values.values())
-    picked, begin = [], 0
-    for value in values.values():
-        image = torch.arange(len(value)) % size
-        index = image[:, None] * width + begin + torch.arange(value[0].numel())[None]
-        picked.append(torch.nn.functional.pad(index.reshape(-1), (0, -value.numel() % step)))
-        begin += value[0].numel()
-    memory = torch.zeros(sum(map(len, picked)), dtype=dtype, device=device)
-    slots = zip(values.items(), memory.split([len(each) for each in picked]), strict=True)
-    own = {name: slot[: value.numel()].view(value.shape) for (name, value), slot in slots}
-    return memory, own, torch.cat(picked).to(device)
-
-
-def _zeros(session: Any, device: str) -> dict[str, torch.Tensor]:
-    import torch
-
-    return {
-        value.name: torch.zeros(tuple(value.shape), dtype=getattr(torch, numpy_type(value)), device=device)
-        for value in data_inputs(session)
-    }

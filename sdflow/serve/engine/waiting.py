@@ -37,7 +37,7 @@ class Waiting:
             self.changed.notify_all()
 
     def cancel(self, request: str) -> None:
-        """Without what is of this request."""
+        """Remove the jobs of this request."""
         with self.changed:
             self._jobs = [job for job in self._jobs if job.request != request]
             self.changed.notify_all()

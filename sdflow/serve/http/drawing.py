@@ -21,7 +21,7 @@ RESTART_SECONDS = 5
 
 
 @dataclass
-class _Asked:
+class _OpenRequest:
     """A request that is being drawn. open: its images that are not finished; begun: those of them that the worker began. queue:
     what is said of it. survived: whether a worker died while it waited there."""
 
@@ -51,7 +51,7 @@ class Drawing:
         self._limits, self._metrics, self._send = limits, metrics, send
         self.found: Mapping[str, Mapping[str, Any]] | None = None
         self.seconds_per_image = 1.0
-        self._requests: dict[str, _Asked] = {}
+        self._requests: dict[str, _OpenRequest] = {}
         self._last_drawn = 0.0
 
     @property
@@ -62,23 +62,23 @@ class Drawing:
     @property
     def images(self) -> int:
         """That are drawn or wait."""
-        return sum(len(asked.open) for asked in self._requests.values())
+        return sum(len(waiting.open) for waiting in self._requests.values())
 
     def hear(self, message: Message) -> None:
         """What the worker says."""
         self._metrics.hear(message)
         if isinstance(message, Ready):
             if self.found is None:
-                for asked in self._requests.values():
-                    self._send_open(asked)
+                for waiting in self._requests.values():
+                    self._send_open(waiting)
             said = {} if self._limits.pixels is None else {"max_pixels": self._limits.pixels}
             self.found = {name: {**found, **said} for name, found in message.pipelines.items()}
         elif isinstance(message, Lost):
             self.found = None
-            for asked in self._requests.values():
-                if asked.begun or asked.survived:
-                    asked.queue.put_nowait(message)
-                asked.survived = True
+            for waiting in self._requests.values():
+                if waiting.begun or waiting.survived:
+                    waiting.queue.put_nowait(message)
+                waiting.survived = True
         elif isinstance(message, OfRequest):
             if isinstance(message, Drawn):
                 self._note_pace()
@@ -92,9 +92,9 @@ class Drawing:
         found: int | None = self.found[pipeline].get("max_pixels")
         return found
 
-    def _send_open(self, asked: _Asked) -> None:
-        for job in asked.jobs:
-            if job.index in asked.open:
+    def _send_open(self, waiting: _OpenRequest) -> None:
+        for job in waiting.jobs:
+            if job.index in waiting.open:
                 self._send(job)
 
     def _note_pace(self) -> None:
@@ -132,15 +132,15 @@ class Drawing:
         """
         self.require_place(len(jobs))
         request = jobs[0].request
-        asked = self._requests[request] = _Asked(jobs, {job.index for job in jobs})
+        waiting = self._requests[request] = _OpenRequest(jobs, {job.index for job in jobs})
         drawn, end = 0, asyncio.get_running_loop().time() + self._limits.seconds
         try:
-            self._send_open(asked)
+            self._send_open(waiting)
             while drawn < len(jobs):
                 async with asyncio.timeout_at(
                     end
                 ):  # not around `yield`: it would end whoever asks, wherever that is then
-                    message = await asked.queue.get()
+                    message = await waiting.queue.get()
                 if isinstance(message, Lost):
                     raise self._refusal(
                         "worker_lost",
@@ -159,5 +159,5 @@ class Drawing:
             ) from error
         finally:
             del self._requests[request]
-            if asked.open:
+            if waiting.open:
                 self._send(Cancel(request))

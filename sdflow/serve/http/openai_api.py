@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
 
-from sdflow.families.approximation import GUIDANCE_INTERVAL, REUSE
+from sdflow.families.shared.approximation import GUIDANCE_INTERVAL, REUSE
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.http.drawing import Drawing
 from sdflow.serve.http.images_beside import read_beside
@@ -164,7 +164,7 @@ async def drawn(
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
     images = await wanted_still(request, _all(served.drawing, jobs))
     data = [_datum(fields, job, images[job.index]) for job in jobs]
-    return JSONResponse({"created": int(time.time()), "data": data, **_told(fields, jobs, model), "usage": NO_USAGE})
+    return JSONResponse({"created": int(time.time()), "data": data, **_shared_fields(jobs, model), "usage": NO_USAGE})
 
 
 def note(request: Request, served: Served, model: ServedModel, jobs: Sequence[Job]) -> None:
@@ -208,7 +208,8 @@ def _datum(fields: Fields, job: Job, image: Drawn) -> dict[str, Any]:
     return {"b64_json": encoded, **more}
 
 
-def _told(fields: Fields, jobs: list[Job], model: ServedModel) -> dict[str, str]:
+def _shared_fields(jobs: list[Job], model: ServedModel) -> dict[str, str]:
+    """What an answer says of all its images."""
     return {
         "output_format": jobs[0].format.lower(),
         "size": size_of(jobs, model),
@@ -221,10 +222,10 @@ async def _events(
     served: Served, model: ServedModel, fields: Fields, jobs: list[Job], kind: str
 ) -> AsyncIterator[bytes]:
     """In OpenAI's form; besides, each says of which image it is, and `progress` events say how far that is."""
-    told = _told(fields, jobs, model)
+    shared = _shared_fields(jobs, model)
     try:
         async for message in served.drawing.draw(jobs):
-            common = {"created_at": int(time.time()), **told, "image_index": message.index}
+            common = {"created_at": int(time.time()), **shared, "image_index": message.index}
             if isinstance(message, Preview):
                 yield _event(
                     f"{kind}.partial_image",

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from sdflow.config.parameter_fields import Text, with_fields
 from sdflow.disk.input_file import parse_json
-from sdflow.families.schedulers import SchedulerName
-from sdflow.runtime.drawing.kept import MOST_BLUR
+from sdflow.families.settings import ALL, SERVED, Settings, settings_of
 
-
-def _characters(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"there is half of a character at place {error.start}") from error
-    return text
-
-
-Words = Annotated[str, AfterValidator(_characters)]
-"""A text that a tokenizer can read: JSON can spell half a surrogate pair, which is none."""
+OF_TEXT = {name: each for name, each in SERVED.items() if each.needs is None}
+"""The settings that need no image."""
 
 
 class Lora(BaseModel):
@@ -61,11 +52,11 @@ def _from_json(value: Any) -> Any:
 
 
 class Fields(BaseModel):
-    """What both ways to draw take. Those behind `stream` are not OpenAI's."""
+    """What both ways to draw take besides the settings of a drawing. Those behind `partial_images` are not OpenAI's."""
 
     model_config = ConfigDict(extra="forbid")
 
-    prompt: Words = Field(description="What to draw.")
+    prompt: Text = Field(description="What to draw.")
     model: str | None = Field(None, description="A pipeline of `/v1/models`. Default: the first.")
     n: int | None = Field(1, ge=1, description="How many images.")
     size: str | None = Field(None, description='"auto", or width and height as "512x768". Default: the model\'s own.')
@@ -82,21 +73,6 @@ class Fields(BaseModel):
     stream: bool | None = Field(False, description="Answer with server-sent events.")
     partial_images: int | None = Field(None, ge=0, description="How many unfinished images are sent on the way.")
 
-    seed: int | None = Field(None, ge=0, lt=2**63, description="Of the first image; counts up. Default: a random one.")
-    steps: int | None = Field(None, ge=1, description="Of denoising. Default: the model's.")
-    guidance_scale: float | None = Field(None, ge=0, le=100, allow_inf_nan=False, description="Default: the model's.")
-    negative_prompt: Words | None = Field(None, description="What not to draw.")
-    scheduler: SchedulerName | None = Field(None, description="Default: the pipeline's.")
-    eta: float | None = Field(None, ge=0, le=1, description="How much noise DDIM and TCD add in a step.")
-    clip_skip: int | None = Field(
-        None,
-        ge=0,
-        le=30,
-        description="Last layers of the text encoders to leave out for the prompt; the negative prompt is read with all.",
-    )
-    prompt_syntax: Literal["plain", "a1111"] | None = "plain"
-    prompt_2: Words | None = Field(None, description="SDXL: another prompt for the second text encoder.")
-    negative_prompt_2: Words | None = Field(None, description="SDXL: the same for what not to draw.")
     loras: Annotated[list[Lora], BeforeValidator(_from_json)] = Field(
         default_factory=list, description="LoRAs of `/v1/loras`."
     )
@@ -108,7 +84,13 @@ class Fields(BaseModel):
     )
     progress: bool | None = Field(False, description="With `stream`: an event for every step, too.")
 
+    def settings(self) -> Settings:
+        """The settings of the drawing, without its size."""
+        given = {name: getattr(self, name) for name in type(self).model_fields if name in ALL}
+        return Settings(**settings_of(given.items()))
 
+
+@with_fields(OF_TEXT)
 class Generation(Fields):
     """A request to draw from text."""
 
@@ -122,21 +104,10 @@ class Generation(Fields):
     )
 
 
+@with_fields(SERVED)
 class Edit(Fields):
     """A request to draw from an image, or into a part of it; the files come besides."""
 
-    strength: float | None = Field(
-        None, gt=0, le=1, description="The part of the steps that the image goes through. Default: the model's."
-    )
-    mask_blur: float | None = Field(
-        None,
-        ge=0,
-        le=MOST_BLUR,
-        description="Pixels over which what is drawn fades into what the mask keeps. Default: 0, a hard edge.",
-    )
-    whole: bool | None = Field(
-        False, description="Leave what the mask keeps as it comes out of the VAE, a little changed, as diffusers does."
-    )
     input_fidelity: str | None = Field(None, description="Has no effect: see `strength`.")
 
 

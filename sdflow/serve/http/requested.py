@@ -5,15 +5,13 @@ from __future__ import annotations
 import random
 import uuid
 from collections.abc import Mapping
-from typing import Any
 
+from sdflow.families.settings import ALL, FAMILY_ARGUMENTS, MOST_SEED, Settings
 from sdflow.serve.api_error import ApiError
-from sdflow.serve.http.openai_fields import Edit, Fields
+from sdflow.serve.http.openai_fields import Fields
 from sdflow.serve.http.served_model import ServedModel
 from sdflow.serve.jobs import Beside, Image, Job, LoraFile
 from sdflow.serve.limits import Limits, read_size
-
-MOST_SEED = 2**63
 
 NOTHING = Beside()
 
@@ -45,30 +43,18 @@ def jobs_of(
     """
     images, previews = fields.n or 1, fields.partial_images or 0
     limits.require_at_most("n", images, limits.images)
-    limits.require_at_most("steps", fields.steps, limits.steps)
+    settings = fields.settings()
+    limits.require_at_most("steps", settings.steps, limits.steps)
     limits.require_at_most("partial_images", previews, limits.previews)
-    for param in ("prompt", "negative_prompt", "prompt_2", "negative_prompt_2"):
-        limits.require_short(param, getattr(fields, param))
+    for param, value in {"prompt": fields.prompt, **settings.given()}.items():
+        limits.require_short(param, value if isinstance(value, str) else None)
     limits.require_at_most("loras", len(loras), limits.loras)
     _require_start(model, image, mask)
-    if fields.scheduler is not None and fields.scheduler not in model.schedulers:
-        known = ", ".join(model.schedulers)
-        raise ApiError(
-            400, f"{model.name} cannot draw with {fields.scheduler}. Take one of {known}.", param="scheduler"
-        )
-    arguments: dict[str, Any] = {
-        **_size(fields, model, limits, most_pixels, image or next((each.image for each in beside.controls), None)),
-        "num_inference_steps": fields.steps,
-        "guidance_scale": fields.guidance_scale,
-        "eta": fields.eta,
-        "strength": fields.strength if isinstance(fields, Edit) else None,
-        **_kept(fields, mask),
-        "clip_skip": fields.clip_skip,
-        "prompt_syntax": fields.prompt_syntax or "plain",
-        "prompt_2": fields.prompt_2,
-        "negative_prompt_2": fields.negative_prompt_2,
-    }
-    first = random.SystemRandom().randrange(2**32) if fields.seed is None else fields.seed
+    _require_settings(settings, model, image, mask)
+    start = image or next((each.image for each in beside.controls), None)
+    arguments = {**settings.call_arguments(), **_size(fields, model, limits, most_pixels, start)}
+    negative = arguments.pop("negative_prompt", None)
+    first = random.SystemRandom().randrange(2**32) if settings.seed is None else settings.seed
     request = uuid.uuid4().hex
     return [
         Job(
@@ -76,12 +62,12 @@ def jobs_of(
             index,
             model.name,
             fields.prompt,
-            (first + index) % MOST_SEED,
-            fields.negative_prompt,
-            {name: value for name, value in arguments.items() if value is not None},
+            (first + index) % (MOST_SEED + 1),
+            negative,
+            arguments,
             image,
             mask,
-            fields.scheduler,
+            settings.scheduler,
             loras,
             previews if fields.stream else 0,
             (fields.output_format or "png").upper(),
@@ -92,16 +78,22 @@ def jobs_of(
     ]
 
 
-def _kept(fields: Fields, mask: Image | None) -> dict[str, Any]:
-    """What becomes of what the mask keeps, as the pipeline's call takes it."""
-    if not isinstance(fields, Edit):
-        return {}
-    for name, given in (("mask_blur", fields.mask_blur), ("whole", fields.whole)):
-        if given and mask is None:
-            raise ApiError(400, f"{name} says what becomes of what a mask keeps: send a mask too.", param=name)
-    if fields.mask_blur and fields.whole:
+def _require_settings(settings: Settings, model: ServedModel, image: Image | None, mask: Image | None) -> None:
+    """Raises ApiError for settings that the pipeline or the request's images leave without meaning."""
+    if settings.scheduler is not None and settings.scheduler not in model.schedulers:
+        known = ", ".join(model.schedulers)
+        raise ApiError(
+            400, f"{model.name} cannot draw with {settings.scheduler}. Take one of {known}.", param="scheduler"
+        )
+    there = {"image": image, "mask": mask}
+    for name in settings.given():
+        if name in FAMILY_ARGUMENTS and name not in model.arguments:
+            raise ApiError(400, f"{model.name} knows no {name}.", param=name, code="invalid_value")
+        needs = ALL[name].needs
+        if needs is not None and there[needs] is None:
+            raise ApiError(400, f"{name} means nothing without {needs}: send one too.", param=name)
+    if settings.mask_blur and settings.whole:
         raise ApiError(400, "with whole nothing is kept, so that there is no edge to be soft.", param="mask_blur")
-    return {"mask_blur": fields.mask_blur, "whole": fields.whole or None}
 
 
 def _require_start(model: ServedModel, image: Image | None, mask: Image | None) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.errors import UsageError
-from sdflow.families.approximation import Approximation
-from sdflow.families.defaults import Defaults, Task
-from sdflow.families.image_prompts import adapter_count
-from sdflow.families.latents import Latents
+from sdflow.families.shared.approximation import Approximation
+from sdflow.families.shared.defaults import Defaults, Task
+from sdflow.families.shared.image_prompts import adapter_count
+from sdflow.families.shared.latents import Latents
 from sdflow.manifest import NOT_SAID, Manifest, read_manifest
 from sdflow.runtime.files.folder import (
     folder_defaults,
@@ -19,6 +19,7 @@ from sdflow.runtime.files.folder import (
     folder_latents,
     folder_task,
     onnx_submodels,
+    refiner_of,
     submodel_config,
 )
 from sdflow.runtime.files.soundness import require_sound_pipeline
@@ -27,7 +28,8 @@ from sdflow.runtime.files.soundness import require_sound_pipeline
 @dataclass(frozen=True)
 class ServedModel:
     """A pipeline that is served. checker: whether it has a safety checker. created: when it was built, in seconds since 1970.
-    nets: its ControlNets by name. adapters: how many IP-Adapters it has. schedulers: the names of those that it may be given."""
+    arguments: the names of what its family, and its refiner's, take besides the common settings. nets: its ControlNets by name.
+    adapters: how many IP-Adapters it has. schedulers: the names of those that it may be given."""
 
     name: str
     folder: Path
@@ -103,6 +105,8 @@ def read_served(folder: Path, *, require_verified: bool = False, check: bool = T
     what was built.
     """
     manifest, family = read_manifest(folder), folder_family(folder)
+    refiner = refiner_of(folder)
+    arguments = {**family.arguments, **({} if refiner is None else folder_family(refiner).arguments)}
     if check:
         require_sound_pipeline(folder)
     model = ServedModel(
@@ -113,7 +117,7 @@ def read_served(folder: Path, *, require_verified: bool = False, check: bool = T
         folder_defaults(folder),
         folder_task(folder),
         family.title,
-        tuple(family.arguments),
+        tuple(arguments),
         family.encoder in onnx_submodels(folder),
         family.checker in onnx_submodels(folder),
         int((folder / "sdflow.json").stat().st_mtime),

@@ -73,23 +73,18 @@ def webui_routes(served: Served) -> APIRouter:
         model = find_model(served.models, name)
         scheduler = _scheduler(asked.sampler_name or asked.sampler_index, model.schedulers)
         side = model.latents.image_size
+        size = f"{asked.width or side}x{asked.height or side}"
         fields = Edit.model_validate(
             {
+                **asked.settings(),
                 "prompt": prompt,
                 "negative_prompt": asked.negative_prompt or None,
                 "n": asked.batch_size * asked.n_iter,
-                "size": None
-                if image and not asked.width and not asked.height
-                else f"{asked.width or side}x{asked.height or side}",
+                "size": None if image and not asked.width and not asked.height else size,
                 "seed": None if asked.seed < 0 else asked.seed,
-                "steps": asked.steps,
-                "guidance_scale": asked.cfg_scale,
                 "scheduler": scheduler,
-                "eta": asked.eta,
-                "prompt_syntax": "a1111",
                 "loras": wanted,
-                "strength": asked.denoising_strength if isinstance(asked, FromImage) else None,
-                "mask_blur": asked.mask_blur if isinstance(asked, FromImage) and mask is not None else None,
+                **({} if mask is not None else {"mask_blur": None}),
             }
         )
         names = [(lora.name, lora.scale) for lora in wanted]

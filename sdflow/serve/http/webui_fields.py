@@ -3,10 +3,13 @@ either, or are features that sdflow does not have: they are taken, since its cli
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict, Field
 
-from sdflow.runtime.drawing.kept import MOST_BLUR
-from sdflow.serve.http.openai_fields import Words
+from sdflow.config.parameter_fields import Text as Words
+from sdflow.config.parameter_fields import field_of
+from sdflow.families.settings import COMMON
 
 ONE_PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGO4pqEDAAMCASvdZ1ieAAAAAElFTkSuQmCC"
 """A PNG file, for examples."""
@@ -31,16 +34,21 @@ class Text(BaseModel):
     prompt: Words = ""
     negative_prompt: Words = ""
     seed: int = Field(-1, ge=-1, lt=2**63)
-    steps: int = Field(20, ge=1)
-    cfg_scale: float = Field(7.0, ge=0, le=100, allow_inf_nan=False)
+    steps: int = field_of(COMMON["steps"], 20)
+    cfg_scale: float = field_of(COMMON["guidance_scale"], 7.0)
     width: int | None = Field(None, ge=1)
     height: int | None = Field(None, ge=1)
     batch_size: int = Field(1, ge=1)
     n_iter: int = Field(1, ge=1)
     sampler_name: Words | None = None
     sampler_index: Words | None = None
-    eta: float | None = Field(None, ge=0, le=1)
+    eta: float | None = field_of(COMMON["eta"], None)
     override_settings: Options = Field(default_factory=Options)
+
+    def settings(self) -> dict[str, Any]:
+        """The settings of a drawing by name, without size, seed and scheduler, which are spelled otherwise here."""
+        named = {name: each.webui for name, each in COMMON.items() if each.webui in type(self).model_fields}
+        return {name: getattr(self, field) for name, field in named.items()} | {"prompt_syntax": "a1111"}
 
 
 class FromImage(Text):
@@ -55,6 +63,6 @@ class FromImage(Text):
 
     init_images: list[str] = Field(min_length=1, max_length=1)
     mask: str | None = None
-    mask_blur: float = Field(4, ge=0, le=MOST_BLUR)
+    mask_blur: float = field_of(COMMON["mask_blur"], 4)
     inpainting_mask_invert: int = Field(0, ge=0, le=1)
-    denoising_strength: float = Field(0.75, gt=0, le=1)
+    denoising_strength: float = field_of(COMMON["strength"], 0.75)

@@ -29,8 +29,8 @@ def loras_id(job: Job) -> str:
     them is shared."""
     if not job.loras:
         return ""
-    told = "\n".join([job.pipeline, *(lora.sha256 for lora in job.loras)])
-    return hashlib.sha256(told.encode()).hexdigest()[:16]
+    files = "\n".join([job.pipeline, *(lora.sha256 for lora in job.loras)])
+    return hashlib.sha256(files.encode()).hexdigest()[:16]
 
 
 class Replica:
@@ -117,5 +117,5 @@ class Replica:
 
 def spelled(lost: Lost) -> str:
     """In one line."""
-    told = f"{lost.where}: {lost.what}" if lost.where else lost.what
-    return f"{told}. {lost.remedy}" if lost.remedy else told
+    what = f"{lost.where}: {lost.what}" if lost.where else lost.what
+    return f"{what}. {lost.remedy}" if lost.remedy else what

@@ -159,8 +159,8 @@ def _wait_until_running(serve: Any, ended: threading.Event) -> bool:
         if found.status in ("RUNNING", "UNHEALTHY"):
             return True
         if found.status == "DEPLOY_FAILED":
-            told = [each.message for each in found.deployments.values() if each.message] or [found.message]
-            raise UsageError(f"the replicas cannot start: {_reason(told[0])}", where="--on", remedy=SERVE_FAILS)
+            messages = [each.message for each in found.deployments.values() if each.message] or [found.message]
+            raise UsageError(f"the replicas cannot start: {_reason(messages[0])}", where="--on", remedy=SERVE_FAILS)
     return False
 
 

@@ -35,20 +35,20 @@ def work(connection: Connection, options: WorkerOptions) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # whoever started it ends it in order
         signal.signal(number, signal.SIG_IGN)
     deny_network()
-    telling = Telling(connection)
-    pulses = Pulses(telling.tell)
+    sender = Sender(connection)
+    pulses = Pulses(sender.send)
     try:
-        _draw(connection, options, telling.tell, pulses)
+        _draw(connection, options, sender.send, pulses)
     except SdflowError as error:
-        telling.tell(Lost(type(error).__name__, error.what, error.where, error.remedy))
-    telling.end()
+        sender.send(Lost(type(error).__name__, error.what, error.where, error.remedy))
+    sender.end()
     sys.stderr.flush()
     os._exit(0)  # no exit handlers: some libraries send their telemetry there
 
 
-class Telling:
-    """Tells the server, in a thread of its own: an image is longer than what a pipe takes at once, and who draws does not wait
-    until the server has read it."""
+class Sender:
+    """Sends to the server, from a thread of its own: an image is longer than what a pipe takes at once, and who draws does not
+    wait until the server has read it."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -56,12 +56,12 @@ class Telling:
         self._thread = threading.Thread(target=self._pass_on, name="to the server", daemon=True)
         self._thread.start()
 
-    def tell(self, message: Message | Pulse) -> None:
+    def send(self, message: Message | Pulse) -> None:
         """In the order in which it is called."""
         self._messages.put(message)
 
     def end(self) -> None:
-        """When all is told, or nobody listens any more."""
+        """When all is sent, or nobody listens any more."""
         self._messages.put(None)
         self._thread.join()
 
@@ -99,7 +99,7 @@ def _draw(connection: Connection, options: WorkerOptions, tell: Tell, pulses: Pu
             for name, pipeline in lane.pipelines.items()
         }
         lanes.add(partial(_engine, lane, found, options))
-    told = {
+    about = {
         name: {
             "batch_seconds": loaded[0].seconds[name],
             "alone": pipeline.why_alone,
@@ -109,7 +109,7 @@ def _draw(connection: Connection, options: WorkerOptions, tell: Tell, pulses: Pu
         for name, pipeline in loaded[0].pipelines.items()
     }
     pulses.watch(lanes, patience_of(loaded[0], options))
-    tell(Ready(told))
+    tell(Ready(about))
     threading.Thread(target=_listen, args=(connection, lanes), name="from the server", daemon=True).start()
     lanes.run()
 

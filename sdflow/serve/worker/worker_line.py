@@ -22,7 +22,7 @@ END_SECONDS = 5.0
 
 
 class WorkerLine:
-    """One worker at a time. hear: is told what it says, and `Lost` when it ends; from another thread."""
+    """One worker at a time. hear: receives its messages, and `Lost` when it ends, from another thread."""
 
     def __init__(self, options: WorkerOptions, hear: Callable[[Message], None]) -> None:
         self._options, self._hear = options, hear

@@ -7,7 +7,6 @@ image encoder, as in diffusers: that of the first.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +16,7 @@ from typing import Any
 from sdflow.disk.file_stamp import file_stamp
 from sdflow.errors import CheckpointError
 from sdflow.families import ADAPTER_ARCHITECTURES
-from sdflow.families.part import Part
+from sdflow.families.shared.part import Part
 from sdflow.models.base import Shapes
 from sdflow.models.image_encoder import (
     fits_encoder,
@@ -27,8 +26,8 @@ from sdflow.models.image_encoder import (
     token_count,
 )
 from sdflow.sources.architectures import architecture_config, companion_folder
-from sdflow.sources.checkpoint import Checkpoint, FileDigests, SubmodelCheckpoint, config_digest
-from sdflow.sources.components.component_source import Found, Source, shapes_as_json
+from sdflow.sources.checkpoint import Access, Checkpoint, SubmodelCheckpoint, config_digest
+from sdflow.sources.components.component_source import Found, Source, tensor_shapes
 from sdflow.sources.hub import hub_file
 from sdflow.sources.reference import (
     PICKLE_SUFFIXES,
@@ -40,8 +39,8 @@ from sdflow.sources.reference import (
 )
 from sdflow.sources.safetensors_file import digest_tensors, read_header
 from sdflow.sources.single_file import under
-from sdflow.sources.synthetic import GENERATOR_VERSION, synthetic_identity, synthetic_provenance
-from sdflow.sources.weight_files import read_config, refuse_pickle
+from sdflow.sources.synthetic import GENERATOR_VERSION, synthetic_provenance
+from sdflow.sources.weight_files import read_config
 
 PREFIXES = ("image_proj.", "ip_adapter.")
 """How the tensors of an adapter's file begin: the projection's, and the denoiser's."""
@@ -65,14 +64,7 @@ class _Adapter:
         return self.content[prefix if prefix in self.content else ""]
 
 
-def with_adapters(
-    checkpoint: Checkpoint,
-    adapters: Sequence[AdapterReference],
-    *,
-    digests: FileDigests,
-    download: bool,
-    allow_pickle: bool = False,
-) -> Checkpoint:
+def with_adapters(checkpoint: Checkpoint, adapters: Sequence[AdapterReference], access: Access) -> Checkpoint:
     """The checkpoint with these IP-Adapters: a denoiser that takes images, and what makes tokens of them.
 
     Raises CheckpointNotLocal as `open_checkpoint` does; CheckpointError for one that is missing, damaged, of a kind that is
@@ -89,13 +81,13 @@ def with_adapters(
                 where=other.file,
                 remedy="Leave out its encoder; adapters that want another one need a pipeline of their own.",
             )
-    encoder = _Encoder.of(checkpoint, adapters[0], digests, allow_pickle, prompter).open(download)
+    encoder = _Encoder.of(checkpoint, adapters[0], access, prompter).open()
     own = encoder.submodels[prompter.name]
     denoiser = checkpoint.submodels[family.denoiser]
     width = int(denoiser.load["config"]["cross_attention_dim"])
     opened = []
     for adapter in adapters:
-        found = _open(adapter, own.load["config"], width, digests, download, allow_pickle)
+        found = _open(adapter, own.load["config"], width, access)
         _require_fitting(found, own.load["config"], checkpoint, adapter)
         opened.append(found)
     projections, tokens = [each.projection for each in opened], [token_count(each.projection) for each in opened]
@@ -136,14 +128,7 @@ def _joined(
     )
 
 
-def _open(
-    adapter: AdapterReference,
-    encoder: Mapping[str, Any],
-    width: int,
-    digests: FileDigests,
-    download: bool,
-    allow_pickle: bool,
-) -> _Adapter:
+def _open(adapter: AdapterReference, encoder: Mapping[str, Any], width: int, access: Access) -> _Adapter:
     """encoder: the config of what it reads. width: of the tokens that the denoiser reads."""
     parsed = parse_reference(adapter.file)
     if isinstance(parsed, SyntheticReference):
@@ -160,27 +145,21 @@ def _open(
             load={"kind": "synthetic", "seed": parsed.seed},
             provenance=synthetic_provenance(parsed.architecture, parsed.seed),
         )
-    path, origin = _file(adapter, download)
+    path, origin = _file(adapter, access.download)
     pickled = path.suffix.lower() in PICKLE_SUFFIXES
     stamp = file_stamp(path)  # before the digests: a file that changes in between is then refused when it is loaded
-    if pickled:
-        refuse_pickle(path, allow_pickle)
-        known_shapes = json.loads(digests.value(path, "pickled-shapes-1", shapes_as_json))
-        shapes: Shapes = {name: tuple(shape) for name, shape in known_shapes.items()}
-    else:
-        header = read_header(path)
-        shapes = {name: entry.shape for name, entry in header.items()}
+    shapes = tensor_shapes(path, access)
     require_adapter(path, shapes)
     begins = PREFIXES[0]
     projection = projection_of(
         {name.removeprefix(begins): shape for name, shape in shapes.items() if name.startswith(begins)}, str(path)
     )
-    whole = digests.digest(path)
+    whole = access.digests.digest(path)
     content: dict[str, Mapping[str, Any]] = {"": {"file": whole}}
     if not pickled:
         for prefix in PREFIXES:
-            compute = partial(digest_tensors, entries=under(header, prefix))
-            content[prefix] = {"tensors": digests.value(path, f"tensors-1/{prefix}", compute)}
+            compute = partial(digest_tensors, entries=under(read_header(path), prefix))
+            content[prefix] = {"tensors": access.digests.value(path, f"tensors-1/{prefix}", compute)}
     return _Adapter(
         projection=projection,
         content=content,
@@ -288,9 +267,7 @@ class _Encoder(Source):
     part: Part
 
     @classmethod
-    def of(
-        cls, checkpoint: Checkpoint, adapter: AdapterReference, digests: FileDigests, allow_pickle: bool, part: Part
-    ) -> _Encoder:
+    def of(cls, checkpoint: Checkpoint, adapter: AdapterReference, access: Access, part: Part) -> _Encoder:
         """That of an adapter, by diffusers' rules: its folder is one beside the adapter's file, or, with a slash in its name,
         one in the whole folder or repository."""
         parsed, folder = parse_reference(adapter.file), adapter.encoder_folder or part.component
@@ -299,7 +276,7 @@ class _Encoder(Source):
             folder = (beside / folder).as_posix()
         if adapter.encoder is None and isinstance(parsed, LocalReference) and not parsed.path.is_dir():
             reference = str(parsed.path.parent)
-        return cls(checkpoint, folder, reference, digests, allow_pickle, part)
+        return cls(checkpoint, folder, reference, access, part)
 
     @property
     def parts(self) -> Sequence[Part]:
@@ -312,10 +289,7 @@ class _Encoder(Source):
             raise CheckpointError(
                 "is no IP-Adapter", where=self.reference, remedy="Name synthetic:ip-adapter, or another of them."
             ) from None
-        submodel = SubmodelCheckpoint(
-            identity=synthetic_identity(self.part.model, config, parsed.seed),
-            load={"kind": "synthetic", "family": self.checkpoint.family.name, "config": config, "seed": parsed.seed},
-        )
+        submodel = self.synthetic_part(self.part, config, parsed.seed)
         return Found({self.part.name: submodel}, synthetic_provenance(parsed.architecture, parsed.seed))
 
     def _file(self, path: Path) -> Found:

@@ -7,26 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 from sdflow.errors import CheckpointError, PassError
-from sdflow.families.part import Part
+from sdflow.families.shared.part import Part
 from sdflow.models.base import GUIDANCE, Port
 from sdflow.sources.checkpoint import (
+    Access,
     Checkpoint,
-    FileDigests,
     SubmodelCheckpoint,
     pipeline_facts,
 )
 from sdflow.sources.components.component_source import Found, Source
 
 
-def with_component(
-    checkpoint: Checkpoint,
-    component: str,
-    reference: str,
-    *,
-    digests: FileDigests,
-    download: bool,
-    allow_pickle: bool = False,
-) -> Checkpoint:
+def with_component(checkpoint: Checkpoint, component: str, reference: str, access: Access) -> Checkpoint:
     """The checkpoint with the parts that are made of this component taken from elsewhere, and the facts that follow.
 
     Raises CheckpointNotLocal as `open_checkpoint` does; CheckpointError for a component that cannot be exchanged, is missing
@@ -39,8 +31,8 @@ def with_component(
             where=reference,
             remedy=f"Known: {', '.join(known)}.",
         )
-    source = Source(checkpoint, component, reference, digests, allow_pickle)
-    found = source.open(download)
+    source = Source(checkpoint, component, reference, access)
+    found = source.open()
     _require_equal_ports(checkpoint, source.parts, found, reference)
     changed = replace(checkpoint, submodels={**checkpoint.submodels, **found.submodels})
     facts = _facts(changed, reference)

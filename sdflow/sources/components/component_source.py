@@ -19,19 +19,20 @@ from sdflow.disk.file_stamp import file_stamp
 from sdflow.disk.input_file import is_regular, no_file
 from sdflow.errors import CheckpointError
 from sdflow.families import COMPONENT_ARCHITECTURES
-from sdflow.families.part import Part
+from sdflow.families.shared.part import Part
 from sdflow.models.base import Shapes
 from sdflow.sources.architectures import architecture_config
 from sdflow.sources.checkpoint import (
+    Access,
     Checkpoint,
-    FileDigests,
     MissingFile,
     SubmodelCheckpoint,
     side_by_side,
 )
-from sdflow.sources.components.halves import begins_of, config_of_half, files_of_halves
+from sdflow.sources.components.halves import begins_of, files_of_halves
 from sdflow.sources.folder import open_component, pinned
 from sdflow.sources.hub import component_files, open_snapshot
+from sdflow.sources.recognition import component_alone
 from sdflow.sources.reference import (
     PICKLE_SUFFIXES,
     HubReference,
@@ -62,21 +63,20 @@ class Source:
     checkpoint: Checkpoint
     component: str
     reference: str
-    digests: FileDigests
-    allow_pickle: bool
+    access: Access
 
     @property
     def parts(self) -> Sequence[Part]:
         return self.checkpoint.family.components[self.component]
 
-    def open(self, download: bool) -> Found:
+    def open(self) -> Found:
         parsed = parse_reference(self.reference)
         if isinstance(parsed, SyntheticReference):
             return self.synthetic(parsed)
         if isinstance(parsed, SampleReference):
             return self._folder(sample_folder(parsed.name), {"kind": "sample", "name": parsed.name})
         if isinstance(parsed, HubReference):
-            return open_snapshot(parsed, self._folder, partial(self._needed, parsed), download=download)
+            return open_snapshot(parsed, self._folder, partial(self._needed, parsed), download=self.access.download)
         path = parsed.path
         if parsed.architecture is not None:
             raise CheckpointError(
@@ -113,16 +113,17 @@ class Source:
         """From a shipped architecture of such a component alone, with random weights."""
         if COMPONENT_ARCHITECTURES[parsed.architecture] != self.component:
             raise CheckpointError(f"is no {self.component}", where=self.reference, remedy="Name one of its kind.")
-        config, family = architecture_config(parsed.architecture, self.component), self.checkpoint.family.name
+        config = architecture_config(parsed.architecture, self.component)
         return Found(
-            {
-                part.name: SubmodelCheckpoint(
-                    identity=synthetic_identity(part.of(config).model, config, parsed.seed),
-                    load={"kind": "synthetic", "family": family, "config": config, "seed": parsed.seed},
-                )
-                for part in self.parts
-            },
+            {part.name: self.synthetic_part(part, config, parsed.seed) for part in self.parts},
             synthetic_provenance(parsed.architecture, parsed.seed),
+        )
+
+    def synthetic_part(self, part: Part, config: Mapping[str, Any], seed: int) -> SubmodelCheckpoint:
+        """With random weights."""
+        return SubmodelCheckpoint(
+            identity=synthetic_identity(part.of(config).model, config, seed),
+            load={"kind": "synthetic", "family": self.checkpoint.family.name, "config": config, "seed": seed},
         )
 
     def _folder(self, folder: Path, origin: Mapping[str, Any]) -> Found:
@@ -134,8 +135,8 @@ class Source:
                 f"holds neither {self.component}/config.json nor config.json", where=str(folder), remedy=self._as_saved
             )
         family = self.checkpoint.family
-        opened = open_component(place, self.component, self.parts[0], family, self.allow_pickle)
-        sum_of = opened.digests(self.digests)
+        opened = open_component(place, self.component, self.parts[0], family, self.access.allow_pickle)
+        sum_of = opened.digests(self.access.digests)
         return Found(
             {
                 part.name: opened.submodel(part, {**opened.config, **part.config}, family, sum_of, pinned(origin))
@@ -163,11 +164,13 @@ class Source:
     def _file(self, path: Path) -> Found:
         pickled = path.suffix.lower() in PICKLE_SUFFIXES
         stamp = file_stamp(path)  # before the digests: a file that changes in between is then refused when it is loaded
-        shapes = self._shapes(path)
-        if (half := config_of_half(self.parts[0], shapes)) is not None:
-            return self._halves(path, half)
+        shapes = tensor_shapes(path, self.access)
         parts, prefix = self.parts, None
-        if (config := self._instead(shapes)) is not None:
+        if (alone := component_alone(shapes, self.component)) is not None:
+            architecture, half = alone
+            config = architecture_config(architecture, self.component)
+            if half is not None:
+                return self._halves(path, config)
             parts, configs = [part.of(config) for part in self.parts], {part.name: config for part in self.parts}
         else:
             prefix = self.prefix(shapes)
@@ -185,26 +188,19 @@ class Source:
             (f"{self.component}: {path.name} is pickled; it is loaded with weights_only=True.",) if pickled else (),
         )
 
-    def _shapes(self, path: Path) -> Shapes:
-        """Of a file's tensors. Raises CheckpointError for a pickle that is not allowed."""
-        if path.suffix.lower() not in PICKLE_SUFFIXES:
-            return {name: entry.shape for name, entry in read_header(path).items()}
-        refuse_pickle(path, self.allow_pickle)
-        known = json.loads(self.digests.value(path, "pickled-shapes-1", shapes_as_json))
-        return {name: tuple(shape) for name, shape in known.items()}
-
     def _work(self, path: Path, prefix: str) -> list[Callable[[], str]]:
         """The digest of a file, and but for a pickle that of its tensors under the prefix."""
-        work: list[Callable[[], str]] = [partial(self.digests.digest, path)]
+        work: list[Callable[[], str]] = [partial(self.access.digests.digest, path)]
         if path.suffix.lower() not in PICKLE_SUFFIXES:
             what, entries = f"tensors-1/{self.component}", under(read_header(path), prefix)
-            work.append(partial(self.digests.value, path, what, partial(digest_tensors, entries=entries)))
+            work.append(partial(self.access.digests.value, path, what, partial(digest_tensors, entries=entries)))
         return work
 
     def _halves(self, path: Path, config: Mapping[str, Any]) -> Found:
         """From the files of both halves, of which one is named. config: of the whole, which none of them has."""
         parts = [part.of(config) for part in self.parts]
-        files = files_of_halves(path, parts[0].model.halves(config), self._shapes)
+        shapes_of = partial(tensor_shapes, access=self.access)
+        files = files_of_halves(path, parts[0].model.halves(config), shapes_of)
         stamps = [file_stamp(file) for file in files.values()]  # before the digests
         sums = [side_by_side(self._work(file, "")) for file in files.values()]
         pickled = len(sums[0]) == 1
@@ -223,16 +219,6 @@ class Source:
             },
             (f"{self.component}: {names} are pickled; they are loaded with weights_only=True.",) if pickled else (),
         )
-
-    def _instead(self, shapes: Shapes) -> dict[str, Any] | None:
-        """The config of a model in the part's place whose tensors a file has; None where it has none's."""
-        for name, component in COMPONENT_ARCHITECTURES.items():
-            if component == self.component:
-                config = architecture_config(name, component)
-                telling = self.parts[0].of(config).model.distinguishing_shapes(config)
-                if telling and all(shapes.get(key) == shape for key, shape in telling.items()):
-                    return config
-        return None
 
     def own_config(self, part: Part) -> dict[str, Any]:
         """The config.json of a part whose file has none."""
@@ -279,8 +265,16 @@ class Source:
                 )
 
 
-def shapes_as_json(path: Path) -> str:
-    """The shapes of a pickle's tensors by name, as JSON: what digests remember of it as `pickled-shapes-1`."""
+def tensor_shapes(path: Path, access: Access) -> Shapes:
+    """Of a file's tensors; those of a pickle are remembered. Raises CheckpointError for a pickle that is not allowed."""
+    if path.suffix.lower() not in PICKLE_SUFFIXES:
+        return {name: entry.shape for name, entry in read_header(path).items()}
+    refuse_pickle(path, access.allow_pickle)
+    known = json.loads(access.digests.value(path, "pickled-shapes-1", _shapes_as_json))
+    return {name: tuple(shape) for name, shape in known.items()}
+
+
+def _shapes_as_json(path: Path) -> str:
     from sdflow.sources.load import pickled_shapes
 
     return json.dumps(pickled_shapes(path)[0])

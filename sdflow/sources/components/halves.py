@@ -7,31 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from sdflow.errors import CheckpointError
-from sdflow.families import COMPONENT_ARCHITECTURES
-from sdflow.families.part import Part
 from sdflow.models.base import Shapes
-from sdflow.sources.architectures import architecture_config
-
-
-def half_of(shapes: Shapes, halves: Mapping[str, Shapes]) -> str | None:
-    """The half whose file has these tensors; None where it is no half's. halves: `Model.halves`."""
-    telling = (
-        half for half, wanted in halves.items() if all(shapes.get(name) == shape for name, shape in wanted.items())
-    )
-    return next(telling, None)
-
-
-def config_of_half(part: Part, shapes: Shapes) -> dict[str, Any] | None:
-    """The config of a model in the part's place of which a file has one half; None where it has none's."""
-    for name, component in COMPONENT_ARCHITECTURES.items():
-        if component == part.component:
-            config = architecture_config(name, component)
-            if half_of(shapes, part.of(config).model.halves(config)) is not None:
-                return config
-    return None
+from sdflow.sources.recognition import half_of
 
 
 def files_of_halves(path: Path, halves: Mapping[str, Shapes], shapes_of: Callable[[Path], Shapes]) -> dict[str, Path]:

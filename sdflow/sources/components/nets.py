@@ -13,25 +13,17 @@ from typing import Any
 
 from sdflow.errors import CheckpointError
 from sdflow.families import family_of_architecture
-from sdflow.families.part import Part
+from sdflow.families.shared.part import Part
 from sdflow.models.base import Role, Shapes
 from sdflow.models.residuals import is_residual
 from sdflow.sources.architectures import architecture_config
-from sdflow.sources.checkpoint import Checkpoint, FileDigests, SubmodelCheckpoint, config_digest
+from sdflow.sources.checkpoint import Access, Checkpoint, SubmodelCheckpoint, config_digest
 from sdflow.sources.components.component import axes, ports_of
 from sdflow.sources.components.component_source import Found, Source
 from sdflow.sources.reference import SyntheticReference
-from sdflow.sources.synthetic import synthetic_identity
 
 
-def with_nets(
-    checkpoint: Checkpoint,
-    nets: Mapping[str, str],
-    *,
-    digests: FileDigests,
-    download: bool,
-    allow_pickle: bool = False,
-) -> Checkpoint:
+def with_nets(checkpoint: Checkpoint, nets: Mapping[str, str], access: Access) -> Checkpoint:
     """The checkpoint with these ControlNets, by name, and a denoiser that takes what they give.
 
     Raises CheckpointNotLocal as `open_checkpoint` does; CheckpointError for one that is missing or damaged, or made for
@@ -48,8 +40,8 @@ def with_nets(
     notes: list[str] = []
     for name, reference in nets.items():
         part = family.part(family.net_name(name))
-        source = _Net(checkpoint, family.net.name, reference, digests, allow_pickle, part)
-        found = source.open(download)
+        source = _Net(checkpoint, family.net.name, reference, access, part)
+        found = source.open()
         added |= found.submodels
         _require_fitting(controlled, part, found.submodels[part.name], reference)
         notes += [f"ControlNet {name}: {reference}.", *found.notes]
@@ -89,17 +81,8 @@ class _Net(Source):
         family = family_of_architecture(parsed.architecture)
         denoiser = architecture_config(parsed.architecture, family.part(family.denoiser).component)
         config = self._config(denoiser)
-        submodel = SubmodelCheckpoint(
-            identity=synthetic_identity(self.part.model, config, parsed.seed),
-            load={
-                "kind": "synthetic",
-                "family": self.checkpoint.family.name,
-                "config": config,
-                "seed": parsed.seed,
-            },
-        )
         provenance = {"kind": "synthetic", "architecture": parsed.architecture, "seed": parsed.seed}
-        return Found({self.part.name: submodel}, provenance)
+        return Found({self.part.name: self.synthetic_part(self.part, config, parsed.seed)}, provenance)
 
     def prefix(self, names: Iterable[str]) -> str | None:
         names = list(names)

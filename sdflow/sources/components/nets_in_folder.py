@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.errors import CheckpointError
-from sdflow.families import NET, family_of_index
+from sdflow.families import family_of_index
 from sdflow.sources.weight_files import read_config
 
 _SEVERAL = "Multi"
@@ -17,7 +17,8 @@ _SEVERAL = "Multi"
 
 def has_nets(index: Mapping[str, Any]) -> bool:
     """Whether a pipeline with this model_index.json has ControlNets."""
-    named = index.get(NET)
+    family = family_of_index(index)
+    named = None if family is None or family.net is None else index.get(family.net.component)
     return isinstance(named, list) and bool(named) and isinstance(named[-1], str)
 
 
@@ -36,7 +37,8 @@ def nets_in_folder(model: str) -> dict[str, str]:
     family = family_of_index(index)
     if family is None or family.net is None or not has_nets(index):
         return {}
-    names = [NET]
-    while index[NET][-1].startswith(_SEVERAL) and (folder / f"{NET}_{len(names)}").is_dir():
-        names.append(f"{NET}_{len(names)}")
+    own = family.net.component
+    names = [own]
+    while index[own][-1].startswith(_SEVERAL) and (folder / f"{own}_{len(names)}").is_dir():
+        names.append(f"{own}_{len(names)}")
     return {name: str(folder / name) for name in names}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from sdflow.digest import digest_json
 from sdflow.disk.input_file import is_regular, is_there, no_file
 from sdflow.errors import CheckpointError
-from sdflow.families import DEFAULT, FAMILIES, WITH_LORAS
+from sdflow.families import DEFAULT, FAMILIES, any_family
 from sdflow.sources.checkpoint import Checkpoint, FileDigests, listing
 from sdflow.sources.hub import choose_file, hub_file
 from sdflow.sources.loras.lora_family import made_for, misfit
@@ -84,7 +84,7 @@ def lora_submodels(path: Path) -> tuple[str, ...]:
     Raises CheckpointError for a file that is no LoRA, or of a kind that is not supported.
     """
     submodels = {parsed.submodel for parsed in read_lora_header(path).names.values()}
-    return tuple(name for name in WITH_LORAS if name in submodels)
+    return tuple(name for name in any_family.submodels_with_loras() if name in submodels)
 
 
 def lora_digest(path: Path, digests: FileDigests) -> str:

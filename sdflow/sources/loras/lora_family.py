@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sdflow.families import ARCHITECTURES, family_of_architecture
-from sdflow.families.base import Family
+from sdflow.families.shared.base import Family
 from sdflow.models.base import Config
 from sdflow.sources.architectures import architecture_config
 from sdflow.sources.loras.lora_names import LoraName

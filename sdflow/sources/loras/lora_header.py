@@ -6,15 +6,21 @@ Whatever is not a plain LoRA is refused here, from the header alone, so that eve
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sdflow.errors import CheckpointError
-from sdflow.families import FAMILIES, WITH_LORAS
+from sdflow.families import FAMILIES, any_family
 from sdflow.sources.checkpoint import listing
-from sdflow.sources.loras.adapter_kinds import MERGE_ELSEWHERE, MERGE_WITH_PEFT, kind_of_config, kind_of_tensor
+from sdflow.sources.loras.adapter_kinds import (
+    MERGE_ELSEWHERE,
+    MERGE_WITH_PEFT,
+    kind_of_config,
+    kind_of_tensor,
+    module_of_tensor,
+)
 from sdflow.sources.loras.lora_names import PEFT_PREFIX, UNMERGED, LoraName, parse_name, part_of_unmerged
 from sdflow.sources.loras.peft_metadata import (
     BESIDE,
@@ -53,7 +59,7 @@ def read_lora_header(path: Path) -> LoraHeader:
     submodels = sorted({parsed.submodel for parsed in names.values()})
     # The configuration goes first: the names of tensors tell few of PEFT's kinds, and none of its options.
     config = None if fields is None else config_beside(path, fields)
-    configs = read_peft_configs(path, WITH_LORAS, submodels)
+    configs = read_peft_configs(path, any_family.submodels_with_loras(), submodels)
     _require_lora(path, entries, names, of_peft)
     if of_peft and config is None:
         raise CheckpointError(
@@ -78,6 +84,14 @@ def is_of_peft(path: Path, names: Iterable[str]) -> bool:
     return any(name.startswith(_PEFT_NAMES) for name in names) or (
         path.stem == PEFT_FILE and path.with_name(BESIDE).is_file()
     )
+
+
+def is_adapter(path: Path, names: Collection[str]) -> bool:
+    """Whether PEFT wrote a file, or most of its tensors are a LoRA's or a relative's."""
+    if is_of_peft(path, names):
+        return True
+    known = sum(parse_name(name) is not None or module_of_tensor(name) is not None for name in names)
+    return 0 < known >= len(names) / 2  # half of an (IA)3's tensors are called `weight`
 
 
 def other_kinds(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
@@ -127,6 +141,10 @@ def _parsed(names: Iterable[str], fields: Mapping[str, Any]) -> dict[str, LoraNa
 
 
 def _of_class(name: str | None) -> str | None:
-    """The submodel that models of this class are: the names of PEFT's tensors do not tell one text encoder from another."""
-    parts = [part for family in FAMILIES.values() for part in family.parts if part.lora]
-    return next((part.name for part in parts if part.model.class_name == name), None)
+    """The submodel that models of this class are: the names of PEFT's tensors do not tell one text encoder from another. Where
+    families disagree, one in which a single part has the class decides."""
+    found = [
+        [part.name for part in family.parts if part.lora and part.model.class_name == name]
+        for family in FAMILIES.values()
+    ]
+    return next((parts[0] for parts in sorted(found, key=len) if parts), None)

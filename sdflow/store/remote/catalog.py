@@ -21,10 +21,11 @@ from sdflow.store.remote.entry import (
     MOST_OF_MANIFEST,
     RemoteEntry,
     RemoteObject,
+    object_path,
     read_entry,
     read_object,
 )
-from sdflow.store.remote.parallel import for_each, one
+from sdflow.store.remote.parallel import for_each, found, one
 from sdflow.store.remote.share import LISTING, UNFINISHED, Absent, Found, Share
 
 GRACE = 24 * 3600.0
@@ -55,18 +56,7 @@ class Swept:
 
 def listed(share: Share, meanwhile: Callable[[], None] = lambda: None) -> list[Listed]:
     """Every action of the remote that can be read. Raises Unusable."""
-    files = _list(share, "actions", meanwhile)
-    entries: list[tuple[Found, RemoteEntry]] = []
-
-    def read(file: Found) -> tuple[Found, RemoteEntry] | None:
-        with suppress(Absent, BadRecord):
-            return file, read_entry(share.read(file.path, MOST_OF_ENTRY), _digest(file))
-        return None
-
-    timeout = share.spec.timeout
-    for_each(
-        files, read, timeout=timeout, meanwhile=meanwhile, done=lambda found: entries.append(found) if found else None
-    )
+    entries = _entries(share, _list(share, "actions", meanwhile), meanwhile)
     contents = _manifests(share, sorted({entry.object for _, entry in entries}), meanwhile)
     return [
         Listed(entry, content.bytes if (content := contents.get(entry.object)) else None, file.changed)
@@ -81,13 +71,17 @@ def sweep(
 
     Actions go first, then manifests, pieces last: killed at any moment, what can be seen is whole. Raises Unusable.
     """
-    told = None if dry_run else _now(share, meanwhile)
+    by_store = None if dry_run else _now(share, meanwhile)
     # Pieces before what refers to them: whatever is pushed from now on is not among them.
     folders = [_all(share, folder, meanwhile) for folder in ("pieces", "objects", "actions")]
     pieces, manifests, actions = ([file for file in files if _in_place(file)] for files in folders)
     left = [file for files in folders for file in files if file.path.endswith(UNFINISHED)]
     # Who only looks writes nothing: then it is at least as late as the last change that the store tells.
-    now = max(time.time(), *(file.changed or 0.0 for files in folders for file in files), 0.0) if told is None else told
+    now = (
+        max(time.time(), *(file.changed or 0.0 for files in folders for file in files), 0.0)
+        if by_store is None
+        else by_store
+    )
 
     def older(file: Found, seconds: float) -> bool:
         return file.changed is not None and now - file.changed > seconds
@@ -98,20 +92,8 @@ def sweep(
 
     old = [file for file in actions if older(file, older_than)]
     gone = {file.path for file in old}
-    named: set[str] = set()
-
-    def read(file: Found) -> str | None:
-        with suppress(Absent, BadRecord):
-            return read_entry(share.read(file.path, MOST_OF_ENTRY), _digest(file)).object
-        return None
-
-    for_each(
-        [file for file in actions if file.path not in gone],
-        read,
-        timeout=share.spec.timeout,
-        meanwhile=meanwhile,
-        done=lambda found: named.add(found) if found else None,
-    )
+    kept_actions = [file for file in actions if file.path not in gone]
+    named = {entry.object for _, entry in _entries(share, kept_actions, meanwhile)}
     loose = [file for file in manifests if _digest(file) not in named and older(file, min(GRACE, older_than))]
     lost = {file.path for file in loose}
     kept = _manifests(share, [_digest(file) for file in manifests if file.path not in lost], meanwhile)
@@ -124,23 +106,11 @@ def sweep(
         remove(files)
     if not dry_run:
         known, gone_pieces = {file.path for file in actions} - gone, {_digest(file) for file in unused}
-        come: list[tuple[Found, str | None]] = []
-        for_each(
-            [file for file in _list(share, "actions", meanwhile) if file.path not in known],
-            lambda file: (file, read(file)),
-            timeout=share.spec.timeout,
-            meanwhile=meanwhile,
-            done=come.append,
-        )
-        whole = _manifests(share, sorted({digest for _, digest in come if digest}), meanwhile)
+        new = [file for file in _list(share, "actions", meanwhile) if file.path not in known]
+        come = [(file, entry.object) for file, entry in _entries(share, new, meanwhile)]
+        whole = _manifests(share, sorted({digest for _, digest in come}), meanwhile)
         # Pushed meanwhile, on what was there still: whoever pushed it would take it for whole from now on.
-        remove(
-            [
-                file
-                for file, digest in come
-                if digest and (digest not in whole or gone_pieces & whole[digest].pieces.keys())
-            ]
-        )
+        remove([file for file, digest in come if digest not in whole or gone_pieces & whole[digest].pieces.keys()])
     freed = sum(file.size for file in unused)
     return Swept(len(old), len(loose), len(unused), freed, sum(file.size for file in pieces) - freed)
 
@@ -163,22 +133,24 @@ def _digest(file: Found) -> str:
     return file.path.rpartition("/")[2].removesuffix(".json")
 
 
-def _manifests(share: Share, digests: list[str], meanwhile: Callable[[], None]) -> dict[str, RemoteObject]:
-    contents: dict[str, RemoteObject] = {}
+def _entries(share: Share, files: list[Found], meanwhile: Callable[[], None]) -> list[tuple[Found, RemoteEntry]]:
+    """Those of these actions that can be read."""
 
-    def read(digest: str) -> tuple[str, RemoteObject] | None:
+    def read(file: Found) -> tuple[Found, RemoteEntry] | None:
         with suppress(Absent, BadRecord):
-            return digest, read_object(share.read(f"objects/{digest[:2]}/{digest}.json", MOST_OF_MANIFEST), digest)
+            return file, read_entry(share.read(file.path, MOST_OF_ENTRY), _digest(file))
         return None
 
-    for_each(
-        digests,
-        read,
-        timeout=share.spec.timeout,
-        meanwhile=meanwhile,
-        done=lambda found: contents.update([found]) if found else None,
-    )
-    return contents
+    return found(files, read, timeout=share.spec.timeout, meanwhile=meanwhile)
+
+
+def _manifests(share: Share, digests: list[str], meanwhile: Callable[[], None]) -> dict[str, RemoteObject]:
+    def read(digest: str) -> tuple[str, RemoteObject] | None:
+        with suppress(Absent, BadRecord):
+            return digest, read_object(share.read(object_path(digest), MOST_OF_MANIFEST), digest)
+        return None
+
+    return dict(found(digests, read, timeout=share.spec.timeout, meanwhile=meanwhile))
 
 
 def _now(share: Share, meanwhile: Callable[[], None]) -> float:
@@ -192,5 +164,5 @@ def _now(share: Share, meanwhile: Callable[[], None]) -> float:
         finally:
             share.remove(path)
 
-    told = one(ask, timeout=share.spec.timeout, meanwhile=meanwhile)
-    return time.time() if told is None else told
+    now = one(ask, timeout=share.spec.timeout, meanwhile=meanwhile)
+    return time.time() if now is None else now

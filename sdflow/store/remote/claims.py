@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from sdflow.digest import digest_json
 from sdflow.errors import UsageError
 from sdflow.store.records import BadRecord, dump, load
-from sdflow.store.remote.parallel import for_each, one
+from sdflow.store.remote.parallel import found, one
 from sdflow.store.remote.share import LISTING, Absent, Found, Share
 from sdflow.store.remote.trust import Signer, Untrusted, require_signed, signatures
 
@@ -74,7 +74,7 @@ def claims(
     share: Share, trust: Sequence[str], objects: Iterable[str], meanwhile: Callable[[], None] = lambda: None
 ) -> dict[str, list[Claim]]:
     """What is said of these objects. A claim that is none, or whose signature does not hold, is left out. Raises Unusable."""
-    wanted, found = set(objects), defaultdict(list)
+    wanted = set(objects)
     files = one(lambda: list(share.list(FOLDER)), timeout=LISTING * share.spec.timeout, meanwhile=meanwhile)
 
     def read(file: Found) -> tuple[str, Claim] | None:
@@ -89,14 +89,10 @@ def claims(
         if (digest := named(file)) in wanted and counts[digest] < _MOST:
             counts[digest] += 1
             chosen.append(file)
-    for_each(
-        chosen,
-        read,
-        timeout=share.spec.timeout,
-        meanwhile=meanwhile,
-        done=lambda pair: found[pair[0]].append(pair[1]) if pair else None,
-    )
-    return {digest: sorted(each, key=lambda claim: claim.words) for digest, each in found.items()}
+    by_object = defaultdict(list)
+    for object_digest, each in found(chosen, read, timeout=share.spec.timeout, meanwhile=meanwhile):
+        by_object[object_digest].append(each)
+    return {digest: sorted(each, key=lambda claim: claim.words) for digest, each in by_object.items()}
 
 
 def named(file: Found) -> str | None:

@@ -1,8 +1,8 @@
-"""What the remote says of an action and of an object: JSON that carries its own digest, and is held to what was asked."""
+"""What the remote says of an action and of an object: JSON that carries its own digest, and is checked against what was asked."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,23 +53,24 @@ def object_path(digest: str) -> str:
 
 def read_entry(data: bytes, digest: str) -> RemoteEntry:
     """The entry of the action that was asked for. Raises BadRecord."""
+    from sdflow.store.remote.entry_form import require_entry  # pydantic, which planning does without
+
     stored = load_action(data)
     if stored.action.digest != digest:
         raise BadRecord("it belongs to another action")
-    built, facts = stored.built, stored.facts
-    if not is_digest(stored.object):
-        raise BadRecord("it names no object")
-    if not isinstance(stored.action.content, dict):
-        raise BadRecord("its action is no map")
-    if not isinstance(facts, dict) or not isinstance(built, dict):
-        raise BadRecord("its facts are no map")
-    if not _are_counts(facts.get("operators", {})) or not _are_sizes(facts.get("dtypes", {})):
-        raise BadRecord("its facts count nothing")
-    if not all(_is_number(built.get(each)) for each in ("seconds", "peak_memory")):
-        raise BadRecord("it does not say what building took")
-    if not isinstance(built.get("finished"), str):
-        raise BadRecord("it does not say when it was built")
-    return RemoteEntry(stored.action, stored.object, facts, built)
+    require_entry({**vars(stored), "action": stored.action.content})
+    return RemoteEntry(stored.action, stored.object, stored.facts, stored.built)
+
+
+def require_files(files: Sequence[FileEntry], tree: str) -> None:
+    """Raises BadRecord unless these are the files of the object `tree`, each once and within its folder."""
+    if digest_tree(files) != tree:
+        raise BadRecord("its files are another object's")
+    if len({file.path for file in files}) < len(files) or not files:
+        raise BadRecord("it names a file twice, or none")
+    for file in files:
+        if not inside(file.path) or not is_digest(file.sha256) or file.size < 0:
+            raise BadRecord(f"it names {file.path!r:.80}, which is outside the object")
 
 
 def dump_object(tree: str, content: RemoteObject) -> bytes:
@@ -93,34 +94,13 @@ def read_object(data: bytes, tree: str) -> RemoteObject:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise BadRecord(f"it cannot be read ({error})") from error
-    if digest_tree(entry for entry, _ in files) != tree:
-        raise BadRecord("it belongs to another object")
-    paths = [entry.path for entry, _ in files]
-    if len(set(paths)) < len(paths) or not paths:
-        raise BadRecord("it names a file twice, or none")
+    require_files([entry for entry, _ in files], tree)
     for entry, pieces in files:
-        if not inside(entry.path):
-            raise BadRecord(f"it names {entry.path!r:.80}, which is outside the object")
         if not all(0 < piece.size <= MOST and is_digest(piece.sha256) for piece in pieces):
             raise BadRecord(f"the pieces of {entry.path:.80} are none")
         if sum(piece.size for piece in pieces) != entry.size:
             raise BadRecord(f"the pieces of {entry.path:.80} do not make up the file")
     return RemoteObject(files)
-
-
-def _is_number(value: Any) -> bool:
-    """Whether it can be reckoned with: an integer of JSON may have thousands of digits."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 2**63
-
-
-def _are_counts(value: Any) -> bool:
-    return isinstance(value, dict) and all(_is_number(each) for each in value.values())
-
-
-def _are_sizes(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(each, dict) and _is_number(each.get("bytes")) for each in value.values()
-    )
 
 
 def is_digest(text: Any) -> bool:

@@ -74,8 +74,21 @@ def for_each(
         ended.set()
 
 
+def found(
+    items: Iterable[T],
+    look: Callable[[T], R | None],
+    *,
+    timeout: float,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> list[R]:
+    """The results of `for_each` but for None, in the order in which they come."""
+    results: list[R | None] = []
+    for_each(items, look, timeout=timeout, meanwhile=meanwhile, done=results.append)
+    return [result for result in results if result is not None]
+
+
 def one(do: Callable[[], R], *, timeout: float, meanwhile: Callable[[], None] = lambda: None) -> R:
     """The result of one call, in the same way."""
-    found: list[R] = []
-    for_each([None], lambda _: do(), timeout=timeout, meanwhile=meanwhile, done=found.append)
-    return found[0]
+    results: list[R] = []
+    for_each([None], lambda _: do(), timeout=timeout, meanwhile=meanwhile, done=results.append)
+    return results[0]

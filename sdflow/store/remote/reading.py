@@ -116,8 +116,8 @@ def _walk(folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
             if entry.is_dir(follow_symlinks=False):
                 yield from _walk(entry.path)
             elif entry.is_file(follow_symlinks=False):
-                told = entry.stat(follow_symlinks=False)
-                yield Path(entry.path).as_posix(), {"size": told.st_size, "mtime": told.st_mtime}
+                found = entry.stat(follow_symlinks=False)
+                yield Path(entry.path).as_posix(), {"size": found.st_size, "mtime": found.st_mtime}
 
 
 async def _list_s3(files: Any, root: str) -> dict[str, dict[str, Any]]:

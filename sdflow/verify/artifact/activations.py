@@ -28,11 +28,12 @@ class Overflow:
     suspects: Sequence[str] = ()
 
 
-def overflow(submodel: str, folder: Path, cases: Cases, *, threads: int = 0) -> Overflow:
+def overflow(submodel: str, folder: Path, cases: Cases, *, threads: int = 0, most: int | None = None) -> Overflow:
     """Look for values of an artifact that float16 does not hold, or hardly.
 
     Values are measured without being rounded to float16, so that the first overflow does not hide behind the NaN that
-    it leads to. Raises VerificationError for a graph that cannot be lowered.
+    it leads to. most: as of `open_graph`.
+    Raises VerificationError for a graph that cannot be lowered.
     """
     import onnx
 
@@ -43,9 +44,8 @@ def overflow(submodel: str, folder: Path, cases: Cases, *, threads: int = 0) -> 
     feeds = [
         {name: value.astype(types[name]) for name, value in cases.get(index, "inputs").items()} for index in chosen
     ]
-    measured = [
-        each for each in ranges(path, feeds, round_fp16=False, threads=threads) if each.float16 and each.exceeds(NEAR)
-    ]
+    found = ranges(path, feeds, round_fp16=False, threads=threads, most=most)
+    measured = [each for each in found if each.float16 and each.exceeds(NEAR)]
     measured.sort(key=lambda each: (each.nan_step is None, -each.largest))
     large = {each.value for each in measured if each.exceeds(1.0)}
     suspects = [node.name for node in graph.node if large.intersection((*node.input, *node.output))]

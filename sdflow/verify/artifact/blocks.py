@@ -50,12 +50,12 @@ class Block:
         return self.distance <= EXACT_LIMIT
 
 
-def watch(submodel: str, bound: BoundModel, inputs: Mapping[str, np.ndarray]) -> Block:
-    """Run the PyTorch model on a case; the calls of its modules, in that of the whole."""
+def watch(submodel: str, bound: BoundModel, inputs: Mapping[str, np.ndarray], most: int | None = None) -> Block:
+    """Run the PyTorch model on a case; the calls of its modules, in that of the whole. most: as of `TorchModule`."""
     import torch
 
     loras = [LoraMerge(lora.path, lora.scale) for lora in bound.loras]
-    network = TorchModule(submodel, bound.checkpoint, loras, bound.denoiser).network()
+    network = TorchModule(submodel, bound.checkpoint, loras, bound.denoiser, most=most).network()
     module = network.module
     whole = Block("", False, 0, [torch.from_numpy(value) for value in inputs.values()])
     opened, count = [whole], itertools.count(1)
@@ -93,6 +93,12 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from _tensors(each)
+
+
+def sizes_of(whole: Block) -> set[int]:
+    """How many numbers the blocks are given, and give."""
+    tensors = [tensor for block in (whole, *_all(whole)) for tensor in (*block.given, block.gave)]
+    return {tensor.numel() for tensor in tensors if tensor is not None}
 
 
 def first_block(whole: Block, values: Sequence[np.ndarray], case: str) -> BlockVerdict:

@@ -1,4 +1,4 @@
-"""The float16 numbers that a graph has on purpose, and what they were before they were rounded.
+"""The 16-bit numbers that a graph has on purpose, and what they were before they were rounded.
 
 A graph's own numbers (the scale of an attention that was not fused, a factor) have no recipes. Each stands for a real number
 that rounds to it; whichever is taken, nothing but the rounding of this one number changes. So the simplest is taken, of the
@@ -7,12 +7,13 @@ kinds in FORMS, or one that is PUBLISHED. What is no such number, tables too, is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from sdflow.onnx_model.facts import dtype_name
 from sdflow.verify.lowering import before_angles
-from sdflow.verify.lowering.builder import FLOAT16
+from sdflow.verify.lowering.builder import HALVES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -36,27 +37,27 @@ PUBLISHED = (1.702,)  # QuickGELU, https://arxiv.org/abs/1606.08415, section 2
 """Numbers that models have from papers, of no such form."""
 
 
-def unrounded_number(value: float) -> float:
-    """The simplest number that rounds to a float16; the value itself where there is none."""
-    import numpy as np
-
-    magnitude = _simplest().get(float(np.float16(abs(value))), abs(value))
+def unrounded_number(value: float, dtype: str = "float16") -> float:
+    """The simplest number that rounds to a float16 or bfloat16; the value itself where there is none."""
+    magnitude = _simplest(dtype).get(abs(value), abs(value))
     return -magnitude if value < 0 else magnitude
 
 
 @cache
-def _simplest() -> dict[float, float]:
+def _simplest(dtype: str) -> dict[float, float]:
+    import ml_dtypes  # noqa: F401 - gives numpy the name bfloat16
     import numpy as np
 
+    rounded = np.dtype(dtype).type
     formed = (form(whole) for form in FORMS for whole in range(1, LARGEST_WHOLE + 1))
     found: dict[float, float] = {}
     for number in (*formed, *PUBLISHED):
-        found.setdefault(float(np.float16(number)), number)
+        found.setdefault(float(rounded(number)), number)
     return found
 
 
-def take_constants(model: Any, taken: dict[str, NDArray[Any]]) -> None:
-    """Put the graph's own float16 numbers, as they were before they were rounded, into `taken`: name -> float32. Constant nodes
+def take_constants(model: Any, taken: MutableMapping[str, NDArray[Any]]) -> None:
+    """Put the graph's own 16-bit numbers, as they were before they were rounded, into `taken`: name -> float32. Constant nodes
     among them become initializers. What sines and indices are computed from stays. Changes `model`."""
     import numpy as np
 
@@ -67,22 +68,23 @@ def take_constants(model: Any, taken: dict[str, NDArray[Any]]) -> None:
         if node is not None:
             model.graph.initializer.add().CopyFrom(tensor)
             model.graph.node.remove(node)
-        taken[tensor.name] = np.full(tuple(tensor.dims), unrounded_number(_value(tensor)), np.float32)
+        number = unrounded_number(_value(tensor), dtype_name(tensor.data_type))
+        taken[tensor.name] = np.full(tuple(tensor.dims), number, np.float32)
 
 
 def _numbers(graph: Any) -> Iterator[tuple[Any, Any]]:
-    """Float16 tensors of one value, and the Constant node that has it, or None."""
+    """16-bit tensors of one value, and the Constant node that has it, or None."""
     import onnx
 
     for tensor in graph.initializer:
-        if tensor.data_type == FLOAT16 and _is_number(tensor):
+        if tensor.data_type in HALVES and _is_number(tensor):
             yield tensor, None
     for node in graph.node:
         for item in node.attribute:
             if (
                 node.op_type == "Constant"
                 and item.name == "value"
-                and item.t.data_type == FLOAT16
+                and item.t.data_type in HALVES
                 and _is_number(item.t)
             ):
                 tensor = onnx.TensorProto()

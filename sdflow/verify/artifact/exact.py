@@ -1,7 +1,7 @@
-"""The first part of the proof of a float16 or quantized artifact: without its roundings it computes what PyTorch computes.
+"""The first part of the proof of a 16-bit or quantized artifact: without its roundings it computes what PyTorch computes.
 
 Its graph runs with every operator lowered and everything in float32, inputs and outputs too, on weights as their recipes
-give them before they are rounded. Casts to float16 do nothing; the graph's own numbers are taken as they were before they
+give them before they are rounded. Casts to 16 bits do nothing; the graph's own numbers are taken as they were before they
 were rounded too (`sdflow.verify.artifact.constants`), and quantized products are products again
 (`sdflow.verify.artifact.quantized`). Nothing is
 left that rounds, so there is no allowance for it: see `sdflow.tolerances`. One thing stays as it is in the artifact: what
@@ -15,7 +15,8 @@ PyTorch, is in `sdflow.verify.artifact.stored` and `sdflow.verify.artifact.judge
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -27,20 +28,32 @@ from sdflow.errors import VerificationError
 from sdflow.machine.onnx_runtime import import_onnxruntime, onnxruntime_errors
 from sdflow.onnx_model.quantized import quantized_graph
 from sdflow.tolerances import EXACT_AT_MOST, EXACT_LIMIT, EXACT_SHARE
-from sdflow.verify.artifact.blocks import first_block, watch
+from sdflow.verify.artifact.blocks import first_block, sizes_of, watch
 from sdflow.verify.artifact.constants import take_constants
-from sdflow.verify.artifact.graph import RunnableGraph, read_graph, run_graph, scores_of, takes
+from sdflow.verify.artifact.graph import (
+    RunnableGraph,
+    read_graph,
+    run_each,
+    run_graph,
+    scores_of,
+    takes,
+    values_in_pieces,
+)
 from sdflow.verify.artifact.quantized import take_out
 from sdflow.verify.artifact.recipes import REMEDY, RecipeCheck, check_recipes
+from sdflow.verify.artifact.stored import exact_weights
 from sdflow.verify.finding import Finding
-from sdflow.verify.lowering import lower, session_of
-from sdflow.verify.lowering.builder import FLOAT, FLOAT16
+from sdflow.verify.lowering import PieceSession, lower, session_of
+from sdflow.verify.lowering.builder import BFLOAT16, FLOAT, FLOAT16, HALVES
 from sdflow.verify.reference.cases import Cases
 from sdflow.verify.result import BlockVerdict, ExactOutput
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+Exact = MutableMapping[str, "NDArray[Any]"]
+"""Values of weights before they were rounded, by name."""
 
 STILL_QUANTIZED = "its quantization could not be taken out: it has operators or recipes that are not known here"
 DAMAGED = "its recipes are damaged, so that it could not be run without rounding"
@@ -72,14 +85,18 @@ class ExactGraph:
     held: Sequence[Any] = field(repr=False)
 
 
-def prove(check: RecipeCheck, cases: Cases, *, threads: int | None = None) -> Proof:
-    """Compute every weight again, and hold the graph without roundings to PyTorch. Memory: the weights in float32, once or
-    twice. Raises VerificationError when there is no graph, or one that cannot be lowered."""
+def prove(check: RecipeCheck, cases: Cases, *, threads: int | None = None, most: int | None = None) -> Proof:
+    """Compute every weight again, and compare the graph without roundings with PyTorch. most: bytes of weights, as float32, that
+    are in memory at a time; None: all of them, once or twice.
+
+    Raises VerificationError when there is no graph, or one that cannot be lowered.
+    """
     model = read_graph(check.bound.folder / MODEL_FILE)
-    rounded = {tensor.name for tensor in model.graph.initializer if tensor.data_type == FLOAT16}
+    rounded = {tensor.name for tensor in model.graph.initializer if tensor.data_type in HALVES}
     quantized = quantized_graph(model) is not None
-    weights = check_recipes(check.structure, check.submodel, check.bound, keep=bool(rounded) or quantized)
-    if not rounded and not quantized:
+    changed = bool(rounded) or quantized
+    weights = check_recipes(check.structure, check.submodel, check.bound, keep=changed and most is None)
+    if not changed:
         return Proof(weights.findings, weights.count)
     if weights.exact is None:
         return Proof(weights.findings, weights.count, missing=DAMAGED)
@@ -90,46 +107,68 @@ def prove(check: RecipeCheck, cases: Cases, *, threads: int | None = None) -> Pr
         if wrong or quantized_graph(model) is not None:
             return Proof(findings, count, missing=STILL_QUANTIZED)
         rounded.update(taken)
-    exact = {name: values for name, values in weights.exact.items() if name in rounded}
-    del weights  # or it would hold what _first_block lets go
+    if most is None:
+        exact = {name: values for name, values in weights.exact.items() if name in rounded}
+        del weights  # or it would hold what _first_block lets go
+        return _proof(check, model, exact, cases, threads, findings=findings, weights=count)
+    recipes = {name: recipe for name, recipe in weights.recipes.items() if name in rounded}
+    with exact_weights(check.submodel, recipes, weights.parameters, check.bound) as each:
+        own: Exact = ChainMap({}, each)  # type: ignore[arg-type]  # what is added goes into the first
+        return _proof(check, model, own, cases, threads, most, findings=findings, weights=count)
+
+
+def _proof(
+    check: RecipeCheck,
+    model: Any,
+    exact: Exact,
+    cases: Cases,
+    threads: int | None,
+    most: int | None = None,
+    *,
+    findings: Sequence[Finding],
+    weights: int,
+) -> Proof:
+    """The proof of a graph by its exact run. Adds the graph's own numbers to `exact`."""
     take_constants(model, exact)
-    graph = open_exact(model, check.bound.folder, exact, threads=threads)
-    outputs, problems = _compare(graph.graph, cases)
+    graph = open_exact(model, check.bound.folder, exact, threads=threads, most=most)
+    brain = any(tensor.data_type == BFLOAT16 for tensor in model.graph.initializer)
+    outputs, problems = _compare(graph.graph, cases, EXACT_SHARE / 8 if brain else EXACT_SHARE)
     del graph
     gc.collect()
     block = None
     if problems and outputs:
         case = max(outputs, key=lambda each: each.distance / each.limit).case
-        block = _first_block(check, model, exact, cases, case, threads)
+        block = _first_block(check, model, exact, cases, case, threads, most)
         problems = [(f"{what}; {block.words()}", remedy) for what, remedy in problems]
-    return Proof(findings, count, tuple(outputs), tuple(problems), block=block)
+    return Proof(findings, weights, tuple(outputs), tuple(problems), block=block)
 
 
-def locate(check: RecipeCheck, cases: Cases, case: str, *, threads: int | None = None) -> BlockVerdict:
+def locate(
+    check: RecipeCheck, cases: Cases, case: str, *, threads: int | None = None, most: int | None = None
+) -> BlockVerdict:
     """Where a float32 artifact goes wrong that does not pass. Raises VerificationError for one that cannot be lowered."""
-    return _first_block(check, read_graph(check.bound.folder / MODEL_FILE), {}, cases, case, threads)
+    return _first_block(check, read_graph(check.bound.folder / MODEL_FILE), {}, cases, case, threads, most)
 
 
 def _first_block(
-    check: RecipeCheck,
-    model: Any,
-    exact: dict[str, NDArray[Any]],
-    cases: Cases,
-    case: str,
-    threads: int | None,
+    check: RecipeCheck, model: Any, exact: Exact, cases: Cases, case: str, threads: int | None, most: int | None
 ) -> BlockVerdict:
     """Run a case once more, with every value of the graph and every block of the module in sight. Empties `exact`: the module
-    takes its place in memory."""
+    takes its place in memory. In pieces the module comes first, and of the graph are kept what may be a block's result."""
     inputs = next(cases.get(index, "inputs") for index, each in cases if each.name == case)
-    kinds = lower(model, round_fp16=False, exact=exact.keys()).values
-    known = [name for name, kind in kinds.items() if kind in (FLOAT, FLOAT16)]
-    graph = open_exact(model, check.bound.folder, exact, threads=threads, expose=known)
-    values = [*run_graph(graph.graph, inputs).values()]
-    del graph
+    kinds = lower(model, round_fp16=False, exact=exact.keys(), angles=True).values
+    known = [name for name, kind in kinds.items() if kind in (FLOAT, FLOAT16)]  # numpy has no bfloat16
+    opened = open_exact(model, check.bound.folder, exact, threads=threads, expose=known, most=most)
+    if isinstance(opened.graph.session, PieceSession):
+        whole = watch(check.submodel, check.bound, inputs, most)
+        sizes = sizes_of(whole)
+        values = [value for value in values_in_pieces(opened.graph, inputs) if value.size in sizes]
+        return first_block(whole, values, case)
+    values = [*run_graph(opened.graph, inputs).values()]
+    del opened
     exact.clear()
     gc.collect()
-    whole = watch(check.submodel, check.bound, inputs)
-    return first_block(whole, values, case)
+    return first_block(watch(check.submodel, check.bound, inputs), values, case)
 
 
 def open_exact(
@@ -139,16 +178,20 @@ def open_exact(
     *,
     threads: int | None = None,
     expose: Sequence[str] = (),
+    most: int | None = None,
 ) -> ExactGraph:
-    """The graph with `exact` in place of its weights. expose: values that it gives besides its outputs.
+    """The graph with `exact` in place of its weights. expose: values that it gives besides its outputs. most: as of `prove`.
 
     Raises VerificationError for a graph that cannot be lowered or loaded.
     """
     ort = import_onnxruntime()
     scores = scores_of(model.graph)
-    inputs = {item.name for item in model.graph.input if item.type.tensor_type.elem_type == FLOAT16}
+    inputs = {item.name for item in model.graph.input if item.type.tensor_type.elem_type in HALVES}
     outside = dict.fromkeys([*([scores] if scores else ()), *expose])
     lowered = lower(model, round_fp16=False, expose=[*outside], exact=exact.keys() | inputs, angles=True)
+    if most is not None:
+        pieces = PieceSession(lowered, folder, most, threads or 0, exact=exact)
+        return ExactGraph(RunnableGraph(pieces, "float32", "lowered", {}, dict(lowered.operators), scores), [])
     used = {tensor.name for tensor in lowered.model.graph.initializer}
     given = {name: ort.OrtValue.ortvalue_from_numpy(values) for name, values in exact.items() if name in used}
     try:
@@ -159,16 +202,15 @@ def open_exact(
     return ExactGraph(graph, [given, exact])
 
 
-def _compare(graph: RunnableGraph, cases: Cases) -> tuple[list[ExactOutput], list[tuple[str, str]]]:
-    """Every output at the case that is nearest to its limit, or farthest beyond."""
+def _compare(graph: RunnableGraph, cases: Cases, share: float) -> tuple[list[ExactOutput], list[tuple[str, str]]]:
+    """Every output at the case that is nearest to its limit, or farthest beyond. share: of what PyTorch loses in 16 bits."""
     ort = import_onnxruntime()
     worst: dict[str, ExactOutput] = {}
-    for index, case in cases:
-        inputs = cases.get(index, "inputs")
-        if not takes(graph.session, inputs):
-            continue
+    chosen = [(index, case) for index, case in cases if takes(graph.session, cases.get(index, "inputs"))]
+    runs = run_each(graph, [cases.get(index, "inputs") for index, _ in chosen])
+    for index, case in chosen:
         try:
-            outputs = run_graph(graph, inputs)
+            outputs = next(runs)
         except VerificationError:
             return [], []  # an input that diffusers does not feed: said where the graph itself is run
         except onnxruntime_errors(ort) as error:
@@ -176,17 +218,18 @@ def _compare(graph: RunnableGraph, cases: Cases) -> tuple[list[ExactOutput], lis
         half = cases.get(index, "float16")
         for name, wanted in cases.get(index, "float32").items():
             if name in outputs:
-                distance, limit = exact_distance(outputs[name], wanted, half[name]), exact_limit(wanted, half[name])
+                distance = exact_distance(outputs[name], wanted, half[name])
+                limit = exact_limit(wanted, half[name], share)
                 if name not in worst or distance / limit > worst[name].distance / worst[name].limit:
                     worst[name] = ExactOutput(name, distance, case.name, limit, distance <= limit)
     return [*worst.values()], [(_words(each), OTHER_GRAPH) for each in worst.values() if not each.passed]
 
 
-def exact_limit(exact: np.ndarray, half: np.ndarray) -> float:
-    """What holds for a case. exact, half: PyTorch's results."""
+def exact_limit(exact: np.ndarray, half: np.ndarray, share: float = EXACT_SHARE) -> float:
+    """What holds for a case. exact, half: PyTorch's results. share: of the distance between these."""
     if exact.dtype == bool:
         return EXACT_LIMIT
-    return min(EXACT_AT_MOST, max(EXACT_LIMIT, EXACT_SHARE * relative_l2(half, exact)))
+    return min(EXACT_AT_MOST, max(EXACT_LIMIT, share * relative_l2(half, exact)))
 
 
 def exact_distance(value: np.ndarray, exact: np.ndarray, half: np.ndarray) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 from sdflow.artifact import MODEL_FILE
 from sdflow.errors import VerificationError
 from sdflow.machine.onnx_runtime import import_onnxruntime, numpy_type, onnxruntime_errors
+from sdflow.onnx_model.facts import precision_of
 from sdflow.onnx_model.quantized import quantized_graph
 from sdflow.onnx_model.reading import load_graph
-from sdflow.verify.lowering import Lowered, lower, session_of
+from sdflow.verify.artifact.element_types import element_types
+from sdflow.verify.lowering import Lowered, PieceSession, lower, session_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,9 +26,12 @@ SCORES = "scores"
 
 @dataclass
 class RunnableGraph:
-    """A submodel's graph in a session. scores: the value behind its flags, a further output; None without flags."""
+    """A submodel's graph in a session, or in one for each piece.
 
-    session: onnxruntime.InferenceSession
+    scores: the value behind its flags, a further output; None without flags.
+    """
+
+    session: onnxruntime.InferenceSession | PieceSession
     precision: str
     ran: str
     operators: Mapping[str, int]
@@ -34,8 +39,11 @@ class RunnableGraph:
     scores: str | None
 
 
-def open_graph(folder: Path, target: str, *, threads: int | None = None) -> RunnableGraph:
-    """Load the model in `folder`. Raises VerificationError when it is no model or cannot be run, saying why."""
+def open_graph(folder: Path, target: str, *, threads: int | None = None, most: int | None = None) -> RunnableGraph:
+    """Load the model in `folder`. most: bytes of weights, as float32, that are in memory at a time; None: all of them.
+
+    Raises VerificationError when it is no model or cannot be run, saying why.
+    """
     import onnx
 
     ort = import_onnxruntime()
@@ -49,22 +57,34 @@ def open_graph(folder: Path, target: str, *, threads: int | None = None) -> Runn
             model.graph.output.append(
                 onnx.helper.make_tensor_value_info(name, types.get(name, onnx.TensorProto.FLOAT), None)
             )
-        lowered = Lowered(model, {}, {}, {})
+        lowered = Lowered(model, {}, {}, {} if most is None else _types(model))
     else:
         lowered = lower(model, expose=exposed)
+    session: onnxruntime.InferenceSession | PieceSession
     try:
-        session = session_of(lowered, path.parent, threads=threads or 0, fuse=target == "cpu")
+        if most is None:
+            session = session_of(lowered, path.parent, threads=threads or 0, fuse=target == "cpu")
+        else:
+            session = PieceSession(lowered, path.parent, most, threads or 0, fuse=target == "cpu")
     except onnxruntime_errors(ort) as error:
         raise VerificationError(f"ONNX Runtime cannot load it: {error}", where=str(path)) from error
-    half = any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in model.graph.initializer)
     return RunnableGraph(
         session=session,
-        precision=quantized_graph(model) or ("float16" if half else "float32"),
+        precision=quantized_graph(model) or precision_of(model.graph),
         ran="as it is" if target == "cpu" else "lowered",
         operators=dict(Counter(node.op_type for node in model.graph.node)),
         lowered=dict(lowered.operators),
         scores=scores,
     )
+
+
+def _types(model: Any) -> dict[str, int]:
+    """The element type of every value of a graph that is run as it is."""
+    import onnx
+
+    opsets = {entry.domain: entry.version for entry in model.opset_import}
+    named = element_types(model.graph, opsets)
+    return {name: onnx.TensorProto.DataType.Value(kind.upper()) for name, kind in named.items() if kind != "undefined"}
 
 
 def read_graph(path: Path) -> Any:
@@ -100,7 +120,7 @@ def scores_of(graph: Any) -> str | None:
     return None
 
 
-def takes(session: onnxruntime.InferenceSession, inputs: Mapping[str, Any]) -> bool:
+def takes(session: onnxruntime.InferenceSession | PieceSession, inputs: Mapping[str, Any]) -> bool:
     """Whether inputs of these shapes may be fed: sizes that the graph fixes are the same. Unknown inputs do not count."""
 
     def same(fixed: Sequence[Any], shape: Sequence[int]) -> bool:
@@ -112,12 +132,36 @@ def takes(session: onnxruntime.InferenceSession, inputs: Mapping[str, Any]) -> b
 
 def run_graph(graph: RunnableGraph, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The graph's outputs by name, inputs cast to the types that it declares; the exposed scores as SCORES."""
+    return next(run_each(graph, [inputs]))
+
+
+def run_each(graph: RunnableGraph, cases: Sequence[Mapping[str, np.ndarray]]) -> Iterator[dict[str, np.ndarray]]:
+    """`run_graph` of each case. A graph in pieces runs all of them before it gives the first."""
     names = [value.name for value in graph.session.get_outputs()]
+    session = graph.session
+    given = (_cast(graph, inputs) for inputs in cases)
+    found: Iterable[Sequence[np.ndarray]]
+    found = (
+        session.run_each([*given]) if isinstance(session, PieceSession) else (session.run(None, one) for one in given)
+    )
+    for values in found:
+        yield {SCORES if name == graph.scores else name: value for name, value in zip(names, values, strict=True)}
+
+
+def _cast(graph: RunnableGraph, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     types = {value.name: numpy_type(value) for value in graph.session.get_inputs()}
     if unknown := sorted(types.keys() - inputs.keys()):
         raise VerificationError(
             f"the graph has an input {unknown[0]}, where diffusers feeds {', '.join(inputs)}",
             remedy="Keep the names of OnnxConversion: no pass may rename inputs or outputs.",
         )
-    values = graph.session.run(None, {name: inputs[name].astype(kind, copy=False) for name, kind in types.items()})
-    return {SCORES if name == graph.scores else name: value for name, value in zip(names, values, strict=True)}
+    return {name: inputs[name].astype(kind, copy=False) for name, kind in types.items()}
+
+
+def values_in_pieces(graph: RunnableGraph, inputs: Mapping[str, np.ndarray]) -> Iterator[np.ndarray]:
+    """Every value that passes from one piece of a graph to another, or is exposed, piece by piece; numpy has no bfloat16."""
+    assert isinstance(graph.session, PieceSession)
+    for (found,) in graph.session.through([_cast(graph, inputs)]):
+        for value in found.values():
+            if value.data_type() != "tensor(bfloat16)":
+                yield value.numpy()

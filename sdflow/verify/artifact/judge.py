@@ -14,7 +14,7 @@ from sdflow.disk.input_file import read_json
 from sdflow.distance import relative_l2
 from sdflow.errors import VerificationError
 from sdflow.families import FAMILIES
-from sdflow.families.base import Family
+from sdflow.families.shared.base import Family
 from sdflow.machine.onnx_runtime import import_onnxruntime, onnxruntime_errors
 from sdflow.onnx_model.reading import load_graph
 from sdflow.runtime.sessions.tuning import Tuning
@@ -22,7 +22,7 @@ from sdflow.targets import TARGETS
 from sdflow.verify import images
 from sdflow.verify.artifact.activations import Overflow, overflow
 from sdflow.verify.artifact.exact import Proof, exact_distance, locate, prove
-from sdflow.verify.artifact.graph import RunnableGraph, open_graph, run_graph, takes
+from sdflow.verify.artifact.graph import RunnableGraph, open_graph, run_each, run_graph, takes
 from sdflow.verify.artifact.judge_output import judge_outputs
 from sdflow.verify.artifact.judge_request import JudgeRequest
 from sdflow.verify.artifact.on_device import run_on_device
@@ -30,9 +30,9 @@ from sdflow.verify.artifact.promises import check_promises, read_configs
 from sdflow.verify.artifact.roundings import DRAWS, Roundings, drawn_again, too_far
 from sdflow.verify.artifact.unsupported_nodes import fits
 from sdflow.verify.finding import Finding, errors
-from sdflow.verify.reference.cases import Cases, read_cases, read_description
-from sdflow.verify.reference.selection import Selection
-from sdflow.verify.result import CaseDistance, SubmodelVerdict, Verification
+from sdflow.verify.reference.cases import Cases, read_cases
+from sdflow.verify.reference.selection import read_selection
+from sdflow.verify.result import HALVES, CaseDistance, SubmodelVerdict, Verification
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,7 +47,7 @@ def judge(request: JudgeRequest, progress: Progress) -> Verification:
     """Run every submodel's cases, then draw the image with all of them. One graph is in memory at a time."""
     proofs = _proofs(request, progress)
     desk, family = Desk(request, progress, proofs), FAMILIES[request.family]
-    selection = Selection.from_json(read_description(request.reference)["selection"])
+    selection = read_selection(request.reference)
     image = meaning = None
     needed = family.needed(read_configs(request.folder, request.submodels))
     if {*needed} <= {*request.submodels}:
@@ -100,18 +100,18 @@ def judge_on_device(request: JudgeRequest, known: Verification, progress: Progre
 def _round_otherwise(
     request: JudgeRequest, verdicts: dict[str, SubmodelVerdict], roundings: Mapping[str, Roundings], progress: Progress
 ) -> None:
-    """Judge those again that are too far in float16, and nothing else, by many ways to round. roundings: of those that may be."""
+    """Judge those again that are too far in 16 bits, and nothing else, by many ways to round. roundings: of those that may be."""
     for name, verdict in verdicts.items():
         failed = [each for each in verdict.outputs if not each.passed]
         rounding = roundings.get(name)
-        if verdict.precision != "float16" or rounding is None or len(verdict.problems) != len(failed):
+        if verdict.precision not in HALVES or rounding is None or len(verdict.problems) != len(failed):
             continue  # what else is wrong is no matter of rounding
         indices = rounding.indices(too_far(verdict.cases, failed))
         if not indices:
             continue
         progress(f"{name}: rounding in {DRAWS} ways")
-        graph = open_graph(request.folder / name, request.target, threads=request.threads)
-        distances = rounding.distances(indices, partial(run_graph, graph))
+        graph = open_graph(request.folder / name, request.target, threads=request.threads, most=request.most.get(name))
+        distances = rounding.distances(indices, partial(run_each, graph))
         del graph  # before the module comes
         gc.collect()
         cases = drawn_again(verdict.cases, rounding, distances)
@@ -139,7 +139,8 @@ def _locate(request: JudgeRequest, verdicts: dict[str, SubmodelVerdict], progres
         worst = max((case for case in verdict.cases if case.output in failed), key=lambda case: case.distance)
         try:
             cases = read_cases(request.reference, check.submodel)
-            block = locate(check, cases, worst.case, threads=request.threads)
+            most = request.most.get(check.submodel)
+            block = locate(check, cases, worst.case, threads=request.threads, most=most)
         except VerificationError:
             continue  # there is no graph to look into but the one that was run
         problems = [(f"{what}; {block.words()}", remedy) for what, remedy in verdict.problems]
@@ -173,7 +174,8 @@ def _proofs(request: JudgeRequest, progress: Progress) -> dict[str, Proof]:
     for check in request.recipes:
         progress(f"{check.submodel}: without rounding")
         try:
-            found[check.submodel] = prove(check, read_cases(request.reference, check.submodel), threads=request.threads)
+            cases, most = read_cases(request.reference, check.submodel), request.most.get(check.submodel)
+            found[check.submodel] = prove(check, cases, threads=request.threads, most=most)
         except VerificationError:
             continue
     return found
@@ -212,7 +214,8 @@ def _overflows(
             progress(f"{submodel}: ranges of its values")
             cases = read_cases(request.reference, submodel)
             folder = request.folder / submodel
-            found[submodel] = overflow(submodel, folder, cases, threads=request.threads or 0)
+            most = request.most.get(submodel)
+            found[submodel] = overflow(submodel, folder, cases, threads=request.threads or 0, most=most)
     return found
 
 
@@ -254,7 +257,12 @@ class Desk:
             self.close()
         self.progress(f"{submodel}: loading")
         try:
-            graph = open_graph(self.request.folder / submodel, self.request.target, threads=self.request.threads)
+            graph = open_graph(
+                self.request.folder / submodel,
+                self.request.target,
+                threads=self.request.threads,
+                most=self.request.most.get(submodel),
+            )
         except VerificationError as error:
             problem = (error.what, error.remedy or "Build it again: sdflow run --clean_cache.")
             self.verdicts[submodel] = SubmodelVerdict(submodel, "unknown", "not at all", {}, {}, (), (), (problem,))
@@ -297,14 +305,14 @@ def judge_submodel(submodel: str, graph: RunnableGraph, cases: Cases, stated: fl
     ort = import_onnxruntime()
     found: list[CaseDistance] = []
     problems: list[tuple[str, str]] = []
-    left_out = []
-    for index, case in cases:
-        inputs = cases.get(index, "inputs")
-        if not takes(graph.session, inputs):
-            left_out.append(case.name)
-            continue
+    fitting = {index: cases.get(index, "inputs") for index, _ in cases}
+    fitting = {index: inputs for index, inputs in fitting.items() if takes(graph.session, inputs)}
+    left_out = [case.name for index, case in cases if index not in fitting]
+    runs = run_each(graph, [*fitting.values()])
+    for index in fitting:
+        case = cases.cases[index]
         try:
-            outputs = run_graph(graph, inputs)
+            outputs = next(runs)
         except VerificationError as error:
             problems.append((error.what, error.remedy or ""))
             break

@@ -16,13 +16,13 @@ from sdflow.tolerances import (
     ONE_CASE_RATIO,
     WITHOUT_YARDSTICK,
 )
-from sdflow.verify.result import PLAIN, CaseDistance, OutputVerdict
+from sdflow.verify.result import HALVES, PLAIN, CaseDistance, OutputVerdict
 
 
 def judge_output(
     name: str, precision: str, cases: Sequence[CaseDistance], stated: float | None = None, *, on_device: bool = False
 ) -> OutputVerdict:
-    """A float16 artifact's cases, each in units of its own yardstick: their root mean square is held to FLOAT16_RATIO and what
+    """A 16-bit artifact's cases, each in units of its own yardstick: their root mean square is held to FLOAT16_RATIO and what
     they leave uncertain, and each by itself to a wider margin. Of a float32 artifact the median is held to FLOAT32_LIMIT, and
     each case to that or to a share of its yardstick. on_device: by a provider's own kernels.
 
@@ -39,7 +39,7 @@ def judge_output(
         each = stated is not None and all(case.distance <= ONE_CASE_RATIO * stated for case in cases)
         return OutputVerdict(name, distance, 0.0, 0.0, stated, stated is not None and distance <= stated and each)
     measured = [case for case in cases if case.yardstick != inf]
-    distance = root_mean_square(case.distance for case in (measured if precision == "float16" else cases))
+    distance = root_mean_square(case.distance for case in (measured if precision in HALVES else cases))
     yardstick = root_mean_square(case.yardstick for case in measured)
     if precision == "float32":
         ratio = distance / yardstick if yardstick else 0.0
@@ -118,10 +118,11 @@ def _problem(verdict: OutputVerdict, precision: str, cases: Sequence[CaseDistanc
     if precision == "float32":
         what = f"{verdict.name} is {verdict.distance:.2g} away from the fp32 PyTorch model (relative L2), at most "
         return f"{what}{verdict.limit:.2g} is allowed; worst at {worst.case}: {worst.distance:.2g}", remedy
+    plain = f"plain {precision.replace('float16', 'fp16').replace('bfp', 'bf')} PyTorch"
     if all(case.yardstick == inf for case in cases):
         what = f"{verdict.name} is {verdict.distance:.2g} away from the fp32 PyTorch model (relative L2), at most "
-        return f"{what}{WITHOUT_YARDSTICK:.2g} is allowed where plain fp16 PyTorch gives no finite numbers", remedy
-    what = f"{verdict.name} is {verdict.distance:.2g} away from the fp32 PyTorch model (relative L2), plain fp16 PyTorch is "
+        return f"{what}{WITHOUT_YARDSTICK:.2g} is allowed where {plain} gives no finite numbers", remedy
+    what = f"{verdict.name} is {verdict.distance:.2g} away from the fp32 PyTorch model (relative L2), {plain} is "
     what += f"{verdict.yardstick:.2g}: over its cases {verdict.ratio:.3g} times as far, at most {FLOAT16_RATIO} is allowed; "
     if worst.yardstick:
         return f"{what}worst at {worst.case}: {times_as_far(worst):.3g} times", remedy

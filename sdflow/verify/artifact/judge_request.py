@@ -1,4 +1,4 @@
-"""What the process that verifies is to hold to PyTorch."""
+"""What the process that verifies is to compare with PyTorch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ class JudgeRequest:
     wrote. out: for PNGs. modules: the PyTorch models, for what is rounded in several ways. recipes: the structures that the
     weights were bound to. unproved: why there is none, of the submodels without. allow_fallback: what the target has no kernel
     for is a warning. quantized: `to` and `limit` of each submodel that sdflow.json says is quantized. tuning: what
-    `sdflow tune` chose for run_on; the process that verifies has a home of its own, and would not find it.
+    `sdflow tune` chose for run_on; the process that verifies has a home of its own, and would not find it. memory: bytes that it
+    may take; None: what this machine has. most: submodel -> bytes of its weights in memory at a time, of those that are verified
+    block by block.
     """
 
     family: str
@@ -37,22 +39,5 @@ class JudgeRequest:
     run_on: str | None = None
     tuning: Mapping[str, Any] = field(default_factory=dict)
     quantized: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        paths = {key: str(getattr(self, key)) for key in ("folder", "reference", "out")}
-        modules, recipes = ([each.to_json() for each in some] for some in (self.modules, self.recipes))
-        return {
-            **vars(self),
-            **paths,
-            "submodels": list(self.submodels),
-            "modules": modules,
-            "recipes": recipes,
-            "unproved": dict(self.unproved),
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> JudgeRequest:
-        paths = {key: Path(value[key]) for key in ("folder", "reference", "out")}
-        modules = [TorchModule.from_json(each) for each in value["modules"]]
-        recipes = [RecipeCheck.from_json(each) for each in value["recipes"]]
-        return cls(**{**value, **paths, "modules": modules, "recipes": recipes})
+    memory: int | None = None
+    most: Mapping[str, int] = field(default_factory=dict)

@@ -8,13 +8,14 @@ machine. Nothing of this is kept in the cache: no digest tells one device or dri
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sdflow.artifact import MODEL_FILE
 from sdflow.distance import relative_l2
 from sdflow.errors import SdflowError
-from sdflow.families.base import Family
+from sdflow.families.shared.base import Family
 from sdflow.machine.onnx_runtime import import_onnxruntime, onnxruntime_errors
 from sdflow.runtime.files.folder import load_submodel
 from sdflow.runtime.sessions.session import LoadOptions
@@ -25,7 +26,7 @@ from sdflow.verify.artifact.graph import read_graph
 from sdflow.verify.artifact.judge_output import judge_outputs
 from sdflow.verify.artifact.roundings import Roundings, drawn_again, too_far
 from sdflow.verify.reference.cases import Cases
-from sdflow.verify.result import CaseDistance, DeviceVerdict, SubmodelVerdict
+from sdflow.verify.result import HALVES, CaseDistance, DeviceVerdict, SubmodelVerdict
 
 if TYPE_CHECKING:
     import numpy as np
@@ -72,8 +73,8 @@ def run_on_device(
                         CaseDistance(case.name, case.group, name, case.step, case.timestep, distance, yardstick)
                     )
         judged, problems = judge_outputs(verdict.precision, found, stated, on_device=True)
-        far = too_far(found, judged) if verdict.precision == "float16" else []
-        distances = roundings.distances(roundings.indices(far), run) if roundings is not None else {}
+        far = too_far(found, judged) if verdict.precision in HALVES else []
+        distances = roundings.distances(roundings.indices(far), partial(map, run)) if roundings is not None else {}
         submodel.unload()
     except failures as error:
         what = error.what if isinstance(error, SdflowError) else str(error)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.onnx_model.reading import load_graph
-from sdflow.verify.lowering import Lowered, lower, session_of
+from sdflow.verify.lowering import Lowered, PieceSession, lower, session_of
 from sdflow.verify.lowering.builder import FLOAT, FLOAT16
 
 if TYPE_CHECKING:
@@ -47,12 +47,18 @@ class NodeRange:
 
 
 def ranges(
-    model_path: Path, feeds: Iterable[Mapping[str, np.ndarray]], *, round_fp16: bool = True, threads: int = 0
+    model_path: Path,
+    feeds: Iterable[Mapping[str, np.ndarray]],
+    *,
+    round_fp16: bool = True,
+    threads: int = 0,
+    most: int | None = None,
 ) -> list[NodeRange]:
     """The range of every floating-point value that the nodes of an artifact put out, in the order of the graph.
 
     model_path: its model.onnx. feeds: the inputs of each step, by name. round_fp16: without, values that float16 cannot
-    hold keep their size instead of becoming infinite, and tell by how much it was too small.
+    hold keep their size instead of becoming infinite, and tell by how much it was too small. most: bytes of weights, as float32,
+    that are in memory at a time; None: all of them.
     Raises VerificationError for an operator that cannot be lowered.
     """
     import numpy as np
@@ -63,8 +69,12 @@ def ranges(
     stored = {name: kind == FLOAT16 for name, kind in lower(model).values.items()} if not round_fp16 else None
     lowered = lower(model, round_fp16=round_fp16)
     names = [name for name, kind in lowered.values.items() if kind in (FLOAT, FLOAT16)]
-    session = session_of(_measured(lowered, names, scores), model_path.parent, threads=threads)
-    steps = [session.run(["largest", "nan"], dict(feed)) for feed in feeds]
+    measured, outputs = _measured(lowered, names, scores), ["largest", "nan"]
+    if most is None:
+        session = session_of(measured, model_path.parent, threads=threads)
+        steps = [session.run(outputs, dict(feed)) for feed in feeds]
+    else:
+        steps = PieceSession(measured, model_path.parent, most, threads).run_each([*feeds], outputs)
     largest, nan = (np.stack([step[index] for step in steps]) for index in (0, 1))
     return [
         NodeRange(
@@ -131,4 +141,5 @@ def _measured(lowered: Lowered, names: Sequence[str], scores: Collection[str]) -
     graph.initializer.append(onnx.numpy_helper.from_array(np.array([-1], np.int64), "range/flat"))
     for name in ("largest", "nan"):
         graph.output.append(onnx.helper.make_tensor_value_info(name, FLOAT, [len(names)]))
-    return Lowered(model, lowered.operators, lowered.node_of, lowered.values)
+    ranges = {f"{name}/range/{which}": FLOAT for name in names for which in ("largest", "nan")}
+    return Lowered(model, lowered.operators, lowered.node_of, {**lowered.values, **ranges})

@@ -15,8 +15,8 @@ from sdflow.digest import digest_file, digest_tree, inside
 from sdflow.disk.input_file import read_json
 from sdflow.errors import PassError, UsageError
 from sdflow.families import FAMILIES
-from sdflow.families.base import Family
-from sdflow.families.part import Part
+from sdflow.families.shared.base import Family
+from sdflow.families.shared.part import Part
 from sdflow.manifest import MANIFEST_FILE, REFINER, Manifest, read_manifest
 from sdflow.manifest import Part as Built
 from sdflow.models.base import Port

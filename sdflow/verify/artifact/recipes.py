@@ -23,7 +23,6 @@ from sdflow.store.layout import Layout
 from sdflow.store.records import BadRecord, load_action, read_record
 from sdflow.verify.artifact.stored import BoundModel, stored_weights
 from sdflow.verify.finding import Finding, Level
-from sdflow.weights.lora import LoraInput
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -40,19 +39,6 @@ class RecipeCheck:
     submodel: str
     structure: Path
     bound: BoundModel
-
-    def to_json(self) -> dict[str, Any]:
-        loras = [{"path": str(lora.path), "scale": lora.scale} for lora in self.bound.loras]
-        bound: dict[str, Any] = {"folder": str(self.bound.folder), "checkpoint": dict(self.bound.checkpoint)}
-        bound |= {"loras": loras, "denoiser": dict(self.bound.denoiser)}
-        return {"submodel": self.submodel, "structure": str(self.structure), "bound": bound}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> RecipeCheck:
-        bound = value["bound"]
-        loras = [LoraInput(Path(lora["path"]), lora["scale"]) for lora in bound["loras"]]
-        model = BoundModel(Path(bound["folder"]), bound["checkpoint"], loras, bound["denoiser"])
-        return cls(value["submodel"], Path(value["structure"]), model)
 
 
 def is_bound(chain: Chain | None) -> bool:
@@ -84,13 +70,14 @@ class Weights:
 
     findings: what is wrong with the recipes, and with the weights that are stored. count: how many were computed again.
     exact: the values of those that are stored in float16 or quantized, before they were rounded; None where a recipe is damaged.
-    recipes: those of the structure, by the weights' names.
+    recipes: those of the structure, by the weights' names. parameters: shapes of those that they are made of.
     """
 
     findings: list[Finding]
     count: int = 0
     exact: Mapping[str, NDArray[Any]] | None = None
     recipes: Mapping[str, Recipe] = field(default_factory=dict)
+    parameters: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def check_recipes(structure: Path, submodel: str, bound: BoundModel | None = None, *, keep: bool = False) -> Weights:
@@ -136,7 +123,7 @@ def check_recipes(structure: Path, submodel: str, bound: BoundModel | None = Non
     except (CheckpointError, PassError, OSError, ValueError) as error:
         found.append(Finding(submodel, "recipe", "error", name, f"cannot be computed again: {error}", REMEDY))
         return Weights(found, count)
-    return Weights(found, count, exact, recipes)
+    return Weights(found, count, exact, recipes, parameters)
 
 
 def _assignment(

@@ -1,4 +1,4 @@
-"""Rounding is random: where a float16 artifact is too far from PyTorch by its roundings alone, it is rounded otherwise, often.
+"""Rounding is random: where a 16-bit artifact is too far from PyTorch by its roundings alone, it is rounded otherwise, often.
 
 What one run in float16 loses is one draw. Most networks lose about as much in each, and one draw of plain fp16 PyTorch is
 yardstick enough. Not where a value hangs on a threshold: the small Stable Diffusion 2.1, whose deepest normalization is over
@@ -16,6 +16,7 @@ own roundings do to it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -47,7 +48,8 @@ APART = 2.0
 """How many times the lower quartile of PyTorch's draws the upper one is where a case hangs on a threshold. Elsewhere it is 1.1
 to 1.4 times."""
 
-Run = Callable[["Mapping[str, np.ndarray]"], "Mapping[str, np.ndarray]"]
+Run = Callable[["Sequence[Mapping[str, np.ndarray]]"], "Iterable[Mapping[str, np.ndarray]]"]
+"""Runs an artifact on inputs by name, many times."""
 Distances = Mapping[tuple[int, str], Sequence[float]]
 """Of all draws, the least first, by case and output."""
 
@@ -90,25 +92,30 @@ class Roundings:
         random, real = np.random.default_rng(index), self._real(index)
         given = self.cases.get(index, "inputs")
         return [
-            {name: _either_half(value, random) if name in real else value for name, value in given.items()}
+            {
+                name: _either_half(value, random, self.torch_module.half) if name in real else value
+                for name, value in given.items()
+            }
             for _ in range(DRAWS)
         ]
 
     def distances(self, indices: Sequence[int], run: Run) -> Distances:
         """What `run` loses."""
-        return self._lost({index: (run(inputs) for inputs in self.inputs(index)) for index in indices})
+        runs = iter(run([inputs for index in indices for inputs in self.inputs(index)]))
+        return self._lost({index: itertools.islice(runs, DRAWS) for index in indices})
 
     def yardsticks(self, indices: Sequence[int]) -> Distances:
         """The same of fp16 PyTorch."""
+
         missing = [index for index in indices if index not in {known for known, _ in self._yardsticks}]
         if missing:
             drawn, places = Cases(), {}
             for index in missing:
                 places[index] = [drawn.add(Case("", "rounded"), inputs) for inputs in self.inputs(index)]
             network = self.torch_module.network()
-            network.model.to_float16(network.module)
+            network.to_half(self.torch_module.half)
             with quick_halves(network.module):
-                run_cases(drawn, "float16", network)
+                run_cases(drawn, "float16", network, self.torch_module.half)
             self._yardsticks |= self._lost(
                 {index: (drawn.get(place, "float16") for place in places[index]) for index in missing}
             )
@@ -126,7 +133,7 @@ class Roundings:
         return {key: sorted(each) for key, each in lost.items()}
 
     def _real(self, index: int) -> set[str]:
-        """The inputs that a float16 graph may round: many real numbers."""
+        """The inputs that a 16-bit graph may round: many real numbers."""
         ports = {port.name for port in self.torch_module.ports().inputs if not port.exact and port.axes != (1,)}
         return {
             name for name, value in self.cases.get(index, "inputs").items() if name in ports and value.dtype.kind == "f"
@@ -156,15 +163,17 @@ def yardstick_of(draws: Sequence[float]) -> float:
     return high if high > APART * low else low
 
 
-def _either_half(value: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Each number as one of the two halves beside it, float32; on average what it was."""
+def _either_half(value: np.ndarray, random: np.random.Generator, dtype: str) -> np.ndarray:
+    """Each number as one of the two of this type beside it, float32; on average what it was."""
+    import ml_dtypes  # noqa: F401 - gives numpy the name bfloat16
     import numpy as np
 
-    near = value.astype(np.float16)
-    beyond = np.nextafter(near, np.where(value > near, np.float16(np.inf), np.float16(-np.inf)), dtype=np.float16)
-    gap = np.abs(beyond.astype(np.float32) - near)
+    near = value.astype(dtype)
+    wide = near.astype(np.float32)
+    beyond = np.nextafter(near, np.where(value > wide, np.inf, -np.inf).astype(dtype))
+    gap = np.abs(beyond.astype(np.float32) - wide)
     share = np.divide(
-        np.abs(value - near), gap, where=np.isfinite(gap) & (gap > 0), out=np.zeros(value.shape, np.float32)
+        np.abs(value - wide), gap, where=np.isfinite(gap) & (gap > 0), out=np.zeros(value.shape, np.float32)
     )
-    chosen: np.ndarray = np.where(random.random(value.shape) < share, beyond, near).astype(np.float32)
+    chosen: np.ndarray = np.where(random.random(value.shape) < share, beyond.astype(np.float32), wide)
     return chosen

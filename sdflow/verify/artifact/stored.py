@@ -7,7 +7,8 @@ result is rounded here, not by what rounded the weights that are looked at (`sdf
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from sdflow.weights.recipe import Recipe
+
+BFLOAT16 = (0.0, float("inf"))
+"""The limits of a rounding to bfloat16: it has none."""
 
 OTHER_VALUES = "its recipe gives other values than the model has"
 
@@ -41,7 +45,7 @@ class BoundModel:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a bound model. exact: its values before they were rounded to float16 or quantized; None where neither was
+    """A tensor of a bound model. exact: its values before they were rounded to 16 bits or quantized; None where neither was
     done, or where it has no recipe. problem: what is wrong with what is stored, or ""."""
 
     name: str
@@ -58,16 +62,32 @@ def stored_weights(
     caller keeps. Raises CheckpointError, PassError, OSError or ValueError where something cannot be read.
     """
     import onnx
-    import torch
-
-    from sdflow.weights.lora import Merged, read_loras
-    from sdflow.weights.tensors import open_tensors
 
     own = _tensors(onnx.load(str(structure / MODEL_FILE), load_external_data=False))
     model = _tensors(onnx.load(str(bound.folder / MODEL_FILE), load_external_data=False))
     for name in own.keys() - model.keys():
         what = "a recipe for it" if name in recipes else "it"
         yield Stored(name, None, f"the structure has {what} and the model no tensor")
+    with _reading(submodel, parameters, bound) as read:
+        for name, tensor in model.items():
+            if name in recipes:
+                yield _by_recipe(name, tensor, bound.folder, recipes[name], read)
+            elif name not in own:
+                yield Stored(name, None, "it has no recipe, and the structure does not have it")
+            elif _bytes(tensor, bound.folder) != _bytes(own[name], structure):
+                yield Stored(name, None, "it belongs to the graph, and is not what the structure has")
+
+
+@contextmanager
+def _reading(
+    submodel: str, parameters: Mapping[str, Any], bound: BoundModel
+) -> Iterator[Callable[[str], NDArray[Any]]]:
+    """What gives a parameter's values in float32, with the LoRAs merged."""
+    import torch
+
+    from sdflow.weights.lora import Merged, read_loras
+    from sdflow.weights.tensors import open_tensors
+
     with open_tensors(submodel, bound.checkpoint, parameters) as checkpoint, warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="The given NumPy array is not writable"
@@ -80,34 +100,70 @@ def stored_weights(
             values: NDArray[Any] = torch.from_numpy(merged.read(key)).float().numpy()
             return values
 
-        for name, tensor in model.items():
-            if name in recipes:
-                yield _by_recipe(name, tensor, bound.folder, recipes[name], read)
-            elif name not in own:
-                yield Stored(name, None, "it has no recipe, and the structure does not have it")
-            elif _bytes(tensor, bound.folder) != _bytes(own[name], structure):
-                yield Stored(name, None, "it belongs to the graph, and is not what the structure has")
+        yield read
 
 
-def _by_recipe(name: str, tensor: Any, folder: Path, recipe: Recipe, read: Any) -> Stored:
+class ExactWeights(Mapping[str, "NDArray[Any]"]):
+    """What weights of a bound model were before they were rounded or quantized, each computed when it is asked for."""
+
+    def __init__(self, recipes: Mapping[str, Recipe], read: Callable[[str], NDArray[Any]]) -> None:
+        self._recipes, self._read = recipes, read
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return _exact(self._recipes[name], self._read)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._recipes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._recipes)
+
+    def __len__(self) -> int:
+        return len(self._recipes)
+
+
+@contextmanager
+def exact_weights(
+    submodel: str, recipes: Mapping[str, Recipe], parameters: Mapping[str, Any], bound: BoundModel
+) -> Iterator[ExactWeights]:
+    """The weights of these recipes that are rounded or quantized. Raises as `stored_weights` does."""
+    from sdflow.weights.recipe import Quantized
+
+    changed = {
+        name: recipe for name, recipe in recipes.items() if isinstance(recipe, Quantized) or _limits(recipe) != {None}
+    }
+    with _reading(submodel, parameters, bound) as read:
+        yield ExactWeights(changed, read)
+
+
+def _exact(recipe: Recipe, read: Callable[[str], NDArray[Any]]) -> NDArray[Any]:
+    """What a recipe gives without its roundings, in float32; of one that quantizes, what is quantized."""
     import numpy as np
 
     from sdflow.weights.recipe import Quantized, Scales, evaluate
 
+    of = recipe.of if isinstance(recipe, Quantized | Scales) else recipe
+    return np.ascontiguousarray(evaluate(unrounded(of), read))
+
+
+def _by_recipe(name: str, tensor: Any, folder: Path, recipe: Recipe, read: Callable[[str], NDArray[Any]]) -> Stored:
+    import numpy as np
+
+    from sdflow.weights.recipe import Quantized, Scales, evaluate
+
+    exact = _exact(recipe, read)
     if isinstance(recipe, Quantized | Scales):
-        exact = np.ascontiguousarray(evaluate(unrounded(recipe.of), read))
         values, scales = again(recipe.kind, exact, recipe.axis)
         wanted = values if isinstance(recipe, Quantized) else scales
         known = exact if isinstance(recipe, Quantized) else None
         return Stored(name, known, "" if _same_bytes(tensor, folder, wanted) else OTHER_VALUES)
     limits = _limits(recipe)
-    exact = np.ascontiguousarray(evaluate(unrounded(recipe), read))
     if limits == {None}:
         wanted, exact_values = exact, None
     elif len(limits) == 1:
         (pair,) = limits
         assert pair is not None
-        wanted, exact_values = rounded(exact, *pair), exact
+        wanted, exact_values = as_bfloat16(exact) if pair == BFLOAT16 else rounded(exact, *pair), exact
     else:  # rounded here and there: it cannot be told apart
         wanted, exact_values = np.ascontiguousarray(evaluate(recipe, read)), exact
     return Stored(name, exact_values, "" if _same_bytes(tensor, folder, wanted) else OTHER_VALUES)
@@ -117,10 +173,10 @@ def unrounded(recipe: Recipe) -> Recipe:
     """The recipe without its roundings, in float32 throughout."""
     import numpy as np
 
-    from sdflow.weights.recipe import Constant, Float16, Join, Reshape, Sum, Transpose
+    from sdflow.weights.recipe import Bfloat16, Constant, Float16, Join, Reshape, Sum, Transpose
 
     match recipe:
-        case Float16():
+        case Float16() | Bfloat16():
             return unrounded(recipe.of)
         case Transpose():
             return Transpose(recipe.axes, unrounded(recipe.of))
@@ -138,9 +194,11 @@ def unrounded(recipe: Recipe) -> Recipe:
 
 def _limits(recipe: Recipe) -> set[tuple[float, float] | None]:
     """The limits of the roundings that the values pass, at the end of all that is computed; None: they pass none."""
-    from sdflow.weights.recipe import Constant, Float16, Join, Reshape, Sum, Transpose
+    from sdflow.weights.recipe import Bfloat16, Constant, Float16, Join, Reshape, Sum, Transpose
 
     match recipe:
+        case Bfloat16():
+            return {BFLOAT16, *(_limits(recipe.of) - {None})}
         case Float16():
             return {(recipe.smallest, recipe.largest), *(_limits(recipe.of) - {None})}
         case Transpose() | Reshape():
@@ -153,6 +211,14 @@ def _limits(recipe: Recipe) -> set[tuple[float, float] | None]:
         case Constant(dtype="float16"):
             return set()
     return {None}
+
+
+def as_bfloat16(values: NDArray[Any]) -> NDArray[Any]:
+    """The nearest bfloat16, as uint16: numpy has no such type."""
+    import torch
+
+    bits: NDArray[Any] = torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()
+    return bits
 
 
 def rounded(values: NDArray[Any], smallest: float, largest: float) -> NDArray[Any]:

@@ -13,8 +13,8 @@ from typing import Any
 from sdflow.artifact import CONFIG_FILE
 from sdflow.disk.input_file import read_json
 from sdflow.families import FAMILIES
-from sdflow.families.base import ONNX_COMPONENT, Family
-from sdflow.families.schedulers import SCHEDULERS
+from sdflow.families.shared.base import ONNX_COMPONENT, Family
+from sdflow.families.shared.schedulers import SCHEDULERS
 from sdflow.runtime.files.folder import SCHEDULER
 from sdflow.verify.folder.on_purpose import ON_PURPOSE, Row, Value
 from sdflow.verify.folder.source import Source

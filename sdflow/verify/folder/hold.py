@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sdflow.errors import CheckpointError
 from sdflow.families import FAMILIES
-from sdflow.families.schedulers import SCHEDULERS
+from sdflow.families.shared.schedulers import SCHEDULERS
 from sdflow.manifest import read_manifest
 from sdflow.runtime.files.folder import SCHEDULER
 from sdflow.verify.finding import Finding
@@ -30,13 +29,6 @@ class FolderRequest:
     folder: Path
     source: Source
     whole: bool
-
-    def to_json(self) -> dict[str, Any]:
-        return {"folder": str(self.folder), "source": self.source.to_json(), "whole": self.whole}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> FolderRequest:
-        return cls(Path(value["folder"]), Source.from_json(value["source"]), value["whole"])
 
 
 @dataclass(frozen=True)

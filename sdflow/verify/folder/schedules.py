@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from sdflow.distance import relative_l2
 from sdflow.errors import UsageError
 from sdflow.families import FAMILIES
-from sdflow.families.base import Family
-from sdflow.families.noising import Noising
-from sdflow.families.schedulers import SCHEDULERS
+from sdflow.families.shared.base import Family
+from sdflow.families.shared.noising import Noising
+from sdflow.families.shared.schedulers import SCHEDULERS
 from sdflow.runtime.denoiser.schedule import named_scheduler, trace
 from sdflow.runtime.files.folder import SCHEDULER
 from sdflow.sources.load import load_companion
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 STEPS = (4, 21)
-SHAPE = (1, 4, 4, 4)
+SHAPE = (1, 2, 3, 5)
 TOKENS = 1024
 LARGEST = 1e-5
 """Distance (relative L2) of what is fed to the denoiser. The factors are kept in float32."""

@@ -6,7 +6,7 @@ What a checkpoint has not, as one in a single file, comes from the files of its 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,6 @@ class Source:
     companions: Mapping[str, str]
     scheduler: str | None
     adapted: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Source:
-        return cls(**value)
 
 
 def source_of(checkpoint: Checkpoint) -> Source:

@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sdflow.families.part import Companion
-from sdflow.families.text import token_ids
+from sdflow.families.shared.part import Companion
+from sdflow.families.shared.text import token_ids
 from sdflow.sources.load import load_companion
 from sdflow.verify.finding import Finding
 from sdflow.verify.folder.compare import CHECK, REBUILD

@@ -10,7 +10,7 @@ A file names the provider, the version that it speaks of and its source. `kernel
 
 An operator in `unknown` is one that the source speaks of and this table does not; any other that is not in `kernels`
 has no kernel. `opset` and `ir_version` are the highest that the version loads. conditions.json holds what kernels ask
-beyond types. benchmarks/kernel_tables.py writes the tables, each from its provider's own binary or document.
+beyond types. benchmarks/providers/kernel_tables.py writes the tables, each from its provider's own binary or document.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a lowering writes its operators with: fresh names, element types, and the roundings to float16."""
+"""What a lowering writes its operators with: fresh names, element types, and the roundings to 16 bits."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from typing import Any
 
 from sdflow.errors import VerificationError
 
-FLOAT, FLOAT16 = 1, 10
-"""onnx.TensorProto.FLOAT and FLOAT16."""
+FLOAT, FLOAT16, BFLOAT16 = 1, 10, 16
+"""onnx.TensorProto.FLOAT, FLOAT16 and BFLOAT16."""
+HALVES = (FLOAT16, BFLOAT16)
+
+COPY = "/float32"
+"""How the name of a float32 copy of a float16 value ends."""
 
 
 class Builder:
     """The lowered graph while it grows.
 
-    Every value of the artifact keeps its name and its element type. Where a value is float16, an operator reads its
-    float32 copy (`wide`), computes in float32, and `result` rounds once to float16. Both conversions are Casts that the
+    Every value of the artifact keeps its name and its element type. Where a value has 16 bits, an operator reads its
+    float32 copy (`wide`), computes in float32, and `result` rounds once to 16 bits. Both conversions are Casts that the
     graph holds explicitly: ONNX Runtime keeps those, while the ones that it inserts itself it also merges away.
     """
 
@@ -62,24 +66,24 @@ class Builder:
             self.node_of[output] = self._node
 
     def wide(self, value: str) -> str:
-        """The float32 copy of a float16 value of the artifact; any other value itself."""
-        if self.types.get(value) != FLOAT16:
+        """The float32 copy of a 16-bit value of the artifact; any other value itself."""
+        if self.types.get(value) not in HALVES:
             return value
         if value not in self._wide:
-            copy = self._wide[value] = self._fresh(f"{value}/float32")
+            copy = self._wide[value] = self._fresh(f"{value}{COPY}")
             self.add("Cast", [value], [copy], to=FLOAT)
             self.node_of[copy] = self.node_of.get(value, "")
         return self._wide[value]
 
     def rounded(self, value: str, element_type: int) -> str:
         """A float32 value as it is after it was stored with `element_type`."""
-        if element_type != FLOAT16 or not self.round_fp16:
+        if element_type not in HALVES or not self.round_fp16:
             return value
-        return self.op("Cast", self.op("Cast", value, to=FLOAT16), to=FLOAT)
+        return self.op("Cast", self.op("Cast", value, to=element_type), to=FLOAT)
 
     def result(self, value: str, name: str, element_type: int) -> None:
         """Make the float32 `value` the artifact's value `name`, stored with `element_type`."""
-        if element_type == FLOAT16 and not self.round_fp16:
+        if element_type in HALVES and not self.round_fp16:
             element_type = FLOAT
         self.types[name] = element_type
         if element_type == FLOAT:
@@ -156,7 +160,7 @@ class Node:
         return str(self.proto.input[index])
 
     def input(self, index: int) -> str:
-        """The input, in float32 if it was float16."""
+        """The input, in float32 if it had 16 bits."""
         return self.builder.wide(self.raw(index))
 
     def optional(self, index: int) -> str | None:

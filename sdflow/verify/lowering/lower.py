@@ -1,7 +1,7 @@
 """Rewrites the graph of any target so that ONNX Runtime's CPU provider computes what the target computes.
 
-A GPU stores float16, accumulates in float32 and rounds each operator's result to float16 once. So does the lowered graph:
-every operator with float16 operands reads them as float32, computes in float32, and has its result cast to float16.
+A GPU stores float16 or bfloat16, accumulates in float32 and rounds each operator's result to 16 bits once. So does the lowered
+graph: every operator with such operands reads them as float32, computes in float32, and has its result cast.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
+from heapq import heappop, heappush
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from sdflow.errors import VerificationError
 from sdflow.onnx_model.float8 import DOMAIN, FLOAT8_MATMUL
 from sdflow.verify.lowering import activation, attention, convolution, float8, normalization
-from sdflow.verify.lowering.builder import FLOAT, FLOAT16, Builder, Node
+from sdflow.verify.lowering.builder import BFLOAT16, COPY, FLOAT, HALVES, Builder, Node
 from sdflow.verify.lowering.types import Types
 
 CONTRIB = "com.microsoft"
@@ -51,7 +52,7 @@ MOVES = frozenset({
     "GatherElements", "GatherND", "Identity", "Pad", "Reshape", "ScatterElements", "ScatterND", "Shape", "Size", "Slice",
     "SpaceToDepth", "Split", "Squeeze", "Tile", "Transpose", "Trilu", "Unsqueeze", "Where",
 })  # fmt: skip
-"""Operators that compute nothing: float16 goes through them as it is."""
+"""Operators that compute nothing: 16-bit values go through them as they are."""
 
 TURNS = frozenset({"ArgMax", "Cos", "Sin"})
 """Operators that turn a small error of what they read into another result."""
@@ -78,6 +79,13 @@ class Lowered:
     node_of: Mapping[str, str]
     values: Mapping[str, int]
 
+    @property
+    def types(self) -> dict[str, int]:
+        """Value -> element type, of every value that may pass from one session to another: those of `values`, and their float32
+        copies."""
+        copies = {name: FLOAT for name, node in self.node_of.items() if name not in self.values and name.endswith(COPY)}
+        return {**copies, **self.values}
+
 
 def lower(
     model: Any,
@@ -89,10 +97,10 @@ def lower(
 ) -> Lowered:
     """Lower an onnx.ModelProto, whose weights may be external and are not read. `model` is not changed.
 
-    round_fp16: results are rounded to float16 where the artifact has float16. Without, everything that was float16 is
+    round_fp16: results are rounded to 16 bits where the artifact has these. Without, everything that had 16 bits is
     float32, the outputs too: what the graph would compute if only its weights were rounded.
     expose: names of values of the artifact (outputs of its nodes) that the lowered graph has as further outputs.
-    exact: names of float16 initializers and inputs that the lowered graph has in float32: their values are to be given.
+    exact: names of 16-bit initializers and inputs that the lowered graph has in float32: their values are to be given.
     angles: what Sin, Cos and ArgMax are computed from is rounded as in the artifact, without round_fp16 too. A
     rounded angle is another angle and a rounded index another index; no allowance for rounding is meant for them.
     Raises VerificationError, naming the node, for an operator that is not known or is used in a way that is not.
@@ -110,7 +118,7 @@ def lower(
     rounded = before_angles(model.graph.node) if angles else frozenset()
     lowered: Counter[str] = Counter()
     values: list[str] = []
-    for proto in _in_order(model.graph.node):
+    for proto in in_order(model.graph.node):
         node = Node(builder, proto, proto.name or next(name for name in proto.output if name))
         builder.begin(node.name)
         builder.round_fp16 = round_fp16 or proto.output[0] in rounded
@@ -187,14 +195,24 @@ def before_angles(nodes: Sequence[Any]) -> frozenset[str]:
     return frozenset(found)
 
 
-def _in_order(nodes: Sequence[Any]) -> list[Any]:
-    """The nodes so that each comes after those that it reads from; ONNX Runtime's converters do not always leave it so."""
+def in_order(nodes: Sequence[Any]) -> list[Any]:
+    """The nodes so that each comes after those that it reads from, otherwise as they are; ONNX Runtime's converters do not always
+    leave it so. Raises VerificationError for a cycle."""
     producer = {name: index for index, node in enumerate(nodes) for name in node.output if name}
     reads = {index: {producer[name] for name in node.input if name in producer} for index, node in enumerate(nodes)}
+    sorter, found = TopologicalSorter(reads), []
+    ready: list[int] = []
     try:
-        return [nodes[index] for index in TopologicalSorter(reads).static_order()]
+        sorter.prepare()
     except CycleError as error:
         raise VerificationError(f"the graph has a cycle through node {nodes[error.args[1][0]].name}") from error
+    while sorter.is_active():
+        for index in sorter.get_ready():
+            heappush(ready, index)
+        index = heappop(ready)
+        found.append(nodes[index])
+        sorter.done(index)
+    return found
 
 
 def _replace(builder: Builder, node: Node, types: Types) -> None:
@@ -210,25 +228,28 @@ def _replace(builder: Builder, node: Node, types: Types) -> None:
 
 
 def _keep(builder: Builder, node: Node, types: Types) -> None:
-    """Take a standard operator over; where there is float16, with float32 operands and a rounded result."""
+    """Take a standard operator over; where there are 16 bits, with float32 operands and a rounded result."""
     proto = node.proto
     if any(item.HasField("g") or item.graphs for item in proto.attribute):
         raise node.error("control flow is not known to the lowering")
     types.infer(proto, node.name)
-    reads = any(types.element_type(name) == FLOAT16 for name in proto.input if name)
+    read = {types.element_type(name) for name in proto.input if name}.intersection(HALVES)
     for name in proto.output:
         if name:
             builder.shapes.update(types.shape(name))
             builder.types[name] = types.element_type(name)
-    if not builder.round_fp16 and proto.op_type in ("Cast", "CastLike") and builder.types[proto.output[0]] == FLOAT16:
-        builder.result(builder.op("Cast", node.input(0), to=FLOAT), proto.output[0], FLOAT16)
+    element = builder.types.get(proto.output[0], 0)
+    if not builder.round_fp16 and proto.op_type in ("Cast", "CastLike") and element in HALVES:
+        builder.result(builder.op("Cast", node.input(0), to=FLOAT), proto.output[0], element)
         return
-    if not reads or (builder.round_fp16 and proto.op_type in MOVES):
+    # Moved as float32: the CPU provider has few kernels for bfloat16.
+    moves = proto.op_type in MOVES and (BFLOAT16 not in read or proto.op_type == "Cast")
+    if not read or (builder.round_fp16 and moves):
         builder.nodes.append(proto)
         return
     inputs = [builder.wide(name) if name else "" for name in proto.input]
-    half = [name for name in proto.output if builder.types.get(name) == FLOAT16]
+    half = {name: builder.types[name] for name in proto.output if builder.types.get(name) in HALVES}
     outputs = [f"{name}/float32_result" if name in half else name for name in proto.output]
     builder.add(proto.op_type, inputs, outputs, domain=proto.domain, **node.attributes)
-    for name in half:
-        builder.result(f"{name}/float32_result", name, FLOAT16)
+    for name, element in half.items():
+        builder.result(f"{name}/float32_result", name, element)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 CASES_FILE = "cases.json"
 Kind = Literal["inputs", "float32", "float16"]
+"""float16: of PyTorch in 16 bits, which are bfloat16's for an artifact in bfloat16."""
 
 
 @dataclass(frozen=True)

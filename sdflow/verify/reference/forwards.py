@@ -6,9 +6,10 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sdflow.families.part import Part
+from sdflow.families.shared.part import Part
 from sdflow.models.base import Config, Model, Ports
 from sdflow.verify.reference.cases import Cases, Kind
+from sdflow.verify.reference.streamed import StreamedWeights
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,17 +21,28 @@ TOGETHER = 2**15
 
 @dataclass(frozen=True)
 class Network:
-    """A module, what it is, and the inputs and outputs of its graph."""
+    """A module, what it is, and the inputs and outputs of its graph. weights: where they are not all in memory."""
 
     module: torch.nn.Module
     model: Model
     ports: Ports
+    weights: StreamedWeights | None = None
 
     @classmethod
-    def of(cls, part: Part, config: Config, module: torch.nn.Module) -> Network:
+    def of(cls, part: Part, config: Config, module: torch.nn.Module, weights: StreamedWeights | None = None) -> Network:
         """config: the submodel's config.json, as the family has it."""
         model = part.of(config).model
-        return cls(module, model, model.ports(config))
+        return cls(module, model, model.ports(config), weights)
+
+    def to_half(self, half: str = "float16") -> None:
+        """Make the module plain PyTorch in 16 bits, in place. half: "float16" or "bfloat16"."""
+        import torch
+
+        dtype = getattr(torch, half)
+        if self.weights is None:
+            self.model.to_half(self.module, dtype)
+        else:
+            self.weights.convert(lambda module: self.model.to_half(module, dtype), dtype)
 
     @property
     def whole_batch(self) -> str | None:
@@ -43,8 +55,9 @@ class Network:
         return frozenset(port.name for port in self.ports.inputs if port.axes == (1,)) - {self.whole_batch}
 
 
-def run_cases(cases: Cases, kind: Kind, network: Network) -> None:
-    """Put the outputs of every case that has none of this kind yet. kind: "float32" or "float16", as the module is.
+def run_cases(cases: Cases, kind: Kind, network: Network, half: str = "float16") -> None:
+    """Put the outputs of every case that has none of this kind yet. kind: "float32" or "float16", as the module is; of that kind
+    also what a module in bfloat16 gives, which half says.
 
     Cases of one shape are rows of one batch, up to TOGETHER: a run of a few latents takes as long as reading the
     module's weights does, however many rows there are.
@@ -52,7 +65,7 @@ def run_cases(cases: Cases, kind: Kind, network: Network) -> None:
     import numpy as np
     import torch
 
-    dtype = torch.float16 if kind == "float16" else torch.float32
+    dtype = getattr(torch, half) if kind == "float16" else torch.float32
     exact = {port.name for port in network.ports.inputs if port.exact}
     once = network.constants
     for chosen in _batches(cases, kind, network.whole_batch, once):
@@ -65,7 +78,10 @@ def run_cases(cases: Cases, kind: Kind, network: Network) -> None:
             name: value.to(dtype) if value.dtype == torch.float32 and name not in exact else value
             for name, value in joined.items()
         }
-        outputs = {name: value.numpy() for name, value in network.model.reference(network.module, inputs).items()}
+        found = network.model.reference(network.module, inputs)
+        outputs = {
+            name: (value.float() if value.dtype == torch.bfloat16 else value).numpy() for name, value in found.items()
+        }
         start = 0
         for index, each in zip(chosen, rows, strict=True):
             end = start + _size(each)

@@ -1,4 +1,4 @@
-"""fp16 PyTorch by its definition: every operator computes in float32 and rounds its result to float16 once.
+"""PyTorch in 16 bits by its definition: every operator computes in float32 and rounds its result to float16, or bfloat16, once.
 
 That is what a GPU does, whose tensor cores multiply halves and add in float32. What torch's own half kernels do on a CPU is
 another matter: it depends on the processor and on how torch was built, and those for convolutions and matrix products are
@@ -70,11 +70,12 @@ def quick_halves(*modules: torch.nn.Module) -> Iterator[None]:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_iter, tree_map
 
+    kinds = (torch.float16, torch.bfloat16)
     weights = {
         weight.data_ptr(): weight.detach()
         for module in modules
         for weight in module.parameters()
-        if weight.dtype == torch.float16 and weight.is_contiguous()
+        if weight.dtype in kinds and weight.is_contiguous()
     }
     wide: dict[int, torch.Tensor] = {}
     kept = 0
@@ -94,17 +95,24 @@ def quick_halves(*modules: torch.nn.Module) -> Iterator[None]:
         return wide[at].as_strided(value.shape, value.stride())
 
     def is_half(value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.dtype == torch.float16
+        return isinstance(value, torch.Tensor) and value.dtype in kinds
 
-    def rounded(value: Any) -> Any:
-        return value.half() if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value
+    def rounded(values: Any, kind: torch.dtype) -> Any:
+        def half(value: Any) -> Any:
+            return value.to(kind) if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value
 
-    def in_float32(function: Any, args: Any, kwargs: Any) -> Any:
-        return tree_map(rounded, function(*tree_map(widened, args), **tree_map(widened, kwargs)))
+        return tree_map(half, values)
+
+    def kind_of(*operands: Any) -> torch.dtype:
+        return next(value.dtype for value in tree_iter(operands) if is_half(value))
+
+    def in_float32(function: Any, args: Any, kwargs: Any, kind: torch.dtype | None = None) -> Any:
+        kind = kind or kind_of(args, kwargs)
+        return rounded(function(*tree_map(widened, args), **tree_map(widened, kwargs)), kind)
 
     def gives_wider(function: Any, args: Any, kwargs: Any) -> bool:
         """Whether what is given asks for more than halves: by a type of the result, or by an operand of a wider one."""
-        if kwargs.get("dtype") not in (None, torch.float16):
+        if kwargs.get("dtype") not in (None, *kinds):
             return True
         return torch.Tag.pointwise in function.tags and any(
             isinstance(value, torch.Tensor) and value.dtype in (torch.float32, torch.float64) and value.dim() > 0
@@ -138,9 +146,8 @@ def quick_halves(*modules: torch.nn.Module) -> Iterator[None]:
                 return function(*args, **kwargs)
             if not any(is_half(value) for value in tree_iter((args, kwargs))):
                 return function(*args, **kwargs)
-            if kwargs.get("dtype") == torch.float16:  # the result's, which is rounded to it
-                kwargs = {**kwargs, "dtype": torch.float32}
-                return in_float32(function, args, kwargs)
+            if (kind := kwargs.get("dtype")) in kinds:  # the result's, which is rounded to it
+                return in_float32(function, args, {**kwargs, "dtype": torch.float32}, kind)
             if copies := written(function, args, kwargs):
                 return self.into(copies, function, args, kwargs)
             if gives_wider(function, args, kwargs):
@@ -162,8 +169,8 @@ def quick_halves(*modules: torch.nn.Module) -> Iterator[None]:
                 if value.shape != copy.shape:  # an `out` takes the shape of what is written
                     value.resize_(copy.shape)
                 value.copy_(copy)
-            mine = {id(copy): value for value, copy in copies.values()}
-            return tree_map(lambda value: mine[id(value)] if id(value) in mine else rounded(value), result)
+            mine, kind = {id(copy): value for value, copy in copies.values()}, kind_of(args, kwargs)
+            return tree_map(lambda value: mine[id(value)] if id(value) in mine else rounded(value, kind), result)
 
     with torch.no_grad(), Whole(), Halves():
         yield

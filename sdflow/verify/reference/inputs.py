@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from sdflow.families.latents import Latents
+from sdflow.families.shared.latents import Latents
 from sdflow.models.base import Port, Ports
 from sdflow.verify.reference.cases import Case, Cases
 from sdflow.verify.reference.forwards import Network

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import VerificationError
-from sdflow.families.base import Family
-from sdflow.families.original_unet_names import diffusers_names, is_original
+from sdflow.families.shared.base import Family
+from sdflow.families.shared.original_unet_names import diffusers_names, is_original
 
 if TYPE_CHECKING:
     import torch
@@ -48,12 +48,19 @@ _ALPHAS = (".lora_linear_layer.alpha", ".lora.alpha", "_lora.alpha", ".alpha")
 
 
 def merge_lora(
-    module: Any, component: str, family: Family, denoiser: Mapping[str, Any], path: Path, scale: float
+    module: Any,
+    component: str,
+    family: Family,
+    denoiser: Mapping[str, Any],
+    path: Path,
+    scale: float,
+    deferred: dict[str, list[Any]] | None = None,
 ) -> int:
     """Add a LoRA file to the module of a component, in place. Returns how many layers it changed; none where the file has no
     part for it.
 
-    denoiser: its config, by whose levels diffusers numbers the blocks of the original UNet.
+    denoiser: its config, by whose levels diffusers numbers the blocks of the original UNet. deferred: nothing is merged; it gets
+    PEFT's layers, to be merged later, by the name of the weight that each changes.
     Raises VerificationError for a tensor that has no place.
     """
     from safetensors import safe_open
@@ -104,7 +111,7 @@ def merge_lora(
             family.load_lora(whole, module, ADAPTER, **options)
         else:
             family.lora_loader().load_lora_into_text_encoder(whole, None, module, component, 1.0, ADAPTER, **options)
-        _fuse(module, _count(own), scale, path)
+        _fuse(module, _count(own), scale, path, deferred)
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         raise VerificationError(f"diffusers and PEFT cannot merge it: {error}", where=str(path)) from error
     return _count(own)
@@ -249,20 +256,21 @@ def _current(value: Any) -> Any:
     return value.replace(OLDER, "").replace(r"text_model\.", "") if isinstance(value, str) else value
 
 
-def _fuse(module: Any, layers: int, scale: float, path: Path) -> None:
+def _fuse(module: Any, layers: int, scale: float, path: Path, deferred: dict[str, list[Any]] | None) -> None:
     """Merge what was injected, and take PEFT's layers out again."""
     from diffusers.utils.peft_utils import recurse_remove_peft_layers
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    injected = [each for each in module.modules() if isinstance(each, BaseTunerLayer)]
+    injected = {name: each for name, each in module.named_modules() if isinstance(each, BaseTunerLayer)}
     if len(injected) != layers:
         raise VerificationError(f"PEFT takes {len(injected)} of its {layers} layers", where=str(path))
-    for layer in injected:
+    for name, layer in injected.items():
         if scale != 1.0:
             layer.scale_layer(scale)
-        layer.merge(
-            safe_merge=True
-        )  # in a tensor of its own: the module's may be a read-only map of the checkpoint's file
+        if deferred is not None:
+            deferred.setdefault(f"{name}.weight", []).append(layer)
+        else:  # in a tensor of its own: the module's may be a read-only map of the checkpoint's file
+            layer.merge(safe_merge=True)
     recurse_remove_peft_layers(module)
     del module.peft_config
     if hasattr(module, "_hf_peft_config_loaded"):

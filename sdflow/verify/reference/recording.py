@@ -12,8 +12,8 @@ from sdflow.verify.reference.forwards import Network
 if TYPE_CHECKING:
     import numpy as np
 
-Call = tuple[str, dict[str, "np.ndarray"], tuple["np.ndarray", ...]]
-"""Submodel, inputs by name, outputs in order."""
+Call = tuple[str, dict[str, "np.ndarray"], dict[str, "np.ndarray"]]
+"""Submodel, inputs by name, outputs by name: none where the module does not give a tensor for each."""
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def recording(networks: Mapping[str, Network]) -> Iterator[list[Call]]:
     for name, network in networks.items():
         hooks += [
             network.module.register_forward_pre_hook(_before(name, network, calls), with_kwargs=True),
-            network.module.register_forward_hook(_after(calls)),
+            network.module.register_forward_hook(_after(network, calls), with_kwargs=True),
         ]
     try:
         yield calls
@@ -38,16 +38,18 @@ def _before(name: str, network: Network, calls: list[Call]) -> Callable[..., Non
 
     def record(module: Any, arguments: Any, named: Any) -> None:
         fed = {**network.model.recorded_inputs(arguments, named), **network.model.recorded_state(module)}
-        calls.append((name, {key: value.numpy().astype(types[key]) for key, value in fed.items()}, ()))
+        calls.append((name, {key: value.numpy().astype(types[key]) for key, value in fed.items()}, {}))
 
     return record
 
 
-def _after(calls: list[Call]) -> Callable[..., None]:
-    def record(module: Any, arguments: Any, output: Any) -> None:
+def _after(network: Network, calls: list[Call]) -> Callable[..., None]:
+    def record(module: Any, arguments: Any, named: Any, output: Any) -> None:
         if isinstance(output, tuple):
             name, fed, _ = calls[-1]
-            calls[-1] = (name, fed, tuple(value.numpy().copy() for value in output if hasattr(value, "numpy")))
+            tensors = [value for value in output if hasattr(value, "numpy")]
+            given = network.model.recorded_outputs(network.ports, named, tensors)
+            calls[-1] = (name, fed, {key: value.numpy().copy() for key, value in given.items()})
 
     return record
 
@@ -55,10 +57,9 @@ def _after(calls: list[Call]) -> Callable[..., None]:
 def trajectory(calls: Sequence[Call], submodel: str, network: Network) -> Cases:
     """Every run of the denoiser, or of a ControlNet, is a case, with its result where it is a tensor for each output."""
     cases = Cases()
-    names = [port.name for port in network.ports.outputs]
     for step, (fed, outputs) in enumerate((fed, outputs) for name, fed, outputs in calls if name == submodel):
         time = float(fed[str(network.whole_batch)][0])
         cases.add(Case(f"step {step + 1}, timestep {time:g}", "trajectory", step, time), fed)
-        if len(outputs) == len(names):
-            cases.put(step, "float32", dict(zip(names, outputs, strict=True)))
+        if outputs:
+            cases.put(step, "float32", outputs)
     return cases

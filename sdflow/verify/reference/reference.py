@@ -18,14 +18,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sdflow.families import FAMILIES
-from sdflow.families.base import Family
-from sdflow.families.image_prompts import adapter_count, reads_layers
-from sdflow.families.latents import Latents
-from sdflow.families.torch_start import torch_start
+from sdflow.families.shared.base import Family
+from sdflow.families.shared.image_prompts import adapter_count, reads_layers
+from sdflow.families.shared.latents import Latents
+from sdflow.families.shared.torch_start import torch_start
 from sdflow.runtime.denoiser.schedule import named_scheduler
 from sdflow.runtime.files.folder import SCHEDULER
 from sdflow.samples.canvas import canvas
 from sdflow.sources.load import load_companion
+from sdflow.verify.plain import to_plain
 from sdflow.verify.reference.cases import Cases, write_cases
 from sdflow.verify.reference.forwards import Network, run_cases
 from sdflow.verify.reference.half import quick_halves
@@ -44,6 +45,7 @@ from sdflow.verify.reference.inputs import (
 )
 from sdflow.verify.reference.recording import recording, trajectory
 from sdflow.verify.reference.reference_request import ReferenceRequest
+from sdflow.verify.reference.streamed import RowsOnce
 from sdflow.verify.reference.torch_images import (
     IMAGE_FILE,
     Embeddings,
@@ -85,7 +87,7 @@ def compute(request: ReferenceRequest, progress: Progress) -> dict[str, Any]:
                 results[submodel] = cases_of(submodel)
                 gc.collect()
     kept = {name: cases for name, cases in results.items() if name in selection.submodels}
-    write_cases(request.out, kept, {"selection": selection.to_json(), "merged": run.merged})
+    write_cases(request.out, kept, {"selection": to_plain(selection), "merged": run.merged})
     return {"cases": {name: len(cases.cases) for name, cases in kept.items()}}
 
 
@@ -127,6 +129,7 @@ class ReferenceRun:
         """The cases of the text encoders, and the prompts that are drawn."""
         selection = self.request.selection
         networks, pipeline = self.stage(self.family.text_of(self.request.loads))
+        rows = [RowsOnce(each.module) for each in networks.values() if each.weights is not None]
 
         def encoded(prompts: Sequence[str], guided: bool) -> Embeddings:
             return self.encoded(pipeline, prompts, guided=guided)
@@ -137,11 +140,16 @@ class ReferenceRun:
             return {name: fed for name, fed, _ in calls}
 
         guided = self.family.guided(self.configs(), selection.guidance_scale)
+        if rows:
+            self.progress("reference: all prompts in float32")
+            encoded(selection.prompts, guided=False)
         results = text_cases(recorded, selection)
         exact = encoded(selection.prompts[:1], guided)
         sample = encoded([case.prompt for case in sample_cases(selection)], guided) if selection.sample_cases else None
         self._run_float32(networks, results)
-        with self._in_float16(networks, results):
+        for each in rows:
+            each.forget()
+        with self.in_half(networks, results):
             half = encoded(selection.prompts[:1], guided)
         return results, _Texts(exact, half, sample)
 
@@ -180,7 +188,7 @@ class ReferenceRun:
         pixels = [processor(image, return_tensors="pt").pixel_values.numpy() for image in images]
         results = {name: prompter_cases(selection, pixels, network)}
         self._run_float32(networks, results)
-        with self._in_float16(networks, results):
+        with self.in_half(networks, results):
             half = tokens()
         return Shown(exact, half), results
 
@@ -198,7 +206,7 @@ class ReferenceRun:
         nets = self.nets
         networks, pipeline = self.stage((family.denoiser, family.decoder, *nets))
         denoiser, decoder = networks[family.denoiser], networks[family.decoder]
-        self.progress("reference: denoising in fp32")
+        self.progress("reference: denoising in float32")
         latents = first_latents(selection, self.latents().channels)
         controls = control_images(selection, len(nets), self.latents().scale)
         start = {**self._start(pipeline, torch.from_numpy(latents)), **control_arguments(controls)}
@@ -217,9 +225,13 @@ class ReferenceRun:
             draw_sample(
                 pipeline, selection, texts.sample, {**control_arguments(controls), **shown.float32}, self.request.out
             )
-        with self._in_float16(networks, results):
-            self.progress("reference: denoising in fp16")
-            half_image = draw_by_torch(pipeline, selection, texts.float16, {**start, **shown.float16})
+        with self.in_half(networks, results):
+            self.progress("reference: denoising in 16 bits")
+            dtype = denoiser.module.dtype  # diffusers passes values from one to the other without a cast
+            for network in networks.values():
+                network.module.to(dtype)
+            given = {name: each.to(dtype) for name, each in texts.float16.items()}
+            half_image = draw_by_torch(pipeline, selection, given, {**start, **shown.float16})
         np.savez(self.request.out / IMAGE_FILE, latents=latents, float32=image, float16=half_image)
         return results
 
@@ -239,23 +251,25 @@ class ReferenceRun:
     def _both(self, cases: Cases, submodel: str, network: Network) -> Cases:
         networks, results = {submodel: network}, {submodel: cases}
         self._run_float32(networks, results)
-        with self._in_float16(networks, results):
+        with self.in_half(networks, results):
             return cases
 
     def _run_float32(self, networks: Mapping[str, Network], results: Mapping[str, Cases]) -> None:
         for name, network in networks.items():
-            self.progress(f"reference: {name} in fp32")
+            self.progress(f"reference: {name} in float32")
             run_cases(results[name], "float32", network)
 
     @contextmanager
-    def _in_float16(self, networks: Mapping[str, Network], results: Mapping[str, Cases]) -> Iterator[None]:
-        """The modules in float16, from here on, and their cases run so."""
-        for network in networks.values():
-            network.model.to_float16(network.module)
+    def in_half(self, networks: Mapping[str, Network], results: Mapping[str, Cases]) -> Iterator[None]:
+        """The modules in 16 bits, from here on, and those cases run so that there are."""
+        for name, network in networks.items():
+            network.to_half(self.request.half_of(name))
         with quick_halves(*(network.module for network in networks.values())):
             for name, network in networks.items():
-                self.progress(f"reference: {name} in fp16")
-                run_cases(results[name], "float16", network)
+                if name in results:
+                    half = self.request.half_of(name)
+                    self.progress(f"reference: {name} in {half}")
+                    run_cases(results[name], "float16", network, half)
             yield
 
     def stage(self, submodels: Sequence[str]) -> tuple[dict[str, Network], Any]:
@@ -264,11 +278,10 @@ class ReferenceRun:
         for submodel in submodels:
             self.progress(f"reference: loading {submodel}")
             part, load = self.family.part(submodel), self.request.loads[submodel]
-            configs, told = self.configs(), self._note_merged
-            modules[part.component] = TorchModule(
-                submodel, load, self.request.loras, configs[self.family.denoiser]
-            ).module(told)
-            networks[submodel] = Network.of(part, load["config"], modules[part.component])
+            denoiser, most = self.configs()[self.family.denoiser], self.request.most.get(submodel)
+            module = TorchModule(submodel, load, self.request.loras, denoiser, most=most)
+            networks[submodel] = module.network(self._note_merged)
+            modules[part.component] = networks[submodel].module
         pipeline = self.family.torch_pipeline(modules, self.companions, self.request.options)
         pipeline.set_progress_bar_config(disable=True)
         return networks, pipeline

@@ -14,7 +14,8 @@ from sdflow.verify.reference.torch_module import LoraMerge
 @dataclass(frozen=True)
 class ReferenceRequest:
     """What to compute. family: its name. loads: submodel -> how to load it. companions: of the family -> folder.
-    options: of the family. scheduler: by name, in place of the one that lies there."""
+    options: of the family. scheduler: by name, in place of the one that lies there. bfloat16: the submodels whose 16 bits are
+    those. most: submodel -> bytes of its weights in memory at a time, of those that do not fit whole."""
 
     family: str
     loads: Mapping[str, Mapping[str, Any]]
@@ -24,27 +25,9 @@ class ReferenceRequest:
     out: Path
     options: Mapping[str, Any] = field(default_factory=dict)
     scheduler: str | None = None
+    bfloat16: Sequence[str] = ()
+    most: Mapping[str, int] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            **vars(self),
-            "loads": dict(self.loads),
-            "companions": {name: str(path) for name, path in self.companions.items()},
-            "loras": [{"path": str(lora.path), "scale": lora.scale} for lora in self.loras],
-            "selection": self.selection.to_json(),
-            "out": str(self.out),
-            "options": dict(self.options),
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> ReferenceRequest:
-        return cls(
-            family=value["family"],
-            loads=value["loads"],
-            companions={name: Path(path) for name, path in value["companions"].items()},
-            loras=[LoraMerge(Path(lora["path"]), lora["scale"]) for lora in value["loras"]],
-            selection=Selection.from_json(value["selection"]),
-            out=Path(value["out"]),
-            options=value["options"],
-            scheduler=value["scheduler"],
-        )
+    def half_of(self, submodel: str) -> str:
+        """The type of 16 bits that the submodel is also computed in."""
+        return "bfloat16" if submodel in self.bfloat16 else "float16"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from sdflow.config.workflow import ImageSpec, VerifySpec
 from sdflow.errors import UsageError
-from sdflow.families.base import Family
+from sdflow.families.shared.base import Family
 from sdflow.sources import Checkpoint
+from sdflow.verify.plain import from_plain
+from sdflow.verify.reference.cases import read_description
 
 LARGE_CHANNELS = 512
 """Denoisers with this many channels or more are verified in full at small latents too; smaller ones at their own size."""
@@ -56,15 +58,6 @@ class Selection:
     sample_cases: int = 0
     sample_steps: int = 20
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Selection:
-        lists = {name: tuple(value[name]) for name in ("submodels", "prompts", "timesteps")}
-        shapes = {name: tuple((b, r, c) for b, r, c in value[name]) for name in ("shapes", "vae_shapes")}
-        return cls(**{**value, **lists, **shapes})
-
     def coverage(self, family: Family) -> list[str]:
         """What is verified, in words."""
         sizes = _listed(self.shapes)
@@ -79,6 +72,11 @@ class Selection:
         if self.sample_cases:
             lines.append(f"{self.sample_cases} images of the sample's evaluation set, {self.sample_steps} steps each")
         return lines
+
+
+def read_selection(reference: Path) -> Selection:
+    """What a reference was computed on. reference: the folder that it wrote its cases to."""
+    return from_plain(Selection, read_description(reference)["selection"])
 
 
 def _listed(shapes: Sequence[tuple[int, int, int]]) -> str:

@@ -1,4 +1,4 @@
-"""A submodel's PyTorch model, with its LoRAs merged by diffusers and PEFT: what an artifact is held to."""
+"""A submodel's PyTorch model, with its LoRAs merged by diffusers and PEFT: what an artifact is compared with."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 from sdflow.families import FAMILIES, part_of
 from sdflow.models.base import Ports
 from sdflow.sources import load_module
-from sdflow.verify.pretrained import read_by_library
+from sdflow.verify.pretrained import read_by_library, reader
 from sdflow.verify.reference.forwards import Network
 from sdflow.verify.reference.merged_loras import merge_lora
+from sdflow.verify.reference.streamed import StreamedWeights
 
 
 @dataclass(frozen=True)
@@ -26,36 +27,46 @@ class LoraMerge:
 @dataclass(frozen=True)
 class TorchModule:
     """How to load it. load: as `open_checkpoint` gives it. loras: in the order of the workflow. denoiser: its config, which
-    names in LoRAs are read by; not needed for the denoiser itself."""
+    names in LoRAs are read by; not needed for the denoiser itself. half: the type of 16 bits that it is compared in. most: bytes
+    of weights, as float32, that are in memory at a time; None: all of them."""
 
     submodel: str
     load: Mapping[str, Any]
     loras: Sequence[LoraMerge] = ()
     denoiser: Mapping[str, Any] = field(default_factory=dict)
+    half: str = "float16"
+    most: int | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        loras = [{"path": str(lora.path), "scale": lora.scale} for lora in self.loras]
-        return {**vars(self), "load": dict(self.load), "loras": loras, "denoiser": dict(self.denoiser)}
+    def network(self, merged: Callable[[LoraMerge, int], None] = lambda lora, layers: None) -> Network:
+        """The module in fp32 with its ports. merged: is called with how many layers each LoRA changed."""
+        part = part_of(self.load, self.submodel)
+        if self.most is None:
+            module = load_module(self.submodel, self.load, read_by_library)
+            self._merge(module, merged)
+            return Network.of(part, self.load["config"], module)
+        hollow = {"kind": "hollow", "family": self.load["family"], "config": self.load["config"]}
+        module = load_module(self.submodel, hollow)
+        merges = self._merge(module, merged, deferred=True)
+        shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+        read = reader(self.submodel, part, self.load, shapes)
+        return Network.of(part, self.load["config"], module, StreamedWeights(module, read, self.most, merges))
 
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> TorchModule:
-        return cls(**{**value, "loras": [LoraMerge(Path(lora["path"]), lora["scale"]) for lora in value["loras"]]})
-
-    def module(self, merged: Callable[[LoraMerge, int], None] = lambda lora, layers: None) -> Any:
-        """The module in fp32. merged: is told how many layers of each LoRA."""
-        module = load_module(self.submodel, self.load, read_by_library)
+    def _merge(
+        self, module: Any, merged: Callable[[LoraMerge, int], None], *, deferred: bool = False
+    ) -> dict[str, list[Any]]:
+        """Merge the LoRAs; deferred: give PEFT's layers by the name of the weight that each is to be merged into."""
         family, denoiser = FAMILIES[self.load["family"]], self.denoiser
         if not denoiser:  # its names are then another's business, and any numbers of blocks keep them apart
             denoiser = self.load["config"] if self.submodel == family.denoiser else {"layers_per_block": 2}
+        later: dict[str, list[Any]] = {}
         if self.submodel in family.with_loras:
             component = family.part(self.submodel).component
             for lora in self.loras:
-                merged(lora, merge_lora(module, component, family, denoiser, lora.path, lora.scale))
-        return module
-
-    def network(self) -> Network:
-        """The module with its ports."""
-        return Network.of(part_of(self.load, self.submodel), self.load["config"], self.module())
+                layers = merge_lora(
+                    module, component, family, denoiser, lora.path, lora.scale, later if deferred else None
+                )
+                merged(lora, layers)
+        return later
 
     def ports(self) -> Ports:
         """Inputs and outputs of its graph; nothing is loaded."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from sdflow.bench.latency import Latency
 from sdflow.errors import VerificationError
-from sdflow.evaluate.statistics import Latency
-from sdflow.runtime.sessions.placement import PlacedNode, Placement
+from sdflow.runtime.sessions.placement import Placement
 
 FORMAT_VERSION = 1
 
@@ -37,8 +39,8 @@ class EvaluationResult:
         denoiser_batch.
     pipeline: one whole image, from the prompt to pixels, safety checker included.
     peak_memory_bytes: of the process that did it all, everything loaded at once; host memory.
-    failure: why the result does not pass, although it was measured. notes: what the runtime could not do as it should:
-        run captured, or in kernels of its own.
+    failure: why the result does not pass, although it was measured. notes: where the runtime used slower paths than
+        intended, and why.
     """
 
     name: str
@@ -66,7 +68,7 @@ class EvaluationResult:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON with its `format_version`."""
-        return {"format_version": FORMAT_VERSION, **asdict(self)}
+        return {"format_version": FORMAT_VERSION, **_ADAPTER.dump_python(self, mode="json")}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> EvaluationResult:
@@ -74,10 +76,10 @@ class EvaluationResult:
         content = dict(value)
         if content.pop("format_version", None) != FORMAT_VERSION:
             raise ValueError("not an evaluation result of a known format")
-        content["submodels"] = {name: _submodel(part) for name, part in content["submodels"].items()}
-        content["pipeline"] = _latency(content["pipeline"])
-        content["notes"] = tuple(content.get("notes", ()))
-        return cls(**content)
+        return _ADAPTER.validate_python(content)
+
+
+_ADAPTER = TypeAdapter(EvaluationResult)
 
 
 def append_result(path: Path, result: EvaluationResult) -> None:
@@ -89,13 +91,3 @@ def append_result(path: Path, result: EvaluationResult) -> None:
         os.write(descriptor, line.encode())
     finally:
         os.close(descriptor)
-
-
-def _submodel(value: Mapping[str, Any]) -> SubmodelResult:
-    placed = dict(value["placement"])
-    placed["fallen"] = tuple(PlacedNode(**node) for node in placed["fallen"])
-    return SubmodelResult(value["inputs"], value["load_seconds"], Placement(**placed), _latency(value["latency"]))
-
-
-def _latency(value: Mapping[str, Any] | None) -> Latency | None:
-    return None if value is None else Latency(**value)

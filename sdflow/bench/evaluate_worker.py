@@ -1,7 +1,7 @@
-"""The process that evaluates: `python -m sdflow.evaluate.worker`, a request on standard input, messages on its output.
+"""The process that evaluates: `python -m sdflow.bench.evaluate_worker`, started by `sdflow.bench.evaluate`.
 
-The request is one line of JSON (`Request`); the messages are lines of JSON, each with one key: `progress`, `result` or
-`error`. The process ends when its standard input is closed.
+It measures one engine, sdflow's own on one target, more closely than a run of `sdflow bench` does: where each node runs, and
+the latency of each submodel besides that of a whole image.
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter
+
 from sdflow.artifact import MODEL_FILE
-from sdflow.config.workflow import EvaluateSpec, ImageSpec, LatencySpec
+from sdflow.bench.evaluation import EvaluationResult, SubmodelResult
+from sdflow.bench.latency import Latency, measure
+from sdflow.bench.sweep import Settings, SweepPoint, call_options
+from sdflow.config.workflow import EvaluateSpec, ImageSpec
 from sdflow.errors import SlowerWarning, TiledWarning, UsageError, VerificationError
-from sdflow.evaluate.result import EvaluationResult, SubmodelResult
-from sdflow.evaluate.statistics import Latency, measure
 from sdflow.machine.device import device
 from sdflow.machine.packages import versions
 from sdflow.manifest import REFINER
 from sdflow.models.base import Sizes
 from sdflow.processes.workers import peak_memory, serve_request
-from sdflow.runtime.drawing.loaded import Images
-from sdflow.runtime.ensemble import Ensemble, hand_over
+from sdflow.runtime.drawing.parts import Images
+from sdflow.runtime.ensemble import Ensemble
 from sdflow.runtime.files.folder import (
     every_artifact,
     folder_defaults,
@@ -46,7 +49,6 @@ from sdflow.runtime.sessions.availability import try_target
 from sdflow.runtime.sessions.placement import placement, placement_by_profile
 from sdflow.runtime.sessions.session import LoadOptions
 from sdflow.runtime.sessions.submodel import Submodel
-from sdflow.samples.canvas import canvas
 from sdflow.targets import TARGETS, Target
 
 if TYPE_CHECKING:
@@ -67,29 +69,8 @@ class Request:
     engine_cache: Path | None = None
     threads: int | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        paths = {key: str(value) if value else None for key, value in vars(self).items() if key in _PATHS}
-        return asdict(self) | paths
 
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Request:
-        spec = value["spec"]
-        latency, image = spec["latency"], spec["image"]
-        paths = {key: Path(value[key]) if value[key] else None for key in _PATHS}
-        return cls(
-            **{
-                **value,
-                **paths,
-                "spec": EvaluateSpec(
-                    latency=LatencySpec(**latency) if latency is not None else None,
-                    image=ImageSpec(**image | {"prompts": tuple(image["prompts"])}) if image is not None else None,
-                    allow_fallback=spec["allow_fallback"],
-                ),
-            }
-        )
-
-
-_PATHS = ("folder", "image", "engine_cache")
+REQUEST = TypeAdapter(Request)
 
 
 def run(request: Request, progress: Progress) -> EvaluationResult:
@@ -102,8 +83,8 @@ def run(request: Request, progress: Progress) -> EvaluationResult:
         finally:
             for each in caught:  # the log has them as ever
                 print(warnings.formatwarning(each.message, each.category, each.filename, each.lineno), file=sys.stderr)
-    told = [str(each.message) for each in caught if issubclass(each.category, (SlowerWarning, TiledWarning))]
-    return replace(result, notes=tuple(dict.fromkeys(told)))
+    slower = [str(each.message) for each in caught if issubclass(each.category, (SlowerWarning, TiledWarning))]
+    return replace(result, notes=tuple(dict.fromkeys(slower)))
 
 
 def evaluated(request: Request, progress: Progress) -> EvaluationResult:
@@ -118,7 +99,6 @@ def evaluated(request: Request, progress: Progress) -> EvaluationResult:
     artifacts = every_artifact(request.folder)
     progress(f"{target.title}: trying a tiny model")
     try_target(target)  # from here on, what fails is the graph's fault, not the machine's
-    family = folder_family(request.folder)
     if missing := [name for name in folder_needed(request.folder) if name not in onnx_submodels(request.folder)]:
         raise UsageError(
             f"no image can be timed without {' and '.join(missing)}",
@@ -128,19 +108,16 @@ def evaluated(request: Request, progress: Progress) -> EvaluationResult:
     image = as_the_model_draws(request.folder, request.spec.image or ImageSpec())
     loaded: dict[str, Submodel] = {}
     parts: dict[str, SubmodelResult] = {}
-    for name, inputs in pipeline_inputs(request.folder, image).items():
-        parts[name], loaded[name] = _evaluate_submodel(request, target, request.folder, name, inputs, progress)
-    refiner = refiner_of(request.folder)
-    for name, inputs in {} if refiner is None else pipeline_inputs(refiner, image).items():
-        assert refiner is not None
-        whole = f"{REFINER}/{name}"
-        if artifacts[whole] == artifacts.get(name):
-            loaded[whole] = loaded[name]
-        else:
-            parts[whole], loaded[whole] = _evaluate_submodel(request, target, refiner, name, inputs, progress)
+    for begins, folder in _folders(request.folder).items():
+        for name, inputs in pipeline_inputs(folder, image).items():
+            whole = f"{begins}{name}"
+            if begins and artifacts[whole] == artifacts.get(name):
+                loaded[whole] = loaded[name]
+            else:
+                parts[whole], loaded[whole] = _evaluate_submodel(request, target, folder, name, inputs, progress)
 
-    provider = parts[family.denoiser].placement.provider
-    for name in (family.denoiser, f"{REFINER}/{family.denoiser}"):
+    denoiser = folder_family(request.folder).denoiser
+    for name in (denoiser, f"{REFINER}/{denoiser}"):
         if name in loaded and loaded[name].path is not None:
             loaded[name].unload()  # the image is drawn with parts of it: its weights would be there twice
     pipeline_latency, flagged = _evaluate_pipeline(request, loaded, image, artifacts, progress)
@@ -148,7 +125,7 @@ def evaluated(request: Request, progress: Progress) -> EvaluationResult:
         name=request.name,
         target=target.name,
         measured=True,
-        provider=provider,
+        provider=parts[denoiser].placement.provider,
         submodels=parts,
         pipeline=pipeline_latency,
         settings={**asdict(image), "denoiser_batch": _denoiser_batch(request.folder, image)},
@@ -161,6 +138,12 @@ def evaluated(request: Request, progress: Progress) -> EvaluationResult:
         time=datetime.now(UTC).isoformat(timespec="seconds"),
         failure=None if request.spec.allow_fallback else failure_of(parts),
     )
+
+
+def _folders(folder: Path) -> dict[str, Path]:
+    """The folders that draw the image, the refiner's second, by what the names of their submodels begin with."""
+    refiner = refiner_of(folder)
+    return {"": folder} if refiner is None else {"": folder, f"{REFINER}/": refiner}
 
 
 def as_the_model_draws(folder: Path, image: ImageSpec) -> ImageSpec:
@@ -228,32 +211,18 @@ def _evaluate_pipeline(
 
     if request.spec.latency is None and request.spec.image is None:
         return None, None
-    base = _pipeline(request.folder, loaded, "")
-    pipeline: Pipeline | Ensemble = base
-    steps = image.steps or 1
-    more: dict[str, Any] = {}
-    if (refiner := refiner_of(request.folder)) is not None:
-        pipeline = Ensemble(base, _pipeline(refiner, loaded, f"{REFINER}/"))
-        steps = max(2, steps)
-        more = {"refiner_start": hand_over(steps)}
+    base, *refiner = (_pipeline(folder, loaded, begins) for begins, folder in _folders(request.folder).items())
+    pipeline: Pipeline | Ensemble = Ensemble(base, *refiner) if refiner else base
+    steps = max(1 + len(refiner), image.steps or 1)
+    assert image.height and image.width and image.guidance_scale is not None, "settled"
+    case = SweepPoint(1, image.height, image.width, steps)
+    settings = Settings(image.prompt, image.negative_prompt, image.guidance_scale)
     drawn: list[Images] = []
-    start = canvas(base.task, image.height or base.latents.image_size, image.width or base.latents.image_size)
 
     def draw(prompt: str = image.prompt, seed: int = image.seed) -> Any:
-        images = pipeline(
-            prompt,
-            **start,
-            whole=True,
-            negative_prompt=image.negative_prompt,
-            height=image.height,
-            width=image.width,
-            num_inference_steps=steps,
-            guidance_scale=image.guidance_scale,
-            generator=torch.Generator().manual_seed(seed),
-            **more,
-        )
-        drawn[:] = [images]
-        return images.images[0]
+        options = call_options(pipeline, case, replace(settings, prompt=prompt))
+        drawn[:] = [pipeline(**options, generator=torch.Generator().manual_seed(seed))]
+        return drawn[0].images[0]
 
     latency: Latency | None = None
     progress("pipeline: drawing")
@@ -262,16 +231,16 @@ def _evaluate_pipeline(
     else:
         latency = measure(draw, warmup=request.spec.latency.warmup, runs=request.spec.latency.runs)
     if request.spec.image is not None and request.image is not None:
-        settings = {
+        recorded = {
             **asdict(image),
-            **more,
+            **{key: value for key, value in call_options(pipeline, case, settings).items() if key == "refiner_start"},
             "steps": steps,
             "scheduler": type(base.scheduler).__name__,
             "target": request.target,
             "artifacts": artifacts,
             "versions": versions(),
         }
-        write_png(_sheet(image, draw) if image.prompts else drawn[0].images[0], request.image, settings)
+        write_png(_sheet(image, draw) if image.prompts else drawn[0].images[0], request.image, recorded)
     flags = drawn[0].nsfw_content_detected
     return latency, None if flags is None else flags[0]
 
@@ -289,6 +258,7 @@ def _sheet(image: ImageSpec, draw: Callable[[str, int], Any]) -> Any:
 
 
 def failure_of(parts: Mapping[str, SubmodelResult]) -> str | None:
+    """What to say of the nodes that fell to another provider; None where none did."""
     messages = []
     for name, part in parts.items():
         try:
@@ -299,4 +269,4 @@ def failure_of(parts: Mapping[str, SubmodelResult]) -> str | None:
 
 
 if __name__ == "__main__":
-    serve_request(lambda request, phase: run(Request.from_json(request), phase).to_json())
+    serve_request(lambda request, phase: run(REQUEST.validate_python(request), phase).to_json())

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sdflow.evaluate.statistics import measure, percentile, summarize
+from sdflow.bench.latency import measure, percentile, summarize
 
 times = st.lists(st.floats(min_value=0, max_value=1e6), min_size=1, max_size=300)
 

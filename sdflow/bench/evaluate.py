@@ -1,23 +1,24 @@
-"""What an assembled pipeline does on its target: where its nodes run, how fast, with how much memory, and an image."""
+"""What an assembled pipeline does on its target: where its nodes run, how fast, with how much memory, and an image.
+
+The end of `sdflow run`: a benchmark of one engine, whose images nothing is compared with (`sdflow verify` did that).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
+from sdflow.bench.evaluate_worker import REQUEST, Request
+from sdflow.bench.evaluation import EvaluationResult, append_result
 from sdflow.config.workflow import EvaluateSpec
 from sdflow.disk.locked_folder import scratch_folder
 from sdflow.errors import TargetUnavailableError, UsageError
-from sdflow.evaluate.result import EvaluationResult, append_result
-from sdflow.evaluate.worker import Request
 from sdflow.machine.providers import require_package
 from sdflow.processes.workers import run_worker
 from sdflow.runtime.kernels.library import FOLDER_VARIABLE, kernel_folder
 from sdflow.targets import TARGETS
 
-__all__ = ["EvaluationResult", "append_result", "evaluate"]
-
-WORKER = "sdflow.evaluate.worker"
+WORKER = "sdflow.bench.evaluate_worker"
 
 
 def evaluate(
@@ -68,7 +69,11 @@ def evaluate(
 def _in_worker(request: Request, progress: Callable[[str], None]) -> EvaluationResult:
     with scratch_folder("log") as folder:
         worker = run_worker(
-            WORKER, request.to_json(), log=folder / "log.txt", environment=_kernels(), on_phase=progress
+            WORKER,
+            REQUEST.dump_python(request, mode="json"),
+            log=folder / "log.txt",
+            environment=_kernels(),
+            on_phase=progress,
         )
     return EvaluationResult.from_json(worker.value)
 

@@ -20,12 +20,12 @@ from PIL import Image
 from until import until
 
 from sdflow.artifact import Artifact
+from sdflow.bench.evaluate import evaluate
+from sdflow.bench.evaluate_worker import REQUEST, Request, failure_of, run
+from sdflow.bench.evaluation import EvaluationResult, SubmodelResult, append_result
 from sdflow.build.assemble import assemble
 from sdflow.config.workflow import EvaluateSpec, ImageSpec, LatencySpec
 from sdflow.errors import SdflowError, TargetUnavailableError, VerificationError
-from sdflow.evaluate import EvaluationResult, append_result, evaluate
-from sdflow.evaluate.result import SubmodelResult
-from sdflow.evaluate.worker import Request, run
 from sdflow.manifest import Origin
 from sdflow.processes.workers import clean_environment, python_command
 from sdflow.runtime.files import folder
@@ -138,8 +138,6 @@ def test_nodes_on_another_provider_fail_the_result_unless_allowed(result: Evalua
     placed = [PlacedNode("conv", "Conv", "", "CPUExecutionProvider")]
     fallen = judge(placed, "CUDAExecutionProvider", set())
     parts = {"unet": SubmodelResult({}, 0.1, fallen, None)}
-    from sdflow.evaluate.worker import failure_of
-
     message = failure_of(parts)
     assert message is not None
     with pytest.raises(VerificationError, match="1 of 1 nodes do not run on CUDAExecutionProvider"):
@@ -169,7 +167,7 @@ def test_a_worker_that_dies_is_an_error_with_its_last_words(tiny_pipeline: Path,
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
 def test_the_worker_dies_with_its_parent(tiny_pipeline: Path, tmp_path: Path, sent: signal.Signals) -> None:
     script = (
-        "import sys; from pathlib import Path; from sdflow.evaluate import evaluate;"
+        "import sys; from pathlib import Path; from sdflow.bench.evaluate import evaluate;"
         "from sdflow.config.workflow import EvaluateSpec, LatencySpec;"
         "spec = EvaluateSpec(LatencySpec(runs=1_000_000), None);"
         "evaluate(Path(sys.argv[1]), spec, 'cpu', threads=1, progress=lambda phrase: print(phrase, flush=True))"
@@ -190,14 +188,14 @@ def test_the_worker_dies_with_its_parent(tiny_pipeline: Path, tmp_path: Path, se
 def test_the_workers_messages_are_not_mixed_with_what_libraries_print(tiny_pipeline: Path, tmp_path: Path) -> None:
     request = Request(tiny_pipeline, "tiny", "cpu", EvaluateSpec(None, None), threads=1)
     worker = subprocess.Popen(
-        python_command("sdflow.evaluate.worker"),
+        python_command("sdflow.bench.evaluate_worker"),
         env=clean_environment(tmp_path),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
     assert worker.stdin is not None
     assert worker.stdout is not None
-    worker.stdin.write(json.dumps(request.to_json()).encode() + b"\n")
+    worker.stdin.write(REQUEST.dump_json(request) + b"\n")
     worker.stdin.flush()
     messages = [json.loads(line) for line in worker.stdout]
     assert worker.wait() == 0

@@ -1,0 +1,87 @@
+"""What makes bfloat16 of ONNX Runtime's conversion to float16: other bits in the weights, another name of the type.
+
+ONNX Runtime converts to float16 alone. Where which values become 16 bits wide does not depend on the type of 16 bits, so
+its converter runs as it is on weights that get bfloat16's bits, and then float16 is called bfloat16 throughout.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from sdflow.onnx_model.facts import subgraphs
+from sdflow.onnx_model.stub import is_stub
+
+NO_KERNEL = (
+    "ArgMax", "ArgMin", "AveragePool", "BatchNormalization", "BiasAdd", "BiasSplitGelu", "Ceil", "Clip", "Conv",
+    "ConvTranspose", "Cos", "CumSum", "DepthToSpace", "Einsum", "Elu", "Equal", "Floor", "GlobalAveragePool",
+    "GlobalMaxPool", "Greater", "GreaterOrEqual", "GroupNorm", "HardSigmoid", "HardSwish", "InstanceNormalization",
+    "LRN", "LeakyRelu", "Less", "LessOrEqual", "Log", "LogSoftmax", "LpNormalization", "MaxPool", "NhwcConv", "NonZero",
+    "OneHot", "PRelu", "Pad", "Reciprocal", "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax",
+    "ReduceMin", "ReduceProd", "ReduceSumSquare", "Resize", "Round", "Selu", "Shrink", "Sin", "SkipGroupNorm",
+    "Softplus", "Softsign", "SpaceToDepth", "ThresholdedRelu",
+)  # fmt: skip
+"""Operators that the CUDA provider of ONNX Runtime 1.31 runs in float16 and not in bfloat16, in operator set 17: they stay
+float32. A test compares them with the provider's table of kernels."""
+
+
+@contextmanager
+def bfloat16_bits() -> Iterator[None]:
+    """While active, weights that ONNX Runtime's converter rounds get bfloat16's bits, in tensors that it calls float16.
+
+    Stubs get a recipe that says float16; `relabel` mends it.
+    """
+    from sdflow.passes import weights_on_disk
+
+    importlib.import_module("onnxruntime.transformers.float16")
+    with ExitStack() as stack:
+        for owner, name in (
+            (importlib.import_module("float16"), "convert_np_to_float16"),
+            (importlib.import_module("onnxruntime.transformers.float16"), "convert_np_to_float16"),
+            (weights_on_disk, "to_half"),
+        ):
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, _bits)
+        yield
+
+
+def _bits(values: Any, *limits: float) -> Any:
+    """The bits of the nearest bfloat16 numbers, as if they were float16."""
+    import numpy as np
+
+    from sdflow.weights.half import to_bfloat16
+
+    return to_bfloat16(np.asarray(values, np.float32)).view(np.float16)
+
+
+def relabel(model: Any) -> None:
+    """Call bfloat16 what a converted model calls float16: tensors, recipes of stubs, attributes, values."""
+    import onnx
+
+    half, brain = onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16
+    for graph in subgraphs(model.graph):
+        tensors = list(graph.initializer)
+        for node in graph.node:
+            for attribute in node.attribute:
+                tensors += [attribute.t, *attribute.tensors]
+                if attribute.name in ("to", "dtype") and attribute.i == half:
+                    attribute.i = brain
+        for tensor in tensors:
+            if is_stub(tensor):
+                _relabel_stub(tensor)
+            elif tensor.data_type == half:
+                tensor.data_type = brain
+        for value in (*graph.input, *graph.output, *graph.value_info):
+            if value.type.tensor_type.elem_type == half:
+                value.type.tensor_type.elem_type = brain
+
+
+def _relabel_stub(tensor: Any) -> None:
+    from sdflow.weights.recipe import Bfloat16, Float16
+    from sdflow.weights.stubs import make_stub, stub_recipe
+
+    recipe = stub_recipe(tensor)
+    if isinstance(recipe, Float16):
+        make_stub(tensor, Bfloat16(recipe.of))

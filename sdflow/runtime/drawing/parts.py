@@ -1,0 +1,199 @@
+"""What the submodels of a pipeline do for its images: prompts to conditions, latents to images as the safety checker leaves them.
+
+How that makes a drawing is in `sdflow.runtime.pipeline`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from sdflow.families.shared.approximation import EXACT, Approximation
+from sdflow.families.shared.image_prompts import ImagePrompt, adapter_count, image_conditions, token_axes
+from sdflow.families.shared.request import Conditions, Request, Tensors
+from sdflow.models.base import Role
+from sdflow.runtime.denoiser.denoiser import Denoiser
+from sdflow.runtime.denoiser.denoisers import DenoiserRequest
+from sdflow.runtime.denoiser.schedule import Schedule, trace
+from sdflow.runtime.drawing.kept import Kept
+from sdflow.runtime.drawing.loaded import LoadedPipeline
+from sdflow.runtime.drawing.text import run_rows
+from sdflow.runtime.drawing.waits import Compute, Fetch, Waits
+from sdflow.runtime.files.images import pil_of, require_finite, rounded, unfinite
+from sdflow.runtime.vae import decode, encode, tile_side
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from PIL.Image import Image
+
+SCHEDULES_KEPT = 16
+
+
+@dataclass(frozen=True)
+class Images:
+    """What a pipeline draws. images: PIL images, or float32 NHWC in [0, 1]; nsfw_content_detected: one per image. vae_tiles:
+    pixels of the tiles' side where they were decoded in tiles."""
+
+    images: list[Image] | np.ndarray
+    nsfw_content_detected: list[bool] | None
+    vae_tiles: int | None = None
+
+
+class PipelineParts(LoadedPipeline):
+    """A loaded pipeline, and what its submodels do for a drawing."""
+
+    def condition(self, request: Request, clip_skip: int = 0) -> Conditions:
+        """What the denoiser reads for these prompts, on the device.
+
+        clip_skip: of the text encoders' last layers, for the prompts alone: diffusers' `encode_prompt` reads negative prompts
+        with all of them (0.42, Stable Diffusion and XL).
+        """
+        skipped = self._conditioned(request, clip_skip)
+        if not clip_skip or skipped.halves == 1:
+            return skipped
+        return skipped.with_negatives_of(self._conditioned(request, 0))
+
+    def _conditioned(self, request: Request, clip_skip: int) -> Conditions:
+        """With all prompts read alike."""
+
+        def run(name: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            with self._using(name, 0 if self.family.part(name).whole else clip_skip) as submodel:
+                return run_rows(submodel, inputs)
+
+        with self.place.current():
+            return self.family.condition(run, self.companions, self.options, request)
+
+    def _image_conditions(self, shown: Sequence[ImagePrompt], rows: int, guided: bool) -> Tensors:
+        """What the denoiser reads for image prompts, on the device; nothing without IP-Adapters."""
+        if not shown:
+            return {}
+
+        def run(name: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            with self._using(name) as submodel:
+                return run_rows(submodel, inputs)
+
+        assert self.family.prompter is not None, "a family with IP-Adapters"
+        config, processor = self.configs[self.family.denoiser], self.companions["feature_extractor"]
+        return image_conditions(run, self.family.prompter.name, processor, config, shown, rows, guided=guided)
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Images, float32 NHWC in [0, 1], from latents."""
+        return self._decoded(latents)[0]
+
+    def _decoded(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Images from latents, and how many values are not finite: of the latents, then of each image. Nothing waits."""
+        import torch
+
+        images = []
+        with self.place.current(), self._using(self.family.decoder) as decoder:
+            counts = [unfinite(latents)]
+            for image in decode(decoder, latents, self.latents, tiles=self.vae_tiles):
+                counts.append(unfinite(image))
+                images.append((image.float() / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1))
+            return torch.cat(images), torch.stack(counts)
+
+    def finishing(
+        self,
+        latents: torch.Tensor,
+        output_type: Literal["pil", "np"] = "pil",
+        *,
+        finite: bool = False,
+        kept: Kept | None = None,
+    ) -> Waits[Images]:
+        """Images of latents, as the safety checker leaves them, if there is one. finite: raise VerificationError for what is no
+        image. kept: put over what is decoded; the checker sees both."""
+        rows, columns = latents.shape[2:]
+        decoder = self.submodels[self.family.decoder]
+        tiles = tile_side(decoder, rows, columns, self.latents.scale, self.vae_tiles)
+        floats, checked = output_type == "np", self.family.checker in self.submodels
+        with self.place.current():
+            drawn, counts = self._decoded(latents)
+            drawn = drawn if kept is None else kept.over(drawn)
+            shown = drawn if floats and not checked else rounded(drawn)
+        pixels, counts = yield Fetch(self.place, [shown, counts])
+        if finite:
+            (first, *others), each = counts.tolist(), drawn[0].numel()
+            require_finite(first, latents.numel(), self.family.denoiser)
+            for count in others:
+                require_finite(count, each, self.family.decoder)
+        flags = None
+        if checked:
+            seen = yield Compute(partial(self._seen_by_checker, pixels))
+            with self.place.current():
+                drawn, found = self._checked(drawn, seen)
+                shown = drawn if floats else rounded(drawn)
+            pixels, found = yield Fetch(self.place, [shown, found])
+            flags = found.tolist()
+        return Images(pixels.numpy() if floats else pil_of(pixels), flags, tiles)
+
+    def preview(self, latents: torch.Tensor) -> torch.Tensor:
+        """Images, float32 NHWC in [0, 1], from latents, at once: by the tiny VAE at full size, else a pixel for each."""
+        with self.place.current():
+            return self.draw_preview(latents)
+
+    def _seen_by_checker(self, pixels: torch.Tensor) -> torch.Tensor:
+        """What the safety checker reads of images."""
+        seen: torch.Tensor = self.companions["feature_extractor"](pil_of(pixels), return_tensors="pt").pixel_values
+        return seen
+
+    def _checked(self, images: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The images with the flagged ones blackened, and the flags; both on the device. Nothing waits."""
+        import torch
+
+        assert self.family.checker is not None, "only a family that has one"
+        checked, flags = [], []
+        with self.place.current(), self._using(self.family.checker) as checker:
+            read, pixels = checker.port(Role.SEEN), checker.port(Role.PIXELS)
+            for crop, image in zip(seen.split(1), images.split(1), strict=True):
+                bound = checker.bound(**{read: tuple(crop.shape), pixels: tuple(image.shape)})
+                self.place.put(bound.inputs[read], crop)
+                bound.inputs[pixels].copy_(image)
+                result = bound.run()
+                flags.append(result[checker.port(Role.FLAGS)].any())
+                checked.append(result[checker.port(Role.CHECKED)].to(torch.float32, copy=True))
+            return torch.cat(checked), torch.stack(flags)
+
+    def denoiser(self, shape: tuple[int, int, int, int], rows: int, **options: Any) -> Denoiser:
+        """The denoiser of a drawing without image prompts. shape, rows, options: as of `DenoiserRequest`."""
+        denoised = self.configs[self.family.denoiser]
+        axes = token_axes(denoised, [ImagePrompt()] * adapter_count(denoised))
+        return self.denoisers.get(DenoiserRequest(shape, rows, axes, **options))
+
+    def schedule(
+        self,
+        steps: int,
+        shape: Sequence[int],
+        *,
+        guidance_scale: float | None,
+        fewer: Approximation = EXACT,
+        **options: Any,
+    ) -> Schedule:
+        """The factors of the scheduler for so many steps, on the device. shape: of the latents. guidance_scale: None without
+        guidance. fewer: what is left out. options: as of `schedule.trace`."""
+        noising, tokens = self.family.noising, self.latents.tokens(*shape[-2:])
+        own = (type(self.scheduler), repr(self.scheduler.config), noising.key(self.scheduler, tokens))
+        key = (*own, steps, guidance_scale, fewer, *options.items())
+        if key not in self.schedules:
+            schedule = trace(
+                self.scheduler,
+                steps,
+                self.family.scheduler_config,
+                spread=self.family.strength_spreads,
+                noising=noising,
+                tokens=tokens,
+                **options,
+            )
+            guided = schedule if guidance_scale is None else schedule.guided(guidance_scale, fewer.guidance)
+            guided = guided if fewer.reuse is None else guided.reusing(fewer.reuse)
+            while len(self.schedules) >= SCHEDULES_KEPT:
+                self.schedules.pop(next(iter(self.schedules)))
+            self.schedules[key] = guided.to(self.place.device)
+        self.schedules[key] = self.schedules.pop(key)  # the latest used is the last to go
+        return self.schedules[key]
+
+    def _encoded(self, images: torch.Tensor) -> torch.Tensor:
+        with self._using(self.family.encoder) as encoder:
+            return encode(encoder, images, self.latents, tiles=self.vae_tiles)

@@ -1,0 +1,151 @@
+"""Whether what `sdflow generate` is asked for fits together, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sdflow.disk.atomic_write import require_makable
+from sdflow.errors import UsageError, os_errors_as
+from sdflow.families.shared.approximation import GUIDANCE_INTERVAL, REUSE, Approximation
+from sdflow.families.shared.schedulers import require_known
+from sdflow.manifest import Manifest, read_manifest
+from sdflow.parameter import require_values
+from sdflow.prompts.reading import Reading
+from sdflow.runtime.beside_refiner import require_exact, require_no_mask
+from sdflow.runtime.denoiser.control import Control, require_controls
+from sdflow.runtime.denoiser.start import require_size, require_start
+from sdflow.runtime.draw_request import PARAMETERS, GenerateRequest
+from sdflow.runtime.drawing.kept import require_blur
+from sdflow.runtime.files.control_files import ControlFile, require_distinct
+from sdflow.runtime.files.folder import (
+    folder_adapters,
+    folder_family,
+    folder_latents,
+    folder_task,
+    onnx_submodels,
+    refiner_of,
+)
+from sdflow.runtime.files.image_prompt_files import for_adapters
+from sdflow.runtime.files.soundness import require_sound
+from sdflow.runtime.files.words import read_words
+from sdflow.sources.embedding import Embedding
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_NEEDED = {"image": "an image to start from", "mask": "a mask"}
+
+
+def with_refiner(request: GenerateRequest, built: Manifest) -> GenerateRequest:
+    """With the refiner that the folder names, where the caller names none: not for what it cannot do, and not from the end on."""
+    if request.refiner_start == 1:
+        return replace(request, refiner=None, refiner_start=None)
+    if request.refiner is not None or built.origin.refiner is None or request.mask is not None:
+        return request
+    try:
+        return replace(request, refiner=refiner_of(request.folder))
+    except UsageError as error:
+        remedy = "Run the pipeline's workflow again, or write --refiner-start 1: without it."
+        raise UsageError(error.what, where=error.where, remedy=remedy) from error
+
+
+def with_approximation(request: GenerateRequest, built: Manifest) -> tuple[GenerateRequest, Approximation]:
+    """With the approximation that the caller chose, else the folder's workflow, and that. Raises UsageError where it cannot
+    be used."""
+    found = Approximation.chosen(built.origin.said, request.reuse, request.guidance_interval)
+    if request.refiner is not None:
+        require_exact(
+            found, "Draw without it (--reuse off, --guidance-interval off), or without the refiner: --refiner-start 1."
+        )
+    chosen = found.settings()
+    return replace(request, reuse=chosen.get(REUSE), guidance_interval=chosen.get(GUIDANCE_INTERVAL)), found
+
+
+def read_whole(folder: Path) -> Manifest:
+    """The manifest of a pipeline folder. Raises UsageError when a file that it lists is missing."""
+    manifest = read_manifest(folder)
+    absent = [name for name in manifest.files if not (folder / name).exists()]
+    if absent:  # transformers makes an empty tokenizer of an empty folder
+        raise UsageError(
+            f"{absent[0]} is missing",
+            where=str(folder),
+            remedy="Run the pipeline's workflow again; `--copy` needs no cache.",
+        )
+    return manifest
+
+
+def require_sound_folders(request: GenerateRequest, built: Manifest) -> None:
+    """Whether what is about to be loaded is what was built. Raises VerificationError."""
+    folders = {request.folder: built}
+    if request.refiner is not None:
+        folders[request.refiner] = read_manifest(request.refiner)
+    for folder, manifest in folders.items():
+        checker = None if request.checker else folder_family(folder).checker
+        require_sound(folder, manifest, [name for name in onnx_submodels(folder) if name != checker])
+
+
+def check_request(request: GenerateRequest) -> None:
+    """Whatever can be told before anything is loaded. Raises UsageError."""
+    if not request.prompts:
+        raise UsageError("there is nothing to draw", where="--prompt", remedy="Give --prompt TEXT or --prompts FILE.")
+    if request.scheduler is not None:
+        require_known(request.scheduler, schedulers=folder_family(request.folder).noising.schedulers)
+    require_values(PARAMETERS, {name: getattr(request, name) for name in PARAMETERS})
+    _check_arguments(request)
+    if request.previews is not None and not request.preview:
+        raise UsageError("it sets what draws the previews", where="--preview-with", remedy="Add --preview.")
+    require_start(folder_task(request.folder), request.image, request.mask, ("--image FILE", "--mask FILE"))
+    for name in request.given():
+        needs = PARAMETERS[name].needs if name in PARAMETERS else None
+        if needs is not None and getattr(request, needs) is None:
+            where = PARAMETERS[name].option(name)
+            raise UsageError(f"it means nothing without {_NEEDED[needs]}", where=where, remedy=f"Add --{needs} FILE.")
+    require_blur(request.mask_blur, request.mask is not None, request.whole, ("--mask-blur", "--mask FILE", "--whole"))
+    require_distinct(request.controls)
+    nets = folder_family(request.folder).nets(onnx_submodels(request.folder))
+    require_controls({each.name: control_of(each, None) for each in request.controls}, list(nets))
+    for_adapters(request.image_prompts, folder_adapters(request.folder), lambda path: path)
+    require_size(folder_latents(request.folder).granularity, request.height, request.width)
+    there = next(path for path in (request.out.absolute(), *request.out.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise UsageError("this is not a folder", where=str(there), remedy="Name another with --out.")
+    if not os.access(there, os.W_OK):
+        raise UsageError("nothing can be written here", where=str(there), remedy="Name another with --out.")
+    with os_errors_as("cannot be made", request.out, "Name another with --out."):
+        require_makable(request.out)  # under /proc it looks as if it could be
+
+
+def _check_arguments(request: GenerateRequest) -> None:
+    """Each argument that not all families take, by those that know it: with a refiner, the base or the refiner."""
+    family, refiner = folder_family(request.folder), None
+    if request.refiner is None:
+        if request.refiner_start is not None:
+            raise UsageError(
+                "it says where a refiner takes over", where="--refiner-start", remedy="Add --refiner PIPELINE."
+            )
+    else:
+        read_whole(request.refiner)
+        refiner = folder_family(request.refiner)
+        require_no_mask(request.mask, "--mask", "Draw into the mask without --refiner.")
+    known = () if refiner is None else refiner.arguments
+    own = {name: value for name, value in request.more.items() if name in family.arguments or name not in known}
+    family.require_arguments(own, len(request.prompts))
+    if refiner is not None:
+        taken = {name: value for name, value in request.more.items() if name in known}
+        refiner.require_arguments(taken, len(request.prompts))
+
+
+def control_of(file: ControlFile, image: Image | None) -> Control:
+    """What a ControlNet is shown, and how; image: that of the file, None: not opened yet."""
+    return Control(image, file.scale, file.start, file.end)
+
+
+def words_of(request: GenerateRequest) -> list[Embedding]:
+    """The learned vectors that the prompts may name. Raises UsageError for files that are none."""
+    more = [text for text in request.more.values() if isinstance(text, str)]
+    texts = [*request.prompts, request.negative_prompt or "", *more]
+    reading = Reading(request.prompt_syntax)
+    return read_words(request.embeddings, texts, reading, allow_pickle=request.allow_pickle)

@@ -1,0 +1,83 @@
+"""What a config.json, or those of a pipeline, are of: as `sdflow.sources.recognition` tells it of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sdflow.families import ARCHITECTURES, COMPONENT_ARCHITECTURES, family_of_architecture
+from sdflow.families.shared.base import Family
+from sdflow.families.shared.part import Part
+from sdflow.models.base import Config, Shapes, class_names
+from sdflow.sources.architectures import architecture_config, architecture_index, prediction_of
+from sdflow.sources.recognition import COMPONENT, UNKNOWN, Recognized, part_alone
+
+
+def recognize_config(config: Config) -> Recognized:
+    """What the network of a config.json is: a component, of the architectures whose shapes it has, or UNKNOWN."""
+    named, fitting = class_names(config), list[str]()
+    component = None
+    for architecture in ARCHITECTURES:
+        there, family = configs_of(architecture), family_of_architecture(architecture)
+        if family.net is not None:
+            there[family.net.component] = family.net.model.config_for(there[family.part(family.denoiser).component])
+        for part in (*family.parts, *([family.net] if family.net is not None else [])):
+            if part.component in there and any(model.class_name in named for model in part.instead):
+                component = part.component
+            if part.component not in there or part.model.class_name not in named:
+                continue
+            component = component or part.component
+            wanted = part.model.distinguishing_shapes(there[part.component])
+            if wanted and wanted == _distinguishing_shapes(part, config) and architecture not in fitting:
+                component = component if fitting else part.component
+                fitting.append(architecture)
+    if component is None:
+        return Recognized(UNKNOWN)
+    alone = architecture_alone(component, config)
+    return Recognized(COMPONENT, tuple(fitting) if alone is None else (alone,), (component,))
+
+
+def architecture_alone(component: str, config: Config) -> str | None:
+    """The shipped architecture of this component alone that a config.json has; None where it has none's."""
+    for architecture, of in COMPONENT_ARCHITECTURES.items():
+        part, own = part_alone(architecture)
+        if of != component or part.model.class_name not in class_names(config):
+            continue
+        if part.model.distinguishing_shapes(own) == _distinguishing_shapes(part, config):
+            return architecture
+    return None
+
+
+def architectures_of(family: Family, configs: Mapping[str, Config], prediction: str | None) -> list[str]:
+    """The shipped architectures whose shapes these configurations (by component) have; those that predict so come first."""
+    found, others = [], classes_of_others(family, configs)
+    for name in ARCHITECTURES:
+        if family_of_architecture(name) is not family:
+            continue
+        theirs = {part.component: architecture_config(name, part.component) for part in family.parts if part.layouts}
+        own = {**configs, **{component: theirs[component] for component in others}}
+        try:
+            if family.fingerprint(own) == family.fingerprint(theirs):
+                found.append(name)
+        except (KeyError, TypeError, StopIteration):
+            return []
+    return found if prediction is None else sorted(found, key=lambda name: prediction_of(name) != prediction)
+
+
+def classes_of_others(family: Family, configs: Mapping[str, Config]) -> list[str]:
+    """The components that are of another class than the family's own, which may stand in its place."""
+    return [name for name, config in configs.items() if (part := family.components[name][0]).of(config) is not part]
+
+
+def configs_of(architecture: str) -> dict[str, Config]:
+    """The config.json of each component of a shipped architecture that has weights."""
+    index = architecture_index(architecture)
+    family = family_of_architecture(architecture)
+    return {name: architecture_config(architecture, name) for name in family.components if index.get(name, [None])[0]}
+
+
+def _distinguishing_shapes(part: Part, config: Config) -> Shapes | None:
+    """None for a config that lacks something."""
+    try:
+        return part.model.distinguishing_shapes(config)
+    except (KeyError, TypeError, IndexError, StopIteration):
+        return None

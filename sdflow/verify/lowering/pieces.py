@@ -1,0 +1,217 @@
+"""A graph whose weights are larger than memory, in sessions one after the other.
+
+The nodes, in the graph's order, are cut where little passes from one side to the other, which is between blocks. Each piece is
+a session over its own weights, for as long as all cases run through it; what a later piece reads is kept.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdflow.errors import VerificationError
+from sdflow.verify.lowering.lower import Lowered, in_order
+from sdflow.verify.lowering.session import session_of
+
+if TYPE_CHECKING:
+    import numpy as np
+    import onnxruntime
+
+Given = Mapping[str, "np.ndarray"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive nodes of a graph as a model of their own.
+
+    inputs: what they read of the graph's inputs and of the pieces before. outputs: what is read after them. weights: the names
+    of their initializers.
+    """
+
+    model: Any
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    weights: frozenset[str]
+
+
+def float32_bytes(tensors: Mapping[str, Any], names: Any) -> int:
+    """What these initializers take as float32."""
+    return sum(4 * prod(tensors[name].dims) for name in names)
+
+
+def cut(model: Any, types: Mapping[str, int], most: int) -> list[Piece]:
+    """The pieces of a graph, in the order that they run in.
+
+    types: element types of the values that may pass from one piece to another. most: bytes of weights in a piece, as float32; a
+    piece has more only where nothing within it may be cut.
+    """
+    nodes, tensors = in_order(model.graph.node), {tensor.name: tensor for tensor in model.graph.initializer}
+    results = [item.name for item in model.graph.output]
+    last = {name: index for index, node in enumerate(nodes) for name in node.input} | dict.fromkeys(results, len(nodes))
+    crossing = _crossing(nodes, last, types)
+    pieces, begin = [], 0
+    while begin < len(nodes):
+        end = _end(nodes, tensors, begin, most, crossing)
+        pieces.append(_piece(model, nodes[begin:end], tensors, types, last, end))
+        begin = end
+    return pieces
+
+
+def _crossing(nodes: Sequence[Any], last: Mapping[str, int], types: Mapping[str, int]) -> list[int | None]:
+    """How many values pass each place between nodes; None where one of them has no type, so that nothing may be cut. Place i is
+    in front of node i."""
+    passing, unknown = [0] * (len(nodes) + 2), [0] * (len(nodes) + 2)
+    for index, node in enumerate(nodes):
+        for name in node.output:
+            if name and (end := last.get(name, index)) > index:
+                for counts in (passing, unknown) if name not in types else (passing,):
+                    counts[index + 1] += 1
+                    counts[end + 1] -= 1
+    places = zip(accumulate(passing), accumulate(unknown), strict=True)
+    return [None if some else count for count, some in places][:-1]
+
+
+def _end(
+    nodes: Sequence[Any], tensors: Mapping[str, Any], begin: int, most: int, crossing: Sequence[int | None]
+) -> int:
+    """Where the piece that begins here ends: where the fewest values pass in the second half of what fits into it, else at the
+    last place that fits, else at the first that there is."""
+    weights: set[str] = set()
+    held, best, later = 0, None, None
+    for index in range(begin, len(nodes)):
+        new = {name for name in nodes[index].input if name in tensors} - weights
+        weights |= new
+        held += float32_bytes(tensors, new)
+        if held > most and (best is not None or later is not None):
+            return best[1] if best is not None else later or len(nodes)
+        place, count = index + 1, crossing[index + 1]
+        if count is not None and index + 1 < len(nodes):
+            if held > most:
+                return place
+            later = place
+            if 2 * held >= most and (best is None or count <= best[0]):
+                best = count, place
+    return len(nodes)
+
+
+def _piece(
+    model: Any,
+    nodes: Sequence[Any],
+    tensors: Mapping[str, Any],
+    types: Mapping[str, int],
+    last: Mapping[str, int],
+    end: int,
+) -> Piece:
+    import onnx
+
+    made = {name for node in nodes for name in node.output if name}
+    read = dict.fromkeys(name for node in nodes for name in node.input if name and name not in made)
+    given = {item.name: item for item in model.graph.input}
+    inputs = [name for name in read if name not in tensors]
+    outputs = [name for node in nodes for name in node.output if name and last.get(name, -1) >= end]
+    results = {item.name: item for item in model.graph.output}
+    weights = [name for name in read if name in tensors]
+    if unknown := [name for name in inputs if name not in given and name not in types]:
+        raise VerificationError(f"the graph has no type for {unknown[0]!r}, which a later part of it reads")
+
+    def info(name: str) -> Any:
+        known = given.get(name) or results.get(name)
+        return known or onnx.helper.make_tensor_value_info(name, types[name], None)
+
+    part = onnx.ModelProto(ir_version=model.ir_version)
+    part.opset_import.extend(model.opset_import)
+    part.graph.name = model.graph.name
+    part.graph.node.extend(nodes)
+    part.graph.initializer.extend(tensors[name] for name in weights)
+    part.graph.input.extend(info(name) for name in inputs)
+    part.graph.output.extend(info(name) for name in outputs)
+    return Piece(part, tuple(inputs), tuple(outputs), frozenset(weights))
+
+
+@dataclass(frozen=True)
+class PortOfPieces:
+    """As `onnxruntime.NodeArg` describes an input or output of a session."""
+
+    name: str
+    type: str
+    shape: Sequence[int | str | None]
+
+
+@dataclass
+class PieceSession:
+    """A graph in pieces, which answers as a session does. exact: values of initializers that come with the sessions, each
+    computed when its piece is opened."""
+
+    lowered: Lowered
+    folder: Path
+    most: int
+    threads: int = 0
+    fuse: bool = False
+    exact: Given = field(default_factory=dict)
+    pieces: list[Piece] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pieces = cut(self.lowered.model, self.lowered.types, self.most)
+
+    def get_inputs(self) -> list[PortOfPieces]:
+        return [_described(item) for item in self.lowered.model.graph.input]
+
+    def get_outputs(self) -> list[PortOfPieces]:
+        return [_described(item) for item in self.lowered.model.graph.output]
+
+    def run(self, names: Sequence[str] | None, feeds: Given) -> list[np.ndarray]:
+        """The outputs of these names, or all, of one case."""
+        (found,) = self.run_each([feeds], names)
+        return found
+
+    def run_each(self, cases: Sequence[Given], names: Sequence[str] | None = None) -> list[list[np.ndarray]]:
+        """What `run` gives for every case. Each piece is opened once, and runs all of them."""
+        results = list(names or [port.name for port in self.get_outputs()])
+        kept: list[dict[str, np.ndarray]] = [{} for _ in cases]
+        for found in self.through(cases):
+            for values, more in zip(kept, found, strict=True):
+                values.update({name: more[name].numpy() for name in more.keys() & {*results}})
+        return [[values[name] for name in results] for values in kept]
+
+    def through(self, cases: Sequence[Given]) -> Iterator[list[dict[str, onnxruntime.OrtValue]]]:
+        """After each piece, what it gives of every case, by name."""
+        import onnxruntime
+
+        make = onnxruntime.OrtValue.ortvalue_from_numpy
+        held = [{name: make(value) for name, value in case.items()} for case in cases]
+        for index, piece in enumerate(self.pieces):
+            session = self._session(piece)
+            needed = {name for later in self.pieces[index + 1 :] for name in later.inputs}
+            given = []
+            for values in held:
+                found = session.run_with_ort_values([*piece.outputs], {name: values[name] for name in piece.inputs})
+                given.append(dict(zip(piece.outputs, found, strict=True)))
+                values.update(given[-1])
+                for name in values.keys() - needed:
+                    del values[name]
+            del session
+            yield given
+            del given
+            gc.collect()
+
+    def _session(self, piece: Piece) -> onnxruntime.InferenceSession:
+        import onnxruntime
+
+        make = onnxruntime.OrtValue.ortvalue_from_numpy
+        given = {name: make(self.exact[name]) for name in sorted(piece.weights & self.exact.keys())}
+        part = Lowered(piece.model, {}, {}, {})
+        return session_of(part, self.folder, threads=self.threads, fuse=self.fuse, given=given)
+
+
+def _described(item: Any) -> PortOfPieces:
+    import onnx
+
+    element = onnx.TensorProto.DataType.Name(item.type.tensor_type.elem_type).lower()
+    dims: Iterator[Any] = iter(item.type.tensor_type.shape.dim)
+    shape = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in dims]
+    return PortOfPieces(item.name, f"tensor({element})", shape)
