@@ -19,6 +19,7 @@ from sdflow.processes.patched import patched
 from sdflow.runtime.denoiser.schedule import named_scheduler
 from sdflow.runtime.files.folder import (
     folder_adapters,
+    folder_configs,
     folder_defaults,
     folder_family,
     folder_latents,
@@ -168,7 +169,7 @@ def torch_drawer(
             "generator": torch.Generator().manual_seed(settings.seed),
             **({"eta": eta} if eta else {}),
             "callback_on_step_end": on_step if mark else None,
-            **folder_family(folder).reference_arguments,
+            **folder_family(folder).reference_arguments_of(folder_configs(folder)),
         }
         place = hand_over(case.steps)
         ends = {"output_type": "np"} if refining is None else {"output_type": "latent", "denoising_end": place}

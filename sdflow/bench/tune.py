@@ -277,10 +277,11 @@ class _Tuner:
             context = torch.cat([noise[:, :1], noise], dim=1) if pipeline.task == "inpaint" else None
             channels = noise.shape[1] + (0 if context is None else context.shape[1])
             shape = (case.batch, channels, noise.shape[2], noise.shape[3])
-            denoiser = pipeline.denoiser(shape, case.batch * (2 if request.guided else 1))
+            guided = pipeline.family.guided(pipeline.configs, settings.guidance_scale)
+            denoiser = pipeline.denoiser(shape, case.batch * (2 if guided else 1))
             conditions = pipeline.condition(request)
             schedule = pipeline.schedule(
-                case.steps, noise.shape, guidance_scale=settings.guidance_scale if request.guided else None
+                case.steps, noise.shape, guidance_scale=settings.guidance_scale if guided else None
             )
             inputs = DenoiserInputs(conditions.inputs, schedule, context)
             found = {f"text, {name}": value.float().cpu().clone() for name, value in conditions.inputs.items()}

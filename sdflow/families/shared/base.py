@@ -259,6 +259,10 @@ class Family:
         """Sizes of the text token axes, by name, for texts of default length. configs: by part."""
         return {"sequence": max(int(configs[name]["max_position_embeddings"]) for name in self.text_of(configs))}
 
+    def reference_arguments_of(self, configs: Mapping[str, Config]) -> Mapping[str, Any]:
+        """`reference_arguments` for a pipeline with these configs, by part."""
+        return self.reference_arguments
+
     def guidance_width(self, configs: Mapping[str, Config]) -> int | None:
         """Width of the guidance embedding that the denoiser takes; None if it takes none."""
         width = configs[self.denoiser].get("time_cond_proj_dim")
