@@ -248,20 +248,17 @@ def _gated(part: Any, values: Any) -> Any:
 
 
 def _attended(part: Any, hidden_states: Any, encoder_hidden_states: Any, image_rotary_emb: Any = None) -> Any:
-    """As diffusers' Flux2AttnProcessor, which reads sizes in a way that makes constants of them in a trace."""
+    """As diffusers' Flux2AttnProcessor, in the form that ONNX Runtime's fusion knows of FLUX.1: heads before tokens."""
     import torch
 
     text = encoder_hidden_states
     both = (
-        (part.add_q_proj(text), part.to_q(hidden_states), part.norm_added_q, part.norm_q),
-        (part.add_k_proj(text), part.to_k(hidden_states), part.norm_added_k, part.norm_k),
+        (part.norm_added_q(_heads(part, part.add_q_proj(text))), part.norm_q(_heads(part, part.to_q(hidden_states)))),
+        (part.norm_added_k(_heads(part, part.add_k_proj(text))), part.norm_k(_heads(part, part.to_k(hidden_states)))),
     )
-    queries, keys = (
-        _rotated(torch.cat([norm_text(_heads(part, of_text)), norm(_heads(part, of_image))], dim=1), image_rotary_emb)
-        for of_text, of_image, norm_text, norm in both
-    )
-    values = torch.cat([_heads(part, part.add_v_proj(text)), _heads(part, part.to_v(hidden_states))], dim=1)
-    found = _attention(queries, keys, values)
+    queries, keys = (_rotated(torch.cat(pair, dim=2), image_rotary_emb) for pair in both)
+    values = torch.cat([_heads(part, part.add_v_proj(text)), _heads(part, part.to_v(hidden_states))], dim=2)
+    found = _attention(part, queries, keys, values)
     tokens = text.shape[1]
     return part.to_out[1](part.to_out[0](found[:, tokens:])), part.to_add_out(found[:, :tokens])
 
@@ -274,24 +271,26 @@ def _attended_beside(part: Any, hidden_states: Any, image_rotary_emb: Any = None
     queries, keys, values, inner = part.to_qkv_mlp_proj(hidden_states).split(widths, dim=-1)
     queries = _rotated(part.norm_q(_heads(part, queries)), image_rotary_emb)
     keys = _rotated(part.norm_k(_heads(part, keys)), image_rotary_emb)
-    found = _attention(queries, keys, _heads(part, values))
+    found = _attention(part, queries, keys, _heads(part, values))
     return part.to_out(torch.cat([found, part.mlp_act_fn(inner)], dim=-1))
 
 
 def _heads(part: Any, values: Any) -> Any:
-    return values.unflatten(-1, (-1, part.head_dim))
+    """(batch, heads, tokens, width of a head)."""
+    return values.view(values.shape[0], -1, part.heads, part.head_dim).transpose(1, 2)
 
 
 def _rotated(values: Any, rotary: Any) -> Any:
     import torch
 
-    cosine, sine = (each[None, :, None] for each in rotary)
-    turned = torch.stack([-values[..., 1::2], values[..., 0::2]], dim=-1).flatten(-2)
+    cosine, sine = (each[None, None] for each in rotary)
+    real, imaginary = values.reshape(*values.shape[:-1], -1, 2).unbind(-1)
+    turned = torch.stack([-imaginary, real], dim=-1).flatten(3)
     return values * cosine + turned * sine
 
 
-def _attention(queries: Any, keys: Any, values: Any) -> Any:
+def _attention(part: Any, queries: Any, keys: Any, values: Any) -> Any:
     import torch
 
-    by_head = (each.transpose(1, 2) for each in (queries, keys, values))
-    return torch.nn.functional.scaled_dot_product_attention(*by_head).transpose(1, 2).flatten(2)
+    found = torch.nn.functional.scaled_dot_product_attention(queries, keys, values)
+    return found.transpose(1, 2).reshape(queries.shape[0], -1, part.heads * part.head_dim)
