@@ -299,7 +299,7 @@ class ReferenceRun:
         """What diffusers' pipeline is given besides the prompt."""
         selection, scale = self.request.selection, self.latents().scale
         given = canvas(self.family.task(self.configs()), selection.rows * scale, selection.columns * scale)
-        return torch_start(pipeline, noise, selection.steps, pack=self.family.packed, **given)
+        return torch_start(pipeline, noise, selection.steps, pack=self.family.packed, scale=scale, **given)
 
     def _image(self) -> np.ndarray:
         """The image drawn, (1, height, width, 3) in [0, 1]."""
