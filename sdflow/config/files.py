@@ -10,10 +10,11 @@ from sdflow.config.documents import chains_of, merge_documents, overlay
 from sdflow.config.fields import WORKFLOW
 from sdflow.config.merge import expect_kind
 from sdflow.config.nodes import MAX_BYTES, Node, YamlList, YamlMap, YamlScalar, decode, parse
-from sdflow.config.patch import names_of
 from sdflow.config.not_workflows import not_a_file, weights
-from sdflow.config.problems import Problems, alike, nearest
+from sdflow.config.patch import names_of
+from sdflow.config.problems import Problems, nearest
 from sdflow.config.workflow import Mark
+from sdflow.disk.alike import alike
 from sdflow.disk.input_file import is_regular, is_there, open_input
 from sdflow.disk.shipped import shipped_workflow, shipped_workflows
 

@@ -35,7 +35,8 @@ def load_workflow(
 ) -> Workflow:
     """Read, merge and check a workflow.
 
-    path: a file, or the name of a workflow that ships with sdflow, as sd15. overrides: `key=value`, as given to `--set`. targets: what to build for, in place of what the workflow says.
+    path: a file, or the name of a workflow that ships with sdflow, as sd15. overrides: `key=value`, as given to `--set`.
+    targets: what to build for, in place of what the workflow says.
     Raises WorkflowError with every problem that was found.
     """
     problems = Problems()

@@ -22,7 +22,10 @@ def not_a_file(path: Path) -> tuple[str, str] | None:
     written = shlex.quote(str(path))
     if path.is_dir():
         if (path / MANIFEST_FILE).is_file():
-            return "this is a built pipeline, not a workflow", f'Generate with it: sdflow generate {written} --prompt "..."'
+            return (
+                "this is a built pipeline, not a workflow",
+                f'Generate with it: sdflow generate {written} --prompt "..."',
+            )
         if (path / INDEX_FILE).is_file():
             return "this is a model, not a workflow", _init(written)
         return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
-from pathlib import PurePath
 
 from sdflow.config.workflow import Mark
 from sdflow.errors import Problem, WorkflowError
@@ -51,17 +50,3 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     if not names:
         return None
     return f"known: {', '.join(names)}" if len(names) <= _LISTED else None
-
-
-def alike(name: str, known: Iterable[str]) -> str | None:
-    """The file name that is most similar to one that is not there, endings aside; None where none is similar.
-
-    An ending that two names share says nothing about them: m9.yaml is not what nope.yaml was meant to be.
-    """
-    others = [each for each in dict.fromkeys(known) if each != name]
-    stems = {PurePath(each).stem.casefold(): each for each in reversed(others)}
-    stem = PurePath(name[:200]).stem.casefold()
-    close = get_close_matches(stem, stems, n=1, cutoff=0.6)
-    if not close and len(stem) > 2:
-        close = [each for each in stems if stem in each][:1]
-    return stems[close[0]] if close else None
