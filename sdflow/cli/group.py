@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import typer
 from typer.core import TyperGroup
 
 SYNONYMS = {
@@ -24,10 +26,28 @@ CACHE_SYNONYMS = {
 }  # fmt: skip
 
 
+_TYPERS: Any = typer.BadParameter.__mro__[1]
+"""click's UsageError, which typer exports under no name."""
+
+
 class Commands(TyperGroup):
     """The commands of `sdflow`."""
 
     synonyms = SYNONYMS
+
+    def invoke(self, ctx: Any) -> Any:
+        """What typer says of options goes to standard error; with --json it is a document on standard output too."""
+        try:
+            return super().invoke(ctx)
+        except _TYPERS as error:
+            if "--json" in sys.argv[1:]:
+                from sdflow.errors import UsageError
+                from sdflow.report.output import print_error
+
+                inner = getattr(error, "ctx", None) or ctx
+                remedy = f"See {inner.command_path} --help."
+                print_error(UsageError(error.format_message(), where=inner.command_path, remedy=remedy))
+            raise
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Raises UsageError for a command that is not there, with the nearest."""
