@@ -16,6 +16,7 @@ from sdflow.cli.cache import app as cache_app
 from sdflow.cli.deploy import deploy, query, status, terminate
 from sdflow.cli.export import export
 from sdflow.cli.generate import generate
+from sdflow.cli.group import Commands
 from sdflow.cli.inspect import init, inspect
 from sdflow.cli.needs import needs
 from sdflow.cli.opened import open_cache
@@ -27,6 +28,7 @@ from sdflow.run.options import RunOptions
 
 app = typer.Typer(
     name="sdflow",
+    cls=Commands,
     help="Build, cache, verify and measure Stable Diffusion pipelines on ONNX Runtime, from YAML workflows.",
     epilog="Exit status: 0 done; 1 `doctor` found something; 2 bad usage or workflow; 3 a pass failed; 4 verification failed; "
     "5 the target is not available and was required; 130 interrupted.",

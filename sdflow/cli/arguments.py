@@ -7,8 +7,12 @@ from typing import Annotated
 
 import typer
 
-Workflows = Annotated[list[Path], typer.Argument(help="Workflow files (YAML).", metavar="WORKFLOW...")]
-OneWorkflow = Annotated[Path, typer.Argument(help="Workflow file (YAML).", metavar="WORKFLOW")]
+Workflows = Annotated[
+    list[Path], typer.Argument(help="Workflow files (YAML), or names of shipped ones: sd15.", metavar="WORKFLOW...")
+]
+OneWorkflow = Annotated[
+    Path, typer.Argument(help="Workflow file (YAML), or the name of a shipped one: sd15.", metavar="WORKFLOW")
+]
 Targets = Annotated[
     list[str] | None, typer.Option("--target", help="Build for this target instead of the workflow's. Repeatable.")
 ]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sdflow.cli.arguments import AsJson
+from sdflow.cli.group import CacheCommands
 from sdflow.cli.opened import open_cache
 from sdflow.cli.quiet import say
 
@@ -19,7 +20,12 @@ if TYPE_CHECKING:
     from sdflow.store import Cache
     from sdflow.store.remote import Remote
 
-app = typer.Typer(help="Look into the cache, check it, make it smaller.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    cls=CacheCommands,
+    help="Look into the cache, check it, make it smaller.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
 _REMEDY = "Look at the URL, the network, and the store's own settings for credentials."
 

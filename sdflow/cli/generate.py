@@ -36,9 +36,11 @@ def generate(
         return
     quiet_libraries()
     from sdflow.cli.image_progress import image_progress
+    from sdflow.manifest import read_manifest
     from sdflow.report.generate import print_generate
     from sdflow.runtime.generate import generate as draw
 
+    read_manifest(pipeline)  # a folder that is none is told before a bar is drawn
     wanted = [*(prompt or ()), *(read_prompts(prompts) if prompts is not None else ())]
     request = GenerateRequest(pipeline, wanted, **settings_of(read_options(OPTIONS, given).items()))
     with errors_name_options(OPTIONS), image_progress() as progress:

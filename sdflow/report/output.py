@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
+from sdflow.errors import SdflowError, WorkflowError
 from sdflow.printable import columns_of, fitted, in_one_line
 
 FORMAT_VERSION = 1
@@ -16,9 +18,27 @@ GAP = 2
 """Columns between those of a table, and before the first."""
 
 
+_printed: list[str] = []
+
+
 def print_json(kind: str, content: Mapping[str, Any]) -> None:
     """One JSON document with its format version and what it is."""
+    _printed.append(kind)
     print(json.dumps({"format_version": FORMAT_VERSION, "kind": kind, **content}, indent=2))
+
+
+def print_error(error: SdflowError) -> None:
+    """The failure of a command as its JSON document, unless it has printed one already: a verification that fails, for one, is
+    in its own."""
+    if _printed:
+        return
+    content: dict[str, Any] = {"where": error.where, "what": error.what, "remedy": error.remedy}
+    if isinstance(error, WorkflowError):
+        first = error.problems[0]
+        place = f"{first.file}:{first.line}:{first.column}" if first.line else first.file
+        content = {"where": place, "what": first.message, "remedy": first.remedy}
+        content["problems"] = [asdict(problem) for problem in error.problems]
+    print_json("error", {**content, "exit_status": error.exit_code})
 
 
 def put(*lines: object, wrap: bool = True) -> None:

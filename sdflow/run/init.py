@@ -9,20 +9,25 @@ from pathlib import Path
 
 import yaml
 
+from sdflow.artifact import INDEX_FILE
 from sdflow.config import load_workflow
 from sdflow.config.matrix import slug
+from sdflow.config.not_workflows import hub_repository
 from sdflow.config.problems import nearest
 from sdflow.config.workflow import LoraSpec
 from sdflow.disk.atomic_write import write_whole
-from sdflow.disk.input_file import is_regular, read_input
+from sdflow.disk.input_file import is_regular, is_there, read_input
 from sdflow.disk.shipped import shipped_workflow, shipped_workflows
 from sdflow.errors import SdflowError, UsageError
 from sdflow.families import FAMILIES, any_family
 from sdflow.inspection import Description, inspect
 from sdflow.inspection.description import DRAWS_WITH, PIPELINE
+from sdflow.inspection.folders import inspect_repository
 from sdflow.inspection.lines import USUAL, architecture_for, base_of, quoted, title_of
 from sdflow.passes.registry import catalog
 from sdflow.run.bake import parse_lora
+from sdflow.sources.checkpoint import listing
+from sdflow.sources.hub import HubUnreachable, describe_repository
 from sdflow.sources.recognition import CHECKPOINT, LORA
 from sdflow.sources.reference import HubReference, LocalReference, SampleReference, SyntheticReference, parse_reference
 from sdflow.sources.sample import sample_folder
@@ -133,11 +138,18 @@ def _model(request: InitRequest, loras: Sequence[Description]) -> _Model:
         base = _known(request.base) if request.base else base_of(parsed.architecture)
         return _Model(base, request.model, title_of(parsed.architecture), "random weights")
     if isinstance(parsed, HubReference):
-        return _of_the_hub(request, request.model)
+        return _of_the_hub(request, request.model, parsed)
     if isinstance(parsed, SampleReference):
         (found,) = inspect(sample_folder(parsed.name))
         return _of_description(request, found, request.model)
     assert isinstance(parsed, LocalReference)
+    repository = hub_repository(request.model)
+    if repository is not None and not is_there(parsed.path) and not is_there(parsed.path.parent):
+        raise UsageError(
+            f"there is no file or folder {request.model!r}",
+            where="--model",
+            remedy=f"Write --model hf:{repository} for the repository on the hub.",
+        )
     described = inspect(parsed.path)
     if len(described) != 1:
         raise UsageError(
@@ -166,8 +178,8 @@ def _of_description(request: InitRequest, found: Description, reference: str) ->
     return _Model(base, reference, " or ".join(found.of), comment, bool(lines.get("allow_pickle")))
 
 
-def _of_the_hub(request: InitRequest, reference: str) -> _Model:
-    """A repository is not asked what it is: those that the shipped workflows name are known, for others one is named."""
+def _of_the_hub(request: InitRequest, reference: str, parsed: HubReference) -> _Model:
+    """Known are those that the shipped workflows name; others are asked for their configurations, where the hub answers."""
     if request.base is not None:
         return _Model(_known(request.base), reference, None, "")
     for name in shipped_workflows():
@@ -175,11 +187,28 @@ def _of_the_hub(request: InitRequest, reference: str) -> _Model:
         assert path is not None
         if yaml.safe_load(path.read_text(encoding="utf-8")).get("model") == reference.partition("@")[0]:
             return _Model(name, reference, None, "")
-    raise UsageError(
-        "what is in this repository is not known without downloading it",
-        where=reference,
-        remedy="Say what kind of model it is: --base base/sdxl.yaml, or download it and name the folder.",
-    )
+    cause, found = "", None
+    try:
+        found = describe_repository(parsed)
+    except HubUnreachable as error:
+        cause = f": {error.what}"
+    if found is None:
+        raise UsageError(
+            f"what is in this repository is not known without downloading it{cause}",
+            where=reference,
+            remedy="Say what kind of model it is: --base base/sdxl.yaml, or download it and name the folder.",
+        )
+    if INDEX_FILE not in found.files:
+        weights = [name for name in found.files if name.lower().endswith(".safetensors")]
+        holds = f"; it holds {listing(weights)}" if weights else ""
+        raise UsageError(
+            f"the repository has no {INDEX_FILE}, so it is no pipeline in diffusers' layout{holds}",
+            where=reference,
+            remedy=f"Download a file of it, hf download {parsed.repository} FILE, and name that: --model FILE."
+            if weights
+            else "Name another repository.",
+        )
+    return _of_description(request, inspect_repository(found.configurations, reference), reference)
 
 
 def _known(base: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,7 @@ def load_submodel(
     config = submodel_config(folder, submodel)
     part = (family or folder_family(folder)).part(submodel).of(config)
 
+    options = replace(options, built_for=_built_for(folder))
     known = keeps_engines(target) and (folder / MANIFEST_FILE).exists()
     artifact = read_manifest(folder).artifacts.get(submodel) if known else None
 
@@ -257,6 +259,13 @@ def load_submodel(
     if not lazy and not fixed and (shapes is not None or not target.session.profiles):
         loaded.load(shapes)
     return loaded
+
+
+def _built_for(folder: Path) -> str | None:
+    """The target that a folder says it is for; None where it says nothing that can be read."""
+    with suppress(UsageError):
+        return read_manifest(folder).origin.target
+    return None
 
 
 def load_companions(folder: Path) -> dict[str, Any]:
