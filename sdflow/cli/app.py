@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from sdflow import __version__
-from sdflow.cli.arguments import AsJson, CacheDir, OneWorkflow, Overrides, Rehash, Targets, Workflows
+from sdflow.cli.arguments import AsJson, CacheDir, OneWorkflow, Overrides, Quiet, Rehash, Targets, Verbose, Workflows
 from sdflow.cli.bake import bake
 from sdflow.cli.bench import bench, tune
 from sdflow.cli.cache import app as cache_app
@@ -68,6 +68,8 @@ def run(
     overrides: Overrides = None,
     rehash: Rehash = False,
     cache: CacheDir = Path("cache"),
+    quiet: Quiet = False,
+    verbose: Verbose = False,
     json: AsJson = False,
     **given: Any,
 ) -> None:
@@ -76,13 +78,13 @@ def run(
     Only steps that are not cached are built. Each pipeline is verified against PyTorch and then assembled as a folder.
     """
     from sdflow.cli.progress import progress_view
-    from sdflow.report.build import print_run
+    from sdflow.report.run import print_run
     from sdflow.run.run import run_workflow
 
-    with progress_view() as listener:
+    with progress_view(quiet=quiet, verbose=verbose) as listener:
         loaded = _load(workflow, overrides, target)
         result = run_workflow(loaded, open_cache(cache, [loaded], rehash=rehash), RunOptions(**given), listener)
-    print_run(result, as_json=json)
+    print_run(result, as_json=json, quiet=quiet, verbose=verbose)
 
 
 @app.command()
@@ -126,6 +128,8 @@ def verify(
     out: Annotated[Path, typer.Option(help="Folder that the workflows' pipelines were built in.")] = Path("pipelines"),
     rehash: Rehash = False,
     cache: CacheDir = Path("cache"),
+    quiet: Quiet = False,
+    verbose: Verbose = False,
     json: AsJson = False,
 ) -> None:
     """Verify pipelines against the PyTorch model.
@@ -149,6 +153,8 @@ def verify(
         html=html,
         out=out,
         as_json=json,
+        quiet=quiet,
+        verbose=verbose,
     )
 
 
@@ -158,6 +164,7 @@ def plan(
     target: Targets = None,
     overrides: Overrides = None,
     cache: CacheDir = Path("cache"),
+    verbose: Verbose = False,
     json: AsJson = False,
 ) -> None:
     """Show which steps are cached and which would run, and why.
@@ -169,7 +176,7 @@ def plan(
 
     loaded = [_load(path, overrides, target) for path in workflow]
     opened = open_cache(cache, loaded)
-    print_plan([make_plan(each, opened) for each in loaded], opened, as_json=json)
+    print_plan([make_plan(each, opened) for each in loaded], opened, as_json=json, verbose=verbose)
 
 
 @app.command()

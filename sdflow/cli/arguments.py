@@ -34,4 +34,6 @@ Rehash = Annotated[
     bool,
     typer.Option("--rehash", help="Hash every file again instead of trusting digests recorded for unchanged files."),
 ]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, and only the result in a line.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show every step, output and column.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]

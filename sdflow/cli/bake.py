@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sdflow.cli.arguments import AsJson, CacheDir, Jobs, Rehash
+from sdflow.cli.arguments import AsJson, CacheDir, Jobs, Quiet, Rehash, Verbose
 from sdflow.cli.opened import open_cache
 
 
@@ -38,6 +38,8 @@ def bake(
     jobs: Jobs = None,
     rehash: Rehash = False,
     cache: CacheDir = Path("cache"),
+    quiet: Quiet = False,
+    verbose: Verbose = False,
     json: AsJson = False,
 ) -> None:
     """Merge LoRAs into an existing pipeline.
@@ -45,10 +47,10 @@ def bake(
     Needs no workflow, and does not export or optimize anything again.
     """
     from sdflow.cli.progress import progress_view
-    from sdflow.report.build import print_bake
+    from sdflow.report.run import print_bake
     from sdflow.run.bake import bake as bake_pipeline
 
-    with progress_view() as listener:
+    with progress_view(quiet=quiet, verbose=verbose) as listener:
         result = bake_pipeline(
             base,
             lora,
@@ -60,4 +62,4 @@ def bake(
             verify=verify,
             results=results,
         )
-    print_bake(result, as_json=json)
+    print_bake(result, as_json=json, quiet=quiet, verbose=verbose)

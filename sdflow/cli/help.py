@@ -24,7 +24,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "run": "sdflow run workflows/sd15_cuda.yaml",
         "verify": "sdflow verify pipelines/sd15_cuda --html report.html",
         "explain": "sdflow explain workflow.yaml --step unet",
-        "bake": "sdflow bake --base pipelines/sd15_cuda --lora ink.safetensors:0.8 --out pipelines/ink",
+        "bake": "sdflow bake --base pipelines/sd15 --lora ink.safetensors:0.8 --out pipelines/ink",
         "export": "sdflow export pipelines/sd15_cuda --one-file sd15.onnx",
     },
     "Draw and serve": {
@@ -144,7 +144,9 @@ class GroupedCommand(TyperCommand):
         panels: dict[str, list[tuple[str, str]]] = {}
         for each, (name, text) in options:
             panel = _PANEL_OF.get(each.name, "Options") if len(options) > _FEW else "Options"
-            panels.setdefault(panel, []).append((_typed(name), _switch(text) if each.is_flag else text))
+            panels.setdefault(panel, []).append(
+                (_typed(name), _switch(text) if getattr(each, "is_flag", False) else text)
+            )
         order = [*PANELS, "Options"]
         for panel in sorted(panels, key=order.index):
             with formatter.section(panel):
