@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sdflow.cli.arguments import AsJson
+from sdflow.cli.arguments import AsJson, Quiet, Verbose
 from sdflow.cli.needs import needs
 from sdflow.cli.quiet import quiet_libraries, say
 
@@ -92,6 +92,8 @@ def bench(
         Path | None,
         typer.Option(help="Folder for the results as JSON, CSV, Markdown and HTML.", metavar="DIR", show_default=False),
     ] = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
     json: AsJson = False,
 ) -> None:
     """Compare the speed of ONNX Runtime, PyTorch and torch.compile.
@@ -102,6 +104,7 @@ def bench(
     from sdflow.bench.files import write_files
     from sdflow.bench.run import BenchRequest
     from sdflow.bench.run import bench as measure
+    from sdflow.cli.progress import progress_view
     from sdflow.errors import UsageError, VerificationError
     from sdflow.families.shared.approximation import Approximation, parse
     from sdflow.manifest import read_manifest
@@ -125,9 +128,11 @@ def bench(
         for option, text in (("--reuse", reuse), ("--guidance-interval", guidance_interval))
     )
     fewer = Approximation.chosen(read_manifest(pipeline).origin.said, *given)
-    result = measure(BenchRequest(pipeline, cases, settings, engine or [], check, first_limit, fewer), say)
+    request = BenchRequest(pipeline, cases, settings, engine or [], check, first_limit, fewer)
+    with progress_view(quiet=quiet, verbose=verbose) as view:
+        result = measure(request, lambda phase: view.doing("bench", phase))
     files = write_files(result, out) if out is not None else []
-    print_bench(result, files, as_json=json)
+    print_bench(result, files, as_json=json, quiet=quiet, verbose=verbose)
     if result.wrong:
         raise VerificationError(
             f"{', '.join(result.wrong)}: not the image that PyTorch draws in float32",
