@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+
+from sdflow.cli.help import GroupedCommands
 
 SYNONYMS = {
     "build": "run", "make": "run", "compile": "run", "convert": "run", "optimize": "run", "start": "run",
@@ -30,7 +31,7 @@ _TYPERS: Any = typer.BadParameter.__mro__[1]
 """click's UsageError, which typer exports under no name."""
 
 
-class Commands(TyperGroup):
+class Commands(GroupedCommands):
     """The commands of `sdflow`."""
 
     synonyms = SYNONYMS

@@ -29,9 +29,7 @@ def rewrite(module: Any) -> None:
     module.forward = partial(_forward, module)
 
 
-def _forward(
-    module: Any, sample: Any, timestep: Any, encoder_hidden_states: Any, encoder_attention_mask: Any
-) -> Any:
+def _forward(module: Any, sample: Any, timestep: Any, encoder_hidden_states: Any, encoder_attention_mask: Any) -> Any:
     import torch
 
     batch, channels, rows, columns = sample.shape
@@ -52,7 +50,9 @@ def _forward(
     for block in module.noise_refiner:
         image = block(image, None, of_image, time)
 
-    text = torch.where((places < lengths[:, None])[..., None], module.cap_embedder(encoder_hidden_states), module.cap_pad_token)
+    text = torch.where(
+        (places < lengths[:, None])[..., None], module.cap_embedder(encoder_hidden_states), module.cap_pad_token
+    )
     hidden = torch.where(places < of_text[:, None], 0.0, HIDDEN)
     of_places = tables.of_text(places[0] + 1, batch)
     for block in module.context_refiner:
@@ -117,9 +117,7 @@ class _Tables:
         return found[0], found[1]
 
 
-def _attended(
-    part: Any, hidden_states: Any, attention_mask: Any = None, freqs_cis: Any = None, **_: Any
-) -> Any:
+def _attended(part: Any, hidden_states: Any, attention_mask: Any = None, freqs_cis: Any = None, **_: Any) -> Any:
     """As diffusers' ZSingleStreamAttnProcessor. attention_mask: what is added to the scores. freqs_cis: cosines and sines,
     (batch, tokens, width of a head) each."""
     import torch
