@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
@@ -23,7 +23,7 @@ from sdflow.families import FAMILIES, any_family
 from sdflow.inspection import Description, inspect
 from sdflow.inspection.description import DRAWS_WITH, PIPELINE
 from sdflow.inspection.folders import inspect_repository
-from sdflow.inspection.lines import USUAL, architecture_for, base_of, quoted, title_of
+from sdflow.inspection.lines import USUAL, architecture_for, base_of, model_of, quoted, title_of
 from sdflow.passes.registry import catalog
 from sdflow.run.bake import parse_lora
 from sdflow.sources.checkpoint import listing
@@ -55,13 +55,15 @@ class InitRequest:
 
 @dataclass(frozen=True)
 class _Model:
-    """The line of the model, None for the base's own. of: what it is, in words; None where that is not known."""
+    """The line of the model, None for the base's own. of: what it is, in words; None where that is not known. components:
+    those from elsewhere -> where."""
 
     base: str
     reference: str | None
     of: str | None
     comment: str
     pickled: bool = False
+    components: Mapping[str, str] = field(default_factory=dict)
 
 
 def write_workflow(request: InitRequest) -> Path:
@@ -174,8 +176,12 @@ def _of_description(request: InitRequest, found: Description, reference: str) ->
     lines = yaml.safe_load(found.workflow)
     over = lines["extends"]
     base = _known(request.base) if request.base else over if isinstance(over, str) else f"[{', '.join(over)}]"
+    of, pickled = " or ".join(found.of), bool(lines.get("allow_pickle"))
+    if components := lines.get("components"):
+        comment = f"name a folder or repository that has its {', '.join(found.missing)}" if "model" in lines else ""
+        return _Model(base, lines.get("model"), of, comment, pickled, dict.fromkeys(components, reference))
     comment = ", ".join(each for each in (found.kind, found.architecture, found.precision) if each)
-    return _Model(base, reference, " or ".join(found.of), comment, bool(lines.get("allow_pickle")))
+    return _Model(base, reference, of, comment, pickled)
 
 
 def _of_the_hub(request: InitRequest, reference: str, parsed: HubReference) -> _Model:
@@ -183,9 +189,7 @@ def _of_the_hub(request: InitRequest, reference: str, parsed: HubReference) -> _
     if request.base is not None:
         return _Model(_known(request.base), reference, None, "")
     for name in shipped_workflows():
-        path = shipped_workflow(name)
-        assert path is not None
-        if yaml.safe_load(path.read_text(encoding="utf-8")).get("model") == reference.partition("@")[0]:
+        if model_of(name) == reference.partition("@")[0]:
             return _Model(name, reference, None, "")
     cause, found = "", None
     try:
@@ -260,8 +264,9 @@ def _text(request: InitRequest, model: _Model, loras: Sequence[tuple[LoraSpec, D
         lines += [_lora(request, lora, found) for lora, found in loras]
     else:
         lines += ["# loras:    # merged into the weights", "#   - {file: loras/my_lora.safetensors, scale: 1.0}"]
-    lines += ["", "# components:    # from elsewhere, in place of the model's own"]
-    components = _components(model.base)
+    given = [f"  {component}: {quoted(file)}" for component, file in model.components.items()]
+    lines += ["", f"{'' if given else '# '}components:    # from elsewhere, in place of the model's own", *given]
+    components = _components(model.base) - model.components.keys()
     exchangeable, omittable = any_family.exchangeable_components(), any_family.omittable_components()
     lines += [f"#   {component}: my_{component}.safetensors" for component in exchangeable if component in components]
     lines += [f"#   {component}: null    # left out" for component in omittable if component in components]
