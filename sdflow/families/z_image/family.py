@@ -77,7 +77,11 @@ class ZImage(Family):
     options: ClassVar[Mapping[str, Any]] = {}
     arguments: ClassVar[Mapping[str, Parameter]] = {
         "max_sequence_length": Parameter(
-            "Most tokens that are read of a prompt, with its chat template.", int, least=1, most=512, otherwise=str(LENGTH)
+            "Most tokens that are read of a prompt, with its chat template.",
+            int,
+            least=1,
+            most=512,
+            otherwise=str(LENGTH),
         ),
     }
     texts_vary = True
