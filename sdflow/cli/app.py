@@ -73,14 +73,21 @@ def run(
     **given: Any,
 ) -> None:
     """Build what is not cached, verify it, assemble the pipelines, and measure them."""
+    import shlex
+
     from sdflow.cli.progress import progress_view
+    from sdflow.report.around_run import to_build
     from sdflow.report.build import print_run
     from sdflow.run.run import run_workflow
 
+    options = RunOptions(**given)
     with progress_view() as listener:
         loaded = _load(workflow, overrides, target)
-        result = run_workflow(loaded, open_cache(cache, [loaded], rehash=rehash), RunOptions(**given), listener)
-    print_run(result, as_json=json)
+        opened = open_cache(cache, [loaded], rehash=rehash)
+        result = run_workflow(
+            loaded, opened, options, listener, lambda plan: listener.note(to_build(plan, opened, options))
+        )
+    print_run(result, as_json=json, again=shlex.join(["sdflow", *sys.argv[1:]]))
 
 
 @app.command()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import UsageError
+from sdflow.report.around_run import elsewhere
 from sdflow.report.output import print_json, print_table, put
 from sdflow.report.verify import print_verification
 from sdflow.store.remote.up import FROM
@@ -135,8 +136,8 @@ def _claims(steps: Sequence[PlannedStep], cache: Cache) -> dict[str, list[str]]:
     return {name: [said.words for said in found.get(digest, ())] for name, digest in objects.items()}
 
 
-def print_run(result: RunResult, *, as_json: bool) -> None:
-    """What was built, what came from the cache, how fast it runs."""
+def print_run(result: RunResult, *, as_json: bool, again: str = "sdflow run WORKFLOW") -> None:
+    """What was built, what came from the cache, how fast it runs. again: the command that did it."""
     if as_json:
         print_json(
             "run",
@@ -148,7 +149,7 @@ def print_run(result: RunResult, *, as_json: bool) -> None:
             _print_steps(pipeline)
         if pipeline.verification is not None:
             print_verification(pipeline.verification)
-        _print_evaluation(pipeline)
+        _print_evaluation(pipeline, again)
         if len(result.pipelines) <= FEW or pipeline.evaluation is not None:
             put(f"pipeline: {pipeline.folder}", "")
     if len(result.pipelines) > 1:
@@ -222,12 +223,13 @@ def _print_steps(pipeline: PipelineResult) -> None:
         put(f"  {note}")
 
 
-def _print_evaluation(pipeline: PipelineResult) -> None:
+def _print_evaluation(pipeline: PipelineResult, again: str) -> None:
     result = pipeline.evaluation
     if result is None:
         return
     if not result.measured:
         put(f"not measured: {result.reason}")
+        put(*elsewhere(pipeline, again), wrap=False)  # commands are to be copied
         return
     timed = {name: (part.inputs, part.latency) for name, part in result.submodels.items()}
     rows = [
