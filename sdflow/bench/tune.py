@@ -319,6 +319,6 @@ class _Tuner:
             what = error.what if isinstance(error, SdflowError) else str(error)
             return Trial(*about, "failed", reason=" ".join(what.split())[:300]), None
         verdict = verdict_of(ratios)
-        reason = UNSTEADY if verdict == "unsteady" else None
-        trial = Trial(*about, verdict, statistics.median(ratios), distance, reason)
+        why = UNSTEADY if verdict == "unsteady" else None
+        trial = Trial(*about, verdict, statistics.median(ratios), distance, why)
         return trial, pipeline if verdict == "taken" else None

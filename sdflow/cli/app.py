@@ -19,7 +19,7 @@ from sdflow.cli.generate import generate
 from sdflow.cli.group import Commands
 from sdflow.cli.inspect import init, inspect
 from sdflow.cli.needs import needs
-from sdflow.cli.opened import open_cache
+from sdflow.cli.opened import made_here, open_cache
 from sdflow.cli.options import takes
 from sdflow.cli.selftest import selftest
 from sdflow.cli.serve import serve
@@ -68,7 +68,7 @@ def run(
     target: Targets = None,
     overrides: Overrides = None,
     rehash: Rehash = False,
-    cache: CacheDir = Path("cache"),
+    cache: CacheDir = None,
     json: AsJson = False,
     **given: Any,
 ) -> None:
@@ -83,6 +83,8 @@ def run(
     options = RunOptions(**given)
     with progress_view() as listener:
         loaded = _load(workflow, overrides, target)
+        if made := made_here(cache):
+            listener.note(made)
         opened = open_cache(cache, [loaded], rehash=rehash)
         result = run_workflow(
             loaded, opened, options, listener, lambda plan: listener.note(to_build(plan, opened, options))
@@ -128,7 +130,7 @@ def verify(
     html: Annotated[Path | None, typer.Option("--html", help="Write the report, one self-contained page.")] = None,
     out: Annotated[Path, typer.Option(help="The folder of the pipelines that workflows build.")] = Path("pipelines"),
     rehash: Rehash = False,
-    cache: CacheDir = Path("cache"),
+    cache: CacheDir = None,
     json: AsJson = False,
 ) -> None:
     """Prove that pipelines compute what the PyTorch model computes, for any target, on this machine's CPU."""
@@ -157,7 +159,7 @@ def plan(
     workflow: Workflows,
     target: Targets = None,
     overrides: Overrides = None,
-    cache: CacheDir = Path("cache"),
+    cache: CacheDir = None,
     json: AsJson = False,
 ) -> None:
     """Show every step as cached or to run, with the reason. Builds nothing."""
@@ -177,7 +179,7 @@ def explain(
     ] = None,
     target: Targets = None,
     overrides: Overrides = None,
-    cache: CacheDir = Path("cache"),
+    cache: CacheDir = None,
     json: AsJson = False,
 ) -> None:
     """Say what changed in each step since it was last built."""
@@ -248,7 +250,7 @@ def targets(json: AsJson = False) -> None:
 
 
 @app.command()
-def doctor(cache: CacheDir = Path("cache"), json: AsJson = False) -> None:
+def doctor(cache: CacheDir = None, json: AsJson = False) -> None:
     """Check this machine: versions known to break, disk, memory, the cache; and say what to do."""
     from sdflow.report.machine import print_diagnoses
     from sdflow.selftest.doctor import diagnose

@@ -20,7 +20,10 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", help="Override a value: unet.passes.2.opt_level=0, model=synthetic:sd15. Repeatable."),
 ]
-CacheDir = Annotated[Path, typer.Option("--cache", envvar="SDFLOW_CACHE", help="The cache's folder.")]
+CacheDir = Annotated[
+    Path | None,
+    typer.Option("--cache", envvar="SDFLOW_CACHE", help="The cache's folder. Default: the user's.", show_default=False),
+]
 Jobs = Annotated[
     int | None,
     typer.Option(

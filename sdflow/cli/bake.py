@@ -35,7 +35,7 @@ def bake(
     results: Annotated[Path, typer.Option("--results", help="Folder for the report of --verify.")] = Path("results"),
     jobs: Jobs = None,
     rehash: Rehash = False,
-    cache: CacheDir = Path("cache"),
+    cache: CacheDir = None,
     json: AsJson = False,
 ) -> None:
     """Merge LoRAs into a pipeline that was built before. Needs no workflow, exports and fuses nothing again."""

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sdflow.cli.arguments import AsJson
+from sdflow.cli.arguments import AsJson, CacheDir
 from sdflow.cli.needs import needs
+from sdflow.cli.opened import cache_folder
 from sdflow.cli.quiet import quiet_libraries, say
 
 if TYPE_CHECKING:
@@ -136,9 +137,7 @@ def tune(
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Hold the choice to PyTorch, as `sdflow verify --run-on` does.")
     ] = True,
-    cache: Annotated[Path, typer.Option(envvar="SDFLOW_CACHE", help="The cache's folder, for --verify.")] = Path(
-        "cache"
-    ),
+    cache: CacheDir = None,
     json: AsJson = False,
 ) -> None:
     """Try the options that matter on this machine, keep what is faster and computes the same."""
@@ -157,7 +156,7 @@ def tune(
     result = search(pipeline, say, target=target, case=case, rounds=rounds, only=option or [])
     print_tune(result, as_json=json)
     if verify and result.tuning != UNTUNED:
-        hold_to_pytorch(pipeline, TARGETS[result.target], cache)
+        hold_to_pytorch(pipeline, TARGETS[result.target], cache_folder(cache))
 
 
 def hold_to_pytorch(pipeline: Path, target: Target, cache: Path) -> None:

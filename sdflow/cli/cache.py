@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sdflow.cli.arguments import AsJson
+from sdflow.cli.arguments import AsJson, CacheDir
 from sdflow.cli.group import CacheCommands
-from sdflow.cli.opened import open_cache
+from sdflow.cli.opened import cache_folder, open_cache
 from sdflow.cli.quiet import say
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ app = typer.Typer(
 
 _REMEDY = "Look at the URL, the network, and the store's own settings for credentials."
 
-CacheDir = Annotated[Path, typer.Option("--cache", envvar="SDFLOW_CACHE", help="The cache's folder.")]
 Url = Annotated[
     str | None,
     typer.Option("--url", help="The remote cache, a URL or a folder. Default: $SDFLOW_REMOTE_CACHE.", metavar="URL"),
@@ -44,7 +43,7 @@ Workflows = Annotated[
 def list_entries(
     remote: Annotated[bool, typer.Option("--remote", help="List what the remote cache has.")] = False,
     url: Url = None,
-    cache: CacheDir = Path("cache"),
+    cache: CacheDir = None,
     json: AsJson = False,
 ) -> None:
     """List the cached steps: pass, submodel, size, when built and last used, which pipelines use it."""
@@ -52,12 +51,12 @@ def list_entries(
     from sdflow.store import Cache
 
     if not remote and url is None:
-        print_entries(Cache(cache).entries(), as_json=json)
+        print_entries(Cache(cache_folder(cache)).entries(), as_json=json)
         return
     from sdflow import stop
     from sdflow.store.remote.catalog import listed
 
-    remote_cache = _shared(cache, url)
+    remote_cache = _shared(cache_folder(cache), url)
     with _must_answer(remote_cache):
         entries = listed(remote_cache.share, stop.check)
         claims = remote_cache.claims(each.entry.object for each in entries)
@@ -65,13 +64,13 @@ def list_entries(
 
 
 @app.command()
-def push(workflow: Workflows = None, url: Url = None, cache: CacheDir = Path("cache"), json: AsJson = False) -> None:
+def push(workflow: Workflows = None, url: Url = None, cache: CacheDir = None, json: AsJson = False) -> None:
     """Send what is cached here to the remote cache: what it has already is not sent again."""
     from sdflow import stop
     from sdflow.report.cache import print_pushed
     from sdflow.store.remote.up import Sent
 
-    opened, plans = _planned(cache, url, workflow or [])
+    opened, plans = _planned(cache_folder(cache), url, workflow or [])
     remote_cache = _remote_of(opened)
     records = list(opened.steps()) if not workflow else [each.record for each in plans if each.record is not None]
     total = Sent()
@@ -83,13 +82,13 @@ def push(workflow: Workflows = None, url: Url = None, cache: CacheDir = Path("ca
 
 
 @app.command()
-def pull(workflow: Workflows = None, url: Url = None, cache: CacheDir = Path("cache"), json: AsJson = False) -> None:
+def pull(workflow: Workflows = None, url: Url = None, cache: CacheDir = None, json: AsJson = False) -> None:
     """Fetch what the remote cache has and this one lacks: of workflows, or all of it."""
     from sdflow import stop
     from sdflow.report.cache import print_pulled
     from sdflow.store.remote.catalog import listed
 
-    opened, plans = _planned(cache, url, workflow or [])
+    opened, plans = _planned(cache_folder(cache), url, workflow or [])
     remote_cache = _remote_of(opened)
     with opened.lease(), _must_answer(remote_cache):
         if workflow:
@@ -138,7 +137,7 @@ def export_(
         typer.Option("--verify/--no-verify", help="Hold each to the PyTorch model first, with weights bound to it."),
     ] = True,
     jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Steps that may run at a time.")] = None,
-    cache: CacheDir = Path("cache"),
+    cache: CacheDir = None,
     json: AsJson = False,
 ) -> None:
     """Write optimized graphs without weights into one file, for machines without torch: `sdflow cache import` takes it."""
@@ -156,7 +155,7 @@ def export_(
 @app.command("import")
 def import_(
     file: Annotated[Path, typer.Argument(help="An archive that `sdflow cache export` wrote.", metavar="FILE")],
-    cache: CacheDir = Path("cache"),
+    cache: CacheDir = None,
     json: AsJson = False,
 ) -> None:
     """Take structures into the cache, after every digest was checked: pipelines are then built without torch."""
@@ -221,18 +220,18 @@ def _require_usable(remote_cache: Remote) -> None:
 
 
 @app.command()
-def verify(cache: CacheDir = Path("cache"), json: AsJson = False) -> None:
+def verify(cache: CacheDir = None, json: AsJson = False) -> None:
     """Read every file and compare its digest; what is corrupt goes to quarantine (status 3)."""
     from sdflow.errors import CacheError
     from sdflow.report.cache import print_cache_verification
     from sdflow.store import Cache
 
-    result = Cache(cache).verify()
+    result = Cache(cache_folder(cache)).verify()
     print_cache_verification(result, as_json=json)
     if result.stuck:
         raise CacheError(
             f"{len(result.damaged)} entries are damaged; {len(result.stuck)} of them cannot be moved to quarantine",
-            where=str(cache),
+            where=str(cache_folder(cache)),
             remedy="No build uses them. Make the cache writable and verify again; check the disk if this comes back.",
         )
     if result.damaged:
@@ -254,7 +253,7 @@ def gc(
         typer.Option(help="With --remote: remove what was pushed longer ago than this: 30d, 12h.", metavar="AGE"),
     ] = None,
     url: Url = None,
-    cache: CacheDir = Path("cache"),
+    cache: CacheDir = None,
     json: AsJson = False,
 ) -> None:
     """Remove what nothing refers to and, with --max-size, what was used least recently. Pipelines keep theirs."""
@@ -269,29 +268,30 @@ def gc(
 
         if older_than is None or max_size is not None:
             raise UsageError("a remote cache shrinks by age", where="--remote", remedy="Give --older-than 30d.")
-        remote_cache = _shared(cache, url)
+        remote_cache = _shared(cache_folder(cache), url)
         with _must_answer(remote_cache):
             swept = sweep(remote_cache.share, parse_age(older_than), dry_run=dry_run, meanwhile=stop.check)
         print_swept(swept, remote_cache.spec.shown, dry_run=dry_run, as_json=json)
         return
     if older_than is not None or url is not None:
         raise UsageError("belongs to --remote", where="--older-than" if older_than else "--url", remedy="Add --remote.")
-    result = Cache(cache).gc(None if max_size is None else parse_size(max_size), dry_run=dry_run)
+    result = Cache(cache_folder(cache)).gc(None if max_size is None else parse_size(max_size), dry_run=dry_run)
     print_collection(result, dry_run=dry_run, as_json=json)
 
 
 @app.command()
 def clean(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    cache: CacheDir = Path("cache"),
+    cache: CacheDir = None,
 ) -> None:
     """Empty the cache. Pipelines that were built without --copy stop working."""
     from sdflow.report.output import put
     from sdflow.store import Cache
 
-    _must_agree(f"everything in {cache.resolve()}", yes=yes, command="sdflow cache clean")
-    Cache(cache).clean()
-    put(f"{cache} is empty")
+    root = cache_folder(cache)
+    _must_agree(f"everything in {root.resolve()}", yes=yes, command="sdflow cache clean")
+    Cache(root).clean()
+    put(f"{root} is empty")
 
 
 @app.command()

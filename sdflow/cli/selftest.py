@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sdflow.cli.arguments import AsJson
+from sdflow.cli.arguments import AsJson, CacheDir
 from sdflow.cli.needs import needs
 
 
@@ -32,7 +32,7 @@ def selftest(
         Path | None,
         typer.Option("--engine-cache", help="Where TensorRT or MIGraphX keep what they compile.", metavar="DIR"),
     ] = None,
-    cache: Annotated[Path, typer.Option("--cache", envvar="SDFLOW_CACHE", help="The cache's folder.")] = Path("cache"),
+    cache: CacheDir = None,
     json: AsJson = False,
 ) -> None:
     """Build the sample pipeline, run it on a target, compare its images with the CPU's, time it. Nothing personal is kept."""
