@@ -33,6 +33,7 @@ dd { margin: 0; }
 .scrolls svg { max-width: 100%; min-width: 36rem; height: auto; font: 12px system-ui, sans-serif; }
 table { border-collapse: collapse; margin: .4rem 0 1rem; font-size: .92rem; overflow-wrap: normal; }
 th, td { padding: .3rem .75rem .3rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
+td:first-child { white-space: nowrap; }
 th { color: var(--soft); font-weight: 600; white-space: nowrap; }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 th.wide { width: 50%; }

@@ -8,7 +8,7 @@ from html import escape
 from sdflow.bench.result import BenchResult, Measurement
 from sdflow.bench.table import TABLE, about, table
 from sdflow.bench.timing import STAGES
-from sdflow.page import document, plot, section, text_table
+from sdflow.page import document, folded, plot, section, text_table
 from sdflow.page import table as html_table
 
 WIDTH, ROW, LABEL, VALUE = 720, 24, 190, 130
@@ -23,6 +23,9 @@ UNITS = {
 """Columns of the table whose names do not say their unit."""
 
 
+_FEW = ("engine", "image", "median ms", "of fastest", "images/s", "memory MB", "type")
+
+
 def page(result: BenchResult) -> str:
     """The whole document."""
     sections = []
@@ -34,9 +37,11 @@ def page(result: BenchResult) -> str:
     if left_out:
         sections.append(section("Not measured", text_table(("engine", "", "why"), left_out)))
     verdict, sentence = _verdict(result)
-    facts = [("pipeline", _described(result)), *(pair for pair in about(result) if pair[0] != "measured")]
+    told = [pair for pair in about(result) if pair[0] != "measured"]
+    facts = [("pipeline", _described(result)), *(pair for pair in told if pair[0] == "device")]
+    sections.append(section("Measured on", text_table(("", ""), told)))
     title = f"{result.pipeline['name']}: engines side by side"
-    return document(title, verdict, sentence, facts, sections, date=result.time)
+    return document(title, verdict, sentence, facts, sections, date=f"{result.time[:16].replace('T', ' ')} UTC")
 
 
 def _described(result: BenchResult) -> str:
@@ -63,7 +68,7 @@ def _verdict(result: BenchResult) -> tuple[tuple[str, str], str]:
 
 
 def _table(result: BenchResult, index: int) -> str:
-    """The engines, the fastest first, with the ratio to the fastest behind the median."""
+    """The engines, the fastest first: what one looks at, and all figures after a click."""
     rows = list(table(result, index))
     medians = sorted(
         measured.image.median_ms for each in result.measured if (measured := each.cases[index]) is not None
@@ -76,7 +81,10 @@ def _table(result: BenchResult, index: int) -> str:
     ]
     wrong = {number: "wrong" for number, row in enumerate(rows) if "WRONG" in row}
     numbers = [name for name in columns if name not in ("engine", "type", "image")]
-    return html_table(columns, [[escape(cell) for cell in row] for row in cells], numbers, rows=wrong)
+    cells = [[escape(cell) for cell in row] for row in cells]
+    few = [columns.index(name) for name in _FEW]
+    short = html_table(_FEW, [[row[index] for index in few] for row in cells], numbers, rows=wrong)
+    return short + folded("all figures", html_table(columns, cells, numbers, rows=wrong))
 
 
 def latencies(result: BenchResult, index: int) -> str:

@@ -47,7 +47,7 @@ def page(result: Verification, images: Mapping[str, bytes]) -> str:
     artifacts = listed(f"{escape(name)} <small>{escape(digest)}</small>" for name, digest in result.artifacts.items())
     problems = len(result.problems)
     sentence = (
-        f"Every submodel computes what the PyTorch model computes, as {result.target} would run it."
+        f"Every submodel matches the PyTorch model within its limit, for target {result.target}."
         if result.passed
         else f"{problems} problem{'s' if problems > 1 else ''}, each with what to do, below."
     )
