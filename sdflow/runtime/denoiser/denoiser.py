@@ -60,6 +60,7 @@ class WholeDenoiser:
         return self._bound.inputs
 
     def run(self, inputs: DenoiserInputs, latents: torch.Tensor, index: int) -> torch.Tensor:
+        """As of `Denoiser.run`. latents: (images, channels, rows, columns), repeated for a batch with guidance."""
         self.put(inputs, latents, index)
         return self.predict()
 
@@ -132,6 +133,8 @@ class PartedDenoiser:
         self._schedule: Schedule | None = None
 
     def run(self, inputs: DenoiserInputs, latents: torch.Tensor, index: int) -> torch.Tensor:
+        """As of `Denoiser.run`. latents: (images, channels, rows, columns), once for both halves of a batch with guidance; the
+        output has both: (rows of the batch, channels, rows, columns)."""
         if inputs is not self._held:
             self._hold(inputs)
         self._sample[:, :, : latents.shape[1]].copy_(latents)
@@ -165,6 +168,7 @@ class PartlyGuidedDenoiser:
         self._guided, self._alone, self._prompted = guided, alone, _PromptedRows(rows)
 
     def run(self, inputs: DenoiserInputs, latents: torch.Tensor, index: int) -> torch.Tensor:
+        """As of `Denoiser.run`; in a step without guidance (images, channels, rows, columns), for the prompts alone."""
         if inputs.schedule.made[index] > 1:
             return self._guided.run(inputs, latents, index)
         return self._alone.run(self._prompted.of(inputs), latents, index)
@@ -179,6 +183,8 @@ class SkippingDenoiser:
         self._guided, self._skipping, self._prompted = guided, skipping, _PromptedRows(rows)
 
     def run(self, inputs: DenoiserInputs, latents: torch.Tensor, index: int) -> torch.Tensor:
+        """As of `Denoiser.run`, for the steps of skip-layer guidance with a third part before the others: (3 * images, channels,
+        rows, columns), without the blocks, for the negative prompts, for the prompts."""
         import torch
 
         output = self._guided.run(inputs, latents, index)

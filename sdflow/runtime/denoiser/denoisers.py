@@ -95,12 +95,15 @@ class Denoisers:
         self._taken: dict[Key, int] = {}
 
     def unload(self) -> None:
+        """Give back the memory of all that are kept, and the sessions of the graphs that they are made of."""
         self.kept.clear()
         self._taken.clear()
         for submodel in (self._model, *self._nets.values()):
             submodel.unload()
 
     def get(self, request: DenoiserRequest) -> Denoiser:
+        """That of an earlier image of this size, number and text length, or a new one: whole or in parts, with nets, with
+        fewer guided steps, with skip-layer guidance. Raises UsageError where what is left out cannot be."""
         shape, rows, conditions, fewer = request.shape, request.rows, request.conditions, request.fewer
         if fewer or request.skipped:
             self._require_parts([*fewer.settings(), *([LAYERS] if request.skipped else [])])
