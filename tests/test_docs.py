@@ -264,7 +264,8 @@ WORKFLOWS = [(page, block) for page in PAGES for block in blocks(page, "yaml")]
 def test_the_workflows_of_the_manual_are_valid(page: Path, block: str, tmp_path: Path) -> None:
     folder = tmp_path / "workflows"
     shutil.copytree(ROOT / "workflows", folder)
-    for name in ("models/dreamshaper.safetensors", "loras/ink.safetensors", "loras/wood.safetensors"):
+    models = ("models/dreamshaper.safetensors", "models/sd3.5_medium.safetensors")
+    for name in (*models, "loras/ink.safetensors", "loras/wood.safetensors"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).touch()
     (folder / "user_scripts").mkdir()
