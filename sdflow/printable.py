@@ -43,6 +43,13 @@ def fitted(text: str, columns: int, hang: int = 2) -> list[str]:
     return lines
 
 
+def takes_colour(file: IO[str]) -> bool:
+    """Whether a file is a terminal that shows colours, and its user wants them (https://no-color.org)."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not file.isatty():
+        return False
+    return os.name != "nt" or any(name in os.environ for name in ("WT_SESSION", "ANSICON", "TERM"))
+
+
 def columns_of(file: IO[str]) -> int | None:
     """The width of the terminal that a file is; None for any other file."""
     if not file.isatty():

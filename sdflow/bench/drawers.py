@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
@@ -19,6 +20,7 @@ from sdflow.processes.patched import patched
 from sdflow.runtime.denoiser.schedule import named_scheduler
 from sdflow.runtime.files.folder import (
     folder_adapters,
+    folder_configs,
     folder_defaults,
     folder_family,
     folder_latents,
@@ -150,7 +152,8 @@ def torch_drawer(
         return encoded
 
     pipeline.encode_prompt = encode_and_mark
-    what, task, eta = folder_latents(folder), folder_task(folder), folder_defaults(folder)["text"].eta
+    family, what, task = folder_family(folder), folder_latents(folder), folder_task(folder)
+    eta = folder_defaults(folder)["text"].eta
 
     def draw(case: SweepPoint, mark: Mark | None = None) -> np.ndarray:
         marks[0] = mark or ignore
@@ -162,21 +165,21 @@ def torch_drawer(
         noise = latents(case, settings.seed, what).to(device, element)
         prompts = [settings.prompt] * case.batch
         both: dict[str, Any] = {
-            "negative_prompt": None if settings.negative_prompt is None else [settings.negative_prompt] * case.batch,
+            **_negatives(pipeline, settings, case.batch),
             "num_inference_steps": case.steps,
             "guidance_scale": settings.guidance_scale,
             "generator": torch.Generator().manual_seed(settings.seed),
             **({"eta": eta} if eta else {}),
             "callback_on_step_end": on_step if mark else None,
-            **folder_family(folder).reference_arguments,
+            **family.reference_arguments_of(folder_configs(folder)),
         }
         place = hand_over(case.steps)
         ends = {"output_type": "np"} if refining is None else {"output_type": "latent", "denoising_end": place}
         # Convolutions of float32 without TensorFloat-32, which rounds to 10 bits; the rest of PyTorch has it off.
         with patched(torch.backends.cudnn, allow_tf32=False):
             given = canvas(task, case.height, case.width)
-            start = torch_start(pipeline, noise, case.steps, pack=folder_family(folder).packed, **given)
-            drawn = pipeline(prompts, **shown(folder_adapters(folder)), **start, **both, **ends).images
+            start = torch_start(pipeline, noise, case.steps, pack=family.packed, scale=what.scale, **given)
+            drawn = pipeline(prompt=prompts, **shown(folder_adapters(folder)), **start, **both, **ends).images
             if refining is not None:
                 drawn = refining(prompts, image=drawn, denoising_start=place, output_type="np", **both).images
         images: np.ndarray = drawn
@@ -204,6 +207,17 @@ def _torch_pipeline(folder: Path, parts: dict[str, Any], engine: Engine, setting
         pipeline.set_ip_adapter_scale([1.0] * adapters)
     _specialize(pipeline, family, engine)
     return pipeline
+
+
+def _negatives(pipeline: Any, settings: Settings, count: int) -> dict[str, Any]:
+    """Arguments for the negative prompt. Raises UsageError for one that diffusers' pipeline does not take."""
+    if "negative_prompt" in inspect.signature(pipeline.__call__).parameters:
+        return {"negative_prompt": None if settings.negative_prompt is None else [settings.negative_prompt] * count}
+    if settings.negative_prompt is None:
+        return {}
+    raise UsageError(
+        f"diffusers' {type(pipeline).__name__} takes no negative prompt", where="--negative", remedy="Leave it out."
+    )
 
 
 def with_float32_noise(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -273,15 +273,16 @@ class _Tuner:
             width = pipeline.family.guidance_width(pipeline.configs)
             prompts = [settings.prompt] * case.batch
             denoised = pipeline.configs[pipeline.family.denoiser]
-            request = Request(prompts, None, settings.guidance_scale, case.height, case.width, width, denoiser=denoised)
+            weight = pipeline.family.guidance_weight(settings.guidance_scale)
+            request = Request(prompts, None, weight, case.height, case.width, width, denoiser=denoised)
             context = torch.cat([noise[:, :1], noise], dim=1) if pipeline.task == "inpaint" else None
             channels = noise.shape[1] + (0 if context is None else context.shape[1])
             shape = (case.batch, channels, noise.shape[2], noise.shape[3])
-            denoiser = pipeline.denoiser(shape, case.batch * (2 if request.guided else 1))
+            guided = pipeline.family.guided(pipeline.configs, settings.guidance_scale)
             conditions = pipeline.condition(request)
-            schedule = pipeline.schedule(
-                case.steps, noise.shape, guidance_scale=settings.guidance_scale if request.guided else None
-            )
+            known = {"conditions": conditions} if pipeline.family.texts_vary else {}
+            denoiser = pipeline.denoiser(shape, case.batch * (2 if guided else 1), **known)
+            schedule = pipeline.schedule(case.steps, noise.shape, guidance_scale=weight if guided else None)
             inputs = DenoiserInputs(conditions.inputs, schedule, context)
             found = {f"text, {name}": value.float().cpu().clone() for name, value in conditions.inputs.items()}
             for index in sorted({0, schedule.runs // 2, schedule.runs - 1}):

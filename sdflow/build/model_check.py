@@ -50,10 +50,23 @@ def require_buildable_model(pipeline: PipelineSpec, checkpoint: sources.Checkpoi
         raise CheckpointError(
             f"the checkpoint {pipeline.model} holds no {' and no '.join(absent)}, which {family.title} needs",
             where=str(pipeline.model_mark),
-            remedy="Name a file that holds them too, or the model's folder or repository in diffusers' layout.",
+            remedy=_remedy(pipeline, checkpoint),
         )
     _require_parts(pipeline, checkpoint)
     _require_sizes(pipeline, checkpoint)
+
+
+def _remedy(pipeline: PipelineSpec, checkpoint: sources.Checkpoint) -> str:
+    """Where what a checkpoint lacks may come from: a file's components may be put into a whole model."""
+    family = checkpoint.family
+    held = [name for name in family.exchangeable if family.components[name][0].name in checkpoint.submodels]
+    if checkpoint.provenance.get("kind") != "single_file" or len(held) < len(family.exchangeable):
+        return "Name a file that holds them too, or the model's folder or repository in diffusers' layout."
+    file = checkpoint.provenance["path"]
+    return (
+        "Name a folder or repository that has them as `model`, and this file for its parts: "
+        f"`components: {{{', '.join(f'{name}: {file}' for name in held)}}}`."
+    )
 
 
 def _with_refiners(workflow: Workflow) -> Iterator[PipelineSpec]:

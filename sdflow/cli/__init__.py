@@ -19,6 +19,7 @@ from sdflow.cli.quiet import say
 from sdflow.errors import SdflowError, UsageError, require_utf8
 
 INTERRUPTED = 130
+AS_JSON = "--json"
 ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 """Ctrl-C, a polite kill, and the terminal that is closed."""
 SECONDS_TO_END = 2.5
@@ -49,16 +50,14 @@ def _main() -> NoReturn:
             sys.stdout.flush()  # a full disk shows here, where it can be told
             raise
     except SdflowError as error:
-        say(f"error: {error}")
-        sys.exit(error.exit_code)
+        _fail(error)
     except ImportError as error:
         from sdflow.machine.packages import of_missing_module
 
         told = of_missing_module(error)
         if told is None:
             raise
-        say(f"error: {told}")
-        sys.exit(told.exit_code)
+        _fail(told)
     except stop.Stopped:
         for number in ENDING:  # at the interpreter's end they would kill it again
             signal.signal(number, signal.SIG_IGN)
@@ -74,6 +73,18 @@ def _main() -> NoReturn:
         say(f"error: standard output cannot be written: {error.strerror}")
         sys.exit(UsageError.exit_code)
     sys.exit(0)
+
+
+def _fail(error: SdflowError) -> NoReturn:
+    """Ends with the message on standard error, and with --json as a document on standard output too."""
+    say(f"error: {error}")
+    if AS_JSON in sys.argv[1:]:
+        from sdflow.report.output import print_error
+
+        with suppress(OSError):
+            print_error(error)
+            sys.stdout.flush()
+    sys.exit(error.exit_code)
 
 
 def _open_standard_streams() -> None:

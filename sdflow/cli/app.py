@@ -9,13 +9,15 @@ from typing import Annotated, Any
 import typer
 
 from sdflow import __version__
-from sdflow.cli.arguments import AsJson, CacheDir, OneWorkflow, Overrides, Rehash, Targets, Workflows
+from sdflow.cli.arguments import AsJson, CacheDir, OneWorkflow, Overrides, Quiet, Rehash, Targets, Verbose, Workflows
 from sdflow.cli.bake import bake
 from sdflow.cli.bench import bench, tune
 from sdflow.cli.cache import app as cache_app
 from sdflow.cli.deploy import deploy, query, status, terminate
 from sdflow.cli.export import export
 from sdflow.cli.generate import generate
+from sdflow.cli.group import Commands
+from sdflow.cli.help import CACHE_GROUPS, EXIT_STATUS, GROUPS, arrange
 from sdflow.cli.inspect import init, inspect
 from sdflow.cli.needs import needs
 from sdflow.cli.opened import open_cache
@@ -27,9 +29,9 @@ from sdflow.run.options import RunOptions
 
 app = typer.Typer(
     name="sdflow",
+    cls=Commands,
     help="Build, cache, verify and measure Stable Diffusion pipelines on ONNX Runtime, from YAML workflows.",
-    epilog="Exit status: 0 done; 1 `doctor` found something; 2 bad usage or workflow; 3 a pass failed; 4 verification failed; "
-    "5 the target is not available and was required; 130 interrupted.",
+    epilog=f"Exit status: {EXIT_STATUS}",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,  # half the time of `--help`
@@ -67,18 +69,23 @@ def run(
     overrides: Overrides = None,
     rehash: Rehash = False,
     cache: CacheDir = Path("cache"),
+    quiet: Quiet = False,
+    verbose: Verbose = False,
     json: AsJson = False,
     **given: Any,
 ) -> None:
-    """Build what is not cached, verify it, assemble the pipelines, and measure them."""
+    """Build, verify and measure the pipelines of a workflow.
+
+    Only steps that are not cached are built. Each pipeline is verified against PyTorch and then assembled as a folder.
+    """
     from sdflow.cli.progress import progress_view
-    from sdflow.report.build import print_run
+    from sdflow.report.run import print_run
     from sdflow.run.run import run_workflow
 
-    with progress_view() as listener:
+    with progress_view(quiet=quiet, verbose=verbose) as listener:
         loaded = _load(workflow, overrides, target)
         result = run_workflow(loaded, open_cache(cache, [loaded], rehash=rehash), RunOptions(**given), listener)
-    print_run(result, as_json=json)
+    print_run(result, as_json=json, quiet=quiet, verbose=verbose)
 
 
 @app.command()
@@ -88,23 +95,25 @@ def verify(
     target: Targets = None,
     overrides: Overrides = None,
     full: Annotated[
-        bool, typer.Option("--full/--quick", help="More steps, shapes and prompts, one at the model's own size.")
+        bool,
+        typer.Option("--full/--quick", help="Test more steps, shapes and prompts, one at the model's native size."),
     ] = True,
     submodel: Annotated[
-        list[str] | None, typer.Option("--submodel", help="Only this submodel, and no image. Repeatable.")
+        list[str] | None, typer.Option("--submodel", help="Verify only this submodel, and no image. Repeatable.")
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Verify even what passed before.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Ignore cached verdicts and verify again.")] = False,
     fix: Annotated[
         bool,
         typer.Option(
-            "--fix", help="If float16 overflows, or int8 is beyond its limit: find the smallest set of nodes to keep."
+            "--fix",
+            help="Where float16 overflows or int8 exceeds its limit, find the fewest nodes to leave unconverted.",
         ),
     ] = False,
     run_on: Annotated[
         str | None,
         typer.Option(
             "--run-on",
-            help="Run the artifacts on this target too, with its provider's own kernels. It must be here.",
+            help="Also run the artifacts on this target, with its provider's kernels. It must be available here.",
             metavar="TARGET",
         ),
     ] = None,
@@ -112,17 +121,22 @@ def verify(
         str | None,
         typer.Option(
             "--memory",
-            help="Memory that it may take, 6GB for one; what does not fit is verified block by block. Default: what is free.",
+            help="Memory limit, such as 6GB; larger models are verified block by block. Default: free memory.",
             metavar="SIZE",
         ),
     ] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Write the report, one self-contained page.")] = None,
-    out: Annotated[Path, typer.Option(help="The folder of the pipelines that workflows build.")] = Path("pipelines"),
+    html: Annotated[Path | None, typer.Option("--html", help="Write a self-contained HTML report.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder that the workflows' pipelines were built in.")] = Path("pipelines"),
     rehash: Rehash = False,
     cache: CacheDir = Path("cache"),
+    quiet: Quiet = False,
+    verbose: Verbose = False,
     json: AsJson = False,
 ) -> None:
-    """Prove that pipelines compute what the PyTorch model computes, for any target, on this machine's CPU."""
+    """Verify pipelines against the PyTorch model.
+
+    Runs on the CPU of this machine, for any target. `--run-on` also runs the kernels of a target that is installed here.
+    """
     from sdflow.cli.verify import verify_all
     from sdflow.units import parse_size
 
@@ -140,6 +154,8 @@ def verify(
         html=html,
         out=out,
         as_json=json,
+        quiet=quiet,
+        verbose=verbose,
     )
 
 
@@ -149,29 +165,33 @@ def plan(
     target: Targets = None,
     overrides: Overrides = None,
     cache: CacheDir = Path("cache"),
+    verbose: Verbose = False,
     json: AsJson = False,
 ) -> None:
-    """Show every step as cached or to run, with the reason. Builds nothing."""
+    """Show which steps are cached and which would run, and why.
+
+    Builds nothing.
+    """
     from sdflow.build.plan import make_plan
     from sdflow.report.build import print_plan
 
     loaded = [_load(path, overrides, target) for path in workflow]
     opened = open_cache(cache, loaded)
-    print_plan([make_plan(each, opened) for each in loaded], opened, as_json=json)
+    print_plan([make_plan(each, opened) for each in loaded], opened, as_json=json, verbose=verbose)
 
 
 @app.command()
 def explain(
     workflow: Workflows,
     step: Annotated[
-        str | None, typer.Option(help="Only steps whose name contains this: unet, sd15_cuda/unet/2.")
+        str | None, typer.Option(help="Only steps whose name contains this, such as unet or sd15_cuda/unet/2.")
     ] = None,
     target: Targets = None,
     overrides: Overrides = None,
     cache: CacheDir = Path("cache"),
     json: AsJson = False,
 ) -> None:
-    """Say what changed in each step since it was last built."""
+    """Explain what changed in each step since it was last built."""
     from sdflow.build.plan import make_plan
     from sdflow.report.build import print_explanation
 
@@ -183,7 +203,10 @@ def explain(
 
 @app.command()
 def validate(workflow: Workflows, target: Targets = None, overrides: Overrides = None, json: AsJson = False) -> None:
-    """Check workflows and the models that they name; report every mistake with file, line and column."""
+    """Check workflows and the models they name.
+
+    Reports every mistake with file, line and column.
+    """
     from sdflow.build.model_check import model_problems
     from sdflow.build.plan import lora_problems
     from sdflow.errors import Problem, WorkflowError
@@ -208,7 +231,7 @@ def validate(workflow: Workflows, target: Targets = None, overrides: Overrides =
 
 @app.command()
 def schema() -> None:
-    """Print the JSON Schema of workflows, for editors."""
+    """Print the JSON Schema of workflows for your editor."""
     import json
 
     from sdflow.config import json_schema
@@ -220,10 +243,10 @@ def schema() -> None:
 @app.command()
 def passes(
     name: Annotated[str | None, typer.Argument(help="Show the options of this pass.")] = None,
-    olive: Annotated[bool, typer.Option("--olive", help="List olive-ai's other passes as well.")] = False,
+    olive: Annotated[bool, typer.Option("--olive", help="Also list the other passes of olive-ai.")] = False,
     json: AsJson = False,
 ) -> None:
-    """List the passes, or the options of one."""
+    """List all passes, or the options of one pass."""
     from sdflow.report.machine import print_passes
 
     print_passes(name, olive=olive, as_json=json)
@@ -231,7 +254,7 @@ def passes(
 
 @app.command()
 def targets(json: AsJson = False) -> None:
-    """List the targets: which execution providers this machine has, and why not the others."""
+    """List the targets and which of them run on this machine."""
     from sdflow.report.machine import print_targets
     from sdflow.runtime.sessions.availability import target_availability
 
@@ -240,7 +263,10 @@ def targets(json: AsJson = False) -> None:
 
 @app.command()
 def doctor(cache: CacheDir = Path("cache"), json: AsJson = False) -> None:
-    """Check this machine: versions known to break, disk, memory, the cache; and say what to do."""
+    """Check this machine for known problems and suggest fixes.
+
+    Looks at installed versions, disk, memory and the cache.
+    """
     from sdflow.report.machine import print_diagnoses
     from sdflow.selftest.doctor import diagnose
 
@@ -248,6 +274,10 @@ def doctor(cache: CacheDir = Path("cache"), json: AsJson = False) -> None:
     print_diagnoses(diagnoses, as_json=json)
     if any(each.level == "error" for each in diagnoses):
         sys.exit(1)
+
+
+arrange(app, GROUPS)
+arrange(cache_app, CACHE_GROUPS)
 
 
 def _load(path: Path, overrides: list[str] | None, targets: list[str] | None):  # type: ignore[no-untyped-def]

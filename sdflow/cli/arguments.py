@@ -7,26 +7,37 @@ from typing import Annotated
 
 import typer
 
-Workflows = Annotated[list[Path], typer.Argument(help="Workflow files (YAML).", metavar="WORKFLOW...")]
-OneWorkflow = Annotated[Path, typer.Argument(help="Workflow file (YAML).", metavar="WORKFLOW")]
+Workflows = Annotated[
+    list[Path], typer.Argument(help="Workflow files (YAML), or names of shipped ones: sd15.", metavar="WORKFLOW...")
+]
+OneWorkflow = Annotated[
+    Path, typer.Argument(help="Workflow file (YAML), or the name of a shipped one: sd15.", metavar="WORKFLOW")
+]
 Targets = Annotated[
-    list[str] | None, typer.Option("--target", help="Build for this target instead of the workflow's. Repeatable.")
+    list[str] | None, typer.Option("--target", help="Target to build for, instead of the workflow's. Repeatable.")
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", help="Override a value: unet.passes.2.opt_level=0, model=synthetic:sd15. Repeatable."),
+    typer.Option(
+        "--set",
+        help="Override a value: unet.passes.2.opt_level=0, model=synthetic:sd15. Repeatable.",
+        metavar="KEY=VALUE",
+    ),
 ]
-CacheDir = Annotated[Path, typer.Option("--cache", envvar="SDFLOW_CACHE", help="The cache's folder.")]
+CacheDir = Annotated[Path, typer.Option("--cache", envvar="SDFLOW_CACHE", help="Cache folder.")]
 Jobs = Annotated[
     int | None,
     typer.Option(
         "--jobs",
         min=1,
-        help="Steps that may run at a time, memory permitting. Default: 2, and 1 for steps that carry weights.",
+        help="Most steps to run in parallel, memory permitting. Default: 2, and 1 for steps that carry weights.",
         show_default=False,
     ),
 ]
 Rehash = Annotated[
-    bool, typer.Option("--rehash", help="Read every file again; believe no digest that was noted with a file's time.")
+    bool,
+    typer.Option("--rehash", help="Hash every file again instead of trusting digests recorded for unchanged files."),
 ]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, and only the result in a line.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show every step, output and column.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]

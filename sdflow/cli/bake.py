@@ -7,43 +7,50 @@ from typing import Annotated
 
 import typer
 
-from sdflow.cli.arguments import AsJson, CacheDir, Jobs, Rehash
+from sdflow.cli.arguments import AsJson, CacheDir, Jobs, Quiet, Rehash, Verbose
 from sdflow.cli.opened import open_cache
 
 
 def bake(
     base: Annotated[
-        Path, typer.Option("--base", help="A pipeline folder that sdflow built; LoRAs that it has stay.", metavar="DIR")
+        Path, typer.Option("--base", help="Pipeline folder to start from; LoRAs already in it are kept.", metavar="DIR")
     ],
     lora: Annotated[
         list[str],
         typer.Option(
             "--lora",
-            help="A LoRA and its scale (default 1.0). FILE: a .safetensors file, a folder, hf:owner/name; with #NAME where a "
+            help="A LoRA and its scale (default 1.0). FILE is a .safetensors file, a folder, or hf:owner/name; add #NAME where a "
             "folder or repository holds several. Repeatable.",
             metavar="FILE:SCALE",
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", help="The folder of the new pipeline.", metavar="DIR")],
-    copy: Annotated[bool, typer.Option("--copy", help="Copy the models in, so that the folder stands alone.")] = False,
+    out: Annotated[Path, typer.Option("--out", help="Folder for the new pipeline.", metavar="DIR")],
+    copy: Annotated[
+        bool, typer.Option("--copy", help="Copy the models, so that the folder is self-contained.")
+    ] = False,
     verify: Annotated[
         bool,
         typer.Option(
-            "--verify", help="Hold the result to the PyTorch model with the LoRAs merged; the report goes to --results."
+            "--verify", help="Verify the result against PyTorch with the LoRAs merged; the report goes to --results."
         ),
     ] = False,
     results: Annotated[Path, typer.Option("--results", help="Folder for the report of --verify.")] = Path("results"),
     jobs: Jobs = None,
     rehash: Rehash = False,
     cache: CacheDir = Path("cache"),
+    quiet: Quiet = False,
+    verbose: Verbose = False,
     json: AsJson = False,
 ) -> None:
-    """Merge LoRAs into a pipeline that was built before. Needs no workflow, exports and fuses nothing again."""
+    """Merge LoRAs into an existing pipeline.
+
+    Needs no workflow, and does not export or optimize anything again.
+    """
     from sdflow.cli.progress import progress_view
-    from sdflow.report.build import print_bake
+    from sdflow.report.run import print_bake
     from sdflow.run.bake import bake as bake_pipeline
 
-    with progress_view() as listener:
+    with progress_view(quiet=quiet, verbose=verbose) as listener:
         result = bake_pipeline(
             base,
             lora,
@@ -55,4 +62,4 @@ def bake(
             verify=verify,
             results=results,
         )
-    print_bake(result, as_json=json)
+    print_bake(result, as_json=json, quiet=quiet, verbose=verbose)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sdflow.cli.arguments import AsJson
+from sdflow.cli.arguments import AsJson, Quiet, Verbose
 from sdflow.cli.needs import needs
 from sdflow.cli.quiet import quiet_libraries, say
 
@@ -19,46 +19,55 @@ if TYPE_CHECKING:
 
 @needs("REFERENCE", unless=("compare",))
 def bench(
-    pipeline: Annotated[Path | None, typer.Argument(help="A pipeline folder.", metavar="PIPELINE")] = None,
+    pipeline: Annotated[Path | None, typer.Argument(help="Pipeline folder.", metavar="PIPELINE")] = None,
     engine: Annotated[
-        list[str] | None, typer.Option("--engine", "-e", help="Only this engine. Repeatable. See --list.")
+        list[str] | None, typer.Option("--engine", "-e", help="Measure only this engine; see --list. Repeatable.")
     ] = None,
-    list_engines: Annotated[bool, typer.Option("--list", help="List the engines and stop.")] = False,
-    batch: Annotated[str, typer.Option(help="Images at once; 1,8 sweeps.", metavar="N,...")] = "1",
+    list_engines: Annotated[bool, typer.Option("--list", help="List the engines and exit.")] = False,
+    batch: Annotated[str, typer.Option(help="Batch sizes; 1,8 measures both.", metavar="N,...")] = "1",
     size: Annotated[
         str | None,
-        typer.Option(help="Pixels of both sides. Default: the model's own.", metavar="N,...", show_default=False),
+        typer.Option(
+            help="Image width and height in pixels. Default: the model's native size.",
+            metavar="N,...",
+            show_default=False,
+        ),
     ] = None,
     steps: Annotated[
-        str | None, typer.Option(help="Steps an image. Default: the model's.", metavar="N,...", show_default=False)
+        str | None, typer.Option(help="Denoising steps. Default: the model's.", metavar="N,...", show_default=False)
     ] = None,
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to draw.")] = (
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="Prompt.")] = (
         "a photo of an astronaut riding a horse on mars"
     ),
-    negative_prompt: Annotated[str | None, typer.Option(help="What not to draw.", show_default=False)] = None,
+    negative_prompt: Annotated[str | None, typer.Option(help="Negative prompt.", show_default=False)] = None,
     guidance_scale: Annotated[
-        float | None, typer.Option(help="1 switches guidance off. Default: the model's.", show_default=False)
+        float | None,
+        typer.Option(help="Guidance scale; 1 turns guidance off. Default: the model's.", show_default=False),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the latents.")] = 0,
-    scheduler: Annotated[str | None, typer.Option(help="As of `sdflow generate`. Default: its own.")] = None,
-    warmup: Annotated[int, typer.Option(min=1, help="Calls after the first that are not counted.")] = 1,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each engine.")] = 5,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the initial latents.")] = 0,
+    scheduler: Annotated[
+        str | None, typer.Option(help="Scheduler, as for `sdflow generate`. Default: the pipeline's.")
+    ] = None,
+    warmup: Annotated[int, typer.Option(min=1, help="Untimed calls after the first.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds per engine.")] = 5,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Of the CPU, for every engine.", show_default=False)
+        int | None, typer.Option(min=1, help="CPU threads for every engine.", show_default=False)
     ] = None,
-    tuning: Annotated[bool, typer.Option("--tuning/--no-tuning", help="Use what `sdflow tune` chose.")] = True,
+    tuning: Annotated[
+        bool, typer.Option("--tuning/--no-tuning", help="Use the options that `sdflow tune` chose.")
+    ] = True,
     check: Annotated[
         bool,
         typer.Option(
             "--check/--no-check",
-            help="Hold the models' files to the digests of the build first, and compare with PyTorch's float32.",
+            help="Verify the pipeline's files against their digests, and every image against float32 PyTorch.",
         ),
     ] = True,
     first_limit: Annotated[
         float | None,
         typer.Option(
             min=1,
-            help="Give an engine up that takes longer to load or to its first image.",
+            help="Skip engines that take longer than this to load or to draw the first image.",
             metavar="SECONDS",
             show_default=False,
         ),
@@ -66,28 +75,36 @@ def bench(
     reuse: Annotated[
         str | None,
         typer.Option(
-            help="Measure approximations too, as of `sdflow generate`, beside the exact engine. Default: the workflow's.",
+            help="Also measure this approximation, as for `sdflow generate`. Default: the workflow's.",
             metavar="every=2,from=0.1,to=0.9|off",
             show_default=False,
         ),
     ] = None,
     guidance_interval: Annotated[
-        str | None, typer.Option(help="The same.", metavar="from=0.1,to=0.8|off", show_default=False)
+        str | None,
+        typer.Option(help="Also measure this approximation.", metavar="from=0.1,to=0.8|off", show_default=False),
     ] = None,
     compare: Annotated[
-        tuple[Path, Path] | None, typer.Option(help="Compare two bench.json instead.", metavar="BEFORE AFTER")
+        tuple[Path, Path] | None, typer.Option(help="Compare two bench.json files instead.", metavar="BEFORE AFTER")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Compare although machine or settings differ.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Compare even if machine or settings differ.")] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for JSON, CSV, Markdown and HTML.", metavar="DIR", show_default=False)
+        Path | None,
+        typer.Option(help="Folder for the results as JSON, CSV, Markdown and HTML.", metavar="DIR", show_default=False),
     ] = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
     json: AsJson = False,
 ) -> None:
-    """Measure engines side by side on one pipeline: ONNX Runtime, PyTorch, torch.compile; every image is checked."""
+    """Compare the speed of ONNX Runtime, PyTorch and torch.compile.
+
+    Measures every engine on the same pipeline and checks the image of each.
+    """
     quiet_libraries()
     from sdflow.bench.files import write_files
     from sdflow.bench.run import BenchRequest
     from sdflow.bench.run import bench as measure
+    from sdflow.cli.progress import progress_view
     from sdflow.errors import UsageError, VerificationError
     from sdflow.families.shared.approximation import Approximation, parse
     from sdflow.manifest import read_manifest
@@ -111,9 +128,11 @@ def bench(
         for option, text in (("--reuse", reuse), ("--guidance-interval", guidance_interval))
     )
     fewer = Approximation.chosen(read_manifest(pipeline).origin.said, *given)
-    result = measure(BenchRequest(pipeline, cases, settings, engine or [], check, first_limit, fewer), say)
+    request = BenchRequest(pipeline, cases, settings, engine or [], check, first_limit, fewer)
+    with progress_view(quiet=quiet, verbose=verbose) as view:
+        result = measure(request, lambda phase: view.doing("bench", phase))
     files = write_files(result, out) if out is not None else []
-    print_bench(result, files, as_json=json)
+    print_bench(result, files, as_json=json, quiet=quiet, verbose=verbose)
     if result.wrong:
         raise VerificationError(
             f"{', '.join(result.wrong)}: not the image that PyTorch draws in float32",
@@ -124,24 +143,33 @@ def bench(
 
 @needs("DRAWS")
 def tune(
-    pipeline: Annotated[Path, typer.Argument(help="A pipeline folder.", metavar="PIPELINE")],
-    target: Annotated[str | None, typer.Option(help="Default: the one that the pipeline was built for.")] = None,
-    size: Annotated[int | None, typer.Option(min=8, help="Pixels of both sides.", show_default=False)] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Images at once.")] = 1,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps an image. Default: 4, or the model's.", show_default=False)
+    pipeline: Annotated[Path, typer.Argument(help="Pipeline folder.", metavar="PIPELINE")],
+    target: Annotated[
+        str | None, typer.Option(help="Target to tune for. Default: the one the pipeline was built for.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each candidate.")] = 5,
-    option: Annotated[list[str] | None, typer.Option(help="Try this option alone. Repeatable.")] = None,
+    size: Annotated[
+        int | None, typer.Option(min=8, help="Image width and height in pixels.", show_default=False)
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Denoising steps. Default: 4, or the model's if fewer.", show_default=False),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds per candidate.")] = 5,
+    option: Annotated[list[str] | None, typer.Option(help="Try only this option. Repeatable.")] = None,
     verify: Annotated[
-        bool, typer.Option("--verify/--no-verify", help="Hold the choice to PyTorch, as `sdflow verify --run-on` does.")
+        bool,
+        typer.Option(
+            "--verify/--no-verify", help="Verify the choice against PyTorch, as `sdflow verify --run-on` does."
+        ),
     ] = True,
-    cache: Annotated[Path, typer.Option(envvar="SDFLOW_CACHE", help="The cache's folder, for --verify.")] = Path(
-        "cache"
-    ),
+    cache: Annotated[Path, typer.Option(envvar="SDFLOW_CACHE", help="Cache folder, for --verify.")] = Path("cache"),
     json: AsJson = False,
 ) -> None:
-    """Try the options that matter on this machine, keep what is faster and computes the same."""
+    """Find the fastest session options for this machine.
+
+    Keeps an option only if it is faster and computes the same.
+    """
     quiet_libraries()
     from sdflow.bench.sweep import SweepPoint
     from sdflow.bench.tune import tune as search
@@ -171,17 +199,17 @@ def hold_to_pytorch(pipeline: Path, target: Target, cache: Path) -> None:
     from sdflow.verify import subject_of_folder
     from sdflow.verify import verify as hold
 
-    say("holding the choice to PyTorch")
+    say("verifying the choice against PyTorch")
     try:
         store = Cache(cache)
         found = hold(subject_of_folder(pipeline, store), VerifySpec(), store, run_on=target.name, progress=say).result
         if not found.passed:
-            raise VerificationError(found.failure(), where=str(pipeline), remedy="Nothing is chosen.")
+            raise VerificationError(found.failure(), where=str(pipeline), remedy="The untuned options stay in use.")
     except SdflowError:
         record_tuning(pipeline, target, UNTUNED, {"verified": False})
-        say("nothing is chosen; --no-verify keeps a choice without this")
+        say("the untuned options stay in use; --no-verify keeps a choice without this check")
         raise
-    say(f"with the choice all submodels are as PyTorch has them, on {target.name} too")
+    say(f"all submodels pass with the chosen options, on {target.name} too")
 
 
 def _cases(pipeline: Path, batch: str, size: str | None, steps: str | None, scheduler: str | None) -> list[SweepPoint]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sdflow.cli.arguments import AsJson
+from sdflow.cli.group import CacheCommands
 from sdflow.cli.opened import open_cache
 from sdflow.cli.quiet import say
 
@@ -19,29 +20,31 @@ if TYPE_CHECKING:
     from sdflow.store import Cache
     from sdflow.store.remote import Remote
 
-app = typer.Typer(help="Look into the cache, check it, make it smaller.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    cls=CacheCommands, help="List, check, share and shrink the cache.", no_args_is_help=True, rich_markup_mode=None
+)
 
 _REMEDY = "Look at the URL, the network, and the store's own settings for credentials."
 
-CacheDir = Annotated[Path, typer.Option("--cache", envvar="SDFLOW_CACHE", help="The cache's folder.")]
+CacheDir = Annotated[Path, typer.Option("--cache", envvar="SDFLOW_CACHE", help="Cache folder.")]
 Url = Annotated[
     str | None,
-    typer.Option("--url", help="The remote cache, a URL or a folder. Default: $SDFLOW_REMOTE_CACHE.", metavar="URL"),
+    typer.Option("--url", help="Remote cache: a URL or a folder. Default: $SDFLOW_REMOTE_CACHE.", metavar="URL"),
 ]
 Workflows = Annotated[
     list[Path] | None,
-    typer.Argument(help="Only the steps of these workflows, to or from their remote cache.", metavar="[WORKFLOW]..."),
+    typer.Argument(help="Only the steps of these workflows, with the remote cache they name.", metavar="[WORKFLOW]..."),
 ]
 
 
 @app.command("ls")
 def list_entries(
-    remote: Annotated[bool, typer.Option("--remote", help="List what the remote cache has.")] = False,
+    remote: Annotated[bool, typer.Option("--remote", help="List the remote cache.")] = False,
     url: Url = None,
     cache: CacheDir = Path("cache"),
     json: AsJson = False,
 ) -> None:
-    """List the cached steps: pass, submodel, size, when built and last used, which pipelines use it."""
+    """List the cached steps, and which pipelines use them."""
     from sdflow.report.cache import print_entries, print_remote_entries
     from sdflow.store import Cache
 
@@ -60,7 +63,10 @@ def list_entries(
 
 @app.command()
 def push(workflow: Workflows = None, url: Url = None, cache: CacheDir = Path("cache"), json: AsJson = False) -> None:
-    """Send what is cached here to the remote cache: what it has already is not sent again."""
+    """Upload cached steps to a remote cache.
+
+    Skips what is already there.
+    """
     from sdflow import stop
     from sdflow.report.cache import print_pushed
     from sdflow.store.remote.up import Sent
@@ -78,7 +84,10 @@ def push(workflow: Workflows = None, url: Url = None, cache: CacheDir = Path("ca
 
 @app.command()
 def pull(workflow: Workflows = None, url: Url = None, cache: CacheDir = Path("cache"), json: AsJson = False) -> None:
-    """Fetch what the remote cache has and this one lacks: of workflows, or all of it."""
+    """Download missing steps from a remote cache.
+
+    Those of the given workflows, or everything.
+    """
     from sdflow import stop
     from sdflow.report.cache import print_pulled
     from sdflow.store.remote.catalog import listed
@@ -104,8 +113,11 @@ def pull(workflow: Workflows = None, url: Url = None, cache: CacheDir = Path("ca
 
 
 @app.command()
-def key(file: Annotated[Path, typer.Argument(help="A new file for the private key.", metavar="FILE")]) -> None:
-    """Make a key that signs what is pushed ($SDFLOW_SIGNING_KEY names its file), and print the public one, to be trusted."""
+def key(file: Annotated[Path, typer.Argument(help="File to write the private key to.", metavar="FILE")]) -> None:
+    """Create a key that signs what you push.
+
+    Set $SDFLOW_SIGNING_KEY to its file. Prints the public key, for those who should trust it.
+    """
     from sdflow.report.output import put
     from sdflow.store.remote.trust import make_key
 
@@ -114,28 +126,31 @@ def key(file: Annotated[Path, typer.Argument(help="A new file for the private ke
 
 @app.command("export")
 def export_(
-    file: Annotated[Path, typer.Argument(help="The archive to write.", metavar="FILE")],
+    file: Annotated[Path, typer.Argument(help="Archive to write.", metavar="FILE")],
     structures: Annotated[
         str,
         typer.Option(
-            "--structures", help="Architectures, or workflow files, with commas: sd15,sdxl,my.yaml.", metavar="NAMES"
+            "--structures", help="Comma-separated architectures or workflow files: sd15,sdxl,my.yaml.", metavar="NAMES"
         ),
     ],
     target: Annotated[
         str | None,
         typer.Option(
-            "--target", help="Targets, with commas: cuda,directml. Default: the workflow's.", metavar="TARGETS"
+            "--target", help="Comma-separated targets: cuda,directml. Default: the workflow's.", metavar="TARGETS"
         ),
     ] = None,
     verify: Annotated[
         bool,
-        typer.Option("--verify/--no-verify", help="Hold each to the PyTorch model first, with weights bound to it."),
+        typer.Option("--verify/--no-verify", help="Verify each against PyTorch first, with weights bound."),
     ] = True,
-    jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Steps that may run at a time.")] = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Most steps to run in parallel.")] = None,
     cache: CacheDir = Path("cache"),
     json: AsJson = False,
 ) -> None:
-    """Write optimized graphs without weights into one file, for machines without torch: `sdflow cache import` takes it."""
+    """Write optimized graphs without weights to an archive.
+
+    `sdflow cache import` reads it, on machines without torch too.
+    """
     from sdflow.cli.progress import progress_view
     from sdflow.report.structures import print_exported
     from sdflow.run.structures import export_structures
@@ -149,11 +164,14 @@ def export_(
 
 @app.command("import")
 def import_(
-    file: Annotated[Path, typer.Argument(help="An archive that `sdflow cache export` wrote.", metavar="FILE")],
+    file: Annotated[Path, typer.Argument(help="Archive written by `sdflow cache export`.", metavar="FILE")],
     cache: CacheDir = Path("cache"),
     json: AsJson = False,
 ) -> None:
-    """Take structures into the cache, after every digest was checked: pipelines are then built without torch."""
+    """Import an archive of optimized graphs into the cache.
+
+    Checks every digest first. Pipelines are then built without torch.
+    """
     from sdflow.report.structures import print_imported
     from sdflow.run.structures import import_structures
 
@@ -216,7 +234,10 @@ def _require_usable(remote_cache: Remote) -> None:
 
 @app.command()
 def verify(cache: CacheDir = Path("cache"), json: AsJson = False) -> None:
-    """Read every file and compare its digest; what is corrupt goes to quarantine (status 3)."""
+    """Check every cached file against its digest.
+
+    Moves corrupt entries to quarantine and exits with status 3.
+    """
     from sdflow.errors import CacheError
     from sdflow.report.cache import print_cache_verification
     from sdflow.store import Cache
@@ -239,19 +260,23 @@ def verify(cache: CacheDir = Path("cache"), json: AsJson = False) -> None:
 @app.command()
 def gc(
     max_size: Annotated[
-        str | None, typer.Option(help="Keep at most this much, least recently used first out: 20GB, 500MB.")
+        str | None,
+        typer.Option(help="Evict the least recently used entries above this size: 20GB, 500MB.", metavar="SIZE"),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
-    remote: Annotated[bool, typer.Option("--remote", help="Of the remote cache. Wants --older-than.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
+    remote: Annotated[bool, typer.Option("--remote", help="Shrink the remote cache; requires --older-than.")] = False,
     older_than: Annotated[
         str | None,
-        typer.Option(help="With --remote: remove what was pushed longer ago than this: 30d, 12h.", metavar="AGE"),
+        typer.Option(help="With --remote: remove entries pushed longer ago than this: 30d, 12h.", metavar="AGE"),
     ] = None,
     url: Url = None,
     cache: CacheDir = Path("cache"),
     json: AsJson = False,
 ) -> None:
-    """Remove what nothing refers to and, with --max-size, what was used least recently. Pipelines keep theirs."""
+    """Remove unused entries, or shrink the cache to a size.
+
+    Entries that pipelines link to are kept.
+    """
     from sdflow.errors import UsageError
     from sdflow.report.cache import print_collection, print_swept
     from sdflow.store import Cache
@@ -276,10 +301,13 @@ def gc(
 
 @app.command()
 def clean(
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Skip the confirmation.")] = False,
     cache: CacheDir = Path("cache"),
 ) -> None:
-    """Empty the cache. Pipelines that were built without --copy stop working."""
+    """Remove everything from the cache.
+
+    Pipelines built without --copy stop working.
+    """
     from sdflow.report.output import put
     from sdflow.store import Cache
 
@@ -290,13 +318,14 @@ def clean(
 
 @app.command()
 def engines(
-    clear: Annotated[
-        bool, typer.Option("--clear", help="Remove them: they are built again when they are needed.")
-    ] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="Remove them; they are rebuilt on demand.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Skip the confirmation.")] = False,
     json: AsJson = False,
 ) -> None:
-    """List the engines that TensorRT and MIGraphX have kept for this user, $SDFLOW_ENGINES, or remove them."""
+    """List or remove compiled TensorRT and MIGraphX engines.
+
+    They are in $SDFLOW_ENGINES.
+    """
     from sdflow.report.cache import print_engines
     from sdflow.runtime.sessions.engine_cache import engine_root
     from sdflow.runtime.sessions.kept_engines import clear_engines, kept_engines

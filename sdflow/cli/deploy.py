@@ -15,8 +15,8 @@ from sdflow.cli.options import takes, with_options_of
 from sdflow.cli.serve import read_sizes, serve
 from sdflow.families.settings import SERVED
 
-Name = Annotated[str, typer.Argument(help="What it is called.", metavar="NAME")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")]
+Name = Annotated[str, typer.Argument(help="Name of the deployment.", metavar="NAME")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 picks a free one.")]
 
 OWN = ("name", "pipeline", "api_key_file", "json")
 """What `deploy` itself does something with; all else goes to the server as it was said."""
@@ -30,7 +30,10 @@ TEXTS = {name: each if each.read is None else replace(each, kind=str, read=None)
     serve, port=inspect.Parameter("port", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=0, annotation=Port)
 )
 def deploy(context: typer.Context, name: Name, json: AsJson = False, **said: Any) -> None:
-    """Start a server in the background. It outlives the terminal; its log lies in the user's cache folder."""
+    """Start a server in the background.
+
+    It outlives the terminal. Its log is in your cache folder.
+    """
     from sdflow.report.deployments import print_deployments
     from sdflow.serve.deployments import deploy as start
     from sdflow.serve.http.served_model import read_all_served
@@ -75,31 +78,31 @@ def _given_options(context: typer.Context) -> list[str]:
 @takes(TEXTS)
 def query(
     name: Name,
-    prompt: Annotated[str, typer.Argument(help="What to draw.", metavar="PROMPT")],
-    images: Annotated[int, typer.Option("--images", "-n", min=1, help="How many.")] = 1,
+    prompt: Annotated[str, typer.Argument(help="Prompt.", metavar="PROMPT")],
+    images: Annotated[int, typer.Option("--images", "-n", min=1, help="Number of images.")] = 1,
     size: Annotated[
-        str | None, typer.Option(help="WIDTHxHEIGHT. Default: the model's own.", show_default=False)
+        str | None, typer.Option(help="WIDTHxHEIGHT in pixels. Default: the model's native size.", show_default=False)
     ] = None,
     lora: Annotated[
         list[str] | None,
-        typer.Option(help="A LoRA of the server and its scale (default 1.0). Repeatable.", metavar="NAME[:SCALE]"),
+        typer.Option(help="A LoRA on the server and its scale (default 1.0). Repeatable.", metavar="NAME[:SCALE]"),
     ] = None,
-    image: Annotated[
-        Path | None, typer.Option(help="Start from this image.", metavar="FILE", show_default=False)
-    ] = None,
+    image: Annotated[Path | None, typer.Option(help="Image to start from.", metavar="FILE", show_default=False)] = None,
     mask: Annotated[
         Path | None,
         typer.Option(
-            help="Draw only where this image is transparent, or white where it has no transparency.",
+            help="Mask: draw only where it is transparent, or white if it has no alpha channel.",
             metavar="FILE",
             show_default=False,
         ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Which of its pipelines.", show_default=False)] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Pipeline to use, where the server has several.", show_default=False)
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the images.", metavar="DIR")] = Path("images"),
     **given: Any,
 ) -> None:
-    """Draw with a server that was deployed."""
+    """Generate images with a deployed server."""
     from sdflow.errors import UsageError
     from sdflow.report.output import put
     from sdflow.serve.client import query_files
@@ -146,7 +149,7 @@ def _written(path: Path, content: bytes) -> Path:
 
 
 def status(json: AsJson = False) -> None:
-    """The servers that were deployed: where they are, and which have died."""
+    """List deployed servers and their state."""
     from sdflow.report.deployments import print_deployments
     from sdflow.serve.deployments import deployments
 

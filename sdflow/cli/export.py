@@ -13,7 +13,7 @@ from sdflow.cli.needs import needs
 
 @needs("DRAWS")
 def export(
-    pipeline: Annotated[Path, typer.Argument(help="A pipeline folder that sdflow built.", metavar="PIPELINE")],
+    pipeline: Annotated[Path, typer.Argument(help="Pipeline folder.", metavar="PIPELINE")],
     one_file: Annotated[
         Path | None,
         typer.Option("--one-file", help="Write the whole pipeline as one ONNX graph.", metavar="OUT.onnx"),
@@ -21,48 +21,52 @@ def export(
     schedule: Annotated[
         str | None,
         typer.Option(
-            help="The scheduler and its steps: ddim,50. Default: the pipeline's.",
+            help="Scheduler and number of steps, such as ddim,50. Default: the pipeline's.",
             metavar="NAME[,STEPS]",
             show_default=False,
         ),
     ] = None,
     schedule_file: Annotated[
         Path | None,
-        typer.Option(help="Write the scheduler's table, for graphs with --open-schedule.", metavar="FILE.json"),
+        typer.Option(
+            help="Write the scheduler's table, for graphs exported with --open-schedule.", metavar="FILE.json"
+        ),
     ] = None,
     open_schedule: Annotated[
-        bool, typer.Option("--open-schedule", help="The scheduler's table is an input of the graph, not baked in.")
+        bool,
+        typer.Option(
+            "--open-schedule", help="Make the scheduler's table an input of the graph instead of baking it in."
+        ),
     ] = False,
     guidance_scale: Annotated[
         float | None,
         typer.Option(
-            help="Up to 1: a graph without guidance, twice as fast. Above, it is an input anyway. Default: the model's.",
+            help="At most 1 exports a graph without guidance, twice as fast; otherwise it is an input. Default: the model's.",
             show_default=False,
         ),
     ] = None,
     negative: Annotated[
         bool,
-        typer.Option(
-            "--negative/--no-negative", help="Whether negative prompts are an input, where there is guidance."
-        ),
+        typer.Option("--negative/--no-negative", help="Make the negative prompt an input, where there is guidance."),
     ] = True,
     checker: Annotated[
-        bool, typer.Option("--checker/--no-checker", help="Whether the safety checker goes in, where there is one.")
+        bool, typer.Option("--checker/--no-checker", help="Include the safety checker, if there is one.")
     ] = True,
     text: Annotated[
-        bool, typer.Option("--text", help="Texts go in, not token ids: for programs with onnxruntime-extensions.")
+        bool, typer.Option("--text", help="Take text instead of token ids; programs need onnxruntime-extensions.")
     ] = False,
-    height: Annotated[
-        int | None, typer.Option(help="Pixels. With a size, the graph draws this one alone, and faster on a GPU.")
-    ] = None,
-    width: Annotated[int | None, typer.Option(help="Pixels. Default: the model's own size.")] = None,
-    images: Annotated[int | None, typer.Option(help="How many at once, where the size is one alone.")] = None,
+    height: Annotated[int | None, typer.Option(help="Fixed height in pixels; a fixed size is faster on a GPU.")] = None,
+    width: Annotated[int | None, typer.Option(help="Fixed width in pixels. Default: the model's native size.")] = None,
+    images: Annotated[int | None, typer.Option(help="Batch size, for a fixed size.")] = None,
     embed: Annotated[
-        bool, typer.Option("--embed", help="The weights in the graph, not beside it: for browsers. Up to 2 GB.")
+        bool, typer.Option("--embed", help="Store the weights inside the graph, for browsers. At most 2 GB.")
     ] = False,
     json: AsJson = False,
 ) -> None:
-    """Write a pipeline as one ONNX file: token ids, latents and guidance scale in, pixels out."""
+    """Export a pipeline as one ONNX file.
+
+    Its inputs are token ids, latents and the guidance scale; its output is pixels.
+    """
     from sdflow.errors import UsageError
     from sdflow.export.one_file import Wanted, export_one_file, folder_schedule
     from sdflow.export.schedule import parse_schedule

@@ -21,24 +21,26 @@ OPTIONS = {**PARAMETERS, **FAMILY_ARGUMENTS}
 @takes(OPTIONS)
 def generate(
     context: typer.Context,
-    pipeline: Annotated[Path, typer.Argument(help="A pipeline folder that sdflow built.", metavar="PIPELINE")],
+    pipeline: Annotated[Path, typer.Argument(help="Pipeline folder.", metavar="PIPELINE")],
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="Prompt. Repeatable.")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="A text file with a prompt a line.", metavar="FILE")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="Text file with one prompt per line.", metavar="FILE")] = None,
     json: AsJson = False,
     interactive: Annotated[
-        bool, typer.Option("--interactive", help="Draw on a page in the browser instead; a server runs until Ctrl-C.")
+        bool, typer.Option("--interactive", help="Use a page in the browser instead; the server runs until Ctrl-C.")
     ] = False,
     **given: Any,
 ) -> None:
-    """Draw images from text, from an image, or into the white part of a mask."""
+    """Generate images from a prompt, an image, or a mask."""
     if interactive:
         _on_a_page(context, pipeline)
         return
     quiet_libraries()
     from sdflow.cli.image_progress import image_progress
+    from sdflow.manifest import read_manifest
     from sdflow.report.generate import print_generate
     from sdflow.runtime.generate import generate as draw
 
+    read_manifest(pipeline)  # a folder that is none is told before a bar is drawn
     wanted = [*(prompt or ()), *(read_prompts(prompts) if prompts is not None else ())]
     request = GenerateRequest(pipeline, wanted, **settings_of(read_options(OPTIONS, given).items()))
     with errors_name_options(OPTIONS), image_progress() as progress:

@@ -15,13 +15,16 @@ def inspect(
     paths: Annotated[
         list[Path],
         typer.Argument(
-            help="A checkpoint, a LoRA, a VAE, an embedding, ...: a file, a folder, or a folder of files.",
+            help="Checkpoint, LoRA, VAE, embedding or another file of weights, or a folder.",
             metavar="FILE_OR_FOLDER...",
         ),
     ],
     json: AsJson = False,
 ) -> None:
-    """Say what files are, what they are for, and print the lines of a workflow that takes them. Reads headers only."""
+    """Identify checkpoints, LoRAs and other model files.
+
+    Also prints the workflow lines that use them. Reads headers only.
+    """
     from sdflow.inspection import inspect as look
     from sdflow.report.inspect import print_inspection
 
@@ -31,22 +34,22 @@ def inspect(
 def init(
     model: Annotated[
         str | None,
-        typer.Option(
-            help="As a workflow names one: a file, a folder, hf:owner/name, ... Default: the LoRA's, or SD 1.5."
-        ),
+        typer.Option(help="Model: a file, a folder, or hf:owner/name. Default: the LoRA's base model, or SD 1.5."),
     ] = None,
-    target: Annotated[str, typer.Option(help="What to build for.")] = "cpu",
+    target: Annotated[str, typer.Option(help="Target to build for.")] = "cpu",
     lora: Annotated[
         list[str] | None, typer.Option("--lora", help="A LoRA and its scale. Repeatable.", metavar="FILE[:SCALE]")
     ] = None,
     base: Annotated[
         str | None,
-        typer.Option(help="The workflow to extend, as sdxl. Default: what the model is.", show_default=False),
+        typer.Option(
+            help="Base workflow to extend, such as sdxl. Default: detected from the model.", show_default=False
+        ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="The file to write.", metavar="FILE")] = Path("workflow.yaml"),
-    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+    out: Annotated[Path, typer.Option(help="File to write.", metavar="FILE")] = Path("workflow.yaml"),
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
-    """Write a workflow for a model, a target and LoRAs, complete and commented."""
+    """Write a commented workflow for a model, target and LoRAs."""
     from sdflow.report.output import put
     from sdflow.run.init import InitRequest, write_workflow
 

@@ -6,7 +6,7 @@ import os
 import sys
 from contextlib import suppress
 
-from sdflow.printable import columns_of, fitted, printable
+from sdflow.printable import columns_of, fitted, printable, takes_colour
 
 
 def say(text: str) -> None:
@@ -14,6 +14,8 @@ def say(text: str) -> None:
     text = printable(text)
     if (columns := columns_of(sys.stderr)) is not None:
         text = "\n".join(fitted(text, columns))
+    if text.startswith("error: ") and takes_colour(sys.stderr):
+        text = f"\x1b[1;31merror:\x1b[0m{text.removeprefix('error:')}"
     with suppress(OSError):
         sys.stderr.write(f"{text}\n")  # in one piece: others may write too
         sys.stderr.flush()

@@ -15,7 +15,7 @@ from sdflow.cli.needs import needs
 def selftest(
     target: Annotated[
         str | None,
-        typer.Option("--target", help="What to test. Default: the CPU, or what --pipeline was built for."),
+        typer.Option("--target", help="Target to test. Default: the CPU, or the target of --pipeline."),
     ] = None,
     report: Annotated[
         Path | None,
@@ -23,19 +23,22 @@ def selftest(
     ] = None,
     pipeline: Annotated[
         Path | None,
-        typer.Option("--pipeline", help="A folder of the sample, built elsewhere with --copy.", metavar="PIPELINE"),
+        typer.Option("--pipeline", help="Sample pipeline built elsewhere with --copy.", metavar="PIPELINE"),
     ] = None,
     show: Annotated[
-        Path | None, typer.Option("--show", help="Print a report that somebody wrote; test nothing.", metavar="FILE")
+        Path | None, typer.Option("--show", help="Print an existing report instead of testing.", metavar="FILE")
     ] = None,
     engine_cache: Annotated[
         Path | None,
-        typer.Option("--engine-cache", help="Where TensorRT or MIGraphX keep what they compile.", metavar="DIR"),
+        typer.Option("--engine-cache", help="Folder for engines compiled by TensorRT or MIGraphX.", metavar="DIR"),
     ] = None,
-    cache: Annotated[Path, typer.Option("--cache", envvar="SDFLOW_CACHE", help="The cache's folder.")] = Path("cache"),
+    cache: Annotated[Path, typer.Option("--cache", envvar="SDFLOW_CACHE", help="Cache folder.")] = Path("cache"),
     json: AsJson = False,
 ) -> None:
-    """Build the sample pipeline, run it on a target, compare its images with the CPU's, time it. Nothing personal is kept."""
+    """Test this machine's hardware with a sample pipeline.
+
+    Builds the sample, runs it on the target, compares its images with PyTorch's and times it. Reports contain no personal data.
+    """
     from sdflow.errors import TargetUnavailableError, UsageError, VerificationError
     from sdflow.report.selftest import print_selftest
     from sdflow.selftest.result import read_report

@@ -10,18 +10,18 @@ import typer
 from sdflow.cli.needs import needs
 
 Folders = Annotated[
-    list[Path], typer.Argument(help="Pipeline folders that sdflow built. Requests name them.", metavar="PIPELINE...")
+    list[Path], typer.Argument(help="Pipeline folders; requests select one by its name.", metavar="PIPELINE...")
 ]
-Host = Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0: all of this machine's.")]
+Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every interface.")]
 KeyFile = Annotated[
     Path | None,
     typer.Option(
-        help="A file whose first line is the key that requests must bring.", metavar="FILE", show_default=False
+        help="File whose first line is the API key that requests must send.", metavar="FILE", show_default=False
     ),
 ]
-NoAuth = Annotated[bool, typer.Option("--no-auth", help="Listen beyond this machine without a key.")]
+NoAuth = Annotated[bool, typer.Option("--no-auth", help="Listen on other than loopback addresses without an API key.")]
 RequireVerified = Annotated[
-    bool, typer.Option("--require-verified", help="Refuse pipelines that were not verified when they were built.")
+    bool, typer.Option("--require-verified", help="Refuse pipelines that were not verified when built.")
 ]
 
 
@@ -29,103 +29,114 @@ RequireVerified = Annotated[
 def serve(
     pipeline: Folders,
     host: Host = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one, which the log names.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 picks a free one and logs it.")] = 8000,
     api_key_file: KeyFile = None,
     no_auth: NoAuth = False,
     loras: Annotated[
         Path | None,
-        typer.Option(help="A folder of .safetensors files that requests may name.", metavar="DIR", show_default=False),
+        typer.Option(help="Folder of LoRAs (.safetensors) that requests may use.", metavar="DIR", show_default=False),
     ] = None,
     lora_memory: Annotated[
         float,
-        typer.Option(min=0, help="GB for LoRAs: their sessions, and weights with them; the last ones asked for stay."),
+        typer.Option(min=0, help="Memory in GB for LoRA sessions; the most recently used stay loaded."),
     ] = 8.0,
     cache: Annotated[
-        Path, typer.Option("--cache", envvar="SDFLOW_CACHE", help="The cache that the pipelines were built with.")
+        Path, typer.Option("--cache", envvar="SDFLOW_CACHE", help="Cache folder that the pipelines were built with.")
     ] = Path("cache"),
     require_verified: RequireVerified = False,
     cors_origin: Annotated[
         list[str] | None,
-        typer.Option(help="Pages of this other server may ask here. Repeatable.", metavar="URL", show_default=False),
+        typer.Option(
+            help="Allow requests from pages of this origin (CORS). Repeatable.", metavar="URL", show_default=False
+        ),
     ] = None,
-    max_queue: Annotated[int, typer.Option(min=1, help="Images that are drawn or wait; more are refused (429).")] = 64,
+    max_queue: Annotated[
+        int, typer.Option(min=1, help="Most images running or queued; further requests get 429.")
+    ] = 64,
     deadline: Annotated[
-        float, typer.Option(min=0.1, help="Seconds that a request may take, its waiting included.")
+        float, typer.Option(min=0.1, help="Timeout of a request in seconds, including queueing.")
     ] = 600,
     stall: Annotated[
         float | None,
         typer.Option(
             min=1,
-            help="Seconds without progress after which the worker is killed and replaced. Default: ten times what loading and "
+            help="Seconds without progress before the worker is restarted. Default: ten times as long as loading and "
             "the first image took, at least 60.",
             show_default=False,
         ),
     ] = None,
-    max_images: Annotated[int, typer.Option(min=1, help="Images of a request.")] = 10,
-    max_steps: Annotated[int, typer.Option(min=1, help="Steps of an image.")] = 150,
+    max_images: Annotated[int, typer.Option(min=1, help="Most images per request.")] = 10,
+    max_steps: Annotated[int, typer.Option(min=1, help="Most steps per image.")] = 150,
     max_pixels: Annotated[
         int | None,
         typer.Option(
             min=64,
-            help="Most pixels of an image. Default: 16 times those that the model was made for, or what fits in memory as "
-            "measured at the start (the log and /v1/models say it); 4194304 for an image in a request.",
+            help="Most pixels per image. Default: 16 times the model's native size, or what fits in memory as "
+            "measured at startup (shown in the log and /v1/models); 4194304 for uploaded images.",
             show_default=False,
         ),
     ] = None,
-    max_body: Annotated[int, typer.Option(min=1024, help="Bytes of a request.")] = 32 << 20,
-    max_connections: Annotated[int, typer.Option(min=1, help="Most open connections; more get 503.")] = 512,
+    max_body: Annotated[int, typer.Option(min=1024, help="Most bytes per request.")] = 32 << 20,
+    max_connections: Annotated[int, typer.Option(min=1, help="Most open connections; further ones get 503.")] = 512,
     max_uploads: Annotated[
         int,
-        typer.Option(min=0, help="Most uploaded LoRAs; each stays until it is deleted or the server stops."),
+        typer.Option(min=0, help="Most uploaded LoRAs; each is kept until deleted or the server stops."),
     ] = 32,
-    max_upload_gb: Annotated[float, typer.Option(min=0, help="Most GB of disk for uploaded LoRAs.")] = 8.0,
+    max_upload_gb: Annotated[float, typer.Option(min=0, help="Disk space for uploaded LoRAs in GB.")] = 8.0,
     batch_sizes: Annotated[
         str | None,
         typer.Option(
-            help="Images that one run of the denoiser may be for. Default: those that a measurement at the start finds worth it.",
+            help="Batch sizes of the denoiser. Default: those that pay off in a measurement at startup.",
             metavar="1,2,4",
             show_default=False,
         ),
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Of the CPU.", show_default=False)] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.", show_default=False)] = None,
     lanes: Annotated[
         int | None,
         typer.Option(
             min=1,
             max=64,
-            help="Images or batches that are drawn side by side, each by its part of the CPU's threads. Default: as a "
-            "measurement at the start finds best.",
+            help="Batches to run in parallel, each on its share of the CPU threads. Default: the fastest in a "
+            "measurement at startup.",
             show_default=False,
         ),
     ] = None,
     checker: Annotated[
-        bool, typer.Option("--safety-checker/--no-safety-checker", help="Blacken what it flags, if there is one.")
+        bool,
+        typer.Option(
+            "--safety-checker/--no-safety-checker",
+            help="Black out images that the safety checker flags, if there is one.",
+        ),
     ] = True,
     check: Annotated[
-        bool, typer.Option("--check/--no-check", help="Hold the models' files to the digests of the build first.")
+        bool, typer.Option("--check/--no-check", help="Verify the pipelines' files against their digests first.")
     ] = True,
-    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log, too.")] = False,
-    open_page: Annotated[bool, typer.Option("--open", help="Open the server's page in the browser.")] = False,
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Include prompts in the log.")] = False,
+    open_page: Annotated[bool, typer.Option("--open", help="Open the web page in the browser.")] = False,
     on: Annotated[
         str | None,
-        typer.Option("--on", help="Serve on the Ray cluster of this machine or of RAY_ADDRESS: ray.", metavar="ray"),
+        typer.Option("--on", help="Serve on Ray: the cluster of this machine or of RAY_ADDRESS.", metavar="ray"),
     ] = None,
     replicas: Annotated[
         str | None,
-        typer.Option(help="With --on: how many draw; from and to follows the queue. Default: 1.", metavar="MIN:MAX"),
+        typer.Option(help="With --on: number of replicas, or a range to scale in. Default: 1.", metavar="MIN:MAX"),
     ] = None,
     gpus: Annotated[
-        float | None, typer.Option(min=0, help="With --on: GPUs of each replica; 0.5: a half. Default: 0.")
+        float | None, typer.Option(min=0, help="With --on: GPUs per replica; may be a fraction. Default: 0.")
     ] = None,
     queue: Annotated[
         int | None,
-        typer.Option(min=1, help="With --on: images for each replica, at which another is started. Default: 4."),
+        typer.Option(min=1, help="With --on: queued images per replica that start another. Default: 4."),
     ] = None,
     take_over: Annotated[
-        bool, typer.Option("--take-over", help="With --on: take the place of the sdflow that runs there.")
+        bool, typer.Option("--take-over", help="With --on: replace the sdflow deployment already running there.")
     ] = False,
 ) -> None:
-    """Draw for others: a page at /, OpenAI's images API at /v1, requests that share each run of the denoiser, /metrics."""
+    """Serve pipelines over HTTP.
+
+    A web page at /, OpenAI's images API at /v1, metrics at /metrics. Concurrent requests are batched.
+    """
     from sdflow.serve.http.app import Settings
     from sdflow.serve.http.loras import Loras
     from sdflow.serve.http.served_model import read_all_served

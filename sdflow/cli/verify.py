@@ -29,6 +29,8 @@ def verify_all(
     propose: bool = False,
     run_on: str | None = None,
     memory: int | None = None,
+    quiet: bool = False,
+    verbose: bool = False,
 ) -> None:
     """Verify each and print the verdicts. Raises VerificationError at the end when one does not pass.
 
@@ -49,7 +51,8 @@ def verify_all(
     fixes: dict[str, list[Fix]] = {}
     for path in paths:
         for subject, spec in _subjects(path, cache, load, targets, full, out):
-            with progress_view() as view:
+            with progress_view(quiet=quiet, verbose=verbose) as view:
+                view.doing(f"{subject.name} verify", "starting")
                 verified = verify(
                     subject,
                     spec,
@@ -58,12 +61,13 @@ def verify_all(
                     fresh=fresh,
                     run_on=run_on,
                     memory=memory,
-                    progress=lambda phrase, name=subject.name, view=view: view.note(f"{name}: {phrase}"),  # type: ignore[misc]
+                    progress=lambda phrase, name=subject.name, view=view: view.doing(f"{name} verify", phrase),  # type: ignore[misc]
                 )
+                view.doing(f"{subject.name} verify", "")
                 if propose and (verified.result.overflowing or verified.result.beyond_stated):
                     fixes[subject.name] = fix(subject, spec, verified.result, cache, view)
             done.append(verified)
-    print_verifications([each.result for each in done], as_json=as_json, fixes=fixes)
+    print_verifications([each.result for each in done], as_json=as_json, fixes=fixes, quiet=quiet, verbose=verbose)
     if html is not None:  # after the verdicts: they must not be lost where a report cannot be written
         for index, verified in enumerate(done):
             write_html(verified, html if len(done) == 1 else html.with_stem(f"{html.stem}-{index + 1}"))

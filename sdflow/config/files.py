@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from sdflow.config.documents import chains_of, merge_documents, overlay
 from sdflow.config.fields import WORKFLOW
 from sdflow.config.merge import expect_kind
 from sdflow.config.nodes import MAX_BYTES, Node, YamlList, YamlMap, YamlScalar, decode, parse
+from sdflow.config.not_workflows import not_a_file, weights
 from sdflow.config.patch import names_of
 from sdflow.config.problems import Problems, nearest
 from sdflow.config.workflow import Mark
-from sdflow.disk.input_file import is_there, open_input
+from sdflow.disk.alike import alike
+from sdflow.disk.input_file import is_regular, is_there, open_input
 from sdflow.disk.shipped import shipped_workflow, shipped_workflows
 
 _MAX_EXTENDS = 32  # files above one another
+_SUFFIXES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
@@ -124,8 +127,14 @@ class Files:
             if len(above) >= _MAX_EXTENDS:
                 self.problems.add(asked, f"more than {_MAX_EXTENDS} files extend one another")
                 return None
-            with open_input(path) as file:
-                data = file.read(MAX_BYTES + 1)
+            found = None if asked.line else not_a_file(path)
+            if found is None:
+                with open_input(path) as file:
+                    data = file.read(MAX_BYTES + 1)
+                found = None if asked.line else weights(path, data)
+            if found is not None:
+                self.problems.add(asked, *found)
+                return None
         except (OSError, ValueError, RuntimeError) as error:  # ValueError: a NUL in the path; RuntimeError: a link loop
             self._report_unreadable(path, asked, error)
             return None
@@ -159,7 +168,7 @@ class Files:
 
     def _report_unreadable(self, path: Path, asked: Mark, error: Exception) -> None:
         if isinstance(error, FileNotFoundError):
-            self.problems.add(asked, f"there is no file {str(path)!r}", nearest_sibling(path))
+            self.problems.add(asked, f"there is no file {str(path)!r}", nearest_sibling(path, workflow=True))
         else:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             self.problems.add(asked, f"cannot read {str(path)!r}: {reason}")
@@ -193,13 +202,30 @@ def _found(folder: Path, reference: str) -> Path:
     return written if is_there(written) else shipped_workflow(reference) or written
 
 
-def nearest_sibling(path: Path) -> str | None:
-    """A remedy for a path that does not exist: the most similar name in its folder, or the folder that is missing."""
+def workflow_file(path: Path) -> Path:
+    """The file that a command's argument names: a path, or the name of a workflow that ships with sdflow, as sd15."""
+    if path.suffix or is_regular(path):
+        return path
+    name = path.as_posix()
+    return shipped_workflow(f"base/{name}.yaml") or shipped_workflow(f"{name}.yaml") or path
+
+
+def nearest_sibling(path: Path, *, workflow: bool = False) -> str | None:
+    """A remedy for a path that does not exist: the most similar name in its folder, or the folder that is missing.
+
+    workflow: the path was to be a workflow's; it may be meant for one that ships with sdflow.
+    """
     try:
         if path.parent.name == "base" and (shipped := nearest(f"base/{path.name}", shipped_workflows())):
             return shipped
+        ships = alike(path.name, (PurePath(name).stem for name in shipped_workflows())) if workflow else None
+        if workflow and shipped_workflow(f"base/{path.stem}.yaml") is not None:
+            ships = path.stem
         if not path.parent.is_dir():
-            return f"there is no folder {str(path.parent)!r} either"
-        return nearest(path.name, sorted(entry.name for entry in path.parent.iterdir()))
+            missing = f"there is no folder {str(path.parent)!r} either"
+            return missing if ships is None else f"{missing}; {ships!r} ships with sdflow"
+        names = sorted(each.name for each in path.parent.iterdir())
+        found = alike(path.name, (name for name in names if name.lower().endswith(_SUFFIXES) == workflow))
+        return f"did you mean {found!r}?" if found else ships and f"did you mean {ships!r}, which ships with sdflow?"
     except (OSError, ValueError):
         return None

@@ -18,7 +18,7 @@ from sdflow.config.fields import (
     REFINER,
     WORKFLOW,
 )
-from sdflow.config.files import Files
+from sdflow.config.files import Files, workflow_file
 from sdflow.config.matrix import Cell, cells
 from sdflow.config.merge import expect_kind
 from sdflow.config.named import Named
@@ -35,12 +35,13 @@ def load_workflow(
 ) -> Workflow:
     """Read, merge and check a workflow.
 
-    overrides: `key=value`, as given to `--set`. targets: what to build for, in place of what the workflow says.
+    path: a file, or the name of a workflow that ships with sdflow, as sd15. overrides: `key=value`, as given to `--set`.
+    targets: what to build for, in place of what the workflow says.
     Raises WorkflowError with every problem that was found.
     """
     problems = Problems()
     files = Files(problems)
-    path = Path(path)
+    path = workflow_file(Path(path))
     document = files.load(path)
     changes = parse_overrides(overrides, problems)
     document = apply(document, [change for change in changes if not change.after_overlay], problems)

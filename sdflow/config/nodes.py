@@ -18,6 +18,7 @@ import yaml
 
 from sdflow.config.problems import Problems
 from sdflow.config.workflow import Mark
+from sdflow.config.yaml_words import in_words
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 20_000
@@ -132,14 +133,13 @@ def parse(text: str, file: str, problems: Problems, *, at: Mark | None = None, l
             if not builder.take(event):
                 return None
     except yaml.MarkedYAMLError as error:
-        mark = builder.mark(error.problem_mark or error.context_mark)
-        last = _place(file, text.rstrip())
+        said = in_words(text, error)
+        mark, last = builder.mark(said.mark), _place(file, text.rstrip())
         mark = mark if at or mark <= last else last
         if _is_tab(text, error):
             problems.add(mark, "a tab, where YAML takes only spaces", "indent with spaces")
             return None
-        context = f" ({error.context})" if error.context else ""
-        problems.add(mark, f"not valid YAML: {error.problem or 'syntax error'}{context}")
+        problems.add(mark, f"not valid YAML: {said.message}", said.remedy)
         return None
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         # The readers and PyYAML's scanner in Python, on escapes and directives that mean no character or number.

@@ -10,6 +10,7 @@ from sdflow.config.fields import AdapterFields, LoraFields
 from sdflow.config.files import nearest_sibling
 from sdflow.config.merge import expect_kind
 from sdflow.config.nodes import Node, YamlMap, YamlScalar, shortened
+from sdflow.config.not_workflows import hub_repository
 from sdflow.config.options import check
 from sdflow.config.problems import Problems, nearest
 from sdflow.config.workflow import LoraSpec, Mark
@@ -131,7 +132,10 @@ def _resolve(text: str, folder: Path, mark: Mark, problems: Problems) -> Path | 
         path = folder / Path(text).expanduser()
         if path.exists():
             return Path(path.absolute())
-        problems.add(mark, f"there is no file or folder {shortened(text)!r}", nearest_sibling(path))
+        remedy = nearest_sibling(path)
+        if (repository := hub_repository(text)) and not path.parent.is_dir():
+            remedy = f"write hf:{repository} for the repository on the hub"
+        problems.add(mark, f"there is no file or folder {shortened(text)!r}", remedy)
     except (OSError, ValueError, RuntimeError) as error:  # a NUL, a name too long, an unknown ~user
         problems.add(mark, f"not a path: {shortened(text)!r} ({error})")
     return None

@@ -32,8 +32,7 @@ class Settings:
     prompt_syntax: Annotated[
         PromptSyntax,
         Parameter(
-            "How prompts are read. plain: all of it is text, 75 tokens of it. a1111: (word:1.3), ((word)), [word], BREAK, "
-            "any length.",
+            "Prompt syntax. plain: text only, up to 75 tokens. a1111: (word:1.3), ((word)), [word], BREAK, any length.",
             metavar="plain|a1111",
             served=True,
         ),
@@ -51,8 +50,8 @@ class Settings:
     reuse: Annotated[
         Mapping[str, float] | None,
         Parameter(
-            "An approximation: of so many steps one is whole, and its deep features serve the others. layers=1 sets how many "
-            "of the outermost layers run in every step.",
+            "Approximation: compute the deep layers only every so many steps and reuse them in between. layers=1 sets how "
+            "many of the outermost layers run in every step.",
             otherwise="the workflow's, else off",
             metavar="every=2,from=0.1,to=0.9|off",
             read=partial(parse, "--reuse"),
@@ -62,7 +61,7 @@ class Settings:
     guidance_interval: Annotated[
         Mapping[str, float] | None,
         Parameter(
-            "An approximation: the part of the steps that have guidance.",
+            "Approximation: use guidance only in this fraction of the steps.",
             otherwise="the workflow's, else all",
             metavar="from=0.1,to=0.8|off",
             read=partial(parse, "--guidance-interval"),
@@ -85,7 +84,7 @@ class Settings:
     guidance_scale: Annotated[
         float | None,
         Parameter(
-            "How strongly the prompt guides; up to 1 there is no guidance.",
+            "Guidance scale; at most 1 turns guidance off.",
             least=0,
             most=1000,
             otherwise="the model's, 7.5 or for SDXL 5",
@@ -97,7 +96,7 @@ class Settings:
     strength: Annotated[
         float | None,
         Parameter(
-            "The part of the steps that the image goes through.",
+            "Fraction of the steps to run on the image.",
             above=0,
             most=1,
             otherwise="the model's, 0.8 or for SDXL 0.3; 1 with a mask",
@@ -110,7 +109,7 @@ class Settings:
     eta: Annotated[
         float | None,
         Parameter(
-            "How much noise DDIM and TCD add in a step.",
+            "Noise that DDIM and TCD add in each step.",
             least=0,
             most=1,
             otherwise="the model's",
@@ -122,7 +121,7 @@ class Settings:
     scheduler: Annotated[
         SchedulerName | None,
         Parameter(
-            "ddim, euler, euler_a, each also as ..._trailing, dpm++_2m, unipc, lcm, tcd, pndm; for flow matching flow_euler.",
+            "Scheduler: ddim, euler or euler_a, each also with _trailing; dpm++_2m, unipc, lcm, tcd, pndm; flow_euler.",
             otherwise="the pipeline's",
             call="-",
             recorded=False,
@@ -142,12 +141,16 @@ class Settings:
             served=True,
         ),
     ] = None
-    height: Annotated[int | None, Parameter("Pixels.", least=1, otherwise="the model's own", recorded=False)] = None
-    width: Annotated[int | None, Parameter("Pixels.", least=1, otherwise="the model's own", recorded=False)] = None
+    height: Annotated[
+        int | None, Parameter("Height in pixels.", least=1, otherwise="the model's own", recorded=False)
+    ] = None
+    width: Annotated[
+        int | None, Parameter("Width in pixels.", least=1, otherwise="the model's own", recorded=False)
+    ] = None
     mask_blur: Annotated[
         float,
         Parameter(
-            "Pixels over which the drawing fades into what the mask keeps.",
+            "Width of the blend at the edge of the mask.",
             least=0,
             most=MOST_BLUR,
             metavar="PIXELS",
@@ -159,16 +162,16 @@ class Settings:
     whole: Annotated[
         bool,
         Parameter(
-            "Leave what the mask keeps as the VAE decodes it, slightly changed, as diffusers does.",
+            "Keep the decoded pixels outside the mask, slightly changed, as diffusers does.",
             needs="mask",
             served=True,
         ),
     ] = False
-    guess_mode: Annotated[bool, Parameter("ControlNets guess what the image shows; the prompt may be empty.")] = False
+    guess_mode: Annotated[bool, Parameter("Let ControlNets guess the content; the prompt may be empty.")] = False
     refiner_start: Annotated[
         float | None,
         Parameter(
-            "The part of the denoising at which the refiner takes over; 1: not at all.",
+            "Fraction of the denoising after which the refiner takes over; 1 turns it off.",
             above=0,
             most=1,
             otherwise="0.8",

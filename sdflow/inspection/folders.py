@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from sdflow.artifact import CONFIG_FILE, INDEX_FILE
 from sdflow.errors import CheckpointError, SdflowError
 from sdflow.families import FAMILIES, family_of_index
+from sdflow.families.shared.base import Family
 from sdflow.families.shared.schedulers import prediction
 from sdflow.inspection.contents import Contents, precision_of, read_contents
 from sdflow.inspection.description import BUILT, PIPELINE, Description
@@ -49,17 +51,9 @@ def inspect_built(folder: Path) -> Description:
 def inspect_pipeline(folder: Path) -> Description:
     """A folder with a model_index.json. Raises CheckpointError where that is damaged."""
     index = read_config(folder / INDEX_FILE)
-    name = index.get("_class_name")
     family = family_of_index(index)
     if family is None:
-        known = ", ".join(name for each in FAMILIES.values() for name in each.classes)
-        return Description(
-            str(folder),
-            UNKNOWN,
-            precision=precision_of(_every(folder)),
-            details={"class": name},
-            notes=(f"A pipeline of class {name!r} is not known to sdflow. Known are {known}.",),
-        )
+        return _of_no_family(str(folder), index, precision_of(_every(folder)))
     configs: dict[str, Any] = {}
     contents: list[Contents] = []
     missing, notes, pickled = [], [], False
@@ -80,23 +74,10 @@ def inspect_pipeline(folder: Path) -> Description:
         there = [part.name for component in configs for part in family.components[component]]
         if companion.wanted(there) and not (folder / name / companion.file).is_file():
             missing.append(name.replace("_", " "))
-    architectures = architectures_of(family, configs, _prediction(folder))
-    architecture, title, base = None, family.title, None
-    if architectures:
-        architecture = architectures[0]
-        title, base = title_of(architecture), base_of(architecture)
-    elif not missing:
-        title, base = family.title_of(by_part(family, configs)), chains_of(family, configs)
-        notes.append("Its configurations are those of none of the architectures that sdflow ships; none is needed.")
+    known = _known(family, configs, _prediction(folder), whole=not missing)
+    notes += known.notes
     others = {name: family.components[name][0].of(configs[name]).model for name in classes_of_others(family, configs)}
-    more: dict[str, str] = {
-        name: fitting for name in others if (fitting := architecture_alone(name, configs[name])) is not None
-    }
-    notes += [
-        f"Its {name} is an {others[name].class_name} of other sizes than shipped." for name in others.keys() - more
-    ]
-    bases = () if base is None else (base, *map(base_of, more.values()))
-    lines = model_lines(bases, str(folder)) if bases and not missing else None
+    lines = model_lines(known.bases, str(folder)) if known.bases and not missing else None
     if lines and pickled:
         lines += "allow_pickle: true\n"
     classes = {name: model.class_name for name, model in others.items()}
@@ -104,14 +85,78 @@ def inspect_pipeline(folder: Path) -> Description:
     return Description(
         str(folder),
         PIPELINE,
-        (title,),
-        architecture,
+        (known.title,),
+        known.architecture,
         precision_of(contents),
         tuple(missing),
         details,
         tuple(notes),
         lines,
     )
+
+
+def inspect_repository(folder: Path, reference: str) -> Description:
+    """A pipeline of the hub by its configurations alone, which lie in the folder: its weights were not looked at.
+
+    Raises CheckpointError where they are damaged.
+    """
+    index = read_config(folder / INDEX_FILE)
+    family = family_of_index(index)
+    if family is None:
+        return _of_no_family(reference, index, None)
+    wanted = {name: index.get(name) for name in family.components}
+    named = [name for name, each in wanted.items() if isinstance(each, list) and each and each[0]]
+    configs = {name: read_config(folder / name / CONFIG_FILE) for name in named}
+    missing = tuple(
+        name.replace("_", " ")
+        for name, parts in family.components.items()
+        if name not in named and not parts[0].optional
+    )
+    known = _known(family, configs, _prediction(folder), whole=not missing)
+    lines = model_lines(known.bases, reference) if known.bases and not missing else None
+    details = {"class": index["_class_name"], **_size(configs)}
+    return Description(
+        reference, PIPELINE, (known.title,), known.architecture, None, missing, details, tuple(known.notes), lines
+    )
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What the configurations of a pipeline say that it is. bases: the workflows with its chains."""
+
+    title: str
+    architecture: str | None
+    bases: tuple[str, ...]
+    notes: list[str]
+
+
+def _known(family: Family, configs: Mapping[str, Any], predicted: str | None, *, whole: bool) -> _Known:
+    architectures = architectures_of(family, configs, predicted)
+    architecture, title, base = None, family.title, None
+    notes = []
+    if architectures:
+        architecture = architectures[0]
+        title, base = title_of(architecture), base_of(architecture)
+    elif whole:
+        title, base = family.title_of(by_part(family, configs)), chains_of(family, configs)
+        notes.append("Its configurations are those of none of the architectures that sdflow ships; none is needed.")
+    others = classes_of_others(family, configs)
+    more: dict[str, str] = {
+        name: fitting for name in others if (fitting := architecture_alone(name, configs[name])) is not None
+    }
+    notes += [
+        f"Its {name} is an {family.components[name][0].of(configs[name]).model.class_name} of other sizes than shipped."
+        for name in others
+        if name not in more
+    ]
+    return _Known(title, architecture, () if base is None else (base, *map(base_of, more.values())), notes)
+
+
+def _of_no_family(path: str, index: Mapping[str, Any], precision: str | None) -> Description:
+    name = index.get("_class_name")
+    known = ", ".join(name for each in FAMILIES.values() for name in each.classes)
+    notes = (f"A pipeline of class {name!r} is not known to sdflow. Known are {known}.",)
+    return Description(path, UNKNOWN, precision=precision, details={"class": name}, notes=notes)
 
 
 def inspect_component(folder: Path) -> Description:

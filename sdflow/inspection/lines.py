@@ -16,6 +16,8 @@ from sdflow.sources.recognition import Recognized
 TARGET = "cpu"
 USUAL = "sd15"
 """The architecture of a workflow where nothing says which model it is for."""
+UNNAMED_MODEL = "hf:owner/name"
+"""Stands for a model that the user has to name."""
 
 
 def by_part(family: Family, configs: Mapping[str, Config]) -> dict[str, Config]:
@@ -78,6 +80,25 @@ def component_lines(architecture: str, component: str, reference: str) -> str:
     alone = architecture in COMPONENT_ARCHITECTURES
     over = f"[{base_of(USUAL)}, {base_of(architecture)}]" if alone else base_of(architecture)
     return f"extends: {over}\ntarget: {TARGET}\ncomponents: {{{component}: {quoted(reference)}}}\n"
+
+
+def partial_lines(architecture: str, held: Sequence[str], file: str) -> str:
+    """For the components that a file holds of a model, beside a folder or repository with the others: that of the base, or
+    `UNNAMED_MODEL`."""
+    base = base_of(architecture)
+    model = (
+        "" if model_of(base) is not None else f"model: {UNNAMED_MODEL}    # a folder or repository that has the rest\n"
+    )
+    components = ", ".join(f"{component}: {quoted(file)}" for component in held)
+    return f"extends: {base}\n{model}target: {TARGET}\ncomponents: {{{components}}}\n"
+
+
+def model_of(base: str) -> str | None:
+    """The model that a shipped workflow names itself; None for one of chains alone."""
+    path = shipped_workflow(base)
+    assert path is not None
+    model: str | None = yaml.safe_load(path.read_text(encoding="utf-8")).get("model")
+    return model
 
 
 def adapter_lines(architecture: str, reference: str) -> str:

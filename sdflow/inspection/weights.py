@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from sdflow.errors import CheckpointError
 from sdflow.families import ARCHITECTURES, family_of_architecture
+from sdflow.families.shared.base import Family
 from sdflow.families.shared.few_steps import known_model, spelled
 from sdflow.inspection.adapters import details_from_metadata
 from sdflow.inspection.contents import Contents
@@ -17,6 +18,7 @@ from sdflow.inspection.lines import (
     lines_for_component,
     model_lines,
     net_lines,
+    partial_lines,
     titles_of,
 )
 from sdflow.models.image_encoder import projection_of, read_width, token_count
@@ -61,7 +63,8 @@ def inspect_weights(contents: Contents, found: Recognized) -> Description:
 
 def _checkpoint(contents: Contents, found: Recognized) -> Description:
     path, architecture = str(contents.path), found.architectures[0]
-    wanted = [name for name, parts in family_of_architecture(architecture).components.items() if not parts[0].optional]
+    family = family_of_architecture(architecture)
+    wanted = [name for name, parts in family.components.items() if not parts[0].optional]
     missing = tuple(name.replace("_", " ") for name in wanted if name not in found.components)
     notes: tuple[str, ...] = ()
     try:
@@ -69,12 +72,24 @@ def _checkpoint(contents: Contents, found: Recognized) -> Description:
         architecture, notes = choose(contents.path, found.architectures, said, None)
     except CheckpointError as error:
         notes = (f"{error.what}.", *([error.remedy] if error.remedy else []))
-    lines = None if missing else model_lines([base_of(architecture)], path) + _pickles(contents)
+    held, lines = _held_of(family, found), None
+    if not missing:
+        lines = model_lines([base_of(architecture)], path)
+    elif held:
+        lines = partial_lines(architecture, held, path)
+        notes += (f"Its {' and '.join(held)} can be taken from it, in place of those of a folder or repository.",)
+    lines = None if lines is None else lines + _pickles(contents)
     few = known_model([contents.path.name])
     details = {} if few is None else {DRAWS_WITH: f"{spelled(few.changes())} ({few.what})"}
     return Description(
         path, CHECKPOINT, titles_of([architecture]), architecture, contents.precision, missing, details, notes, lines
     )
+
+
+def _held_of(family: Family, found: Recognized) -> tuple[str, ...]:
+    """The components that a workflow may take from a file that is not a whole checkpoint; none if it lacks one of them."""
+    held = tuple(name for name in family.exchangeable if name in found.components)
+    return held if len(held) == len(family.exchangeable) else ()
 
 
 def _component(contents: Contents, found: Recognized) -> Description:

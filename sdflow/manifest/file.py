@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from sdflow.disk.alike import alike
 from sdflow.disk.input_file import read_json
 from sdflow.errors import UsageError
 from sdflow.families import DEFAULT
@@ -85,9 +86,9 @@ def read_manifest(folder: Path) -> Manifest:
         value = read_json(path)
     except OSError as error:
         cause = "" if isinstance(error, FileNotFoundError) else f": {error.strerror or error}"
-        raise UsageError(
-            f"this is no pipeline of sdflow{cause}", where=str(path), remedy="Build one: sdflow run."
-        ) from error
+        meant = None if cause else _meant(folder)
+        remedy = "Build one: sdflow run." if meant is None else f"Did you mean {meant}?"
+        raise UsageError(f"this is no pipeline of sdflow{cause}", where=str(path), remedy=remedy) from error
     except ValueError as error:
         raise UsageError(
             f"is damaged: {error}", where=str(path), remedy="Run the pipeline's workflow again."
@@ -97,6 +98,22 @@ def read_manifest(folder: Path) -> Manifest:
             "this is no pipeline of sdflow: no format_version", where=str(path), remedy="Build one: sdflow run."
         )
     return from_json(value, str(path))
+
+
+def _meant(folder: Path) -> Path | None:
+    """The pipeline that a folder which is none was meant to be: of this name in pipelines/, where `sdflow run` puts them, or of
+    a similar one there or beside it."""
+    built = Path("pipelines")
+    try:
+        if not folder.is_absolute() and (built / folder / MANIFEST_FILE).is_file():
+            return built / folder
+        for place in dict.fromkeys((folder.parent, built)):
+            found = sorted(each.parent.name for each in place.glob(f"*/{MANIFEST_FILE}")) if place.is_dir() else ()
+            if (name := alike(folder.name, found)) is not None:
+                return place / name
+    except (OSError, ValueError):
+        return None
+    return None
 
 
 def _require_format(found: object, where: str) -> None:

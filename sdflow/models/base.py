@@ -147,13 +147,15 @@ class Original:
     """Location of a parameter in a checkpoint file in the original layout.
 
     name: of the tensor. part, parts: the parameter is this one of so many equal slices of the tensor's rows (q, k and v in
-    one matrix). transposed: stored transposed. swapped: stored with the two halves of its rows exchanged. identity: not stored
-    at all; the parameter is the identity matrix.
+    one matrix). taken: it spans so many of these slices, from `part` on (a matrix four times as high behind q, k and v).
+    transposed: stored transposed. swapped: stored with the two halves of its rows exchanged. identity: not stored at all; the
+    parameter is the identity matrix.
     """
 
     name: str
     part: int = 0
     parts: int = 1
+    taken: int = 1
     transposed: bool = False
     swapped: bool = False
     identity: bool = False

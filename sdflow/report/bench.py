@@ -11,31 +11,80 @@ from sdflow.bench.engines import Chosen
 from sdflow.bench.result import BenchResult
 from sdflow.bench.table import TABLE, about, table
 from sdflow.bench.tune import TuneResult
-from sdflow.report.output import print_json, print_table, put
+from sdflow.report.bars import BARS, LEAST, bars, room_beside
+from sdflow.report.output import print_json, print_table, put, put_verdict
 
-_LEFT = ("engine", "type", "image")
+_LEFT = ("engine", "type", "image", BARS)
+_UNITS = dict.fromkeys(("median", "mean", "p90", "p99", "text", "step", "decoder", "first"), "ms")
 
 
-def print_bench(result: BenchResult, files: Sequence[Path], *, as_json: bool = False) -> None:
-    """A table for each case, then what did not run, what it holds for, and what is wrong."""
+def print_bench(
+    result: BenchResult, files: Sequence[Path], *, as_json: bool = False, quiet: bool = False, verbose: bool = False
+) -> None:
+    """A table for each case, then what did not run, what it holds for, and what is wrong. quiet: the tables alone. verbose: all
+    columns, and everything that it holds for."""
     if as_json:
         content = result.to_json()
         print_json(content.pop("kind"), {**content, "files": [str(path) for path in files]})
         return
-    right = [name for name in TABLE if name not in _LEFT]
     for index, case in enumerate(result.cases):
-        baseline = result.baseline(index)
-        title = f"{case}: milliseconds a call; ratio to {baseline.name if baseline else 'nothing: it did not run'}"
-        print_table(title, TABLE, list(table(result, index)), right)
-    for each in result.engines:
-        if each.reason:
-            put(f"{each.name}: {each.status}: {each.reason}")
-    for name, value in about(result):
-        put(f"{name}: {value}")
+        if verbose:
+            baseline = result.baseline(index)
+            heads = [f"{name} {_UNITS[name]}" if name in _UNITS else name for name in TABLE]
+            title = f"{case}, fastest first; ratio to {baseline.name if baseline else 'nothing: it did not run'}"
+            right = [name for name in heads if name not in _LEFT]
+            print_table(title, heads, list(table(result, index)), right)
+        else:
+            _print_case(result, index)
+    if not quiet:
+        for each in result.engines:
+            if each.reason:
+                put(f"{each.name}: {each.status}: {each.reason}")
+        for name, value in about(result):
+            if verbose or name not in ("versions", "settings"):
+                put(f"{name}: {value}")
     for path in files:
         put(path)
     if result.wrong:
-        put(f"WRONG images: {', '.join(result.wrong)}")
+        put_verdict("", f"WRONG images: {', '.join(result.wrong)}")
+
+
+def _print_case(result: BenchResult, index: int) -> None:
+    """The engines of a case, the fastest first, as it fits 80 columns; on a terminal with a bar for each."""
+    found = [(each, measured) for each in result.measured if (measured := each.cases[index]) is not None]
+    found.sort(key=lambda pair: pair[1].image.median_ms)
+    rows = []
+    for engine, measured in found:
+        memory = engine.device_bytes if engine.device_bytes is not None else engine.host_bytes
+        rows.append(
+            [
+                engine.name,
+                engine.dtype,
+                f"{measured.image.median_ms:.4g}"
+                if measured.image.median_ms < 1000
+                else f"{measured.image.median_ms:.0f}",
+                f"{measured.image.median_ms / found[0][1].image.median_ms:.2f}x",
+                f"{measured.images_per_second:.3g}",
+                "" if memory is None else f"{memory / 1e6:.0f}",
+                measured.verdict,
+            ]
+        )
+    columns = ["engine", "type", "median ms", "of fastest", "images/s", "memory MB", "image"]
+    medians = [measured.image.median_ms for _, measured in found]
+    room = room_beside(columns, rows)
+    if 0 < room < LEAST:  # a bar says more than the rate, which follows from the median
+        rate = columns.index("images/s")
+        columns, rows = _without(columns, rate), [_without(row, rate) for row in rows]
+        room = room_beside(columns, rows)
+    if (drawn := bars(medians, room)) is not None:
+        columns.append(BARS)
+        rows = [[*row, bar] for row, bar in zip(rows, drawn, strict=True)]
+    right = [name for name in columns if name not in _LEFT]
+    print_table(f"{result.cases[index]}, fastest first", columns, rows, right, below=("memory MB", "images/s", "type"))
+
+
+def _without(cells: Sequence[str], index: int) -> list[str]:
+    return [*cells[:index], *cells[index + 1 :]]
 
 
 def print_engines(chosen: Sequence[Chosen], *, as_json: bool = False) -> None:
@@ -52,7 +101,7 @@ def print_engines(chosen: Sequence[Chosen], *, as_json: bool = False) -> None:
 
 
 def print_comparison(result: Comparison, *, as_json: bool = False) -> None:
-    """Median milliseconds of two runs, engine by engine, and in what the runs differ."""
+    """Median milliseconds of two runs, engine by engine, and how the runs differ."""
     if as_json:
         rows = [{**asdict(row), "ratio": row.ratio} for row in result.rows]
         print_json("bench-comparison", {**asdict(result), "rows": rows})
@@ -71,7 +120,7 @@ def print_comparison(result: Comparison, *, as_json: bool = False) -> None:
     columns = ("engine", "case", "before ms", "after ms", "ratio", "image")
     print_table("", columns, rows_, ("before ms", "after ms", "ratio"))
     if result.differences:
-        put("FORCED: these runs were not made alike, the ratios say little:")
+        put("FORCED: machine or settings differ between these runs, so the ratios mean little:")
     for difference in (*result.differences, *result.pipeline):
         put(f"  {difference}")
 

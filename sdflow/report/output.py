@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from sdflow.printable import columns_of, fitted, in_one_line
+from sdflow.errors import SdflowError, WorkflowError
+from sdflow.printable import columns_of, fitted, in_one_line, takes_colour
 
 FORMAT_VERSION = 1
 LEAST_WRAPPED = 24
@@ -16,9 +18,55 @@ GAP = 2
 """Columns between those of a table, and before the first."""
 
 
+_printed: list[str] = []
+
+
 def print_json(kind: str, content: Mapping[str, Any]) -> None:
     """One JSON document with its format version and what it is."""
+    _printed.append(kind)
     print(json.dumps({"format_version": FORMAT_VERSION, "kind": kind, **content}, indent=2))
+
+
+def print_error(error: SdflowError) -> None:
+    """The failure of a command as its JSON document, unless it has printed one already: a verification that fails, for one, is
+    in its own."""
+    if _printed:
+        return
+    content: dict[str, Any] = {"where": error.where, "what": error.what, "remedy": error.remedy}
+    if isinstance(error, WorkflowError):
+        first = error.problems[0]
+        place = f"{first.file}:{first.line}:{first.column}" if first.line else first.file
+        content = {"where": place, "what": first.message, "remedy": first.remedy}
+        content["problems"] = [asdict(problem) for problem in error.problems]
+    print_json("error", {**content, "exit_status": error.exit_code})
+
+
+VERDICTS = ("", "image", "verdict", "state")
+"""Columns whose cells are verdicts, and coloured as such."""
+COLOURS = {
+    **dict.fromkeys(("passed", "right", "within", "running", "built"), "32"),
+    **dict.fromkeys(("FAILED", "failed", "WRONG", "broken", "died"), "1;31"),
+    **dict.fromkeys(("missed", "skipped", "unavailable", "unsteady", "approximation"), "33"),
+}
+"""First word of a verdict -> its colour, as a terminal takes it: green, red and yellow."""
+
+
+def coloured(text: str) -> str:
+    """A verdict in its colour, where standard output is a terminal that shows colours."""
+    words = text.split(maxsplit=1)
+    colour = COLOURS.get(words[0].rstrip(":,")) if words else None
+    return f"\x1b[{colour}m{text}\x1b[0m" if colour and takes_colour(sys.stdout) else text
+
+
+def put_verdict(text: str, verdict: str) -> None:
+    """A line as `put` prints it that ends in a verdict."""
+    lines = [in_one_line(f"{text}{verdict}")]
+    if (columns := columns_of(sys.stdout)) is not None:
+        lines = fitted(lines[0], columns)
+    if lines[-1].endswith(verdict):
+        lines[-1] = lines[-1].removesuffix(verdict) + coloured(verdict)
+    for line in lines:
+        print(line)
 
 
 def put(*lines: object, wrap: bool = True) -> None:
@@ -106,7 +154,8 @@ def _line(
     padded = []
     for text, i in zip(texts, kept, strict=True):
         space = " " * (widths[i] - _length(text))
-        padded.append(space + text if columns[i] in right else text + space)
+        shown = coloured(text) if columns[i] in VERDICTS else text
+        padded.append(space + text if columns[i] in right else shown + space)
     return f"{' ' * GAP}{(' ' * GAP).join(padded)}".rstrip()
 
 

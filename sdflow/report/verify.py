@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from sdflow.report.output import print_json, print_table, put
+from sdflow.report.output import print_json, print_table, put, put_verdict
 from sdflow.units import spell_seconds
 from sdflow.verify.kinds import kinds
 from sdflow.verify.result import spell_limit
@@ -15,8 +15,15 @@ if TYPE_CHECKING:
     from sdflow.verify.result import OutputVerdict, SubmodelVerdict, Verification
 
 
-def print_verifications(results: Sequence[Verification], *, as_json: bool, fixes: Mapping[str, Sequence[Fix]]) -> None:
-    """The verdict of each pipeline. fixes: pipeline -> what to put into its workflow."""
+def print_verifications(
+    results: Sequence[Verification],
+    *,
+    as_json: bool,
+    fixes: Mapping[str, Sequence[Fix]],
+    quiet: bool = False,
+    verbose: bool = False,
+) -> None:
+    """The verdict of each pipeline. fixes: pipeline -> what to put into its workflow. quiet: the verdict alone."""
     if as_json:
         proposed = {
             name: [{"submodel": each.submodel, each.option: each.nodes} for each in found]
@@ -25,31 +32,24 @@ def print_verifications(results: Sequence[Verification], *, as_json: bool, fixes
         print_json("verification", {"pipelines": [result.to_json() for result in results], "fixes": proposed})
         return
     for result in results:
-        print_verification(result)
+        if quiet:
+            put_verdict(f"{result.name}: ", "passed" if result.passed else "FAILED")
+        else:
+            print_verification(result, verbose=verbose)
         for each in fixes.get(result.name, ()):
             put(f"{each.submodel} passes with {len(each.nodes)} nodes as they are ({each.tried} builds tried):")
             put(*each.yaml().split("\n"), wrap=False)
 
 
-def print_verification(result: Verification) -> None:
-    """A line for each output of each submodel, the image, what was covered, and warnings."""
-    rows = [_row(part, output) for part in result.submodels.values() for output in part.outputs]
-    rows += [
-        (name, "", part.ran, "", "", "", "", "", "FAILED")
-        for name, part in result.submodels.items()
-        if not part.outputs
-    ]
+def print_verification(result: Verification, *, verbose: bool = False) -> None:
+    """A line for each submodel, the image, and warnings. verbose: for each output, and what was covered."""
     title = f"{result.name}: verified for {result.target}, {result.level}"
     title += ", from the cache" if result.cached else f", in {spell_seconds(result.seconds)}"
-    numbers = ("unrounded", "distance", "fp16 PyTorch", "ratio", "at most")
-    print_table(
-        title,
-        ("submodel", "output", "graph", *numbers, ""),
-        rows,
-        right=numbers,
-        below=("graph", "unrounded", "fp16 PyTorch", "ratio"),
-    )
-    _print_device(result)
+    if verbose:
+        _print_outputs(result, title)
+    else:
+        _print_submodels(result, title)
+    _print_device(result, verbose=verbose)
     for what, image in (("image", result.image), ("image of base and refiner", result.ensemble)):
         if image is None:
             continue
@@ -57,14 +57,16 @@ def print_verification(result: Verification) -> None:
         verdict = "passed" if not image.problems else "FAILED"
         if image.quantized and not image.problems:
             verdict = f"{image.quantized}, held to no limit"
-        put(
+        put_verdict(
             f"{what} {image.height}x{image.width}: PSNR {ours}{'' if image.quantized else plain}, SSIM {image.ssim:.4f}, "
-            f"largest difference {image.largest_difference:.2g}: {verdict}"
+            f"largest difference {image.largest_difference:.2g}: ",
+            verdict,
         )
     if result.meaning is not None:
         meaning = result.meaning
         put(f"meaning: {meaning.artifact:.0%} of {meaning.cases} images are right, PyTorch's {meaning.reference:.0%}")
-    put(f"covered: {'; '.join(result.coverage)}")
+    if verbose:
+        put(f"covered: {'; '.join(result.coverage)}")
     for kind in kinds(each for each in result.findings if each["level"] == "warning"):
         put(f"  {kind.where}: {kind.what}")
     for name, part in result.submodels.items():
@@ -78,25 +80,84 @@ def print_verification(result: Verification) -> None:
             put(f"  {name}: its fixed shapes leave out {', '.join(part.left_out)}")
 
 
-def _print_device(result: Verification) -> None:
+def _print_submodels(result: Verification, title: str) -> None:
+    """A row for each submodel, with the output that comes nearest to its limit, or goes farthest beyond."""
+    rows = []
+    for name, part in result.submodels.items():
+        if not part.outputs:
+            rows.append((name, part.precision, "", "", "", "FAILED"))
+            continue
+        worst = max(part.outputs, key=lambda each: (not each.passed, _nearness(each)))
+        rows.append(
+            (
+                name,
+                part.precision,
+                _counted(worst.name, len(part.outputs)),
+                f"{worst.distance:.2e}",
+                "not stated" if worst.limit is None else f"{worst.limit:.2e}",
+                _verdict(part),
+            )
+        )
+    numbers = ("distance", "at most")
+    columns = ("submodel", "type", "worst output", *numbers, "")
+    print_table(title, columns, rows, right=numbers, below=("type",))
+
+
+def _nearness(output: OutputVerdict) -> float:
+    """Of the distance to the limit; without one, the distance."""
+    return output.distance / output.limit if output.limit else output.distance
+
+
+def _counted(name: str, outputs: int) -> str:
+    return name if outputs == 1 else f"{name} ({outputs} outputs)"
+
+
+def _verdict(part: SubmodelVerdict) -> str:
+    if part.problems or not all([each.passed for each in part.outputs] + [each.passed for each in part.exact]):
+        return "FAILED"
+    return "within its limit" if part.quantized else "passed"
+
+
+def _print_outputs(result: Verification, title: str) -> None:
+    """A row for each output of each submodel, with everything that is known of it."""
+    rows = [_row(part, output) for part in result.submodels.values() for output in part.outputs]
+    rows += [
+        (name, "", part.ran, "", "", "", "", "", "FAILED")
+        for name, part in result.submodels.items()
+        if not part.outputs
+    ]
+    numbers = ("unrounded", "distance", "fp16 PyTorch", "ratio", "at most")
+    print_table(
+        title,
+        ("submodel", "output", "graph", *numbers, ""),
+        rows,
+        right=numbers,
+        below=("graph", "unrounded", "fp16 PyTorch", "ratio"),
+    )
+
+
+def _print_device(result: Verification, *, verbose: bool) -> None:
     """What the provider's own kernels gave, beside what this CPU gave."""
     rows = []
     for part in result.submodels.values():
         if (device := part.device) is None:
             continue
         here = {each.name: each.distance for each in part.outputs}
-        for output in device.outputs:
+        worst = sorted(device.outputs, key=lambda each: (not each.passed, _nearness(each)), reverse=True)
+        for output in device.outputs if verbose else worst[:1]:
             ratio = f"{output.ratio:.2f}" if output.yardstick else ""
             beside = f"{output.distance / here[output.name]:.2f}" if here.get(output.name) else ""
             verdict = "passed" if output.passed else "FAILED"
-            rows.append((part.name, output.name, device.target, f"{output.distance:.2e}", ratio, beside, verdict))
+            name = output.name if verbose else _counted(output.name, len(device.outputs))
+            rows.append((part.name, name, device.target, f"{output.distance:.2e}", ratio, beside, verdict))
         if not device.outputs:
             rows.append((part.name, "", device.target, "", "", "", "FAILED"))
     if rows:
         numbers = ("distance", "of fp16 PyTorch's", "of the run above")
         tuned = next((part.device.tuned for part in result.submodels.values() if part.device and part.device.tuned), "")
-        title = f"with the provider's own kernels{f', tuned: {tuned}' if tuned else ''}"
-        print_table(title, ("submodel", "output", "on", *numbers, ""), rows, right=numbers)
+        title = f"on the device, with the provider's kernels{f', tuned: {tuned}' if tuned else ''}"
+        columns = ("submodel", "output" if verbose else "worst output", "on", *numbers, "")
+        print_table(title, columns, rows, right=numbers, below=("on", "of the run above"))
 
 
 def decibels(value: float | None) -> str:

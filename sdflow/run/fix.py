@@ -180,7 +180,7 @@ def _rebuilt(
             replace(subject, folder=folder),
             spec,
             cache,
-            progress=lambda phrase: listener.note(f"{subject.name} {phrase}"),
+            progress=lambda phrase: listener.doing(f"{subject.name} verify", phrase),
         ).result
 
 

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
 
+from sdflow.artifact import INDEX_FILE
 from sdflow.config import load_workflow
 from sdflow.config.matrix import slug
+from sdflow.config.not_workflows import hub_repository
 from sdflow.config.problems import nearest
 from sdflow.config.workflow import LoraSpec
 from sdflow.disk.atomic_write import write_whole
-from sdflow.disk.input_file import is_regular, read_input
+from sdflow.disk.input_file import is_regular, is_there, read_input
 from sdflow.disk.shipped import shipped_workflow, shipped_workflows
 from sdflow.errors import SdflowError, UsageError
 from sdflow.families import FAMILIES, any_family
 from sdflow.inspection import Description, inspect
 from sdflow.inspection.description import DRAWS_WITH, PIPELINE
-from sdflow.inspection.lines import USUAL, architecture_for, base_of, quoted, title_of
+from sdflow.inspection.folders import inspect_repository
+from sdflow.inspection.lines import USUAL, architecture_for, base_of, model_of, quoted, title_of
 from sdflow.passes.registry import catalog
 from sdflow.run.bake import parse_lora
+from sdflow.sources.checkpoint import listing
+from sdflow.sources.hub import HubUnreachable, describe_repository
 from sdflow.sources.recognition import CHECKPOINT, LORA
 from sdflow.sources.reference import HubReference, LocalReference, SampleReference, SyntheticReference, parse_reference
 from sdflow.sources.sample import sample_folder
@@ -50,13 +55,15 @@ class InitRequest:
 
 @dataclass(frozen=True)
 class _Model:
-    """The line of the model, None for the base's own. of: what it is, in words; None where that is not known."""
+    """The line of the model, None for the base's own. of: what it is, in words; None where that is not known. components:
+    those from elsewhere -> where."""
 
     base: str
     reference: str | None
     of: str | None
     comment: str
     pickled: bool = False
+    components: Mapping[str, str] = field(default_factory=dict)
 
 
 def write_workflow(request: InitRequest) -> Path:
@@ -133,11 +140,18 @@ def _model(request: InitRequest, loras: Sequence[Description]) -> _Model:
         base = _known(request.base) if request.base else base_of(parsed.architecture)
         return _Model(base, request.model, title_of(parsed.architecture), "random weights")
     if isinstance(parsed, HubReference):
-        return _of_the_hub(request, request.model)
+        return _of_the_hub(request, request.model, parsed)
     if isinstance(parsed, SampleReference):
         (found,) = inspect(sample_folder(parsed.name))
         return _of_description(request, found, request.model)
     assert isinstance(parsed, LocalReference)
+    repository = hub_repository(request.model)
+    if repository is not None and not is_there(parsed.path) and not is_there(parsed.path.parent):
+        raise UsageError(
+            f"there is no file or folder {request.model!r}",
+            where="--model",
+            remedy=f"Write --model hf:{repository} for the repository on the hub.",
+        )
     described = inspect(parsed.path)
     if len(described) != 1:
         raise UsageError(
@@ -162,24 +176,43 @@ def _of_description(request: InitRequest, found: Description, reference: str) ->
     lines = yaml.safe_load(found.workflow)
     over = lines["extends"]
     base = _known(request.base) if request.base else over if isinstance(over, str) else f"[{', '.join(over)}]"
+    of, pickled = " or ".join(found.of), bool(lines.get("allow_pickle"))
+    if components := lines.get("components"):
+        comment = f"name a folder or repository that has its {', '.join(found.missing)}" if "model" in lines else ""
+        return _Model(base, lines.get("model"), of, comment, pickled, dict.fromkeys(components, reference))
     comment = ", ".join(each for each in (found.kind, found.architecture, found.precision) if each)
-    return _Model(base, reference, " or ".join(found.of), comment, bool(lines.get("allow_pickle")))
+    return _Model(base, reference, of, comment, pickled)
 
 
-def _of_the_hub(request: InitRequest, reference: str) -> _Model:
-    """A repository is not asked what it is: those that the shipped workflows name are known, for others one is named."""
+def _of_the_hub(request: InitRequest, reference: str, parsed: HubReference) -> _Model:
+    """Known are those that the shipped workflows name; others are asked for their configurations, where the hub answers."""
     if request.base is not None:
         return _Model(_known(request.base), reference, None, "")
     for name in shipped_workflows():
-        path = shipped_workflow(name)
-        assert path is not None
-        if yaml.safe_load(path.read_text(encoding="utf-8")).get("model") == reference.partition("@")[0]:
+        if model_of(name) == reference.partition("@")[0]:
             return _Model(name, reference, None, "")
-    raise UsageError(
-        "what is in this repository is not known without downloading it",
-        where=reference,
-        remedy="Say what kind of model it is: --base base/sdxl.yaml, or download it and name the folder.",
-    )
+    cause, found = "", None
+    try:
+        found = describe_repository(parsed)
+    except HubUnreachable as error:
+        cause = f": {error.what}"
+    if found is None:
+        raise UsageError(
+            f"what is in this repository is not known without downloading it{cause}",
+            where=reference,
+            remedy="Say what kind of model it is: --base base/sdxl.yaml, or download it and name the folder.",
+        )
+    if INDEX_FILE not in found.files:
+        weights = [name for name in found.files if name.lower().endswith(".safetensors")]
+        holds = f"; it holds {listing(weights)}" if weights else ""
+        raise UsageError(
+            f"the repository has no {INDEX_FILE}, so it is no pipeline in diffusers' layout{holds}",
+            where=reference,
+            remedy=f"Download a file of it, hf download {parsed.repository} FILE, and name that: --model FILE."
+            if weights
+            else "Name another repository.",
+        )
+    return _of_description(request, inspect_repository(found.configurations, reference), reference)
 
 
 def _known(base: str) -> str:
@@ -231,8 +264,9 @@ def _text(request: InitRequest, model: _Model, loras: Sequence[tuple[LoraSpec, D
         lines += [_lora(request, lora, found) for lora, found in loras]
     else:
         lines += ["# loras:    # merged into the weights", "#   - {file: loras/my_lora.safetensors, scale: 1.0}"]
-    lines += ["", "# components:    # from elsewhere, in place of the model's own"]
-    components = _components(model.base)
+    given = [f"  {component}: {quoted(file)}" for component, file in model.components.items()]
+    lines += ["", f"{'' if given else '# '}components:    # from elsewhere, in place of the model's own", *given]
+    components = _components(model.base) - model.components.keys()
     exchangeable, omittable = any_family.exchangeable_components(), any_family.omittable_components()
     lines += [f"#   {component}: my_{component}.safetensors" for component in exchangeable if component in components]
     lines += [f"#   {component}: null    # left out" for component in omittable if component in components]

@@ -19,6 +19,7 @@ from sdflow.bench.evaluation import EvaluationResult
 from sdflow.build.assemble import assemble, require_replaceable
 from sdflow.build.buildable import require_buildable
 from sdflow.build.execute import Executor
+from sdflow.build.expected import expected
 from sdflow.build.finished_plan import content_of, of_refiner
 from sdflow.build.listener import Listener, Steps
 from sdflow.build.plan import PipelinePlan, Plan, make_plan
@@ -97,6 +98,7 @@ def run_workflow(
     for each in plan.pipelines:
         require_replaceable(options.out / each.pipeline.name, cache)
     require_buildable(plan, cache, rebuild=options.rebuild or options.check)
+    listener.expected(expected(plan, cache, anew=options.rebuild or options.check))
     executor = Executor(
         cache,
         listener,
@@ -206,8 +208,9 @@ def _evaluate(pipeline: PipelineResult, executor: Executor, options: RunOptions)
         name=planned.name,
         results=options.results,
         required=options.require_target,
-        progress=executor.listener.note,
+        progress=lambda phrase: executor.listener.doing(f"{planned.name} measure", phrase),
     )
+    executor.listener.doing(f"{planned.name} measure", "")
     evaluation.raise_for_failure()
     pipeline = replace(pipeline, evaluation=evaluation)
     verification = pipeline.verification
@@ -227,13 +230,15 @@ def _verified(
     """
     name, spec = plan.pipeline.name, plan.pipeline.verify
     assert spec is not None, "it is to be verified"
+    executor.listener.doing(f"{name} verify", "starting")
     verified = verify(
         _subject(plan, folder),
         spec,
         executor.cache,
-        progress=lambda phrase: executor.listener.note(f"{name} verify: {phrase}"),
+        progress=lambda phrase: executor.listener.doing(f"{name} verify", phrase),
         **how,
     )
+    executor.listener.doing(f"{name} verify", "")
     report = write_reports(verified, options.results)
     if not verified.result.passed:
         raise VerificationError(verified.result.failure(), where=name, remedy=f"{failed} Report: {report}.")

@@ -23,12 +23,12 @@ class GenerateRequest(Settings):
     prompts: Sequence[str]
     out: Annotated[Path, Parameter("Folder for the images.", metavar="DIR")] = Path("images")
     images: Annotated[int, Parameter("Images per prompt.", least=1)] = 1
-    image: Annotated[Path | None, Parameter("Start from this image.", metavar="FILE")] = None
-    mask: Annotated[Path | None, Parameter("Draw only where this image is white.", metavar="FILE")] = None
+    image: Annotated[Path | None, Parameter("Image to start from.", metavar="FILE")] = None
+    mask: Annotated[Path | None, Parameter("Mask: draw only where it is white.", metavar="FILE")] = None
     controls: Annotated[
         Sequence[ControlFile],
         Parameter(
-            "An image for a ControlNet of the pipeline, its scale, and the part of the steps in which it applies. Repeatable.",
+            "Image for a ControlNet of the pipeline, its scale, and the fraction of steps it applies to. Repeatable.",
             options=("--control",),
             metavar="NAME=FILE[:SCALE[:START:END]]",
             read=parse_control,
@@ -38,8 +38,8 @@ class GenerateRequest(Settings):
     image_prompts: Annotated[
         Sequence[ImagePromptFile],
         Parameter(
-            "An image prompt for the pipeline's IP-Adapter, and its scale. Repeatable: more images of one adapter, or one for "
-            "each of several.",
+            "Image prompt for the pipeline's IP-Adapter, and its scale. Repeatable: several images for one adapter, or one "
+            "for each of several.",
             options=("--ip-image",),
             metavar="FILE[:SCALE]",
             read=parse_image_prompt,
@@ -49,19 +49,19 @@ class GenerateRequest(Settings):
     embeddings: Annotated[
         Sequence[str],
         Parameter(
-            "A textual inversion file; its word, else its name, stands for it in prompts. Repeatable.",
+            "Textual inversion file; use WORD, or else the file's name, in prompts. Repeatable.",
             options=("--embedding",),
             metavar="FILE[:WORD]",
             many=True,
         ),
     ] = ()
-    allow_pickle: Annotated[
-        bool, Parameter("Read embeddings that are pickled (.pt, .bin), running nothing in them.")
-    ] = False
+    allow_pickle: Annotated[bool, Parameter("Read pickled embeddings (.pt, .bin) without executing code in them.")] = (
+        False
+    )
     refiner: Annotated[
         Path | None,
         Parameter(
-            "Another pipeline that finishes the denoising (see --refiner-start).",
+            "Pipeline that refines the image (see --refiner-start).",
             otherwise="its workflow's",
             metavar="PIPELINE",
         ),
@@ -69,38 +69,35 @@ class GenerateRequest(Settings):
     checker: Annotated[
         bool,
         Parameter(
-            "Blacken what the safety checker flags, if there is one.", options=("--safety-checker/--no-safety-checker",)
+            "Black out images that the safety checker flags, if there is one.",
+            options=("--safety-checker/--no-safety-checker",),
         ),
     ] = True
-    preview: Annotated[
-        bool, Parameter("Write a preview of the image after every step, into the folder `previews`.")
-    ] = False
+    preview: Annotated[bool, Parameter("Write a preview after every step, to the folder `previews`.")] = False
     previews: Annotated[
         Path | None,
         Parameter(
-            "A pipeline with TAESD, which draws the previews.",
+            "Pipeline with TAESD that decodes the previews.",
             options=("--preview-with",),
-            otherwise="its own, else a pixel for each of the latents",
+            otherwise="the pipeline's own, else one pixel per latent",
             metavar="PIPELINE",
         ),
     ] = None
-    sheet: Annotated[bool, Parameter("A contact sheet of several images.")] = True
-    batch: Annotated[int, Parameter("Images drawn at once.", least=1)] = 1
-    target: Annotated[
-        str | None, Parameter("The target to run on.", otherwise="the one that the pipeline was built for")
-    ] = None
-    low_memory: Annotated[bool, Parameter("One submodel in memory at a time, the VAE in tiles. Slower.")] = False
+    sheet: Annotated[bool, Parameter("Write a contact sheet of several images.")] = True
+    batch: Annotated[int, Parameter("Batch size.", least=1)] = 1
+    target: Annotated[str | None, Parameter("Target to run on.", otherwise="the one the pipeline was built for")] = None
+    low_memory: Annotated[bool, Parameter("Load one submodel at a time and tile the VAE. Slower.")] = False
     vae_tiles: Annotated[
         bool | None,
         Parameter(
-            "Run the VAE in tiles, which changes the image a little.",
-            otherwise="where memory is short, and with --low-memory",
+            "Tile the VAE, which changes the image slightly.",
+            otherwise="if memory is short, or with --low-memory",
         ),
     ] = None
-    threads: Annotated[int | None, Parameter("Threads of the CPU.", least=1)] = None
+    threads: Annotated[int | None, Parameter("CPU threads.", least=1)] = None
     check: Annotated[
         bool,
-        Parameter("Verify the pipeline's files against their digests; files that did not change are not read again."),
+        Parameter("Verify the pipeline's files against their digests; unchanged files are not read again."),
     ] = True
 
 

@@ -178,7 +178,7 @@ class Pipeline(PipelineParts):
                 from_image=from_image,
                 inpaint=mask is not None,
                 eta=own.eta if eta is None else eta,
-                guidance_scale=guidance_scale if guided else None,
+                guidance_scale=self.family.guidance_weight(guidance_scale) if guided else None,
                 fewer=fewer,
                 span=(denoising_start, denoising_end),
             )
@@ -190,7 +190,7 @@ class Pipeline(PipelineParts):
             request = Request(
                 prompts,
                 negatives,
-                guidance_scale,
+                self.family.guidance_weight(guidance_scale),
                 shape[2] * self.latents.scale,
                 shape[3] * self.latents.scale,
                 self.family.guidance_width(self.configs),
@@ -216,7 +216,7 @@ class Pipeline(PipelineParts):
     ) -> tuple[Denoiser, Conditions]:
         """The denoiser, and what it reads of the prompts. For prompts of the usual length the sessions of both are made side by
         side; the length of others is known once they are encoded."""
-        usual = not any(request.more.get(name) for name in self.family.length_arguments)
+        usual = not self.family.texts_vary and not any(request.more.get(name) for name in self.family.length_arguments)
         if request.reading.plain and not clip_skip and usual:
             return self.denoisers.get(wanted), self.condition(request)
         conditions = self.condition(request, clip_skip)

@@ -77,7 +77,7 @@ def selftest(
     report = Report(target=target, versions=versions(), device=_device(target))
     draft = _Draft(report)
     with scratch_folder("selftest") as scratch, draft.failures():
-        listener.note(f"{target}: what it is compared with, PyTorch in float32 on the CPU")
+        listener.note(f"{target}: compared with PyTorch in float32 on the CPU")
         reference = _drawn(scratch, None, target, listener)
         if pipeline is None:
             begin = time.perf_counter()
@@ -85,8 +85,15 @@ def selftest(
             draft.report = replace(draft.report, build_seconds=time.perf_counter() - begin)
         spec = EvaluateSpec(latency=RUNS, image=ImageSpec(steps=STEPS), allow_fallback=True)
         measured = evaluate(
-            pipeline, spec, target, name="sample", required=True, engine_cache=engine_cache, progress=listener.note
+            pipeline,
+            spec,
+            target,
+            name="sample",
+            required=True,
+            engine_cache=engine_cache,
+            progress=lambda phrase: listener.doing("measure", phrase),
         )
+        listener.doing("measure", "")
         draft.report = _with_times(draft.report, measured)
         drawn = _drawn(scratch, pipeline, target, listener, engine_cache)
         draft.report = judged(draft.report, reference, drawn)
@@ -139,7 +146,9 @@ def _drawn(
         "target": target,
         "engine_cache": str(engine_cache.absolute()) if engine_cache else None,
     }
-    done = run_worker(WORKER, request, log=scratch / "log.txt", on_phase=listener.note)
+    what = "PyTorch" if folder is None else target
+    done = run_worker(WORKER, request, log=scratch / "log.txt", on_phase=lambda phrase: listener.doing(what, phrase))
+    listener.doing(what, "")
     return list(done.value)
 
 

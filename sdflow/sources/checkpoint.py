@@ -196,12 +196,15 @@ def read_options(family: Family, index: Mapping[str, Any]) -> dict[str, Any]:
 def submodels_of(
     family: Family,
     components: Mapping[str, Mapping[str, Any]],
+    options: Mapping[str, Any],
     build: Callable[[Part, Mapping[str, Any]], SubmodelCheckpoint],
 ) -> dict[str, SubmodelCheckpoint]:
-    """The submodels whose components are there. components: component -> config.json. build: from a part and its config,
-    with what the family sets in it on purpose."""
+    """The submodels whose components are there. components: component -> config.json. options: of model_index.json, as
+    the family's pipelines read them. build: from a part and its config, with what the family sets in it on purpose."""
     return {
-        part.name: build(part, {**components[part.component], **part.config})
+        part.name: build(
+            part, {**components[part.component], **part.config, **{name: options[name] for name in part.options}}
+        )
         for part in family.parts
         if part.component in components
     }

@@ -12,11 +12,12 @@ from sdflow.disk.input_file import TEXT_LIMIT, is_regular
 from sdflow.errors import CheckpointError
 
 KNOWN = frozenset({
-    "added_tokens.json", "merges.txt", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",
+    "added_tokens.json", "chat_template.jinja", "merges.txt", "special_tokens_map.json", "tokenizer.json",
+    "tokenizer_config.json", "vocab.json",
     "scheduler_config.json",
     "preprocessor_config.json",
 })  # fmt: skip
-"""Files that `save_pretrained` of CLIP's tokenizers, of diffusers' schedulers and of CLIP's image processor writes."""
+"""Files that `save_pretrained` of tokenizers, of diffusers' schedulers and of CLIP's image processor writes."""
 
 
 def companion_files(folder: Path) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ class Found:
             return _identity_like(tensor, shape[0])
         if original.parts > 1:
             rows = tensor.shape[0] // original.parts
-            tensor = tensor[original.part * rows : (original.part + 1) * rows]
+            tensor = tensor[original.part * rows : (original.part + original.taken) * rows]
         if original.swapped:
             half = tensor.shape[0] // 2
             tensor = tensor.reshape(2, half, *tensor.shape[1:])[[1, 0]]
@@ -115,7 +115,7 @@ def _identity_like(tensor: Any, size: int) -> Any:
 
 def _stored_shape(shape: tuple[int, ...], original: Original) -> tuple[int, ...]:
     shape = shape[::-1] if original.transposed else shape
-    return (shape[0] * original.parts, *shape[1:]) if original.parts > 1 else shape
+    return (shape[0] // original.taken * original.parts, *shape[1:]) if original.parts > 1 else shape
 
 
 def _listed(missing: Iterable[str], unexpected: Iterable[str], misshapen: Iterable[str]) -> str:

@@ -107,7 +107,7 @@ def open_folder(
     def build(part: Part, config: Mapping[str, Any]) -> SubmodelCheckpoint:
         return found[part.component].submodel(part, config, family, sum_of, pinned(origin))
 
-    submodels = submodels_of(family, {name: configs[name] for name in found}, build)
+    submodels = submodels_of(family, {name: configs[name] for name in found}, read_options(family, index), build)
     companions = _companions(folder, family, submodels)
     beside = sorted(place / name for place in companions.values() for name in companion_files(place))
     stamps = [file_stamp(path) for path in beside]  # before the digests

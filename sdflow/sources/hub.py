@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol, TypeVar
@@ -21,7 +22,13 @@ from sdflow.sources.folder import open_folder
 from sdflow.sources.reference import PICKLE_SUFFIXES, HubReference
 from sdflow.sources.weight_files import ADAPTER_CONFIG, choose_weights, is_shard
 
+
+class HubUnreachable(CheckpointError):
+    """No connection, or one that broke off: it says nothing of the repository."""
+
+
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_DESCRIBING = ("model_index.json", "config.json", "scheduler_config.json")
 _TEXT_SUFFIXES = (".json", ".txt", ".model")
 
 
@@ -112,6 +119,41 @@ def hub_file(hub: HubReference, weight_name: str | None, *, download: bool) -> P
 
     snapshot = _fetch(hub, remembered)
     return snapshot / fetched[0]
+
+
+@dataclass(frozen=True)
+class Repository:
+    """configurations: a folder with the model_index.json of a repository and the config.json of its components, no weights.
+    files: what it holds in all."""
+
+    configurations: Path
+    files: tuple[str, ...]
+
+
+def describe_repository(hub: HubReference) -> Repository | None:
+    """What a repository says it is, some kilobytes of it; None where the network may not be used (HF_HUB_OFFLINE).
+
+    Raises as `open_hub` does; HubUnreachable where the hub does not answer.
+    """
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if _offline():
+        return None
+    found: list[str] = []
+
+    def wanted(names: Collection[str]) -> list[str]:
+        found.extend(sorted(names))
+        configs = [name for name in found if name.count("/") <= 1 and name.rpartition("/")[2] in _DESCRIBING]
+        return configs if "model_index.json" in configs else []
+
+    shown = not are_progress_bars_disabled()
+    disable_progress_bars()  # of files that are there at once
+    try:
+        snapshot = _fetch(hub, wanted)
+    finally:
+        if shown:
+            enable_progress_bars()
+    return Repository(snapshot, tuple(found))
 
 
 def choose_file(names: Collection[str], weight_name: str | None, where: str) -> str:
@@ -261,7 +303,7 @@ def _hub_errors(hub: HubReference) -> Iterator[None]:
         ) from error
     except failures as error:
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(
+        raise HubUnreachable(
             f"the hub cannot be reached, or the download failed: {said}",
             where=where,
             remedy="Try again: what is already there is kept. HF_HUB_OFFLINE=1 uses the local cache alone.",

@@ -34,13 +34,15 @@ _OTHERS = (
     ("ip_adapter.", IP_ADAPTER),
     ("image_proj.", IP_ADAPTER),
     ("adapter.body.", "T2I-Adapter"),
-    ("double_blocks.", "denoiser of Flux"),
     ("encoder.block.0.layer.0.SelfAttention.", "T5 text encoder"),
     ("body.0.rdb1.", "upscaler (ESRGAN)"),
 )
+# Networks of a family's kind in sizes that no shipped architecture has.
+_UNKNOWN_SIZES = (("double_blocks.", "denoiser of Flux"),)
 # What else is in a file that is no whole checkpoint, so that the refusal can name it.
 _PARTIAL = (
     ("lora_", "a LoRA: name it under `loras`"),
+    ("double_blocks.", "a denoiser of Flux: name its pipeline's folder as `model`, and this under `components`"),
     ("joint_blocks.", "Stable Diffusion 3"),
     ("down_blocks.", "a UNet in diffusers' layout: name the folder that holds model_index.json"),
     ("encoder.down_blocks.", "a VAE in diffusers' layout: name the folder that holds model_index.json"),
@@ -82,16 +84,15 @@ def recognize(path: Path, shapes: Shapes) -> Recognized:
     if (words := embedding_shapes(shapes)) is not None:
         return Recognized(EMBEDDING, architectures_reading([width for _, width in words.values()]))
     shapes = {**shapes, **current_shapes(shapes)}
-    for begin, kind in _OTHERS:
-        if any(name.removeprefix(_denoiser_prefix()).startswith(begin) for name in shapes):
-            return Recognized(kind)
+    if (other := _named(_OTHERS, shapes)) is not None:
+        return Recognized(other)
     if (alone := component_alone(shapes)) is not None:
         architecture, half = alone
         return Recognized(COMPONENT, (architecture,), (COMPONENT_ARCHITECTURES[architecture],), half)
     held = {architecture: _components_in(architecture, shapes) for architecture in ARCHITECTURES}
     first = max(held.values(), key=len)  # of equals the first
     if not first:
-        return Recognized(UNKNOWN)
+        return Recognized(_named(_UNKNOWN_SIZES, shapes) or UNKNOWN)
     if len(first) == 1:
         return Recognized(COMPONENT, tuple(name for name, found in held.items() if found == first), first)
     return Recognized(CHECKPOINT, tuple(name for name, found in held.items() if len(found) == len(first)), first)
@@ -171,6 +172,14 @@ def _holds(shapes: Shapes, wanted: Fingerprint) -> bool:
     return any(wanted.values()) and all(shapes.get(name) == shape for name, shape in wanted.items())
 
 
+def _named(rows: Iterable[tuple[str, str]], names: Iterable[str]) -> str | None:
+    """The first of these rows whose beginning one of the names has, with or without the denoiser's prefix."""
+    prefix, names = _denoiser_prefix(), list(names)
+    return next(
+        (what for begin, what in rows if any(name.removeprefix(prefix).startswith(begin) for name in names)), None
+    )
+
+
 def _denoiser_prefix() -> str:
     return next(layout.prefix for family in FAMILIES.values() for layout in family.part(family.denoiser).layouts)
 
@@ -218,9 +227,8 @@ def _what_instead(path: Path, shapes: Shapes) -> str:
     if kind not in (CHECKPOINT, COMPONENT, UNKNOWN):
         return f"this is {'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
     shapes = {**shapes, **current_shapes(shapes)}
-    for begin, what in _PARTIAL:
-        if any(name.removeprefix(_denoiser_prefix()).startswith(begin) for name in shapes):
-            return f"this is {what}"
+    if (partial := _named(_PARTIAL, shapes)) is not None:
+        return f"this is {partial}"
     prints = {architecture: _fingerprint(architecture) for architecture in ARCHITECTURES}
     nearest = max(prints, key=lambda name: sum(shapes.get(key) == shape for key, shape in prints[name].items()))
     wanted = prints[nearest]

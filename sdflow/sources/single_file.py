@@ -113,7 +113,7 @@ def open_single_file(
         )
     if pickled:
         notes.append(f"{path.name} is pickled; it is loaded with weights_only=True.")
-    submodels = submodels_of(family, configs, build)
+    submodels = submodels_of(family, configs, read_options(family, index), build)
     return Checkpoint(
         family=family,
         reference=reference,

@@ -52,7 +52,7 @@ def open_synthetic(reference: str, architecture: str, seed: int, *, left_out: Co
             load={"kind": "synthetic", "family": family.name, "config": config, "seed": seed},
         )
 
-    submodels = submodels_of(family, configs, build)
+    submodels = submodels_of(family, configs, read_options(family, index), build)
     return Checkpoint(
         family=family,
         reference=reference,

@@ -106,7 +106,8 @@ def text_to_image(
     height, width = (latents.scale * size for size in first.shape[2:])
     denoiser = submodel_config(folder, family.denoiser)
     guidance_width = family.guidance_width({family.denoiser: denoiser})
-    request = Request(prompts, None, selection.guidance_scale, height, width, guidance_width, denoiser=denoiser)
+    weight = family.guidance_weight(selection.guidance_scale)
+    request = Request(prompts, None, weight, height, width, guidance_width, denoiser=denoiser)
     conditions = family.condition(run_torch, companions, read_options(folder), request)
 
     nets = list(family.nets(onnx_submodels(folder)).values())
@@ -149,7 +150,7 @@ def text_to_image(
         output = run_torch(family.denoiser, inputs)[ports(family.denoiser).of(Role.PREDICTION)].float()
         if conditions.halves == 2:
             unconditional, conditional = output.chunk(2)
-            output = unconditional + selection.guidance_scale * (conditional - unconditional)
+            output = unconditional + weight * (conditional - unconditional)
         sample = scheduler.step(output, timestep, sample, **step_options).prev_sample
 
     if end is not None:

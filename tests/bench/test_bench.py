@@ -97,8 +97,17 @@ def test_the_table_on_the_console_has_every_engine_and_why_one_was_skipped(
 ) -> None:
     done, _ = measured
     for case in ("1 x 64x64, 2 steps", "2 x 64x64, 2 steps"):
-        assert f"{case}: milliseconds a call; ratio to torch-sdpa" in done.stdout
+        assert f"{case}, fastest first\n" in done.stdout
     assert done.stdout.count("right\n") == 6
+    heads = [line.split() for line in done.stdout.splitlines() if line.startswith("  engine ")]
+    assert heads == [["engine", "type", "median", "ms", "of", "fastest", "images/s", "memory", "MB", "image"]] * 2
+    rows = [line.split() for line in done.stdout.splitlines() if line.endswith("right")]
+    for case in (rows[:3], rows[3:]):
+        times = [float(row[2]) for row in case]
+        assert times == sorted(times) and case[0][3] == "1.00x"
+        for row in case:
+            assert float(row[3].removesuffix("x")) == pytest.approx(float(row[2]) / times[0], abs=0.006)
+    assert "█" not in done.stdout, "bars are for terminals"
     assert "torch-xformers: skipped: needs xformers and a CUDA device" in done.stdout
     assert "1.00e-03: fixed, for float32" in done.stdout
     assert "There are modules" not in done.stderr

@@ -197,7 +197,11 @@ def test_a_file_without_text_encoders_says_what_it_lacks(tmp_path: Path) -> None
     path.write_text("extends: base/stable_diffusion_3.yaml\nmodel: sd3.safetensors\ntarget: cpu\n")
     (problem,) = model_problems(load_workflow(path, catalog=catalog()))
     assert "holds no text_encoder and no text_encoder_2, which Stable Diffusion 3 needs" in problem.message
-    assert problem.remedy is not None and "Name a file that holds them too" in problem.remedy
+    file = tmp_path / "sd3.safetensors"
+    lines = f"components: {{vae: {file}, transformer: {file}}}"
+    assert problem.remedy is not None and lines in problem.remedy
+    path.write_text(f"extends: base/stable_diffusion_3.yaml\nmodel: synthetic:sd35-tiny\ntarget: cpu\n{lines}\n")
+    assert not model_problems(load_workflow(path, catalog=catalog()))
 
 
 @pytest.mark.parametrize("kind", ["kohya", "peft", "folder", "component"])

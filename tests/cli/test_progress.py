@@ -11,7 +11,7 @@ from rich.console import Console
 
 from sdflow.build.plan import make_plan
 from sdflow.build.step import Step
-from sdflow.cli.progress import LiveView
+from sdflow.cli.live import LiveView
 from sdflow.config import load_workflow
 from sdflow.passes import registry
 from sdflow.store import Cache

@@ -8,7 +8,7 @@ from small_workflows import Bench
 from sdflow.config import load_workflow
 from sdflow.errors import PassError
 from sdflow.passes import registry
-from sdflow.report.build import print_run
+from sdflow.report.run import print_run
 from sdflow.run.options import RunOptions
 from sdflow.run.run import RunResult, run_workflow
 

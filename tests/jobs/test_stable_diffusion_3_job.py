@@ -164,6 +164,30 @@ def test_inspect_and_init_know_it(shell: Shell, folder: Path) -> None:
     assert shell.run("validate", "mine.yaml").returncode == 0
 
 
+def test_a_file_without_text_encoders_draws_beside_a_folder_that_has_them(
+    shell: Shell, folder: Path, theirs: Any
+) -> None:
+    """The workflow is that of `init`, with the folder named in it. The file's weights are not the folder's."""
+    other = load_pipeline(open_checkpoint("synthetic:sd35-tiny?seed=5", digests=PlainDigests(), download=False))
+    save_file(stable_diffusion_3(other.transformer, other.vae), shell.folder / "half.safetensors")
+    assert "components: {vae: half.safetensors" in shell.run("inspect", "half.safetensors").stdout
+    done = shell.run("init", "--model", "half.safetensors", "--target", "cpu", "--out", "half.yaml")
+    assert done.returncode == 0, done.stderr
+    text = (shell.folder / "half.yaml").read_text()
+    assert text.count("hf:owner/name") == 1
+    text = text.replace("hf:owner/name", str(folder)).replace("verify: quick", "verify: false\nevaluate: null")
+    (shell.folder / "half.yaml").write_text(text)
+    shell.json("run", "half.yaml")
+    expected = diffusers.StableDiffusion3Pipeline(
+        **{**theirs.components, "transformer": other.transformer, "vae": other.vae}
+    )
+    expected.set_progress_bar_config(disable=True)
+    given: dict[str, Any] = {"negative_prompt": "blurred", "height": 64, "width": 64, "num_inference_steps": 3}
+    given |= {"latents": torch.randn((1, 16, 8, 8), generator=generator()), "output_type": "np"}
+    drawn = Pipeline.load(shell.folder / "pipelines/half", "cpu")(PROMPT, **given).images
+    assert_equal(drawn, expected(PROMPT, **given).images)
+
+
 def test_generate_draws_and_says_with_what(shell: Shell, built: Path) -> None:
     given = ("--prompt", "an otter", "--steps", "2", "--seed", "1", "--height", "64", "--width", "48")
     settings = shell.json("generate", str(built), *given)["settings"]

@@ -5,6 +5,7 @@ All share what the README's first command builds, which is interrupted once and 
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -41,7 +42,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     terminal = Terminal(folder, environment={"TMPDIR": str(folder / "tmp")})
     interrupted = terminal.start(*README)
     interrupted.until_shown("unet OnnxConversion")
-    interrupted.until_shown("built in")
+    interrupted.until_shown("1 of 11 steps")
     interrupted.interrupt()
     interrupted.end()
     sound = terminal.run("cache", "verify")
@@ -86,7 +87,7 @@ def test_the_first_command_of_the_readme_shows_its_steps_and_ends_in_the_summary
     assert "shapes_cpu: sample:shapes for cpu" in session.text
     assert "shapes_cpu: verified for cpu, quick" in session.text
     assert "of 11 steps ran, the others came from the cache" in session.shown[-1]
-    for name in ("text_encoder", "vae_decoder", "OrtTransformersOptimization", "LayerNormalization", PIPELINE):
+    for name in ("text_encoder", "vae_decoder", "last_hidden_state (2 outputs)", PIPELINE):
         assert name in session.text
     assert not any("⠋" <= letter <= "⠿" for letter in session.text), "nothing of the live view is left"
     order = [session.text.index(each) for each in ("built in", "shapes_cpu: done in", "sample:shapes for cpu")]
@@ -95,8 +96,13 @@ def test_the_first_command_of_the_readme_shows_its_steps_and_ends_in_the_summary
 
 def test_while_a_step_runs_its_time_memory_and_phase_are_shown_in_one_line(built: Built) -> None:
     frames = [line for line in built.finished.printed if "⠋" <= line[0] <= "⠿"]
-    assert any("unet OrtTransformersOptimization: " in line for line in frames)
+    assert any("unet OrtTransformersOptimization (2/3): " in line for line in frames)
     assert any(" MB  shapes_cpu " in line for line in frames)
+    bars = [line for line in built.finished.printed if line.lstrip()[:1] in ("━", "─")]
+    done = {int(found[1]) for line in bars if (found := re.search(r"(\d+) of 11 steps, [\d.]+ m?i?n? ?s", line))}
+    assert len(done) > 3 and done <= set(range(11))
+    assert "✓ shapes_cpu unet: " in built.finished.text, "a finished submodel is a line that stays"
+    assert built.finished.text.count("✓ shapes_cpu ") == 4
     assert max(map(len, frames)) <= 100
     assert max(len(line) for line in built.interrupted.printed if "⠋" <= line[0] <= "⠿") < 80
 
@@ -106,7 +112,7 @@ def test_while_a_step_runs_its_time_memory_and_phase_are_shown_in_one_line(built
 SUCCEEDS: dict[str, tuple[tuple[str, ...], str]] = {
     "verify": ((PIPELINE, "--quick"), "shapes_cpu: verified for cpu, quick"),
     "bake": (("--base", PIPELINE, "--lora", f"{LORA}:0.5", "--out", "pipelines/baked"), "LoRAs in 84 weights"),
-    "plan": (README[1:], "11 of 11 steps are cached"),
+    "plan": ((*README[1:], "-v"), "11 of 11 steps are cached"),
     "explain": (README[1:], "unchanged, built"),
     "validate": (README[1:], "shapes_cpu.yaml: valid (shapes_cpu)"),
     "schema": ((), '"$schema"'),
@@ -187,7 +193,7 @@ for name in NAMES:
 
 
 @pytest.mark.parametrize("columns", [160, 20])
-@pytest.mark.parametrize("arguments", [("plan", *README[1:]), ("run", *README[1:], "--no-evaluate")])
+@pytest.mark.parametrize("arguments", [("plan", *README[1:], "-v"), ("run", *README[1:], "--no-evaluate", "-v")])
 def test_wide_and_narrow_terminals_break_no_name(terminal: Terminal, arguments: tuple[str, ...], columns: int) -> None:
     session = well(replace(terminal, columns=columns).run(*arguments))
     assert "OnnxConversion" in session.text
@@ -215,11 +221,44 @@ def test_a_dumb_terminal_gets_plain_lines_and_no_escape_sequence(terminal: Termi
 
 def test_no_color_shows_no_colour(terminal: Terminal) -> None:
     plain = replace(terminal, environment={**terminal.environment, "NO_COLOR": "1"})
-    for command in (bake(0.63), ("passes",), ("validate", "nothing.yaml")):
+    for command in (bake(0.63), ("passes",), ("validate", "nothing.yaml"), ("verify", PIPELINE, "--quick")):
         session = plain.run(*command)
         assert COLOUR.search(session.raw) is None
         assert "Traceback" not in session.text
     assert COLOUR.search(b"\x1b[1;31mred") is not None
+
+
+def test_verdicts_and_errors_have_their_colours(terminal: Terminal) -> None:
+    passed = well(terminal.run("verify", PIPELINE, "--quick"))
+    assert passed.raw.count(b"\x1b[32mpassed\x1b[0m") == 5, "four submodels and the image"
+    assert b"\x1b[1;31merror:\x1b[0m" in well(terminal.run("validate", "nothing.yaml"), 2).raw
+
+
+def test_quiet_says_the_result_alone_and_verbose_every_step(terminal: Terminal) -> None:
+    assert well(terminal.run("verify", PIPELINE, "--quick", "--quiet")).shown == ["shapes_cpu: passed"]
+    assert well(terminal.run(*README, "--no-evaluate", "-q")).shown == [PIPELINE]
+    assert well(terminal.run(*bake(0.68), "-q")).shown == [str(terminal.folder / "pipelines/at0.68")]
+    verbose = well(terminal.run(*README, "--no-evaluate", "-v"))
+    for name in ("OrtTransformersOptimization", "LayerNormalization", "pooler_output", "covered: "):
+        assert name in verbose.text
+    assert verbose.text.startswith("nothing to build: all 11 steps are cached")
+
+
+@pytest.mark.parametrize("columns", [80, 100, 160])
+@pytest.mark.parametrize("command", ["run", "verify", "plan"])
+def test_a_submodel_is_one_row_of_a_table(terminal: Terminal, command: str, columns: int) -> None:
+    arguments = {
+        "run": (*README, "--no-evaluate"),
+        "verify": ("verify", PIPELINE, "--quick"),
+        "plan": ("plan", README[1]),
+    }
+    session = well(replace(terminal, columns=columns).run(*arguments[command]))
+    rows = [line for line in session.shown if line.startswith("  unet ")]
+    assert len(rows) == (2 if command == "run" else 1)
+    for name in ("text_encoder", "vae_encoder", "vae_decoder"):
+        assert sum(line.startswith(f"  {name} ") for line in session.shown) == len(rows)
+    assert max(map(len, session.shown)) <= columns
+    assert not any(line.startswith("    ") for line in session.shown), "nothing goes below its row"
 
 
 def test_a_terminal_without_a_size_is_taken_for_80_columns(terminal: Terminal) -> None:
@@ -396,7 +435,7 @@ def test_line_ends_and_escape_sequences_in_names_reach_no_terminal(terminal: Ter
     assert "two\\nlines\\x1b[31m.yaml: valid" in session.text
     assert b"\x1b" not in session.raw
     missing = well(terminal.run("validate", f"no{name}"), 2)
-    assert b"\x1b" not in missing.raw
+    assert b"\x1b[31m." not in missing.raw
     assert missing.shown[0].startswith("error: notwo\\nlines\\x1b[31m.yaml")
 
 

@@ -289,3 +289,41 @@ def _packed(name: str, *layers: Any) -> Tensors:
 def _swapped(name: str, layer: Any) -> Tensors:
     """diffusers has scale before shift, the original shift before scale."""
     return {f"{name}.{kind}": torch.cat(getattr(layer, kind).chunk(2)[::-1]) for kind in ("weight", "bias")}
+
+
+# FLUX.1
+
+
+def flux_tensors(transformer: Any) -> Tensors:
+    """The tensors of a FluxTransformer2DModel as Black Forest Labs publish them:
+    https://github.com/black-forest-labs/flux, src/flux/model.py and modules/layers.py."""
+    embedders = transformer.time_text_embed
+    pairs = [("time_in", embedders.timestep_embedder), ("vector_in", embedders.text_embedder)]
+    if transformer.config.guidance_embeds:
+        pairs.append(("guidance_in", embedders.guidance_embedder))
+    places = [("img_in", transformer.x_embedder), ("txt_in", transformer.context_embedder)]
+    for name, each in pairs:
+        places += [(f"{name}.in_layer", each.linear_1), (f"{name}.out_layer", each.linear_2)]
+    tensors = _swapped("final_layer.adaLN_modulation.1", transformer.norm_out.linear)
+    places.append(("final_layer.linear", transformer.proj_out))
+    for index, block in enumerate(transformer.transformer_blocks):
+        image, text, attention = f"double_blocks.{index}.img", f"double_blocks.{index}.txt", block.attn
+        tensors |= _packed(f"{image}_attn.qkv", attention.to_q, attention.to_k, attention.to_v)
+        tensors |= _packed(f"{text}_attn.qkv", attention.add_q_proj, attention.add_k_proj, attention.add_v_proj)
+        tensors |= _scales(f"{image}_attn", attention.norm_q, attention.norm_k)
+        tensors |= _scales(f"{text}_attn", attention.norm_added_q, attention.norm_added_k)
+        places += [(f"{image}_attn.proj", attention.to_out[0]), (f"{text}_attn.proj", attention.to_add_out)]
+        places += [(f"{image}_mod.lin", block.norm1.linear), (f"{text}_mod.lin", block.norm1_context.linear)]
+        for stream, layers in ((image, block.ff.net), (text, block.ff_context.net)):
+            places += [(f"{stream}_mlp.0", layers[0].proj), (f"{stream}_mlp.2", layers[2])]
+    for index, block in enumerate(transformer.single_transformer_blocks):
+        name, attention = f"single_blocks.{index}", block.attn
+        tensors |= _packed(f"{name}.linear1", attention.to_q, attention.to_k, attention.to_v, block.proj_mlp)
+        tensors |= _scales(name, attention.norm_q, attention.norm_k)
+        places += [(f"{name}.linear2", block.proj_out), (f"{name}.modulation.lin", block.norm.linear)]
+    named = tensors | _named(iter(places))
+    return {name: tensor.detach().clone().contiguous() for name, tensor in named.items()}
+
+
+def _scales(name: str, query: Any, key: Any) -> Tensors:
+    return {f"{name}.norm.query_norm.scale": query.weight, f"{name}.norm.key_norm.scale": key.weight}

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from sdflow.build.execute import Executor
-from sdflow.build.listener import FinishedStep
+from sdflow.build.listener import Expected, FinishedStep
 from sdflow.build.plan import Plan, make_plan
 from sdflow.build.step import Step
 from sdflow.config import load_workflow
@@ -27,6 +27,11 @@ class Events:
     """A listener that keeps what it hears."""
 
     heard: list[tuple[str, str]] = field(default_factory=list)
+
+    def expected(self, expected: Expected) -> None: ...
+
+    def doing(self, what: str, phase: str) -> None:
+        self.heard.append(("doing", f"{what}: {phase}"))
 
     def note(self, text: str) -> None:
         self.heard.append(("note", text))

@@ -38,7 +38,9 @@ class Family:
     net: a part that may occur any number of times, each under its own name (a ControlNet), or None.
     prompter: the part that encodes image prompts for IP-Adapters, or None.
     length_arguments: call arguments that change the number of text tokens. of_one_length: tokenizers whose tokens the denoiser
-    reads side by side, so they must produce equal lengths. noising: the noise process (`sdflow.families.shared.noising`).
+    reads side by side, so they must produce equal lengths. texts_vary: the number of text tokens depends on the prompts.
+    guidance_offset: what is added to a call's guidance scale to give the weight of the prompt in classifier-free guidance,
+    because diffusers' pipelines differ in what they call the scale. noising: the noise process (`sdflow.families.shared.noising`).
     scheduler_config: entries that diffusers' pipeline sets in the scheduler's config. options: entries of model_index.json that
     affect the computation, with diffusers' defaults. arguments: family-specific call arguments, by name.
     reference_arguments: arguments of a call of diffusers' pipeline whose defaults differ from this family's.
@@ -66,6 +68,8 @@ class Family:
     arguments: ClassVar[Mapping[str, Parameter]] = {}
     length_arguments: tuple[str, ...] = ()
     of_one_length: tuple[str, ...] = ("tokenizer", "tokenizer_2")
+    texts_vary: bool = False
+    guidance_offset: float = 0.0
     noising: ClassVar[Noising] = DIFFUSION
     strength_spreads: bool = False
     defaults: ClassVar[Mapping[Task, Defaults]]
@@ -259,6 +263,10 @@ class Family:
         """Sizes of the text token axes, by name, for texts of default length. configs: by part."""
         return {"sequence": max(int(configs[name]["max_position_embeddings"]) for name in self.text_of(configs))}
 
+    def reference_arguments_of(self, configs: Mapping[str, Config]) -> Mapping[str, Any]:
+        """`reference_arguments` for a pipeline with these configs, by part."""
+        return self.reference_arguments
+
     def guidance_width(self, configs: Mapping[str, Config]) -> int | None:
         """Width of the guidance embedding that the denoiser takes; None if it takes none."""
         width = configs[self.denoiser].get("time_cond_proj_dim")
@@ -266,7 +274,12 @@ class Family:
 
     def guided(self, configs: Mapping[str, Config], scale: float) -> bool:
         """Whether classifier-free guidance applies: two denoiser rows per image."""
-        return scale > 1 and self.guidance_width(configs) is None
+        return self.guidance_weight(scale) > 1 and self.guidance_width(configs) is None
+
+    def guidance_weight(self, scale: float) -> float:
+        """The weight of the prompt in classifier-free guidance at this guidance scale: none - weight * (none - prompt). No
+        guidance at 1 or below."""
+        return scale + self.guidance_offset
 
     def packed(self, latents: Any) -> Any:
         """Latents (images, channels, rows, columns) in the form that diffusers' pipeline call takes."""

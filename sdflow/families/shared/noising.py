@@ -136,13 +136,17 @@ class Flow(Noising):
         options: dict[str, Any] = {}
         if config.get("use_dynamic_shifting"):
             options["mu"] = self.shift(config, tokens)
+        self.require_flow(scheduler)
+        scheduler.set_timesteps(steps, **options)
+
+    def require_flow(self, scheduler: Any) -> None:
+        """Raises UsageError for a scheduler that does not step along sigmas."""
         if "sigmas" not in inspect.signature(scheduler.set_timesteps).parameters:
             raise UsageError(
                 f"{type(scheduler).__name__} is no scheduler of flow matching",
                 where="scheduler",
                 remedy=f"Take one of {', '.join(self.schedulers)}.",
             )
-        scheduler.set_timesteps(steps, **options)
 
     def shift(self, config: Mapping[str, Any], tokens: Tokens) -> float:
         """The scheduler's `mu`, linear in the token count, as `calculate_shift` of diffusers' pipelines."""

@@ -45,6 +45,7 @@ class Part:
     config: config entries that sdflow sets, which select the graph's outputs. embedding: name of its tensor in textual inversion
     files that hold one per text encoder. controlled: like config, for pipelines with ControlNets.
     repeats: the common name of parts that may occur several times (`Family.net`), else "".
+    options: entries of model_index.json (`Family.options`) that sdflow keeps in its config, because they decide how it is run.
     instead: alternative models for its component, selected by config.json (`of`). adapted: its parameters in IP-Adapter files.
     """
 
@@ -62,6 +63,7 @@ class Part:
     embedding: str | None = None
     controlled: Config = field(default_factory=dict)
     repeats: str = ""
+    options: tuple[str, ...] = ()
     instead: tuple[Model, ...] = ()
     adapted: Adapted | None = None
 

@@ -22,11 +22,12 @@ def torch_start(
     mask_image: Any = None,
     strength: float | None = None,
     pack: Callable[[torch.Tensor], torch.Tensor] = lambda latents: latents,
+    scale: int | None = None,
 ) -> dict[str, Any]:
     """Arguments of a call of a pipeline of diffusers that starts from this noise, (images, channels, rows, columns), and from
     what `sdflow.samples.canvas` gives: the latents, and what the pipeline takes beside them. pack: to the form in
-    which its call takes latents (`Family.packed`)."""
-    height, width = (pipeline.vae_scale_factor * size for size in noise.shape[2:])
+    which its call takes latents (`Family.packed`). scale: pixels per latent pixel; None: as the pipeline says."""
+    height, width = ((pipeline.vae_scale_factor if scale is None else scale) * size for size in noise.shape[2:])
     if image is None:
         return {"latents": pack(noise), "height": height, "width": width}
     given = {"strength": strength}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ def folder_latents(folder: Path) -> Latents:
     """What the latents of a pipeline folder are. Raises UsageError when a config does not say it."""
     family = folder_family(folder)
     try:
-        return family.latents(_configs(folder))
+        return family.latents(folder_configs(folder))
     except (KeyError, TypeError, ValueError, CheckpointError) as error:
         what = f"has no entry {error}" if isinstance(error, KeyError) else f"does not fit: {error}"
         raise UsageError(f"a config.json of the submodels {what}", where=str(folder), remedy=DAMAGED) from error
@@ -114,12 +115,12 @@ def folder_defaults(folder: Path) -> dict[Task, Defaults]:
 
 def folder_task(folder: Path) -> Task:
     """What a pipeline folder is made for. Raises UsageError when a config cannot be read."""
-    return folder_family(folder).task(_configs(folder))
+    return folder_family(folder).task(folder_configs(folder))
 
 
 def folder_needed(folder: Path) -> tuple[str, ...]:
     """The submodels that a pipeline folder cannot draw without. Raises UsageError when a config cannot be read."""
-    return folder_family(folder).needed(_configs(folder))
+    return folder_family(folder).needed(folder_configs(folder))
 
 
 def folder_adapters(folder: Path) -> int:
@@ -127,7 +128,8 @@ def folder_adapters(folder: Path) -> int:
     return adapter_count(submodel_config(folder, folder_family(folder).denoiser))
 
 
-def _configs(folder: Path) -> dict[str, Config]:
+def folder_configs(folder: Path) -> dict[str, Config]:
+    """The config of each submodel of a pipeline folder."""
     return {name: submodel_config(folder, name) for name in onnx_submodels(folder)}
 
 
@@ -209,6 +211,7 @@ def load_submodel(
     config = submodel_config(folder, submodel)
     part = (family or folder_family(folder)).part(submodel).of(config)
 
+    options = replace(options, built_for=_built_for(folder))
     known = keeps_engines(target) and (folder / MANIFEST_FILE).exists()
     artifact = read_manifest(folder).artifacts.get(submodel) if known else None
 
@@ -256,6 +259,13 @@ def load_submodel(
     if not lazy and not fixed and (shapes is not None or not target.session.profiles):
         loaded.load(shapes)
     return loaded
+
+
+def _built_for(folder: Path) -> str | None:
+    """The target that a folder says it is for; None where it says nothing that can be read."""
+    with suppress(UsageError):
+        return read_manifest(folder).origin.target
+    return None
 
 
 def load_companions(folder: Path) -> dict[str, Any]:

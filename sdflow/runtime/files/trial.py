@@ -7,8 +7,10 @@ from typing import Any
 from sdflow.errors import UsageError
 from sdflow.sources.companion_entries import MOST_PIXELS
 
-MOST_TOKENS = 1 << 16
-"""No model takes more; what a config asks for is made in memory."""
+MOST_TOKENS = 1 << 18
+"""No model takes more."""
+MOST_TRIED = 1 << 10
+"""What a trial is padded to at most: it is made in memory."""
 
 _FAILURES = (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError, ArithmeticError, MemoryError)
 
@@ -30,7 +32,7 @@ def _try_tokenizer(tokenizer: Any) -> None:
     length = tokenizer.model_max_length
     if type(length) is not int or not 0 < length <= MOST_TOKENS:
         raise ValueError(f"model_max_length is {length!r:.40}")
-    tokenizer("a", padding="max_length", max_length=length, truncation=True)
+    tokenizer("a", padding="max_length", max_length=min(length, MOST_TRIED), truncation=True)
 
 
 def _try_extractor(extractor: Any) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from sdflow.errors import VerificationError
 from sdflow.machine.onnx_runtime import numpy_type, onnxruntime_errors
+from sdflow.runtime.sessions.cannot_run import cannot_run
 from sdflow.runtime.sessions.cublas import small_workspaces
 from sdflow.runtime.sessions.place import Place
 
@@ -71,7 +71,9 @@ class Bound:
                 self._prepare()
             self._session.run_with_iobinding(self._io, self._options)
         except onnxruntime_errors(onnxruntime) as error:
-            raise VerificationError(f"{self._session.get_providers()[0]} cannot run this graph: {error}") from error
+            target, built_for = (getattr(self._session, name, None) for name in ("loaded_on", "built_for"))
+            provider = self._session.get_providers()[0]
+            raise cannot_run(provider, error, target=target, built_for=built_for) from error
 
     def _prepare(self) -> None:
         """A run before the first one of these tensors on a device, in which cuDNN tries its algorithms. The workspaces

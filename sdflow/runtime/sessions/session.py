@@ -20,6 +20,7 @@ from sdflow.onnx_model.reading import load_graph
 from sdflow.runtime.kernels.float8 import NEEDS, float8_library, with_float8
 from sdflow.runtime.kernels.library import kernel_library, on_hopper
 from sdflow.runtime.kernels.replace import with_own_kernels
+from sdflow.runtime.sessions.cannot_run import MOST_SAID, cannot_run
 from sdflow.runtime.sessions.cublas import small_workspaces
 from sdflow.runtime.sessions.dimensions import free_dimensions, profile_of_graph
 from sdflow.runtime.sessions.engine_cache import (
@@ -43,9 +44,6 @@ _NOT_CAPTURED = "cannot use the graph capture feature"
 
 DAMAGED = "The folder is damaged: build the pipeline again, sdflow run."
 
-MOST_SAID = 1000
-"""Characters of what ONNX Runtime says: names of a graph may be of any length."""
-
 
 @dataclass(frozen=True)
 class LoadOptions:
@@ -56,6 +54,7 @@ class LoadOptions:
     tuning: choices on top of the target's settings.
     stream: the CUDA stream that everything is queued on, as an address; None: one of the session's own.
     profile: prefix of a profile that `end_profiling` writes.
+    built_for: the target of the pipeline's folder, which may be another; for messages.
     """
 
     engine_cache: Path | None = None
@@ -63,6 +62,7 @@ class LoadOptions:
     tuning: Tuning = UNTUNED
     stream: int | None = None
     profile: Path | None = None
+    built_for: str | None = None
 
 
 PLAIN = LoadOptions()
@@ -158,9 +158,7 @@ def create_session(
                 where=str(model),
                 remedy=NEEDS,
             ) from error
-        raise VerificationError(
-            f"{provider} cannot run this graph: {str(error)[:MOST_SAID]}", where=str(model)
-        ) from error
+        raise cannot_run(provider, error, where=str(model), target=target.name, built_for=options.built_for) from error
     if session.get_providers()[0] != provider:
         raise TargetUnavailableError(
             f"{provider} could not be loaded; the session came up on {session.get_providers()[0]}",
@@ -170,6 +168,7 @@ def create_session(
     if target.session.needs_cuda:
         _require_cudnn(target)
     session.weights, session.live = weights, live  # they must outlive it
+    session.loaded_on, session.built_for = target.name, options.built_for
     return session
 
 

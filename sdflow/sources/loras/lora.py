@@ -162,8 +162,9 @@ def read_lora(
     for (submodel, places), group in groups.items():
         found: dict[Role, Floats] = {role: tensors[name] for role, name in group.items() if role != "alpha"}
         alpha = alphas.get(group.get("alpha", ""))
-        rows, *columns = shapes[submodel][places[0].key]
-        problem = _problem(group, found, alpha, (rows * len(places), *columns))
+        columns = shapes[submodel][places[0].key][1:]
+        rows = sum(shapes[submodel][place.key][0] for place in places)
+        problem = _problem(group, found, alpha, (rows, *columns))
         problem = problem or _twice(group, [place.key for place in places if place.key in layers[submodel]])
         if problem:
             problems.append(problem)

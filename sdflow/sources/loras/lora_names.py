@@ -47,7 +47,7 @@ _KEPT = (_OLDER, "encoder.layers.")
 """Ends of prefixes that belong to the module's name as well."""
 _PARTS = [part for family in FAMILIES.values() for part in family.parts if part.lora]
 _PREFIXES = {
-    prefix: tuple({part.name: part.model for part in _PARTS if prefix in part.lora}.items())
+    prefix: tuple((part.name, part.model) for part in _PARTS if prefix in part.lora)
     for prefix in sorted({prefix for part in _PARTS for prefix in part.lora}, key=len, reverse=True)
 }
 """How a name begins -> the submodels that it may be for, with their models; the longest first, as some are the beginning of
@@ -102,24 +102,25 @@ def peft_module(model: Model, places: Places, name: LoraName) -> str:
 @dataclass(frozen=True)
 class Place:
     """The weight of this state_dict key: what a module of a LoRA file changes, whole or by the part of this index out of so many
-    equal parts of its rows; swapped: with the halves of these rows swapped."""
+    equal parts of its rows; taken: by so many parts from there on; swapped: with the halves of these rows swapped."""
 
     key: str
     part: int = 0
     parts: int = 1
     swapped: bool = False
+    taken: int = 1
 
     def rows(self, up: NDArray[Any]) -> NDArray[Any]:
         """Those of the factor `up` (rows, rank) that are for this weight, in its order."""
         import numpy as np
 
         size = len(up) // self.parts
-        own = up[self.part * size : (self.part + 1) * size]
+        own = up[self.part * size : (self.part + self.taken) * size]
         return np.roll(own, len(own) // 2, axis=0) if self.swapped else own
 
 
 Places = tuple[Place, ...]
-"""Of one module of a file: one place, or one for each of the equal parts that its rows are."""
+"""Of one module of a file: one place, or several that its rows are divided among."""
 
 
 def spellings(model: Model, shapes: Shapes) -> dict[str, Places]:
@@ -136,12 +137,12 @@ def spellings(model: Model, shapes: Shapes) -> dict[str, Places]:
     for module, names in model.lora_spellings(modules).items():
         for each in names:
             there = Original(each) if isinstance(each, str) else each
-            place = Place(modules[module], there.part, there.parts, there.swapped)
+            place = Place(modules[module], there.part, there.parts, there.swapped, there.taken)
             for spelling in (there.name, there.name.replace(".", "_")):
                 if (other := found.setdefault(spelling, {}).setdefault(there.part, place)) != place:
                     raise AssertionError(f"{spelling} stands for both {other.key} and {place.key}")
     return {
         spelling: tuple(places[part] for part in sorted(places))
         for spelling, places in found.items()
-        if len(places) == places[max(places)].parts
+        if sum(place.taken for place in places.values()) == places[max(places)].parts
     }

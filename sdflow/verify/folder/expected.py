@@ -110,7 +110,8 @@ class Expected:
     def _set(self, file: str) -> Mapping[str, Any]:
         submodel = file.removesuffix(f"/{CONFIG_FILE}")
         part, adapted = self.family.part(submodel), self.source.adapted.get(submodel, {})
-        return {**part.config, **(part.controlled if self.family.nets(self.submodels) else {}), **adapted}
+        options = {name: self.source.index.get(name, self.family.options[name]) for name in part.options}
+        return {**part.config, **options, **(part.controlled if self.family.nets(self.submodels) else {}), **adapted}
 
     def _value(self, value: Value, file: str, key: str, source: Any) -> tuple[Any, ...] | None:
         family = self.family

@@ -25,6 +25,9 @@ def texts() -> tuple[str, ...]:
     return tuple(json.loads(line) for line in TEXTS.read_text(encoding="utf-8").splitlines())
 
 
+MOST_PADDED = 1024
+
+
 def is_tokenizer(companion: Companion) -> bool:
     """Whether it is one, and no scheduler or image processor."""
     return companion.file == "tokenizer_config.json"
@@ -42,7 +45,9 @@ def compare_tokenizers(folder: Path, name: str, companion: Companion, source: So
         named = json.dumps(first, ensure_ascii=False)
         found.append(f"{len(apart)} of {len(texts())} texts become other tokens, the first is {named:.60}: {where}")
     comparable = not apart and ours.model_max_length == theirs.model_max_length  # another length is said below
-    if comparable and any(not _equal_rows(token_ids(ours, part), _padded(theirs, part)) for part in _batches(texts())):
+    if comparable and any(
+        not _equal_rows(token_ids(ours, part, _length(ours)), _padded(theirs, part)) for part in _batches(texts())
+    ):
         found.append("texts are padded or cut to other tokens")
     for entry in ("model_max_length", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"):
         if getattr(ours, entry) != getattr(theirs, entry):
@@ -63,9 +68,14 @@ def _tokens(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
+def _length(tokenizer: Any) -> int:
+    """What texts are padded to: language models would read more than any text here has."""
+    return min(int(tokenizer.model_max_length), MOST_PADDED)
+
+
 def _padded(tokenizer: Any, part: Sequence[str]) -> Any:
     """As diffusers' pipelines call it."""
-    options = {"padding": "max_length", "max_length": tokenizer.model_max_length, "truncation": True}
+    options = {"padding": "max_length", "max_length": _length(tokenizer), "truncation": True}
     return tokenizer(list(part), **options, return_tensors="pt").input_ids
 
 

@@ -52,6 +52,7 @@ from sdflow.verify.reference.torch_images import (
     control_arguments,
     draw_by_torch,
     draw_sample,
+    embeddings_in,
     sample_cases,
 )
 from sdflow.verify.reference.torch_module import LoraMerge, TorchModule
@@ -230,7 +231,7 @@ class ReferenceRun:
             dtype = denoiser.module.dtype  # diffusers passes values from one to the other without a cast
             for network in networks.values():
                 network.module.to(dtype)
-            given = {name: each.to(dtype) for name, each in texts.float16.items()}
+            given = embeddings_in(texts.float16, dtype)
             half_image = draw_by_torch(pipeline, selection, given, {**start, **shown.float16})
         np.savez(self.request.out / IMAGE_FILE, latents=latents, float32=image, float16=half_image)
         return results
@@ -299,7 +300,7 @@ class ReferenceRun:
         """What diffusers' pipeline is given besides the prompt."""
         selection, scale = self.request.selection, self.latents().scale
         given = canvas(self.family.task(self.configs()), selection.rows * scale, selection.columns * scale)
-        return torch_start(pipeline, noise, selection.steps, pack=self.family.packed, **given)
+        return torch_start(pipeline, noise, selection.steps, pack=self.family.packed, scale=scale, **given)
 
     def _image(self) -> np.ndarray:
         """The image drawn, (1, height, width, 3) in [0, 1]."""

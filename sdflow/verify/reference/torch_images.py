@@ -15,8 +15,23 @@ if TYPE_CHECKING:
 IMAGE_FILE = "image.npz"
 SAMPLE_FILE = "sample.npz"
 
-Embeddings = Mapping[str, "torch.Tensor"]
-"""Arguments of a call of diffusers' pipeline that stand for prompts."""
+Embeddings = Mapping[str, "torch.Tensor | list[torch.Tensor]"]
+"""Arguments of a call of diffusers' pipeline that stand for prompts: a row of a tensor for each, or a tensor for each where they
+differ in length."""
+
+
+def embeddings_in(texts: Embeddings, dtype: torch.dtype) -> Embeddings:
+    """The same in another type."""
+    return {
+        name: [text.to(dtype) for text in each] if isinstance(each, list) else each.to(dtype)
+        for name, each in texts.items()
+    }
+
+
+def type_of(texts: Embeddings) -> torch.dtype:
+    """The type of the first."""
+    first = next(iter(texts.values()))
+    return (first[0] if isinstance(first, list) else first).dtype
 
 
 def draw_by_torch(pipeline: Any, selection: Selection, texts: Embeddings, start: Mapping[str, Any]) -> np.ndarray:
@@ -27,7 +42,7 @@ def draw_by_torch(pipeline: Any, selection: Selection, texts: Embeddings, start:
 
     image: np.ndarray = pipeline(
         **texts,
-        **{**start, "latents": start["latents"].to(next(iter(texts.values())).dtype)},
+        **{**start, "latents": start["latents"].to(type_of(texts))},
         num_inference_steps=selection.steps,
         guidance_scale=selection.guidance_scale,
         generator=torch.Generator().manual_seed(selection.seed),

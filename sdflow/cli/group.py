@@ -1,0 +1,89 @@
+"""Commands by name; one that is not there is answered with the one that was meant."""
+
+from __future__ import annotations
+
+import sys
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from sdflow.cli.help import GroupedCommands
+
+SYNONYMS = {
+    "build": "run", "make": "run", "compile": "run", "convert": "run", "optimize": "run", "start": "run",
+    "draw": "generate", "txt2img": "generate", "img2img": "generate", "image": "generate", "sample": "generate",
+    "new": "init", "create": "init", "check": "validate", "lint": "validate", "dry-run": "plan", "diff": "explain",
+    "test": "selftest", "benchmark": "bench", "measure": "bench", "info": "inspect", "show": "inspect",
+    "lora": "bake", "merge": "bake", "server": "serve", "stop": "terminate", "ps": "status", "devices": "targets",
+    "providers": "targets", "list": "cache ls", "ls": "cache ls", "clean": "cache clean", "gc": "cache gc",
+    "version": "--version", "help": "--help",
+}  # fmt: skip
+"""What other programs call it."""
+CACHE_SYNONYMS = {
+    "list": "ls", "show": "ls", "check": "verify", "prune": "gc", "shrink": "gc", "clear": "clean", "purge": "clean",
+    "rm": "clean", "remove": "clean", "upload": "push", "download": "pull", "fetch": "pull", "keygen": "key",
+}  # fmt: skip
+
+
+_TYPERS: Any = typer.BadParameter.__mro__[1]
+"""click's UsageError, which typer exports under no name."""
+
+
+class Commands(GroupedCommands):
+    """The commands of `sdflow`."""
+
+    synonyms = SYNONYMS
+
+    def invoke(self, ctx: Any) -> Any:
+        """What typer says of options goes to standard error; with --json it is a document on standard output too."""
+        try:
+            return super().invoke(ctx)
+        except _TYPERS as error:
+            if "--json" in sys.argv[1:]:
+                from sdflow.errors import UsageError
+                from sdflow.report.output import print_error
+
+                inner = getattr(error, "ctx", None) or ctx
+                remedy = f"See {inner.command_path} --help."
+                print_error(UsageError(error.format_message(), where=inner.command_path, remedy=remedy))
+            raise
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Raises UsageError for a command that is not there, with the nearest."""
+        if not args or args[0] in self.commands:
+            return super().resolve_command(ctx, args)
+        from sdflow.errors import UsageError
+
+        path = ctx.command_path.removeprefix("python -m ")
+        meant = self._meant(args[0])
+        remedy = f"See {path} --help." if meant is None else f"Did you mean {path} {meant}?"
+        raise UsageError(f"there is no command {args[0][:100]!r}", where=path, remedy=remedy)
+
+    def _meant(self, name: str) -> str | None:
+        typed = name.casefold()
+        if typed in self.synonyms:
+            return self.synonyms[typed]
+        if (given := self._for_file(name)) is not None:
+            return given
+        close = get_close_matches(typed[:100], [*self.commands, *self.synonyms], n=1)
+        return self.synonyms.get(close[0], close[0]) if close else None
+
+    def _for_file(self, name: str) -> str | None:
+        """The command that takes what is given in a command's place."""
+        suffix = Path(name).suffix.lower()
+        if suffix in (".yaml", ".yml"):
+            return f"run {name}"
+        if suffix in (".safetensors", ".ckpt"):
+            return f"init --model {name}"
+        return f"generate {name}" if name.startswith("pipelines/") else None
+
+
+class CacheCommands(Commands):
+    """Those of `sdflow cache`."""
+
+    synonyms = CACHE_SYNONYMS
+
+    def _for_file(self, name: str) -> str | None:
+        return None

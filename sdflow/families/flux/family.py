@@ -1,0 +1,276 @@
+"""FLUX.1: a transformer of packed patches, flow matching, CLIP's pooled embedding and T5's tokens.
+
+-schnell is distilled to a few steps without guidance; -dev takes the guidance scale as an input. Neither has a second row for
+negative prompts. After diffusers' FluxPipeline; https://github.com/black-forest-labs/flux.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sdflow.families.flux.packing import PATCH, packed
+from sdflow.families.flux.reference_loras import in_diffusers_names
+from sdflow.families.flux.transformer import GUIDANCE, FluxTransformer
+from sdflow.families.shared.architecture import Architecture
+from sdflow.families.shared.base import Family
+from sdflow.families.shared.defaults import Defaults, Task, settled
+from sdflow.families.shared.latents import Latents
+from sdflow.families.shared.noising import Flow, Noising, shift_of_diffusers
+from sdflow.families.shared.part import Companion, Layout, Part
+from sdflow.families.shared.request import Conditions, Request, Run
+from sdflow.families.shared.text import SECOND_PROMPTS, plain_texts, token_ids
+from sdflow.families.shared.unet_and_vae import VAE, vae_fingerprint
+from sdflow.models import t5_text
+from sdflow.models.base import Config
+from sdflow.models.clip_text import ClipText
+from sdflow.parameter import Parameter
+
+if TYPE_CHECKING:
+    import torch
+
+_LENGTHS = {False: 256, True: 512}
+"""Tokens that T5 reads of a text where the call does not say: of -schnell, by its model card, and of -dev."""
+MAX_SHIFT = 1.15
+"""The scheduler's, where its configuration does not say."""
+_SIDE = 1024
+"""Rows and columns of images, in pixels, where the VAE's configuration does not say."""
+
+_TRANSFORMER = Layout("model.diffusion_model.")
+_KOHYA_DENOISER = ("lora_unet_", "lora_transformer_")
+_KOHYA = ("lora_te1_", *_KOHYA_DENOISER)
+_DOWN, _UP = ".lora_down.weight", ".lora_up.weight"
+
+
+class _Noising(Flow):
+    """Steps are spread evenly over sigma, from 1 to 1 / steps, before they are shifted."""
+
+    def set_timesteps(self, scheduler: Any, steps: int, tokens: int, strength: float | None = None) -> None:
+        if scheduler.config.get("use_flow_sigmas"):  # it makes its own, as in diffusers' pipelines
+            super().set_timesteps(scheduler, steps, tokens, strength)
+            return
+        self.require_flow(scheduler)
+        mu = {"mu": self.shift({"max_shift": MAX_SHIFT, **scheduler.config}, tokens)}
+        scheduler.set_timesteps(sigmas=_sigmas(steps), **(mu if scheduler.config.get("use_dynamic_shifting") else {}))
+
+    def as_diffusers(self, scheduler: Any, steps: int, tokens: int) -> None:
+        """As FluxPipeline."""
+        mu = shift_of_diffusers({"max_shift": MAX_SHIFT, **scheduler.config}, tokens)
+        scheduler.set_timesteps(sigmas=_sigmas(steps), **mu)
+
+
+def _sigmas(steps: int) -> Any:
+    import numpy as np
+
+    return np.linspace(1.0, 1 / steps, steps)
+
+
+class Flux(Family):
+    name = "flux"
+    title = "FLUX.1"
+    classes = ("FluxPipeline", "FluxImg2ImgPipeline", "FluxInpaintPipeline")
+    parts = (
+        Part(
+            "text_encoder",
+            ClipText(),
+            "text_encoder",
+            "The CLIP text model: token ids to embeddings, of which the pooled one is read.",
+            read=lambda config: ("pooler_output",),
+            layouts=(Layout("text_encoders.clip_l.transformer."),),
+            lora=("lora_te1_", "text_encoder."),
+        ),
+        Part(
+            "text_encoder_2",
+            t5_text.T5Text(),
+            "text_encoder_2",
+            "T5's encoder: token ids to embeddings.",
+            layouts=(Layout("text_encoders.t5xxl.transformer."),),
+            whole=True,
+        ),
+        Part(
+            "transformer",
+            FluxTransformer(),
+            "transformer",
+            "The denoiser, run once per step.",
+            layouts=(_TRANSFORMER,),
+            lora=("transformer.", "lora_transformer_", "lora_unet_", "diffusion_model.", "base_model.model.", ""),
+        ),
+        *VAE,
+    )
+    denoiser, decoder, encoder, checker = "transformer", "vae_decoder", "vae_encoder", None
+    companions: ClassVar[Mapping[str, Companion]] = {
+        "tokenizer": Companion("transformers", "CLIPTokenizer", "tokenizer_config.json"),
+        "tokenizer_2": Companion(
+            "transformers", "T5TokenizerFast", "tokenizer_config.json", parts=("text_encoder_2",), shipped=False
+        ),
+        "scheduler": Companion("diffusers", None, "scheduler_config.json"),
+    }
+    noising: ClassVar[Noising] = _Noising()
+    scheduler_config: ClassVar[Mapping[str, Any]] = {}
+    options: ClassVar[Mapping[str, Any]] = {}
+    arguments: ClassVar[Mapping[str, Parameter]] = {
+        "prompt_2": SECOND_PROMPTS["prompt_2"],
+        "max_sequence_length": Parameter(
+            "Tokens that T5 reads of a prompt.", int, least=1, most=512, otherwise="256 for -schnell, 512 for -dev"
+        ),
+    }
+    length_arguments = ("max_sequence_length",)
+    of_one_length = ()
+    defaults: ClassVar[Mapping[Task, Defaults]] = {
+        "text": Defaults(steps=28, guidance_scale=3.5),
+        "image": Defaults(steps=28, guidance_scale=7.0, strength=0.6),
+        "inpaint": Defaults(steps=28, guidance_scale=7.0, strength=0.6),
+    }
+    embeddings = ("prompt_embeds", "pooled_prompt_embeds")
+    assembled_as: ClassVar[Mapping[Task, str]] = {"text": "ORTFluxPipeline"}
+    architectures: ClassVar[Mapping[str, Architecture]] = {
+        "flux1-schnell": Architecture(
+            borrowed={"tokenizer": "sd15/tokenizer", "tokenizer_2": "sd35-medium/tokenizer_3"}
+        ),
+        "flux1-dev": Architecture(like="flux1-schnell"),
+        "flux1-schnell-tiny": Architecture(
+            borrowed={"tokenizer": "sd15/tokenizer", "tokenizer_2": "sd35-medium/tokenizer_3"}
+        ),
+        "flux1-dev-tiny": Architecture(like="flux1-schnell-tiny"),
+    }
+
+    def fingerprint(self, configs: Mapping[str, Config]) -> dict[str, tuple[int, ...] | None]:
+        transformer = configs["transformer"]
+        width = transformer["num_attention_heads"] * transformer["attention_head_dim"]
+        double, single = transformer["num_layers"] - 1, transformer["num_single_layers"] - 1
+        found: dict[str, tuple[int, ...] | None] = {
+            "img_in.weight": (width, transformer["in_channels"]),
+            "txt_in.weight": (width, transformer["joint_attention_dim"]),
+            "guidance_in.out_layer.weight": (width, width) if _takes_guidance(transformer) else None,
+            f"double_blocks.{double}.img_attn.qkv.weight": (3 * width, width),
+            f"double_blocks.{double + 1}.img_attn.qkv.weight": None,
+            f"single_blocks.{single}.linear2.weight": (width, 5 * width),
+            f"single_blocks.{single + 1}.linear2.weight": None,
+        }
+        return {
+            **{f"{_TRANSFORMER.prefix}{name}": shape for name, shape in found.items()},
+            **vae_fingerprint(configs["vae"]),
+        }
+
+    def title_of(self, configs: Mapping[str, Config]) -> str:
+        return self.title
+
+    def chains_of(self, configs: Mapping[str, Config]) -> str:
+        return "flux1"
+
+    def latents(self, configs: Mapping[str, Config]) -> Latents:
+        """The transformer has no size of its own; the VAE's is that of the published pipelines' images."""
+        vae = configs[self.decoder]
+        side = int(vae.get("sample_size") or _SIDE) // 2 ** (len(vae["block_out_channels"]) - 1)
+        denoiser = {**configs["transformer"], "sample_size": side}
+        return Latents.of(denoiser, vae, multiple=PATCH, patch=PATCH, where="transformer")
+
+    def packed(self, latents: torch.Tensor) -> torch.Tensor:
+        return packed(latents)
+
+    def input_channels(self, configs: Mapping[str, Config]) -> int:
+        return int(configs["transformer"]["in_channels"]) // PATCH**2
+
+    def task(self, configs: Mapping[str, Config]) -> Task:
+        return "text"
+
+    def defaults_of(
+        self, configs: Mapping[str, Config], scheduler: Config, said: Mapping[str, Any]
+    ) -> dict[Task, Defaults]:
+        """-schnell's by its model card, -dev's by the signatures of diffusers' pipelines."""
+        denoiser = configs[self.denoiser]
+        own = self.defaults
+        if not _takes_guidance(denoiser):
+            own = {task: replace(each, steps=4, guidance_scale=0.0) for task, each in own.items()}
+        return settled(own, denoiser, scheduler, said)
+
+    def token_sizes(self, configs: Mapping[str, Config]) -> dict[str, int]:
+        clip = int(configs["text_encoder"]["max_position_embeddings"])
+        return {"sequence": clip, t5_text.TOKENS: _length(configs[self.denoiser])}
+
+    def guided(self, configs: Mapping[str, Config], scale: float) -> bool:
+        """Never: -dev takes the scale as an input."""
+        return False
+
+    def reference_arguments_of(self, configs: Mapping[str, Config]) -> Mapping[str, Any]:
+        return {"max_sequence_length": _length(configs[self.denoiser])}
+
+    def condition(
+        self, run: Run, companions: Mapping[str, Any], options: Mapping[str, Any], request: Request
+    ) -> Conditions:
+        """As diffusers' FluxPipeline: `encode_prompt`."""
+        import torch
+
+        request.require_no_negatives()
+        more = {name: value for name, value in request.more.items() if value is not None}
+        count = len(request.prompts)
+        second = more.get("prompt_2") or list(request.prompts)
+        second = [second] * count if isinstance(second, str) else list(second)
+        clip, long = (plain_texts(texts, request.reading) for texts in (list(request.prompts), second))
+        length = more.get("max_sequence_length", _length(request.denoiser))
+        pooled = run("text_encoder", {"input_ids": token_ids(companions["tokenizer"], clip)})
+        tokens = run("text_encoder_2", {"input_ids": token_ids(companions["tokenizer_2"], long, length)})
+        inputs = {
+            "encoder_hidden_states": tokens["last_hidden_state"],
+            "pooled_projections": pooled["pooler_output"],
+        }
+        if _takes_guidance(request.denoiser):
+            scale = torch.as_tensor(request.guidance_scale, dtype=torch.float32).reshape(1)
+            inputs[GUIDANCE] = scale.repeat(count)
+        return Conditions(inputs, halves=1)
+
+    def lora_loader(self) -> Any:
+        import diffusers
+
+        return diffusers.FluxPipeline
+
+    def lora_state(self, tensors: Mapping[str, torch.Tensor], denoiser: Config) -> tuple[dict[str, torch.Tensor], int]:
+        """diffusers reads its own names; kohya's of CLIP it reads for Stable Diffusion XL."""
+        import diffusers
+
+        kohya = {name: tensor for name, tensor in tensors.items() if name.startswith(_KOHYA)}
+        found: dict[str, torch.Tensor] = {}
+        if rest := {name: tensor for name, tensor in tensors.items() if name not in kohya}:
+            found |= self.lora_loader().lora_state_dict(rest)
+        if text := {name: tensor for name, tensor in kohya.items() if not name.startswith(_KOHYA_DENOISER)}:
+            found |= diffusers.StableDiffusionXLPipeline.lora_state_dict(text)[0]
+        layers = len(found) // 2
+        pairs = {
+            name.removeprefix(prefix).removesuffix(_DOWN): (tensor, kohya[name.replace(_DOWN, _UP)])
+            for prefix in _KOHYA_DENOISER
+            for name, tensor in kohya.items()
+            if name.startswith(prefix) and name.endswith(_DOWN)
+        }
+        return found | in_diffusers_names(pairs, denoiser), layers + len(pairs)
+
+    def load_lora(self, tensors: Mapping[str, torch.Tensor], module: Any, adapter: str, **options: Any) -> None:
+        self.lora_loader().load_lora_into_transformer(dict(tensors), None, module, adapter, **options)
+
+    def torch_pipeline(
+        self, modules: Mapping[str, Any], companions: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> Any:
+        import diffusers
+
+        names = ("transformer", "vae", "text_encoder", "text_encoder_2")
+        return diffusers.FluxPipeline(
+            **{name: modules.get(name) for name in names}, **{name: companions.get(name) for name in self.companions}
+        )
+
+    def encode_reference(
+        self, pipeline: Any, prompts: Sequence[str], configs: Mapping[str, Config], *, guided: bool
+    ) -> dict[str, Any]:
+        length = _length(configs[self.denoiser])
+        found = pipeline.encode_prompt(list(prompts), None, device="cpu", max_sequence_length=length)
+        return dict(zip(self.embeddings, found[:2], strict=True))
+
+
+FAMILY = Flux()
+
+
+def _takes_guidance(transformer: Config) -> bool:
+    return bool(transformer.get("guidance_embeds"))
+
+
+def _length(transformer: Config) -> int:
+    return _LENGTHS[_takes_guidance(transformer)]

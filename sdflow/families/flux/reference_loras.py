@@ -1,0 +1,86 @@
+"""LoRAs over the original layout of FLUX.1's transformer, under diffusers' names, for the reference.
+
+diffusers' own reader of such files (`_convert_kohya_flux_lora_to_diffusers`) knows blocks 3,072 wide only, and ignores the
+alphas of the last layer. Its converter of checkpoints knows every name and the order of every row, so it is asked with the
+numbers of the rows in place of their values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from sdflow.models.base import Config
+
+if TYPE_CHECKING:
+    import torch
+
+    Tensors = dict[str, torch.Tensor]
+
+_WEIGHT = ".weight"
+_PUBLISHED = 3072
+"""The width that diffusers' converter divides `linear1` by."""
+_LINEAR1 = ".linear1.weight"
+_LINEAR1_ROWS = 7 * _PUBLISHED
+
+
+def in_diffusers_names(layers: Mapping[str, tuple[torch.Tensor, torch.Tensor]], config: Config) -> Tensors:
+    """layers: module, with underscores in place of dots, in either layout -> (down, up). config: of the transformer.
+    Raises KeyError for a module that does not exist.
+    """
+    every = _RowNumbers(config)
+    own = {name.removesuffix(_WEIGHT).replace(".", "_"): name for name in _converted(every) if name.endswith(_WEIGHT)}
+    original = {name.removesuffix(_WEIGHT).replace(".", "_"): name for name in every.names if name.endswith(_WEIGHT)}
+    found: Tensors = {}
+    for module, (down, up) in layers.items():
+        if module in own:
+            parts = {own[module]: up}
+        elif f"{module}_0" in own:  # to_out without its number
+            parts = {own[f"{module}_0"]: up}
+        else:
+            parts = _divided(original[module], up, config)
+        for name, part in parts.items():
+            stem = f"transformer.{name.removesuffix(_WEIGHT)}"
+            if f"{stem}.lora_A.weight" in found:
+                raise KeyError(f"{module}, of which {name} is there twice")
+            found |= {f"{stem}.lora_A.weight": down, f"{stem}.lora_B.weight": part}
+    return found
+
+
+def _divided(name: str, up: torch.Tensor, config: Config) -> Tensors:
+    """The rows of `up` for each of diffusers' weights that this original one holds."""
+    import torch
+
+    count = _LINEAR1_ROWS if name.endswith(_LINEAR1) else len(up)
+    if count % len(up):
+        raise KeyError(f"{name}, with {len(up)} rows")
+    step = count // len(up)  # between the numbers of two rows of a narrower model
+    converted = _converted(_RowNumbers(config, {name: torch.arange(count)}))
+    held = {key: rows for key, rows in converted.items() if key.endswith(_WEIGHT) and rows.min() >= 0}
+    return {key: up[rows[::step] // step].contiguous() for key, rows in held.items()}
+
+
+def _converted(checkpoint: dict[str, torch.Tensor]) -> Tensors:
+    from diffusers.loaders.single_file_utils import convert_flux_transformer_checkpoint_to_diffusers
+
+    converted: Tensors = convert_flux_transformer_checkpoint_to_diffusers(checkpoint)
+    return converted
+
+
+class _RowNumbers(dict[str, Any]):
+    """A checkpoint of this config's layers with these tensors; in place of every other tensor it hands out a vector of -1, and
+    records its name."""
+
+    def __init__(self, config: Config, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+        import torch
+
+        self._nothing = torch.full((_LINEAR1_ROWS,), -1)
+        self.names: list[str] = []
+        there = [f"double_blocks.{index}.img_mod.lin.weight" for index in range(config["num_layers"])]
+        there += [f"single_blocks.{index}.linear1.weight" for index in range(config["num_single_layers"])]
+        there += ["guidance_in.in_layer.weight"] if config.get("guidance_embeds") else []
+        super().__init__({**dict.fromkeys(there, self._nothing), **(tensors or {})})
+
+    def pop(self, name: str, *default: Any) -> Any:
+        self.names.append(name)
+        return super().pop(name, self._nothing)

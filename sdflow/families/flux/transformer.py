@@ -1,0 +1,185 @@
+"""diffusers' FluxTransformer2DModel: the denoiser of FLUX.1.
+
+The graph takes latents as they are, where the class takes rows of packed patches and their positions. `timestep` is float32 of
+shape [1], 0 to 1000, shared by the whole batch. Models with `guidance_embeds` (-dev) take the guidance scale as `guidance`,
+float32 of shape [batch].
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sdflow.families.flux.original_names import flux_names
+from sdflow.families.flux.packing import PATCH, packed, positions, size_of, unpacked
+from sdflow.families.flux.parameters import flux_parameters
+from sdflow.families.flux.traced import prepare
+from sdflow.models.base import Config, Model, Original, Port, Ports, Role, Shapes, Sizes, timestep_port
+from sdflow.models.t5_text import TOKENS
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+GUIDANCE = "guidance"
+"""The input for the guidance scale."""
+
+USUAL_TOKENS = 512
+"""Of the text, at most."""
+
+_BLOCK = re.compile(r"(?:^|_)(single_)?(?:transformer|double|single)_blocks_(\d+)_")
+_OWN_MODULE = re.compile(
+    r"(single_)?transformer_blocks_\d+_(attn|norm|ff|proj)"
+    r"|(double|single)_blocks_|(time|guidance|vector)_in_|(img|txt)_in$|time_text_embed_"
+    r"|final_layer_|norm_out_linear$|(x|context)_embedder$|proj_out$"
+)
+_READS_TEXT = re.compile(r"^(context_embedder|txt_in)$")
+_READS_PATCHES = re.compile(r"^(x_embedder|img_in)$")
+
+
+class FluxTransformer(Model):
+    """The velocity, from image to noise, of latents."""
+
+    class_name: ClassVar[str] = "FluxTransformer2DModel"
+    weights_stem: ClassVar[str] = "diffusion_pytorch_model"
+    library_module: ClassVar[str | None] = "diffusers.models.transformers.transformer_flux"
+
+    def empty(self, config: Config) -> torch.nn.Module:
+        from diffusers import FluxTransformer2DModel
+
+        module: torch.nn.Module = FluxTransformer2DModel.from_config(dict(config))
+        return module
+
+    def parameters(self, config: Config) -> Shapes | None:
+        return flux_parameters(config)
+
+    def ports(self, config: Config) -> Ports:
+        axes = ("batch", int(config["in_channels"]) // PATCH**2, "latent_height", "latent_width")
+        why = "the scale becomes sinusoids of a thousand times its value, which half types round; keep_io_types"
+        guidance = (Port(GUIDANCE, "float32", ("batch",), why_exact=why),) if config.get("guidance_embeds") else ()
+        return Ports(
+            inputs=(
+                Port("latents", "float32", axes, Role.LATENTS),
+                timestep_port(),
+                Port("encoder_hidden_states", "float32", ("batch", TOKENS, config["joint_attention_dim"])),
+                Port("pooled_projections", "float32", ("batch", config["pooled_projection_dim"])),
+                *guidance,
+            ),
+            outputs=(Port("velocity", "float32", axes, Role.PREDICTION),),
+        )
+
+    def smallest(self, config: Config) -> Sizes:
+        return Sizes(batch=2, height=4 * PATCH, width=6 * PATCH, vae_scale=1)
+
+    def width(self, config: Config) -> int:
+        return int(config["num_attention_heads"] * config["attention_head_dim"])
+
+    def working_values(self, config: Config, rows: int, columns: int, *, scores: bool) -> int:
+        """A single block holds the output of attention, that of the first feed-forward layer, and both joined, ten times the
+        width; or q, k and v beside the attention's scores."""
+        tokens = (rows // PATCH) * (columns // PATCH) + USUAL_TOKENS
+        width, heads = self.width(config), config["num_attention_heads"]
+        return int(tokens * max(12 * width, 7 * width + (heads * tokens if scores else 0)))
+
+    def more_axes(self, config: Config) -> Mapping[str, int]:
+        return {TOKENS: 13}
+
+    def distinguishing_shapes(self, config: Config) -> Shapes:
+        width, double, single = self.width(config), config["num_layers"] - 1, config["num_single_layers"] - 1
+        found = {
+            "x_embedder.weight": (width, config["in_channels"]),
+            "context_embedder.weight": (width, config["joint_attention_dim"]),
+            f"transformer_blocks.{double}.attn.add_q_proj.weight": (width, width),
+            f"single_transformer_blocks.{single}.proj_out.weight": (width, 5 * width),
+        }
+        if config.get("guidance_embeds"):
+            found["time_text_embed.guidance_embedder.linear_2.weight"] = (width, width)
+        return found
+
+    def values(self, port: Port, shape: list[int], config: Config, random: np.random.Generator) -> np.ndarray:
+        if port.role is Role.TIMESTEP:
+            return random.uniform(0, 1000, shape).astype(port.dtype)
+        if port.name == GUIDANCE:
+            return random.uniform(1, 8, shape).astype(port.dtype)
+        return super().values(port, shape, config, random)
+
+    def traced(self, module: Any) -> None:
+        prepare(module)
+        original = module.forward
+
+        def forward(latents: Any, timestep: Any, encoder_hidden_states: Any, pooled: Any, guidance: Any = None) -> Any:
+            return _run(original, latents, timestep, encoder_hidden_states, pooled, guidance)
+
+        module.forward = forward
+
+    def reference(self, module: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"velocity": _run(module, *(inputs[port.name] for port in self.ports(module.config).inputs))}
+
+    def recorded_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """diffusers' pipelines repeat timestep and guidance for every row."""
+        guidance = kwargs.get(GUIDANCE)
+        return {
+            "latents": unpacked(kwargs["hidden_states"], *size_of(kwargs["img_ids"])),
+            "timestep": 1000 * kwargs["timestep"][:1].float(),
+            "encoder_hidden_states": kwargs["encoder_hidden_states"],
+            "pooled_projections": kwargs["pooled_projections"],
+            **({} if guidance is None else {GUIDANCE: guidance}),
+        }
+
+    def recorded_outputs(
+        self, ports: Ports, kwargs: Mapping[str, Any], outputs: Sequence[torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        return {"velocity": unpacked(outputs[0], *size_of(kwargs["img_ids"]))}
+
+    def original_names(self, keys: Iterable[str]) -> dict[str, Original]:
+        return flux_names(keys)
+
+    def lora_spellings(self, modules: Iterable[str]) -> Mapping[str, tuple[str | Original, ...]]:
+        """In the original layout q, k and v are one module, in single blocks with the first feed-forward layer."""
+        modules = list(modules)
+        original = flux_names(f"{module}.weight" for module in modules)
+        found: dict[str, tuple[str | Original, ...]] = {}
+        for module in modules:
+            names: list[str | Original] = [module]
+            if module.endswith(".to_out.0"):
+                names.append(module.removesuffix(".0"))
+            if (there := original.get(f"{module}.weight")) is not None:
+                names.append(replace(there, name=there.name.removesuffix(".weight")))
+            found[module] = tuple(names)
+        return found
+
+    def has_lora_module(self, module: str) -> bool:
+        return _OWN_MODULE.match(module) is not None
+
+    def lora_misfit(self, config: Config, module: str, width: int) -> str | None:
+        if block := _BLOCK.search(module):
+            single = bool(block[1]) or block[0].lstrip("_").startswith("single")
+            layers = config.get("num_single_layers" if single else "num_layers")
+            if layers is not None and int(block[2]) >= layers:
+                return f"this transformer has {layers} {'single' if single else 'double'} blocks"
+        for pattern, entry, what in (
+            (_READS_TEXT, "joint_attention_dim", "text embeddings"),
+            (_READS_PATCHES, "in_channels", "patches"),
+        ):
+            if pattern.search(module) and width != config.get(entry, width):
+                return f"for {what} {width} wide, not {config[entry]}"
+        return None
+
+
+def _run(forward: Any, latents: Any, timestep: Any, text: Any, pooled: Any, guidance: Any = None) -> Any:
+    import torch
+
+    batch, _, rows, columns = latents.shape
+    found = forward(
+        hidden_states=packed(latents),
+        timestep=(timestep / 1000).expand(batch).to(latents.dtype),
+        encoder_hidden_states=text,
+        pooled_projections=pooled,
+        txt_ids=torch.zeros(text.shape[1], 3, device=text.device),
+        img_ids=positions(rows, columns).to(text.device),
+        return_dict=False,
+        **({} if guidance is None else {GUIDANCE: guidance}),
+    )[0]
+    return unpacked(found, rows, columns)

@@ -1,0 +1,66 @@
+"""LoRA files under diffusers' names, for the reference.
+
+diffusers reads its own names, PEFT's and kohya's, but of files over the original layout not the fused q, k and v. Its converter of
+checkpoints knows them, so it is asked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    Tensors = dict[str, torch.Tensor]
+
+_FUSED = re.compile(
+    r"(?:diffusion_model\.|lora_unet_|lora_transformer_|transformer\.|base_model\.model\.)?"
+    r"(?P<kind>layers|noise_refiner|context_refiner)[._](?P<block>\d+)[._]attention[._]qkv"
+    r"\.(?P<factor>lora_down|lora_up|lora_A|lora_B)\.weight"
+)
+_PEFT, _OTHER_KOHYA = "base_model.model.", "lora_transformer_"
+
+
+def in_diffusers_names(tensors: Mapping[str, torch.Tensor]) -> tuple[Tensors, int]:
+    """The factors, and how many of the file's layers they cover."""
+    import diffusers
+
+    fused = {name: found for name in tensors if (found := _FUSED.fullmatch(name))}
+    alphas = {_stem(name) + ".alpha" for name in fused}
+    rest = {_plain(name): each for name, each in tensors.items() if name not in fused and name not in alphas}
+    found: Tensors = diffusers.ZImagePipeline.lora_state_dict(rest)[0] if rest else {}
+    layers = len(found) // 2
+    for name, match in fused.items():
+        if match["factor"] not in ("lora_down", "lora_A"):
+            continue
+        down, up = tensors[name], tensors[name.replace("lora_down", "lora_up").replace("lora_A", "lora_B")]
+        if (alpha := tensors.get(_stem(name) + ".alpha")) is not None:
+            down = down * (alpha.item() / len(down))
+        block = f"{match['kind']}.{match['block']}.attention"
+        layers += 1
+        for weight, rows in _converted(f"{block}.qkv.weight", up).items():
+            stem = f"transformer.{weight.removesuffix('.weight')}"
+            if f"{stem}.lora_A.weight" in found:
+                raise KeyError(f"{block}.qkv, of which {weight} is there twice")
+            found |= {f"{stem}.lora_A.weight": down, f"{stem}.lora_B.weight": rows}
+    return found, layers
+
+
+def _stem(name: str) -> str:
+    return re.split(r"\.lora_(?:down|up|A|B)\.", name)[0]
+
+
+def _plain(name: str) -> str:
+    """With a prefix that diffusers' converter knows."""
+    if name.startswith(_PEFT):
+        return "transformer." + name.removeprefix(_PEFT)
+    return "lora_unet_" + name.removeprefix(_OTHER_KOHYA) if name.startswith(_OTHER_KOHYA) else name
+
+
+def _converted(name: str, tensor: torch.Tensor) -> Tensors:
+    from diffusers.loaders.single_file_utils import convert_z_image_transformer_checkpoint_to_diffusers
+
+    converted: Tensors = convert_z_image_transformer_checkpoint_to_diffusers({name: tensor})
+    return converted

@@ -1,0 +1,139 @@
+"""The forward of diffusers' ZImageTransformer2DModel in a form that exports: whole batches in place of lists, and rotary
+embeddings in real arithmetic.
+
+diffusers takes a list of images and a list of texts, pads each to a multiple of 32 tokens with learned tokens, and rotates queries
+and keys as complex numbers. Here the texts of a batch come padded to one multiple of 32, with a mask; the padding beyond a row's own
+multiple is hidden from attention, as diffusers hides it from rows of different lengths.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+PATCH = 2
+"""Rows and columns of latents in a patch. The class supports several sizes; its pipelines use this one."""
+MULTIPLE = 32
+"""Image and text are padded to multiples of this many tokens (`SEQ_MULTI_OF` in diffusers)."""
+HIDDEN = -30000.0
+"""Added to the attention scores of hidden tokens: their weight is 0, and it fits float16."""
+
+
+def rewrite(module: Any) -> None:
+    """Replaces `forward` of the transformer and of its attention layers."""
+    from diffusers.models.attention_processor import Attention
+
+    for part in module.modules():
+        if isinstance(part, Attention):
+            part.forward = partial(_attended, part)
+    module.forward = partial(_forward, module)
+
+
+def _forward(module: Any, sample: Any, timestep: Any, encoder_hidden_states: Any, encoder_attention_mask: Any) -> Any:
+    import torch
+
+    batch, channels, rows, columns = sample.shape
+    down, across = rows // PATCH, columns // PATCH
+    tokens = down * across
+    padded = (tokens + MULTIPLE - 1) // MULTIPLE * MULTIPLE
+    time = module.t_embedder((1000 - timestep) / 1000 * module.t_scale)
+
+    lengths = encoder_attention_mask.long().sum(1)
+    of_text = (lengths + MULTIPLE - 1) // MULTIPLE * MULTIPLE
+    places = torch.arange(encoder_hidden_states.shape[1])[None]
+    tables = _Tables(module.rope_embedder)
+
+    patches = sample.reshape(batch, channels, down, PATCH, across, PATCH).permute(0, 2, 4, 3, 5, 1)
+    image = module.all_x_embedder[f"{PATCH}-1"](patches.reshape(batch, tokens, PATCH * PATCH * channels))
+    image = _filled(image, module.x_pad_token[None], padded)
+    of_image = tables.of_image(of_text + 1, down, across, padded)
+    for block in module.noise_refiner:
+        image = block(image, None, of_image, time)
+
+    text = torch.where(
+        (places < lengths[:, None])[..., None], module.cap_embedder(encoder_hidden_states), module.cap_pad_token
+    )
+    hidden = torch.where(places < of_text[:, None], 0.0, HIDDEN)
+    of_places = tables.of_text(places[0] + 1, batch)
+    for block in module.context_refiner:
+        text = block(text, hidden[:, None, None], of_places)
+
+    both = torch.cat([image, text], dim=1)
+    angles = tuple(torch.cat(each, dim=1) for each in zip(of_image, of_places, strict=True))
+    hidden = torch.nn.functional.pad(hidden, (padded, 0))
+    for block in module.layers:
+        both = block(both, hidden[:, None, None], angles, time)
+
+    made = module.all_final_layer[f"{PATCH}-1"](both[:, :tokens], c=time)
+    made = made.reshape(batch, down, across, PATCH, PATCH, channels).permute(0, 5, 1, 3, 2, 4)
+    return -made.reshape(batch, channels, rows, columns)
+
+
+def _filled(values: Any, filling: Any, length: Any) -> Any:
+    """Values (batch, tokens, width) filled up to a length with one token (1, 1, width)."""
+    import torch
+
+    return torch.cat([values, filling.expand(values.shape[0], MULTIPLE - 1, -1)], dim=1)[:, :length]
+
+
+class _Tables:
+    """Cosines and sines for each place on each of the three axes, (places, width), every one twice: as the library computes
+    them, in float64, but for the complex numbers."""
+
+    def __init__(self, embedder: Any) -> None:
+        import torch
+
+        self._tables = []
+        for width, places in zip(embedder.axes_dims, embedder.axes_lens, strict=True):
+            rates = 1.0 / (embedder.theta ** (torch.arange(0, width, 2, dtype=torch.float64) / width))
+            angles = torch.outer(torch.arange(places, dtype=torch.float64), rates).float().repeat_interleave(2, dim=1)
+            self._tables.append((angles.cos(), angles.sin()))
+
+    def of_text(self, places: Any, batch: Any) -> tuple[Any, Any]:
+        """(batch, places, width): text lies along the first axis, at 0 of the others."""
+        return self._joined(batch, (places[None], places[None] * 0, places[None] * 0))
+
+    def of_image(self, first: Any, rows: Any, columns: Any, length: Any) -> tuple[Any, Any]:
+        """(batch, length, width). first: the place of each row's image on the first axis, behind its text. Padding is at 0 of
+        all axes."""
+        import torch
+
+        tokens = rows * columns
+        down = torch.arange(rows)[:, None].expand(rows, columns).reshape(1, tokens)
+        across = torch.arange(columns)[None].expand(rows, columns).reshape(1, tokens)
+        cosine, sine = self._joined(first.shape[0], (first[:, None].expand(-1, tokens), down, across))
+        nothing = torch.zeros(1, 1, cosine.shape[-1])
+        return _filled(cosine, nothing + 1, length), _filled(sine, nothing, length)
+
+    def _joined(self, batch: Any, places: tuple[Any, ...]) -> tuple[Any, Any]:
+        import torch
+
+        found = [
+            torch.cat(
+                [table[index][at].expand(batch, -1, -1) for table, at in zip(self._tables, places, strict=True)], dim=-1
+            )
+            for index in (0, 1)
+        ]
+        return found[0], found[1]
+
+
+def _attended(part: Any, hidden_states: Any, attention_mask: Any = None, freqs_cis: Any = None, **_: Any) -> Any:
+    """As diffusers' ZSingleStreamAttnProcessor. attention_mask: what is added to the scores. freqs_cis: cosines and sines,
+    (batch, tokens, width of a head) each."""
+    import torch
+
+    cosine, sine = (each[:, :, None] for each in freqs_cis)
+
+    def heads(values: Any) -> Any:
+        return values.reshape(*values.shape[:2], part.heads, -1)
+
+    def rotated(values: Any) -> Any:
+        turned = torch.stack([-values[..., 1::2], values[..., 0::2]], dim=-1).flatten(-2)
+        return values * cosine + turned * sine
+
+    queries, keys = heads(part.to_q(hidden_states)), heads(part.to_k(hidden_states))
+    if part.norm_q is not None:
+        queries, keys = part.norm_q(queries), part.norm_k(keys)
+    by_head = [each.transpose(1, 2) for each in (rotated(queries), rotated(keys), heads(part.to_v(hidden_states)))]
+    found = torch.nn.functional.scaled_dot_product_attention(*by_head, attn_mask=attention_mask)
+    return part.to_out[0](found.transpose(1, 2).flatten(2))

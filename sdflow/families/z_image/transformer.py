@@ -1,0 +1,165 @@
+"""diffusers' ZImageTransformer2DModel: the denoiser of Z-Image.
+
+It takes a timestep that runs from 0 at noise to 1 at the image, and predicts the image minus the noise. Here it takes 1,000 to 0
+and predicts noise minus image, as other transformers do (https://arxiv.org/abs/2511.22699).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sdflow.families.z_image.original_names import z_image_names
+from sdflow.families.z_image.parameters import z_image_parameters
+from sdflow.families.z_image.traced import MULTIPLE, PATCH, rewrite
+from sdflow.models.base import Config, Model, Original, Port, Ports, Role, Shapes, Sizes, timestep_port
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+TOKENS = "caption_sequence"
+"""The axis of the text's tokens: a multiple of 32."""
+USUAL_TOKENS = 64
+"""Of a prompt: two or three sentences within the chat template."""
+
+_BLOCK = re.compile(r"^(layers|noise_refiner|context_refiner)_(\d+)_(?:attention|feed_forward|adaLN_modulation)_")
+_OUTER = re.compile(r"^(?:all_x_embedder|all_final_layer|cap_embedder)_")
+
+
+class ZImageTransformer(Model):
+    """The velocity, from image to noise, of latents."""
+
+    class_name: ClassVar[str] = "ZImageTransformer2DModel"
+    weights_stem: ClassVar[str] = "diffusion_pytorch_model"
+    library_module: ClassVar[str | None] = "diffusers.models.transformers.transformer_z_image"
+
+    def empty(self, config: Config) -> torch.nn.Module:
+        from diffusers import ZImageTransformer2DModel
+
+        module: torch.nn.Module = ZImageTransformer2DModel.from_config(dict(config))
+        return module
+
+    def parameters(self, config: Config) -> Shapes | None:
+        return z_image_parameters(config)
+
+    def ports(self, config: Config) -> Ports:
+        axes = ("batch", config["in_channels"], "latent_height", "latent_width")
+        return Ports(
+            inputs=(
+                Port("sample", "float32", axes, Role.LATENTS),
+                timestep_port(),
+                Port("encoder_hidden_states", "float32", ("batch", TOKENS, config["cap_feat_dim"])),
+                Port("encoder_attention_mask", "int32", ("batch", TOKENS)),
+            ),
+            outputs=(Port("out_sample", "float32", axes, Role.PREDICTION),),
+        )
+
+    def smallest(self, config: Config) -> Sizes:
+        return Sizes(batch=2, height=4 * PATCH, width=6 * PATCH, vae_scale=1)
+
+    def width(self, config: Config) -> int:
+        return int(config["dim"])
+
+    def working_values(self, config: Config, rows: int, columns: int, *, scores: bool) -> int:
+        """In a feed-forward layer both products, 8/3 as wide as the residual, lie beside it. Attention holds q, k and v beside
+        its scores."""
+        tokens = (rows // PATCH) * (columns // PATCH) + USUAL_TOKENS
+        width, heads = self.width(config), config["n_heads"]
+        return int(tokens * max(8 * width, 6 * width + (heads * tokens if scores else 0)))
+
+    def more_axes(self, config: Config) -> Mapping[str, int]:
+        return {TOKENS: 2 * MULTIPLE}
+
+    def distinguishing_shapes(self, config: Config) -> Shapes:
+        width = self.width(config)
+        return {
+            "all_x_embedder.2-1.weight": (width, PATCH * PATCH * config["in_channels"]),
+            "cap_embedder.1.weight": (width, config["cap_feat_dim"]),
+            f"layers.{config['n_layers'] - 1}.attention.to_q.weight": (width, width),
+        }
+
+    def values(self, port: Port, shape: list[int], config: Config, random: np.random.Generator) -> np.ndarray:
+        """Texts of different lengths, each at least one token long."""
+        import numpy as np
+
+        if port.role is Role.TIMESTEP:
+            return random.uniform(0, 1000, shape).astype(port.dtype)
+        if port.name == "encoder_attention_mask":
+            lengths = random.integers(1, shape[1] + 1, shape[:1])
+            return (np.arange(shape[1]) < lengths[:, None]).astype(port.dtype)
+        return random.standard_normal(shape, np.float32)
+
+    def traced(self, module: Any) -> None:
+        rewrite(module)
+
+    def reference(self, module: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        import torch
+
+        sample, masks = inputs["sample"], inputs["encoder_attention_mask"].bool()
+        found = module(
+            list(sample[:, :, None]),
+            ((1000 - inputs["timestep"]) / 1000).expand(len(sample)),
+            [text[mask] for text, mask in zip(inputs["encoder_hidden_states"], masks, strict=True)],
+            return_dict=False,
+        )[0]
+        return {"out_sample": -torch.stack(found)[:, :, 0]}
+
+    def recorded_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        import torch
+
+        images, times, texts = args[:3]
+        return {
+            "sample": torch.stack(images)[:, :, 0],
+            "timestep": 1000 - 1000 * times[:1].float(),
+            **padded_texts(texts),
+        }
+
+    def original_names(self, keys: Iterable[str]) -> dict[str, Original]:
+        return z_image_names(keys)
+
+    def unused(self, name: str, keys: Iterable[str]) -> bool:
+        """A norm that original checkpoints carry and no code reads."""
+        return name == "norm_final.weight"
+
+    def lora_spellings(self, modules: Iterable[str]) -> Mapping[str, tuple[str | Original, ...]]:
+        """In the original layout q, k and v are one module, of which each is a third of the rows."""
+        modules = list(modules)
+        original = z_image_names(f"{module}.weight" for module in modules)
+        found: dict[str, tuple[str | Original, ...]] = {}
+        for module in modules:
+            names: list[str | Original] = [module]
+            if module.endswith(".to_out.0"):
+                names.append(module.removesuffix(".0"))
+            there = original[f"{module}.weight"]
+            if (name := there.name.removesuffix(".weight")) != module:
+                names.append(replace(there, name=name))
+            found[module] = tuple(names)
+        return found
+
+    def has_lora_module(self, module: str) -> bool:
+        return _BLOCK.match(module) is not None or _OUTER.match(module) is not None
+
+    def lora_misfit(self, config: Config, module: str, width: int) -> str | None:
+        if (block := _BLOCK.match(module)) is None:
+            return None
+        layers = config.get("n_layers" if block[1] == "layers" else "n_refiner_layers")
+        if layers is not None and int(block[2]) >= layers:
+            return f"this transformer has {layers} {block[1]} blocks"
+        dim = config.get("dim", width)
+        if module.endswith(("_to_q", "_to_k", "_to_v", "_qkv", "_w1", "_w3")) and width != dim:
+            return f"for a transformer {width} wide, not {dim}"
+        return None
+
+
+def padded_texts(texts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Inputs for embedded texts (tokens, width) of any lengths: padded to one multiple of 32, with a mask."""
+    import torch
+
+    longest = max(len(text) for text in texts)
+    length = -(-longest // MULTIPLE) * MULTIPLE
+    states = [torch.nn.functional.pad(text, (0, 0, 0, length - len(text))) for text in texts]
+    masks = [torch.arange(length, device=text.device) < len(text) for text in texts]
+    return {"encoder_hidden_states": torch.stack(states), "encoder_attention_mask": torch.stack(masks).int()}

@@ -1,0 +1,175 @@
+"""Qwen3 as a text encoder: token ids and their mask to the hidden states of chosen layers, as FLUX.2-klein and Z-Image use it.
+
+The mask covers padding on the right; attention is causal too, so tokens before the padding do not depend on it. Layers above
+the last chosen one, the final norm and the language model's head are not part of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sdflow.models.base import Config, Model, Port, Ports, Shapes, Sizes
+from sdflow.models.parameters import MOST_BLOCKS, Found, linear_layer
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+TOKENS = "text_sequence"
+"""The axis of its tokens."""
+
+LAYERS = "hidden_states_layers"
+"""The entry of the config that lists the hidden states that are outputs: 0 is the embeddings, k the output of layer k;
+negative ones count from the end, where -1 is normalized. Without it: the last one."""
+
+_HEAD = "lm_head.weight"
+_MASKED = -30000.0
+"""Added to the scores of keys that a token must not see: a float16 holds it."""
+
+
+class Qwen3Text(Model):
+    """transformers' Qwen3ForCausalLM without its head. Outputs: `hidden_states.K` of each chosen layer."""
+
+    class_name: ClassVar[str] = "Qwen3ForCausalLM"
+    weights_stem: ClassVar[str] = "model"
+    library_module: ClassVar[str | None] = "transformers.models.qwen3.modeling_qwen3"
+
+    def library_class(self) -> Any:
+        """The class without the head, which reads the files of both."""
+        from transformers import Qwen3Model
+
+        return Qwen3Model
+
+    def empty(self, config: Config) -> torch.nn.Module:
+        from transformers import Qwen3Config, Qwen3Model
+
+        return Qwen3Model(Qwen3Config.from_dict(dict(config)))
+
+    def parameters(self, config: Config) -> Shapes | None:
+        return qwen3_parameters(config)
+
+    def ports(self, config: Config) -> Ports:
+        axes = ("batch", TOKENS)
+        return Ports(
+            inputs=(Port("input_ids", "int32", axes), Port("attention_mask", "int32", axes)),
+            outputs=tuple(
+                Port(f"hidden_states.{layer}", "float32", (*axes, config["hidden_size"])) for layer in _chosen(config)
+            ),
+        )
+
+    def smallest(self, config: Config) -> Sizes:
+        return Sizes(batch=2)
+
+    def more_axes(self, config: Config) -> Mapping[str, int]:
+        return {TOKENS: 11}
+
+    def distinguishing_shapes(self, config: Config) -> Shapes:
+        last = config["num_hidden_layers"] - 1
+        width, inner = config["hidden_size"], config["intermediate_size"]
+        return {
+            "embed_tokens.weight": (config["vocab_size"], width),
+            f"layers.{last}.mlp.down_proj.weight": (width, inner),
+            "layers.0.self_attn.q_norm.weight": (config["head_dim"],),
+        }
+
+    def values(self, port: Port, shape: list[int], config: Config, random: np.random.Generator) -> np.ndarray:
+        """Texts of random lengths, padded on the right."""
+        import numpy as np
+
+        if port.name == "attention_mask":
+            lengths = random.integers(1, shape[1] + 1, (shape[0], 1))
+            return (np.arange(shape[1])[None] < lengths).astype(port.dtype)
+        ids: np.ndarray = random.integers(0, config["vocab_size"], shape, dtype=port.dtype)
+        return ids
+
+    def traced(self, module: Any) -> None:
+        """transformers' layers one by one, with the attention whose mask is a tensor ("eager")."""
+        module.set_attn_implementation("eager")
+        chosen, depth = _chosen(module.config.to_dict()), module.config.num_hidden_layers
+        norm = module.norm
+        module.layers = module.layers[: max(chosen)]
+        if max(chosen) < depth:
+            module.norm = None
+
+        def forward(input_ids: Any, attention_mask: Any) -> tuple[Any, ...]:
+            import torch
+
+            hidden = module.embed_tokens(input_ids)
+            places = torch.arange(input_ids.shape[1])
+            rotary = module.rotary_emb(hidden, places[None])
+            mask = _mask(places, attention_mask)
+            states = [hidden]
+            for layer in module.layers:
+                states.append(layer(states[-1], attention_mask=mask, position_embeddings=rotary))
+            return tuple(norm(states[index]) if index == depth else states[index] for index in chosen)
+
+        module.forward = forward
+
+    def reference(self, module: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        found = module(
+            input_ids=inputs["input_ids"].long(),
+            attention_mask=inputs["attention_mask"].long(),
+            output_hidden_states=True,
+            use_cache=False,
+        ).hidden_states
+        return {f"hidden_states.{layer}": found[layer] for layer in _chosen(module.config.to_dict())}
+
+    def recorded_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        return {name: kwargs[name] for name in ("input_ids", "attention_mask")}
+
+    def recorded_outputs(
+        self, ports: Ports, kwargs: Mapping[str, Any], outputs: Sequence[torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Of a call with `output_hidden_states`, the states are the last ones among its outputs."""
+        chosen = [int(port.name.partition(".")[2]) for port in ports.outputs]
+        return {port.name: outputs[1 + layer] for port, layer in zip(ports.outputs, chosen, strict=True)}
+
+    def current_name(self, name: str) -> str:
+        """Files of the class with a head have a prefix."""
+        return name.removeprefix("model.")
+
+    def unused(self, name: str, keys: Iterable[str]) -> bool:
+        return name == _HEAD
+
+
+class Qwen3Bare(Qwen3Text):
+    """The same network where config.json or model_index.json name the class without a head."""
+
+    class_name: ClassVar[str] = "Qwen3Model"
+
+
+def _chosen(config: Config) -> list[int]:
+    """Indices of the hidden states that are outputs, none negative."""
+    count = int(config["num_hidden_layers"]) + 1
+    return [layer % count for layer in config.get(LAYERS) or [-1]]
+
+
+def _mask(places: Any, attention_mask: Any) -> Any:
+    """(batch, 1, tokens, tokens): what is added to the scores, so that a token sees itself and those before it that are no
+    padding."""
+    import torch
+
+    seen = (places[None, :] <= places[:, None])[None, None] & (attention_mask[:, None, None, :] > 0)
+    return torch.where(seen, torch.zeros(()), torch.full((), _MASKED))
+
+
+def qwen3_parameters(config: Config) -> Found | None:
+    """Parameters of transformers' Qwen3Model, without torch."""
+    width, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    heads, layers, bias = config["num_attention_heads"], config["num_hidden_layers"], bool(config.get("attention_bias"))
+    pairs = config.get("num_key_value_heads") or heads
+    if layers > MOST_BLOCKS:
+        return None
+    found: Found = {"embed_tokens.weight": (config["vocab_size"], width)}
+    for layer in range(layers):
+        block = f"layers.{layer}"
+        for name, out in (("q_proj", heads), ("k_proj", pairs), ("v_proj", pairs)):
+            found |= linear_layer(f"{block}.self_attn.{name}", out * head, width, bias)
+        found |= linear_layer(f"{block}.self_attn.o_proj", width, heads * head, bias)
+        found |= {f"{block}.self_attn.{name}.weight": (head,) for name in ("q_norm", "k_norm")}
+        for name in ("gate_proj", "up_proj"):
+            found |= linear_layer(f"{block}.mlp.{name}", inner, width, bias=False)
+        found |= linear_layer(f"{block}.mlp.down_proj", width, inner, bias=False)
+        found |= {f"{block}.{name}.weight": (width,) for name in ("input_layernorm", "post_attention_layernorm")}
+    return found | {"norm.weight": (width,)}

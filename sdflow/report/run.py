@@ -1,0 +1,233 @@
+"""Output of `sdflow run` and `sdflow bake`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdflow.report.output import print_json, print_table, put
+from sdflow.report.verify import print_verification
+from sdflow.units import spell_bytes, spell_milliseconds, spell_seconds
+
+if TYPE_CHECKING:
+    from sdflow.bench.latency import Latency
+    from sdflow.build.listener import FinishedStep
+    from sdflow.run.run import PipelineResult, RunResult
+
+FEW = 3
+"""Of more pipelines than these only a line each is printed; `--json` has everything."""
+
+SHAPES_TOLD = 6
+"""Of a submodel's inputs so many shapes are printed; `--json` has all."""
+
+# Fused operators worth a column, in the order they are shown.
+FUSED = (
+    "Attention", "MultiHeadAttention", "LayerNormalization", "SkipLayerNormalization", "SimplifiedLayerNormalization",
+    "SkipSimplifiedLayerNormalization", "GroupNorm", "SkipGroupNorm", "NhwcConv",
+    "BiasSplitGelu", "BiasAdd", "QuickGelu", "FastGelu", "BiasGelu", "Gelu",
+)  # fmt: skip
+
+
+def print_run(result: RunResult, *, as_json: bool, quiet: bool = False, verbose: bool = False) -> None:
+    """What was built, what came from the cache, how fast it runs. quiet: only where the pipelines are. verbose: every step,
+    every output."""
+    if as_json:
+        print_json(
+            "run",
+            {"seconds": round(result.seconds, 3), "pipelines": [_pipeline_json(each) for each in result.pipelines]},
+        )
+        return
+    if quiet:
+        put(*(pipeline.folder for pipeline in result.pipelines), wrap=False)
+        return
+    for pipeline in result.pipelines:
+        if len(result.pipelines) <= FEW:
+            _print_steps(pipeline, verbose=verbose)
+        if pipeline.verification is not None:
+            print_verification(pipeline.verification, verbose=verbose)
+        _print_evaluation(pipeline, verbose=verbose)
+        if len(result.pipelines) <= FEW or pipeline.evaluation is not None:
+            put(f"pipeline: {pipeline.folder}", "")
+    if len(result.pipelines) > 1:
+        _print_pipelines(result.pipelines)
+    every = [step for pipeline in result.pipelines for chain in pipeline.steps.values() for step in chain]
+    ran = sum(step.ran for step in every)
+    put(f"{ran} of {len(every)} steps ran, the others came from the cache; {spell_seconds(result.seconds)} in all")
+
+
+def _print_pipelines(pipelines: Sequence[PipelineResult]) -> None:
+    """A line for each pipeline."""
+    rows = []
+    for each in pipelines:
+        planned = each.plan.pipeline
+        loras = " + ".join(f"{Path(lora.weight_name or lora.reference).name} {lora.scale:g}" for lora in planned.loras)
+        artifacts = {chain[-1].record.artifact.digest: chain[-1].record.artifact for chain in each.steps.values()}
+        size = sum(artifact.bytes for artifact in artifacts.values())
+        rows.append(
+            (planned.name, planned.target, loras, str(each.ran), spell_seconds(each.seconds), spell_bytes(size))
+        )
+    columns = ("pipeline", "target", "LoRAs", "steps run", "time", "size")
+    print_table("", columns, rows, right=columns[3:])
+
+
+def print_bake(result: PipelineResult, *, as_json: bool, quiet: bool = False, verbose: bool = False) -> None:
+    """A line for each submodel: whether it was built, its time, how many weights the LoRAs changed."""
+    if as_json:
+        print_json("bake", {"pipeline": _pipeline_json(result)})
+        return
+    if quiet:
+        put(result.folder, wrap=False)
+        return
+    for submodel, chain in result.steps.items():
+        ran = [step for step in chain if step.ran]
+        last = chain[-1].record
+        took = (
+            f"built in {spell_seconds(sum(step.record.built['seconds'] for step in ran))}" if ran else "from the cache"
+        )
+        touched = next((step.record.facts["touched"] for step in chain if "touched" in step.record.facts), 0)
+        put(f"{submodel:15} {took}, LoRAs in {touched} weights, {spell_bytes(last.artifact.bytes)}")
+    for note in result.plan.every_note:
+        put(f"  {note}")
+    if result.verification is not None:
+        print_verification(result.verification, verbose=verbose)
+    put(f"pipeline: {result.folder}")
+
+
+def _print_steps(pipeline: PipelineResult, *, verbose: bool) -> None:
+    """A row for each submodel. verbose: for each step."""
+    planned = pipeline.plan.pipeline
+    title = f"{planned.name}: {planned.model} for {planned.target}"
+    if verbose:
+        _print_each_step(pipeline, title)
+    else:
+        columns = ("submodel", "steps", "time", "memory", "nodes", "size")
+        rows = [(submodel, *_of_chain(chain)) for submodel, chain in pipeline.steps.items()]
+        print_table(title, columns, rows, right=columns[2:])
+    for note in pipeline.plan.every_note:
+        put(f"  {note}")
+
+
+def _of_chain(chain: Sequence[FinishedStep]) -> tuple[str, ...]:
+    """How many steps of which outcome; the time and memory of those that ran; what the last one made."""
+    outcomes = [step.outcome for step in chain]
+    ran, last = [step.record.built for step in chain if step.ran], chain[-1].record
+    return (
+        ", ".join(f"{outcomes.count(each)} {each}" for each in dict.fromkeys(outcomes)),
+        spell_seconds(sum(each["seconds"] for each in ran)) if ran else "",
+        spell_bytes(max(each["peak_memory"] for each in ran)) if ran else "",
+        str(last.facts.get("nodes", "")),
+        spell_bytes(last.artifact.bytes),
+    )
+
+
+def _print_each_step(pipeline: PipelineResult, title: str) -> None:
+    rows = []
+    for submodel, chain in pipeline.steps.items():
+        for step in chain:
+            built, facts = step.record.built, step.record.facts
+            rows.append(
+                (
+                    submodel,
+                    step.step.name,
+                    step.outcome,
+                    spell_seconds(built["seconds"]),
+                    spell_bytes(built["peak_memory"]),
+                    str(facts.get("nodes", "")),
+                    fused_operators(facts.get("operators", {})),
+                    spell_bytes(step.record.artifact.bytes),
+                )
+            )
+    print_table(
+        title,
+        ("submodel", "pass", "", "time", "memory", "nodes", "fused operators", "size"),
+        rows,
+        right=("time", "memory", "nodes", "size"),
+        below=("fused operators", "nodes"),
+    )
+
+
+def _print_evaluation(pipeline: PipelineResult, *, verbose: bool) -> None:
+    result = pipeline.evaluation
+    if result is None:
+        return
+    if not result.measured:
+        put(f"not measured: {result.reason}")
+        return
+    timed = {name: (part.inputs, part.latency) for name, part in result.submodels.items()}
+    rows = [
+        (name, _shortened(list(inputs.values())), *_latency_cells(latency))
+        for name, (inputs, latency) in timed.items()
+        if latency is not None
+    ]
+    if result.pipeline is not None:
+        settings = result.settings
+        size = f"{settings['height']}x{settings['width']}, {settings['steps']} steps"
+        rows.append(("whole image", size, *_latency_cells(result.pipeline)))
+    if rows:
+        columns = ("latency", "shapes", "runs", "first", "median", "p90", "p99", "min")
+        shown = [index for index, name in enumerate(columns) if verbose or name not in ("shapes", "min")]
+        print_table(
+            f"on {result.provider}",
+            [columns[index] for index in shown],
+            [[row[index] for index in shown] for row in rows],
+            right=columns[2:],
+            below=("shapes", "runs"),
+        )
+    for name, part in result.submodels.items():
+        if part.placement.fallen:
+            put(f"  {name}: {len(part.placement.fallen)} nodes run on another provider (allowed by the workflow)")
+    own = [
+        f"{part.placement.own_kernels} nodes of {name}"
+        for name, part in result.submodels.items()
+        if part.placement.own_kernels
+    ]
+    if own:
+        put(f"  in sdflow's own kernels: {', '.join(own)}")
+    for note in result.notes:
+        put(f"  {note}")
+    put(f"peak memory of the process: {spell_bytes(result.peak_memory_bytes or 0)}")
+    if result.image:
+        put(f"image: {result.image}")
+
+
+def _latency_cells(latency: Latency) -> tuple[str, ...]:
+    times = (latency.first_ms, latency.median_ms, latency.p90_ms, latency.p99_ms, latency.min_ms)
+    return (str(latency.runs), *(spell_milliseconds(each) for each in times))
+
+
+def _pipeline_json(pipeline: PipelineResult) -> dict[str, Any]:
+    return {
+        "name": pipeline.plan.pipeline.name,
+        "target": pipeline.plan.pipeline.target,
+        "folder": str(pipeline.folder),
+        "seconds": round(pipeline.seconds, 3),
+        "notes": list(pipeline.plan.every_note),
+        "steps": [
+            {
+                "step": step.step.id,
+                "pass": step.step.name,
+                "outcome": step.outcome,
+                "action": step.record.action.digest,
+                "artifact": step.record.artifact.digest,
+                "bytes": step.record.artifact.bytes,
+                "built": step.record.built,
+                "facts": step.record.facts,
+            }
+            for chain in pipeline.steps.values()
+            for step in chain
+        ],
+        "verification": pipeline.verification.to_json() if pipeline.verification else None,
+        "evaluation": pipeline.evaluation.to_json() if pipeline.evaluation else None,
+    }
+
+
+def fused_operators(operators: Mapping[str, int]) -> str:
+    """ "MultiHeadAttention 32, GroupNorm 16": the fused operators that a graph has."""
+    return ", ".join(f"{name} {operators[name]}" for name in FUSED if operators.get(name))
+
+
+def _shortened(shapes: Sequence[str]) -> str:
+    """The first shapes; a UNet beside ControlNets has more of them than a line holds."""
+    rest = len(shapes) - SHAPES_TOLD
+    return ", ".join(shapes[:SHAPES_TOLD]) + (f" and {rest} more" if rest > 0 else "")
