@@ -1,13 +1,17 @@
 """Pipelines on a GPU, held against float32 PyTorch part by part: nodes on the device, distances, times a step.
 
-    python benchmarks/gpu/beside_float32.py WEIGHTS NAME [NAME ...] [--steps 28] [--guidance 4.5] [--json FILE] [--target cpu]
+    python benchmarks/gpu/beside_float32.py WEIGHTS NAME [NAME ...] [--steps 28] [--guidance 4.5] [--torch bfloat16 float16]
+        [--compiled] [--profile] [--rounds 5] [--processes 1] [--lock FILE] [--graphs DIR] [--json FILE] [--target cpu]
 
 WEIGHTS/NAME: what benchmarks/gpu/with_weights.py made; all of one checkpoint. diffusers' own pipeline draws in float32
 (TensorFloat-32 off) with the same weights and first latents, and what it feeds each submodel is recorded. Each artifact gets
 the same inputs; so does PyTorch in the artifact's 16 bits, which is the yardstick. Then the final latents and the image are
 compared.
-PyTorch's float16 and bfloat16 pipelines stand beside ours, with eager times. The status is 1 if a node is not on the device, a
-distance exceeds FLOAT16_RATIO yardsticks, or something is not finite.
+PyTorch's float16 and bfloat16 pipelines stand beside ours, with eager times. --compiled: also a step of each, PyTorch's with its
+repeated blocks compiled, in turns in one process; --profile: and the kernels of it. --processes: random weights are made by so
+many. --lock: a file; whoever has it locked has the device, the others load meanwhile. --graphs: the pipelines without their
+weights, where with_weights.py is still at work; each is waited for. What was found is in FILE after each part. The status is 1
+if a node is not on the device, a distance exceeds FLOAT16_RATIO yardsticks, something is not finite, or a part failed.
 """
 
 from __future__ import annotations
@@ -15,10 +19,11 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import json
+import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +32,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch  # before ONNX Runtime
 
+from benchmarks.gpu import compiled_blocks
 from benchmarks.gpu.pipelines_on_gpu import PROMPT, distance, own_gigabytes, say, synchronize
+from benchmarks.gpu.random_weights import made_by
+from benchmarks.gpu.unattended import Results, device_alone, wait_for
 
 Tensors = dict[str, torch.Tensor]
 PLAIN = ("bfloat16", "float16")
@@ -144,8 +152,8 @@ def per_step(run: Any, steps: int) -> float:
 
 def plain_torch(
     checkpoint: Any, pipeline: Any, dtype: str, options: Any, reference: Reference, latents: Any
-) -> dict[str, Any]:
-    """diffusers' pipeline in 16 bits throughout: each submodel's distances, the image's, and its times."""
+) -> tuple[dict[str, Any], Any]:
+    """diffusers' pipeline in 16 bits throughout: each submodel's distances, the image's, its times and memory; its denoiser."""
     kind = getattr(torch, dtype)
     modules = {}
     for name, network in networks_of(checkpoint, pipeline).items():
@@ -157,7 +165,7 @@ def plain_torch(
     half = checkpoint.family.torch_pipeline(modules, companions, checkpoint.options)
     half.set_progress_bar_config(disable=True)
     networks = networks_of(checkpoint, half)
-    found: dict[str, Any] = {"submodels": {}}
+    found: dict[str, Any] = {"submodels": {}, "weights_gb": sum(map(weights_gb, modules.values()))}
     for name, cases in reference.cases.items():
         found["submodels"][name] = [
             relative(forward(networks[name], inputs, options.device, kind), outputs) for _, inputs, outputs in cases
@@ -168,15 +176,32 @@ def plain_torch(
         return half(PROMPT, latents=given, output_type=kind_of, **{**options.call, "num_inference_steps": steps}).images
 
     found["latents"] = distance(draw(options.steps, "latent").float().cpu().numpy(), reference.latents)
-    found["image"] = distance(draw(options.steps, "np"), reference.image)
+    with peak_gb(found, options.device):
+        found["image"] = distance(draw(options.steps, "np"), reference.image)
     found["step_ms"] = per_step(lambda steps: draw(steps, "latent"), options.steps)
-    return found
+    return found, networks[checkpoint.family.denoiser]
+
+
+def weights_gb(module: Any) -> float:
+    return sum(each.numel() * each.element_size() for each in (*module.parameters(), *module.buffers())) / 1e9
+
+
+@contextmanager
+def peak_gb(found: dict[str, Any], device: str) -> Iterator[None]:
+    """Notes what torch's allocator takes beyond what is there already."""
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_reserved()
+    yield
+    if device == "cuda":
+        found["peak_gb"] = (torch.cuda.max_memory_reserved() - before) / 1e9
 
 
 def artifact(
     folder: Path, options: Any, reference: Reference, latents: torch.Tensor, plain: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What a pipeline of sdflow gives on the device, beside that."""
+) -> tuple[dict[str, Any], Any]:
+    """What a pipeline of sdflow gives on the device, beside that; and the pipeline."""
     import numpy as np
 
     from sdflow.manifest import read_manifest
@@ -233,7 +258,7 @@ def artifact(
         for name, each in found["placement"].items()
         if each["fallen"]
     ]
-    return found
+    return found, pipeline
 
 
 def placements(pipeline: Any, folder: Path) -> dict[str, Any]:
@@ -265,7 +290,7 @@ def placements(pipeline: Any, folder: Path) -> dict[str, Any]:
 def table(results: Mapping[str, Any]) -> None:
     """What was found, in lines."""
     for name, found in results["sdflow"].items():
-        say(f"\n{name}: loaded in {found['load_s']:.1f} s, {found['device_gb']:.1f} GB")
+        say(f"\n{name}: loaded in {found['load_s']:.1f} s, {found['device_gb']:.1f} GB of the device")
         for submodel, each in found["submodels"].items():
             for row in each["distances"]:
                 bits = " ".join(
@@ -289,14 +314,78 @@ def table(results: Mapping[str, Any]) -> None:
         for problem in found["problems"]:
             say(f"  PROBLEM {problem}")
     for kind, plain in results["torch"].items():
-        say(
-            f"PyTorch {kind}, eager: latents {plain['latents']:.4f}, image {plain['image']:.4f}; a step {plain['step_ms']:.1f} ms"
-        )
+        memory = f"{plain['weights_gb']:.1f} GB of weights, {plain.get('peak_gb', float('nan')):.1f} beside them"
+        say(f"PyTorch {kind}, eager: latents {plain['latents']:.4f}, image {plain['image']:.4f};")
+        say(f"  a step {plain['step_ms']:.1f} ms; {memory}")
+    for name, times in results.get("turns_ms", {}).items():
+        say(f"a step in turns: {statistics.median(times):7.2f} ms ({min(times):.2f} to {max(times):.2f})  {name}")
+
+
+def open_checkpoint_of(folder: Path) -> Any:
+    from sdflow.manifest import read_manifest
+    from sdflow.sources import PlainDigests, reopen_checkpoint
+
+    return reopen_checkpoint(read_manifest(folder).origin, str(folder), digests=PlainDigests())
+
+
+def measure(options: Any, results: Results, loaded: list[Any], checkpoint: Any) -> None:
+    """All parts, once the device is free. loaded: diffusers' pipeline in float32, on the host; it is taken out of it."""
+    pipeline = loaded.pop()
+    what = checkpoint.family.latents({name: each.load["config"] for name, each in checkpoint.submodels.items()})
+    size = options.size or what.image_size
+    options.call = {
+        "height": size, "width": size, "num_inference_steps": options.steps, "guidance_scale": options.guidance,
+    }  # fmt: skip
+    shape = (1, what.channels, size // what.scale, size // what.scale)
+    latents = torch.randn(shape, generator=torch.Generator().manual_seed(7))
+    found, denoisers = results.found, dict[str, Any]()
+    found |= {
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "torch_version": torch.__version__,
+        "call": options.call,
+        "torch": {},
+        "sdflow": {},
+    }
+    with results.part("to the device"):
+        pipeline.to(options.device)
+    reference = Reference()
+    with results.part(f"float32 at {size}x{size}, {options.steps} steps"):
+        reference = compute_reference(checkpoint, pipeline, options.call, latents, options.device)
+        found["cases"] = {name: [what for what, _, _ in cases] for name, cases in reference.cases.items()}
+    for dtype in options.torch:
+        with results.part(f"PyTorch in {dtype}"):
+            found["torch"][dtype], denoisers[dtype] = plain_torch(
+                checkpoint, pipeline, dtype, options, reference, latents
+            )
+        gc.collect()
+    del pipeline
+    gc.collect()
+    if options.device == "cuda":
+        torch.cuda.empty_cache()
+    runs: dict[str, Callable[[], Any]] = {}
+    for name in options.names:
+        with results.part(f"{name} on {options.target}"):
+            if options.graphs is not None:
+                wait_for(options.weights / name)
+            found["sdflow"][name], ours = artifact(options.weights / name, options, reference, latents, found["torch"])
+            if options.compiled:
+                runs[f"sdflow {name}"] = compiled_blocks.our_run(ours, PROMPT, latents, options.call)
+            del ours
+        gc.collect()
+    if not options.compiled:
+        return
+    for dtype, network in denoisers.items():
+        with results.part(f"PyTorch in {dtype}, compiled"):
+            ((_, inputs, _), *_) = reference.cases[checkpoint.family.denoiser]
+            runs |= compiled_blocks.torch_runs(dtype, network, inputs, options.device)
+    with results.part("a step in turns"):
+        found["turns_ms"] = compiled_blocks.measure(runs, options.rounds, in_a_row=options.in_a_row)
+    if options.profile:
+        with results.part("profiles"):
+            found["profiles"] = compiled_blocks.profiled(runs)
 
 
 def main() -> None:
-    from sdflow.manifest import read_manifest
-    from sdflow.sources import PlainDigests, reopen_checkpoint
     from sdflow.sources.load import load_pipeline
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -305,6 +394,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=28)
     parser.add_argument("--guidance", type=float, default=4.5)
     parser.add_argument("--size", type=int, help="pixels along each side; default: the model's own")
+    parser.add_argument("--torch", nargs="+", choices=PLAIN, default=PLAIN, help="what PyTorch's pipelines are in")
+    parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--in-a-row", type=int, default=compiled_blocks.IN_A_ROW)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--lock", type=Path)
+    parser.add_argument("--graphs", type=Path)
     parser.add_argument("--target", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
@@ -312,45 +409,16 @@ def main() -> None:
     torch.set_grad_enabled(False)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
 
-    first = options.weights / options.names[0]
-    begun = time.perf_counter()
-    checkpoint = reopen_checkpoint(read_manifest(first).origin, str(first), digests=PlainDigests())
-    pipeline = load_pipeline(checkpoint).to(options.device)
-    pipeline.set_progress_bar_config(disable=True)
-    say(f"PyTorch's modules in float32: {time.perf_counter() - begun:.0f} s")
-    what = checkpoint.family.latents({name: each.load["config"] for name, each in checkpoint.submodels.items()})
-    size = options.size or what.image_size
-    options.call = {
-        "height": size, "width": size, "num_inference_steps": options.steps, "guidance_scale": options.guidance,
-    }  # fmt: skip
-    shape = (1, what.channels, size // what.scale, size // what.scale)
-    latents = torch.randn(shape, generator=torch.Generator().manual_seed(7))
-    begun = time.perf_counter()
-    reference = compute_reference(checkpoint, pipeline, options.call, latents, options.device)
-    say(f"float32 at {size}x{size}, {options.steps} steps: {time.perf_counter() - begun:.0f} s")
-    results: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
-        "torch_version": torch.__version__,
-        "call": options.call,
-        "cases": {name: [what for what, _, _ in cases] for name, cases in reference.cases.items()},
-        "torch": {},
-        "sdflow": {},
-    }
-    for dtype in PLAIN:
-        results["torch"][dtype] = plain_torch(checkpoint, pipeline, dtype, options, reference, latents)
-        gc.collect()
-    del pipeline
-    gc.collect()
-    if options.device == "cuda":
-        torch.cuda.empty_cache()
-    for name in options.names:
-        say(f"{name} on {options.target}")
-        results["sdflow"][name] = artifact(options.weights / name, options, reference, latents, results["torch"])
-        gc.collect()
-    table(results)
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1))
-    sys.exit(any(found["problems"] for found in results["sdflow"].values()))
+    results = Results(options.json)
+    checkpoint = open_checkpoint_of((options.graphs or options.weights) / options.names[0])
+    with results.part("PyTorch's modules in float32"), made_by(options.processes):
+        loaded = [load_pipeline(checkpoint)]
+        loaded[0].set_progress_bar_config(disable=True)
+    with device_alone(options.lock):
+        measure(options, results, loaded, checkpoint)
+    table(results.found)
+    problems = any(found["problems"] for found in results.found["sdflow"].values())
+    sys.exit(results.failed or problems)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 GRAPHS, NAME: as of benchmarks/gpu/pipelines_on_gpu.py. DIR/NAME is what its --weights and benchmarks/gpu/step_latency.py take.
 The pipelines are made side by side, a process each, but for those that are there already; a submodel whose graph another one of
-the same checkpoint has too is a link to that one's.
+the same checkpoint has too is a link to that one's. DIR/NAME.made is there when DIR/NAME is whole.
 """
 
 from __future__ import annotations
@@ -44,9 +44,11 @@ def first_of_each(graphs: Path, names: Sequence[str]) -> dict[tuple[str, str], s
 def make(graphs: Path, name: str, out: Path, links: dict[str, str]) -> tuple[str, float]:
     """One pipeline; links: submodel -> the pipeline that has it."""
     from benchmarks.gpu.pipelines_on_gpu import materialize
+    from benchmarks.gpu.unattended import MADE
 
     begun = time.perf_counter()
     materialize(graphs / name, out / name, linked={part: out / other / part for part, other in links.items()})
+    (out / name).with_suffix(MADE).touch()
     return name, time.perf_counter() - begun
 
 
