@@ -23,6 +23,7 @@ import yaml
 from beside_diffusers import PROMPT, SIZE, assert_equal, generator, pattern
 from ip_adapter_files import save_adapter, save_encoder, tensors
 from original_layout import (
+    flux_tensors,
     mmdit_tensors,
     refiner_of_xl,
     stable_diffusion_1,
