@@ -175,7 +175,9 @@ def _holds(shapes: Shapes, wanted: Fingerprint) -> bool:
 def _named(rows: Iterable[tuple[str, str]], names: Iterable[str]) -> str | None:
     """The first of these rows whose beginning one of the names has, with or without the denoiser's prefix."""
     prefix, names = _denoiser_prefix(), list(names)
-    return next((what for begin, what in rows if any(name.removeprefix(prefix).startswith(begin) for name in names)), None)
+    return next(
+        (what for begin, what in rows if any(name.removeprefix(prefix).startswith(begin) for name in names)), None
+    )
 
 
 def _denoiser_prefix() -> str:

@@ -67,7 +67,9 @@ def options(length: int) -> dict[str, Any]:
 def test_an_image_is_diffusers(shell: Shell, built: str, theirs: Any, length: int) -> None:
     latents = torch.randn((1, 16, 8, 12), generator=generator())
     expected = theirs(PROMPT, latents=packed(latents), **options(length)).images
-    assert_equal(Pipeline.load(shell.folder / built, "cpu")(PROMPT, latents=latents, **options(length)).images, expected)
+    assert_equal(
+        Pipeline.load(shell.folder / built, "cpu")(PROMPT, latents=latents, **options(length)).images, expected
+    )
 
 
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
@@ -195,7 +197,9 @@ def test_a_server_draws_with_it(shell: Shell, built: str) -> None:
         images = []
         for scale in (1.5, 6.0):
             answer = httpx.post(
-                f"{server.url}/v1/images/generations", json={**wanted, "guidance_scale": scale, "seed": 1}, timeout=PATIENCE
+                f"{server.url}/v1/images/generations",
+                json={**wanted, "guidance_scale": scale, "seed": 1},
+                timeout=PATIENCE,
             )
             assert answer.status_code == 200, answer.text
             images.append(base64.b64decode(answer.json()["data"][0]["b64_json"]))

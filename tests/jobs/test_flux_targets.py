@@ -20,7 +20,7 @@ evaluate: null
 FUSED = {"MultiHeadAttention": 4, "SimplifiedLayerNormalization": 12, "LayerNormalization": 11, "FastGelu": 6}
 """In the transformer: two double blocks, with norms of q and k for image and text and two feed-forward networks each, and two
 single ones."""
-PORTS = {"latents", "timestep", "encoder_hidden_states", "pooled_projections", "guidance", "velocity"}
+PORTS = {"sample", "timestep", "encoder_hidden_states", "pooled_projections", "guidance", "out_sample"}
 
 
 @pytest.fixture(scope="module")
