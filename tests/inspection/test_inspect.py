@@ -224,10 +224,10 @@ def test_what_a_folder_lacks_is_told(saved: tuple[str, Path, Any], tmp_path: Pat
 
 
 def test_a_pipeline_of_another_kind_is_unknown_with_the_known_ones(tmp_path: Path) -> None:
-    (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    (tmp_path / "model_index.json").write_text('{"_class_name": "PixArtSigmaPipeline"}')
     found = only(tmp_path)
     assert found.kind == "unknown"
-    assert "FluxPipeline" in found.notes[0] and "StableDiffusionPipeline" in found.notes[0]
+    assert "PixArtSigmaPipeline" in found.notes[0] and "StableDiffusionPipeline" in found.notes[0]
 
 
 def test_of_a_folder_of_files_each_is_named_and_a_damaged_one_hides_none(tmp_path: Path) -> None:

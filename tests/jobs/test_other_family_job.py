@@ -35,9 +35,11 @@ def shell(tmp_path_factory: pytest.TempPathFactory, started_python: Any) -> Shel
 
 @pytest.fixture(scope="module")
 def checkpoint(shell: Shell) -> Any:
-    """As diffusers saves it, in `flux`."""
+    """As diffusers saves it, in `flux`, but for its class: that of FLUX.1 is sdflow's own."""
     pipeline = tiny_flux()
     pipeline.save_pretrained(shell.folder / "flux")
+    index = shell.folder / "flux/model_index.json"
+    index.write_text(json.dumps({**json.loads(index.read_text()), "_class_name": "TinyFluxPipeline"}))
     return pipeline
 
 

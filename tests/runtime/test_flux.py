@@ -67,13 +67,17 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     ("height", "width", "prompt", "length"),
     [(64, 64, PROMPT, None), (64, 96, LONG, None), (96, 48, PROMPT, 77)],
 )
-def test_an_image_from_text_is_diffusers(built: Built, height: int, width: int, prompt: str, length: int | None) -> None:
+def test_an_image_from_text_is_diffusers(
+    built: Built, height: int, width: int, prompt: str, length: int | None
+) -> None:
     latents = torch.randn((1, 16, height // 8, width // 8), generator=generator())
     given: dict[str, Any] = {"height": height, "width": width, "num_inference_steps": 3, "output_type": "np"}
     given |= {"guidance_scale": 3.5, "prompt_2": f"{prompt}, in oil"}
     own = {} if length is None else {"max_sequence_length": length}
     theirs = {"max_sequence_length": length or LENGTHS[built.architecture], "latents": packed(latents)}
-    assert_equal(built.ours(prompt, latents=latents, **own, **given).images, built.theirs(prompt, **theirs, **given).images)
+    assert_equal(
+        built.ours(prompt, latents=latents, **own, **given).images, built.theirs(prompt, **theirs, **given).images
+    )
 
 
 def test_several_prompts_are_drawn_side_by_side(built: Built) -> None:
@@ -114,7 +118,13 @@ def test_latents_into_a_mask_are_diffusers(built: Built, strength: float) -> Non
 
 def test_the_guidance_scale_is_an_input_of_dev_and_nothing_to_schnell(built: Built) -> None:
     latents = torch.randn((1, 16, 8, 8), generator=generator())
-    given: dict[str, Any] = {"latents": latents, "num_inference_steps": 2, "output_type": "np", "height": 64, "width": 64}
+    given: dict[str, Any] = {
+        "latents": latents,
+        "num_inference_steps": 2,
+        "output_type": "np",
+        "height": 64,
+        "width": 64,
+    }
     low, high = (built.ours(PROMPT, guidance_scale=scale, **given).images for scale in (1.0, 6.0))
     assert differ(low, high) == (built.architecture == DEV)
     assert ("guidance" in [port.name for port in _ports(built).inputs]) == (built.architecture == DEV)

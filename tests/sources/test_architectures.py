@@ -58,6 +58,8 @@ def components(architecture: str) -> list[str]:
                 "text_encoder_2": 694_659_840,
             },
         ),
+        ("flux1-schnell", {"transformer": 11_891_178_560, "vae": 83_819_683, "text_encoder": 123_060_480}),
+        ("flux1-dev", {"transformer": 11_901_408_320}),
     ],
 )
 def test_full_sizes_have_the_published_numbers_of_parameters(architecture: str, counts: dict[str, int]) -> None:
@@ -94,6 +96,19 @@ def test_the_text_encoders_make_what_the_transformer_reads(architecture: str) ->
     t5 = architecture_config(architecture, "text_encoder_3")
     assert sum(clip["hidden_size"] for clip in clips) <= t5["d_model"] == transformer["joint_attention_dim"]
     assert sum(clip["projection_dim"] for clip in clips) == transformer["pooled_projection_dim"]
+
+
+@pytest.mark.parametrize("architecture", FAMILIES["flux"].architectures)
+def test_the_text_encoders_make_what_the_transformer_of_flux_reads(architecture: str) -> None:
+    """T5's tokens and CLIP's pooled embedding; heads are as wide as the rotary embedding."""
+    transformer = architecture_config(architecture, "transformer")
+    assert architecture_config(architecture, "text_encoder")["hidden_size"] == transformer["pooled_projection_dim"]
+    assert architecture_config(architecture, "text_encoder_2")["d_model"] == transformer["joint_attention_dim"]
+    assert sum(transformer["axes_dims_rope"]) == transformer["attention_head_dim"]
+    assert transformer["in_channels"] == 4 * architecture_config(architecture, "vae")["latent_channels"]
+    assert transformer["guidance_embeds"] == ("dev" in architecture)
+    scheduler = architecture_config(architecture, "scheduler")
+    assert scheduler["use_dynamic_shifting"] == ("dev" in architecture)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ import yaml
 from beside_diffusers import PROMPT, SIZE, assert_equal, generator, pattern
 from ip_adapter_files import save_adapter, save_encoder, tensors
 from original_layout import (
+    flux_tensors,
     mmdit_tensors,
     refiner_of_xl,
     stable_diffusion_1,
@@ -85,6 +86,14 @@ def additions(family: Family) -> tuple[tuple[str, ...], ...]:
     return (*groups, (REFINER,)) if refiner(family) is not None else tuple(groups)
 
 
+def sources(family: Family) -> tuple[str, ...]:
+    """Where a family's checkpoint can be from: no single file where drawing needs a tokenizer that none brings."""
+    whole = all(
+        family.part(part).optional for each in family.companions.values() if not each.shipped for part in each.parts
+    )
+    return SOURCES if whole else tuple(source for source in SOURCES if source != "file")
+
+
 def _same_latents(alone: str, family: Family) -> bool:
     """Whether a component that has an architecture alone, a VAE, has this family's latents."""
     component = COMPONENT_ARCHITECTURES[alone]
@@ -121,7 +130,7 @@ class Row:
 def every_row() -> Iterator[Row]:
     """The whole product, but for the additions of one group: these turn through the sources side by side."""
     for family in FAMILIES.values():
-        for group, source, turn in product(additions(family), SOURCES, range(len(SOURCES))):
+        for group, source, turn in product(additions(family), sources(family), range(len(SOURCES))):
             turned = ((name, SOURCES[(index + turn) % len(SOURCES)]) for index, name in enumerate(group))
             yield Row(family.name, source, tuple(turned))
 
@@ -175,7 +184,7 @@ class Written:
         folder = self.module(family, addition)
         file = folder.with_suffix(".safetensors")
         if source == "file" and self._new(file):
-            module = getattr(diffusers, self._class(addition)).from_pretrained(folder)
+            module = getattr(diffusers, self._class(family, addition)).from_pretrained(folder)
             save_file({name: each.detach().contiguous() for name, each in _in_a_file(addition, module).items()}, file)
         return reference if source == "synthetic" else self._place(folder, file, source)
 
@@ -215,15 +224,12 @@ class Written:
     def _reference(self, family: str, addition: str) -> str:
         return f"synthetic:{addition if addition in alone() else tiny(FAMILIES[family])}?seed={SEED}"
 
-    def _class(self, addition: str) -> str:
+    def _class(self, family: str, addition: str) -> str:
         if addition == NET:
             return "ControlNetModel"
         if addition in alone():
             return "AutoencoderTiny"
-        classes = {
-            name: parts[0].model.class_name for each in FAMILIES.values() for name, parts in each.components.items()
-        }
-        return classes[addition]
+        return FAMILIES[family].components[addition][0].model.class_name
 
     def _place(self, folder: Path, file: Path, source: str) -> str:
         if source == "file":
@@ -284,7 +290,9 @@ def _in_a_file(addition: str, module: Any) -> dict[str, torch.Tensor]:
     if addition == "vae":
         return vae_tensors(module)
     if addition == "transformer":
-        return {f"model.diffusion_model.{name}": value for name, value in mmdit_tensors(module).items()}
+        of_flux = type(module) is diffusers.FluxTransformer2DModel
+        original = (flux_tensors if of_flux else mmdit_tensors)(module)
+        return {f"model.diffusion_model.{name}": value for name, value in original.items()}
     if addition == "unet":
         return {f"model.diffusion_model.{name}": value for name, value in unet_tensors(module).items()}
     return dict(module.state_dict())
@@ -350,12 +358,17 @@ def expected(row: Row, written: Written) -> Any:
         parts |= dict.fromkeys(_without_tokenizers(FAMILIES[row.family]))
     for addition in added:
         if addition in FAMILIES[row.family].exchangeable or addition in alone():
-            module = getattr(diffusers, written._class(addition)).from_pretrained(written.module(row.family, addition))
+            module = getattr(diffusers, written._class(row.family, addition)).from_pretrained(
+                written.module(row.family, addition)
+            )
             parts[alone().get(addition, addition)] = module
     theirs: Any = diffusers.DiffusionPipeline.from_pretrained(written.folder(row.family), **parts)
     if row.source == "file" and row.family == "stable_diffusion_3":
         torch.nn.init.eye_(theirs.text_encoder.text_projection.weight)  # the original layout goes without it
     given: dict[str, Any] = {**DRAW, "generator": generator()}
+    family = FAMILIES[row.family]
+    denoiser = architecture_config(tiny(family), family.part(family.denoiser).component)
+    given |= family.reference_arguments_of({family.denoiser: denoiser})
     if NET in added:
         net = diffusers.ControlNetModel.from_pretrained(written.module(row.family, NET))
         kind = type(theirs).__name__.removesuffix("Pipeline")

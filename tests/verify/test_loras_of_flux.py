@@ -167,7 +167,11 @@ def test_kohya_of_the_published_width_is_divided_as_diffusers_divides_it() -> No
     config |= {"joint_attention_dim": 4096, "pooled_projection_dim": 768, "in_channels": 64, "patch_size": 1}
     shapes = FluxTransformer().parameters(config)
     assert shapes is not None
-    rows = {"double_blocks_0_img_attn_qkv": 9216, "double_blocks_0_txt_attn_qkv": 9216, "single_blocks_0_linear1": 21504}
+    rows = {
+        "double_blocks_0_img_attn_qkv": 9216,
+        "double_blocks_0_txt_attn_qkv": 9216,
+        "single_blocks_0_linear1": 21504,
+    }
     rows |= {"single_blocks_0_linear2": 3072, "double_blocks_0_img_mod_lin": 18432, "double_blocks_0_txt_mlp_0": 12288}
     file: Tensors = {}
     for name, count in rows.items():

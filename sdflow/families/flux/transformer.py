@@ -61,13 +61,13 @@ class FluxTransformer(Model):
         guidance = (Port(GUIDANCE, "float32", ("batch",), why_exact=why),) if config.get("guidance_embeds") else ()
         return Ports(
             inputs=(
-                Port("latents", "float32", axes, Role.LATENTS),
+                Port("sample", "float32", axes, Role.LATENTS),
                 timestep_port(),
                 Port("encoder_hidden_states", "float32", ("batch", TOKENS, config["joint_attention_dim"])),
                 Port("pooled_projections", "float32", ("batch", config["pooled_projection_dim"])),
                 *guidance,
             ),
-            outputs=(Port("velocity", "float32", axes, Role.PREDICTION),),
+            outputs=(Port("out_sample", "float32", axes, Role.PREDICTION),),
         )
 
     def smallest(self, config: Config) -> Sizes:
@@ -109,8 +109,8 @@ class FluxTransformer(Model):
         prepare(module)
         original = module.forward
 
-        def forward(latents: Any, timestep: Any, encoder_hidden_states: Any, pooled: Any, guidance: Any = None) -> Any:
-            return _run(original, latents, timestep, encoder_hidden_states, pooled, guidance)
+        def forward(sample: Any, timestep: Any, encoder_hidden_states: Any, pooled: Any, guidance: Any = None) -> Any:
+            return _run(original, sample, timestep, encoder_hidden_states, pooled, guidance)
 
         module.forward = forward
 
@@ -118,14 +118,14 @@ class FluxTransformer(Model):
         """The class rounds timestep and guidance to its own type, which in 16 bits moves them by up to 8; they are put back, so
         that the yardstick of a 16-bit graph is the rounding of weights and activations alone."""
         exact = tuple(1000 * inputs[name].float() for name in (GUIDANCE,) if name in inputs)
-        times = inputs["timestep"].float().expand(len(inputs["latents"])), *exact
+        times = inputs["timestep"].float().expand(len(inputs["sample"])), *exact
 
         def put_back(part: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
             return (*times, *args[len(times) :])
 
         hook = module.time_text_embed.register_forward_pre_hook(put_back)
         try:
-            return {"velocity": _run(module, *(inputs[port.name] for port in self.ports(module.config).inputs))}
+            return {"out_sample": _run(module, *(inputs[port.name] for port in self.ports(module.config).inputs))}
         finally:
             hook.remove()
 
@@ -133,7 +133,7 @@ class FluxTransformer(Model):
         """diffusers' pipelines repeat timestep and guidance for every row."""
         guidance = kwargs.get(GUIDANCE)
         return {
-            "latents": unpacked(kwargs["hidden_states"], *size_of(kwargs["img_ids"])),
+            "sample": unpacked(kwargs["hidden_states"], *size_of(kwargs["img_ids"])),
             "timestep": 1000 * kwargs["timestep"][:1].float(),
             "encoder_hidden_states": kwargs["encoder_hidden_states"],
             "pooled_projections": kwargs["pooled_projections"],
@@ -143,7 +143,7 @@ class FluxTransformer(Model):
     def recorded_outputs(
         self, ports: Ports, kwargs: Mapping[str, Any], outputs: Sequence[torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        return {"velocity": unpacked(outputs[0], *size_of(kwargs["img_ids"]))}
+        return {"out_sample": unpacked(outputs[0], *size_of(kwargs["img_ids"]))}
 
     def original_names(self, keys: Iterable[str]) -> dict[str, Original]:
         return flux_names(keys)

@@ -48,7 +48,7 @@ def _sigmas(steps: int) -> Any:
 class TinyFlux(Family):
     name = "tiny_flux"
     title = "a tiny FLUX.1"
-    classes = ("FluxPipeline",)
+    classes = ("TinyFluxPipeline",)
     parts = (
         Part(
             "text_encoder",
@@ -92,7 +92,7 @@ class TinyFlux(Family):
     }
     reference_arguments: ClassVar[Mapping[str, Any]] = {"max_sequence_length": LENGTH}
     embeddings = ("prompt_embeds", "pooled_prompt_embeds")
-    assembled_as: ClassVar[Mapping[Task, str]] = {"text": "ORTFluxPipeline"}
+    assembled_as: ClassVar[Mapping[Task, str]] = {"text": "ORTTinyFluxPipeline"}
     architectures: ClassVar[Mapping[str, Architecture]] = {
         "flux-tiny": Architecture(
             borrowed={"tokenizer": "sd15/tokenizer", "tokenizer_2": "sd35-medium/tokenizer_3"},
