@@ -58,6 +58,12 @@ def components(architecture: str) -> list[str]:
                 "text_encoder_2": 694_659_840,
             },
         ),
+        # With the head of the language model, which shares the weights of the embeddings or has its own.
+        (
+            "flux2-klein-4b",
+            {"transformer": 3_875_544_576, "vae": 84_046_115, "text_encoder": 4_022_468_096 + 151_936 * 2_560},
+        ),
+        ("flux2-klein-9b", {"transformer": 9_078_581_248, "vae": 84_046_115, "text_encoder": 8_190_735_360}),
     ],
 )
 def test_full_sizes_have_the_published_numbers_of_parameters(architecture: str, counts: dict[str, int]) -> None:
@@ -94,6 +100,14 @@ def test_the_text_encoders_make_what_the_transformer_reads(architecture: str) ->
     t5 = architecture_config(architecture, "text_encoder_3")
     assert sum(clip["hidden_size"] for clip in clips) <= t5["d_model"] == transformer["joint_attention_dim"]
     assert sum(clip["projection_dim"] for clip in clips) == transformer["pooled_projection_dim"]
+
+
+@pytest.mark.parametrize("architecture", FAMILIES["flux2"].architectures)
+def test_three_hidden_states_side_by_side_are_what_the_transformer_reads(architecture: str) -> None:
+    transformer = architecture_config(architecture, "transformer")
+    text, vae = (architecture_config(architecture, name) for name in ("text_encoder", "vae"))
+    assert 3 * text["hidden_size"] == transformer["joint_attention_dim"] and text["num_hidden_layers"] > 27
+    assert 4 * vae["latent_channels"] == transformer["in_channels"]
 
 
 @pytest.mark.parametrize(
