@@ -194,6 +194,17 @@ def test_a_lora_is_baked_and_verified_against_diffusers(shell: Shell, built: Pat
     assert (pixels(shell, f"baked/{by}", f"with_{by}") != pixels(shell, str(built), f"without_{by}")).any()
 
 
+def test_generate_starts_from_an_image_and_keeps_what_a_mask_keeps(shell: Shell, built: Path) -> None:
+    Image.new("RGB", (48, 32), (200, 30, 90)).save(shell.folder / "image.png")
+    mask = Image.new("L", (48, 32), 0)
+    mask.paste(255, (0, 0, 48, 16))
+    mask.save(shell.folder / "mask.png")
+    from_image = ("--image", "image.png", "--strength", "0.9")
+    assert (pixels(shell, str(built), "from_image", *from_image)[16:] != (200, 30, 90)).any()
+    masked = pixels(shell, str(built), "masked", *from_image, "--mask", "mask.png")
+    assert (masked[16:] == (200, 30, 90)).all() and (masked[:16] != (200, 30, 90)).any()
+
+
 def test_inspect_and_init_know_it(shell: Shell, folder: Path) -> None:
     assert "flux2-tiny" in shell.run("inspect", str(folder)).stdout
     done = shell.run("init", "--model", str(folder), "--target", "cpu", "--out", "mine.yaml")
