@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -121,11 +122,7 @@ def test_a_distilled_model_takes_four_steps_without_guidance(ours: Pipeline, the
 
 def test_a_model_that_is_not_distilled_is_guided_as_in_diffusers(shell: Shell, folder: Path, built: Path) -> None:
     """The same weights, by the entry of model_index.json alone."""
-    base = shell.folder / "base"
-    base.mkdir()
-    for each in folder.iterdir():
-        (base / each.name).symlink_to(each)
-    (base / "model_index.json").unlink()
+    base = shutil.copytree(folder, shell.folder / "base")
     index = json.loads((folder / "model_index.json").read_text())
     (base / "model_index.json").write_text(json.dumps({**index, "is_distilled": False}))
     (shell.folder / "base.yaml").write_text(WORKFLOW.format(model=base))
