@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from beside_diffusers import PROMPT, assert_equal, generator
+from flux2_layout import flux2_tensors
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from PIL import Image
 from safetensors.torch import save_file
@@ -51,8 +53,7 @@ def folder(shell: Shell) -> Path:
     text = Qwen3ForCausalLM(Qwen3Config.from_dict(checkpoint.submodels["text_encoder"].load["config"]))
     text.model.load_state_dict(made.text_encoder.state_dict())
     vae = diffusers.AutoencoderKLFlux2.from_config(made.vae.config)
-    lacking = vae.load_state_dict(made.vae.state_dict(), strict=False)
-    assert lacking.missing_keys == ["bn.num_batches_tracked"] and not lacking.unexpected_keys
+    vae.load_state_dict(made.vae.state_dict())
     diffusers.Flux2KleinPipeline(
         **{**made.components, "text_encoder": text, "vae": vae}, is_distilled=True
     ).save_pretrained(shell.folder / "model")
@@ -121,11 +122,7 @@ def test_a_distilled_model_takes_four_steps_without_guidance(ours: Pipeline, the
 
 def test_a_model_that_is_not_distilled_is_guided_as_in_diffusers(shell: Shell, folder: Path, built: Path) -> None:
     """The same weights, by the entry of model_index.json alone."""
-    base = shell.folder / "base"
-    base.mkdir()
-    for each in folder.iterdir():
-        (base / each.name).symlink_to(each)
-    (base / "model_index.json").unlink()
+    base = shutil.copytree(folder, shell.folder / "base")
     index = json.loads((folder / "model_index.json").read_text())
     (base / "model_index.json").write_text(json.dumps({**index, "is_distilled": False}))
     (shell.folder / "base.yaml").write_text(WORKFLOW.format(model=base))
@@ -143,7 +140,7 @@ def test_diffusers_converter_agrees_on_every_name_of_the_original_layout(theirs:
     from diffusers.loaders.single_file_utils import convert_flux2_transformer_checkpoint_to_diffusers
 
     own = theirs.transformer.state_dict()
-    original = in_original_layout(own)
+    original = flux2_tensors(theirs.transformer)
     converted = convert_flux2_transformer_checkpoint_to_diffusers(dict(original))
     assert converted.keys() == own.keys() and all(torch.equal(converted[name], own[name]) for name in own)
     save_file(original, tmp_path / "flux2.safetensors")
@@ -155,16 +152,6 @@ def test_diffusers_converter_agrees_on_every_name_of_the_original_layout(theirs:
     )
     ours = load_module("transformer", opened.submodels["transformer"].load).state_dict()
     assert ours.keys() == own.keys() and all(torch.equal(ours[name], own[name]) for name in own)
-
-
-def in_original_layout(state: Any) -> dict[str, torch.Tensor]:
-    """diffusers' tensors under Black Forest Labs' names, by the places that sdflow knows."""
-    places = FAMILIES["flux2"].part("transformer").model.original_names(state)
-    found: dict[str, list[torch.Tensor]] = {}
-    for key, place in sorted(places.items(), key=lambda each: each[1].part):
-        tensor = torch.cat(state[key].chunk(2)[::-1]) if place.swapped else state[key]
-        found.setdefault(place.name, []).append(tensor)
-    return {name: torch.cat(parts).contiguous() for name, parts in found.items()}
 
 
 def pixels(shell: Shell, folder: str, out: str, *more: str) -> np.ndarray:
@@ -202,6 +189,17 @@ def test_a_lora_is_baked_and_verified_against_diffusers(shell: Shell, built: Pat
     baked = shell.json("bake", "--base", str(built), *given)["pipeline"]
     assert baked["verification"]["passed"]
     assert (pixels(shell, f"baked/{by}", f"with_{by}") != pixels(shell, str(built), f"without_{by}")).any()
+
+
+def test_generate_starts_from_an_image_and_keeps_what_a_mask_keeps(shell: Shell, built: Path) -> None:
+    Image.new("RGB", (48, 32), (200, 30, 90)).save(shell.folder / "image.png")
+    mask = Image.new("L", (48, 32), 0)
+    mask.paste(255, (0, 0, 48, 16))
+    mask.save(shell.folder / "mask.png")
+    from_image = ("--image", "image.png", "--strength", "0.9")
+    assert (pixels(shell, str(built), "from_image", *from_image)[16:] != (200, 30, 90)).any()
+    masked = pixels(shell, str(built), "masked", *from_image, "--mask", "mask.png")
+    assert (masked[16:] == (200, 30, 90)).all() and (masked[:16] != (200, 30, 90)).any()
 
 
 def test_inspect_and_init_know_it(shell: Shell, folder: Path) -> None:

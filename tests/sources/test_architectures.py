@@ -60,6 +60,12 @@ def components(architecture: str) -> list[str]:
         ),
         ("flux1-schnell", {"transformer": 11_891_178_560, "vae": 83_819_683, "text_encoder": 123_060_480}),
         ("flux1-dev", {"transformer": 11_901_408_320}),
+        # With the head of the language model, which shares the weights of the embeddings or has its own.
+        (
+            "flux2-klein-4b",
+            {"transformer": 3_875_544_576, "vae": 84_046_115, "text_encoder": 4_022_468_096 + 151_936 * 2_560},
+        ),
+        ("flux2-klein-9b", {"transformer": 9_078_581_248, "vae": 84_046_115, "text_encoder": 8_190_735_360}),
     ],
 )
 def test_full_sizes_have_the_published_numbers_of_parameters(architecture: str, counts: dict[str, int]) -> None:
@@ -109,6 +115,14 @@ def test_the_text_encoders_make_what_the_transformer_of_flux_reads(architecture:
     assert transformer["guidance_embeds"] == ("dev" in architecture)
     scheduler = architecture_config(architecture, "scheduler")
     assert scheduler["use_dynamic_shifting"] == ("dev" in architecture)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES["flux2"].architectures)
+def test_three_hidden_states_side_by_side_are_what_the_transformer_reads(architecture: str) -> None:
+    transformer = architecture_config(architecture, "transformer")
+    text, vae = (architecture_config(architecture, name) for name in ("text_encoder", "vae"))
+    assert 3 * text["hidden_size"] == transformer["joint_attention_dim"] and text["num_hidden_layers"] > 27
+    assert 4 * vae["latent_channels"] == transformer["in_channels"]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ import pytest
 import torch
 import yaml
 from beside_diffusers import PROMPT, SIZE, assert_equal, generator, pattern
+from flux2_layout import flux2_tensors
 from ip_adapter_files import save_adapter, save_encoder, tensors
 from original_layout import (
     flux_tensors,
@@ -88,9 +89,8 @@ def additions(family: Family) -> tuple[tuple[str, ...], ...]:
 
 def sources(family: Family) -> tuple[str, ...]:
     """Where a family's checkpoint can be from: no single file where drawing needs a tokenizer that none brings."""
-    whole = all(
-        family.part(part).optional for each in family.companions.values() if not each.shipped for part in each.parts
-    )
+    brought = [each for each in family.companions.values() if not each.shipped]
+    whole = all(each.parts and all(family.part(part).optional for part in each.parts) for each in brought)
     return SOURCES if whole else tuple(source for source in SOURCES if source != "file")
 
 
@@ -185,7 +185,8 @@ class Written:
         file = folder.with_suffix(".safetensors")
         if source == "file" and self._new(file):
             module = getattr(diffusers, self._class(family, addition)).from_pretrained(folder)
-            save_file({name: each.detach().contiguous() for name, each in _in_a_file(addition, module).items()}, file)
+            tensors = _in_a_file(family, addition, module)
+            save_file({name: each.detach().contiguous() for name, each in tensors.items()}, file)
         return reference if source == "synthetic" else self._place(folder, file, source)
 
     def module(self, family: str, addition: str) -> Path:
@@ -281,8 +282,10 @@ def _single_file(family: str, parts: list[Any]) -> dict[str, torch.Tensor]:
     return (stable_diffusion_2 if parts[2].config.hidden_act == "gelu" else stable_diffusion_1)(*parts)
 
 
-def _in_a_file(addition: str, module: Any) -> dict[str, torch.Tensor]:
+def _in_a_file(family: str, addition: str, module: Any) -> dict[str, torch.Tensor]:
     """A network in a file of its own, by the original names where it has some."""
+    if family == "flux2":
+        return flux2_tensors(module) if addition == "transformer" else dict(module.state_dict())
     if addition == NET:
         state = module.state_dict()
         names = ControlNet().original_names(state)
@@ -358,9 +361,8 @@ def expected(row: Row, written: Written) -> Any:
         parts |= dict.fromkeys(_without_tokenizers(FAMILIES[row.family]))
     for addition in added:
         if addition in FAMILIES[row.family].exchangeable or addition in alone():
-            module = getattr(diffusers, written._class(row.family, addition)).from_pretrained(
-                written.module(row.family, addition)
-            )
+            kind = getattr(diffusers, written._class(row.family, addition))
+            module = kind.from_pretrained(written.module(row.family, addition))
             parts[alone().get(addition, addition)] = module
     theirs: Any = diffusers.DiffusionPipeline.from_pretrained(written.folder(row.family), **parts)
     if row.source == "file" and row.family == "stable_diffusion_3":
@@ -383,11 +385,11 @@ def expected(row: Row, written: Written) -> Any:
         given["ip_adapter_image"] = pattern(2)
     theirs.set_progress_bar_config(disable=True)
     if FAMILIES[row.family].lacks:
-        return theirs(PROMPT, image=_latents(), strength=0.6, **given).images
+        return theirs(prompt=PROMPT, image=_latents(), strength=0.6, **given).images
     given |= {"height": SIZE, "width": SIZE}
     if REFINER not in added:
-        return theirs(PROMPT, **given).images
-    latents = theirs(PROMPT, denoising_end=0.5, **{**given, "output_type": "latent"}).images
+        return theirs(prompt=PROMPT, **given).images
+    latents = theirs(prompt=PROMPT, denoising_end=0.5, **{**given, "output_type": "latent"}).images
     other = refiner(FAMILIES[row.family])
     assert other is not None
     second: Any = diffusers.DiffusionPipeline.from_pretrained(written.folder(other.name))

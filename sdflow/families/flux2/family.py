@@ -189,7 +189,7 @@ class Flux2(Family):
     def lora_state(self, tensors: Mapping[str, torch.Tensor], denoiser: Config) -> tuple[dict[str, torch.Tensor], int]:
         """diffusers makes three layers of one for q, k and v."""
         found: dict[str, torch.Tensor] = self.lora_loader().lora_state_dict(dict(tensors))
-        fused = any("_qkv" in name or ".qkv" in name for name in tensors)
+        fused = any("attn_qkv." in name or "attn.qkv." in name for name in tensors)
         layers = {name.partition(".lora_")[0] for name in found}
         others = ("to_k", "to_v", "add_k_proj", "add_v_proj")
         return found, len([layer for layer in layers if not (fused and layer.endswith(others))])

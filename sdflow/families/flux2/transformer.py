@@ -37,6 +37,7 @@ _OWN_MODULE = re.compile(
     r"|img_in|txt_in)$"
 )
 _READS_TEXT = re.compile(r"^(context_embedder|txt_in)$")
+_READS_HIDDEN = re.compile(r"(_to_[qkv]|_add_[qkv]_proj|_to_qkv_mlp_proj|_qkv|_linear1|_linear_in|_mlp_0)$")
 
 
 class Flux2Transformer(Model):
@@ -175,6 +176,8 @@ class Flux2Transformer(Model):
         return _OWN_MODULE.match(module) is not None
 
     def lora_misfit(self, config: Config, module: str, width: int) -> str | None:
+        if not self.has_lora_module(module):
+            return f"this transformer has no {module}"
         if block := _BLOCK.match(module):
             layers = config.get("num_single_layers" if block[1] else "num_layers")
             if layers is not None and int(block[2]) >= layers:
@@ -182,6 +185,8 @@ class Flux2Transformer(Model):
         text = config.get("joint_attention_dim", width)
         if _READS_TEXT.search(module) and width != text:
             return f"for text embeddings {width} wide, not {text}"
+        if "num_attention_heads" in config and _READS_HIDDEN.search(module) and width != self.width(config):
+            return f"for a transformer {width} wide, not {self.width(config)}"
         return None
 
 
@@ -196,14 +201,15 @@ def _places(rows: Any, columns: Any) -> Any:
     """(rows * columns, 4): time, row, column, and token of a text, of which latents have the middle two."""
     import torch
 
-    grid = torch.stack(torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"), dim=-1)
-    return torch.nn.functional.pad(grid.reshape(-1, 2), (1, 1))
+    down, across = (each.flatten() for each in torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"))
+    return torch.stack([0 * down, down, across, 0 * down], dim=-1)
 
 
 def _text_places(tokens: Any) -> Any:
     import torch
 
-    return torch.nn.functional.pad(torch.arange(tokens)[:, None], (3, 0))
+    token = torch.arange(tokens)
+    return torch.stack([0 * token, 0 * token, 0 * token, token], dim=-1)
 
 
 def _run(forward: Any, sample: Any, timestep: Any, text: Any) -> Any:

@@ -143,9 +143,13 @@ def _folded_port(port: Port, config: Config) -> Port:
 
 
 def _statistics(module: Any) -> tuple[Any, Any]:
-    """Mean and deviation of every channel, as the pipeline computes them."""
+    """Mean and deviation of every channel, as the pipeline computes them.
+
+    A variance is its own absolute value; but ONNX Runtime's symbolic shape inference would compute a sum of weights, and an
+    operator that it does not compute keeps the graph free of their values.
+    """
     mean, variance = (each.view(1, -1, 1, 1) for each in (module.bn.running_mean, module.bn.running_var))
-    return mean, (variance + module.config.batch_norm_eps).sqrt()
+    return mean, (variance.abs() + module.config.batch_norm_eps).sqrt()
 
 
 def _fold(latents: Any, patch: tuple[int, int]) -> Any:

@@ -47,7 +47,7 @@ _KEPT = (_OLDER, "encoder.layers.")
 """Ends of prefixes that belong to the module's name as well."""
 _PARTS = [part for family in FAMILIES.values() for part in family.parts if part.lora]
 _PREFIXES = {
-    prefix: tuple((part.name, part.model) for part in _PARTS if prefix in part.lora)
+    prefix: tuple(dict.fromkeys((part.name, part.model) for part in _PARTS if prefix in part.lora))
     for prefix in sorted({prefix for part in _PARTS for prefix in part.lora}, key=len, reverse=True)
 }
 """How a name begins -> the submodels that it may be for, with their models; the longest first, as some are the beginning of
