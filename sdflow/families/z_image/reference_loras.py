@@ -1,7 +1,7 @@
 """LoRA files under diffusers' names, for the reference.
 
-diffusers reads its own names, PEFT's and kohya's, but of files over the original layout not the fused q, k and v. Its converter of
-checkpoints knows them, so it is asked.
+diffusers reads its own names, PEFT's and kohya's, but not the fused q, k and v of files over the original layout. Its converter
+of checkpoints splits them.
 """
 
 from __future__ import annotations
