@@ -73,7 +73,6 @@ SPEAKS_OF_LATENTS = re.compile(r"latent|channel|token|vae|scale_factor")
 NUMBER_EXCEPTIONS: dict[tuple[str, str], str] = {
     ("onnx_model/phases.py", "4"): "the pixels that one becomes when an image doubles",
     ("passes/subpixel_conv.py", "4"): "the pixels that one becomes when an image doubles",
-    ("runtime/files/trial.py", "16"): "a limit, 1 << 16",
     ("runtime/kernels/definitions.py", "4"): "the pixels that one becomes when an image doubles",
     ("runtime/kernels/definitions.py", "77"): "shapes that a kernel is verified with",
     ("runtime/kernels/float8_proof.py", "77"): "shapes that a kernel is verified with",

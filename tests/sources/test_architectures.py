@@ -58,6 +58,8 @@ def components(architecture: str) -> list[str]:
                 "text_encoder_2": 694_659_840,
             },
         ),
+        # Of the text encoder, Qwen3-4B without the head of the language model.
+        ("z-image-turbo", {"transformer": 6_154_908_736, "vae": 83_819_683, "text_encoder": 4_022_468_096}),
     ],
 )
 def test_full_sizes_have_the_published_numbers_of_parameters(architecture: str, counts: dict[str, int]) -> None:
@@ -94,6 +96,15 @@ def test_the_text_encoders_make_what_the_transformer_reads(architecture: str) ->
     t5 = architecture_config(architecture, "text_encoder_3")
     assert sum(clip["hidden_size"] for clip in clips) <= t5["d_model"] == transformer["joint_attention_dim"]
     assert sum(clip["projection_dim"] for clip in clips) == transformer["pooled_projection_dim"]
+
+
+@pytest.mark.parametrize("architecture", FAMILIES["z_image"].architectures)
+def test_the_hidden_state_is_what_the_transformer_reads(architecture: str) -> None:
+    transformer = architecture_config(architecture, "transformer")
+    text, vae = (architecture_config(architecture, name) for name in ("text_encoder", "vae"))
+    assert text["hidden_size"] == transformer["cap_feat_dim"]
+    assert vae["latent_channels"] == transformer["in_channels"]
+    assert sum(transformer["axes_dims"]) * transformer["n_heads"] == transformer["dim"]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def in_diffusers_names(tensors: Mapping[str, torch.Tensor]) -> tuple[Tensors, in
     """The factors, and how many of the file's layers they cover."""
     import diffusers
 
-    fused = {name: found for name in tensors if (found := _FUSED.fullmatch(name))}
+    fused = {name: match for name in tensors if (match := _FUSED.fullmatch(name))}
     alphas = {_stem(name) + ".alpha" for name in fused}
     rest = {_plain(name): each for name, each in tensors.items() if name not in fused and name not in alphas}
     found: Tensors = diffusers.ZImagePipeline.lora_state_dict(rest)[0] if rest else {}
