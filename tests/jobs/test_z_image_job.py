@@ -31,7 +31,7 @@ from sdflow.runtime.pipeline import Pipeline
 SIZE = ("--height", "64", "--width", "48", "--steps", "2", "--seed", "1", "--threads", "1")
 PROMPT, LONG = "an otter", "an otter on a raft of reeds, " * 6
 """Of 14 and 60 tokens: of different multiples of 32."""
-LAYERS = ("to_q", "to_v", "to_out.0", "w1", "w2", "adaLN_modulation.0", "cap_embedder.1")
+LAYERS = ("to_q", "to_v", "to_out.0", "w1", "w2", "layers.0.adaLN_modulation.0", "cap_embedder.1")
 
 
 @pytest.fixture(scope="module")

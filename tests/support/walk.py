@@ -21,6 +21,7 @@ import pytest
 import torch
 import yaml
 from beside_diffusers import PROMPT, SIZE, assert_equal, generator, pattern
+from flux2_layout import flux2_tensors
 from ip_adapter_files import save_adapter, save_encoder, tensors
 from original_layout import (
     mmdit_tensors,
@@ -33,6 +34,7 @@ from original_layout import (
     vae_tensors,
 )
 from safetensors.torch import save_file
+from z_image_layout import z_image_tensors
 
 from sdflow.config import load_workflow
 from sdflow.families import COMPONENT_ARCHITECTURES, FAMILIES
@@ -118,10 +120,16 @@ class Row:
         return ", ".join([f"{self.family} {self.source}", *(f"{name} {source}" for name, source in self.added)])
 
 
+def _sources(family: Family) -> tuple[str, ...]:
+    """Where a family's checkpoint may be from: a single file has no tokenizer, which not all can go without."""
+    needed = any(not each.shipped and not each.parts for each in family.companions.values())
+    return tuple(source for source in SOURCES if not (needed and source == "file"))
+
+
 def every_row() -> Iterator[Row]:
     """The whole product, but for the additions of one group: these turn through the sources side by side."""
     for family in FAMILIES.values():
-        for group, source, turn in product(additions(family), SOURCES, range(len(SOURCES))):
+        for group, source, turn in product(additions(family), _sources(family), range(len(SOURCES))):
             turned = ((name, SOURCES[(index + turn) % len(SOURCES)]) for index, name in enumerate(group))
             yield Row(family.name, source, tuple(turned))
 
@@ -175,8 +183,9 @@ class Written:
         folder = self.module(family, addition)
         file = folder.with_suffix(".safetensors")
         if source == "file" and self._new(file):
-            module = getattr(diffusers, self._class(addition)).from_pretrained(folder)
-            save_file({name: each.detach().contiguous() for name, each in _in_a_file(addition, module).items()}, file)
+            module = getattr(diffusers, self._class(family, addition)).from_pretrained(folder)
+            tensors = _in_a_file(family, addition, module)
+            save_file({name: each.detach().contiguous() for name, each in tensors.items()}, file)
         return reference if source == "synthetic" else self._place(folder, file, source)
 
     def module(self, family: str, addition: str) -> Path:
@@ -215,15 +224,12 @@ class Written:
     def _reference(self, family: str, addition: str) -> str:
         return f"synthetic:{addition if addition in alone() else tiny(FAMILIES[family])}?seed={SEED}"
 
-    def _class(self, addition: str) -> str:
+    def _class(self, family: str, addition: str) -> str:
         if addition == NET:
             return "ControlNetModel"
         if addition in alone():
             return "AutoencoderTiny"
-        classes = {
-            name: parts[0].model.class_name for each in FAMILIES.values() for name, parts in each.components.items()
-        }
-        return classes[addition]
+        return FAMILIES[family].components[addition][0].model.class_name
 
     def _place(self, folder: Path, file: Path, source: str) -> str:
         if source == "file":
@@ -275,8 +281,12 @@ def _single_file(family: str, parts: list[Any]) -> dict[str, torch.Tensor]:
     return (stable_diffusion_2 if parts[2].config.hidden_act == "gelu" else stable_diffusion_1)(*parts)
 
 
-def _in_a_file(addition: str, module: Any) -> dict[str, torch.Tensor]:
+def _in_a_file(family: str, addition: str, module: Any) -> dict[str, torch.Tensor]:
     """A network in a file of its own, by the original names where it has some."""
+    if family == "flux2":
+        return flux2_tensors(module) if addition == "transformer" else dict(module.state_dict())
+    if family == "z_image" and addition == "transformer":
+        return {f"model.diffusion_model.{name}": value for name, value in z_image_tensors(module).items()}
     if addition == NET:
         state = module.state_dict()
         names = ControlNet().original_names(state)
@@ -350,7 +360,8 @@ def expected(row: Row, written: Written) -> Any:
         parts |= dict.fromkeys(_without_tokenizers(FAMILIES[row.family]))
     for addition in added:
         if addition in FAMILIES[row.family].exchangeable or addition in alone():
-            module = getattr(diffusers, written._class(addition)).from_pretrained(written.module(row.family, addition))
+            kind = getattr(diffusers, written._class(row.family, addition))
+            module = kind.from_pretrained(written.module(row.family, addition))
             parts[alone().get(addition, addition)] = module
     theirs: Any = diffusers.DiffusionPipeline.from_pretrained(written.folder(row.family), **parts)
     if row.source == "file" and row.family == "stable_diffusion_3":
@@ -370,11 +381,11 @@ def expected(row: Row, written: Written) -> Any:
         given["ip_adapter_image"] = pattern(2)
     theirs.set_progress_bar_config(disable=True)
     if FAMILIES[row.family].lacks:
-        return theirs(PROMPT, image=_latents(), strength=0.6, **given).images
+        return theirs(prompt=PROMPT, image=_latents(), strength=0.6, **given).images
     given |= {"height": SIZE, "width": SIZE}
     if REFINER not in added:
-        return theirs(PROMPT, **given).images
-    latents = theirs(PROMPT, denoising_end=0.5, **{**given, "output_type": "latent"}).images
+        return theirs(prompt=PROMPT, **given).images
+    latents = theirs(prompt=PROMPT, denoising_end=0.5, **{**given, "output_type": "latent"}).images
     other = refiner(FAMILIES[row.family])
     assert other is not None
     second: Any = diffusers.DiffusionPipeline.from_pretrained(written.folder(other.name))
