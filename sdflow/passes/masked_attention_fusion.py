@@ -1,7 +1,7 @@
 """MultiHeadAttention with a mask in a diffusion transformer: onnxruntime.transformers matches these attentions without one only.
 
-`FusionMultiHeadAttentionMMDit` expects the product of queries and keys right before the Softmax. Where a mask is added between them,
-it is shown the product, and the operator that it makes gets the mask as `attention_bias`, (batch, 1, queries, keys).
+`FusionMultiHeadAttentionMMDit` expects the product of queries and keys right before the Softmax. Where a mask is added between
+them, it is shown the product, and the operator that it makes gets the mask as `attention_bias`, (batch, 1, queries, keys).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from sdflow.processes.patched import patched
 
 _BIAS = 5
-"""The place of `attention_bias` among MultiHeadAttention's inputs; the bias of the projections and the padding mask are left out."""
+"""The index of `attention_bias` among MultiHeadAttention's inputs; those between it and the values are left out."""
 
 
 @contextlib.contextmanager
@@ -46,7 +46,7 @@ def masked_attention() -> Iterator[None]:
 
 
 def _terms(total: Any, writers: Any) -> tuple[str | None, str]:
-    """The scores that an Add reads, which a MatMul gives, and the other term; None where neither is a MatMul's."""
+    """The inputs of an Add: the scores, which a MatMul gives, and the mask; None where no MatMul gives either."""
     for one, other in (total.input, reversed(total.input)):
         writer = writers.get(one)
         if writer is not None and writer.op_type == "MatMul":

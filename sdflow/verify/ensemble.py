@@ -18,7 +18,7 @@ from sdflow.verify.images import judge_image, precision_of, text_to_image
 from sdflow.verify.reference.inputs import control_images, first_latents
 from sdflow.verify.reference.reference import ReferenceRun
 from sdflow.verify.reference.reference_request import ReferenceRequest
-from sdflow.verify.reference.torch_images import IMAGE_FILE, Embeddings, control_arguments
+from sdflow.verify.reference.torch_images import IMAGE_FILE, Embeddings, control_arguments, type_of
 from sdflow.verify.result import ImageVerdict
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _both(run: ReferenceRun, given: Mapping[str, Mapping[str, Any]]) -> dict[str
     run.set_scales(pipeline, shown)
 
     def drawn(kind: str) -> Any:
-        dtype = next(iter(texts[kind].values())).dtype
+        dtype = type_of(texts[kind])
         first = {name: each.to(dtype) for name, each in given[kind].items() if name in ("latents", "image")}
         return pipeline(
             **texts[kind],

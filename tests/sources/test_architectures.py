@@ -66,6 +66,8 @@ def components(architecture: str) -> list[str]:
             {"transformer": 3_875_544_576, "vae": 84_046_115, "text_encoder": 4_022_468_096 + 151_936 * 2_560},
         ),
         ("flux2-klein-9b", {"transformer": 9_078_581_248, "vae": 84_046_115, "text_encoder": 8_190_735_360}),
+        # Of the text encoder, Qwen3-4B without the head of the language model.
+        ("z-image-turbo", {"transformer": 6_154_908_736, "vae": 83_819_683, "text_encoder": 4_022_468_096}),
     ],
 )
 def test_full_sizes_have_the_published_numbers_of_parameters(architecture: str, counts: dict[str, int]) -> None:
@@ -123,6 +125,15 @@ def test_three_hidden_states_side_by_side_are_what_the_transformer_reads(archite
     text, vae = (architecture_config(architecture, name) for name in ("text_encoder", "vae"))
     assert 3 * text["hidden_size"] == transformer["joint_attention_dim"] and text["num_hidden_layers"] > 27
     assert 4 * vae["latent_channels"] == transformer["in_channels"]
+
+
+@pytest.mark.parametrize("architecture", FAMILIES["z_image"].architectures)
+def test_the_hidden_state_is_what_the_transformer_reads(architecture: str) -> None:
+    transformer = architecture_config(architecture, "transformer")
+    text, vae = (architecture_config(architecture, name) for name in ("text_encoder", "vae"))
+    assert text["hidden_size"] == transformer["cap_feat_dim"]
+    assert vae["latent_channels"] == transformer["in_channels"]
+    assert sum(transformer["axes_dims"]) * transformer["n_heads"] == transformer["dim"]
 
 
 @pytest.mark.parametrize(

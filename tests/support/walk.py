@@ -35,6 +35,7 @@ from original_layout import (
     vae_tensors,
 )
 from safetensors.torch import save_file
+from z_image_layout import z_image_tensors
 
 from sdflow.config import load_workflow
 from sdflow.families import COMPONENT_ARCHITECTURES, FAMILIES
@@ -286,6 +287,8 @@ def _in_a_file(family: str, addition: str, module: Any) -> dict[str, torch.Tenso
     """A network in a file of its own, by the original names where it has some."""
     if family == "flux2":
         return flux2_tensors(module) if addition == "transformer" else dict(module.state_dict())
+    if family == "z_image" and addition == "transformer":
+        return {f"model.diffusion_model.{name}": value for name, value in z_image_tensors(module).items()}
     if addition == NET:
         state = module.state_dict()
         names = ControlNet().original_names(state)

@@ -40,9 +40,10 @@ class Family:
     length_arguments: call arguments that change the number of text tokens. of_one_length: tokenizers whose tokens the denoiser
     reads side by side, so they must produce equal lengths. texts_vary: the number of text tokens depends on the prompts.
     guidance_offset: what is added to a call's guidance scale to give the weight of the prompt in classifier-free guidance,
-    because diffusers' pipelines differ in what they call the scale. noising: the noise process (`sdflow.families.shared.noising`).
-    scheduler_config: entries that diffusers' pipeline sets in the scheduler's config. options: entries of model_index.json that
-    affect the computation, with diffusers' defaults. arguments: family-specific call arguments, by name.
+    because diffusers' pipelines differ in what they call the scale.
+    noising: the noise process (`sdflow.families.shared.noising`). scheduler_config: entries that diffusers' pipeline sets in
+    the scheduler's config. options: entries of model_index.json that affect the computation, with diffusers' defaults.
+    arguments: family-specific call arguments, by name.
     reference_arguments: arguments of a call of diffusers' pipeline whose defaults differ from this family's.
     embeddings: the outputs of diffusers' `encode_prompt`, in order, as arguments of its call that replace prompts.
     assembled_as: the class in an assembled model_index.json, by `task`.

@@ -1,7 +1,7 @@
 """Z-Image and Z-Image-Turbo: a transformer that reads image and text as one sequence, flow matching, and Qwen3 as text encoder.
 
-After diffusers' ZImagePipeline; https://arxiv.org/abs/2511.22699. Its `cfg_normalization` and `cfg_truncation`, which are off there by
-default, are not supported.
+After diffusers' ZImagePipeline; https://arxiv.org/abs/2511.22699. Its `cfg_normalization` and `cfg_truncation`, which are off
+there by default, are not supported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Schedules of Z-Image: flow matching from evenly spread sigmas, which the scheduler shifts by a constant or by the image's size."""
+"""Schedules of Z-Image: flow matching from evenly spread sigmas, shifted by a constant or by the image's size."""
 
 from __future__ import annotations
 

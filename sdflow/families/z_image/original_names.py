@@ -1,6 +1,7 @@
 """Names of the original layout for the tensors of diffusers' ZImageTransformer2DModel.
 
-The correspondence is `convert_z_image_transformer_checkpoint_to_diffusers` of diffusers' loaders/single_file_utils.py, read backwards.
+The correspondence is `convert_z_image_transformer_checkpoint_to_diffusers` of diffusers' loaders/single_file_utils.py, read
+backwards.
 """
 
 from __future__ import annotations

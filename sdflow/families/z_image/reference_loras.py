@@ -1,7 +1,7 @@
 """LoRA files under diffusers' names, for the reference.
 
-diffusers reads its own names, PEFT's and kohya's, but of files over the original layout not the fused q, k and v. Its converter of
-checkpoints knows them, so it is asked.
+diffusers reads its own names, PEFT's and kohya's, but not the fused q, k and v of files over the original layout. Its converter
+of checkpoints splits them.
 """
 
 from __future__ import annotations
@@ -24,20 +24,17 @@ _PEFT, _OTHER_KOHYA = "base_model.model.", "lora_transformer_"
 
 
 def in_diffusers_names(tensors: Mapping[str, torch.Tensor]) -> tuple[Tensors, int]:
-    """The factors, and how many of the file's layers they cover."""
+    """The factors, and how many of the file's layers they cover. tensors: without alphas, which the factors hold already."""
     import diffusers
 
-    fused = {name: found for name in tensors if (found := _FUSED.fullmatch(name))}
-    alphas = {_stem(name) + ".alpha" for name in fused}
-    rest = {_plain(name): each for name, each in tensors.items() if name not in fused and name not in alphas}
-    found: Tensors = diffusers.ZImagePipeline.lora_state_dict(rest)[0] if rest else {}
+    fused = {name: match for name in tensors if (match := _FUSED.fullmatch(name))}
+    rest = {_plain(name): each for name, each in tensors.items() if name not in fused}
+    found: Tensors = diffusers.ZImagePipeline.lora_state_dict(rest) if rest else {}
     layers = len(found) // 2
     for name, match in fused.items():
         if match["factor"] not in ("lora_down", "lora_A"):
             continue
         down, up = tensors[name], tensors[name.replace("lora_down", "lora_up").replace("lora_A", "lora_B")]
-        if (alpha := tensors.get(_stem(name) + ".alpha")) is not None:
-            down = down * (alpha.item() / len(down))
         block = f"{match['kind']}.{match['block']}.attention"
         layers += 1
         for weight, rows in _converted(f"{block}.qkv.weight", up).items():
@@ -46,10 +43,6 @@ def in_diffusers_names(tensors: Mapping[str, torch.Tensor]) -> tuple[Tensors, in
                 raise KeyError(f"{block}.qkv, of which {weight} is there twice")
             found |= {f"{stem}.lora_A.weight": down, f"{stem}.lora_B.weight": rows}
     return found, layers
-
-
-def _stem(name: str) -> str:
-    return re.split(r"\.lora_(?:down|up|A|B)\.", name)[0]
 
 
 def _plain(name: str) -> str:

@@ -1,9 +1,9 @@
 """The forward of diffusers' ZImageTransformer2DModel in a form that exports: whole batches in place of lists, and rotary
 embeddings in real arithmetic.
 
-diffusers takes a list of images and a list of texts, pads each to a multiple of 32 tokens with learned tokens, and rotates queries
-and keys as complex numbers. Here the texts of a batch come padded to one multiple of 32, with a mask; the padding beyond a row's own
-multiple is hidden from attention, as diffusers hides it from rows of different lengths.
+diffusers takes a list of images and a list of texts, pads each to a multiple of 32 tokens with learned tokens, and rotates
+queries and keys as complex numbers. Here the texts of a batch come padded to one multiple of 32, with a mask; padding beyond a
+row's own multiple is hidden from attention, as diffusers hides it from rows of different lengths.
 """
 
 from __future__ import annotations
@@ -134,10 +134,10 @@ def _attended(part: Any, hidden_states: Any, attention_mask: Any = None, freqs_c
     (batch, tokens, width of a head) each."""
     import torch
 
-    cosine, sine = (each[:, :, None] for each in freqs_cis)
+    cosine, sine = (each[:, None] for each in freqs_cis)
 
     def heads(values: Any) -> Any:
-        return values.reshape(*values.shape[:2], part.heads, -1)
+        return values.reshape(*values.shape[:2], part.heads, -1).transpose(1, 2)
 
     def rotated(values: Any) -> Any:
         turned = torch.stack([-values[..., 1::2], values[..., 0::2]], dim=-1).flatten(-2)
@@ -146,6 +146,8 @@ def _attended(part: Any, hidden_states: Any, attention_mask: Any = None, freqs_c
     queries, keys = heads(part.to_q(hidden_states)), heads(part.to_k(hidden_states))
     if part.norm_q is not None:
         queries, keys = part.norm_q(queries), part.norm_k(keys)
-    by_head = [each.transpose(1, 2) for each in (rotated(queries), rotated(keys), heads(part.to_v(hidden_states)))]
-    found = torch.nn.functional.scaled_dot_product_attention(*by_head, attn_mask=attention_mask)
+    values = heads(part.to_v(hidden_states))
+    found = torch.nn.functional.scaled_dot_product_attention(
+        rotated(queries), rotated(keys), values, attn_mask=attention_mask
+    )
     return part.to_out[0](found.transpose(1, 2).flatten(2))
