@@ -193,6 +193,16 @@ def test_without_locks_nobody_waits_and_nothing_of_anybody_is_taken_for_abandone
         assert folder.is_dir()
 
 
+def require_shipped_workflows(wheel: Path, place: Path) -> None:
+    """From the wheel alone, in any folder, a shipped workflow is given by its name."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(place)
+    command = [sys.executable, "-P", "-m", "sdflow", "validate", "sd15", "--target", "directml"]
+    environment = {**os.environ, "PYTHONPATH": str(place)}
+    done = subprocess.run(command, cwd=wheel.parent, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "sd15: valid (sd15-directml)\n"), done.stderr
+
+
 def test_the_wheel_is_pure_python_and_for_every_system(tmp_path: Path) -> None:
     """Built by the backend that pip would call, without the network."""
     build_it = "import sys; from hatchling.build import build_wheel; print(build_wheel(sys.argv[1]))"
@@ -201,6 +211,7 @@ def test_the_wheel_is_pure_python_and_for_every_system(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     name = done.stdout.split()[-1]
+    require_shipped_workflows(tmp_path / name, tmp_path / "installed")
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert name == f"sdflow-{version}-py3-none-any.whl"
     with zipfile.ZipFile(tmp_path / name) as wheel:

@@ -13,7 +13,7 @@ from sdflow.cli.help import GroupedCommands
 
 SYNONYMS = {
     "build": "run", "make": "run", "compile": "run", "convert": "run", "optimize": "run", "start": "run",
-    "draw": "generate", "txt2img": "generate", "img2img": "generate", "image": "generate", "sample": "generate",
+    "draw": "generate", "txt2img": "generate", "img2img": "generate", "image": "generate",
     "new": "init", "create": "init", "check": "validate", "lint": "validate", "dry-run": "plan", "diff": "explain",
     "test": "selftest", "benchmark": "bench", "measure": "bench", "info": "inspect", "show": "inspect",
     "lora": "bake", "merge": "bake", "server": "serve", "stop": "terminate", "ps": "status", "devices": "targets",

@@ -202,7 +202,7 @@ def _of_the_hub(request: InitRequest, reference: str, parsed: HubReference) -> _
             where=reference,
             remedy="Say what kind of model it is: --base base/sdxl.yaml, or download it and name the folder.",
         )
-    if INDEX_FILE not in found.files:
+    if found.configurations is None:
         weights = [name for name in found.files if name.lower().endswith(".safetensors")]
         holds = f"; it holds {listing(weights)}" if weights else ""
         raise UsageError(

@@ -121,12 +121,16 @@ def hub_file(hub: HubReference, weight_name: str | None, *, download: bool) -> P
     return snapshot / fetched[0]
 
 
+class _NoIndex(Exception):
+    """There is nothing to fetch that would describe a pipeline."""
+
+
 @dataclass(frozen=True)
 class Repository:
-    """configurations: a folder with the model_index.json of a repository and the config.json of its components, no weights.
-    files: what it holds in all."""
+    """configurations: a folder with the model_index.json of a repository and the config.json of its components, no weights;
+    None where it has no model_index.json. files: what it holds in all."""
 
-    configurations: Path
+    configurations: Path | None
     files: tuple[str, ...]
 
 
@@ -143,13 +147,16 @@ def describe_repository(hub: HubReference) -> Repository | None:
 
     def wanted(names: Collection[str]) -> list[str]:
         found.extend(sorted(names))
-        configs = [name for name in found if name.count("/") <= 1 and name.rpartition("/")[2] in _DESCRIBING]
-        return configs if "model_index.json" in configs else []
+        if "model_index.json" not in found:
+            raise _NoIndex
+        return [name for name in found if name.count("/") <= 1 and name.rpartition("/")[2] in _DESCRIBING]
 
     shown = not are_progress_bars_disabled()
     disable_progress_bars()  # of files that are there at once
     try:
         snapshot = _fetch(hub, wanted)
+    except _NoIndex:
+        return Repository(None, tuple(found))
     finally:
         if shown:
             enable_progress_bars()

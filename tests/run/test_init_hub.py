@@ -90,7 +90,7 @@ def test_what_is_no_pipeline_is_said_with_what_to_do(hub: Hub, tmp_path: Path, r
     done = init(hub, tmp_path, reference)
     assert done.returncode == 2
     assert says in " ".join(done.stderr.split())
-    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
     assert not (tmp_path / "w.yaml").exists()
 
 
