@@ -79,12 +79,17 @@ def run(
     """
     from sdflow.cli.progress import progress_view
     from sdflow.report.run import print_run
+    from sdflow.report.run_page import write_run_page
     from sdflow.run.run import run_workflow
 
     with progress_view(quiet=quiet, verbose=verbose) as listener:
         loaded = _load(workflow, overrides, target)
-        result = run_workflow(loaded, open_cache(cache, [loaded], rehash=rehash), RunOptions(**given), listener)
+        options = RunOptions(**given)
+        result = run_workflow(loaded, open_cache(cache, [loaded], rehash=rehash), options, listener)
     print_run(result, as_json=json, quiet=quiet, verbose=verbose)
+    for each in result.pipelines:
+        if each.verification is not None or each.evaluation is not None:
+            write_run_page(each, options.results)
 
 
 @app.command()
