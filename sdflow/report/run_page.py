@@ -58,7 +58,7 @@ def _image(measured: EvaluationResult | None) -> str:
         return ""
     with os_errors_as("cannot be read", Path(measured.image)):
         png = Path(measured.image).read_bytes()
-    return section("Image", images([(f"{measured.settings.get('prompt', '')}; {_size(measured)}", png)]))
+    return section("Image", images([(f"{measured.settings.get('prompt', '')}; {_size(measured)}", png)], large=True))
 
 
 def _latency(measured: EvaluationResult | None) -> str:
