@@ -46,11 +46,13 @@ figure { margin: 0; max-width: 100%; }
 figure img { width: 256px; max-width: 100%; image-rendering: pixelated; border: 1px solid var(--line); border-radius:
   .3rem; display: block; }
 figcaption { font-size: .85rem; color: var(--soft); max-width: 256px; margin-top: .25rem; }
+.large img { width: auto; } .large figcaption { max-width: 100%; }
 summary { cursor: pointer; }
 details ul { margin: .3rem 0; padding-left: 1.2rem; max-height: 30rem; overflow-y: auto; }
 pre { white-space: pre-wrap; background: #f6f8fa; padding: .7rem 1rem; border-radius: .5rem; }
 @media (max-width: 40rem) { body { padding: 1rem .9rem 2rem; } dl { grid-template-columns: 1fr; gap: 0; } dd { margin-
-  bottom: .4rem; } figure img { width: 44vw; } figcaption { max-width: 44vw; } }
+  bottom: .4rem; } figure img { width: 44vw; } figcaption { max-width: 44vw; }
+  .large img, .large figcaption { width: auto; max-width: 100%; } }
 """
 
 
@@ -116,8 +118,8 @@ def plot(svg: str) -> str:
     return f'<div class="scrolls">{svg}</div>'
 
 
-def images(shown: Iterable[tuple[str, bytes | str]]) -> str:
-    """PNGs beside one another, each with its caption: (caption, file or base64)."""
+def images(shown: Iterable[tuple[str, bytes | str]], *, large: bool = False) -> str:
+    """PNGs beside one another, each with its caption: (caption, file or base64). large: in their own size, as far as it fits."""
     figures = []
     for caption, png in shown:
         data = png if isinstance(png, str) else base64.b64encode(png).decode()
@@ -125,7 +127,7 @@ def images(shown: Iterable[tuple[str, bytes | str]]) -> str:
         figures.append(
             f'<figure><img alt="{escape(caption)}" src="{source}"><figcaption>{escape(caption)}</figcaption></figure>'
         )
-    return f'<div class="images">{"".join(figures)}</div>' if figures else ""
+    return f'<div class="images{" large" if large else ""}">{"".join(figures)}</div>' if figures else ""
 
 
 def listed(html: Iterable[str]) -> str:

@@ -83,6 +83,7 @@ def run(
     from sdflow.cli.progress import progress_view
     from sdflow.report.around_run import to_build
     from sdflow.report.run import print_run
+    from sdflow.report.run_page import write_run_page
     from sdflow.run.run import run_workflow
 
     options = RunOptions(**given)
@@ -95,6 +96,9 @@ def run(
             loaded, opened, options, listener, lambda plan: listener.note(to_build(plan, opened, options))
         )
     print_run(result, as_json=json, again=shlex.join(["sdflow", *sys.argv[1:]]), quiet=quiet, verbose=verbose)
+    for each in result.pipelines:
+        if each.verification is not None or each.evaluation is not None:
+            write_run_page(each, options.results)
 
 
 @app.command()

@@ -23,8 +23,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "plan": "sdflow plan workflow.yaml",
         "run": "sdflow run workflows/sd15_cuda.yaml",
         "verify": "sdflow verify pipelines/sd15_cuda --html report.html",
-        "explain": "sdflow explain workflow.yaml --step unet",
-        "bake": "sdflow bake --base pipelines/sd15 --lora ink.safetensors:0.8 --out pipelines/ink",
+        "explain": "sdflow explain workflow.yaml --step BindWeights",
+        "bake": "sdflow bake --base pipelines/sd15 --lora ink.safetensors --out pipelines/ink",
         "export": "sdflow export pipelines/sd15_cuda --one-file sd15.onnx",
     },
     "Draw and serve": {

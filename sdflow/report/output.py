@@ -133,7 +133,7 @@ def _that_fit(
 ) -> tuple[list[int], int | None]:
     """The columns that stay beside one another, and the one whose cells are wrapped, the width of which is set."""
     kept = list(range(len(columns)))
-    first = [columns.index(name) for name in below]
+    first = [columns.index(name) for name in below if name in columns]
     while sum(widths[i] + GAP for i in kept) > room:
         last = kept[-1]
         left = room - sum(widths[i] + GAP for i in kept[:-1]) - GAP

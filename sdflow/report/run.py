@@ -110,13 +110,13 @@ def _print_steps(pipeline: PipelineResult, *, verbose: bool) -> None:
         _print_each_step(pipeline, title)
     else:
         columns = ("submodel", "steps", "time", "memory", "nodes", "size")
-        rows = [(submodel, *_of_chain(chain)) for submodel, chain in pipeline.steps.items()]
+        rows = [(submodel, *of_chain(chain)) for submodel, chain in pipeline.steps.items()]
         print_table(title, columns, rows, right=columns[2:])
     for note in pipeline.plan.every_note:
         put(f"  {note}")
 
 
-def _of_chain(chain: Sequence[FinishedStep]) -> tuple[str, ...]:
+def of_chain(chain: Sequence[FinishedStep]) -> tuple[str, ...]:
     """How many steps of which outcome; the time and memory of those that ran; what the last one made."""
     outcomes = [step.outcome for step in chain]
     ran, last = [step.record.built for step in chain if step.ran], chain[-1].record

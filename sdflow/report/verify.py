@@ -81,8 +81,14 @@ def print_verification(result: Verification, *, verbose: bool = False) -> None:
 
 
 def _print_submodels(result: Verification, title: str) -> None:
-    """A row for each submodel, with the output that comes nearest to its limit, or goes farthest beyond."""
-    rows = []
+    columns, rows, numbers = verified_rows(result)
+    print_table(title, columns, rows, right=numbers, below=("type",))
+
+
+def verified_rows(result: Verification) -> tuple[tuple[str, ...], list[tuple[str, ...]], tuple[str, ...]]:
+    """Columns, rows, and the columns that are numbers: a row for each submodel, with the output that comes nearest to its limit,
+    or goes farthest beyond."""
+    rows: list[tuple[str, ...]] = []
     for name, part in result.submodels.items():
         if not part.outputs:
             rows.append((name, part.precision, "", "", "", "FAILED"))
@@ -99,8 +105,7 @@ def _print_submodels(result: Verification, title: str) -> None:
             )
         )
     numbers = ("distance", "at most")
-    columns = ("submodel", "type", "worst output", *numbers, "")
-    print_table(title, columns, rows, right=numbers, below=("type",))
+    return ("submodel", "type", "worst output", *numbers, ""), rows, numbers
 
 
 def _counted(name: str, outputs: int) -> str:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
+from small_workflows import Bench
 
+from sdflow.build.listener import Expected
 from sdflow.build.plan import make_plan
 from sdflow.build.step import Step
 from sdflow.cli.live import LiveView
 from sdflow.config import load_workflow
 from sdflow.passes import registry
+from sdflow.run.options import RunOptions
+from sdflow.run.run import run_workflow
 from sdflow.store import Cache
 
 ROOT = Path(__file__).parents[2]
@@ -39,10 +44,14 @@ def view_of(steps: list[Step], columns: int, rows: int = 25, encoding: str = "ut
     return view, console
 
 
+def uncoloured(text: str) -> str:
+    return re.sub(r"\x1b\[[\d;]*m", "", text)
+
+
 def drawn(view: LiveView, console: Console) -> list[str]:
     with console.capture() as captured:
         console.print(view.frame())
-    return captured.get().splitlines()
+    return uncoloured(captured.get()).splitlines()
 
 
 def test_nothing_is_drawn_before_a_step_runs() -> None:
@@ -94,3 +103,55 @@ def test_a_phase_with_an_escape_sequence_moves_no_cursor(steps: list[Step]) -> N
     view.phase(steps[0], "reading \x1b[2Ja\nb")
     (line,) = drawn(view, console)
     assert "reading \\x1b[2Ja\\nb" in line
+
+
+# Steps that end
+
+
+def run(bench: Bench, last: str, columns: int = 80, **how: object) -> str:
+    """What a terminal shows of a run of two passes, the second of which appends this."""
+    view, console = view_of([], columns)
+    passes = [{"pass": "Convert", "text": "a"}, {"pass": "Append", "text": last, **how}]
+    workflow = load_workflow(bench.workflow(passes), catalog=registry.catalog(), overrides=["verify=false"])
+    options = RunOptions(bench.folder / "out", bench.folder / "results", evaluate=False)
+    run_workflow(workflow, bench.cache, options, view)
+    view.end()
+    assert isinstance(console.file, io.TextIOWrapper) and isinstance(console.file.buffer, io.BytesIO)
+    console.file.flush()  # steps end in threads of their own, which no capture of this one sees
+    return uncoloured(console.file.buffer.getvalue().decode())
+
+
+def test_the_steps_of_a_submodel_become_one_line_when_they_are_finished(bench: Bench) -> None:
+    first = run(bench, "b")
+    assert re.search(r"small unet: 2 steps built in [\d.]+ s, peak [\d.]+ MB\n", first)
+    assert first.count("small unet") == 1
+    assert re.search(r"small unet: 1 of 2 steps built in ", run(bench, "c"))
+    assert run(bench, "c").startswith("nothing to build: all 2 steps are cached\nsmall: done in ")
+
+
+def test_the_bar_counts_steps_and_says_how_long_they_took_last_time(steps: list[Step]) -> None:
+    view, console = view_of([], 120)
+    ids = {(step.pipeline, step.submodel): (step.id, f"{step.id} next") for step in steps}
+    seconds = {each: 30.0 for chain in ids.values() for each in chain}
+    view.expected(Expected(ids, frozenset(), seconds))
+    for step in steps:
+        view.started(step)
+    *lines, bar = drawn(view, console)
+    assert all(" s of about 30.0 s " in line and "(1/2)" in line for line in lines)
+    assert re.fullmatch(r"  ─{24}  0 of 8 steps, [\d.]+ s, up to (3 min 59|4 min 00) s left", bar)
+    unknown = {**seconds}
+    unknown.popitem()
+    view.expected(Expected(ids, frozenset(), unknown))
+    assert drawn(view, console)[-1].endswith(" s"), "no estimate where one step never ran"
+
+
+@pytest.mark.parametrize("columns", [1, 8, 20, 40, 80])
+def test_the_bar_and_what_is_done_besides_fit_any_terminal(steps: list[Step], columns: int) -> None:
+    view, console = view_of([], columns)
+    view.expected(Expected({(step.pipeline, step.submodel): (step.id,) for step in steps}))
+    view.doing("shapes_cpu verify", "unet: comparing with PyTorch")
+    lines = drawn(view, console)
+    assert len(lines) == 2
+    assert max(map(cell_len, lines)) <= max(columns - 1, 1)
+    view.doing("shapes_cpu verify", "")
+    assert len(drawn(view, console)) == 1
