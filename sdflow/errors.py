@@ -22,7 +22,7 @@ MOST_PROBLEMS = 50
 """Of a workflow, that are told one by one."""
 
 
-def _told(text: str, most: int) -> str:
+def _shortened(text: str, most: int) -> str:
     text = printable(text[: most + 1])
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
@@ -36,9 +36,9 @@ class SdflowError(Exception):
     longest = 2000
 
     def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None) -> None:
-        self.what = _told(what, self.longest)
-        self.where = None if where is None else in_one_line(_told(where, MOST_PLACE))
-        self.remedy = None if remedy is None else _told(remedy, MOST_PLACE)
+        self.what = _shortened(what, self.longest)
+        self.where = None if where is None else in_one_line(_shortened(where, MOST_PLACE))
+        self.remedy = None if remedy is None else _shortened(remedy, MOST_PLACE)
         super().__init__(self.what)
 
     def __str__(self) -> str:
@@ -112,10 +112,10 @@ class WorkflowError(SdflowError):
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(sorted(set(problems)))
-        told = [str(problem) for problem in self.problems[:MOST_PROBLEMS]]
-        if more := len(self.problems) - len(told):
-            told.append(f"and {more:,} more")
-        super().__init__("\n".join(told))
+        shown = [str(problem) for problem in self.problems[:MOST_PROBLEMS]]
+        if more := len(self.problems) - len(shown):
+            shown.append(f"and {more:,} more")
+        super().__init__("\n".join(shown))
 
 
 class CheckpointError(SdflowError):

@@ -33,9 +33,9 @@ from sdflow.machine.device import device as describe_device
 from sdflow.machine.packages import installed_versions, versions
 from sdflow.machine.providers import onnxruntime_for
 from sdflow.manifest import MANIFEST_FILE, read_manifest
-from sdflow.runtime.beside_refiner import require_exact
 from sdflow.runtime.files.folder import every_artifact, refiner_of
 from sdflow.runtime.files.soundness import require_sound_pipeline
+from sdflow.runtime.refiner_requirements import require_exact
 from sdflow.targets import TARGETS, find_target
 from sdflow.units import spell_bytes
 

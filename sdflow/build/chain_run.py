@@ -107,8 +107,8 @@ class ChainRun:
                 self.cache.offer(result.record)
             self.cache.notes.remember_step(step.id, action)
             self.listener.finished(result)
-            if told := _beyond_float16(step, result.record.facts):
-                self.listener.note(f"{step.pipeline} {step.submodel}: {told}")
+            if warning := _beyond_float16(step, result.record.facts):
+                self.listener.note(f"{step.pipeline} {step.submodel}: {warning}")
             finished.append(result)
         return tuple(finished)
 

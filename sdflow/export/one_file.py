@@ -17,8 +17,8 @@ from sdflow.disk.replace_files import replacing_all
 from sdflow.errors import CacheError, UsageError, os_errors_as
 from sdflow.export.compose import Form, Size, Source, compose
 from sdflow.export.loop import SCALE
+from sdflow.export.program_data import FORMAT_VERSION, compact, tokenizer_tables
 from sdflow.export.schedule import Coefficients, coefficients
-from sdflow.export.told import FORMAT_VERSION, compact, tokenizer_tables
 from sdflow.families.shared.approximation import Approximation
 from sdflow.families.shared.latents import Latents
 from sdflow.manifest import MANIFEST_FILE, read_manifest
@@ -138,7 +138,7 @@ def export_one_file(folder: Path, out: Path, wanted: Wanted) -> Exported:
         _embed(model, {path.name: folder / name / WEIGHTS_FILE for name, path in data.items()})
         data = {}
     inputs, outputs = (tuple(map(_described, items)) for items in (model.graph.input, model.graph.output))
-    told = {
+    program_data = {
         "format_version": FORMAT_VERSION,
         "graph": out.name,
         "data": [path.name for path in data.values()],
@@ -147,7 +147,7 @@ def export_one_file(folder: Path, out: Path, wanted: Wanted) -> Exported:
         "schedule": schedule.to_json(),
         "tokenizers": tokenizer_tables(source.companions, composed.ids, composed.lengths),
     }
-    contents = {out: model.SerializeToString(deterministic=True), beside: compact(told)}
+    contents = {out: model.SerializeToString(deterministic=True), beside: compact(program_data)}
     with (
         os_errors_as("cannot be written", out, "Free space or fix the permissions, then run again.", CacheError),
         replacing_all([*contents, *data.values()]) as written,

@@ -15,7 +15,7 @@ from sdflow.export.builder import Builder
 
 
 def add_tokenizer(graph: Builder, texts: str, table: Mapping[str, Any]) -> str:
-    """Token ids, (texts, length) int64, of a vector of strings. table: `sdflow.export.told.clip_table`."""
+    """Token ids, (texts, length) int64, of a vector of strings. table: `sdflow.export.program_data.clip_table`."""
     texts = _replaced(graph, texts, r"\s+", " ")
     texts = _replaced(graph, texts, r"(\pN)", r" \1 ")
     vocabulary, length = table["vocabulary"], table["length"]

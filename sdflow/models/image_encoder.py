@@ -149,7 +149,7 @@ def fits_encoder(projection: Config, encoder: Config) -> bool:
     return read_width(projection) == int(encoder["projection_dim" if _known(projection) == _PLAIN else "hidden_size"])
 
 
-def projection_beside(projection: Config, encoder: Config, width: int) -> dict[str, Any]:
+def projection_for(projection: Config, encoder: Config, width: int) -> dict[str, Any]:
     """A projection of these sizes for this encoder. width: of the tokens that the denoiser reads."""
     if _known(projection) == _PLAIN:
         return {**projection, "image_embed_dim": encoder["projection_dim"], "cross_attention_dim": width}

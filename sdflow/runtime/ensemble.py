@@ -14,12 +14,12 @@ from typing import Any
 from sdflow.errors import UsageError
 from sdflow.families.shared.approximation import GUIDANCE_INTERVAL, REUSE, Approximation
 from sdflow.manifest import read_manifest
-from sdflow.runtime.beside_refiner import require_exact, require_no_mask
 from sdflow.runtime.drawing.drawing import Drawing, OutputType
 from sdflow.runtime.drawing.parts import Images
 from sdflow.runtime.drawing.preview import Preview
 from sdflow.runtime.files.folder import refiner_of, target_of
 from sdflow.runtime.pipeline import Pipeline
+from sdflow.runtime.refiner_requirements import require_exact, require_no_mask
 from sdflow.targets import Target
 
 REFINER_START = 0.8

@@ -14,7 +14,6 @@ from sdflow.families.shared.schedulers import require_known
 from sdflow.manifest import Manifest, read_manifest
 from sdflow.parameter import require_values
 from sdflow.prompts.reading import Reading
-from sdflow.runtime.beside_refiner import require_exact, require_no_mask
 from sdflow.runtime.denoiser.control import Control, require_controls
 from sdflow.runtime.denoiser.start import require_size, require_start
 from sdflow.runtime.draw_request import PARAMETERS, GenerateRequest
@@ -31,6 +30,7 @@ from sdflow.runtime.files.folder import (
 from sdflow.runtime.files.image_prompt_files import for_adapters
 from sdflow.runtime.files.soundness import require_sound
 from sdflow.runtime.files.words import read_words
+from sdflow.runtime.refiner_requirements import require_exact, require_no_mask
 from sdflow.sources.embedding import Embedding
 
 if TYPE_CHECKING:

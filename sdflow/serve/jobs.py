@@ -47,8 +47,8 @@ class ImagePrompt:
 
 
 @dataclass(frozen=True)
-class Beside:
-    """Images beside the one to start from."""
+class ConditioningImages:
+    """Images that condition a drawing, beside the one to start from."""
 
     controls: tuple[ControlImage, ...] = ()
     prompts: tuple[ImagePrompt, ...] = ()
@@ -60,7 +60,7 @@ class Job:
 
     pipeline: by name. prompt, negative_prompt: texts. seed: of its noise. arguments: of the pipeline's call. image, mask: to
     start from, to draw into. scheduler: by name; None: the pipeline's. loras: in order. previews: how many unfinished
-    images are wanted on the way. format: as PIL names it; quality: of one that loses something, 1 to 100. beside:
+    images are wanted on the way. format: as PIL names it; quality: of one that loses something, 1 to 100. conditioning:
     further images.
     """
 
@@ -78,7 +78,7 @@ class Job:
     previews: int = 0
     format: str = "PNG"
     quality: int = 90
-    beside: Beside = Beside()
+    conditioning: ConditioningImages = ConditioningImages()
 
 
 @dataclass(frozen=True)

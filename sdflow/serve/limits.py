@@ -17,8 +17,8 @@ class Limits:
     """images: of one request. pixels: of an image that is drawn; None: as the worker measures. steps: of an image. prompt:
     characters. body: bytes of a request. queue: images that are drawn or wait, of all requests. seconds: that a request may
     take, its waiting included. previews: of an image. loras: of one request; lora_bytes: of one that is sent; uploads,
-    upload_bytes: of all that were sent and are there. beside: images for ControlNets, and for IP-Adapters. connections: that
-    are open at a time."""
+    upload_bytes: of all that were sent and are there. conditioning_images: for ControlNets, and for IP-Adapters.
+    connections: that are open at a time."""
 
     UPLOAD_PATH: ClassVar[str] = "/v1/loras"
     """The path of what is received into files; all other bodies are in memory."""
@@ -35,7 +35,7 @@ class Limits:
     lora_bytes: int = 1 << 30
     uploads: int = 32
     upload_bytes: int = 8 * 10**9
-    beside: int = 8
+    conditioning_images: int = 8
     connections: int = 512
 
     def body_of(self, path: str) -> int:

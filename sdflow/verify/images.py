@@ -138,8 +138,8 @@ def text_to_image(
         sample = noising.noised(scheduler, encode(pixels), noise, scheduler.timesteps[:1])
     for timestep in _part(scheduler, begin, end):
         scaled = torch.cat([noising.scaled(scheduler, sample, timestep), *beside], dim=1)
-        fed = torch.cat([scaled] * conditions.halves)
-        moving = {names.latents: fed, names.timestep: torch.tensor([timestep.item()])}
+        doubled = torch.cat([scaled] * conditions.halves)
+        moving = {names.latents: doubled, names.timestep: torch.tensor([timestep.item()])}
         inputs = {**moving, **conditions.inputs, **inputs_of_images}
         given = [
             run_torch(net, {**inputs, ports(net).of(Role.HINT): image})

@@ -64,7 +64,7 @@ def verification_action(subject: Subject, spec: VerifySpec, built: Built, exact:
                 "artifacts": built.digests,
                 "unproved": sorted(built.unproved),
                 "structures": {name: tree_digest(path, cache) for name, path in built.structures.items()},
-                "beside": beside_digest(subject.folder, built.digests, cache),
+                "beside": digest_of_other_files(subject.folder, built.digests, cache),
                 "manifest": cache.stat.digest(subject.folder / MANIFEST_FILE),
                 "source": _source(subject, cache),
                 "reference": exact.artifact.digest,
@@ -84,7 +84,7 @@ def tree_digest(folder: Path, cache: Cache) -> str:
     )
 
 
-def beside_digest(folder: Path, submodels: Container[str], cache: Cache) -> str:
+def digest_of_other_files(folder: Path, submodels: Container[str], cache: Cache) -> str:
     """Everything in the folder but sdflow.json and these submodels, whatever it is: a verification is about the
     folder as a whole."""
     found = {}

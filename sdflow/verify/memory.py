@@ -75,8 +75,8 @@ class MemoryPlan:
 
     def words(self) -> str:
         """What it needs, and how it goes about that."""
-        told = f"needs about {spell_bytes(self.needed)} of memory"
-        return told + "".join(
+        needed = f"needs about {spell_bytes(self.needed)} of memory"
+        return needed + "".join(
             f"; {name} block by block, {spell_bytes(each)} of its weights at a time"
             for name, each in self.streamed.items()
         )

@@ -37,7 +37,7 @@ from sdflow.verify.check import (
     verify_alone,
 )
 from sdflow.verify.ensemble import EnsembleRequest
-from sdflow.verify.keys import ACTION_FORMAT, beside_digest, tree_digest
+from sdflow.verify.keys import ACTION_FORMAT, digest_of_other_files, tree_digest
 from sdflow.verify.plain import to_plain
 from sdflow.verify.reference import reference
 from sdflow.verify.reference.selection import Selection, select
@@ -71,13 +71,13 @@ def verify(
     config = subject.checkpoint.submodels[subject.checkpoint.family.denoiser].load["config"]
     if submodels is None and adapter_count(config):
         merged = _merged(subject, [each.result for each in found])
-        told = "base and refiner: no image of both, as the base has IP-Adapters"
-        return Verified(replace(merged, coverage=(*merged.coverage, told)), found[0].images)
+        coverage = "base and refiner: no image of both, as the base has IP-Adapters"
+        return Verified(replace(merged, coverage=(*merged.coverage, coverage)), found[0].images)
     if submodels is None and all(each.result.passed for each in found):
         image, images, cached = both(subject, subject.refiner, spec, cache, **how)
         result = replace(_merged(subject, [each.result for each in found]), ensemble=image)
-        told = f"base and refiner: {_steps(spec)} steps, the refiner takes over at {HAND_OVER:g} of the way"
-        result = replace(result, coverage=(*result.coverage, told), cached=result.cached and cached)
+        coverage = f"base and refiner: {_steps(spec)} steps, the refiner takes over at {HAND_OVER:g} of the way"
+        result = replace(result, coverage=(*result.coverage, coverage), cached=result.cached and cached)
         return Verified(result, {**found[0].images, **images})
     return Verified(_merged(subject, [each.result for each in found]), found[0].images)
 
@@ -186,7 +186,7 @@ def _action(subject: Subject, refiner: Subject, selection: Selection, cache: Cac
         checkpoint = each.checkpoint
         return {
             "artifacts": {name: tree_digest(each.folder / name, cache) for name in checkpoint.family.drawing},
-            "beside": beside_digest(each.folder, checkpoint.submodels, cache),
+            "beside": digest_of_other_files(each.folder, checkpoint.submodels, cache),
             "manifest": cache.stat.digest(each.folder / MANIFEST_FILE),
             "checkpoint": {name: checkpoint.submodels[name].identity for name in sorted(checkpoint.submodels)},
             "companions": {name: tree_digest(path, cache) for name, path in checkpoint.companions.items()},

@@ -113,21 +113,25 @@ def test_skip_layer_guidance_that_cannot_be_is_refused_in_words(ours: Pipeline) 
     assert refused(skip_guidance_layers=[-1]).where == "skip_guidance_layers"
 
 
-@pytest.mark.parametrize("strength", [0.33, 0.6, 1.0])
-def test_an_image_from_an_image_is_diffusers(ours: Pipeline, theirs: Any, strength: float) -> None:
-    image = pattern(1, 64, 96)
+@pytest.mark.parametrize(("strength", "height", "width"), [(0.33, 64, 96), (0.6, 64, 64), (1.0, 96, 48)])
+def test_an_image_from_an_image_is_diffusers(
+    ours: Pipeline, theirs: Any, strength: float, height: int, width: int
+) -> None:
+    image = pattern(1, height, width)
     pipeline = diffusers.StableDiffusion3Img2ImgPipeline(**theirs.components)
     pipeline.set_progress_bar_config(disable=True)
     given = {"strength": strength, "num_inference_steps": 10, "output_type": "np"}
-    expected = pipeline(PROMPT, image=_mean(theirs, image), **given, generator=generator(), height=64, width=96)
+    expected = pipeline(PROMPT, image=_mean(theirs, image), **given, generator=generator(), height=height, width=width)
     assert_equal(ours(PROMPT, image, **given, generator=generator()).images, expected.images)
 
 
-@pytest.mark.parametrize("strength", [0.6, 1.0])
-def test_latents_into_a_mask_are_diffusers(ours: Pipeline, theirs: Any, strength: float) -> None:
-    """Latents, not pixels: diffusers 0.42.1 decodes them here without the VAE's shift, which its other two pipelines add."""
-    image, mask = pattern(1, 64, 96), Image.new("L", (96, 64), 0)
-    mask.paste(255, (16, 8, 72, 40))
+@pytest.mark.parametrize(("strength", "height", "width"), [(0.6, 64, 96), (1.0, 64, 64), (0.8, 96, 48)])
+def test_an_image_into_a_mask_is_diffusers(
+    ours: Pipeline, theirs: Any, strength: float, height: int, width: int
+) -> None:
+    """diffusers' latents, decoded by its VAE with the shift: 0.42.1 leaves it out here, and its other two pipelines add it."""
+    image, mask = pattern(1, height, width), Image.new("L", (width, height), 0)
+    mask.paste(255, (16, 8, width - 8, height - 24))
     pipeline = diffusers.StableDiffusion3InpaintPipeline(**theirs.components)
     pipeline.set_progress_bar_config(disable=True)
     mean = _mean(theirs, image)
@@ -139,11 +143,17 @@ def test_latents_into_a_mask_are_diffusers(ours: Pipeline, theirs: Any, strength
         masked_image_latents=mean,
         **given,
         generator=generator(),
-        height=64,
-        width=96,
+        height=height,
+        width=width,
     ).images
     drawn = ours(PROMPT, image, mask, **given, generator=generator()).images
     assert np.abs(drawn - expected.numpy()).max() < 1e-4
+    vae = theirs.vae
+    with torch.no_grad():
+        decoded = vae.decode(expected / vae.config.scaling_factor + vae.config.shift_factor).sample
+    given |= {"output_type": "np", "whole": True}
+    pixels = ours(PROMPT, image, mask, **given, generator=generator()).images
+    assert_equal(pixels, theirs.image_processor.postprocess(decoded, output_type="np"))
 
 
 def _mean(pipeline: Any, image: Image.Image) -> torch.Tensor:
@@ -233,6 +243,7 @@ def test_generate_draws_and_says_with_what(shell: Shell, built: Path) -> None:
         assert image.size == (48, 64) and json.loads(image.info["sdflow"])["steps"] == 2
         plain = np.asarray(image, np.int16)
     skipping = ("--skip-guidance-layers", "1,2", "--skip-layer-guidance-stop", "0.9", "--out", "skipping")
+    skipping += ("--skip-layer-guidance-scale", "100")  # the second of two steps changes little
     shell.json("generate", str(built), *given, *skipping)
     with Image.open(shell.folder / "skipping/001-1.png") as image:
         assert json.loads(image.info["sdflow"])["skip_guidance_layers"] == [1, 2]

@@ -11,6 +11,9 @@ import onnx
 import pytest
 from shell import Shell
 
+from sdflow.runtime.denoiser.skipped_blocks import without_blocks
+from sdflow.runtime.sessions.session import read_graph
+
 WORKFLOW = """
 extends: base/stable_diffusion_3.yaml
 model: synthetic:sd35-tiny
@@ -35,6 +38,7 @@ def test_what_is_fused_for_a_gpu_is_verified(shell: Shell, target: str) -> None:
     transformer, text = _graph(folder, "transformer"), _graph(folder, "text_encoder_3")
     counts = Counter(node.op_type for node in transformer.node)
     assert {name: counts[name] for name in FUSED} == FUSED
+    _require_that_blocks_can_be_left_out(folder)
     assert _types(transformer) == {
         "sample": "FLOAT16",
         "timestep": "FLOAT",
@@ -55,6 +59,7 @@ def test_the_transformer_in_bfloat16_is_verified(shell: Shell) -> None:
     """By plain bfloat16 PyTorch: its distance to float32 is eight times that of float16."""
     folder = _verified(shell, "cuda", "--set", "transformer.precision=bfloat16")
     transformer = _graph(folder, "transformer")
+    _require_that_blocks_can_be_left_out(folder)
     assert set(_types(transformer).values()) == {"FLOAT"}
     assert {tensor.name for tensor in _wide(transformer)} == {"pos_embed.proj.weight", "pos_embed.proj.bias"}
     report = json.loads((shell.folder / "results" / f"{folder.name}.verify.json").read_text())
@@ -71,6 +76,15 @@ def test_what_tensorrt_fuses_itself_is_verified(shell: Shell) -> None:
     norms = {tensor.name for tensor in _wide(transformer) if "norm_q" in tensor.name or "norm_k" in tensor.name}
     assert norms, "the weights of the norms of q and k are float32"
     _require_t5_as_transformers_keeps_it(_graph(folder, "text_encoder_3"), fused=False)
+
+
+def _require_that_blocks_can_be_left_out(folder: Path) -> None:
+    """Of the first and the last of three nothing is left, and the other has attention twice."""
+    rest = without_blocks(read_graph(folder / "transformer/model.onnx"), "transformer_blocks", (0, 2), "").graph
+    weights = [tensor.name for tensor in rest.initializer]
+    assert not [name for name in weights if "blocks.0." in name or "blocks.2." in name]
+    assert [name for name in weights if "blocks.1." in name]
+    assert sum(node.op_type == "MultiHeadAttention" for node in rest.node) == 2
 
 
 def _verified(shell: Shell, target: str, *more: str) -> Path:

@@ -23,7 +23,7 @@ from sdflow.artifact import Artifact
 from sdflow.build.assemble import assemble
 from sdflow.errors import UsageError
 from sdflow.families import FAMILIES
-from sdflow.families.shared.defaults import Defaults, settled, told_by_configs
+from sdflow.families.shared.defaults import Defaults, few_step_defaults, settled
 from sdflow.families.shared.noising import DIFFUSION
 from sdflow.manifest import Origin
 from sdflow.runtime.denoiser.schedule import named_scheduler
@@ -243,4 +243,4 @@ def test_what_is_said_of_the_strength_takes_no_steps_from_text() -> None:
     ],
 )
 def test_what_a_scheduler_tells_of_the_model(scheduler: dict[str, Any], told: dict[str, Any]) -> None:
-    assert told_by_configs({}, scheduler) == told
+    assert few_step_defaults({}, scheduler) == told

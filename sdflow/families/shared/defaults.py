@@ -44,12 +44,14 @@ def settled(
     """A family's defaults, overridden first by what the configs reveal, then by `said` (names that are not fields of
     `Defaults` are ignored). Strength does not apply to text to image."""
     named = {field.name for field in fields(Defaults)}
-    changed = {name: value for name, value in {**told_by_configs(denoiser, scheduler), **said}.items() if name in named}
+    changed = {
+        name: value for name, value in {**few_step_defaults(denoiser, scheduler), **said}.items() if name in named
+    }
     of_text = {name: value for name, value in changed.items() if name != "strength"}
     return {task: replace(each, **(of_text if task == "text" else changed)) for task, each in own.items()}
 
 
-def told_by_configs(denoiser: Config, scheduler: Config) -> dict[str, Any]:
+def few_step_defaults(denoiser: Config, scheduler: Config) -> dict[str, Any]:
     """Defaults of a few-step model, detected from its configs; empty for other models.
 
     scheduler: its config, with `_class_name`.

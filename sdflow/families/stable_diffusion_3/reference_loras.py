@@ -23,7 +23,7 @@ def in_diffusers_names(layers: Mapping[str, tuple[torch.Tensor, torch.Tensor]], 
     """layers: module, with underscores in place of dots, in either layout -> (down, up). config: of the transformer.
     Raises KeyError for a module that it has not.
     """
-    every = _Asked(config)
+    every = _RecordingCheckpoint(config)
     own = {name.removesuffix(_WEIGHT).replace(".", "_"): name for name in _converted(every) if name.endswith(_WEIGHT)}
     original = {name.removesuffix(_WEIGHT).replace(".", "_"): name for name in every.names if name.endswith(_WEIGHT)}
     found: Tensors = {}
@@ -31,7 +31,7 @@ def in_diffusers_names(layers: Mapping[str, tuple[torch.Tensor, torch.Tensor]], 
         if module in own:
             parts = {own[module]: up}
         else:
-            converted = _converted(_Asked(config, {original[module]: up}))
+            converted = _converted(_RecordingCheckpoint(config, {original[module]: up}))
             parts = {name: part for name, part in converted.items() if part.ndim == up.ndim}
         for name, part in parts.items():
             stem = f"transformer.{name.removesuffix(_WEIGHT)}"
@@ -48,7 +48,7 @@ def _converted(checkpoint: dict[str, torch.Tensor]) -> Tensors:
     return converted
 
 
-class _Asked(dict[str, Any]):
+class _RecordingCheckpoint(dict[str, Any]):
     """A checkpoint of this config's layers with these tensors; in place of each other one it hands out a vector of zeros, and
     notes its name."""
 

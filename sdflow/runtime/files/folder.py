@@ -296,9 +296,9 @@ def load_companions(folder: Path) -> dict[str, Any]:
         try_companion(loaded[name], str(folder / name), DAMAGED)
     lengths = {name: loaded[name].model_max_length for name in family.of_one_length if name in loaded}
     if len({*lengths.values()}) > 1:
-        told = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        counts = ", ".join(f"{name} {length}" for name, length in lengths.items())
         raise UsageError(
-            f"the tokenizers make different numbers of tokens of a text, and the denoiser reads them as one: {told}",
+            f"the tokenizers make different numbers of tokens of a text, and the denoiser reads them as one: {counts}",
             where=str(folder),
             remedy="Give them the same model_max_length in the checkpoint's tokenizer_config.json, and build it again.",
         )

@@ -28,7 +28,7 @@ from sdflow.serve.engine.cuts import Cuts
 from sdflow.serve.engine.elsewhere import OneAhead
 from sdflow.serve.engine.shared_denoisers import SharedDenoisers
 from sdflow.serve.engine.shared_steps import SharedDenoiser, SharedSteps
-from sdflow.serve.jobs import Beside, Image, Job
+from sdflow.serve.jobs import ConditioningImages, Image, Job
 from sdflow.targets import find_target
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class ServedPipeline:
             **({} if job.mask is None else {"mask_image": _pil(job.mask)}),
             "negative_prompt": job.negative_prompt,
             "generator": [torch.Generator().manual_seed(job.seed)],
-            **_beside(job.beside),
+            **_conditioning_arguments(job.conditioning),
             **job.arguments,
         }
         if isinstance(self.pipeline, Pipeline):
@@ -248,7 +248,7 @@ def encoded(image: PIL.Image.Image, job: Job) -> bytes:
     return file.getvalue()
 
 
-def _beside(images: Beside) -> dict[str, Any]:
+def _conditioning_arguments(images: ConditioningImages) -> dict[str, Any]:
     """The arguments of a call: an image for each ControlNet, and for each IP-Adapter its images."""
     controls = {each.name: Control(_pil(each.image), each.scale, each.start, each.end) for each in images.controls}
     given: dict[str, Any] = {"control": controls} if controls else {}

@@ -18,8 +18,8 @@ from starlette.datastructures import UploadFile
 
 from sdflow.families.shared.approximation import GUIDANCE_INTERVAL, REUSE
 from sdflow.serve.api_error import ApiError
+from sdflow.serve.http.conditioning_images import read_conditioning_images
 from sdflow.serve.http.drawing import Drawing
-from sdflow.serve.http.images_beside import read_beside
 from sdflow.serve.http.loras import Loras
 from sdflow.serve.http.openai_fields import Edit, Fields, Generation, as_openai_edit_form
 from sdflow.serve.http.requested import find_model, jobs_of, size_of
@@ -155,8 +155,10 @@ async def drawn(
     model = find_model(served.models, fields.model)
     wanted = [(lora.name, lora.scale) for lora in fields.loras]
     loras = await run_in_threadpool(served.loras.find, wanted) if wanted else ()
-    beside = await run_in_threadpool(read_beside, fields, model, served.limits)
-    jobs = jobs_of(fields, model, served.limits, served.drawing.most_pixels(model.name), image, mask, loras, beside)
+    conditioning = await run_in_threadpool(read_conditioning_images, fields, model, served.limits)
+    jobs = jobs_of(
+        fields, model, served.limits, served.drawing.most_pixels(model.name), image, mask, loras, conditioning
+    )
     note(request, served, model, jobs)
     served.drawing.require_place(len(jobs))
     if fields.stream:

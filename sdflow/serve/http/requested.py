@@ -10,10 +10,10 @@ from sdflow.families.settings import ALL, FAMILY_ARGUMENTS, MOST_SEED, Settings
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.http.openai_fields import Fields
 from sdflow.serve.http.served_model import ServedModel
-from sdflow.serve.jobs import Beside, Image, Job, LoraFile
+from sdflow.serve.jobs import ConditioningImages, Image, Job, LoraFile
 from sdflow.serve.limits import Limits, read_size
 
-NOTHING = Beside()
+NOTHING = ConditioningImages()
 
 
 def find_model(models: Mapping[str, ServedModel], name: str | None) -> ServedModel:
@@ -34,10 +34,10 @@ def jobs_of(
     image: Image | None,
     mask: Image | None,
     loras: tuple[LoraFile, ...] = (),
-    beside: Beside = NOTHING,
+    conditioning: ConditioningImages = NOTHING,
 ) -> list[Job]:
-    """The images of a request. most_pixels: of each. image, mask: what it begins with. loras, beside: of the fields, found and
-    read.
+    """The images of a request. most_pixels: of each. image, mask: what it begins with. loras, conditioning: of the fields,
+    found and read.
 
     Raises ApiError for what cannot be.
     """
@@ -51,7 +51,7 @@ def jobs_of(
     limits.require_at_most("loras", len(loras), limits.loras)
     _require_start(model, image, mask)
     _require_settings(settings, model, image, mask)
-    start = image or next((each.image for each in beside.controls), None)
+    start = image or next((each.image for each in conditioning.controls), None)
     arguments = {**settings.call_arguments(), **_size(fields, model, limits, most_pixels, start)}
     negative = arguments.pop("negative_prompt", None)
     first = random.SystemRandom().randrange(2**32) if settings.seed is None else settings.seed
@@ -72,7 +72,7 @@ def jobs_of(
             previews if fields.stream else 0,
             (fields.output_format or "png").upper(),
             90 if fields.output_compression is None else max(1, fields.output_compression),
-            beside,
+            conditioning,
         )
         for index in range(images)
     ]

@@ -38,7 +38,7 @@ class ReadyPipelines:
         was being made is there."""
         self._folder, self._base, self._cache, self._memory = folder, base, cache, memory
         self._values, self._changed = values, changed
-        self._beside = base.base.place.stream is None
+        self._in_background = base.base.place.stream is None
         self._loras: LoraPipelines | None = None
         self._pool = ThreadPoolExecutor(1, "loras")
         self._coming: tuple[Job, Future[Made | Wanted]] | None = None
@@ -49,8 +49,8 @@ class ReadyPipelines:
 
         job: one like those that will come. sizes: of the batches. warm: draws with a pipeline, for what is captured then.
         """
-        coming = self._pool.submit(self._prepare, job, sizes if self._beside else ())
-        if not self._beside and coming.exception() is None and (live := coming.result()) is not None:
+        coming = self._pool.submit(self._prepare, job, sizes if self._in_background else ())
+        if not self._in_background and coming.exception() is None and (live := coming.result()) is not None:
             try:
                 warm(live)
             except (SdflowError, RuntimeError) as error:  # torch's and ONNX Runtime's
@@ -110,10 +110,10 @@ class ReadyPipelines:
         """In the other thread."""
         loras = self._opened()
         wanted = loras.read(job.loras)
-        if wanted.live and not self._beside:
+        if wanted.live and not self._in_background:
             return wanted
         made = loras.carry_out(wanted)
-        if self._beside and made.unused:
+        if self._in_background and made.unused:
             made.pipeline.prepare(job)
         return made
 

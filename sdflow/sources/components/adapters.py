@@ -20,7 +20,7 @@ from sdflow.families.shared.part import Part
 from sdflow.models.base import Shapes
 from sdflow.models.image_encoder import (
     fits_encoder,
-    projection_beside,
+    projection_for,
     projection_of,
     read_width,
     token_count,
@@ -140,7 +140,7 @@ def _open(adapter: AdapterReference, encoder: Mapping[str, Any], width: int, acc
         known = {name: value for name, value in written.items() if value is not None}
         identity = {"kind": "synthetic", "seed": parsed.seed, "generator": GENERATOR_VERSION}
         return _Adapter(
-            projection=projection_beside(known, encoder, width),
+            projection=projection_for(known, encoder, width),
             content={"": identity},
             load={"kind": "synthetic", "seed": parsed.seed},
             provenance=synthetic_provenance(parsed.architecture, parsed.seed),

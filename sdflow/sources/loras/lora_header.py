@@ -26,9 +26,9 @@ from sdflow.sources.loras.peft_metadata import (
     BESIDE,
     METADATA_KEY,
     PeftConfig,
-    config_beside,
     model_class,
-    read_fields_beside,
+    peft_config_of,
+    peft_fields_of,
     read_peft_configs,
 )
 from sdflow.sources.safetensors_file import TensorEntry, read_header, read_metadata, require_floats, require_numbers
@@ -54,11 +54,11 @@ def read_lora_header(path: Path) -> LoraHeader:
     """Raises CheckpointError for a file that is no LoRA, of a kind that is not supported, or of quantized tensors."""
     entries = read_header(path)
     of_peft = METADATA_KEY not in read_metadata(path) and is_of_peft(path, entries)
-    fields = read_fields_beside(path) if of_peft else None
+    fields = peft_fields_of(path) if of_peft else None
     names = _parsed(entries, fields or {})
     submodels = sorted({parsed.submodel for parsed in names.values()})
     # The configuration goes first: the names of tensors tell few of PEFT's kinds, and none of its options.
-    config = None if fields is None else config_beside(path, fields)
+    config = None if fields is None else peft_config_of(path, fields)
     configs = read_peft_configs(path, any_family.submodels_with_loras(), submodels)
     _require_lora(path, entries, names, of_peft)
     if of_peft and config is None:
@@ -97,7 +97,7 @@ def is_adapter(path: Path, names: Collection[str]) -> bool:
 def other_kinds(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
     """The kinds of adapter that a file holds beside plain LoRAs: of PEFT's, as its configuration says, else as the names of its
     tensors do, the most frequent first. Raises CheckpointError for a configuration that is none."""
-    fields = read_fields_beside(path) if is_of_peft(path, shapes) else None
+    fields = peft_fields_of(path) if is_of_peft(path, shapes) else None
     said = None if fields is None else kind_of_config(fields.get("peft_type"))
     if said is not None:
         return (said.title,)

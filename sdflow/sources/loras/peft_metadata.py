@@ -102,7 +102,7 @@ def peft_config_file(path: Path) -> Path:
     return path.with_name(BESIDE)
 
 
-def read_fields_beside(path: Path) -> dict[str, Any] | None:
+def peft_fields_of(path: Path) -> dict[str, Any] | None:
     """The fields of the configuration beside a file; None where there is none. Raises CheckpointError for what is none."""
     file = peft_config_file(path)
     try:
@@ -114,7 +114,7 @@ def read_fields_beside(path: Path) -> dict[str, Any] | None:
     return _parsed(text, BESIDE, str(path))
 
 
-def config_beside(path: Path, fields: Mapping[str, Any]) -> PeftConfig:
+def peft_config_of(path: Path, fields: Mapping[str, Any]) -> PeftConfig:
     """What these fields, from beside a file, say. Raises CheckpointError for an adapter that is no plain LoRA."""
     return _config(fields, _Where(BESIDE, "", str(path)))
 

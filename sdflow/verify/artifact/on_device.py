@@ -82,5 +82,5 @@ def run_on_device(
         return DeviceVerdict(target, (), ((f"on {target} it fails at {at}: {' '.join(what.split())}", remedy),))
     if distances and roundings is not None:
         judged, problems = judge_outputs(verdict.precision, drawn_again(found, roundings, distances), on_device=True)
-    told = tuple((f"on {target}, {what}", remedy) for what, remedy in problems)
-    return DeviceVerdict(target, tuple(judged), told, "" if tuning == UNTUNED else str(tuning))
+    findings = tuple((f"on {target}, {what}", remedy) for what, remedy in problems)
+    return DeviceVerdict(target, tuple(judged), findings, "" if tuning == UNTUNED else str(tuning))

@@ -20,7 +20,7 @@ from sdflow.verify.folder.source import Source
 
 CHECK = "source"
 REBUILD = "build the pipeline again: sdflow run"
-TOLD = 5
+MOST_FINDINGS = 5
 """Differences of one file that are told by themselves."""
 
 Difference = tuple[str, Any, Any]
@@ -103,7 +103,7 @@ def _companion_file(folder: Path, file: str, theirs: Path, expected: Expected) -
     if isinstance(found, Finding):
         yield found
     elif found != wanted:
-        yield from _told(file, "", lines_apart(found, wanted))
+        yield from _findings(file, "", lines_apart(found, wanted))
 
 
 def _json_file(folder: Path, file: str, wanted: Any, expected: Expected, submodel: str = "") -> Iterator[Finding]:
@@ -124,7 +124,7 @@ def _json_file(folder: Path, file: str, wanted: Any, expected: Expected, submode
         apart: Iterator[Difference] = values_apart("", content, wanted)
     else:
         apart = _keys_apart(file, content, wanted, expected)
-    yield from _told(file, submodel, apart)
+    yield from _findings(file, submodel, apart)
 
 
 def _content(folder: Path, file: str, submodel: str = "") -> bytes | Finding:
@@ -151,7 +151,7 @@ def values_apart(key: str, found: Any, wanted: Any) -> Iterator[Difference]:
     if isinstance(found, Mapping) and isinstance(wanted, Mapping):
         for name in dict.fromkeys([*wanted, *found]):
             yield from values_apart(f"{key}.{name}" if key else name, found.get(name, ABSENT), wanted.get(name, ABSENT))
-    elif isinstance(found, list) and isinstance(wanted, list) and len(wanted) > TOLD:
+    elif isinstance(found, list) and isinstance(wanted, list) and len(wanted) > MOST_FINDINGS:
         yield from ((f"{key}: {name}" if key else name, have, want) for name, have, want in _lists_apart(found, wanted))
     elif not _same(found, wanted):
         yield key, found, wanted
@@ -191,10 +191,10 @@ def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def _told(file: str, submodel: str, apart: Iterator[Difference]) -> Iterator[Finding]:
+def _findings(file: str, submodel: str, apart: Iterator[Difference]) -> Iterator[Finding]:
     """A finding for each of the first differences of a file, and one for the rest."""
     node = file.removeprefix(f"{submodel}/") if submodel else file
-    for key, found, wanted in islice(apart, TOLD):
+    for key, found, wanted in islice(apart, MOST_FINDINGS):
         yield _error(node, f"{key or 'its content'} {_said(found, wanted)}", submodel)
     if rest := sum(1 for _ in apart):
         yield _error(node, f"{rest} further keys or lines are not the checkpoint's", submodel, rest)

@@ -94,13 +94,13 @@ def _apart(ours: Any, theirs: Any, steps: int, family: Family) -> str | None:
         if abs(have - want) > 1e-3:
             return f"timestep {index + 1} of {steps} steps is {have:g}, where {want:g} belongs"
     noise, outputs = _draw(0), [_draw(1 + index) for index in range(schedule.runs)]
-    fed, noises = _by_diffusers(theirs, family.noising, noise, outputs)
+    expected, noises = _by_diffusers(theirs, family.noising, noise, outputs)
     if len(noises) != schedule.draws:
         return f"at {steps} steps it draws {schedule.draws} noises, where {len(noises)} belong"
     terms = torch.stack([noise, torch.zeros(SHAPE, dtype=torch.float64), *noises, *outputs])
     rows = schedule.inputs.to(torch.float64)
     mixed = torch.einsum("rt,t...->r...", rows, terms)
-    for index, (have, want) in enumerate(zip(mixed, fed, strict=True)):
+    for index, (have, want) in enumerate(zip(mixed, expected, strict=True)):
         if (distance := relative_l2(have.numpy(), want.numpy())) > LARGEST:
             what = "the result" if index == schedule.runs else f"what the denoiser is fed in run {index + 1}"
             return f"at {steps} steps {what} is {distance:.2g} away (relative L2)"
@@ -128,12 +128,12 @@ def _by_diffusers(
     known = {"generator": torch.Generator().manual_seed(0), "eta": 0.0}
     accepted = inspect.signature(scheduler.step).parameters
     options = {name: value for name, value in known.items() if name in accepted}
-    fed, latents = [], noising.first(scheduler, noise)
+    inputs, latents = [], noising.first(scheduler, noise)
     with Recorded():
         for timestep, output in zip(scheduler.timesteps, outputs, strict=True):
-            fed.append(noising.scaled(scheduler, latents, timestep))
+            inputs.append(noising.scaled(scheduler, latents, timestep))
             latents = scheduler.step(output, timestep, latents, **options).prev_sample
-    return [*fed, torch.as_tensor(latents)], drawn
+    return [*inputs, torch.as_tensor(latents)], drawn
 
 
 def _draw(seed: int) -> torch.Tensor:

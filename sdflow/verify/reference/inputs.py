@@ -135,10 +135,10 @@ def decoder_cases(
     import numpy as np
 
     cases = Cases()
-    fed, port = latent_port(denoiser.ports).name, latent_port(decoder.ports)
+    latents_input, port = latent_port(denoiser.ports).name, latent_port(decoder.ports)
     trajectory = [index for index, case in denoiser_cases if case.group == "trajectory"]
     for index in (trajectory[len(trajectory) // 2], trajectory[-1]):
-        drawn = latents.to_vae(denoiser_cases.get(index, "inputs")[fed][-1:, : latents.channels])
+        drawn = latents.to_vae(denoiser_cases.get(index, "inputs")[latents_input][-1:, : latents.channels])
         step = denoiser_cases.cases[index].step
         cases.add(Case(f"latents of step {step + 1 if step is not None else 0}", "trajectory"), {port.name: drawn})
     random = np.random.default_rng(selection.seed + 2)

@@ -37,8 +37,8 @@ def _before(name: str, network: Network, calls: list[Call]) -> Callable[..., Non
     types = {port.name: port.dtype for port in network.ports.inputs}
 
     def record(module: Any, arguments: Any, named: Any) -> None:
-        fed = {**network.model.recorded_inputs(arguments, named), **network.model.recorded_state(module)}
-        calls.append((name, {key: value.numpy().astype(types[key]) for key, value in fed.items()}, {}))
+        inputs = {**network.model.recorded_inputs(arguments, named), **network.model.recorded_state(module)}
+        calls.append((name, {key: value.numpy().astype(types[key]) for key, value in inputs.items()}, {}))
 
     return record
 
@@ -46,10 +46,10 @@ def _before(name: str, network: Network, calls: list[Call]) -> Callable[..., Non
 def _after(network: Network, calls: list[Call]) -> Callable[..., None]:
     def record(module: Any, arguments: Any, named: Any, output: Any) -> None:
         if isinstance(output, tuple):
-            name, fed, _ = calls[-1]
+            name, inputs, _ = calls[-1]
             tensors = [value for value in output if hasattr(value, "numpy")]
             given = network.model.recorded_outputs(network.ports, named, tensors)
-            calls[-1] = (name, fed, {key: value.numpy().copy() for key, value in given.items()})
+            calls[-1] = (name, inputs, {key: value.numpy().copy() for key, value in given.items()})
 
     return record
 
@@ -57,9 +57,9 @@ def _after(network: Network, calls: list[Call]) -> Callable[..., None]:
 def trajectory(calls: Sequence[Call], submodel: str, network: Network) -> Cases:
     """Every run of the denoiser, or of a ControlNet, is a case, with its result where it is a tensor for each output."""
     cases = Cases()
-    for step, (fed, outputs) in enumerate((fed, outputs) for name, fed, outputs in calls if name == submodel):
-        time = float(fed[str(network.whole_batch)][0])
-        cases.add(Case(f"step {step + 1}, timestep {time:g}", "trajectory", step, time), fed)
+    for step, (inputs, outputs) in enumerate((inputs, outputs) for name, inputs, outputs in calls if name == submodel):
+        time = float(inputs[str(network.whole_batch)][0])
+        cases.add(Case(f"step {step + 1}, timestep {time:g}", "trajectory", step, time), inputs)
         if outputs:
             cases.put(step, "float32", outputs)
     return cases

@@ -138,7 +138,7 @@ class ReferenceRun:
         def recorded(prompts: Sequence[str]) -> Recorded:
             with recording(networks) as calls:
                 encoded(prompts, guided=False)
-            return {name: fed for name, fed, _ in calls}
+            return {name: inputs for name, inputs, _ in calls}
 
         guided = self.family.guided(self.configs(), selection.guidance_scale)
         if rows:
@@ -246,8 +246,10 @@ class ReferenceRun:
         networks, pipeline = self.stage((submodel,))
         with recording(networks) as calls:
             pipeline.run_safety_checker(self._image(), "cpu", networks[submodel].module.dtype)
-        ((_, fed, _),) = calls
-        return self._both(checker_cases(self.request.selection, fed, networks[submodel]), submodel, networks[submodel])
+        ((_, inputs, _),) = calls
+        return self._both(
+            checker_cases(self.request.selection, inputs, networks[submodel]), submodel, networks[submodel]
+        )
 
     def _both(self, cases: Cases, submodel: str, network: Network) -> Cases:
         networks, results = {submodel: network}, {submodel: cases}

@@ -223,7 +223,7 @@ def _findings(result: Verification) -> str:
 
 def _places(kind: Kind) -> str:
     """Where a kind was found, folded away where there are several places; what is said there, if it is not the same."""
-    told = {kind.remedy}
+    shown = {kind.remedy}
     lines = []
     for finding in kind.findings:
         line = escape(" ".join(filter(None, (finding["submodel"], finding["node"]))))
@@ -231,8 +231,8 @@ def _places(kind: Kind) -> str:
             line += f" and {finding['count'] - 1:,} more"
         if finding["what"] != kind.what:
             line += f": {escape(finding['what'])}"
-        if finding["remedy"] not in told:
-            told.add(finding["remedy"])
+        if finding["remedy"] not in shown:
+            shown.add(finding["remedy"])
             line += f'<br><span class="remedy">{escape(finding["remedy"])}</span>'
         lines.append(line)
     if len(lines) == 1:

@@ -6,14 +6,14 @@ from sdflow.serve.api_error import ApiError
 from sdflow.serve.http.openai_fields import Fields
 from sdflow.serve.http.served_model import ServedModel
 from sdflow.serve.http.uploads import as_rgb, read_base64
-from sdflow.serve.jobs import Beside, ControlImage, Image, ImagePrompt
+from sdflow.serve.jobs import ConditioningImages, ControlImage, Image, ImagePrompt
 from sdflow.serve.limits import Limits
 
 
-def read_beside(fields: Fields, model: ServedModel, limits: Limits) -> Beside:
+def read_conditioning_images(fields: Fields, model: ServedModel, limits: Limits) -> ConditioningImages:
     """What a request brings along. Raises ApiError for what is no image, and for what this pipeline has no use for."""
-    limits.require_at_most("control", len(fields.control), limits.beside)
-    limits.require_at_most("image_prompts", len(fields.image_prompts), limits.beside)
+    limits.require_at_most("control", len(fields.control), limits.conditioning_images)
+    limits.require_at_most("image_prompts", len(fields.image_prompts), limits.conditioning_images)
     names = [each.name for each in fields.control]
     for name in names:
         if name not in model.nets:
@@ -25,7 +25,7 @@ def read_beside(fields: Fields, model: ServedModel, limits: Limits) -> Beside:
         if each.start >= each.end:
             raise ApiError(400, f"{each.name} ends at {each.end:g}, before it begins.", param="control")
     _require_fitting(fields, model)
-    return Beside(
+    return ConditioningImages(
         tuple(
             ControlImage(each.name, _read(each.image, "control", limits), each.scale, each.start, each.end)
             for each in fields.control

@@ -12,7 +12,7 @@ import PIL.Image
 import pytest
 
 from sdflow.serve.api_error import ApiError
-from sdflow.serve.http.images_beside import read_beside
+from sdflow.serve.http.conditioning_images import read_conditioning_images
 from sdflow.serve.http.openai_fields import Generation
 from sdflow.serve.http.requested import jobs_of
 from sdflow.serve.http.served_model import read_served
@@ -43,7 +43,7 @@ def test_what_means_nothing_is_told(tiny_pipeline: Path, fields: dict[str, Any],
     image = b64encode(png()).decode()
     given = {name: [{"image": image, **each} for each in listed] for name, listed in fields.items()}
     with pytest.raises(ApiError, match=says) as error:
-        read_beside(Generation(prompt="a", **given), model, Limits())
+        read_conditioning_images(Generation(prompt="a", **given), model, Limits())
     assert (error.value.status, error.value.param) == (400, param)
 
 
@@ -56,13 +56,13 @@ def test_a_pipeline_without_them_says_so_and_the_size_is_that_of_what_it_follows
         ({"image_prompts": [{"image": image}]}, "has no IP-Adapter"),
     ):
         with pytest.raises(ApiError, match=says):
-            read_beside(Generation(prompt="a", **given), model, Limits())
+            read_conditioning_images(Generation(prompt="a", **given), model, Limits())
     able = replace(model, nets=("edges",), adapters=2)
     shown = [{"image": image, "scale": 0.5}, {"image": image, "scale": 0.6}]
     fields = Generation(prompt="a", control=[{"name": "edges", "image": image}], image_prompts=shown)
-    (job,) = jobs_of(fields, able, Limits(), None, None, None, (), read_beside(fields, able, Limits()))
+    (job,) = jobs_of(fields, able, Limits(), None, None, None, (), read_conditioning_images(fields, able, Limits()))
     assert (job.arguments["height"], job.arguments["width"]) == (64, 64)
-    assert [(each.adapter, each.scale) for each in job.beside.prompts] == [(0, 0.5), (1, 0.6)]
-    assert job.beside.controls[0].image.size == (64, 64)
+    assert [(each.adapter, each.scale) for each in job.conditioning.prompts] == [(0, 0.5), (1, 0.6)]
+    assert job.conditioning.controls[0].image.size == (64, 64)
     with pytest.raises(ApiError, match="there are 1 images for 2 IP-Adapters"):
-        read_beside(Generation(prompt="a", image_prompts=shown[:1]), able, Limits())
+        read_conditioning_images(Generation(prompt="a", image_prompts=shown[:1]), able, Limits())
