@@ -19,6 +19,7 @@ os.environ.update(
 
 # Workers run side by side; more threads than cores slow a small model down many times over.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["SDFLOW_CACHE"] = "cache"  # of the folder that a test works in, not the user's
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin take the core that they wait for
 
 import hypothesis

@@ -146,8 +146,8 @@ def test_every_command_of_the_manual_is_one(line: Line) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("rnu x.yaml", "No such command"),
-        ("cache list", "No such command"),
+        ("rnu x.yaml", "there is no command"),
+        ("cache list", "there is no command"),
         ("run x.yaml --sett a=1", "No such option"),
         ("bake --base a --lora b", "Missing.*out"),
         ("run", "Missing.*workflow"),
@@ -264,7 +264,8 @@ WORKFLOWS = [(page, block) for page in PAGES for block in blocks(page, "yaml")]
 def test_the_workflows_of_the_manual_are_valid(page: Path, block: str, tmp_path: Path) -> None:
     folder = tmp_path / "workflows"
     shutil.copytree(ROOT / "workflows", folder)
-    for name in ("models/dreamshaper.safetensors", "loras/ink.safetensors", "loras/wood.safetensors"):
+    models = ("models/dreamshaper.safetensors", "models/sd3.5_medium.safetensors")
+    for name in (*models, "loras/ink.safetensors", "loras/wood.safetensors"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).touch()
     (folder / "user_scripts").mkdir()

@@ -1,4 +1,4 @@
-"""Public functions and methods of models and families are documented where they are defined or declared."""
+"""Public functions and methods of models, families and the runtime are documented where they are defined or declared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "sdflow"
-FOLDERS = ("families", "models")
+FOLDERS = ("families", "models", "runtime")
 
 
 def module_names() -> list[str]:

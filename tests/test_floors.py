@@ -17,7 +17,7 @@ FLOORS = {
     name: floor
     for floor, names in enumerate(
         (
-            "distance printable samples stop tolerances",
+            "distance page printable samples stop tolerances",
             "errors",
             "disk models parameter prompts targets units",
             "digest families machine",

@@ -60,7 +60,7 @@ def evaluate(
     except TargetUnavailableError as error:
         if required:
             raise
-        return EvaluationResult(name=name, target=target, measured=False, reason=error.what)
+        return EvaluationResult(name=name, target=target, measured=False, reason=error.what, remedy=error.remedy)
     if results is not None:
         append_result(results / f"{name}.jsonl", result)
     return result

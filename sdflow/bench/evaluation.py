@@ -33,7 +33,7 @@ class SubmodelResult:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """An evaluated pipeline; `measured` is false, with `reason`, when its target is not on this machine.
+    """An evaluated pipeline; `measured` is false, with `reason` and `remedy`, when its target is not on this machine.
 
     settings: of the image that was drawn and timed: prompt, steps, guidance_scale, seed, height and width in pixels,
         denoiser_batch.
@@ -60,6 +60,7 @@ class EvaluationResult:
     time: str | None = None
     failure: str | None = None
     notes: tuple[str, ...] = ()
+    remedy: str | None = None
 
     def raise_for_failure(self) -> None:
         """Raises VerificationError when the result does not pass."""

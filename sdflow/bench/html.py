@@ -2,68 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from html import escape
 
 from sdflow.bench.result import BenchResult, Measurement
 from sdflow.bench.table import TABLE, about, table
 from sdflow.bench.timing import STAGES
+from sdflow.page import document, folded, plot, section, text_table
+from sdflow.page import table as html_table
 
 WIDTH, ROW, LABEL, VALUE = 720, 24, 190, 130
 COLOURS = {"text": "#8da0cb", "step": "#4477aa", "decoder": "#66c2a5", "rest": "#bbbbbb"}
 WRONG = "#cc3311"
 LINES = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777", "#000000")
 
-_STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 72em; padding: 0 1em; color: #222 }
-table { border-collapse: collapse; font-size: 13px; margin: 1em 0 }
-th, td { padding: .25em .6em; border-bottom: 1px solid #ddd; text-align: left }
-.wrong, .failed, .broken, .unavailable { color: #cc3311 } .wrong { font-weight: bold } .passed { color: #228833 }
-svg { max-width: 100%; height: auto; font: 12px system-ui, sans-serif }
-img { width: 128px; height: 128px; image-rendering: pixelated }
-.wide { overflow-x: auto } pre { white-space: pre-wrap }
-"""
+UNITS = {
+    **dict.fromkeys(("median", "mean", "p90", "p99", "text", "step", "decoder", "first"), "ms"),
+    "distance": "rel. L2",
+}
+"""Columns of the table whose names do not say their unit."""
 
 
-_NUMBERS = "th:not(:first-child), td:not(:first-child) { text-align: right }\n"
-
-
-def html_document(title: str, parts: Sequence[str], style: str = "") -> str:
-    """A page that needs nothing else. parts: its body, escaped already; the title is plain text. style: CSS of its own."""
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}{style}</style>'
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{chr(10).join(parts)}\n</body></html>\n'
+_FEW = ("engine", "image", "median ms", "of fastest", "images/s", "memory MB", "type")
 
 
 def page(result: BenchResult) -> str:
     """The whole document."""
-    title = f"{result.pipeline['name']}: engines side by side"
-    parts = [f"<h1>{escape(title)}</h1>"]
-    if result.wrong:
-        parts.append(f'<p class="wrong">WRONG images: {escape(", ".join(result.wrong))}</p>')
+    sections = []
     for index, case in enumerate(result.cases):
-        rows = list(table(result, index))
-        parts += [f"<h2>{escape(str(case))}</h2>", latencies(result, index), html_table(TABLE, rows)]
+        sections.append(section(escape(str(case)), latencies(result, index), _table(result, index)))
     if len(result.cases) > 1:
-        parts += ["<h2>Images per second over the sweep</h2>", throughput(result)]
+        sections.append(section("Images per second over the sweep", throughput(result)))
     left_out = [[each.name, each.status, each.reason or ""] for each in result.engines if each.reason]
     if left_out:
-        parts += ["<h2>Not measured</h2>", html_table(("engine", "", "why"), left_out)]
-    parts += ["<h2>Measured on</h2>", html_table(("", ""), [list(pair) for pair in about(result)])]
-    return html_document(title, parts, _NUMBERS)
+        sections.append(section("Not measured", text_table(("engine", "", "why"), left_out)))
+    verdict, sentence = _verdict(result)
+    told = [pair for pair in about(result) if pair[0] != "measured"]
+    facts = [("pipeline", _described(result)), *(pair for pair in told if pair[0] == "device")]
+    sections.append(section("Measured on", text_table(("", ""), told)))
+    title = f"{result.pipeline['name']}: engines side by side"
+    return document(title, verdict, sentence, facts, sections, date=f"{result.time[:16].replace('T', ' ')} UTC")
 
 
-def html_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table, escaped; without a head where no column has a name."""
+def _described(result: BenchResult) -> str:
+    return ", ".join(str(result.pipeline[name]) for name in ("name", "model", "target") if result.pipeline.get(name))
 
-    def cells(tag: str, row: Sequence[str]) -> str:
-        return "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row)
 
-    body = "".join(
-        f'<tr class="wrong">{cells("td", row)}</tr>' if "WRONG" in row else f"<tr>{cells('td', row)}</tr>"
-        for row in rows
+def _verdict(result: BenchResult) -> tuple[tuple[str, str], str]:
+    """Whether images are right, and which engine is the fastest of those whose are, in the first case."""
+    found = [
+        (measured.image.median_ms, each.name)
+        for each in result.measured
+        if (measured := each.cases[0]) is not None and measured.verdict != "WRONG"
+    ]
+    sentence = "No engine was measured."
+    if found:
+        fastest, name = min(found)
+        others = [median for median, each in found if each != name]
+        sentence = f"{name} is the fastest, {fastest:,.1f} ms a call"
+        sentence += f", {min(others) / fastest:.2f} times as fast as the next." if others else "."
+    if result.wrong:
+        return ("WRONG images", "bad"), f"Of {', '.join(result.wrong)}. {sentence}"
+    checked = any(found is not None and found.check is not None for each in result.measured for found in each.cases)
+    return (("right", "good") if checked else ("not checked", "warn")), sentence
+
+
+def _table(result: BenchResult, index: int) -> str:
+    """The engines, the fastest first: what one looks at, and all figures after a click."""
+    rows = list(table(result, index))
+    medians = sorted(
+        measured.image.median_ms for each in result.measured if (measured := each.cases[index]) is not None
     )
-    head = f"<tr>{cells('th', columns)}</tr>" if any(columns) else ""
-    return f'<div class="wide"><table>{head}{body}</table></div>'
+    after = TABLE.index("median") + 1
+    heads = [f"{name} {UNITS[name]}" if name in UNITS else name for name in TABLE]
+    columns = [*heads[:after], "of fastest", *heads[after:]]
+    cells = [
+        [*row[:after], f"{median / medians[0]:.2f}x", *row[after:]] for row, median in zip(rows, medians, strict=True)
+    ]
+    wrong = {number: "wrong" for number, row in enumerate(rows) if "WRONG" in row}
+    numbers = [name for name in columns if name not in ("engine", "type", "image")]
+    cells = [[escape(cell) for cell in row] for row in cells]
+    few = [columns.index(name) for name in _FEW]
+    short = html_table(_FEW, [[row[index] for index in few] for row in cells], numbers, rows=wrong)
+    return short + folded("all figures", html_table(columns, cells, numbers, rows=wrong))
 
 
 def latencies(result: BenchResult, index: int) -> str:
@@ -97,7 +118,7 @@ def latencies(result: BenchResult, index: int) -> str:
         f'<text x="{LABEL + 110 * place + 14}" y="{height - 5}">{stage}</text>'
         for place, (stage, colour) in enumerate(COLOURS.items())
     )
-    return f'<svg viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" role="img">{"".join(shapes)}{legend}</svg>'
+    return plot(f'<svg viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" role="img">{"".join(shapes)}{legend}</svg>')
 
 
 def _widths(measured: Measurement) -> Iterator[tuple[str, float]]:
@@ -145,4 +166,4 @@ def throughput(result: BenchResult) -> str:
             fill = WRONG if found.verdict == "WRONG" else colour
             shapes.append(f'<text x="{x:.1f}" y="{y + 4:.1f}" text-anchor="middle" fill="{fill}">{mark}</text>')
         shapes.append(f'<text x="{WIDTH - 140}" y="{20 + 18 * number}" fill="{colour}">{escape(name)}</text>')
-    return f'<svg viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" role="img">{"".join(shapes)}</svg>'
+    return plot(f'<svg viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" role="img">{"".join(shapes)}</svg>')

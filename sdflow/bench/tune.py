@@ -57,7 +57,8 @@ class Candidate:
 @dataclass(frozen=True)
 class Trial:
     """A candidate that was tried. ratio: its time over that of the best so far; None when it did not run. distance: of the
-    submodel that differs most from the untuned one. verdict: taken, no gain, WRONG or failed; reason: of the last two."""
+    submodel that differs most from the untuned one. verdict: taken, no gain, unsteady (faster in the median, but not in enough
+    turns), WRONG or failed; reason: of the last three."""
 
     option: str
     value: str
@@ -65,6 +66,17 @@ class Trial:
     ratio: float | None = None
     distance: float | None = None
     reason: str | None = None
+
+
+UNSTEADY = "faster in the median, but not in three quarters of the turns: close other programs, or give --rounds 15"
+
+
+def verdict_of(ratios: Sequence[float]) -> str:
+    """Of a candidate whose times over those of the best so far, turn by turn, are these. Faster is one that is so in the
+    median, and in three quarters of the turns: else it may be chance."""
+    if statistics.median(ratios) > GAIN:
+        return "no gain"
+    return "taken" if percentile(list(ratios), 75) < 1 else "unsteady"
 
 
 @dataclass(frozen=True)
@@ -175,7 +187,7 @@ def tune(
     ratio = 1.0
     if chosen != UNTUNED:
         say("comparing with the pipeline as it is")
-        ratio = tuner.ratio(best, tuner.load(UNTUNED))[0]
+        ratio = statistics.median(tuner.ratios(best, tuner.load(UNTUNED)))
         if ratio > GAIN:
             say(f"all in all no gain, {ratio:.3f} of the time: nothing is chosen")
             chosen, ratio = UNTUNED, 1.0
@@ -241,9 +253,8 @@ class _Tuner:
         self.device.wait()
         return time.perf_counter() - begun
 
-    def ratio(self, one: Pipeline | Ensemble, other: Pipeline | Ensemble) -> tuple[float, bool]:
-        """Time of the one over that of the other, the median over rounds in which both draw; whether that is no chance:
-        the one is the faster in three quarters of the rounds."""
+    def ratios(self, one: Pipeline | Ensemble, other: Pipeline | Ensemble) -> list[float]:
+        """Time of the one over that of the other, in each of the rounds in which both draw."""
         for pipeline in (one, other):
             self.draw(pipeline)
         found = []
@@ -253,7 +264,7 @@ class _Tuner:
             else:
                 first, second = self.draw(one), self.draw(other)
             found.append(first / second)
-        return statistics.median(found), percentile(found, 75) < 1
+        return found
 
     def outputs(self, pipeline: Pipeline | Ensemble) -> dict[str, torch.Tensor]:
         """As `_outputs`, of the pipeline and of its refiner."""
@@ -304,9 +315,11 @@ class _Tuner:
             if not (distance := apart[worst]) <= self.tolerance:
                 reason = f"{worst} differs by {distance:.1e}, more than {self.tolerance:.0e}"
                 return Trial(*about, "WRONG", distance=distance, reason=reason), None
-            ratio, steady = self.ratio(pipeline, best)
+            ratios = self.ratios(pipeline, best)
         except errors as error:
             what = error.what if isinstance(error, SdflowError) else str(error)
             return Trial(*about, "failed", reason=" ".join(what.split())[:300]), None
-        taken = ratio <= GAIN and steady
-        return Trial(*about, "taken" if taken else "no gain", ratio, distance), pipeline if taken else None
+        verdict = verdict_of(ratios)
+        why = UNSTEADY if verdict == "unsteady" else None
+        trial = Trial(*about, verdict, statistics.median(ratios), distance, why)
+        return trial, pipeline if verdict == "taken" else None

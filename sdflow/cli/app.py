@@ -20,7 +20,7 @@ from sdflow.cli.group import Commands
 from sdflow.cli.help import CACHE_GROUPS, EXIT_STATUS, GROUPS, arrange
 from sdflow.cli.inspect import init, inspect
 from sdflow.cli.needs import needs
-from sdflow.cli.opened import open_cache
+from sdflow.cli.opened import made_here, open_cache
 from sdflow.cli.options import takes
 from sdflow.cli.selftest import selftest
 from sdflow.cli.serve import serve
@@ -68,7 +68,7 @@ def run(
     target: Targets = None,
     overrides: Overrides = None,
     rehash: Rehash = False,
-    cache: CacheDir = Path("cache"),
+    cache: CacheDir = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
     json: AsJson = False,
@@ -78,14 +78,23 @@ def run(
 
     Only steps that are not cached are built. Each pipeline is verified against PyTorch and then assembled as a folder.
     """
+    import shlex
+
     from sdflow.cli.progress import progress_view
+    from sdflow.report.around_run import to_build
     from sdflow.report.run import print_run
     from sdflow.run.run import run_workflow
 
+    options = RunOptions(**given)
     with progress_view(quiet=quiet, verbose=verbose) as listener:
         loaded = _load(workflow, overrides, target)
-        result = run_workflow(loaded, open_cache(cache, [loaded], rehash=rehash), RunOptions(**given), listener)
-    print_run(result, as_json=json, quiet=quiet, verbose=verbose)
+        if made := made_here(cache):
+            listener.note(made)
+        opened = open_cache(cache, [loaded], rehash=rehash)
+        result = run_workflow(
+            loaded, opened, options, listener, lambda plan: listener.note(to_build(plan, opened, options))
+        )
+    print_run(result, as_json=json, again=shlex.join(["sdflow", *sys.argv[1:]]), quiet=quiet, verbose=verbose)
 
 
 @app.command()
@@ -128,7 +137,7 @@ def verify(
     html: Annotated[Path | None, typer.Option("--html", help="Write a self-contained HTML report.")] = None,
     out: Annotated[Path, typer.Option(help="Folder that the workflows' pipelines were built in.")] = Path("pipelines"),
     rehash: Rehash = False,
-    cache: CacheDir = Path("cache"),
+    cache: CacheDir = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
     json: AsJson = False,
@@ -164,7 +173,7 @@ def plan(
     workflow: Workflows,
     target: Targets = None,
     overrides: Overrides = None,
-    cache: CacheDir = Path("cache"),
+    cache: CacheDir = None,
     verbose: Verbose = False,
     json: AsJson = False,
 ) -> None:
@@ -188,7 +197,7 @@ def explain(
     ] = None,
     target: Targets = None,
     overrides: Overrides = None,
-    cache: CacheDir = Path("cache"),
+    cache: CacheDir = None,
     json: AsJson = False,
 ) -> None:
     """Explain what changed in each step since it was last built."""
@@ -262,7 +271,7 @@ def targets(json: AsJson = False) -> None:
 
 
 @app.command()
-def doctor(cache: CacheDir = Path("cache"), json: AsJson = False) -> None:
+def doctor(cache: CacheDir = None, json: AsJson = False) -> None:
     """Check this machine for known problems and suggest fixes.
 
     Looks at installed versions, disk, memory and the cache.

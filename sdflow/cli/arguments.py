@@ -24,7 +24,10 @@ Overrides = Annotated[
         metavar="KEY=VALUE",
     ),
 ]
-CacheDir = Annotated[Path, typer.Option("--cache", envvar="SDFLOW_CACHE", help="Cache folder.")]
+CacheDir = Annotated[
+    Path | None,
+    typer.Option("--cache", envvar="SDFLOW_CACHE", help="Cache folder. Default: the user's.", show_default=False),
+]
 Jobs = Annotated[
     int | None,
     typer.Option(

@@ -37,7 +37,7 @@ def bake(
     results: Annotated[Path, typer.Option("--results", help="Folder for the report of --verify.")] = Path("results"),
     jobs: Jobs = None,
     rehash: Rehash = False,
-    cache: CacheDir = Path("cache"),
+    cache: CacheDir = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
     json: AsJson = False,

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sdflow.cli.arguments import AsJson, Quiet, Verbose
+from sdflow.cli.arguments import AsJson, CacheDir, Quiet, Verbose
 from sdflow.cli.needs import needs
+from sdflow.cli.opened import cache_folder
 from sdflow.cli.quiet import quiet_libraries, say
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def tune(
             "--verify/--no-verify", help="Verify the choice against PyTorch, as `sdflow verify --run-on` does."
         ),
     ] = True,
-    cache: Annotated[Path, typer.Option(envvar="SDFLOW_CACHE", help="Cache folder, for --verify.")] = Path("cache"),
+    cache: CacheDir = None,
     json: AsJson = False,
 ) -> None:
     """Find the fastest session options for this machine.
@@ -185,7 +186,7 @@ def tune(
     result = search(pipeline, say, target=target, case=case, rounds=rounds, only=option or [])
     print_tune(result, as_json=json)
     if verify and result.tuning != UNTUNED:
-        hold_to_pytorch(pipeline, TARGETS[result.target], cache)
+        hold_to_pytorch(pipeline, TARGETS[result.target], cache_folder(cache))
 
 
 def hold_to_pytorch(pipeline: Path, target: Target, cache: Path) -> None:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sdflow.cli.arguments import AsJson
+from sdflow.cli.arguments import AsJson, CacheDir
 from sdflow.cli.group import CacheCommands
-from sdflow.cli.opened import open_cache
+from sdflow.cli.opened import cache_folder, open_cache
 from sdflow.cli.quiet import say
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ app = typer.Typer(
 
 _REMEDY = "Look at the URL, the network, and the store's own settings for credentials."
 
-CacheDir = Annotated[Path, typer.Option("--cache", envvar="SDFLOW_CACHE", help="Cache folder.")]
 Url = Annotated[
     str | None,
     typer.Option("--url", help="Remote cache: a URL or a folder. Default: $SDFLOW_REMOTE_CACHE.", metavar="URL"),
@@ -41,7 +40,7 @@ Workflows = Annotated[
 def list_entries(
     remote: Annotated[bool, typer.Option("--remote", help="List the remote cache.")] = False,
     url: Url = None,
-    cache: CacheDir = Path("cache"),
+    cache: CacheDir = None,
     json: AsJson = False,
 ) -> None:
     """List the cached steps, and which pipelines use them."""
@@ -49,12 +48,12 @@ def list_entries(
     from sdflow.store import Cache
 
     if not remote and url is None:
-        print_entries(Cache(cache).entries(), as_json=json)
+        print_entries(Cache(cache_folder(cache)).entries(), as_json=json)
         return
     from sdflow import stop
     from sdflow.store.remote.catalog import listed
 
-    remote_cache = _shared(cache, url)
+    remote_cache = _shared(cache_folder(cache), url)
     with _must_answer(remote_cache):
         entries = listed(remote_cache.share, stop.check)
         claims = remote_cache.claims(each.entry.object for each in entries)
@@ -62,7 +61,7 @@ def list_entries(
 
 
 @app.command()
-def push(workflow: Workflows = None, url: Url = None, cache: CacheDir = Path("cache"), json: AsJson = False) -> None:
+def push(workflow: Workflows = None, url: Url = None, cache: CacheDir = None, json: AsJson = False) -> None:
     """Upload cached steps to a remote cache.
 
     Skips what is already there.
@@ -71,7 +70,7 @@ def push(workflow: Workflows = None, url: Url = None, cache: CacheDir = Path("ca
     from sdflow.report.cache import print_pushed
     from sdflow.store.remote.up import Sent
 
-    opened, plans = _planned(cache, url, workflow or [])
+    opened, plans = _planned(cache_folder(cache), url, workflow or [])
     remote_cache = _remote_of(opened)
     records = list(opened.steps()) if not workflow else [each.record for each in plans if each.record is not None]
     total = Sent()
@@ -83,7 +82,7 @@ def push(workflow: Workflows = None, url: Url = None, cache: CacheDir = Path("ca
 
 
 @app.command()
-def pull(workflow: Workflows = None, url: Url = None, cache: CacheDir = Path("cache"), json: AsJson = False) -> None:
+def pull(workflow: Workflows = None, url: Url = None, cache: CacheDir = None, json: AsJson = False) -> None:
     """Download missing steps from a remote cache.
 
     Those of the given workflows, or everything.
@@ -92,7 +91,7 @@ def pull(workflow: Workflows = None, url: Url = None, cache: CacheDir = Path("ca
     from sdflow.report.cache import print_pulled
     from sdflow.store.remote.catalog import listed
 
-    opened, plans = _planned(cache, url, workflow or [])
+    opened, plans = _planned(cache_folder(cache), url, workflow or [])
     remote_cache = _remote_of(opened)
     with opened.lease(), _must_answer(remote_cache):
         if workflow:
@@ -144,7 +143,7 @@ def export_(
         typer.Option("--verify/--no-verify", help="Verify each against PyTorch first, with weights bound."),
     ] = True,
     jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Most steps to run in parallel.")] = None,
-    cache: CacheDir = Path("cache"),
+    cache: CacheDir = None,
     json: AsJson = False,
 ) -> None:
     """Write optimized graphs without weights to an archive.
@@ -165,7 +164,7 @@ def export_(
 @app.command("import")
 def import_(
     file: Annotated[Path, typer.Argument(help="Archive written by `sdflow cache export`.", metavar="FILE")],
-    cache: CacheDir = Path("cache"),
+    cache: CacheDir = None,
     json: AsJson = False,
 ) -> None:
     """Import an archive of optimized graphs into the cache.
@@ -233,7 +232,7 @@ def _require_usable(remote_cache: Remote) -> None:
 
 
 @app.command()
-def verify(cache: CacheDir = Path("cache"), json: AsJson = False) -> None:
+def verify(cache: CacheDir = None, json: AsJson = False) -> None:
     """Check every cached file against its digest.
 
     Moves corrupt entries to quarantine and exits with status 3.
@@ -242,12 +241,12 @@ def verify(cache: CacheDir = Path("cache"), json: AsJson = False) -> None:
     from sdflow.report.cache import print_cache_verification
     from sdflow.store import Cache
 
-    result = Cache(cache).verify()
+    result = Cache(cache_folder(cache)).verify()
     print_cache_verification(result, as_json=json)
     if result.stuck:
         raise CacheError(
             f"{len(result.damaged)} entries are damaged; {len(result.stuck)} of them cannot be moved to quarantine",
-            where=str(cache),
+            where=str(cache_folder(cache)),
             remedy="No build uses them. Make the cache writable and verify again; check the disk if this comes back.",
         )
     if result.damaged:
@@ -270,7 +269,7 @@ def gc(
         typer.Option(help="With --remote: remove entries pushed longer ago than this: 30d, 12h.", metavar="AGE"),
     ] = None,
     url: Url = None,
-    cache: CacheDir = Path("cache"),
+    cache: CacheDir = None,
     json: AsJson = False,
 ) -> None:
     """Remove unused entries, or shrink the cache to a size.
@@ -288,21 +287,21 @@ def gc(
 
         if older_than is None or max_size is not None:
             raise UsageError("a remote cache shrinks by age", where="--remote", remedy="Give --older-than 30d.")
-        remote_cache = _shared(cache, url)
+        remote_cache = _shared(cache_folder(cache), url)
         with _must_answer(remote_cache):
             swept = sweep(remote_cache.share, parse_age(older_than), dry_run=dry_run, meanwhile=stop.check)
         print_swept(swept, remote_cache.spec.shown, dry_run=dry_run, as_json=json)
         return
     if older_than is not None or url is not None:
         raise UsageError("belongs to --remote", where="--older-than" if older_than else "--url", remedy="Add --remote.")
-    result = Cache(cache).gc(None if max_size is None else parse_size(max_size), dry_run=dry_run)
+    result = Cache(cache_folder(cache)).gc(None if max_size is None else parse_size(max_size), dry_run=dry_run)
     print_collection(result, dry_run=dry_run, as_json=json)
 
 
 @app.command()
 def clean(
     yes: Annotated[bool, typer.Option("--yes", help="Skip the confirmation.")] = False,
-    cache: CacheDir = Path("cache"),
+    cache: CacheDir = None,
 ) -> None:
     """Remove everything from the cache.
 
@@ -311,9 +310,10 @@ def clean(
     from sdflow.report.output import put
     from sdflow.store import Cache
 
-    _must_agree(f"everything in {cache.resolve()}", yes=yes, command="sdflow cache clean")
-    Cache(cache).clean()
-    put(f"{cache} is empty")
+    root = cache_folder(cache)
+    _must_agree(f"everything in {root.resolve()}", yes=yes, command="sdflow cache clean")
+    Cache(root).clean()
+    put(f"{root} is empty")
 
 
 @app.command()

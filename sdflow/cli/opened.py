@@ -12,10 +12,28 @@ if TYPE_CHECKING:
     from sdflow.store import Cache
 
 
+def cache_folder(given: Path | None) -> Path:
+    """The folder that `--cache` or $SDFLOW_CACHE names, or the default one."""
+    if given is not None:
+        return given
+    from sdflow.store.default import default_cache
+
+    return default_cache()
+
+
+def made_here(given: Path | None) -> str | None:
+    """What to say of a cache that is about to be made where nobody named a folder; None where it is there, or was named."""
+    root = cache_folder(given)
+    if given is not None or root.exists():
+        return None
+    return f"the cache is made in {root} (--cache FOLDER or SDFLOW_CACHE names another)"
+
+
 def open_cache(
-    root: Path, workflows: Sequence[Workflow] = (), *, rehash: bool = False, url: str | None = None
+    given: Path | None, workflows: Sequence[Workflow] = (), *, rehash: bool = False, url: str | None = None
 ) -> Cache:
-    """The cache in a folder, with the remote of these workflows, or the one that `url` or $SDFLOW_REMOTE_CACHE names.
+    """The cache in a folder, None: the default one, with the remote of these workflows, or the one that `url` or
+    $SDFLOW_REMOTE_CACHE names.
 
     Raises UsageError for workflows that name different ones, a URL that nothing knows, a key that is none, and for a root
     that is a file.
@@ -26,6 +44,7 @@ def open_cache(
     from sdflow.store.remote.spec import RemoteSpec, at, remote_from_environment
     from sdflow.store.remote.trust import signer_from_environment
 
+    root = cache_folder(given)
     require_utf8(str(root.resolve()), "--cache")
     said = {workflow.remote: workflow for workflow in workflows if workflow.remote is not None}
     if len(said) > 1:

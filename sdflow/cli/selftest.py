@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from sdflow.cli.arguments import AsJson
+from sdflow.cli.arguments import AsJson, CacheDir
 from sdflow.cli.needs import needs
 
 
-@needs("REFERENCE", unless=("show",))
+@needs("REFERENCE", "DRAWS", unless=("show",))
 def selftest(
     target: Annotated[
         str | None,
@@ -32,7 +32,7 @@ def selftest(
         Path | None,
         typer.Option("--engine-cache", help="Folder for engines compiled by TensorRT or MIGraphX.", metavar="DIR"),
     ] = None,
-    cache: Annotated[Path, typer.Option("--cache", envvar="SDFLOW_CACHE", help="Cache folder.")] = Path("cache"),
+    cache: CacheDir = None,
     json: AsJson = False,
 ) -> None:
     """Test this machine's hardware with a sample pipeline.
@@ -60,6 +60,11 @@ def selftest(
         write_report(found, files)
     print_selftest(found, files, as_json=json)
     if found.verdict == "unavailable":
-        raise TargetUnavailableError(f"{found.target} is not available here", where="selftest")
+        raise TargetUnavailableError(
+            f"{found.target} is not available here",
+            where="selftest",
+            remedy=f"Build the sample here, sdflow run shapes --target {found.target} --copy, take it to a machine that has it, "
+            f"and there: sdflow selftest --pipeline shapes-{found.target}.",
+        )
     if found.verdict != "passed":
         raise VerificationError(f"the self-test of {found.target} is {found.verdict}", where="selftest")

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from sdflow.cli.needs import needs
+from sdflow.cli.opened import cache_folder
 
 Folders = Annotated[
     list[Path], typer.Argument(help="Pipeline folders; requests select one by its name.", metavar="PIPELINE...")
@@ -41,8 +42,14 @@ def serve(
         typer.Option(min=0, help="Memory in GB for LoRA sessions; the most recently used stay loaded."),
     ] = 8.0,
     cache: Annotated[
-        Path, typer.Option("--cache", envvar="SDFLOW_CACHE", help="Cache folder that the pipelines were built with.")
-    ] = Path("cache"),
+        Path | None,
+        typer.Option(
+            "--cache",
+            envvar="SDFLOW_CACHE",
+            help="Cache folder that the pipelines were built with. Default: the user's.",
+            show_default=False,
+        ),
+    ] = None,
     require_verified: RequireVerified = False,
     cors_origin: Annotated[
         list[str] | None,
@@ -162,6 +169,7 @@ def serve(
         connections=max_connections,
     )
     models = read_all_served(pipeline, require_verified=require_verified, check=check)
+    store = cache_folder(cache).absolute()
     folders = {name: model.folder.absolute() for name, model in models.items()}
     settings = Settings(
         models,
@@ -170,7 +178,7 @@ def serve(
             read_sizes(batch_sizes),
             threads,
             checker,
-            cache.absolute(),
+            store,
             int(lora_memory * 1e9),
             loras=loras is not None,
             lanes=lanes,
@@ -181,8 +189,8 @@ def serve(
         limits,
         Loras(
             loras,
-            cache.absolute() / "v1" if on is not None and (cache / "v1").is_dir() else None,
-            LoraFit(folders, cache.absolute()).require,
+            store / "v1" if on is not None and (store / "v1").is_dir() else None,
+            LoraFit(folders, store).require,
             limits,
         ),
         log_prompts,

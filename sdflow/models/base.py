@@ -190,6 +190,7 @@ class Model:
     class_name: as in config.json and in cache keys.
     weights_stem: name of the weights file in diffusers or transformers folders, without suffix.
     library_module: the module that defines the class. It is slow to import, so long-lived processes import it once up front.
+    blocks: the module list of a transformer's blocks, any of which can be left out (`sdflow.runtime.denoiser.skipped_blocks`).
     quick: decodes in a fraction of the time of a denoising step (a tiny VAE).
     """
 
@@ -197,6 +198,7 @@ class Model:
     weights_stem: ClassVar[str]
     quick: ClassVar[bool] = False
     library_module: ClassVar[str | None] = None
+    blocks: ClassVar[str | None] = None
 
     @property
     def of_transformers(self) -> bool:

@@ -159,13 +159,33 @@ class ClipTextWithProjection(ClipText):
 
         def forward(input_ids: Any) -> tuple[Any, ...]:
             _, hidden, *states = inner(input_ids)
-            # 2 stands in configs of the time when the end token was the one with the largest id. Marks, not ids, are made
-            # floats: a pass may make them float16, which does not tell 49406, where a text begins, from 49407, its end.
-            marks = input_ids == (input_ids.amax(dim=-1, keepdim=True) if end == 2 else end)
-            place = marks.float().argmax(dim=-1)[:, None, None].expand(-1, 1, hidden.shape[-1])
-            return (module.text_projection(hidden.gather(1, place)[:, 0]), hidden, *states)
+            return (module.text_projection(_at_end(hidden, input_ids, end)), hidden, *states)
 
         module.forward = forward
+
+
+class PooledClipText(ClipText):
+    """`ClipText` for pipelines that read its pooled embedding, which is computed by operators that have kernels on GPUs."""
+
+    def traced(self, module: Any) -> None:
+        super().traced(module)
+        inner = module.forward
+        end = module.config.eos_token_id
+
+        def forward(input_ids: Any) -> tuple[Any, ...]:
+            hidden, _, *states = inner(input_ids)
+            return (hidden, _at_end(hidden, input_ids, end), *states)
+
+        module.forward = forward
+
+
+def _at_end(hidden: Any, input_ids: Any, end: int) -> Any:
+    """The hidden states of each text's end token."""
+    # 2 stands in configs of the time when the end token was the one with the largest id. Marks, not ids, are made
+    # floats: a pass may make them float16, which does not tell 49406, where a text begins, from 49407, its end.
+    marks = input_ids == (input_ids.amax(dim=-1, keepdim=True) if end == 2 else end)
+    place = marks.float().argmax(dim=-1)[:, None, None].expand(-1, 1, hidden.shape[-1])
+    return hidden.gather(1, place)[:, 0]
 
 
 def _causal_mask(input_ids: Any) -> Any:

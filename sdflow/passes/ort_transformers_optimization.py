@@ -28,6 +28,7 @@ from sdflow.onnx_model.facts import graph_facts
 from sdflow.passes.base import EDITS_GRAPH, Pass, PassConfig, PassInputs
 from sdflow.passes.float16 import KeepFloat32, convert_to_float16, float16_facts
 from sdflow.passes.image_prompt_fusion import image_prompt_attention
+from sdflow.passes.masked_attention_fusion import masked_attention
 from sdflow.passes.olive import read_config, run_olive_pass
 from sdflow.processes.patched import patched
 
@@ -179,7 +180,7 @@ class OrtTransformersOptimization(Pass[OrtTransformersOptimizationConfig]):
         inputs.progress("fusing")
         fused_dir = out / ".fused" if config.float16 else out
         fused_dir.mkdir(exist_ok=True)
-        with true_vae_biases(), image_prompt_attention():
+        with true_vae_biases(), image_prompt_attention(), masked_attention():
             options = self.olive_options(config, source)
             run_olive_pass(self.name, options, source, fused_dir, keep_weights_on_disk=config.opt_level == 0)
         after = graph_facts(fused_dir / MODEL_FILE)

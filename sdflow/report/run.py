@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sdflow.report.around_run import elsewhere
 from sdflow.report.output import print_json, print_table, put
 from sdflow.report.verify import print_verification
 from sdflow.units import spell_bytes, spell_milliseconds, spell_seconds
@@ -29,9 +30,16 @@ FUSED = (
 )  # fmt: skip
 
 
-def print_run(result: RunResult, *, as_json: bool, quiet: bool = False, verbose: bool = False) -> None:
-    """What was built, what came from the cache, how fast it runs. quiet: only where the pipelines are. verbose: every step,
-    every output."""
+def print_run(
+    result: RunResult,
+    *,
+    as_json: bool,
+    again: str = "sdflow run WORKFLOW",
+    quiet: bool = False,
+    verbose: bool = False,
+) -> None:
+    """What was built, what came from the cache, how fast it runs. again: the command that did it. quiet: only where the
+    pipelines are. verbose: every step, every output."""
     if as_json:
         print_json(
             "run",
@@ -46,7 +54,7 @@ def print_run(result: RunResult, *, as_json: bool, quiet: bool = False, verbose:
             _print_steps(pipeline, verbose=verbose)
         if pipeline.verification is not None:
             print_verification(pipeline.verification, verbose=verbose)
-        _print_evaluation(pipeline, verbose=verbose)
+        _print_evaluation(pipeline, again, verbose=verbose)
         if len(result.pipelines) <= FEW or pipeline.evaluation is not None:
             put(f"pipeline: {pipeline.folder}", "")
     if len(result.pipelines) > 1:
@@ -147,12 +155,13 @@ def _print_each_step(pipeline: PipelineResult, title: str) -> None:
     )
 
 
-def _print_evaluation(pipeline: PipelineResult, *, verbose: bool) -> None:
+def _print_evaluation(pipeline: PipelineResult, again: str, *, verbose: bool) -> None:
     result = pipeline.evaluation
     if result is None:
         return
     if not result.measured:
         put(f"not measured: {result.reason}")
+        put(*elsewhere(pipeline, again), wrap=False)  # commands are to be copied
         return
     timed = {name: (part.inputs, part.latency) for name, part in result.submodels.items()}
     rows = [

@@ -15,7 +15,8 @@ def print_selftest(report: Report, written: Iterable[Path] = (), *, as_json: boo
     if as_json:
         print_json("selftest", to_json(report))
         return
-    put(f"{_plain(report.target)}: {report.verdict}" + (f": {_plain(report.reason)}" if report.reason else ""))
+    reason = f": {_plain(report.reason)}" if report.reason else ""
+    put(*f"{_plain(report.target)}: {report.verdict}{reason}".splitlines())
     print_table("", ("", "what"), [(_plain(key), _plain(value)) for key, value in about(report)])
     for table in (parts, images):
         if rows := table.rows(report):

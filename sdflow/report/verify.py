@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sdflow.report.output import print_json, print_table, put, put_verdict
 from sdflow.units import spell_seconds
 from sdflow.verify.kinds import kinds
-from sdflow.verify.result import spell_limit
+from sdflow.verify.result import spell_limit, worst_output
 
 if TYPE_CHECKING:
     from sdflow.run.fix import Fix
@@ -87,7 +87,7 @@ def _print_submodels(result: Verification, title: str) -> None:
         if not part.outputs:
             rows.append((name, part.precision, "", "", "", "FAILED"))
             continue
-        worst = max(part.outputs, key=lambda each: (not each.passed, _nearness(each)))
+        worst = worst_output(part.outputs)
         rows.append(
             (
                 name,
@@ -101,11 +101,6 @@ def _print_submodels(result: Verification, title: str) -> None:
     numbers = ("distance", "at most")
     columns = ("submodel", "type", "worst output", *numbers, "")
     print_table(title, columns, rows, right=numbers, below=("type",))
-
-
-def _nearness(output: OutputVerdict) -> float:
-    """Of the distance to the limit; without one, the distance."""
-    return output.distance / output.limit if output.limit else output.distance
 
 
 def _counted(name: str, outputs: int) -> str:
@@ -143,8 +138,8 @@ def _print_device(result: Verification, *, verbose: bool) -> None:
         if (device := part.device) is None:
             continue
         here = {each.name: each.distance for each in part.outputs}
-        worst = sorted(device.outputs, key=lambda each: (not each.passed, _nearness(each)), reverse=True)
-        for output in device.outputs if verbose else worst[:1]:
+        shown = device.outputs if verbose or not device.outputs else (worst_output(device.outputs),)
+        for output in shown:
             ratio = f"{output.ratio:.2f}" if output.yardstick else ""
             beside = f"{output.distance / here[output.name]:.2f}" if here.get(output.name) else ""
             verdict = "passed" if output.passed else "FAILED"

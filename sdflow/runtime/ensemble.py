@@ -18,7 +18,7 @@ from sdflow.runtime.beside_refiner import require_exact, require_no_mask
 from sdflow.runtime.drawing.drawing import Drawing, OutputType
 from sdflow.runtime.drawing.parts import Images
 from sdflow.runtime.drawing.preview import Preview
-from sdflow.runtime.files.folder import refiner_of
+from sdflow.runtime.files.folder import refiner_of, target_of
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.targets import Target
 
@@ -56,8 +56,12 @@ class Ensemble:
             )
 
     @classmethod
-    def load(cls, folder: Path | str, refiner: Path | str, target: str | Target, **options: Any) -> Ensemble:
-        """Load two pipeline folders; what both have, down to the bytes, once. options: of `Pipeline.load`."""
+    def load(
+        cls, folder: Path | str, refiner: Path | str, target: str | Target | None = None, **options: Any
+    ) -> Ensemble:
+        """Load two pipeline folders; what both have, down to the bytes, once. target: None: the base's. options: of
+        `Pipeline.load`."""
+        target = target_of(Path(folder), target)
         base = Pipeline.load(folder, target, **options)
         mine, theirs = (read_manifest(Path(each)).artifacts for each in (folder, refiner))
         shared = {name: each for name, each in base.submodels.items() if mine.get(name) == theirs.get(name)}
@@ -66,7 +70,7 @@ class Ensemble:
         return cls(base, Pipeline.load(refiner, target, **options, shared=shared))
 
     @classmethod
-    def of_folder(cls, folder: Path | str, target: str | Target, **options: Any) -> Pipeline | Ensemble:
+    def of_folder(cls, folder: Path | str, target: str | Target | None = None, **options: Any) -> Pipeline | Ensemble:
         """A pipeline folder, with its refiner where it has one. options: of `Pipeline.load`."""
         refiner = refiner_of(Path(folder))
         return (

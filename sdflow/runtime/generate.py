@@ -70,6 +70,7 @@ class GenerateResult:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
+        """As plain data, the fields by name; times in seconds."""
         return asdict(self)
 
 

@@ -15,6 +15,7 @@ from sdflow.errors import UsageError
 from sdflow.families.shared.approximation import GUIDANCE_INTERVAL, Approximation, Interval, Reuse
 from sdflow.families.shared.image_prompts import adapter_count, token_axes
 from sdflow.families.shared.request import Conditions, Request
+from sdflow.families.shared.skipped_layers import LAYERS, SkippedLayers
 from sdflow.prompts.reading import Reading
 from sdflow.runtime.denoiser.control import controls_of, read_controls, require_controls
 from sdflow.runtime.denoiser.denoiser import Denoiser, DenoiserInputs
@@ -153,6 +154,15 @@ class Pipeline(PipelineParts):
                     where=GUIDANCE_INTERVAL,
                     remedy="Leave it out, or take a guidance scale above 1, for a model that knows it.",
                 )
+            skipped = SkippedLayers.of(more)
+            if skipped is not None and (image is not None or not guided):
+                raise UsageError(
+                    "skip-layer guidance is for text to image, as in diffusers"
+                    if image is not None
+                    else "skip-layer guidance adds to the guidance of the prompt, and there is none",
+                    where=LAYERS,
+                    remedy="Leave it out." if image is not None else "Take a guidance scale above 1.",
+                )
             if image is not None:
                 image = read_image(image, height, width, self.latents.granularity)
                 scale = self.latents.scale if image.shape[1] == self.latents.channels else 1
@@ -180,6 +190,7 @@ class Pipeline(PipelineParts):
                 eta=own.eta if eta is None else eta,
                 guidance_scale=self.family.guidance_weight(guidance_scale) if guided else None,
                 fewer=fewer,
+                skipped=skipped,
                 span=(denoising_start, denoising_end),
             )
             require_room(schedule, shape, self.place.device)
@@ -206,6 +217,7 @@ class Pipeline(PipelineParts):
                 controls=controls,
                 guess=guess_mode,
                 fewer=fewer,
+                skipped=() if skipped is None else skipped.layers,
             )
             denoiser, conditions = self._conditioned_denoiser(wanted, request, clip_skip or 0)
             given = {**conditions.inputs, **self._image_conditions(shown, rows, guided)}

@@ -27,11 +27,13 @@ from sdflow.distance import largest_difference, psnr, ssim
 from sdflow.errors import SdflowError, TargetUnavailableError, UsageError
 from sdflow.machine.device import device
 from sdflow.machine.packages import versions
+from sdflow.machine.providers import require_package
 from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.passes.registry import catalog
 from sdflow.processes.workers import run_worker
 from sdflow.run.options import RunOptions
 from sdflow.run.run import run_workflow
+from sdflow.runtime.sessions.availability import target_availability
 from sdflow.selftest.private import Private
 from sdflow.selftest.result import DrawnPair, Ran, Report, Verdict
 from sdflow.store import Cache
@@ -77,6 +79,7 @@ def selftest(
     report = Report(target=target, versions=versions(), device=_device(target))
     draft = _Draft(report)
     with scratch_folder("selftest") as scratch, draft.failures():
+        _require_here(target, listener)
         listener.note(f"{target}: compared with PyTorch in float32 on the CPU")
         reference = _drawn(scratch, None, target, listener)
         if pipeline is None:
@@ -98,6 +101,17 @@ def selftest(
         drawn = _drawn(scratch, pipeline, target, listener, engine_cache)
         draft.report = judged(draft.report, reference, drawn)
     return Private.here().cleared(draft.report)
+
+
+def _require_here(target: str, listener: Listener) -> None:
+    """Raises TargetUnavailableError where a tiny model does not run on the target: no need to build the sample for that."""
+    require_package(TARGETS[target])
+    if target == "cpu":
+        return
+    listener.note(f"{target}: whether it runs here")
+    (found,) = target_availability((target,))
+    if not found.available:
+        raise TargetUnavailableError(found.reason or "does not run here", where=target, remedy=found.remedy)
 
 
 @dataclass

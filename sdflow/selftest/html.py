@@ -4,30 +4,39 @@ from __future__ import annotations
 
 from html import escape
 
-from sdflow.bench.html import html_document, html_table
-from sdflow.selftest.lines import about, images, parts
+from sdflow.page import document, images, section, text_table
+from sdflow.selftest.lines import about, parts
+from sdflow.selftest.lines import images as image_lines
 from sdflow.selftest.result import Report
+
+_KINDS = {"passed": "good", "unavailable": "warn"}
+_SENTENCES = {
+    "passed": "This hardware draws what PyTorch draws on the CPU.",
+    "failed": "This hardware draws something else than PyTorch on the CPU, or nodes ran elsewhere.",
+    "unavailable": "The target is not available on this machine.",
+    "broken": "The sample could not be built, or did not run.",
+}
 
 
 def page(report: Report) -> str:
     """The whole document. Everything of the report is escaped: it may be anybody's."""
-    title = f"Self-test of {report.target}: {report.verdict}"
-    body = [f'<h1 class="{report.verdict}">{escape(title)}</h1>']
-    if report.reason:
-        body.append(f"<pre>{escape(report.reason)}</pre>")
-    body.append(html_table(("", ""), about(report)))
-    if report.submodels:
-        body += ["<h2>Where its nodes run, and how fast</h2>", html_table(parts.columns, parts.rows(report))]
+    reason = f"<pre>{escape(report.reason)}</pre>" if report.reason else ""
+    numbers = ("fallen", "median ms", "load s")
     fallen = [(name, *node) for name, part in report.submodels.items() for node in part.fallen]
-    if fallen:
-        body += ["<h2>Nodes on another provider</h2>", html_table(("submodel", "node", "operator", "provider"), fallen)]
-    if report.images:
-        body.append("<h2>Images: the target's, PyTorch's on the CPU</h2>")
-        shown = [
-            f'<tr><td><img alt="" src="data:image/png;base64,{escape(pair.png)}"></td>'
-            f'<td><img alt="" src="data:image/png;base64,{escape(pair.pytorch_png)}"></td>'
-            f"<td>{'<br>'.join(map(escape, row))}</td></tr>"
-            for pair, row in zip(report.images, images.rows(report), strict=True)
-        ]
-        body.append(f"<table>{''.join(shown)}</table>")
-    return html_document(title, body)
+    columns = ("submodel", "node", "operator", "provider")
+    drawn = [
+        shown
+        for pair in report.images
+        for shown in ((f"{report.target}: {pair.prompt}", pair.png), ("PyTorch on the CPU", pair.pytorch_png))
+    ]
+    sections = [
+        reason,
+        section("Images", images(drawn), text_table(image_lines.columns, image_lines.rows(report))) if drawn else "",
+        section("Where its nodes run, and how fast", text_table(parts.columns, parts.rows(report), numbers))
+        if report.submodels
+        else "",
+        section("Nodes on another provider", text_table(columns, fallen)) if fallen else "",
+    ]
+    verdict = report.verdict, _KINDS.get(report.verdict, "bad")
+    title = f"Self-test of {report.target}"
+    return document(title, verdict, _SENTENCES[report.verdict], about(report), sections)

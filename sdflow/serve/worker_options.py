@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from sdflow.store.default import default_cache
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class WorkerOptions:
     batch_sizes: tuple[int, ...] | None = None
     threads: int | None = None
     checker: bool = True
-    cache: Path = Path("cache")
+    cache: Path = field(default_factory=default_cache)
     lora_memory: int = 4 << 30
     loras: bool = False
     lanes: int | None = None

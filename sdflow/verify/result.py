@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -143,6 +143,11 @@ def spell_limit(part: SubmodelVerdict, output: OutputVerdict) -> str:
     if output.limit is None:
         return "not stated"
     return f"{output.limit:.2e}{', the workflow says' if part.quantized else ''}"
+
+
+def worst_output(outputs: Sequence[OutputVerdict]) -> OutputVerdict:
+    """The one that goes farthest beyond its limit, or comes nearest to it; one that fails before others."""
+    return max(outputs, key=lambda each: (not each.passed, each.distance / each.limit if each.limit else each.distance))
 
 
 @dataclass(frozen=True)

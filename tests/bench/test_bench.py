@@ -154,6 +154,10 @@ def test_the_page_needs_nothing_else_and_has_a_plot_for_each_case_and_the_sweep(
     assert page.links == []
     assert page.tags.count("svg") == 3
     assert "script" not in page.tags
+    text = (out / "bench.html").read_text()
+    assert (
+        '<meta name="viewport"' in text and "is the fastest, " in text and '<th class="number">median ms</th>' in text
+    )
     assert sorted(path.name for path in out.iterdir()) == ["bench.csv", "bench.html", "bench.json", "bench.md"]
 
 

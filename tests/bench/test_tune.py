@@ -14,7 +14,7 @@ from started_python import Command
 
 from sdflow.bench.run import BenchRequest, bench
 from sdflow.bench.sweep import Settings, SweepPoint
-from sdflow.bench.tune import Candidate, candidates, tune
+from sdflow.bench.tune import Candidate, candidates, tune, verdict_of
 from sdflow.cli.bench import hold_to_pytorch
 from sdflow.errors import SdflowError, UsageError
 from sdflow.manifest import MANIFEST_FILE
@@ -69,6 +69,19 @@ def test_a_choice_that_computes_something_else_or_fails_is_not_taken(built: Path
     assert [trial["verdict"] for trial in record["trials"]] == ["WRONG", "failed"]
 
 
+@pytest.mark.parametrize(
+    ("ratios", "verdict"),
+    [
+        ([0.9, 0.9, 0.91, 0.95, 0.97], "taken"),
+        ([0.9, 0.9, 0.91, 1.2, 1.3], "unsteady"),
+        ([0.99, 0.99, 0.99, 0.99, 0.99], "no gain"),
+        ([1.1, 0.5, 1.2, 1.3, 0.6], "no gain"),
+    ],
+)
+def test_faster_in_the_median_alone_is_unsteady(ratios: list[float], verdict: str) -> None:
+    assert verdict_of(ratios) == verdict
+
+
 def test_the_command_tries_options_and_keeps_a_choice_that_computes_the_same(
     built: Path, tmp_path: Path, tuning_folder: Path, sdflow: Command
 ) -> None:
@@ -90,7 +103,7 @@ def test_the_command_tries_options_and_keeps_a_choice_that_computes_the_same(
     assert (result["format_version"], result["kind"], result["target"]) == (1, "tune", "cpu")
     assert [trial["option"] for trial in result["trials"]] == ["optimization", "optimization"]
     for trial in result["trials"]:
-        assert trial["verdict"] in ("taken", "no gain")
+        assert trial["verdict"] in ("taken", "no gain", "unsteady")
         assert trial["distance"] <= 1e-4
         assert trial["ratio"] > 0
     assert Path(result["file"]).parent == tuning_folder

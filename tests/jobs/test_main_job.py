@@ -9,12 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from earlier_folder import as_an_earlier_sdflow
 from PIL import Image
+from serve.conftest import running_server
 from shell import Shell
 from small_lora import write_lora
 from started_python import StartedPython
+from until import PATIENCE
 
 from sdflow.build.plan import make_plan
 from sdflow.config import load_workflow
@@ -236,6 +239,13 @@ def test_a_folder_of_an_earlier_sdflow_is_measured_beside_pytorch(shell: Shell, 
     settings = ("--size", "64", "--steps", "1", "--rounds", "1", "--threads", "1")
     measured = shell.json("bench", str(earlier), *settings, "-e", "ort-cpu", "-e", "torch-sdpa")
     assert {each["cases"][0]["verdict"] for each in measured["engines"] if each["status"] == "measured"} == {"right"}
+
+
+def test_a_folder_of_an_earlier_sdflow_is_served(earlier: Path) -> None:
+    with running_server(str(earlier)) as server:
+        body = {"prompt": "an otter", "steps": 1, "seed": 3, "size": "64x64"}
+        answer = httpx.post(f"{server.url}/v1/images/generations", json=body, timeout=PATIENCE)
+    assert answer.status_code == 200 and answer.json()["data"][0]["b64_json"], answer.text
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,13 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from beside_diffusers import PROMPT, assert_equal, generator, pattern
+from beside_diffusers import PROMPT, assert_equal, differ, generator, pattern
 from original_layout import mmdit_tensors, stable_diffusion_3
 from PIL import Image
 from safetensors.torch import save_file
 from shell import Shell
 
+from sdflow.errors import UsageError
 from sdflow.families import FAMILIES
 from sdflow.runtime.denoiser.schedule import trace
 from sdflow.runtime.pipeline import Pipeline
@@ -74,6 +75,42 @@ def test_an_image_from_text_is_diffusers(
     given |= {"negative_prompt": "blurred", "prompt_3": "oil on canvas", "height": height, "width": width}
     given |= {"num_inference_steps": 3, "latents": latents, "output_type": "np"}
     assert_equal(ours(PROMPT, **given).images, theirs(PROMPT, **given).images)
+
+
+SKIPPING: list[dict[str, Any]] = [
+    {"num_inference_steps": 6, "skip_guidance_layers": [1], "skip_layer_guidance_stop": 0.5},
+    {
+        "num_inference_steps": 5,
+        "skip_guidance_layers": [0, 2],
+        "skip_layer_guidance_scale": 4.0,
+        "skip_layer_guidance_start": 0.3,
+        "skip_layer_guidance_stop": 0.9,
+    },
+]
+
+
+@pytest.mark.parametrize("skipping", SKIPPING, ids=["one block", "the first and the last"])
+def test_skip_layer_guidance_is_diffusers(ours: Pipeline, theirs: Any, skipping: dict[str, Any]) -> None:
+    assert len(theirs.transformer.transformer_blocks) == 3
+    prompts = [PROMPT, "an otter"]
+    given: dict[str, Any] = {"negative_prompt": ["blurred", "grey"], "height": 48, "width": 64, "output_type": "np"}
+    given["latents"] = torch.randn((2, 16, 6, 8), generator=generator())
+    expected = theirs(prompts, **given, **skipping).images
+    assert_equal(ours(prompts, **given, **skipping).images, expected)
+    assert differ(expected, theirs(prompts, **given, num_inference_steps=skipping["num_inference_steps"]).images)
+
+
+def test_skip_layer_guidance_that_cannot_be_is_refused_in_words(ours: Pipeline) -> None:
+    def refused(**given: Any) -> UsageError:
+        with pytest.raises(UsageError) as caught:
+            ours(PROMPT, num_inference_steps=2, height=64, width=64, **given)
+        return caught.value
+
+    assert "3 blocks, and block 3" in refused(skip_guidance_layers=[1, 3]).what
+    assert "text to image" in refused(skip_guidance_layers=[1], image=pattern(1, 64, 64)).what
+    assert "there is none" in refused(skip_guidance_layers=[1], guidance_scale=1.0).what
+    assert "means nothing without skip_guidance_layers" in refused(skip_layer_guidance_scale=3.0).what
+    assert refused(skip_guidance_layers=[-1]).where == "skip_guidance_layers"
 
 
 @pytest.mark.parametrize("strength", [0.33, 0.6, 1.0])
@@ -194,6 +231,12 @@ def test_generate_draws_and_says_with_what(shell: Shell, built: Path) -> None:
     assert settings["guidance_scale"] == 7.0 and settings["scheduler"] == "FlowMatchEulerDiscreteScheduler"
     with Image.open(shell.folder / "images/001-1.png") as image:
         assert image.size == (48, 64) and json.loads(image.info["sdflow"])["steps"] == 2
+        plain = np.asarray(image, np.int16)
+    skipping = ("--skip-guidance-layers", "1,2", "--skip-layer-guidance-stop", "0.9", "--out", "skipping")
+    shell.json("generate", str(built), *given, *skipping)
+    with Image.open(shell.folder / "skipping/001-1.png") as image:
+        assert json.loads(image.info["sdflow"])["skip_guidance_layers"] == [1, 2]
+        assert np.abs(np.asarray(image, np.int16) - plain).max() > 8
 
 
 def test_a_scheduler_of_noise_is_refused_by_name(shell: Shell, built: Path) -> None:

@@ -44,11 +44,15 @@ def hub() -> Iterator[Hub]:
 
 
 def init(hub: Hub, folder: Path, reference: str, *, offline: bool = False) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING")) and "proxy" not in k.lower()}
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING")) and "proxy" not in k.lower()
+    }
     environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "hf"), "PYTHONPATH": str(ROOT)}
     environment |= {"HF_HUB_OFFLINE": "1"} if offline else {}
     command = [sys.executable, "-m", "sdflow", "init", "--model", reference, "--out", "w.yaml"]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 @pytest.mark.parametrize(

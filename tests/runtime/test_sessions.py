@@ -66,6 +66,26 @@ def test_a_graph_without_a_kernel_on_the_provider_is_a_verification_error(tmp_pa
         create_session(model, TARGETS["cpu"])
 
 
+@pytest.mark.parametrize(
+    ("built_for", "says"),
+    [
+        ("directml", "built for directml: run it there, or build it for the CPU (sdflow run --target cpu)"),
+        ("cpu", "leave out the pass that makes this operator"),
+        (None, "CPUExecutionProvider cannot run this graph: it has no kernel for"),
+    ],
+)
+def test_a_kernel_that_is_missing_is_said_in_words(tmp_path: Path, built_for: str | None, says: str) -> None:
+    node = helper.make_node(
+        "GroupNorm", ["x", "y", "y"], ["z"], "norm_7", domain="com.microsoft", groups=2, epsilon=1e-5, activation=0
+    )
+    model = save_model(tmp_path / "model.onnx", [node])
+    with pytest.raises(VerificationError) as raised:
+        create_session(model, TARGETS["cpu"], LoadOptions(built_for=built_for))
+    assert says in str(raised.value)
+    assert re.search(r"no kernel for (com\.microsoft\.)?GroupNorm \(node norm_7\)", raised.value.what)
+    assert "NOT_IMPLEMENTED" not in str(raised.value) and "ONNXRuntimeError" not in str(raised.value)
+
+
 def test_named_dimensions_get_the_sizes_of_the_inputs(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model.onnx", [helper.make_node("Neg", ["x"], ["z"])])
     shapes = {"x": (2, 4, 8, 16), "y": (2, 4)}

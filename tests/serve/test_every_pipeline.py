@@ -74,6 +74,18 @@ WANTED: dict[str, list[tuple[dict[str, Any], tuple[str, ...]]]] = {
         ({"image": "edges.png", "strength": 0.7}, ("--image", "edges.png", "--strength", "0.7")),
     ],
     "lcm_tiny_cpu": [({}, ()), ({"guidance_scale": 3.0}, ("--guidance-scale", "3"))],
+    "sd35_tiny_cpu": [
+        ({}, ()),
+        (
+            {"prompt_3": "oil on canvas", "guidance_scale": 4.5},
+            ("--prompt-3", "oil on canvas", "--guidance-scale", "4.5"),
+        ),
+        (
+            {"skip_guidance_layers": "1", "skip_layer_guidance_stop": 0.9},
+            ("--skip-guidance-layers", "1", "--skip-layer-guidance-stop", "0.9"),
+        ),
+        ({"image": "edges.png", "strength": 0.6}, ("--image", "edges.png", "--strength", "0.6")),
+    ],
 }
 """Pipeline -> fields of a request, with files for their images, and what `sdflow generate` is told."""
 

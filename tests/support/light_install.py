@@ -40,6 +40,7 @@ class LightInstall:
         """Python with these arguments."""
         kept = {name: value for name, value in os.environ.items() if name in _KEPT}
         environment = {**kept, "HOME": str(self.folder), "PYTHONPATH": str(ROOT), "ORT_DISABLE_TELEMETRY": "1"}
+        environment["SDFLOW_CACHE"] = "cache"
         return subprocess.run(
             [self.python, *arguments], cwd=self.folder, env=environment, capture_output=True, text=True, check=False
         )

@@ -50,7 +50,12 @@ class Shell:
         home = self.folder / "home"
         home.mkdir(exist_ok=True)
         kept = {name: value for name, value in os.environ.items() if name in KEPT}
-        return {**kept, "HOME": str(home), "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *self.paths)))}
+        return {
+            **kept,
+            "HOME": str(home),
+            "SDFLOW_CACHE": "cache",
+            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *self.paths))),
+        }
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return self.python("sdflow", *arguments)

@@ -39,7 +39,13 @@ class Terminal:
         home = self.folder / "home"
         home.mkdir(exist_ok=True)
         kept = {name: value for name, value in os.environ.items() if name in KEPT}
-        given = {"TERM": "xterm-256color", "LANG": "C.UTF-8", "HOME": str(home), "PYTHONPATH": str(ROOT)}
+        given = {
+            "TERM": "xterm-256color",
+            "LANG": "C.UTF-8",
+            "HOME": str(home),
+            "SDFLOW_CACHE": "cache",
+            "PYTHONPATH": str(ROOT),
+        }
         environment = {**kept, **given, "ORT_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "1", **self.environment}
         spawned = pexpect.spawn(
             command[0],

@@ -36,6 +36,7 @@ ARCHITECTURES = {
     "lcm": "lcm",
     "lcm_sdxl": "lcm-sdxl",
     "sdxl_refiner": "sdxl-refiner",
+    "sd35_medium": "sd35-medium",
     **{f"{name}_{beside}": name for name in ("sd15", "sdxl") for beside in ("controlnet", "ip_adapter")},
 }
 """Base workflow -> the architecture that its checkpoint has."""

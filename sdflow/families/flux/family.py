@@ -24,7 +24,7 @@ from sdflow.families.shared.text import SECOND_PROMPTS, plain_texts, token_ids
 from sdflow.families.shared.unet_and_vae import VAE, vae_fingerprint
 from sdflow.models import t5_text
 from sdflow.models.base import Config
-from sdflow.models.clip_text import ClipText
+from sdflow.models.clip_text import PooledClipText
 from sdflow.parameter import Parameter
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Flux(Family):
     parts = (
         Part(
             "text_encoder",
-            ClipText(),
+            PooledClipText(),
             "text_encoder",
             "The CLIP text model: token ids to embeddings, of which the pooled one is read.",
             read=lambda config: ("pooler_output",),

@@ -26,12 +26,13 @@ def unpacked(tokens: torch.Tensor, rows: Any, columns: Any) -> torch.Tensor:
 
 
 def positions(rows: Any, columns: Any) -> torch.Tensor:
-    """(tokens, 3): 0, row and column of each patch."""
+    """(tokens, 3): 0, row and column of each patch. Integers, which no conversion to 16 bits rounds."""
     import torch
 
-    down, across = torch.arange(rows // PATCH), torch.arange(columns // PATCH)
-    grid = torch.stack(torch.meshgrid(down, across, indexing="ij"), dim=-1).reshape(-1, 2)
-    return torch.nn.functional.pad(grid, (1, 0)).float()
+    size = rows // PATCH, columns // PATCH
+    down, across = (torch.arange(count) for count in size)
+    grid = down[:, None].expand(size), across[None].expand(size)
+    return torch.stack([torch.zeros_like(grid[0]), *grid], dim=-1).reshape(-1, 3)
 
 
 def size_of(ids: torch.Tensor) -> tuple[int, int]:

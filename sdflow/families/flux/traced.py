@@ -42,7 +42,7 @@ def _rotations(theta: float, widths: tuple[int, ...], ids: torch.Tensor) -> tupl
     angles = []
     for axis, width in enumerate(widths):
         frequencies = [theta ** (-channel / width) for channel in range(0, width, 2) for _ in range(2)]
-        angles.append(ids[:, axis : axis + 1] * torch.tensor(frequencies))
+        angles.append(ids[:, axis : axis + 1].float() * torch.tensor(frequencies))
     joined = torch.cat(angles, dim=-1)
     return joined.cos(), joined.sin() * torch.tensor([-1.0, 1.0] * (sum(widths) // 2))
 

@@ -115,7 +115,19 @@ class FluxTransformer(Model):
         module.forward = forward
 
     def reference(self, module: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {"velocity": _run(module, *(inputs[port.name] for port in self.ports(module.config).inputs))}
+        """The class rounds timestep and guidance to its own type, which in 16 bits moves them by up to 8; they are put back, so
+        that the yardstick of a 16-bit graph is the rounding of weights and activations alone."""
+        exact = tuple(1000 * inputs[name].float() for name in (GUIDANCE,) if name in inputs)
+        times = inputs["timestep"].float().expand(len(inputs["latents"])), *exact
+
+        def put_back(part: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (*times, *args[len(times) :])
+
+        hook = module.time_text_embed.register_forward_pre_hook(put_back)
+        try:
+            return {"velocity": _run(module, *(inputs[port.name] for port in self.ports(module.config).inputs))}
+        finally:
+            hook.remove()
 
     def recorded_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """diffusers' pipelines repeat timestep and guidance for every row."""
@@ -177,7 +189,7 @@ def _run(forward: Any, latents: Any, timestep: Any, text: Any, pooled: Any, guid
         timestep=(timestep / 1000).expand(batch).to(latents.dtype),
         encoder_hidden_states=text,
         pooled_projections=pooled,
-        txt_ids=torch.zeros(text.shape[1], 3, device=text.device),
+        txt_ids=torch.zeros(text.shape[1], 3, dtype=torch.int64, device=text.device),
         img_ids=positions(rows, columns).to(text.device),
         return_dict=False,
         **({} if guidance is None else {GUIDANCE: guidance}),

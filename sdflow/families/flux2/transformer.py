@@ -111,6 +111,7 @@ class Flux2Transformer(Model):
 
         tables = _tables(module.pos_embed)
         module.pos_embed.forward = partial(_looked_up, tables)
+        module.time_guidance_embed.forward = partial(_embedded, module.time_guidance_embed)
         for part in module.modules():
             if isinstance(part, RMSNorm):
                 part.forward = partial(_normed, part)  # the exporter knows no operator for it
@@ -235,6 +236,12 @@ def _looked_up(tables: Sequence[tuple[Any, Any]], ids: Any) -> tuple[Any, Any]:
         *((cosine[ids[:, i]], sine[ids[:, i]]) for i, (cosine, sine) in enumerate(tables)), strict=True
     )
     return torch.cat(cosines, dim=-1), torch.cat(sines, dim=-1)
+
+
+def _embedded(part: Any, timestep: Any, guidance: Any) -> Any:
+    """Without the library's conversion of the sines to the timestep's type, which is theirs: a graph in float16 has one of its
+    own there."""
+    return part.timestep_embedder(part.time_proj(timestep))
 
 
 def _normed(part: Any, values: Any) -> Any:

@@ -186,5 +186,6 @@ def _class_with_statistics() -> Any:
             changed(found[0] if isinstance(found, tuple) else found)
             return found
 
-    WithStatistics.__name__ = AutoencoderKLFlux2.__name__
+    for name in ("__name__", "__qualname__", "__module__"):  # what diffusers writes of a module that it saves
+        setattr(WithStatistics, name, getattr(AutoencoderKLFlux2, name))
     return WithStatistics

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from sdflow.families.shared import skipped_layers
 from sdflow.families.shared.architecture import Architecture
 from sdflow.families.shared.base import Family
 from sdflow.families.shared.defaults import Defaults, Task
@@ -114,6 +115,7 @@ class StableDiffusion3(Family):
         "max_sequence_length": Parameter(
             "Tokens that T5 reads of a prompt.", int, least=1, most=512, otherwise=str(LENGTH)
         ),
+        **skipped_layers.ARGUMENTS,
     }
     length_arguments = ("max_sequence_length",)
     defaults: ClassVar[Mapping[Task, Defaults]] = {

@@ -39,6 +39,7 @@ class SD3Transformer(Model):
     class_name: ClassVar[str] = "SD3Transformer2DModel"
     weights_stem: ClassVar[str] = "diffusion_pytorch_model"
     library_module: ClassVar[str | None] = "diffusers.models.transformers.transformer_sd3"
+    blocks: ClassVar[str | None] = "transformer_blocks"
 
     def empty(self, config: Config) -> torch.nn.Module:
         """On the meta device, its table of positions too: checkpoints hold it, and to compute that of 3.5-medium in

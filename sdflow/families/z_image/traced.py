@@ -45,7 +45,7 @@ def _forward(module: Any, sample: Any, timestep: Any, encoder_hidden_states: Any
 
     patches = sample.reshape(batch, channels, down, PATCH, across, PATCH).permute(0, 2, 4, 3, 5, 1)
     image = module.all_x_embedder[f"{PATCH}-1"](patches.reshape(batch, tokens, PATCH * PATCH * channels))
-    image = _filled(image, module.x_pad_token[None], padded)
+    image = _filled(image, module.x_pad_token[None].expand(batch, MULTIPLE - 1, -1), padded)
     of_image = tables.of_image(of_text + 1, down, across, padded)
     for block in module.noise_refiner:
         image = block(image, None, of_image, time)
@@ -54,15 +54,17 @@ def _forward(module: Any, sample: Any, timestep: Any, encoder_hidden_states: Any
         (places < lengths[:, None])[..., None], module.cap_embedder(encoder_hidden_states), module.cap_pad_token
     )
     hidden = torch.where(places < of_text[:, None], 0.0, HIDDEN)
-    of_places = tables.of_text(places[0] + 1, batch)
+    of_places = tables.of_text(places + 1)
+    bias = _bias(hidden)
     for block in module.context_refiner:
-        text = block(text, hidden[:, None, None], of_places)
+        text = block(text, bias, of_places)
 
     both = torch.cat([image, text], dim=1)
-    angles = tuple(torch.cat(each, dim=1) for each in zip(of_image, of_places, strict=True))
-    hidden = torch.nn.functional.pad(hidden, (padded, 0))
+    nothing = _nothing(of_text)
+    angles = [torch.cat([one, other + nothing], dim=1) for one, other in zip(of_image, of_places, strict=True)]
+    bias = _bias(torch.nn.functional.pad(hidden, (padded, 0)))
     for block in module.layers:
-        both = block(both, hidden[:, None, None], angles, time)
+        both = block(both, bias, angles, time)
 
     made = module.all_final_layer[f"{PATCH}-1"](both[:, :tokens], c=time)
     made = made.reshape(batch, down, across, PATCH, PATCH, channels).permute(0, 5, 1, 3, 2, 4)
@@ -70,10 +72,21 @@ def _forward(module: Any, sample: Any, timestep: Any, encoder_hidden_states: Any
 
 
 def _filled(values: Any, filling: Any, length: Any) -> Any:
-    """Values (batch, tokens, width) filled up to a length with one token (1, 1, width)."""
+    """Values (batch, tokens, width) filled up to a length with tokens (batch, 31, width)."""
     import torch
 
-    return torch.cat([values, filling.expand(values.shape[0], MULTIPLE - 1, -1)], dim=1)[:, :length]
+    return torch.cat([values, filling], dim=1)[:, :length]
+
+
+def _bias(hidden: Any) -> Any:
+    """(batch, 1, tokens, tokens): what MultiHeadAttention adds to the scores, the same for every query."""
+    return hidden[:, None, None].expand(-1, 1, hidden.shape[1], -1)
+
+
+def _nothing(rows: Any) -> Any:
+    """Zeros (batch, 1, 1). Added to a constant, they give each row of the batch its own: a constant expanded by the size of the
+    batch would be another constant for each size."""
+    return (rows * 0).float()[:, None, None]
 
 
 class _Tables:
@@ -83,38 +96,37 @@ class _Tables:
     def __init__(self, embedder: Any) -> None:
         import torch
 
-        self._tables = []
+        self._tables: list[list[Any]] = [[], []]
         for width, places in zip(embedder.axes_dims, embedder.axes_lens, strict=True):
             rates = 1.0 / (embedder.theta ** (torch.arange(0, width, 2, dtype=torch.float64) / width))
             angles = torch.outer(torch.arange(places, dtype=torch.float64), rates).float().repeat_interleave(2, dim=1)
-            self._tables.append((angles.cos(), angles.sin()))
+            for tables, each in zip(self._tables, (angles.cos(), angles.sin()), strict=True):
+                tables.append(each)
 
-    def of_text(self, places: Any, batch: Any) -> tuple[Any, Any]:
-        """(batch, places, width): text lies along the first axis, at 0 of the others."""
-        return self._joined(batch, (places[None], places[None] * 0, places[None] * 0))
-
-    def of_image(self, first: Any, rows: Any, columns: Any, length: Any) -> tuple[Any, Any]:
-        """(batch, length, width). first: the place of each row's image on the first axis, behind its text. Padding is at 0 of
-        all axes."""
+    def of_text(self, places: Any) -> list[Any]:
+        """Two of (1, places, width): text lies along the first axis, at 0 of the others. places: (1, places)."""
         import torch
 
-        tokens = rows * columns
-        down = torch.arange(rows)[:, None].expand(rows, columns).reshape(1, tokens)
-        across = torch.arange(columns)[None].expand(rows, columns).reshape(1, tokens)
-        cosine, sine = self._joined(first.shape[0], (first[:, None].expand(-1, tokens), down, across))
-        nothing = torch.zeros(1, 1, cosine.shape[-1])
-        return _filled(cosine, nothing + 1, length), _filled(sine, nothing, length)
-
-    def _joined(self, batch: Any, places: tuple[Any, ...]) -> tuple[Any, Any]:
-        import torch
-
-        found = [
-            torch.cat(
-                [table[index][at].expand(batch, -1, -1) for table, at in zip(self._tables, places, strict=True)], dim=-1
-            )
-            for index in (0, 1)
+        return [
+            torch.cat([table[at] for table, at in zip(tables, (places, places * 0, places * 0), strict=True)], dim=-1)
+            for tables in self._tables
         ]
-        return found[0], found[1]
+
+    def of_image(self, first: Any, rows: Any, columns: Any, length: Any) -> list[Any]:
+        """Two of (batch, length, width). first: the place of each row's image on the first axis, behind its text. Padding is at
+        0 of all axes."""
+        import torch
+
+        down = torch.arange(rows)[:, None].expand(rows, columns).reshape(1, rows * columns)
+        across = torch.arange(columns)[None].expand(rows, columns).reshape(1, rows * columns)
+        nothing, found = _nothing(first), []
+        for (of_first, *others), padding in zip(self._tables, (1.0, 0.0), strict=True):
+            fixed = torch.cat([table[at] for table, at in zip(others, (down, across), strict=True)], dim=-1)
+            behind = of_first[first][:, None].expand(-1, rows * columns, -1)
+            values = torch.cat([behind, fixed + nothing], dim=-1)
+            filling = torch.full((1, MULTIPLE - 1, 1), padding).expand(-1, -1, values.shape[-1]) + nothing
+            found.append(_filled(values, filling, length))
+        return found
 
 
 def _attended(part: Any, hidden_states: Any, attention_mask: Any = None, freqs_cis: Any = None, **_: Any) -> Any:

@@ -125,6 +125,8 @@ class ControlledDenoiser:
         ]
 
     def run(self, inputs: DenoiserInputs, latents: torch.Tensor, index: int) -> torch.Tensor:
+        """As of `Denoiser.run`: first the nets that count in this step, then the denoiser with the sum of their residuals.
+        latents: (images, channels, rows, columns), float32 -> (rows of the batch, channels, rows, columns)."""
         self._denoiser.put(inputs, latents, index)
         for residual in self._residuals.values():
             residual.zero_()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
+from sdflow.families.shared.skipped_layers import LAYERS
 from sdflow.models.base import Role
 from sdflow.runtime.denoiser.moving import Moving
 from sdflow.runtime.denoiser.schedule import Schedule
@@ -59,6 +60,7 @@ class WholeDenoiser:
         return self._bound.inputs
 
     def run(self, inputs: DenoiserInputs, latents: torch.Tensor, index: int) -> torch.Tensor:
+        """As of `Denoiser.run`. latents: (images, channels, rows, columns), repeated for a batch with guidance."""
         self.put(inputs, latents, index)
         return self.predict()
 
@@ -81,18 +83,30 @@ class PartedDenoiser:
     """The graph in parts (`sdflow.runtime.denoiser.split`): what depends on the text or the timestep alone is not computed in
     every step, and what does not depend on the text is not computed twice."""
 
-    def __init__(self, model: Submodel, shape: tuple[int, ...], sizes: Mapping[str, int], layers: int = 0) -> None:
+    def __init__(
+        self,
+        model: Submodel,
+        shape: tuple[int, ...],
+        sizes: Mapping[str, int],
+        layers: int = 0,
+        skipped: Sequence[int] = (),
+    ) -> None:
         """As of `WholeDenoiser`. layers: how many of the outermost run in the steps that take the deep features of one before
-        (`sdflow.runtime.denoiser.shallow`); 0: there are no such steps. Raises PassError for a graph that cannot be taken apart,
-        UsageError for one without as many layers."""
+        (`sdflow.runtime.denoiser.shallow`); 0: there are no such steps. skipped: the blocks that are left out
+        (`sdflow.runtime.denoiser.skipped_blocks`). Raises PassError for a graph that cannot be taken apart, UsageError for one
+        without as many layers, or without these blocks."""
         from sdflow.runtime.denoiser.shallow import depths
+        from sdflow.runtime.denoiser.skipped_blocks import without_blocks
         from sdflow.runtime.denoiser.split import split
 
         assert model.path is not None, "only a submodel of a pipeline folder is taken apart"
         ports = model.part.ports(model.config)
         self._moving, self._prediction = Moving.of(ports), ports.of(Role.PREDICTION)
         guidance = sizes["batch"] == 2 * shape[0]
-        parts = split(read_graph(model.path), sizes, moving=self._moving, guidance=guidance)
+        graph = read_graph(model.path)
+        if skipped:
+            graph = without_blocks(graph, model.part.model.blocks or "", skipped, LAYERS)
+        parts = split(graph, sizes, moving=self._moving, guidance=guidance)
         cut = depths(parts, layers) if layers else None
         with ThreadPoolExecutor(max_workers=4) as pool:
             text = pool.submit(model.part_session, parts.text)
@@ -119,6 +133,8 @@ class PartedDenoiser:
         self._schedule: Schedule | None = None
 
     def run(self, inputs: DenoiserInputs, latents: torch.Tensor, index: int) -> torch.Tensor:
+        """As of `Denoiser.run`. latents: (images, channels, rows, columns), once for both halves of a batch with guidance; the
+        output has both: (rows of the batch, channels, rows, columns)."""
         if inputs is not self._held:
             self._hold(inputs)
         self._sample[:, :, : latents.shape[1]].copy_(latents)
@@ -149,19 +165,50 @@ class PartlyGuidedDenoiser:
 
     def __init__(self, guided: Denoiser, alone: Denoiser, rows: int) -> None:
         """rows: of the batch with guidance."""
-        self._guided, self._alone, self._rows = guided, alone, rows
-        self._halves: WeakKeyDictionary[DenoiserInputs, DenoiserInputs] = WeakKeyDictionary()
+        self._guided, self._alone, self._prompted = guided, alone, _PromptedRows(rows)
 
     def run(self, inputs: DenoiserInputs, latents: torch.Tensor, index: int) -> torch.Tensor:
-        if inputs.schedule.made[index] == 2:
+        """As of `Denoiser.run`; in a step without guidance (images, channels, rows, columns), for the prompts alone."""
+        if inputs.schedule.made[index] > 1:
             return self._guided.run(inputs, latents, index)
-        if inputs not in self._halves:
+        return self._alone.run(self._prompted.of(inputs), latents, index)
+
+
+class SkippingDenoiser:
+    """One with guidance, and for the steps of skip-layer guidance one without some blocks that reads the prompts alone
+    (`Schedule.made`)."""
+
+    def __init__(self, guided: Denoiser, skipping: Denoiser, rows: int) -> None:
+        """rows: of the batch with guidance."""
+        self._guided, self._skipping, self._prompted = guided, skipping, _PromptedRows(rows)
+
+    def run(self, inputs: DenoiserInputs, latents: torch.Tensor, index: int) -> torch.Tensor:
+        """As of `Denoiser.run`, for the steps of skip-layer guidance with a third part before the others: (3 * images, channels,
+        rows, columns), without the blocks, for the negative prompts, for the prompts."""
+        import torch
+
+        output = self._guided.run(inputs, latents, index)
+        if inputs.schedule.made[index] < 3:
+            return output
+        return torch.cat([self._skipping.run(self._prompted.of(inputs), latents, index), output])
+
+
+class _PromptedRows:
+    """What drawings give a denoiser that reads the prompts, not the negative ones: the same object in every step."""
+
+    def __init__(self, rows: int) -> None:
+        """rows: of the batch with guidance."""
+        self._rows = rows
+        self._made: WeakKeyDictionary[DenoiserInputs, DenoiserInputs] = WeakKeyDictionary()
+
+    def of(self, inputs: DenoiserInputs) -> DenoiserInputs:
+        if inputs not in self._made:
             half = {
                 name: value[self._rows // 2 :] if len(value) == self._rows else value
                 for name, value in inputs.conditions.items()
             }
-            self._halves[inputs] = replace(inputs, conditions=half)
-        return self._alone.run(self._halves[inputs], latents, index)
+            self._made[inputs] = replace(inputs, conditions=half)
+        return self._made[inputs]
 
 
 def _put_context(sample: torch.Tensor, inputs: DenoiserInputs) -> None:

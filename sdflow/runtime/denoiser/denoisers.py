@@ -12,9 +12,16 @@ from typing import Any, Protocol
 from sdflow.errors import PassError, SlowerWarning, UsageError
 from sdflow.families.shared.approximation import EXACT, REUSE, Approximation
 from sdflow.families.shared.request import Conditions
+from sdflow.families.shared.skipped_layers import LAYERS
 from sdflow.machine.memory import available_bytes
 from sdflow.runtime.denoiser.control import Control, ControlledDenoiser
-from sdflow.runtime.denoiser.denoiser import Denoiser, PartedDenoiser, PartlyGuidedDenoiser, WholeDenoiser
+from sdflow.runtime.denoiser.denoiser import (
+    Denoiser,
+    PartedDenoiser,
+    PartlyGuidedDenoiser,
+    SkippingDenoiser,
+    WholeDenoiser,
+)
 from sdflow.runtime.sessions.bound import Bound
 from sdflow.runtime.sessions.submodel import Submodel
 from sdflow.runtime.sessions.working_bytes import row_bytes
@@ -36,6 +43,7 @@ class DenoiserRequest:
     shape: of what it reads in a step, latents and context: (images, channels, rows, columns). rows: of the batch, with guidance
     twice the images. axes: the sizes of the denoiser's further axes. conditions: where they are known already; without them, the
     texts are as long as the model reads at once. controls, guess: for the nets. fewer: what is left out.
+    skipped: the blocks that skip-layer guidance leaves out; none: there is no such guidance.
     """
 
     shape: tuple[int, int, int, int]
@@ -45,6 +53,7 @@ class DenoiserRequest:
     controls: Mapping[str, Control] = field(default_factory=dict)
     guess: bool = False
     fewer: Approximation = EXACT
+    skipped: tuple[int, ...] = ()
 
 
 class DenoiserSource(Protocol):
@@ -86,15 +95,18 @@ class Denoisers:
         self._taken: dict[Key, int] = {}
 
     def unload(self) -> None:
+        """Give back the memory of all that are kept, and the sessions of the graphs that they are made of."""
         self.kept.clear()
         self._taken.clear()
         for submodel in (self._model, *self._nets.values()):
             submodel.unload()
 
     def get(self, request: DenoiserRequest) -> Denoiser:
+        """That of an earlier image of this size, number and text length, or a new one: whole or in parts, with nets, with
+        fewer guided steps, with skip-layer guidance. Raises UsageError where what is left out cannot be."""
         shape, rows, conditions, fewer = request.shape, request.rows, request.conditions, request.fewer
-        if fewer:
-            self._require_parts(fewer)
+        if fewer or request.skipped:
+            self._require_parts([*fewer.settings(), *([LAYERS] if request.skipped else [])])
         tokens = self._tokens if conditions is None else token_sizes(self._model, conditions)
         sizes = {"batch": rows, **tokens, "latent_height": shape[2], "latent_width": shape[3], **request.axes}
         if self._nets:  # also without an image for any: what the last call added is there still
@@ -105,16 +117,21 @@ class Denoisers:
             return WholeDenoiser(self._model, shape, sizes)
         layers = 0 if fewer.reuse is None else fewer.reuse.layers
         texts = self._texts if conditions is None else ()
-        if fewer.guidance is None:
-            return self._parted(shape, sizes, layers, texts, needed={})
         half = {**sizes, "batch": rows // 2}
-        keys = {_key(shape, layers, each): each for each in (sizes, half)}
-        denoiser = self._parted(shape, sizes, layers, texts, needed=keys)
-        return PartlyGuidedDenoiser(denoiser, self._parted(shape, half, layers, (), needed=keys), rows)
+        alone = () if fewer.guidance is None else (_key(shape, layers, half),)
+        skipping = (_key(shape, 0, half, request.skipped),) if request.skipped else ()
+        needed = (_key(shape, layers, sizes), *alone, *skipping)
+        denoiser = self._parted(shape, sizes, layers, texts, needed=needed)
+        if alone:
+            denoiser = PartlyGuidedDenoiser(denoiser, self._parted(shape, half, layers, (), needed=needed), rows)
+        if skipping:
+            without = self._parted(shape, half, 0, (), needed=needed, skipped=request.skipped)
+            denoiser = SkippingDenoiser(denoiser, without, rows)
+        return denoiser
 
-    def _require_parts(self, fewer: Approximation) -> None:
-        """Raises UsageError where the denoiser is not taken apart."""
-        where = ", ".join(fewer.settings())
+    def _require_parts(self, settings: Sequence[str]) -> None:
+        """Raises UsageError where the denoiser is not taken apart. settings: what needs it."""
+        where = ", ".join(settings)
         if self._nets:
             raise UsageError(
                 "what ControlNets add is new in every step, in all layers: there a step is not cut short",
@@ -136,13 +153,14 @@ class Denoisers:
         texts: Sequence[Submodel],
         *,
         needed: Container[Key],
+        skipped: tuple[int, ...] = (),
     ) -> Denoiser:
-        """needed: those that the present image takes besides."""
-        key = _key(shape, layers, sizes)
+        """needed: those that the present image takes besides. skipped: the blocks that this one is without."""
+        key = _key(shape, layers, sizes, skipped)
         if key not in self.kept:
             taken = self._bytes(shape, sizes["batch"])
             self._make_room(taken, needed)
-            self.kept[key], self._taken[key] = self._made(shape, sizes, layers, texts), taken
+            self.kept[key], self._taken[key] = self._made(shape, sizes, layers, texts, skipped), taken
         self.kept.move_to_end(key)
         return self.kept[key]
 
@@ -164,11 +182,16 @@ class Denoisers:
             held -= self._taken.pop(key)
 
     def _made(
-        self, shape: tuple[int, ...], sizes: Mapping[str, int], layers: int, texts: Sequence[Submodel]
+        self,
+        shape: tuple[int, ...],
+        sizes: Mapping[str, int],
+        layers: int,
+        texts: Sequence[Submodel],
+        skipped: tuple[int, ...],
     ) -> Denoiser:
         """texts: that are not encoded yet."""
         with ThreadPoolExecutor(max_workers=2 + len(texts)) as pool:
-            parted = pool.submit(_parted_or_whole, self._model, shape, sizes, layers)
+            parted = pool.submit(_parted_or_whole, self._model, shape, sizes, layers, skipped)
             others: list[Future[Bound]] = []
             if not self._low_memory:
                 others += [pool.submit(text.bound, **text.shapes({**sizes, "batch": 2})) for text in texts]
@@ -180,8 +203,8 @@ class Denoisers:
         return made
 
 
-def _key(shape: tuple[int, ...], layers: int, sizes: Mapping[str, int]) -> Key:
-    return (shape, layers, *sizes.values())
+def _key(shape: tuple[int, ...], layers: int, sizes: Mapping[str, int], skipped: tuple[int, ...] = ()) -> Key:
+    return (shape, layers, skipped, *sizes.values())
 
 
 def token_sizes(denoiser: Submodel, conditions: Conditions) -> dict[str, int]:
@@ -190,11 +213,14 @@ def token_sizes(denoiser: Submodel, conditions: Conditions) -> dict[str, int]:
     return denoiser.part.model.token_sizes(denoiser.config, shapes)
 
 
-def _parted_or_whole(model: Submodel, shape: tuple[int, ...], sizes: Mapping[str, int], layers: int) -> Denoiser:
+def _parted_or_whole(
+    model: Submodel, shape: tuple[int, ...], sizes: Mapping[str, int], layers: int, skipped: tuple[int, ...]
+) -> Denoiser:
     try:
-        return PartedDenoiser(model, shape, sizes, layers)
+        return PartedDenoiser(model, shape, sizes, layers, skipped)
     except PassError as error:
-        if layers:
-            raise UsageError(f"the denoiser cannot be taken apart: {error}", where=REUSE) from error
+        if layers or skipped:
+            where = REUSE if layers else LAYERS
+            raise UsageError(f"the denoiser cannot be taken apart: {error}", where=where) from error
         warnings.warn(f"the denoiser runs as a whole: {error}", SlowerWarning, stacklevel=2)
         return WholeDenoiser(model, shape, sizes)

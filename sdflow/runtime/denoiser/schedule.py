@@ -20,6 +20,7 @@ from sdflow.errors import UsageError
 from sdflow.families.shared.approximation import Interval, Reuse
 from sdflow.families.shared.noising import DIFFUSION, Noising
 from sdflow.families.shared.schedulers import require_known
+from sdflow.families.shared.skipped_layers import SkippedLayers
 from sdflow.machine.memory import available_bytes
 from sdflow.runtime.denoiser.scheduler_walk import FIRST_DRAWN, Span, Walk, fresh
 from sdflow.units import spell_bytes
@@ -42,8 +43,9 @@ class Schedule:
     (`scale_model_input`), and the result, float32 (R + 1, terms). kept: the same for what an inpainting mask keeps, which is
     noise and image alone, float32 (R + 1, FIRST_DRAWN). clean: what `clean_row` is made of, float32 (R, 3): factors of a run's
     row of inputs, of its output, and of the next row. weights: how much each column of an output counts, float32 (R, halves).
-    draws: how many noises the scheduler draws. halves: columns per output, two with guidance. made: how many of them each run
-    gives, the last ones; empty: all. reused: which runs take the deep features of one before; empty: none.
+    draws: how many noises the scheduler draws. halves: columns per output, two with guidance, three with skip-layer guidance.
+    made: how many of them each run gives, the last ones; empty: all. reused: which runs take the deep features of one before;
+    empty: none.
     """
 
     numbers: tuple[int, ...]
@@ -66,23 +68,33 @@ class Schedule:
         """How many terms are there before run `index`."""
         return FIRST_DRAWN + self.draws + self.halves * index
 
-    def guided(self, scale: float, interval: Interval | None = None) -> Schedule:
+    def guided(self, scale: float, interval: Interval | None = None, skipped: SkippedLayers | None = None) -> Schedule:
         """With classifier-free guidance folded in: two columns per output, the unconditional half's first.
 
         unconditional + scale * (conditional - unconditional): https://arxiv.org/abs/2207.12598. interval: the runs that have
-        it, None: all; of the others the conditional half alone is made, and counts in full.
+        it, None: all; of the others the conditional half alone is made, and counts in full. skipped: skip-layer guidance, with
+        a third column, the first, for what is made without the layers.
         """
         import torch
 
-        made = tuple(2 if interval is None or interval.holds(run, self.runs) else 1 for run in range(self.runs))
-        weights = torch.tensor([[1 - scale, scale] if halves == 2 else [0.0, 1.0] for halves in made])
+        made = [2 if interval is None or interval.holds(run, self.runs) else 1 for run in range(self.runs)]
+        if skipped is not None:
+            made = [3 if count == 2 and skipped.holds(run, self.runs) else count for run, count in enumerate(made)]
+        more = 0.0 if skipped is None else skipped.scale
+        rows = {1: [0.0, 0.0, 1.0], 2: [0.0, 1 - scale, scale], 3: [-more, 1 - scale, scale + more]}
+        halves = 2 if skipped is None else 3
+        weights = torch.tensor([rows[count][-halves:] for count in made])
 
         def split(rows: torch.Tensor) -> torch.Tensor:
             outputs = rows[:, self.known(0) :, None] * weights
             return torch.cat([rows[:, : self.known(0)], outputs.flatten(1)], dim=1)
 
         return replace(
-            self, inputs=split(self.inputs), weights=weights, halves=2, made=() if interval is None else made
+            self,
+            inputs=split(self.inputs),
+            weights=weights,
+            halves=halves,
+            made=() if interval is None and skipped is None else tuple(made),
         )
 
     def clean_row(self, index: int) -> torch.Tensor:

@@ -27,12 +27,13 @@ from sdflow.runtime.files.folder import (
     load_submodel,
     onnx_submodels,
     read_options,
+    target_of,
 )
 from sdflow.runtime.sessions.session import LoadOptions
 from sdflow.runtime.sessions.submodel import Submodel
 from sdflow.runtime.sessions.tuning import UNTUNED, Tuning
 from sdflow.sources.embedding import Embedding, read_embedding, require_different, split_word
-from sdflow.targets import TARGETS, Target
+from sdflow.targets import Target
 
 
 class LoadedPipeline:
@@ -97,7 +98,7 @@ class LoadedPipeline:
     def load(
         cls,
         folder: Path | str,
-        target: str | Target,
+        target: str | Target | None = None,
         *,
         scheduler: str | None = None,
         checker: bool = True,
@@ -113,16 +114,17 @@ class LoadedPipeline:
     ) -> Self:
         """Load an assembled pipeline, its sessions side by side.
 
-        scheduler: one of `families.schedulers.SCHEDULERS` instead of the folder's. checker: whether the family's checker, if
-        it is there, sees the images. cuda_graphs: the submodels that may be captured, None: all. tuning: what `sdflow tune`
-        chose for this machine: `recorded_tuning(folder, target).tuning`. embeddings: files of textual inversion, FILE or
-        FILE:WORD; their words may stand in prompts. shared: submodels that another pipeline has loaded of the same artifacts.
-        previews: a pipeline folder whose tiny VAE decodes previews; None: the pipeline's own, if it is one.
+        target: cpu, cuda, ...; None: the one that it was built for. scheduler: one of `families.schedulers.SCHEDULERS`
+        instead of the folder's. checker: whether the family's checker, if it is there, sees the images. cuda_graphs: the
+        submodels that may be captured, None: all. tuning: what `sdflow tune` chose for this machine: `recorded_tuning(folder,
+        target).tuning`. embeddings: files of textual inversion, FILE or FILE:WORD; their words may stand in prompts. shared:
+        submodels that another pipeline has loaded of the same artifacts. previews: a pipeline folder whose tiny VAE decodes
+        previews; None: the pipeline's own, if it is one.
         Raises UsageError when the folder is no pipeline, TargetUnavailableError when the provider is not there.
         """
-        target = TARGETS[target] if isinstance(target, str) else target
-        onnxruntime_for(target)
         folder = Path(folder)
+        target = target_of(folder, target)
+        onnxruntime_for(target)
         family = folder_family(folder)
         names = [name for name in onnx_submodels(folder) if checker or name != family.checker]
         words = [each if isinstance(each, Embedding) else read_embedding(*split_word(str(each))) for each in embeddings]

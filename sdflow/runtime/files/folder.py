@@ -26,7 +26,7 @@ from sdflow.runtime.sessions.place import place
 from sdflow.runtime.sessions.session import DAMAGED, PLAIN, LoadOptions, create_session
 from sdflow.runtime.sessions.submodel import Edit, Submodel, read_edited
 from sdflow.sources.load import load_companion
-from sdflow.targets import Target
+from sdflow.targets import Target, find_target
 
 SCHEDULER = "scheduler"
 """What every family calls the companion that has the steps."""
@@ -259,6 +259,14 @@ def load_submodel(
     if not lazy and not fixed and (shapes is not None or not target.session.profiles):
         loaded.load(shapes)
     return loaded
+
+
+def target_of(folder: Path, target: str | Target | None) -> Target:
+    """The target by its name; None: the one that the folder was built for. Raises UsageError for one that is not known, and
+    for a folder that is no pipeline of sdflow."""
+    if target is None:
+        return find_target(read_manifest(folder).origin.target, str(folder / MANIFEST_FILE))
+    return find_target(target, "target") if isinstance(target, str) else target
 
 
 def _built_for(folder: Path) -> str | None:

@@ -8,9 +8,9 @@ from sdflow.errors import UsageError
 from sdflow.sources.companion_entries import MOST_PIXELS
 
 MOST_TOKENS = 1 << 18
-"""No model takes more."""
-MOST_TRIED = 1 << 10
-"""What a trial is padded to at most: it is made in memory."""
+"""Of any text model's tokenizer; Qwen3's reads 131,072."""
+MOST_PADDING = 1 << 12
+"""Tokens that a text is padded to when tokenizers are tried and compared: padding is made in memory."""
 
 _FAILURES = (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError, ArithmeticError, MemoryError)
 
@@ -32,7 +32,7 @@ def _try_tokenizer(tokenizer: Any) -> None:
     length = tokenizer.model_max_length
     if type(length) is not int or not 0 < length <= MOST_TOKENS:
         raise ValueError(f"model_max_length is {length!r:.40}")
-    tokenizer("a", padding="max_length", max_length=min(length, MOST_TRIED), truncation=True)
+    tokenizer("a", padding="max_length", max_length=min(length, MOST_PADDING), truncation=True)
 
 
 def _try_extractor(extractor: Any) -> None:

@@ -30,6 +30,7 @@ class GroupNormCase:
 
     @property
     def operator(self) -> str:
+        """The name of the operator that computes it: float16, or float32 with `single`."""
         return "GroupNormSingle" if self.single else "GroupNorm"
 
 

@@ -77,6 +77,7 @@ class Profile:
         }
 
     def to_json(self) -> dict[str, Any]:
+        """As plain data: smallest, usual and largest -> input -> its shape."""
         return {name: {key: list(sizes) for key, sizes in each.items()} for name, each in vars(self).items()}
 
 

@@ -46,6 +46,7 @@ class Tuning:
         return ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in flat.items()) or "as the target has it"
 
     def to_json(self) -> dict[str, Any]:
+        """As plain data, the fields by name."""
         return asdict(self)
 
 

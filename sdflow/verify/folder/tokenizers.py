@@ -11,6 +11,7 @@ from typing import Any
 
 from sdflow.families.shared.part import Companion
 from sdflow.families.shared.text import token_ids
+from sdflow.runtime.files.trial import MOST_PADDING
 from sdflow.sources.load import load_companion
 from sdflow.verify.finding import Finding
 from sdflow.verify.folder.compare import CHECK, REBUILD
@@ -23,9 +24,6 @@ TEXTS = Path(__file__).parent / "texts.txt"
 def texts() -> tuple[str, ...]:
     """The committed texts: words, scripts, emoji, punctuation, white space, prompts beyond 77 tokens, special tokens."""
     return tuple(json.loads(line) for line in TEXTS.read_text(encoding="utf-8").splitlines())
-
-
-MOST_PADDED = 1024
 
 
 def is_tokenizer(companion: Companion) -> bool:
@@ -45,8 +43,9 @@ def compare_tokenizers(folder: Path, name: str, companion: Companion, source: So
         named = json.dumps(first, ensure_ascii=False)
         found.append(f"{len(apart)} of {len(texts())} texts become other tokens, the first is {named:.60}: {where}")
     comparable = not apart and ours.model_max_length == theirs.model_max_length  # another length is said below
+    length = min(ours.model_max_length, MOST_PADDING)
     if comparable and any(
-        not _equal_rows(token_ids(ours, part, _length(ours)), _padded(theirs, part)) for part in _batches(texts())
+        not _equal_rows(token_ids(ours, part, length), _padded(theirs, part, length)) for part in _batches(texts())
     ):
         found.append("texts are padded or cut to other tokens")
     for entry in ("model_max_length", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"):
@@ -68,14 +67,9 @@ def _tokens(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def _length(tokenizer: Any) -> int:
-    """What texts are padded to: language models would read more than any text here has."""
-    return min(int(tokenizer.model_max_length), MOST_PADDED)
-
-
-def _padded(tokenizer: Any, part: Sequence[str]) -> Any:
+def _padded(tokenizer: Any, part: Sequence[str], length: int) -> Any:
     """As diffusers' pipelines call it."""
-    options = {"padding": "max_length", "max_length": _length(tokenizer), "truncation": True}
+    options = {"padding": "max_length", "max_length": length, "truncation": True}
     return tokenizer(list(part), **options, return_tensors="pt").input_ids
 
 

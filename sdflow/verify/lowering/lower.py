@@ -183,7 +183,7 @@ def _to_be_given(tensor: Any) -> Any:
 
 
 def before_angles(nodes: Sequence[Any]) -> frozenset[str]:
-    """Every value that Sin, Cos or ArgMax is computed from."""
+    """Every value that Sin, Cos or ArgMax is computed from. Of a value whose shape alone counts, no rounding shows."""
     producer = {name: node for node in nodes for name in node.output if name}
     found: set[str] = set()
     waiting = [name for node in nodes if node.op_type in TURNS for name in node.input]
@@ -191,7 +191,7 @@ def before_angles(nodes: Sequence[Any]) -> frozenset[str]:
         name = waiting.pop()
         if name in producer and name not in found:
             found.add(name)
-            waiting += producer[name].input
+            waiting += producer[name].input if producer[name].op_type != "Shape" else ()
     return frozenset(found)
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import base64
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 
 from sdflow.disk.atomic_write import write_whole
 from sdflow.errors import os_errors_as
+from sdflow.page import document, folded, listed, plot, section, table
+from sdflow.page import images as show
 from sdflow.tolerances import EXACT_AT_MOST, EXACT_LIMIT, FLOAT16_RATIO, FLOAT32_AT_MOST, FLOAT32_LIMIT
 from sdflow.verify.check import Verified
 from sdflow.verify.ensemble import PREFIX
@@ -17,21 +18,7 @@ from sdflow.verify.finding import LEVELS
 from sdflow.verify.images import AMPLIFIED
 from sdflow.verify.kinds import Kind, kinds
 from sdflow.verify.report.plot import plot_steps
-from sdflow.verify.result import ImageVerdict, SubmodelVerdict, Verification, spell_limit
-
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem; color: #1c1c1c; }
-.scrolls { overflow-x: auto; } table { border-collapse: collapse; margin: .8rem 0; }
-td, th { padding: .2rem .7rem; text-align: left; vertical-align: top; }
-th { border-bottom: 1px solid #888; white-space: nowrap; } td { border-bottom: 1px solid #ddd; }
-.number { text-align: right; } th.wide { width: 50%; } td.wide { min-width: 16rem; overflow-wrap: anywhere; }
-.passed { color: #06752f; } .failed, .error { color: #b00020; font-weight: 600; } .warning { color: #8a5300; font-weight: 600; }
-figure { display: inline-block; margin: 0 1rem 1rem 0; }
-figure img { width: 256px; image-rendering: pixelated; border: 1px solid #bbb; }
-figcaption { font-size: 13px; color: #444; } h2 { margin-top: 2rem; } .remedy, small { color: #555; }
-li { overflow-wrap: anywhere; } summary { cursor: pointer; } svg { max-width: 100%; }
-details ul { margin: .3rem 0; padding-left: 1.2rem; max-height: 30rem; overflow-y: auto; }
-"""
+from sdflow.verify.result import ImageVerdict, SubmodelVerdict, Verification, spell_limit, worst_output
 
 
 def write_reports(verified: Verified, folder: Path) -> Path:
@@ -55,61 +42,71 @@ def _replace(path: Path, content: bytes) -> None:
 
 def page(result: Verification, images: Mapping[str, bytes]) -> str:
     """The whole page. images: file name -> PNG."""
-    word = _verdict(result.passed)
+    coverage = listed(escape(line) for line in [*result.coverage, *_not_covered(result)])
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(result.versions.items()))
+    artifacts = listed(f"{escape(name)} <small>{escape(digest)}</small>" for name, digest in result.artifacts.items())
+    problems = len(result.problems)
+    sentence = (
+        f"Every submodel matches the PyTorch model within its limit, for target {result.target}."
+        if result.passed
+        else f"{problems} problem{'s' if problems > 1 else ''}, each with what to do, below."
+    )
+    facts = [
+        ("target", result.target),
+        ("level", f"{result.level}, {result.seconds:g} s{', from the cache' if result.cached else ''}"),
+        ("versions", versions),
+    ]
     sections = [
-        f"<h1>{escape(result.name)} for {escape(result.target)}: {word}</h1>",
-        f"<p>Level {escape(result.level)}, {result.seconds:g} s. Each output's distance (relative L2) to the fp32 PyTorch "
-        f"model, against that of plain fp16 PyTorch; ratio: root mean square of the cases' own: at most {FLOAT16_RATIO} "
-        f"for float16 artifacts; at most {FLOAT32_LIMIT:.0e} for float32 ones, {FLOAT32_AT_MOST:.0e} in "
-        f"a case where fp16 PyTorch loses much. Unrounded: a float16 artifact in float32, with "
-        f"its weights before they were rounded, at the case where it is worst; at most {EXACT_LIMIT:.0e}, "
-        f"and {EXACT_AT_MOST:.0e} where fp16 PyTorch loses much.</p>",
         _problems(result),
-        _verdicts(result),
-        _devices(result),
-        *(_steps(part) for part in result.submodels.values()),
+        section("Submodels", _summary(result)),
         _images(result, images),
+        *(_steps(part) for part in result.submodels.values()),
+        section("Outputs", _verdicts(result), _LEGEND),
+        _devices(result),
         _findings(result),
         _operators(result),
-        "<h2>Coverage</h2>" + _list(escape(line) for line in [*result.coverage, *_not_covered(result)]),
-        "<h2>Cases</h2>" + "".join(_cases(part) for part in result.submodels.values()),
-        "<h2>Versions and artifacts</h2>"
-        + _list(f"{escape(name)} {escape(version)}" for name, version in sorted(result.versions.items()))
-        + _list(f"{escape(name)} <small>{escape(digest)}</small>" for name, digest in result.artifacts.items()),
+        section("Coverage", coverage),
+        section("Cases", *(_cases(part) for part in result.submodels.values())),
+        section("Artifacts", artifacts),
     ]
-    title = f"{escape(result.name)}: {'passed' if result.passed else 'failed'}"
-    body = "\n".join(section for section in sections if section)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{title}</title><style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
-    )
+    verdict = ("passed", "good") if result.passed else ("FAILED", "bad")
+    return document(f"Verification of {result.name}", verdict, sentence, facts, sections)
+
+
+_LEGEND = (
+    '<p class="soft">Distance: relative L2 to the fp32 PyTorch model; ratio: to the distance of plain fp16 PyTorch, as the root '
+    f"mean square over cases. Limits: a ratio of {FLOAT16_RATIO} for float16 artifacts; a distance of {FLOAT32_LIMIT:.0e} for "
+    f"float32 ones, {FLOAT32_AT_MOST:.0e} in a case where fp16 PyTorch loses much. Unrounded: a float16 artifact in float32 with "
+    f"its weights before rounding, in its worst case; at most {EXACT_LIMIT:.0e}, or {EXACT_AT_MOST:.0e} where fp16 PyTorch loses "
+    "much.</p>"
+)
 
 
 def _verdict(passed: bool, words: str = "passed") -> str:
     return f'<span class="passed">{words}</span>' if passed else '<span class="failed">FAILED</span>'
 
 
-def _list(items: Iterable[str]) -> str:
-    return "<ul>" + "".join(f"<li>{item}</li>" for item in items) + "</ul>"
-
-
-def _table(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[str] = (), wide: Sequence[str] = ()
-) -> str:
-    """A table; cells are HTML. numbers: columns that end at the right. wide: those that hold text, and share the room."""
-    kind = [' class="number"' if column in numbers else ' class="wide"' if column in wide else "" for column in columns]
-    head = "".join(f"<th{each}>{column}</th>" for column, each in zip(columns, kind, strict=True))
-    body = "".join(
-        "<tr>" + "".join(f"<td{each}>{cell}</td>" for cell, each in zip(row, kind, strict=True)) + "</tr>"
-        for row in rows
-    )
-    return f'<div class="scrolls"><table><tr>{head}</tr>{body}</table></div>'
+def _summary(result: Verification) -> str:
+    """A row for each submodel: its worst output."""
+    rows = []
+    for part in result.submodels.values():
+        words = f"within the limit for {part.precision}" if part.quantized else "passed"
+        verdict = _verdict(part.passed, words)
+        if not part.outputs:
+            rows.append((part.name, verdict, part.precision, "", "", ""))
+            continue
+        worst = worst_output(part.outputs)
+        more = f" <small>({len(part.outputs)} outputs)</small>" if len(part.outputs) > 1 else ""
+        limit = spell_limit(part, worst)
+        rows.append((part.name, verdict, part.precision, f"{escape(worst.name)}{more}", f"{worst.distance:.2e}", limit))
+    numbers = ("distance", "at most")
+    return table(("submodel", "verdict", "type", "worst output", *numbers), rows, numbers)
 
 
 def _problems(result: Verification) -> str:
     if result.passed:
         return ""
-    listed = _list(
+    found = listed(
         f'<b>{escape(where)}</b>: {escape(what)}<br><span class="remedy">{escape(remedy)}</span>'
         for where, what, remedy in result.problems
     )
@@ -119,7 +116,7 @@ def _problems(result: Verification) -> str:
         for part in result.submodels.values()
         if part.block and part.block.gone
     ]
-    return "<h2>What does not pass</h2>" + listed + (_list(gone) if gone else "")
+    return section("What does not pass", found, listed(gone))
 
 
 def _verdicts(result: Verification) -> str:
@@ -137,7 +134,7 @@ def _verdicts(result: Verification) -> str:
             rows.append((part.name, output.name, part.precision, part.ran, *cells, str(part.weights), verdict))
         if not part.outputs:
             rows.append((part.name, "", part.precision, part.ran, *[""] * len(numbers), _verdict(False)))
-    return "<h2>Submodels</h2>" + _table(("submodel", "output", "precision", "run", *numbers, "verdict"), rows, numbers)
+    return table(("submodel", "output", "precision", "run", *numbers, "verdict"), rows, numbers)
 
 
 def _devices(result: Verification) -> str:
@@ -157,7 +154,7 @@ def _devices(result: Verification) -> str:
     numbers = ("distance", "ratio", "at most")
     tuned = next((part.device.tuned for part in result.submodels.values() if part.device and part.device.tuned), "")
     title = f"With the provider's own kernels{f', tuned: {escape(tuned)}' if tuned else ''}"
-    return f"<h2>{title}</h2>" + _table(("submodel", "output", "on", *numbers, "verdict"), rows, numbers)
+    return section(title, table(("submodel", "output", "on", *numbers, "verdict"), rows, numbers))
 
 
 def _steps(part: SubmodelVerdict) -> str:
@@ -166,7 +163,11 @@ def _steps(part: SubmodelVerdict) -> str:
     if len(steps) < 2:
         return ""
     limit = FLOAT16_RATIO if part.precision == "float16" else None
-    return f"<h2>{escape(part.name)} along the denoising steps</h2>" + plot_steps(steps, limit)
+    return section(
+        f"{escape(part.name)} along the denoising steps",
+        plot(plot_steps(steps, limit)),
+        '<p class="soft">Relative L2 distance.</p>',
+    )
 
 
 def _images(result: Verification, images: Mapping[str, bytes]) -> str:
@@ -186,11 +187,7 @@ def _image(title: str, verdict: ImageVerdict | None, images: Mapping[str, bytes]
         "artifact": "the artifacts",
         "difference": f"their difference, {AMPLIFIED} times amplified",
     }
-    figures = "".join(
-        f'<figure><img alt="{caption}" src="data:image/png;base64,{base64.b64encode(images[f"{prefix}{name}.png"]).decode()}">'
-        f"<figcaption>{caption}</figcaption></figure>"
-        for name, caption in captions.items()
-    )
+    figures = show((caption, images[f"{prefix}{name}.png"]) for name, caption in captions.items())
 
     def row(name: str, psnr: float | None, ssim: float, largest: float) -> tuple[str, ...]:
         return name, "equal" if psnr is None else f"{psnr:.1f} dB", f"{ssim:.5f}", f"{largest:.2g}"
@@ -200,9 +197,9 @@ def _image(title: str, verdict: ImageVerdict | None, images: Mapping[str, bytes]
         row("plain fp16 PyTorch", verdict.float16_psnr, verdict.float16_ssim, verdict.float16_largest_difference),
     ]
     text = f"<p>{escape(verdict.prompt)}; {verdict.steps} steps, {verdict.height}x{verdict.width} pixels, the same latents.</p>"
-    table = _table(("against fp32 PyTorch", "PSNR", "SSIM", "largest difference"), rows)
+    figures_of_both = table(("against fp32 PyTorch", "PSNR", "SSIM", "largest difference"), rows)
     words = f"{verdict.quantized}, held to no limit" if verdict.quantized else "passed"
-    return f"<h2>{title}: {_verdict(not verdict.problems, words)}</h2>{text}{figures}{table}"
+    return section(f"{title}: {_verdict(not verdict.problems, words)}", text, figures, figures_of_both)
 
 
 def _findings(result: Verification) -> str:
@@ -219,8 +216,8 @@ def _findings(result: Verification) -> str:
         for kind in sorted(kinds(result.findings), key=lambda kind: LEVELS.index(kind.level))
     ]
     columns = ("level", "check", "what, and what to do", "places", "where")
-    return "<h2>The target and the folder</h2>" + _table(
-        columns, rows, ("places",), wide=("what, and what to do", "where")
+    return section(
+        "The target and the folder", table(columns, rows, ("places",), wide=("what, and what to do", "where"))
     )
 
 
@@ -244,7 +241,7 @@ def _places(kind: Kind) -> str:
     for finding in kind.findings:
         submodels[finding["submodel"]] += finding["count"]
     summary = ", ".join(f"{escape(name) or 'the pipeline'} {count:,}" for name, count in submodels.items())
-    return f"<details><summary>{summary}</summary>{_list(lines)}</details>"
+    return f"<details><summary>{summary}</summary>{listed(lines)}</details>"
 
 
 def _operators(result: Verification) -> str:
@@ -253,8 +250,9 @@ def _operators(result: Verification) -> str:
         counted = sorted(part.operators.items(), key=lambda item: (-item[1], item[0]))
         lowered = ", ".join(f"{name} {count}" for name, count in part.lowered.items()) or "none"
         rows.append((part.name, str(sum(part.operators.values())), ", ".join(f"{n} {c}" for n, c in counted), lowered))
-    return "<h2>Operators, and those lowered to run on this CPU</h2>" + _table(
-        ("submodel", "nodes", "operators", "lowered"), rows, ("nodes",)
+    columns = ("submodel", "nodes", "operators", "lowered")
+    return section(
+        "Operators, and those lowered to run on this CPU", table(columns, rows, ("nodes",), wide=columns[2:])
     )
 
 
@@ -272,4 +270,4 @@ def _cases(part: SubmodelVerdict) -> str:
         for case in part.cases
     ]
     columns = ("case", "group", "output", "distance", "fp16 PyTorch")
-    return f"<details><summary>{part.name}: {len(rows)}</summary>{_table(columns, rows, columns[3:])}</details>"
+    return folded(f"{part.name}: {len(rows)}", table(columns, rows, columns[3:]))

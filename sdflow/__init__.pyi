@@ -1,0 +1,3 @@
+from sdflow.runtime.pipeline import Pipeline as Pipeline
+
+__version__: str

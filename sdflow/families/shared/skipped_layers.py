@@ -1,0 +1,63 @@
+"""Skip-layer guidance: in some of the steps an image is also led away from what its denoiser makes without a few of its blocks.
+
+As in diffusers' StableDiffusion3Pipeline (0.42.1): to the guided output, scale * (with the prompt - with it and without the
+blocks) is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sdflow.errors import UsageError
+from sdflow.parameter import Parameter, numbers
+
+LAYERS = "skip_guidance_layers"
+_SCALE, _STOP, _START = "skip_layer_guidance_scale", "skip_layer_guidance_stop", "skip_layer_guidance_start"
+
+ARGUMENTS: Mapping[str, Parameter] = {
+    LAYERS: Parameter(
+        "Blocks that skip-layer guidance leaves out, counted from 0; 3.5-medium's card names 7,8,9. Text to image only.",
+        list[int],
+        least=0,
+        otherwise="none",
+        metavar="7,8,9",
+        read=numbers,
+    ),
+    _SCALE: Parameter("How strongly skip-layer guidance counts.", float, least=0, most=1000, otherwise="2.8"),
+    _STOP: Parameter("The part of the steps before which it applies.", float, least=0, most=1, otherwise="0.2"),
+    _START: Parameter("The part of the steps behind which it applies.", float, least=0, most=1, otherwise="0.01"),
+}
+"""The arguments of a family that has it, as diffusers names them."""
+
+
+@dataclass(frozen=True)
+class SkippedLayers:
+    """layers: the blocks that are left out. start, stop: parts of the steps; it applies strictly between them."""
+
+    layers: tuple[int, ...]
+    scale: float = 2.8
+    stop: float = 0.2
+    start: float = 0.01
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> SkippedLayers | None:
+        """From the arguments of a call, None where not given; None: no blocks are left out.
+
+        Raises UsageError for settings of it without blocks to leave out.
+        """
+        said = {name: given[name] for name in (_SCALE, _STOP, _START) if given.get(name) is not None}
+        layers = given.get(LAYERS)
+        if said and layers is None:
+            raise UsageError(
+                f"it means nothing without {LAYERS}", where=next(iter(said)), remedy="Say which blocks are left out."
+            )
+        if not layers:
+            return None
+        short = {_SCALE: "scale", _STOP: "stop", _START: "start"}
+        return cls(tuple(sorted(set(layers))), **{short[name]: float(value) for name, value in said.items()})
+
+    def holds(self, index: int, runs: int) -> bool:
+        """Whether this run of the denoiser has it, as diffusers counts."""
+        return runs * self.start < index < runs * self.stop

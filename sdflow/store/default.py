@@ -1,0 +1,45 @@
+"""Where the cache lies when nobody names a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import sdflow
+from sdflow.errors import UsageError
+from sdflow.store.layout import Layout
+
+VARIABLE = "SDFLOW_CACHE"
+
+
+def default_cache() -> Path:
+    """`cache` in a checkout of sdflow, and where an earlier sdflow has made one in the current folder; else the user's, which
+    all projects share.
+
+    Raises UsageError where this user has no folder for caches.
+    """
+    from platformdirs import user_cache_path
+
+    here = Path("cache")
+    layout = Layout(here)
+    if layout.own.is_dir() and layout.is_ours():
+        return here
+    if (checkout := _checkout()) is not None:
+        return here if checkout == Path.cwd() else checkout / "cache"
+    users = user_cache_path("sdflow", appauthor=False)
+    if not users.is_absolute():  # a user without an entry and without HOME, as containers have them
+        raise UsageError(
+            "this user has no folder for caches",
+            where=str(users),
+            remedy=f"Name one: --cache FOLDER, or {VARIABLE}=FOLDER.",
+        )
+    return users / "builds"
+
+
+def _checkout() -> Path | None:
+    """The checkout that this sdflow runs from, where the current folder is in it."""
+    root = Path(sdflow.__file__).resolve().parent.parent
+    try:
+        inside = Path.cwd().resolve().is_relative_to(root)
+    except OSError:  # the current folder was removed
+        return None
+    return root if inside and (root / "pyproject.toml").is_file() and (root / "tests").is_dir() else None

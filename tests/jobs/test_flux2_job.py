@@ -1,0 +1,228 @@
+"""FLUX.2-klein, a few channels wide, from a folder that diffusers wrote: built once, then compared with diffusers' own pipeline
+of that folder, and used by the commands."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import httpx
+import numpy as np
+import pytest
+import torch
+from beside_diffusers import PROMPT, assert_equal, generator
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from PIL import Image
+from safetensors.torch import save_file
+from serve.conftest import running_server
+from shell import Shell
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from until import PATIENCE
+
+from sdflow.families import FAMILIES
+from sdflow.runtime.denoiser.schedule import trace
+from sdflow.runtime.pipeline import Pipeline
+from sdflow.sources import PlainDigests, load_module, load_pipeline, open_checkpoint
+
+WORKFLOW = """
+extends: base/flux2.yaml
+model: {model}
+target: cpu
+evaluate: {{latency: null, image: {{steps: 2, height: 32, width: 32}}}}
+"""
+SIZE = ("--height", "32", "--width", "48", "--steps", "2", "--seed", "1", "--threads", "1")
+LAYERS = ("to_q", "add_k_proj", "to_qkv_mlp_proj", "linear_out")
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory, started_python: Any) -> Shell:
+    return Shell(tmp_path_factory.mktemp("flux2"), started_python)
+
+
+@pytest.fixture(scope="module")
+def folder(shell: Shell) -> Path:
+    """As diffusers saves it, with the modules that its published folders have: Qwen3 with its head, and the VAE's batch norm."""
+    checkpoint = open_checkpoint("synthetic:flux2-tiny", digests=PlainDigests(), download=False)
+    made = load_pipeline(checkpoint)
+    text = Qwen3ForCausalLM(Qwen3Config.from_dict(checkpoint.submodels["text_encoder"].load["config"]))
+    text.model.load_state_dict(made.text_encoder.state_dict())
+    vae = diffusers.AutoencoderKLFlux2.from_config(made.vae.config)
+    lacking = vae.load_state_dict(made.vae.state_dict(), strict=False)
+    assert lacking.missing_keys == ["bn.num_batches_tracked"] and not lacking.unexpected_keys
+    diffusers.Flux2KleinPipeline(
+        **{**made.components, "text_encoder": text, "vae": vae}, is_distilled=True
+    ).save_pretrained(shell.folder / "model")
+    return shell.folder / "model"
+
+
+def diffusers_own(folder: Path) -> Any:
+    pipeline = diffusers.Flux2KleinPipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+@pytest.fixture(scope="module")
+def theirs(folder: Path) -> Any:
+    return diffusers_own(folder)
+
+
+@pytest.fixture(scope="module")
+def built(shell: Shell, folder: Path) -> Path:
+    """Built and verified."""
+    (shell.folder / "flux2.yaml").write_text(WORKFLOW.format(model=folder))
+    (pipeline,) = shell.json("run", "flux2.yaml")["pipelines"]
+    assert pipeline["verification"]["passed"]
+    return shell.folder / "pipelines/flux2"
+
+
+@pytest.fixture(scope="module")
+def ours(built: Path) -> Pipeline:
+    return Pipeline.load(built, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "prompt", "length"),
+    [(32, 32, PROMPT, None), (64, 48, PROMPT, None), (32, 64, "ein Füchslein 狐, " * 60, None), (32, 32, "", 96)],
+)
+def test_an_image_from_text_is_diffusers(
+    ours: Pipeline, theirs: Any, height: int, width: int, prompt: str, length: int | None
+) -> None:
+    """At sizes that are not square too, for prompts that are short, empty, and longer than the model reads."""
+    latents = torch.randn((1, 32, height // 4, width // 4), generator=generator())
+    given: dict[str, Any] = {} if length is None else {"max_sequence_length": length}
+    given |= {"height": height, "width": width, "num_inference_steps": 4, "latents": latents, "output_type": "np"}
+    assert_equal(ours(prompt, **given).images, theirs(prompt=prompt, **given).images)
+
+
+def test_the_schedule_is_that_of_diffusers_for_every_size() -> None:
+    from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
+    noising = FAMILIES["flux2"].noising
+    for tokens, steps in ((64, 4), (4096, 4), (4096, 50), (5000, 7)):
+        schedule = trace(scheduler, steps, noising=noising, tokens=tokens)
+        wanted = diffusers.FlowMatchEulerDiscreteScheduler.from_config(scheduler.config)
+        wanted.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=compute_empirical_mu(tokens, steps))
+        assert torch.equal(schedule.timesteps[:, 0], wanted.timesteps)
+
+
+def test_a_distilled_model_takes_four_steps_without_guidance(ours: Pipeline, theirs: Any) -> None:
+    """Whatever guidance is asked for, as in diffusers."""
+    own = ours.defaults["text"]
+    assert (own.steps, own.guidance_scale) == (4, 1.0)
+    given = {"height": 32, "width": 32, "num_inference_steps": 2, "guidance_scale": 4.0, "output_type": "np"}
+    latents = torch.randn((1, 32, 8, 8), generator=generator())
+    assert_equal(ours(PROMPT, latents=latents, **given).images, theirs(prompt=PROMPT, latents=latents, **given).images)
+
+
+def test_a_model_that_is_not_distilled_is_guided_as_in_diffusers(shell: Shell, folder: Path, built: Path) -> None:
+    """The same weights, by the entry of model_index.json alone."""
+    base = shell.folder / "base"
+    base.mkdir()
+    for each in folder.iterdir():
+        (base / each.name).symlink_to(each)
+    (base / "model_index.json").unlink()
+    index = json.loads((folder / "model_index.json").read_text())
+    (base / "model_index.json").write_text(json.dumps({**index, "is_distilled": False}))
+    (shell.folder / "base.yaml").write_text(WORKFLOW.format(model=base))
+    (pipeline,) = shell.json("run", "base.yaml", "--no-evaluate")["pipelines"]
+    assert pipeline["verification"]["passed"]
+    ours, theirs = Pipeline.load(shell.folder / "pipelines/base", "cpu"), diffusers_own(base)
+    assert (ours.defaults["text"].steps, ours.defaults["text"].guidance_scale) == (50, 4.0)
+    given = {"height": 32, "width": 48, "num_inference_steps": 3, "output_type": "np"}
+    latents = torch.randn((1, 32, 8, 12), generator=generator())
+    assert_equal(ours(PROMPT, latents=latents, **given).images, theirs(prompt=PROMPT, latents=latents, **given).images)
+
+
+def test_diffusers_converter_agrees_on_every_name_of_the_original_layout(theirs: Any, tmp_path: Path) -> None:
+    """And a workflow takes such a file for the folder's transformer."""
+    from diffusers.loaders.single_file_utils import convert_flux2_transformer_checkpoint_to_diffusers
+
+    own = theirs.transformer.state_dict()
+    original = in_original_layout(own)
+    converted = convert_flux2_transformer_checkpoint_to_diffusers(dict(original))
+    assert converted.keys() == own.keys() and all(torch.equal(converted[name], own[name]) for name in own)
+    save_file(original, tmp_path / "flux2.safetensors")
+    opened = open_checkpoint(
+        "synthetic:flux2-tiny?seed=3",
+        digests=PlainDigests(),
+        download=False,
+        components={"transformer": str(tmp_path / "flux2.safetensors")},
+    )
+    ours = load_module("transformer", opened.submodels["transformer"].load).state_dict()
+    assert ours.keys() == own.keys() and all(torch.equal(ours[name], own[name]) for name in own)
+
+
+def in_original_layout(state: Any) -> dict[str, torch.Tensor]:
+    """diffusers' tensors under Black Forest Labs' names, by the places that sdflow knows."""
+    places = FAMILIES["flux2"].part("transformer").model.original_names(state)
+    found: dict[str, list[torch.Tensor]] = {}
+    for key, place in sorted(places.items(), key=lambda each: each[1].part):
+        tensor = torch.cat(state[key].chunk(2)[::-1]) if place.swapped else state[key]
+        found.setdefault(place.name, []).append(tensor)
+    return {name: torch.cat(parts).contiguous() for name, parts in found.items()}
+
+
+def pixels(shell: Shell, folder: str, out: str, *more: str) -> np.ndarray:
+    shell.json("generate", folder, "--prompt", "an otter", *SIZE, *more, "--out", out)
+    with Image.open(shell.folder / out / "001-1.png") as image:
+        return np.asarray(image)
+
+
+@pytest.mark.parametrize("by", ["diffusers", "PEFT", "kohya"])
+def test_a_lora_is_baked_and_verified_against_diffusers(shell: Shell, built: Path, theirs: Any, by: str) -> None:
+    """Over layers of both kinds of blocks; kohya's has q, k and v in one module of the original layout."""
+    torch.manual_seed(7)
+    place = shell.folder / by
+    place.mkdir()
+    module = diffusers.Flux2Transformer2DModel.from_config(theirs.transformer.config)
+    if by == "kohya":
+        width = module.inner_dim
+        shapes = {"double_blocks_0_img_attn_qkv": (3 * width, width), "single_blocks_2_linear2": (width, 4 * width)}
+        tensors = {}
+        for name, (rows, columns) in shapes.items():
+            tensors[f"lora_unet_{name}.lora_up.weight"] = torch.randn(rows, 2)
+            tensors[f"lora_unet_{name}.lora_down.weight"] = torch.randn(2, columns)
+            tensors[f"lora_unet_{name}.alpha"] = torch.tensor(1.0)
+        save_file(tensors, place / "lora.safetensors")
+    else:
+        config = LoraConfig(r=2, lora_alpha=4, target_modules=list(LAYERS), init_lora_weights=False)
+        if by == "PEFT":
+            get_peft_model(module, config).save_pretrained(place)
+        else:
+            module.add_adapter(config)
+            layers = get_peft_model_state_dict(module)
+            diffusers.Flux2KleinPipeline.save_lora_weights(place, transformer_lora_layers=layers)
+    lora = next(path for path in sorted(place.iterdir()) if path.suffix == ".safetensors")
+    given = ("--lora", f"{lora}:0.5", "--out", f"baked/{by}", "--verify")
+    baked = shell.json("bake", "--base", str(built), *given)["pipeline"]
+    assert baked["verification"]["passed"]
+    assert (pixels(shell, f"baked/{by}", f"with_{by}") != pixels(shell, str(built), f"without_{by}")).any()
+
+
+def test_inspect_and_init_know_it(shell: Shell, folder: Path) -> None:
+    assert "flux2-tiny" in shell.run("inspect", str(folder)).stdout
+    done = shell.run("init", "--model", str(folder), "--target", "cpu", "--out", "mine.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "extends: base/flux2.yaml" in (shell.folder / "mine.yaml").read_text()
+    assert shell.run("validate", "mine.yaml").returncode == 0
+
+
+def test_bench_compares_it_with_diffusers(shell: Shell, built: Path) -> None:
+    settings = ("--size", "32", "--steps", "2", "--rounds", "1", "--threads", "1")
+    measured = shell.json("bench", str(built), *settings, "-e", "ort-cpu", "-e", "torch-sdpa")
+    verdicts = {each["name"]: each["cases"][0]["verdict"] for each in measured["engines"] if each["cases"]}
+    assert verdicts == {"ort-cpu": "right", "torch-sdpa": "right"}
+
+
+def test_a_server_draws_with_it(shell: Shell, built: Path) -> None:
+    with running_server(str(built), environment=shell.environment()) as server:
+        wanted = {"prompt": "an otter", "size": "32x48", "steps": 2, "response_format": "b64_json"}
+        answer = httpx.post(f"{server.url}/v1/images/generations", json=wanted, timeout=PATIENCE)
+        assert answer.status_code == 200, answer.text
+        with Image.open(io.BytesIO(base64.b64decode(answer.json()["data"][0]["b64_json"]))) as image:
+            assert image.size == (32, 48)
