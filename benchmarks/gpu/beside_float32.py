@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch  # before ONNX Runtime
 
 from benchmarks.gpu import compiled_blocks
-from benchmarks.gpu.pipelines_on_gpu import PROMPT, distance, own_gigabytes, say, synchronize
+from benchmarks.gpu.pipelines_on_gpu import PROMPT, distance, own_gigabytes, say, synchronize, used
 from benchmarks.gpu.random_weights import made_by
 from benchmarks.gpu.unattended import Results, device_alone, wait_for
 
@@ -223,7 +223,7 @@ def artifact(
     from sdflow.tolerances import FLOAT16_RATIO, FLOAT32_AT_MOST
 
     chains = read_manifest(folder).origin.chains
-    before, begun = own_gigabytes(), time.perf_counter()
+    before, used_before, begun = own_gigabytes(), used(), time.perf_counter()
     pipeline = Pipeline.load(folder, options.target, checker=False)
     found: dict[str, Any] = {"load_s": time.perf_counter() - begun, "submodels": {}, "problems": []}
     for name, cases in reference.cases.items():
@@ -260,7 +260,7 @@ def artifact(
     draw(options.steps, "np")
     found["image_s"] = time.perf_counter() - begun
     found["step_ms"] = per_step(lambda steps: draw(steps, "latent"), options.steps)
-    found["device_gb"] = own_gigabytes() - before
+    found["device_gb"], found["used_gb"] = own_gigabytes() - before, used() - used_before
     worst = max((each["image"] for each in plain.values()), default=0.0)
     if not found["image"] <= FLOAT16_RATIO * worst:
         found["problems"].append(

@@ -97,13 +97,13 @@ def short(found: Mapping[str, Any]) -> list[str]:
         fallen = sum(len(label["fallen"]) for label in each["placement"].values())
         rows.append(f"  {name}: {fallen} of {nodes} nodes not on the device; loaded in {each['load_s']:.1f} s")
         for submodel, measured in each["submodels"].items():
-            worst = max(measured["distances"], key=lambda row: row["distance"] / row["at_most"])
+            worst = max(measured["distances"], key=lambda row: row["distance"] / (row["at_most"] or 1e-30))
             rows.append(
                 f"    {submodel} ({measured['precision']}): {worst['distance']:.2e} of at most {worst['at_most']:.2e}"
             )
         rows.append(f"    latents {each['latents']:.4f}, image {each['image']:.4f}; a step {each['step_ms']:.1f} ms;")
         rows.append(
-            f"    an image {each['image_s']:.2f} s, first {each['first_image_s']:.2f} s; {each['device_gb']:.1f} GB"
+            f"    an image {each['image_s']:.2f} s, first {each['first_image_s']:.2f} s; {each['device_gb']:.1f} GB by the driver, {each['used_gb']:.1f} more of the device in use"
         )
         rows += [f"    PROBLEM {problem[:200]}" for problem in each["problems"][:6]]
     for kind, plain in found.get("torch", {}).items():
