@@ -1,17 +1,19 @@
 """Pipelines on a GPU, held against float32 PyTorch part by part: nodes on the device, distances, times a step.
 
     python benchmarks/gpu/beside_float32.py WEIGHTS NAME [NAME ...] [--steps 28] [--guidance 4.5] [--torch bfloat16 float16]
-        [--compiled] [--profile] [--rounds 5] [--processes 1] [--lock FILE] [--graphs DIR] [--json FILE] [--target cpu]
+        [--compiled float16 ...] [--profile] [--rounds 5] [--processes 1] [--lock FILE] [--graphs DIR] [--json FILE]
+        [--target cpu]
 
 WEIGHTS/NAME: what benchmarks/gpu/with_weights.py made; all of one checkpoint. diffusers' own pipeline draws in float32
 (TensorFloat-32 off) with the same weights and first latents, and what it feeds each submodel is recorded. Each artifact gets
 the same inputs; so does PyTorch in the artifact's 16 bits, which is the yardstick. Then the final latents and the image are
 compared.
-PyTorch's float16 and bfloat16 pipelines stand beside ours, with eager times. --compiled: also a step of each, PyTorch's with its
-repeated blocks compiled, in turns in one process; --profile: and the kernels of it. --processes: random weights are made by so
-many. --lock: a file; whoever has it locked has the device, the others load meanwhile. --graphs: the pipelines without their
-weights, where with_weights.py is still at work; each is waited for. What was found is in FILE after each part. The status is 1
-if a node is not on the device, a distance exceeds FLOAT16_RATIO yardsticks, something is not finite, or a part failed.
+PyTorch's float16 and bfloat16 pipelines stand beside ours, with eager times. --compiled: also a step of each, PyTorch's of these
+types with its repeated blocks compiled, in turns in one process; --profile: and the kernels of it. --processes: random weights
+are made by so many. --lock: a file; whoever has it locked has the device, the others load meanwhile. --graphs: the pipelines
+without their weights, where with_weights.py is still at work; each is waited for. What was found is in FILE after each part. The
+status is 1 if a node is not on the device, a distance exceeds FLOAT16_RATIO yardsticks, something is not finite, or a part
+failed.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch  # before ONNX Runtime
 
 from benchmarks.gpu import compiled_blocks
-from benchmarks.gpu.pipelines_on_gpu import PROMPT, distance, own_gigabytes, say, synchronize
+from benchmarks.gpu.pipelines_on_gpu import PROMPT, distance, own_gigabytes, say, synchronize, used
 from benchmarks.gpu.random_weights import made_by
 from benchmarks.gpu.unattended import Results, device_alone, wait_for
 
@@ -104,6 +107,7 @@ def compute_reference(
     calls, drawn = recorded(
         networks, drawing, lambda: pipeline(PROMPT, latents=latents.to(device), output_type="latent", **call).images
     )
+    drawn = as_stepped(pipeline, drawn)
     what = family.latents({name: each.load["config"] for name, each in checkpoint.submodels.items()})
     (decoded_port,) = networks[family.decoder].ports.inputs
     calls[family.decoder] = [{decoded_port.name: what.to_vae(drawn.float().cpu())}]
@@ -121,6 +125,15 @@ def compute_reference(
         ]
     found.latents, found.image = drawn.float().cpu().numpy(), as_image(pixels)
     return found
+
+
+def as_stepped(pipeline: Any, latents: torch.Tensor) -> torch.Tensor:
+    """A diffusers pipeline's latents as its scheduler steps them: FLUX.2's come out unfolded, without their normalization."""
+    statistics = getattr(pipeline.vae, "bn", None)
+    if statistics is None:
+        return latents
+    mean, variance = (each.view(1, -1, 1, 1).to(latents) for each in (statistics.running_mean, statistics.running_var))
+    return (pipeline._patchify_latents(latents) - mean) / torch.sqrt(variance + pipeline.vae.config.batch_norm_eps)
 
 
 def as_image(pixels: torch.Tensor) -> Any:
@@ -175,7 +188,8 @@ def plain_torch(
         given = latents.to(options.device, kind)
         return half(PROMPT, latents=given, output_type=kind_of, **{**options.call, "num_inference_steps": steps}).images
 
-    found["latents"] = distance(draw(options.steps, "latent").float().cpu().numpy(), reference.latents)
+    stepped = as_stepped(half, draw(options.steps, "latent").float())
+    found["latents"] = distance(stepped.cpu().numpy(), reference.latents)
     with peak_gb(found, options.device):
         found["image"] = distance(draw(options.steps, "np"), reference.image)
     found["step_ms"] = per_step(lambda steps: draw(steps, "latent"), options.steps)
@@ -209,7 +223,7 @@ def artifact(
     from sdflow.tolerances import FLOAT16_RATIO, FLOAT32_AT_MOST
 
     chains = read_manifest(folder).origin.chains
-    before, begun = own_gigabytes(), time.perf_counter()
+    before, used_before, begun = own_gigabytes(), used(), time.perf_counter()
     pipeline = Pipeline.load(folder, options.target, checker=False)
     found: dict[str, Any] = {"load_s": time.perf_counter() - begun, "submodels": {}, "problems": []}
     for name, cases in reference.cases.items():
@@ -246,7 +260,7 @@ def artifact(
     draw(options.steps, "np")
     found["image_s"] = time.perf_counter() - begun
     found["step_ms"] = per_step(lambda steps: draw(steps, "latent"), options.steps)
-    found["device_gb"] = own_gigabytes() - before
+    found["device_gb"], found["used_gb"] = own_gigabytes() - before, used() - used_before
     worst = max((each["image"] for each in plain.values()), default=0.0)
     if not found["image"] <= FLOAT16_RATIO * worst:
         found["problems"].append(
@@ -317,7 +331,7 @@ def table(results: Mapping[str, Any]) -> None:
         memory = f"{plain['weights_gb']:.1f} GB of weights, {plain.get('peak_gb', float('nan')):.1f} beside them"
         say(f"PyTorch {kind}, eager: latents {plain['latents']:.4f}, image {plain['image']:.4f};")
         say(f"  a step {plain['step_ms']:.1f} ms; {memory}")
-    for name, times in results.get("turns_ms", {}).items():
+    for name, times in {**results.get("turns_ms", {}), **results.get("captured_ms", {})}.items():
         say(f"a step in turns: {statistics.median(times):7.2f} ms ({min(times):.2f} to {max(times):.2f})  {name}")
 
 
@@ -374,15 +388,21 @@ def measure(options: Any, results: Results, loaded: list[Any], checkpoint: Any) 
         gc.collect()
     if not options.compiled:
         return
-    for dtype, network in denoisers.items():
+    for dtype in options.compiled:
         with results.part(f"PyTorch in {dtype}, compiled"):
             ((_, inputs, _), *_) = reference.cases[checkpoint.family.denoiser]
-            runs |= compiled_blocks.torch_runs(dtype, network, inputs, options.device)
+            runs |= compiled_blocks.torch_runs(dtype, denoisers[dtype], inputs, options.device)
+    turns = partial(compiled_blocks.measure, rounds=options.rounds, in_a_row=options.in_a_row)
     with results.part("a step in turns"):
-        found["turns_ms"] = compiled_blocks.measure(runs, options.rounds, in_a_row=options.in_a_row)
+        found["turns_ms"] = turns(runs)
     if options.profile:
         with results.part("profiles"):
             found["profiles"] = compiled_blocks.profiled(runs)
+    if options.device == "cuda":
+        with results.part("a step in turns, PyTorch's in a captured graph"):
+            for name in [name for name in runs if name.startswith("compiled")]:
+                runs[f"captured {name}"] = compiled_blocks.captured(runs[name])
+            found["captured_ms"] = turns({name: run for name, run in runs.items() if not name.startswith("eager")})
 
 
 def main() -> None:
@@ -395,7 +415,7 @@ def main() -> None:
     parser.add_argument("--guidance", type=float, default=4.5)
     parser.add_argument("--size", type=int, help="pixels along each side; default: the model's own")
     parser.add_argument("--torch", nargs="+", choices=PLAIN, default=PLAIN, help="what PyTorch's pipelines are in")
-    parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--compiled", nargs="+", choices=PLAIN, default=[], help="types, of --torch")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--in-a-row", type=int, default=compiled_blocks.IN_A_ROW)
@@ -414,6 +434,8 @@ def main() -> None:
     with results.part("PyTorch's modules in float32"), made_by(options.processes):
         loaded = [load_pipeline(checkpoint)]
         loaded[0].set_progress_bar_config(disable=True)
+    if results.failed:
+        sys.exit(1)
     with device_alone(options.lock):
         measure(options, results, loaded, checkpoint)
     table(results.found)

@@ -47,31 +47,29 @@ def captured(run: Run) -> Run:
     return graph.replay
 
 
-def torch_runs(
-    dtype: str, network: Any, inputs: Mapping[str, torch.Tensor], device: str, *, capture: bool = True
-) -> dict[str, Run]:
-    """Ways to run PyTorch's module by name: eager, its blocks compiled, and that in a captured graph. inputs: on the host."""
+def torch_runs(dtype: str, network: Any, inputs: Mapping[str, torch.Tensor], device: str) -> dict[str, Run]:
+    """Ways to run PyTorch's module by name: eager and with its blocks compiled. inputs: of its ports, on the host."""
     kind = getattr(torch, dtype)
     exact = {port.name for port in network.ports.inputs if port.exact}
     given = {
         name: value.to(device, kind) if value.is_floating_point() and name not in exact else value.to(device)
         for name, value in inputs.items()
     }
+    calls = []
+    hook = network.module.register_forward_pre_hook(
+        lambda module, positional, named: calls.append((positional, named)), with_kwargs=True
+    )
+    network.model.reference(network.module, given)
+    hook.remove()
+    ((positional, named),) = calls
     module = copy.deepcopy(network.module)
-    runs = {f"eager {dtype}": partial(network.model.reference, network.module, given)}
     begun = time.perf_counter()
     blocks = compile_blocks(module)
-    compiled = partial(network.model.reference, module, given)
+    compiled = partial(module, *positional, **named)
     compiled()
     synchronize()
     say(f"PyTorch, {dtype}: {blocks} blocks compiled in {time.perf_counter() - begun:.0f} s")
-    runs[f"compiled {dtype}"] = compiled
-    if capture and device == "cuda":
-        try:
-            runs[f"captured {dtype}"] = captured(compiled)
-        except Exception:  # noqa: BLE001  some modules read values back on the host
-            say(f"PyTorch, {dtype}: a graph of it cannot be captured: {traceback.format_exc(limit=1)}")
-    return runs
+    return {f"eager {dtype}": partial(network.module, *positional, **named), f"compiled {dtype}": compiled}
 
 
 def our_run(pipeline: Any, prompt: str, latents: torch.Tensor, call: Mapping[str, Any]) -> Run:
@@ -87,7 +85,7 @@ def our_run(pipeline: Any, prompt: str, latents: torch.Tensor, call: Mapping[str
     return run
 
 
-def measure(runs: Mapping[str, Run], rounds: int, *, in_a_row: int = IN_A_ROW) -> dict[str, list[float]]:
+def measure(runs: Mapping[str, Run], rounds: int, in_a_row: int = IN_A_ROW) -> dict[str, list[float]]:
     """Milliseconds of a step by name, one number a round."""
     return in_turns([("step", name, run) for name, run in runs.items()], rounds, in_a_row)["step"]
 

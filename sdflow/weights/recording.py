@@ -7,7 +7,8 @@ stubs and leaves everything else as it was:
 - onnx loads no data for a stub; `to_array` gives a symbol, `from_array` takes one,
 - onnx_ir keeps a stub's TensorProto as it is,
 - `Fusion.add_initializer` of onnxruntime.transformers takes a symbol,
-- `convert_tensor_float_to_float16` of onnxruntime.transformers adds the rounding to the recipe.
+- `convert_tensor_float_to_float16` of onnxruntime.transformers adds the rounding to the recipe,
+- its symbolic shape inference, which computes sizes from what constants hold, has no value for a stub: no weight is a size.
 
 A place that is not among these fails on a stub, which has no file; it does not guess.
 """
@@ -65,6 +66,9 @@ def _replacements(reads: list[WeightValueRead]) -> Iterator[tuple[Any, str, Any]
     yield onnx.external_data_helper, "load_external_data_for_tensor", _load_external_data
     yield onnx_ir.serde, "deserialize_tensor", _deserialize_tensor
     yield torch.onnx, "export", _export
+    for prefix in ("", "onnxruntime.tools."):  # it, too, exists twice
+        shapes = importlib.import_module(f"{prefix}symbolic_shape_infer").SymbolicShapeInference
+        yield shapes, "_try_get_value", _without_symbols
     for prefix in _PREFIXES:
         fusion = importlib.import_module(f"{prefix}fusion_base").Fusion
         yield fusion, "add_initializer", _add_initializer
@@ -128,6 +132,14 @@ def _add_initializer(original: Any) -> Any:
         return tensor
 
     return add_initializer
+
+
+def _without_symbols(original: Any) -> Any:
+    def _try_get_value(self: Any, node: Any, index: int) -> Any:
+        found = original(self, node, index)
+        return None if type(found) is Symbol else found
+
+    return _try_get_value
 
 
 def _convert_tensor(original: Any) -> Any:
