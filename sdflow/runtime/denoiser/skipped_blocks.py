@@ -67,10 +67,11 @@ def _ways(graph: Any, block: str) -> dict[str, str]:
         return not name.startswith(block) and name not in weights and node is not None and node.op_type != "Constant"
 
     begins = {name: name for node in sums for name in map(origin, node.input) if comes_in(name)}
-    for node in sums:  # in the order in which they run
-        for name in map(origin, node.input):
-            if name in begins:
-                begins[node.output[0]] = begins[name]
+    for _ in sums:  # they may be in any order
+        for node in sums:
+            for name in map(origin, node.input):
+                if name in begins:
+                    begins[node.output[0]] = begins[name]
     return {last: begins[last] for last in _ends(sums, begins, origin)}
 
 
@@ -81,16 +82,18 @@ def _ends(sums: Sequence[Any], begins: dict[str, str], origin: Any) -> list[str]
 
 
 def _prune(graph: Any) -> None:
-    """Take out what no output needs."""
-    wanted = {item.name for item in graph.output}
-    kept = []
-    for node in reversed(graph.node):
-        if wanted.intersection(node.output):
-            wanted.update(node.input)
-            kept.append(copied(node))
+    """Take out what no output needs. Nodes may be in any order: conversion to float16 or bfloat16 appends its casts."""
+    producers = {name: node for node in graph.node for name in node.output if name}
+    wanted, coming = set[str](), [item.name for item in graph.output]
+    while coming:
+        name = coming.pop()
+        if name not in wanted:
+            wanted.add(name)
+            coming += producers[name].input if name in producers else ()
+    kept = [copied(node) for node in graph.node if wanted.intersection(node.output)]
     initializers = [copied(tensor) for tensor in graph.initializer if tensor.name in wanted]
     values = {name for node in kept for name in node.output}
     infos = [copied(item) for item in graph.value_info if item.name in values]
-    for field, items in ((graph.node, kept[::-1]), (graph.initializer, initializers), (graph.value_info, infos)):
+    for field, items in ((graph.node, kept), (graph.initializer, initializers), (graph.value_info, infos)):
         del field[:]
         field.extend(items)
