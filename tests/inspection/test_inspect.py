@@ -40,7 +40,8 @@ from sdflow.sources.config_recognition import configs_of
 from sdflow.store import Cache
 
 ROOT = Path(__file__).parents[2]
-FULL = [name for name in ARCHITECTURES if "tiny" not in name]
+FULL = [name for name in ARCHITECTURES if "tiny" not in name and family_of_architecture(name).name != "flux2"]
+"""Architectures whose checkpoints come as single files; of FLUX.2 only the transformer does."""
 Shapes = Mapping[str, tuple[int, ...]]
 
 
