@@ -147,7 +147,9 @@ def test_generate_draws_into_a_mask(shell: Shell, built: str) -> None:
     assert (masked[32:] == (200, 30, 90)).all() and (masked[:32] != (200, 30, 90)).any()
 
 
-@pytest.mark.parametrize("by", ["diffusers", "PEFT", "kohya", "original"])
+@pytest.mark.parametrize(
+    "by", ["PEFT", "original", *(pytest.param(each, marks=pytest.mark.slow) for each in ("diffusers", "kohya"))]
+)
 def test_a_lora_is_baked_and_verified_against_diffusers(
     shell: Shell, built: str, theirs: ZImagePipeline, by: str
 ) -> None:
