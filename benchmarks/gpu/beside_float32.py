@@ -105,7 +105,9 @@ def compute_reference(
     found = Reference()
     drawing = [*family.text_of(checkpoint.submodels), family.denoiser]
     calls, drawn = recorded(
-        networks, drawing, lambda: pipeline(PROMPT, latents=latents.to(device), output_type="latent", **call).images
+        networks,
+        drawing,
+        lambda: pipeline(prompt=PROMPT, latents=latents.to(device), output_type="latent", **call).images,
     )
     drawn = as_stepped(pipeline, drawn)
     what = family.latents({name: each.load["config"] for name, each in checkpoint.submodels.items()})
@@ -186,7 +188,9 @@ def plain_torch(
 
     def draw(steps: int, kind_of: str) -> Any:
         given = latents.to(options.device, kind)
-        return half(PROMPT, latents=given, output_type=kind_of, **{**options.call, "num_inference_steps": steps}).images
+        return half(
+            prompt=PROMPT, latents=given, output_type=kind_of, **{**options.call, "num_inference_steps": steps}
+        ).images
 
     stepped = as_stepped(half, draw(options.steps, "latent").float())
     found["latents"] = distance(stepped.cpu().numpy(), reference.latents)
@@ -366,6 +370,8 @@ def measure(options: Any, results: Results, loaded: list[Any], checkpoint: Any) 
     with results.part(f"float32 at {size}x{size}, {options.steps} steps"):
         reference = compute_reference(checkpoint, pipeline, options.call, latents, options.device)
         found["cases"] = {name: [what for what, _, _ in cases] for name, cases in reference.cases.items()}
+    if results.failed:
+        return
     for dtype in options.torch:
         with results.part(f"PyTorch in {dtype}"):
             found["torch"][dtype], denoisers[dtype] = plain_torch(

@@ -103,7 +103,8 @@ def short(found: Mapping[str, Any]) -> list[str]:
             )
         rows.append(f"    latents {each['latents']:.4f}, image {each['image']:.4f}; a step {each['step_ms']:.1f} ms;")
         rows.append(
-            f"    an image {each['image_s']:.2f} s, first {each['first_image_s']:.2f} s; {each['device_gb']:.1f} GB by the driver, {each['used_gb']:.1f} more of the device in use"
+            f"    an image {each['image_s']:.2f} s, first {each['first_image_s']:.2f} s"
+            f"; {each['device_gb']:.1f} and {each['used_gb']:.1f} GB"
         )
         rows += [f"    PROBLEM {problem[:200]}" for problem in each["problems"][:6]]
     for kind, plain in found.get("torch", {}).items():
