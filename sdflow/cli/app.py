@@ -30,7 +30,7 @@ from sdflow.run.options import RunOptions
 app = typer.Typer(
     name="sdflow",
     cls=Commands,
-    help="Build, cache, verify and measure Stable Diffusion pipelines on ONNX Runtime, from YAML workflows.",
+    help="Build, cache, verify and measure pipelines of image models on ONNX Runtime, from YAML workflows.",
     epilog=f"Exit status: {EXIT_STATUS}",
     no_args_is_help=True,
     add_completion=False,

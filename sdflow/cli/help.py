@@ -27,7 +27,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "bake": "sdflow bake --base pipelines/sd15 --lora ink.safetensors --out pipelines/ink",
         "export": "sdflow export pipelines/sd15_cuda --one-file sd15.onnx",
     },
-    "Draw and serve": {
+    "Generate and serve": {
         "generate": 'sdflow generate pipelines/sd15_cuda -p "a red fox in the snow" --seed 7',
         "serve": "sdflow serve pipelines/sd15_cuda --port 8000",
         "deploy": "sdflow deploy fox pipelines/sd15_cuda",
