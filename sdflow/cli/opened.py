@@ -26,7 +26,7 @@ def made_here(given: Path | None) -> str | None:
     root = cache_folder(given)
     if given is not None or root.exists():
         return None
-    return f"the cache is made in {root} (--cache FOLDER or SDFLOW_CACHE names another)"
+    return f"creating the cache in {root} (change it with --cache or SDFLOW_CACHE)"
 
 
 def open_cache(

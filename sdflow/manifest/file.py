@@ -88,14 +88,14 @@ def read_manifest(folder: Path) -> Manifest:
         cause = "" if isinstance(error, FileNotFoundError) else f": {error.strerror or error}"
         meant = None if cause else _meant(folder)
         remedy = "Build one: sdflow run." if meant is None else f"Did you mean {meant}?"
-        raise UsageError(f"this is no pipeline of sdflow{cause}", where=str(path), remedy=remedy) from error
+        raise UsageError(f"not an sdflow pipeline{cause}", where=str(path), remedy=remedy) from error
     except ValueError as error:
         raise UsageError(
             f"is damaged: {error}", where=str(path), remedy="Run the pipeline's workflow again."
         ) from error
     if not isinstance(value, dict) or "format_version" not in value:
         raise UsageError(
-            "this is no pipeline of sdflow: no format_version", where=str(path), remedy="Build one: sdflow run."
+            "not an sdflow pipeline: no format_version", where=str(path), remedy="Build one: sdflow run."
         )
     return from_json(value, str(path))
 

@@ -48,7 +48,7 @@ def bake(
     """Build the pipeline in the folder `base` with these LoRAs besides its own, each as `parse_lora` reads it, as `out`.
 
     verify: verify it against the PyTorch model with the LoRAs merged, at the quick level; the report goes to `results`.
-    Raises UsageError for a folder that is no pipeline of sdflow and for a LoRA that is not there; else as a run does.
+    Raises UsageError for a folder that is not an sdflow pipeline and for a LoRA that is not there; else as a run does.
     """
     if verify:
         require_packages("`sdflow bake --verify`", *REFERENCE)

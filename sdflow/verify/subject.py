@@ -51,7 +51,7 @@ class Subject:
 def subject_of_folder(folder: Path, cache: Cache, *, target: str | None = None) -> Subject:
     """The subject that a pipeline folder's sdflow.json names.
 
-    Raises UsageError when the folder is no pipeline of sdflow, or the checkpoint or a LoRA is not what it was.
+    Raises UsageError when the folder is not an sdflow pipeline, or the checkpoint or a LoRA is not what it was.
     """
     origin = read_manifest(folder).origin
     where = str(folder / MANIFEST_FILE)

@@ -225,7 +225,7 @@ def test_an_engine_that_fails_is_reported_and_the_others_go_on(built: Path, tmp_
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        (["."], "this is no pipeline of sdflow"),
+        (["."], "not an sdflow pipeline"),
         ([], "there is no pipeline to measure"),
         (["PIPELINE", "-e", "torch-sdap"], "torch-sdap; did you mean torch-sdpa?"),
         (["PIPELINE", "-e", "torch-xformers"], "torch-xformers: needs xformers and a CUDA device"),

@@ -251,7 +251,7 @@ def test_a_folder_of_an_earlier_sdflow_is_served(earlier: Path) -> None:
 @pytest.mark.parametrize(
     ("base", "lora", "says"),
     [
-        ("absent", "ink.safetensors", "this is no pipeline of sdflow"),
+        ("absent", "ink.safetensors", "not an sdflow pipeline"),
         ("home", "ink.safetensors", "Build one: sdflow run"),
         ("pipelines/tiny_cpu", "gone.safetensors:0.5", "there is no file or folder 'gone.safetensors'"),
         ("pipelines/tiny_cpu", r"C:\ink.safetensors", r"C:\\ink.safetensors"),

@@ -25,7 +25,7 @@ def test_a_run_says_what_is_to_be_built_and_how_to_run_what_cannot_run_here(sdfl
     assert first.returncode == 0, first.stderr
     made, begins, *_ = first.stderr.splitlines()
     users = tmp_path / "xdg/sdflow/builds"
-    assert made == f"the cache is made in {users} (--cache FOLDER or SDFLOW_CACHE names another)"
+    assert made == f"creating the cache in {users} (change it with --cache or SDFLOW_CACHE)"
     assert (users / "v1/objects").is_dir() and not (tmp_path / "cache").exists()
     steps = begins.partition(" steps to build; measurement follows as the workflow says")[0]
     count = int(steps.partition(" of ")[2])

@@ -165,7 +165,7 @@ def test_what_a_later_version_of_this_format_adds_is_passed_over(folder: Path) -
 
 
 def test_a_folder_without_a_manifest_is_no_pipeline(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"sdflow\.json: this is no pipeline of sdflow\n  Build one: sdflow run"):
+    with pytest.raises(UsageError, match=r"sdflow\.json: not an sdflow pipeline\n  Build one: sdflow run"):
         read_manifest(tmp_path)
 
 
@@ -175,8 +175,8 @@ def test_a_folder_without_a_manifest_is_no_pipeline(tmp_path: Path) -> None:
         (b'{"format_version": 1', r"is damaged: .*\n  Run the pipeline's workflow again"),
         (b"\xff\xfe", "is damaged: it is not UTF-8"),
         ('{"format_version": 1}'.encode("utf-16"), "is damaged: it is not UTF-8"),
-        (b"[]", "this is no pipeline of sdflow: no format_version"),
-        (b'{"name": "x"}', "this is no pipeline of sdflow: no format_version"),
+        (b"[]", "not an sdflow pipeline: no format_version"),
+        (b'{"name": "x"}', "not an sdflow pipeline: no format_version"),
         (b'{"format_version": 2}', r"a newer sdflow wrote it: format_version 2 .* only 1\n  Update sdflow"),
         (b'{"format_version": 0}', "format_version 0 is not known, only 1"),
         (b'{"format_version": "1"}', "format_version '1' is not known, only 1"),

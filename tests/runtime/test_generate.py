@@ -158,7 +158,7 @@ def test_a_target_that_is_not_here_ends_with_status_5(pipeline_folder: Path, tmp
 def test_a_folder_that_is_no_pipeline_is_refused(tmp_path: Path, sdflow: Command) -> None:
     done = sdflow("generate", ".", "-p", "a", folder=tmp_path)
     assert done.returncode == 2
-    assert "this is no pipeline of sdflow" in done.stderr
+    assert "not an sdflow pipeline" in done.stderr
 
 
 def _tokenizer_is_gone(folder: Path) -> None:

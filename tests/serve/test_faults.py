@@ -148,7 +148,7 @@ def test_a_file_without_a_key_is_told_at_once(tiny_pipeline: Path, tmp_path: Pat
 
 
 def test_what_is_no_pipeline_is_told_at_once(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="this is no pipeline of sdflow"):
+    with pytest.raises(UsageError, match="not an sdflow pipeline"):
         serve([tmp_path], port=0)
 
 

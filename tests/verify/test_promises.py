@@ -82,7 +82,7 @@ def test_a_good_pipeline_of_links_keeps_every_promise(tiny_pipeline: Path) -> No
 
 
 def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="this is no pipeline of sdflow"):
+    with pytest.raises(UsageError, match="not an sdflow pipeline"):
         check_promises(tmp_path)
 
 

@@ -263,7 +263,7 @@ def load_submodel(
 
 def target_of(folder: Path, target: str | Target | None) -> Target:
     """The target by its name; None: the one that the folder was built for. Raises UsageError for one that is not known, and
-    for a folder that is no pipeline of sdflow."""
+    for a folder that is not an sdflow pipeline."""
     if target is None:
         return find_target(read_manifest(folder).origin.target, str(folder / MANIFEST_FILE))
     return find_target(target, "target") if isinstance(target, str) else target

@@ -42,7 +42,7 @@ def check_promises(
     """Everything that is wrong with an assembled pipeline folder, read without running it.
 
     target, family: the manifest's when not given. digests: read every byte; without, sizes alone tell a damaged file.
-    Raises UsageError when the folder is no pipeline of sdflow.
+    Raises UsageError when the folder is not an sdflow pipeline.
     """
     manifest = read_manifest(folder)
     target = target or find_target(manifest.origin.target, str(folder / MANIFEST_FILE))
