@@ -35,7 +35,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch  # before ONNX Runtime
 
-from benchmarks.gpu import compiled_blocks
+from benchmarks.gpu.compiled_blocks import IN_A_ROW, captured, our_run, profiled, torch_runs
+from benchmarks.gpu.compiled_blocks import measure as measure_turns
 from benchmarks.gpu.pipelines_on_gpu import PROMPT, distance, own_gigabytes, say, synchronize, used
 from benchmarks.gpu.random_weights import made_by
 from benchmarks.gpu.unattended import Results, device_alone, wait_for
@@ -389,7 +390,7 @@ def measure(options: Any, results: Results, loaded: list[Any], checkpoint: Any) 
                 wait_for(options.weights / name)
             found["sdflow"][name], ours = artifact(options.weights / name, options, reference, latents, found["torch"])
             if options.compiled:
-                runs[f"sdflow {name}"] = compiled_blocks.our_run(ours, PROMPT, latents, options.call)
+                runs[f"sdflow {name}"] = our_run(ours, PROMPT, latents, options.call)
             del ours
         gc.collect()
     if not options.compiled:
@@ -397,17 +398,17 @@ def measure(options: Any, results: Results, loaded: list[Any], checkpoint: Any) 
     for dtype in options.compiled:
         with results.part(f"PyTorch in {dtype}, compiled"):
             ((_, inputs, _), *_) = reference.cases[checkpoint.family.denoiser]
-            runs |= compiled_blocks.torch_runs(dtype, denoisers[dtype], inputs, options.device)
-    turns = partial(compiled_blocks.measure, rounds=options.rounds, in_a_row=options.in_a_row)
+            runs |= torch_runs(dtype, denoisers[dtype], inputs, options.device)
+    turns = partial(measure_turns, rounds=options.rounds, in_a_row=options.in_a_row)
     with results.part("a step in turns"):
         found["turns_ms"] = turns(runs)
     if options.profile:
         with results.part("profiles"):
-            found["profiles"] = compiled_blocks.profiled(runs)
+            found["profiles"] = profiled(runs)
     if options.device == "cuda":
         with results.part("a step in turns, PyTorch's in a captured graph"):
             for name in [name for name in runs if name.startswith("compiled")]:
-                runs[f"captured {name}"] = compiled_blocks.captured(runs[name])
+                runs[f"captured {name}"] = captured(runs[name])
             found["captured_ms"] = turns({name: run for name, run in runs.items() if not name.startswith("eager")})
 
 
@@ -424,7 +425,7 @@ def main() -> None:
     parser.add_argument("--compiled", nargs="+", choices=PLAIN, default=[], help="types, of --torch")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--in-a-row", type=int, default=compiled_blocks.IN_A_ROW)
+    parser.add_argument("--in-a-row", type=int, default=IN_A_ROW)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--lock", type=Path)
     parser.add_argument("--graphs", type=Path)

@@ -134,12 +134,12 @@ class Flux2Transformer(Model):
         from diffusers import Flux2KleinPipeline as Library
 
         sample, text = inputs["sample"], inputs["encoder_hidden_states"]
-        ids = Library._prepare_latent_ids(sample)
+        ids = Library._prepare_latent_ids(sample).to(sample.device)
         found = module(
             hidden_states=Library._pack_latents(sample),
             timestep=inputs["timestep"].expand(len(sample)).to(sample.dtype) / 1000,
             encoder_hidden_states=text,
-            txt_ids=Library._prepare_text_ids(text),
+            txt_ids=Library._prepare_text_ids(text).to(text.device),
             img_ids=ids,
         ).sample
         return {"out_sample": Library._unpack_latents_with_ids(found, ids, *sample.shape[2:])}
