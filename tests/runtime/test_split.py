@@ -17,6 +17,7 @@ from sdflow.passes.quantize_int8 import QuantizeInt8, QuantizeInt8Config
 from sdflow.runtime.denoiser.moving import Moving
 from sdflow.runtime.denoiser.split import Parts
 from sdflow.runtime.denoiser.split import split as take_apart
+from sdflow.runtime.sessions.specialize import FOLDED_ELEMENTS
 from sdflow.sources.architectures import architecture_config
 from sdflow.sources.load import parameter_shapes
 from sdflow.verify.lowering import lower
@@ -156,3 +157,57 @@ def test_a_scale_that_all_timesteps_would_share_is_refused(fused_unet: Any, tmp_
         part: [node.op_type for node in getattr(parts, part).graph.node] for part in ("text", "timestep", "step")
     }
     assert "MatMulIntegerToFloat" in products["step"] and "MatMulIntegerToFloat" not in products["timestep"]
+
+
+@pytest.mark.parametrize("guidance", [False, True])
+def test_a_large_value_that_depends_on_no_input_is_computed_where_it_is_read(guidance: bool, tmp_path: Path) -> None:
+    """A table of cosines, larger than what is folded, that text, timestep, latents and all of them together read; and one that
+    has a row for each image of the batch."""
+    size = FOLDED_ELEMENTS + 8
+    whole = tabled(size)
+    onnx.checker.check_model(whole, full_check=True)
+    parts = take_apart(whole, {"batch": 4}, moving=MOVING, guidance=guidance)
+    for part in (parts.text, parts.timestep, parts.step):
+        onnx.checker.check_model(part)
+    random = np.random.default_rng(0)
+    text = random.standard_normal((4, size)).astype(np.float32)
+    sessions = [session(part, tmp_path) for part in (parts.text, parts.timestep, parts.step)]
+    for timestep in TIMESTEPS:
+        sample = random.standard_normal((2, 1, 1, size)).astype(np.float32)
+        feed = {"sample": np.concatenate([sample, sample]), "timestep": np.array([timestep], np.float32), "text": text}
+        (result,) = run_split(parts, sessions, [{**feed, "sample": feed["sample"][: parts.latents]}])
+        np.testing.assert_array_equal(result, session(whole, tmp_path).run(None, feed)[0])
+    joined = [name for part in (parts.text, parts.step) for node in part.graph.node for name in node.output]
+    assert len(joined) == len(set(joined)), "one file holds both"
+
+
+def tabled(size: int) -> Any:
+    """out_sample = (sample * table + timestep * table + text * table) * table + table, the last with a row for each image."""
+    graph = f"""
+        <ir_version: 8, opset_import: ["" : 17]>
+        tables (float[batch, 1, 1, {size}] sample, float[1] timestep, float[batch, {size}] text)
+        => (float[batch, 1, 1, {size}] out_sample)
+        <float start = {{0}}, float end = {{{size}}}, float one = {{1}}, int64[2] row = {{1, {size}}}, int64[1] size = {{{size}}},
+         int64[4] flat = {{0, 1, 1, {size}}}, int64[2] column = {{-1, 1}}, int64[1] first = {{0}}>
+        {{
+            numbers = Range(start, end, one)
+            table = Cos(numbers)
+            times = Reshape(timestep, column)
+            timed = Mul(times, table)
+            of_time = Reshape(timed, flat)
+            scaled = Mul(sample, table)
+            of_text = Mul(text, table)
+            wide = Reshape(of_text, flat)
+            shape = Shape(sample)
+            batch = Gather(shape, first)
+            both = Concat<axis = 0>(batch, size)
+            lines = Reshape(table, row)
+            rows = Expand(lines, both)
+            all = Reshape(rows, flat)
+            with_time = Add(scaled, of_time)
+            with_text = Add(with_time, wide)
+            again = Mul(with_text, table)
+            out_sample = Add(again, all)
+        }}
+    """
+    return onnx.parser.parse_model(graph)

@@ -8,6 +8,9 @@ With guidance, `sample` has N rows and `out_sample` 2 N, without and with the pr
 is computed for N rows, and doubled where the text comes in. That is exact as long as both halves of the batch hold the
 same latents and the same timestep, as classifier-free guidance has it.
 
+Values that depend on no input and are too large to be folded, such as rotary embeddings of an image's positions, are computed
+in each part that reads them.
+
 The parts are cut out of the artifact's graph by what its nodes depend on, for fixed sizes (`specialize`); the artifact
 stays as it is, and the parts read its data file.
 """
@@ -67,9 +70,10 @@ def split(model: Any, sizes: Mapping[str, int], *, moving: Moving, guidance: boo
     reach = _reach(whole.graph)
     inputs = {item.name for item in whole.graph.input}
     text_inputs = inputs - {moving.latents, moving.timestep}
-    kinds = {"text": [], "time": [], "latents": [], "rest": []}  # type: dict[str, list[int]]
+    kinds = {"fixed": [], "text": [], "time": [], "latents": [], "rest": []}  # type: dict[str, list[int]]
     for index, node in enumerate(whole.graph.node):
         kinds[_kind(reach[_output(node)], text_inputs, moving.timestep, guidance)].append(index)
+    fixed = [whole.graph.node[i] for i in kinds["fixed"]]
     if shared := [whole.graph.node[i] for i in kinds["time"] if whole.graph.node[i].op_type in _ONE_SCALE]:
         raise PassError(
             f"{shared[0].name} quantizes a value that depends on the timestep alone, with one scale for all timesteps",
@@ -88,8 +92,11 @@ def split(model: Any, sizes: Mapping[str, int], *, moving: Moving, guidance: boo
     made["text"].update(name for node in text for name in node.output)
     halves = {_output(node): node for node in half.graph.node}
     latents = [copied(halves[_output(whole.graph.node[i])]) for i in kinds["latents"]]
+    text = [*_fixed_for(text, fixed, "text"), *text]
+    if guidance:
+        latents = [*_fixed_for(latents, [halves[_output(node)] for node in fixed], "half"), *latents]
     doubles, transposed = _double(rest, made["latents"], whole.graph)
-    step_nodes = [*latents, *doubles, *transposed, *rest]
+    step_nodes = [*latents, *doubles, *transposed, *_fixed_for(rest, fixed, ""), *rest]
     results = [item.name for item in whole.graph.output]
     text_values = _read(step_nodes, made["text"], results)
     time_values = _read(step_nodes, made["time"], results)
@@ -101,14 +108,17 @@ def split(model: Any, sizes: Mapping[str, int], *, moving: Moving, guidance: boo
     step_model.graph.initializer.extend(half_constants)
     if guidance:
         _set_types(step_model.graph, half.graph, [moving.latents, *_read(latents, set(time_values), [])])
-    time_model = _timestep_part(whole, kinds["time"], moving.timestep, time_values)
+    timed = [copied(whole.graph.node[i]) for i in kinds["time"]]
+    time_model = _timestep_part(whole, [*_fixed_for(timed, fixed, ""), *timed], moving.timestep, time_values)
     step_model = specialize(step_model, {})  # with the shapes of all values again
     latent_rows = rows // 2 if guidance else rows
     return Parts(text_model, time_model, step_model, text_values, time_values, rows, latent_rows, moving)
 
 
 def _kind(reached: frozenset[str], text_inputs: Collection[str], timestep: str, guidance: bool) -> str:
-    if reached and reached <= set(text_inputs):
+    if not reached:
+        return "fixed"
+    if reached <= set(text_inputs):
         return "text"
     if reached == {timestep}:
         return "time"
@@ -124,6 +134,28 @@ def _reach(graph: Any) -> dict[str, frozenset[str]]:
         reached = frozenset[str]().union(*(found.get(name, frozenset()) for name in node.input))
         found.update(dict.fromkeys(node.output, reached))
     return found
+
+
+def _fixed_for(nodes: Sequence[Any], fixed: Sequence[Any], suffix: str) -> list[Any]:
+    """Copies of the nodes of `fixed` that `nodes` read from, directly or not, in order. suffix: for the names of their outputs,
+    so that two parts may have copies; `nodes` are changed to read these names. "": the names stay."""
+    makers = {name: index for index, node in enumerate(fixed) for name in node.output if name}
+    waiting = [name for node in nodes for name in node.input if name in makers]
+    needed: set[int] = set()
+    while waiting:
+        index = makers[waiting.pop()]
+        if index not in needed:
+            needed.add(index)
+            waiting += [name for name in fixed[index].input if name in makers]
+    copies = [copied(fixed[index]) for index in sorted(needed)]
+    if suffix:
+        renamed = {name: f"{name}/{suffix}" for node in copies for name in node.output if name}
+        for node in (*copies, *nodes):
+            node.input[:] = [renamed.get(name, name) for name in node.input]
+        for node in copies:
+            node.output[:] = [renamed.get(name, name) for name in node.output]
+            node.name = node.name and f"{node.name}/{suffix}"
+    return copies
 
 
 def _output(node: Any) -> str:
@@ -250,15 +282,14 @@ def _set_types(graph: Any, source: Any, names: Sequence[str]) -> None:
             item.type.CopyFrom(types[item.name])
 
 
-def _timestep_part(whole: Any, indices: Sequence[int], name: str, outputs: Sequence[str]) -> Any:
-    """The nodes between the timestep and `outputs` for any number of timesteps: without the Expand that gives each image
+def _timestep_part(whole: Any, made: Sequence[Any], name: str, outputs: Sequence[str]) -> Any:
+    """The nodes `made` between the timestep and `outputs` for any number of timesteps: without the Expand that gives each image
     of the batch its own. Raises PassError if they do not give one row for each timestep."""
     from onnx import helper
 
     nodes, same = [], {}  # type: list[Any], dict[str, str]
     types = _types(whole.graph)
-    for index in indices:
-        node = copied(whole.graph.node[index])
+    for node in made:
         node.input[:] = [same.get(value, value) for value in node.input]
         if node.op_type == "Expand" and len(_shape(types[node.output[0]])) == 1:
             same[node.output[0]] = node.input[0]
