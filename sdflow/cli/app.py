@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,6 +26,9 @@ from sdflow.cli.selftest import selftest
 from sdflow.cli.serve import serve
 from sdflow.parameter import parameters
 from sdflow.run.options import RunOptions
+
+if TYPE_CHECKING:
+    from sdflow.build.plan import Plan
 
 app = typer.Typer(
     name="sdflow",
@@ -92,9 +95,12 @@ def run(
         if made := made_here(cache):
             listener.note(made)
         opened = open_cache(cache, [loaded], rehash=rehash)
-        result = run_workflow(
-            loaded, opened, options, listener, lambda plan: listener.note(to_build(plan, opened, options))
-        )
+
+        def planned(plan: Plan) -> None:
+            if said := to_build(plan, opened, options):
+                listener.note(said)
+
+        result = run_workflow(loaded, opened, options, listener, planned)
     print_run(result, as_json=json, again=shlex.join(["sdflow", *sys.argv[1:]]), quiet=quiet, verbose=verbose)
     for each in result.pipelines:
         if each.verification is not None or each.evaluation is not None:

@@ -94,9 +94,7 @@ def read_manifest(folder: Path) -> Manifest:
             f"is damaged: {error}", where=str(path), remedy="Run the pipeline's workflow again."
         ) from error
     if not isinstance(value, dict) or "format_version" not in value:
-        raise UsageError(
-            "not an sdflow pipeline: no format_version", where=str(path), remedy="Build one: sdflow run."
-        )
+        raise UsageError("not an sdflow pipeline: no format_version", where=str(path), remedy="Build one: sdflow run.")
     return from_json(value, str(path))
 
 

@@ -15,22 +15,22 @@ _MACHINES = {"win32": "a Windows machine", "linux": "a Linux machine", "darwin":
 
 
 def to_build(plan: Plan, cache: Cache, options: RunOptions) -> str:
-    """How many steps are to be built, and what follows them: "0 of 11 steps to build; measurement follows ..."."""
+    """How many steps are to be built, and what follows them: "11 of 11 steps to build; measurement follows ...". "" where every
+    step is cached, which progress says itself, and nothing follows."""
     steps = [step for pipeline in plan.every for step in pipeline.steps(cache)]
     again = options.rebuild or options.check
     building = len(steps) if again else sum(step.state == "to run" for step in steps)
     fetching = 0 if again else sum(step.state == "remote" for step in steps)
-    text = f"{building} of {len(steps)} steps to build"
+    said = [f"{building} of {len(steps)} steps to build"] if building or fetching else []
     if fetching:
-        text += f", {fetching} to fetch from the remote cache"
+        said[0] += f", {fetching} to fetch from the remote cache"
     specs = [pipeline.pipeline for pipeline in plan.pipelines]
     verified = options.verify and any(each.verify is not None for each in specs)
     measured = options.evaluate and any(each.evaluate.latency or each.evaluate.image for each in specs)
-    follows = [name for name, wanted in (("verification", verified), ("measurement", measured)) if wanted]
-    if not follows:
-        return text
-    text += f"; {' and '.join(follows)} follow{'s' if len(follows) == 1 else ''} as the workflow says"
-    return f"{text} (--no-evaluate: no measurement)" if measured and not building else text
+    if follows := [name for name, wanted in (("verification", verified), ("measurement", measured)) if wanted]:
+        without = " (--no-evaluate: no measurement)" if measured and not building else ""
+        said.append(f"{' and '.join(follows)} follow{'s' if len(follows) == 1 else ''} as the workflow says{without}")
+    return "; ".join(said)
 
 
 def elsewhere(pipeline: PipelineResult, again: str) -> list[str]:

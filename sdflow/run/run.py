@@ -94,11 +94,11 @@ def run_workflow(
         for pipeline in workflow.pipelines:
             require_package(TARGETS[pipeline.target])
     plan = make_plan(workflow, cache, download=True)
-    planned(plan)
     for each in plan.pipelines:
         require_replaceable(options.out / each.pipeline.name, cache)
     require_buildable(plan, cache, rebuild=options.rebuild or options.check)
     listener.expected(expected(plan, cache, anew=options.rebuild or options.check))
+    planned(plan)
     executor = Executor(
         cache,
         listener,

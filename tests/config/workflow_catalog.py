@@ -29,6 +29,7 @@ class Merge(Options):
 class Fusions(Options):
     """What to fuse."""
 
+    enable_gelu: bool = True
     enable_packed_qkv: bool = True
     enable_packed_kv: bool = True
     enable_nhwc_conv: bool = True

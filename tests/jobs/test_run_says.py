@@ -40,10 +40,12 @@ def test_a_run_says_what_is_to_be_built_and_how_to_run_what_cannot_run_here(sdfl
     ]
     again = sdflow(*said[2].split()[1:], folder=tmp_path, SDFLOW_CACHE=str(users))
     assert again.returncode == 0, again.stderr
-    assert again.stderr.splitlines()[0] == f"0 of {count} steps to build"
+    assert again.stderr.splitlines()[0] == f"nothing to build: all {count} steps are cached"
     assert json.loads((tmp_path / "pipelines/text/sdflow.json").read_text())["copied"]
     copied = sdflow(*arguments, "--copy", folder=tmp_path, SDFLOW_CACHE=str(users))
-    assert copied.stderr.startswith(f"0 of {count} steps to build; measurement follows as the workflow says (--no-eval")
+    nothing, follows = copied.stderr.splitlines()[:2]
+    assert nothing == f"nothing to build: all {count} steps are cached"
+    assert follows == "measurement follows as the workflow says (--no-evaluate: no measurement)"
     assert "copy the models" not in copied.stdout and "Take pipelines/text to a Windows machine" in copied.stdout
     told = json.loads(sdflow(*arguments, "--json", folder=tmp_path, SDFLOW_CACHE=str(users)).stdout)["pipelines"][0][
         "evaluation"

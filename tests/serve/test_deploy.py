@@ -114,6 +114,7 @@ def test_options_reach_the_server_as_they_were_said(tiny_pipeline: Path, monkeyp
         return Deployment(name, 1, 0.0, "", "", (), None, "")
 
     monkeypatch.setattr("sdflow.serve.deployments.deploy", started)
+    monkeypatch.delenv("SDFLOW_CACHE", raising=False)  # a cache that stands there is passed on too
     said = "--lanes 2 --max-queue 8 --deadline 2.5 --loras l --cache c --cors-origin http://a --cors-origin http://b"
     flags = "--no-safety-checker --no-check --log-prompts --open --batch-sizes 1,2 --host 127.0.0.1"
     here("deploy", "x", str(tiny_pipeline), *said.split(), *flags.split(), "--json")

@@ -197,7 +197,7 @@ def test_what_was_only_read_for_a_request_that_went_away_is_not_made_for_the_nex
     """As on a GPU, where files alone are read beside the engine. What the first one's would fail of is nobody's matter."""
     base = ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1)
     pipelines = ReadyPipelines(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
-    monkeypatch.setattr(pipelines, "_beside", False)
+    monkeypatch.setattr(pipelines, "_in_background", False)
     first, second = (
         Job(name, 0, "shapes", "a circle", 1, loras=of_samples((name, 1.0))) for name in ("outline", "stripes")
     )
@@ -220,7 +220,7 @@ def test_where_sessions_for_loras_cannot_draw_each_lora_gets_files(
 ) -> None:
     base = ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1)
     pipelines = ReadyPipelines(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
-    monkeypatch.setattr(pipelines, "_beside", False)
+    monkeypatch.setattr(pipelines, "_in_background", False)
     job = Job("a", 0, "shapes", "a circle", 1, loras=of_samples(("outline", 1.0)))
 
     def warm(pipeline: ServedPipeline) -> None:

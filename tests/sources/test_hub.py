@@ -202,7 +202,7 @@ def test_a_gated_repository_says_how_to_get_in(client: Client) -> None:
 def test_a_hub_that_cannot_be_reached_is_an_error_even_with_a_local_copy(client: Client) -> None:
     client("hf:owner/tiny")
     unreachable = client("hf:owner/tiny", environment={"HF_ENDPOINT": "http://127.0.0.1:9"})
-    assert unreachable["error"] == "CheckpointError" and "HF_HUB_OFFLINE=1" in unreachable["message"]
+    assert unreachable["error"] == "HubUnreachable" and "HF_HUB_OFFLINE=1" in unreachable["message"]
 
 
 def test_a_repository_without_a_pipeline_is_an_error(client: Client) -> None:
