@@ -160,7 +160,10 @@ def pixels(shell: Shell, folder: str, out: str, *more: str) -> np.ndarray:
         return np.asarray(image)
 
 
-@pytest.mark.parametrize("by", ["diffusers", "PEFT", "kohya"])
+SLOW = pytest.mark.slow  # each bakes and verifies with a text encoder of 28 layers
+
+
+@pytest.mark.parametrize("by", [pytest.param("diffusers", marks=SLOW), "PEFT", pytest.param("kohya", marks=SLOW)])
 def test_a_lora_is_baked_and_verified_against_diffusers(shell: Shell, built: Path, theirs: Any, by: str) -> None:
     """Over layers of both kinds of blocks; kohya's has q, k and v in one module of the original layout."""
     torch.manual_seed(7)

@@ -221,9 +221,9 @@ def _names(graph: Graph, ending: str) -> list[str]:
 @pytest.mark.parametrize(
     ("plant", "submodel"),
     [
-        (epsilon, "unet"),
+        pytest.param(epsilon, "unet", marks=pytest.mark.slow),
         (attention_scale, "unet"),
-        (timestep_clipped, "unet"),
+        pytest.param(timestep_clipped, "unet", marks=pytest.mark.slow),
         (quick_gelu, "text_encoder"),
         (blocks_swapped, "text_encoder"),
     ],
