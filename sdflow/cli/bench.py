@@ -43,7 +43,9 @@ def bench(
     negative_prompt: Annotated[str | None, typer.Option(help="Negative prompt.", show_default=False)] = None,
     guidance_scale: Annotated[
         float | None,
-        typer.Option(help="Guidance scale; 1 turns guidance off. Default: the model's.", show_default=False),
+        typer.Option(
+            help="Guidance scale; 1 (Z-Image: 0) turns guidance off. Default: the model's.", show_default=False
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the initial latents.")] = 0,
     scheduler: Annotated[

@@ -84,7 +84,7 @@ class Settings:
     guidance_scale: Annotated[
         float | None,
         Parameter(
-            "Guidance scale; at most 1 turns guidance off.",
+            "Guidance scale; at most 1 (Z-Image: 0) turns guidance off.",
             least=0,
             most=1000,
             otherwise="the model's, 7.5 or for SDXL 5",

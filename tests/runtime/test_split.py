@@ -159,11 +159,13 @@ def test_a_scale_that_all_timesteps_would_share_is_refused(fused_unet: Any, tmp_
     assert "MatMulIntegerToFloat" in products["step"] and "MatMulIntegerToFloat" not in products["timestep"]
 
 
+@pytest.mark.parametrize("size", [FOLDED_ELEMENTS + 8, FOLDED_ELEMENTS // 3])
 @pytest.mark.parametrize("guidance", [False, True])
-def test_a_large_value_that_depends_on_no_input_is_computed_where_it_is_read(guidance: bool, tmp_path: Path) -> None:
+def test_a_large_value_that_depends_on_no_input_is_computed_where_it_is_read(
+    guidance: bool, size: int, tmp_path: Path
+) -> None:
     """A table of cosines, larger than what is folded, that text, timestep, latents and all of them together read; and one that
-    has a row for each image of the batch."""
-    size = FOLDED_ELEMENTS + 8
+    has a row for each image of the batch, which may be too large to be folded only for the whole batch."""
     whole = tabled(size)
     onnx.checker.check_model(whole, full_check=True)
     parts = take_apart(whole, {"batch": 4}, moving=MOVING, guidance=guidance)
@@ -176,7 +178,7 @@ def test_a_large_value_that_depends_on_no_input_is_computed_where_it_is_read(gui
         sample = random.standard_normal((2, 1, 1, size)).astype(np.float32)
         feed = {"sample": np.concatenate([sample, sample]), "timestep": np.array([timestep], np.float32), "text": text}
         (result,) = run_split(parts, sessions, [{**feed, "sample": feed["sample"][: parts.latents]}])
-        np.testing.assert_array_equal(result, session(whole, tmp_path).run(None, feed)[0])
+        np.testing.assert_allclose(result, session(whole, tmp_path).run(None, feed)[0], rtol=2e-6, atol=1e-6)
     joined = [name for part in (parts.text, parts.step) for node in part.graph.node for name in node.output]
     assert len(joined) == len(set(joined)), "one file holds both"
 

@@ -66,6 +66,11 @@ def _ways(graph: Any, block: str) -> dict[str, str]:
         node = producers.get(name)
         return not name.startswith(block) and name not in weights and node is not None and node.op_type != "Constant"
 
+    if any(
+        node.op_type.startswith("Skip") and any(name.startswith(block) for name in (*node.input, *node.output))
+        for node in graph.node
+    ):
+        return {}  # some of its sums are fused with a norm, its own or the next block's
     begins = {name: name for node in sums for name in map(origin, node.input) if comes_in(name)}
     for _ in sums:  # they may be in any order
         for node in sums:

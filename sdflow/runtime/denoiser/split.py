@@ -93,8 +93,9 @@ def split(model: Any, sizes: Mapping[str, int], *, moving: Moving, guidance: boo
     halves = {_output(node): node for node in half.graph.node}
     latents = [copied(halves[_output(whole.graph.node[i])]) for i in kinds["latents"]]
     text = [*_fixed_for(text, fixed, "text"), *text]
-    if guidance:
-        latents = [*_fixed_for(latents, [halves[_output(node)] for node in fixed], "half"), *latents]
+    if guidance:  # of half the rows, some may be small enough to be folded
+        small = [halves[_output(node)] for node in fixed if _output(node) in halves]
+        latents = [*_fixed_for(latents, small, "half"), *latents]
     doubles, transposed = _double(rest, made["latents"], whole.graph)
     step_nodes = [*latents, *doubles, *transposed, *_fixed_for(rest, fixed, ""), *rest]
     results = [item.name for item in whole.graph.output]
