@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.digest import digest_file
 from sdflow.errors import os_errors_as
+from sdflow.families.image_text import APPROXIMATION
 from sdflow.families.shared.approximation import Approximation
 from sdflow.families.shared.few_steps import spelled
 from sdflow.machine.packages import versions
 from sdflow.manifest import MANIFEST_FILE, Manifest, read_manifest
 from sdflow.runtime.draw_request import GenerateRequest
 from sdflow.runtime.drawing.preview import Preview
+from sdflow.runtime.drawing.record import scheduler_settings
 from sdflow.runtime.ensemble import REFINER_START, Ensemble
 from sdflow.runtime.files.folder import folder_adapters
 from sdflow.runtime.files.image_files import open_image
@@ -41,8 +43,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SHEET_FILE = "sheet.png"
-APPROXIMATION = "approximation"
-"""In an image's settings, where it is one: what was left out."""
 PREVIEWS = "previews"
 """The folder for them: one a step, NNN-SEED/STEP.png."""
 
@@ -235,7 +235,7 @@ def _recorded(
         "eta": own.eta if request.eta is None else request.eta,
         **recorded_embeddings(words),
         **{name: {"name": path.name, "sha256": digest_file(path)} for name, path in given.items() if path is not None},
-        "scheduler": type(pipeline.scheduler).__name__,
+        **scheduler_settings(pipeline.scheduler),
         "target": target.name,
         "pipeline": built.origin.name,
         "artifacts": built.artifacts,

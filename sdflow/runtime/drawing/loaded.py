@@ -17,6 +17,7 @@ from sdflow.runtime.denoiser.denoisers import Denoisers, DenoiserSource
 from sdflow.runtime.denoiser.schedule import Schedule, named_scheduler
 from sdflow.runtime.denoiser.start import require_size
 from sdflow.runtime.drawing.preview import previewer, previewer_of
+from sdflow.runtime.drawing.record import Record, folder_record
 from sdflow.runtime.drawing.text import with_words, without_last_layers
 from sdflow.runtime.files.folder import (
     SCHEDULER,
@@ -43,7 +44,7 @@ class LoadedPipeline:
     vae_tiles: whether it does; None: where the memory that is free would not do for the whole image, which TiledWarning tells.
     options: of model_index.json, as the family reads them. defaults: of a call, for each task; None: what the configs say.
     split: take the denoiser apart, so that nothing is computed twice (`sdflow.runtime.denoiser.split`).
-    words: that stand in prompts for learned vectors.
+    words: that stand in prompts for learned vectors. record: what the text of all its images says of it.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class LoadedPipeline:
         texts = {name: with_words(submodels[name], family, words) for name in family.text_of(submodels)}
         self.submodels = {**submodels, **texts}
         self.words = {word.word: word.count for word in words}
+        self.record: Record = {}
         self._shortened: dict[str, tuple[int, Submodel]] = {}
         self.companions = companions
         self.scheduler = companions[SCHEDULER]
@@ -152,6 +154,7 @@ class LoadedPipeline:
             vae_tiles=vae_tiles,
             words=words,
         )
+        pipeline.record = folder_record(folder, target.name)
         if scheduler is not None:
             pipeline.scheduler = named_scheduler(scheduler, pipeline.scheduler.config, family.noising)
         if previews is not None:

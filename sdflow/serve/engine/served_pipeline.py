@@ -15,6 +15,7 @@ from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.runtime.denoiser.control import Control
 from sdflow.runtime.denoiser.schedule import named_scheduler
 from sdflow.runtime.drawing.drawing import Drawing
+from sdflow.runtime.drawing.record import with_more
 from sdflow.runtime.drawing.waits import Compute, Fetch
 from sdflow.runtime.ensemble import Ensemble
 from sdflow.runtime.files.folder import folder_family, load_submodel
@@ -114,7 +115,7 @@ class ServedPipeline:
             base.options,
             defaults=base.defaults,
         )
-        pipeline.scheduler = base.scheduler
+        pipeline.scheduler, pipeline.record = base.scheduler, base.record
         whole = pipeline if isinstance(self.pipeline, Pipeline) else Ensemble(pipeline, self.pipeline.refiner)
         return type(self)(whole, self._reload, self._cuts)
 
@@ -178,6 +179,8 @@ class ServedPipeline:
                     number += 1
         drawn = yield from drawing.finishing()
         (image,), flags = drawn.images, drawn.nsfw_content_detected
+        if job.loras:
+            image = with_more(image, {"loras": [{"name": each.name, "scale": each.scale} for each in job.loras]})
         file = yield Compute(partial(encoded, image, job))
         return Finished(file, image.size, None if flags is None else flags[0])
 
