@@ -8,6 +8,7 @@ setting (`Parameter.infotext`, `Parameter.invokeai`). `sdflow.families.image_tex
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,7 +58,11 @@ def infotext(settings: Mapping[str, Any]) -> str:
     values["Version"] = f"sdflow {sdflow.__version__}"
     first = [label for label in _FIRST if label in values]
     line = ", ".join(f"{label}: {_quoted(values[label])}" for label in [*first, *(values.keys() - {*first})])
-    return f"{settings['prompt']}{loras}\n{NEGATIVE} {settings.get('negative_prompt') or ''}\n{line}"
+    plain = settings.get("prompt_syntax", "plain") == "plain"
+    prompt, negative = (
+        _escaped(text) if plain else text for text in (settings["prompt"], settings.get("negative_prompt") or "")
+    )
+    return f"{prompt}{loras}\n{NEGATIVE} {negative}\n{line}"
 
 
 _FIRST = (
@@ -88,6 +93,11 @@ def _declared(settings: Mapping[str, Any], program: str) -> dict[str, Any]:
         and name not in ("scheduler", "height", "width")
         and settings.get(name) is not None
     }
+
+
+def _escaped(text: str) -> str:
+    """A text whose every character is meant, in the webui's syntax."""
+    return re.sub(r"([\\()\[\]])", r"\\\1", text)
 
 
 def _spelled(value: Any) -> str:
