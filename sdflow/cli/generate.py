@@ -52,7 +52,7 @@ def generate(
 
     read_manifest(pipeline)  # a folder that is none is told before a bar is drawn
     wanted = [*(prompt or ()), *(read_prompts(prompts) if prompts is not None else ())]
-    values, notes = read_options(OPTIONS, given), ()
+    values, notes = read_options(OPTIONS, given), tuple[str, ...]()
     if settings_from is not None:
         wanted, values, notes = with_settings_of(settings_from, context, OPTIONS, values, wanted)
     request = GenerateRequest(pipeline, wanted, **settings_of(values.items()))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import click
+import typer
 
 from sdflow.errors import UsageError
 from sdflow.families.image_text_reading import ImageSettings, read_image_settings
@@ -17,7 +17,7 @@ ANY_OF: Mapping[str, tuple[str, ...]] = {"embeddings": ("embeddings", "embedding
 
 
 def with_settings_of(
-    path: Path, context: click.Context, options: Mapping[str, Parameter], given: Mapping[str, Any], prompts: list[str]
+    path: Path, context: typer.Context, options: Mapping[str, Parameter], given: Mapping[str, Any], prompts: list[str]
 ) -> tuple[list[str], dict[str, Any], tuple[str, ...]]:
     """The prompts and the values of options, with the image's where the command line has none; and what cannot be taken over.
 
@@ -31,7 +31,7 @@ def with_settings_of(
     return prompts or [found.prompt], {**given, **taken}, notes
 
 
-def _is_said(context: click.Context, name: str) -> bool:
+def _is_said(context: typer.Context, name: str) -> bool:
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 

@@ -198,7 +198,7 @@ class Pipeline(PipelineParts):
             first = latents if denoising_start is None else torch.zeros(shape)  # no noise is added on the way
             noises = [self.place.placed(each) for each in draw_noises(shape, schedule.draws, first, generator)]
             beside = self.task == "inpaint"
-            start = make_start(noises, image, mask, self._encoded, beside=beside, from_image=from_image)
+            start = make_start(noises, image, mask, self.encode, beside=beside, from_image=from_image)
             request = Request(
                 prompts,
                 negatives,

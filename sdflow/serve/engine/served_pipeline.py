@@ -167,7 +167,7 @@ class ServedPipeline:
     def draw(self, job: Job, progress: Progress = Progress()) -> Work:
         """One image, by a generator that says what it waits for. Raises UsageError as a pipeline does."""
         number = 0
-        for drawing in self._drawings(job):
+        for drawing in self.drawings(job):
             previewed = preview_steps(job.previews, drawing.runs)
             while not drawing.done:
                 yield drawing
@@ -203,20 +203,22 @@ class ServedPipeline:
                     drawing.take(output)
             self._ahead.queued()
 
-    def _drawings(self, job: Job) -> Iterator[Drawing]:
-        """That of the pipeline, then that of its refiner, if it has one."""
+    def drawings(self, job: Job, **more: Any) -> Iterator[Drawing]:
+        """That of the pipeline, then that of its refiner, if it has one. more: arguments of a call that no job has, latents to
+        start from for one."""
         import torch
 
         with self.base.place.current():
             self._hold()  # for the text encoders
         stages = [self._for_one_image(*each, job) for each in zip(self.stages, self._denoisers, strict=True)]
-        image = None if job.image is None else _pil(job.image)
+        image = more.pop("image", None) if job.image is None else _pil(job.image)
         settings: dict[str, Any] = {
             **({} if job.mask is None else {"mask_image": _pil(job.mask)}),
             "negative_prompt": job.negative_prompt,
             "generator": [torch.Generator().manual_seed(job.seed)],
             **_conditioning_arguments(job.conditioning),
             **job.arguments,
+            **more,
         }
         if isinstance(self.pipeline, Pipeline):
             yield stages[0].drawing([job.prompt], image, **settings)
