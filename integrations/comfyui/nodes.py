@@ -30,10 +30,14 @@ folder_paths.add_model_folder_path(FOLDERS, os.path.join(folder_paths.models_dir
 
 
 def pipeline_folders() -> dict[str, Path]:
-    """The pipeline folders by the name that the node shows."""
-    roots = [Path(each) for each in folder_paths.get_folder_paths(FOLDERS)]
-    found = [(root, manifest.parent) for root in roots for manifest in sorted(root.glob("**/sdflow.json"))]
-    return {folder.relative_to(root).as_posix(): folder for root, folder in reversed(found)}
+    """The pipeline folders by the name that the node shows; links are followed, the first of equal names counts."""
+    found: dict[str, Path] = {}
+    for root in map(Path, folder_paths.get_folder_paths(FOLDERS)):
+        for place, folders, files in os.walk(root, followlinks=True):
+            if "sdflow.json" in files:
+                folders.clear()
+                found.setdefault(Path(place).relative_to(root).as_posix(), Path(place))
+    return found
 
 
 class SdflowLoad:

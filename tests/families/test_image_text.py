@@ -1,5 +1,5 @@
-"""What PNG files say is read back by sdflow and, independently, by sd-parsers and by the expressions that A1111's webui and ComfyUI
-read it with."""
+"""What PNG files say is read back by sdflow and, independently, by sd-parsers and by the expressions of A1111's webui and
+ComfyUI."""
 
 from __future__ import annotations
 

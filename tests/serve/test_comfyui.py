@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +41,24 @@ def prompt_of(**sample: Any) -> dict[str, dict[str, Any]]:
     return prompt
 
 
+@pytest.fixture(scope="module")
+def outputs(host: Host) -> Mapping[str, tuple[Any, ...]]:
+    """Of each node of the example."""
+    return host.execute(prompt_of(scheduler="euler"))
+
+
 def noise_of_comfyui(seed: int, *shape: int) -> torch.Tensor:
     """`prepare_noise` of ComfyUI's comfy/sample.py: one draw for the batch."""
     return torch.randn(shape, generator=torch.manual_seed(seed), device="cpu")
 
 
 def test_the_example_draws_what_the_pipeline_draws_from_the_noise_of_comfyui(
-    host: Host, tiny_pipeline: Path, tiny_torch: Any
+    host: Host, outputs: Mapping[str, tuple[Any, ...]], tiny_pipeline: Path, tiny_torch: Any
 ) -> None:
-    outputs = host.execute(prompt_of(scheduler="euler"))
     samples, images = outputs["3"][0], outputs["4"][0]
     assert samples.keys() == {"samples"} and samples["samples"].shape == (2, 4, 8, 8)
     assert images.shape == (2, 64, 64, 3) and 0 <= images.min() < images.max() <= 1
-    assert host.saved[-1] is images and host.steps == [(1, 2), (2, 2)]
+    assert host.saved == [images] and host.steps[:2] == [(1, 2), (2, 2)]
     pipe = Pipeline.load(tiny_pipeline, "cpu", threads=1, scheduler="euler")
     options = {"height": 64, "width": 64, "num_inference_steps": 2, "guidance_scale": 7.5, "prompt_syntax": "a1111"}
     expected = pipe(
@@ -67,15 +72,21 @@ def test_the_example_draws_what_the_pipeline_draws_from_the_noise_of_comfyui(
     np.testing.assert_allclose(images.numpy(), (decoded / 2 + 0.5).clamp(0, 1).numpy(), atol=1e-4)
 
 
-def test_images_are_encoded_in_the_scale_of_comfyui_and_drawn_from(host: Host, tiny_torch: Any) -> None:
+def test_images_are_encoded_in_the_scale_of_comfyui_and_drawn_from(
+    host: Host, outputs: Mapping[str, tuple[Any, ...]], tiny_torch: Any
+) -> None:
     pixels = torch.rand(1, 70, 64, 3, generator=torch.Generator().manual_seed(0))
-    pipeline = host.execute({"1": prompt_of()["1"]})["1"][0]
+    pipeline = outputs["1"][0]
     (latent,) = host.nodes["SdflowEncode"]().encode(pipeline, pixels)  # type: ignore[attr-defined]
     with torch.no_grad():
         expected = tiny_torch.vae.encode(pixels[:, 3:67].permute(0, 3, 1, 2) * 2 - 1).latent_dist.mean
     np.testing.assert_allclose(latent["samples"].numpy(), expected.numpy(), atol=1e-4)
     host.steps.clear()
-    given = {**prompt_of(denoise=0.5, steps=3)["3"]["inputs"], "pipeline": pipeline, "latent_image": latent}
+    given = {
+        **prompt_of(denoise=0.5, steps=3, scheduler="euler")["3"]["inputs"],
+        "pipeline": pipeline,
+        "latent_image": latent,
+    }
     sample = host.nodes["SdflowSample"]()
     with torch.inference_mode():
         (near,) = sample.sample(**{**given, "denoise": 0.05})  # type: ignore[attr-defined]
@@ -91,7 +102,9 @@ def test_images_are_encoded_in_the_scale_of_comfyui_and_drawn_from(host: Host, t
     assert kept.max() < 1e-4 < drawn.max() and half["noise_mask"] is mask
 
 
-def test_inputs_are_checked_as_comfyui_does_and_a_run_can_be_interrupted(host: Host) -> None:
+def test_inputs_are_checked_as_comfyui_does_and_a_run_can_be_interrupted(
+    host: Host, outputs: Mapping[str, tuple[Any, ...]]
+) -> None:
     assert host.validate(prompt_of()) == []
     wrong = prompt_of(steps=0, scheduler="restart", pipeline=["2", 0])
     assert sorted(host.validate(wrong)) == [
@@ -99,7 +112,8 @@ def test_inputs_are_checked_as_comfyui_does_and_a_run_can_be_interrupted(host: H
     ]  # fmt: skip
     assert host.nodes["SdflowLora"].INPUT_TYPES()["required"]["lora_name"] == (["ink.safetensors"],)  # type: ignore[attr-defined]
     host.interrupted = True
-    with pytest.raises(Exception) as interrupted:
-        host.execute(prompt_of(steps=5))
+    given = {**prompt_of(steps=5)["3"]["inputs"], "pipeline": outputs["1"][0], "latent_image": outputs["2"][0]}
+    with pytest.raises(Exception) as interrupted, torch.inference_mode():
+        host.nodes["SdflowSample"]().sample(**given)  # type: ignore[attr-defined]
     host.interrupted = False
     assert type(interrupted.value).__name__ == "InterruptProcessingException"

@@ -1,7 +1,7 @@
 """What ComfyUI gives to custom nodes, and how it runs them: the modules that nodes import, and an executor of API-format prompts.
 
-After execution.py (`validate_inputs`, `get_input_data`, `execute`) and nodes.py (`load_custom_node`, EmptyLatentImage, SaveImage) of
-ComfyUI, which no package index has. It has what these nodes use, on real folders; nothing of it is ComfyUI's code.
+After ComfyUI's execution.py (`validate_inputs`, `get_input_data`, `execute`) and nodes.py (`load_custom_node`, EmptyLatentImage,
+SaveImage); no package index has ComfyUI itself. It has what these nodes use, on real folders; nothing of it is ComfyUI's code.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Host:
         )
         host = self
 
-        class InterruptProcessingException(Exception):  # noqa: N818  ComfyUI's name
+        class InterruptProcessingException(Exception):
             pass
 
         class ProgressBar:
@@ -97,8 +97,7 @@ class Host:
 
         utils.ProgressBar, management.throw_exception_if_processing_interrupted = ProgressBar, throw  # type: ignore[attr-defined]
         comfy.utils, comfy.model_management = utils, management  # type: ignore[attr-defined]
-        modules = {"folder_paths": paths, "comfy": comfy, "comfy.utils": utils, "comfy.model_management": management}
-        return modules
+        return {"folder_paths": paths, "comfy": comfy, "comfy.utils": utils, "comfy.model_management": management}
 
     def validate(self, prompt: Prompt) -> list[str]:
         """What `validate_inputs` would report: inputs that are missing, of the wrong type, out of bounds, or not in a list."""

@@ -14,6 +14,7 @@ from sdflow.families.shared.request import Request
 from sdflow.families.shared.sampler_names import scheduler_name
 from sdflow.machine.packages import versions
 from sdflow.manifest import MANIFEST_FILE, read_manifest
+from sdflow.runtime.files.words import words_named
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +53,8 @@ def records(
     count = len(request.prompts)
     alone = [] if generator is None else generator if isinstance(generator, list) else [generator]
     seeds = [each.initial_seed() for each in alone] if len(alone) == count else [None] * count
+    texts = [*request.prompts, *(request.negatives or ())]
+    words = words_named(texts, request.reading) if request.reading.words else []
     shared = {
         **pipeline.record,
         **scheduler_settings(pipeline.scheduler),
@@ -60,6 +63,7 @@ def records(
         "prompt_syntax": request.reading.syntax,
         **({APPROXIMATION: fewer.settings()} if fewer else {}),
         **{name: {} for name, there in inputs.items() if there},
+        **({"embeddings": {word: {} for word in words}} if words else {}),
     }
     given = {
         name: value

@@ -16,6 +16,7 @@ from sdflow.runtime.denoiser.control import Control
 from sdflow.runtime.denoiser.schedule import named_scheduler
 from sdflow.runtime.drawing.drawing import Drawing
 from sdflow.runtime.drawing.record import with_more
+from sdflow.runtime.drawing.text import with_words
 from sdflow.runtime.drawing.waits import Compute, Fetch
 from sdflow.runtime.ensemble import Ensemble
 from sdflow.runtime.files.folder import folder_family, load_submodel
@@ -83,13 +84,17 @@ class ServedPipeline:
         self._ahead = OneAhead(self.base.place)
 
     @classmethod
-    def load(cls, folder: Path, threads: int | None = None, checker: bool = True) -> ServedPipeline:
-        """Load a pipeline folder on the target that it was built for. Raises as `Pipeline.load`."""
+    def load(
+        cls, folder: Path, threads: int | None = None, checker: bool = True, embeddings: Path | None = None
+    ) -> ServedPipeline:
+        """Load a pipeline folder on the target that it was built for. embeddings: a folder of textual inversion files. Raises as
+        `Pipeline.load`."""
         origin = read_manifest(folder).origin
         target = find_target(origin.target, str(folder / MANIFEST_FILE))
         recorded, family = recorded_tuning(folder, target).tuning, folder_family(folder)
         tuning = replace(recorded, session={**RESTING, **recorded.session})
         options: dict[str, Any] = {"threads": threads, "checker": checker, "tuning": tuning}
+        options["embeddings"] = [] if embeddings is None else [embeddings]
 
         def reload(other: Path, name: str, live: LiveWeights | None, shared: DeviceWeights | None) -> Submodel:
             how = LoadOptions(threads=threads, tuning=tuning)
@@ -106,7 +111,8 @@ class ServedPipeline:
         base, reload = self.base, self._reload
 
         def loaded(name: str, weights: LiveWeights | None) -> Submodel:
-            return reload(folder, name, weights, None if weights is None else base.submodels[name].weights)
+            made = reload(folder, name, weights, None if weights is None else base.submodels[name].weights)
+            return with_words(made, base.family, base.learned) if name in base.family.text else made
 
         pipeline = Pipeline(
             base.family,
@@ -116,6 +122,7 @@ class ServedPipeline:
             defaults=base.defaults,
         )
         pipeline.scheduler, pipeline.record = base.scheduler, base.record
+        pipeline.learned, pipeline.words = base.learned, base.words
         whole = pipeline if isinstance(self.pipeline, Pipeline) else Ensemble(pipeline, self.pipeline.refiner)
         return type(self)(whole, self._reload, self._cuts)
 

@@ -76,12 +76,14 @@ def webui_routes(served: Served) -> APIRouter:
         )
         names = [(lora.name, lora.scale) for lora in wanted]
         loras = await run_in_threadpool(served.loras.find, names) if names else ()
-        jobs = jobs_of(fields, model, served.limits, served.drawing.most_pixels(model.name), image, mask, loras)
+        most, wildcards = served.drawing.most_pixels(model.name), served.wildcards
+        jobs = jobs_of(fields, model, served.limits, most, image, mask, loras, wildcards=wildcards)
         note(request, served, model, jobs)
         found = await wanted_still(request, _watched(served, jobs, now))
         seeds = [job.seed for job in jobs]
         info = {
             "prompt": asked.prompt,
+            "all_prompts": [job.prompt for job in jobs],
             "negative_prompt": asked.negative_prompt,
             "seed": seeds[0],
             "all_seeds": seeds,
