@@ -87,7 +87,7 @@ def test_generate_resolves_wildcards_by_seed_and_writes_what_was_drawn(
     assert done.exit_code == 0, done.output
     found = [read_image_settings(path) for path in sorted((tmp_path / "out").glob("0*.png"))]
     assert [(each.seed, each.prompt) for each in found] == [
-        (0, "a green in my-style circle"), (1, "a red circle"), (2, "a blue circle"), (3, "a red circle")
+        (0, "a green in my-style circle"), (1, "a blue circle"), (2, "a red circle"), (3, "a blue circle")
     ]  # fmt: skip
     assert {each.settings["negative_prompt"] for each in found} <= {"red", "blue", "green in my-style"}
     with Image.open(tmp_path / "out/001-0.png") as image:
