@@ -64,10 +64,11 @@ class Wildcards:
                 remedy=f"Write the file, or name another wildcard; {listed}.",
             ) from None
         except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
             raise UsageError(
-                f"cannot be read: {error}", where=str(path), remedy="A text file, a choice a line."
+                f"{path.name} cannot be read: {reason}", where=f"__{name}__", remedy="A text file, a choice a line."
             ) from error
         lines = [line for line in read if line and not line.startswith("#")]
         if not lines:
-            raise UsageError("there is no line to choose", where=str(path), remedy="Write a choice a line.")
+            raise UsageError(f"{path.name} has no line to choose", where=f"__{name}__", remedy="Write a choice a line.")
         return lines

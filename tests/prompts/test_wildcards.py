@@ -31,7 +31,7 @@ def test_the_seed_chooses_and_every_line_is_chosen(folder: Path) -> None:
     assert set(drawn) == {
         f"a {one} circle on {two}" for one in ("red", "blue", "green") for two in ("red", "blue", "green")
     }
-    assert drawn[:3] == ["a green circle on green", "a red circle on blue", "a blue circle on red"], (
+    assert drawn[:3] == ["a green circle on green", "a blue circle on green", "a red circle on red"], (
         "pinned: PNGs name seeds"
     )
 
@@ -51,8 +51,8 @@ def test_lines_may_have_wildcards_and_names_folders(folder: Path) -> None:
     [
         ("__colour__", r"__colour__: there is no colour\.txt in .*; did you mean 'color'\?"),
         ("__circle__", "__circle__: more than 1000 wildcards"),
-        ("__empty__", "no line to choose"),
-        ("__latin__", "cannot be read"),
+        ("__empty__", "__empty__: empty.txt has no line to choose"),
+        ("__latin__", "__latin__: latin.txt cannot be read: not UTF-8"),
     ],
 )
 def test_what_cannot_be_resolved_is_refused(folder: Path, text: str, what: str) -> None:
