@@ -36,7 +36,7 @@ from sdflow.runtime.drawing.image_prompts import image_prompts
 from sdflow.runtime.drawing.kept import Kept, require_blur
 from sdflow.runtime.drawing.parts import Images, PipelineParts
 from sdflow.runtime.drawing.preview import Preview
-from sdflow.runtime.drawing.record import records
+from sdflow.runtime.drawing.record import records, scheduler_settings
 
 if TYPE_CHECKING:
     import numpy as np
@@ -223,7 +223,7 @@ class Pipeline(PipelineParts):
             denoiser, conditions = self._conditioned_denoiser(wanted, request, clip_skip or 0)
             given = {**conditions.inputs, **self._image_conditions(shown, rows, guided)}
             said = records(
-                self,
+                {**self.record, **scheduler_settings(self.scheduler)},
                 request,
                 fewer,
                 generator,

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
-    from sdflow.runtime.drawing.loaded import LoadedPipeline
-
 Record = Mapping[str, Any]
 
 
@@ -41,23 +39,22 @@ def scheduler_settings(scheduler: Any) -> dict[str, str]:
 
 
 def records(
-    pipeline: LoadedPipeline,
+    own: Record,
     request: Request,
     fewer: Approximation,
     generator: torch.Generator | list[torch.Generator] | None,
     inputs: Mapping[str, bool],
     **settings: Any,
 ) -> list[Record]:
-    """The settings of each image. inputs: what it is drawn from besides the prompt. settings: by the names of
-    `sdflow.families.settings`. The seed is known where each image has a generator of its own."""
+    """The settings of each image. own: of the pipeline. inputs: what it is drawn from besides the prompt. settings: by the names
+    of `sdflow.families.settings`. The seed is known where each image has a generator of its own."""
     count = len(request.prompts)
     alone = [] if generator is None else generator if isinstance(generator, list) else [generator]
     seeds = [each.initial_seed() for each in alone] if len(alone) == count else [None] * count
     texts = [*request.prompts, *(request.negatives or ())]
     words = words_named(texts, request.reading) if request.reading.words else []
     shared = {
-        **pipeline.record,
-        **scheduler_settings(pipeline.scheduler),
+        **own,
         **request.more,
         **settings,
         "prompt_syntax": request.reading.syntax,
