@@ -51,7 +51,7 @@ def infotext(settings: Mapping[str, Any]) -> str:
         values["Sampler"] = sampler
         if scheduler.endswith(TRAILING):
             values["Schedule type"] = SGM_UNIFORM
-    if size := settings.get("size"):
+    if size := _size(settings):
         values["Size"] = f"{size[0]}x{size[1]}"
     if model := settings.get("pipeline"):
         values["Model"] = model
@@ -78,10 +78,16 @@ def invokeai_metadata(settings: Mapping[str, Any]) -> dict[str, Any]:
     scheduler = settings.get(SCHEDULER_NAME)
     if scheduler is not None and (theirs := name_elsewhere(scheduler, INVOKEAI)) is not None:
         found["scheduler"] = theirs
-    if size := settings.get("size"):
+    if size := _size(settings):
         found["width"], found["height"] = size
     version = f"sdflow {sdflow.__version__}"
     return {"positive_prompt": settings["prompt"], **found, "created_by": "sdflow", "app_version": version}
+
+
+def _size(settings: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Width and height; `size` is that of the image itself."""
+    width, height = settings.get("size") or (settings.get("width"), settings.get("height"))
+    return (width, height) if width and height else None
 
 
 def _declared(settings: Mapping[str, Any], program: str) -> dict[str, Any]:
