@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
 import shutil
 import subprocess
@@ -25,6 +26,7 @@ from started_python import Command
 from until import PATIENCE, until
 
 from sdflow.errors import CheckpointError, PassError, UsageError, VerificationError
+from sdflow.prompts.wildcards import Wildcards
 from sdflow.runtime.denoiser.split import split
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.sessions.live_weights import own_values
@@ -58,7 +60,13 @@ def built(sdflow: Command, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(built: Path) -> Iterator[RunningServer]:
-    arguments = ("--batch-sizes", "1", "--loras", str(SAMPLES), "--cache", str(built / "cache"))
+    width = json.loads((built / "pipelines/shapes_cpu/text_encoder/config.json").read_text())["hidden_size"]
+    for name in ("embeddings", "cards"):
+        (built / name).mkdir()
+    save_file({"emb_params": np.ones((2, width), np.float32)}, built / "embeddings/my-style.safetensors")
+    (built / "cards/color.txt").write_text("red\nblue\n")
+    folders = ("--embeddings", str(built / "embeddings"), "--wildcards", str(built / "cards"))
+    arguments = ("--batch-sizes", "1", "--loras", str(SAMPLES), "--cache", str(built / "cache"), *folders)
     with running_server(str(built / "pipelines/shapes_cpu"), *arguments) as made:
         yield made
 
@@ -124,6 +132,27 @@ def test_a_local_pipeline_draws_with_loras_what_the_baked_pipeline_draws(built: 
     assert (drawn[0] - drawn[1]).abs().max() > 0.1
     with pytest.raises(UsageError, match=r"absent\.safetensors: no such file"):
         plain.with_lora(SAMPLES / "absent.safetensors", 1.0)
+
+
+def test_a_file_of_the_server_says_what_it_was_drawn_with(built: Path, server: RunningServer) -> None:
+    """LoRAs, a word of the folder of embeddings, and a wildcard, chosen by the seed."""
+    fields = {"prompt": "a __color__ circle in my-style", "size": "64x64", "steps": 1, "seed": 7, "n": 2}
+    loras = [{"name": "stripes", "scale": 0.8}]
+    answer = httpx.post(f"{server.url}/v1/images/generations", json={**fields, "loras": loras}, timeout=PATIENCE)
+    assert answer.status_code == 200, answer.text
+    for data, seed in zip(answer.json()["data"], (7, 8), strict=True):
+        info = PIL.Image.open(io.BytesIO(b64decode(data["b64_json"]))).info
+        said = json.loads(info["sdflow"])
+        color = Wildcards(built / "cards").resolve("__color__", seed)
+        assert (said["prompt"], said["seed"]) == (f"a {color} circle in my-style", seed)
+        assert said["loras"] == loras and said["embeddings"] == {"my-style": {}} and said["pipeline"] == "shapes_cpu"
+        assert info["parameters"].startswith(
+            f"a {color} circle in my-style <lora:stripes:0.8>\nNegative prompt: \nSteps: 1, "
+        )
+    refused = httpx.post(
+        f"{server.url}/v1/images/generations", json={**fields, "prompt": "__colour__"}, timeout=PATIENCE
+    )
+    assert refused.status_code == 400 and "did you mean 'color'?" in refused.json()["error"]["message"]
 
 
 def test_words_of_a_folder_of_embeddings_are_known_with_loras_too(built: Path, tmp_path: Path) -> None:
