@@ -69,9 +69,9 @@ CACHE_GROUPS: Mapping[str, Mapping[str, str]] = {
 }
 
 PANELS: Mapping[str, str] = {
-    "Prompt": "prompt prompts negative_prompt prompt_syntax embeddings prompt_2 negative_prompt_2 prompt_3 negative_prompt_3 "
-    "max_sequence_length clip_skip allow_pickle",
-    "Image": "images size height width seed steps guidance_scale scheduler eta batch",
+    "Prompt": "prompt prompts negative_prompt prompt_syntax wildcards embeddings embedding_folder prompt_2 "
+    "negative_prompt_2 prompt_3 negative_prompt_3 max_sequence_length clip_skip allow_pickle",
+    "Image": "settings_from images size height width seed steps guidance_scale scheduler eta batch",
     "Starting from an image": "image mask mask_blur strength whole",
     "ControlNet and IP-Adapter": "controls guess_mode image_prompts",
     "SDXL": "original_size crops_coords_top_left target_size refiner refiner_start aesthetic_score negative_aesthetic_score",

@@ -37,6 +37,23 @@ def serve(
         Path | None,
         typer.Option(help="Folder of LoRAs (.safetensors) that requests may use.", metavar="DIR", show_default=False),
     ] = None,
+    embedding_folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--embeddings",
+            help="Folder of textual inversion files (.safetensors) that prompts may name.",
+            metavar="DIR",
+            show_default=False,
+        ),
+    ] = None,
+    wildcards: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of text files: __NAME__ in a prompt becomes a line of NAME.txt.",
+            metavar="DIR",
+            show_default=False,
+        ),
+    ] = None,
     lora_memory: Annotated[
         float,
         typer.Option(min=0, help="Memory in GB for LoRA sessions; the most recently used stay loaded."),
@@ -144,6 +161,7 @@ def serve(
 
     A web page at /, OpenAI's images API at /v1, metrics at /metrics. Concurrent requests are batched.
     """
+    from sdflow.prompts.wildcards import Wildcards
     from sdflow.serve.http.app import Settings
     from sdflow.serve.http.loras import Loras
     from sdflow.serve.http.served_model import read_all_served
@@ -153,6 +171,7 @@ def serve(
     from sdflow.serve.on_ray.server import serve_on_ray
     from sdflow.serve.on_ray.spread import read_spread
     from sdflow.serve.worker_options import WorkerOptions
+    from sdflow.sources.embedding_folder import embeddings_in
 
     spread = read_spread(on, port, replicas, gpus, queue, take_over)
     if spread is not None:
@@ -184,6 +203,7 @@ def serve(
             lanes=lanes,
             deadline=deadline,
             stall=stall,
+            embeddings=None if embedding_folder is None else embedding_folder.absolute(),
         ),
         access_of(host, api_key_file, cors_origin or (), no_auth=no_auth),
         limits,
@@ -194,7 +214,10 @@ def serve(
             limits,
         ),
         log_prompts,
+        None if wildcards is None else Wildcards(wildcards),
     )
+    if embedding_folder is not None:
+        embeddings_in(embedding_folder)  # one that is none is told before anything is loaded
 
     for name, model in models.items():
         if model.left_aside:

@@ -28,7 +28,9 @@ PromptSyntax = Literal["plain", "a1111"]
 class Settings:
     """How an image is drawn. None: the model's own. more: the family's own arguments (`Family.arguments`), by name."""
 
-    negative_prompt: Annotated[str | None, Parameter("Negative prompt.", served=True, webui="negative_prompt")] = None
+    negative_prompt: Annotated[
+        str | None, Parameter("Negative prompt.", served=True, webui="negative_prompt", invokeai="negative_prompt")
+    ] = None
     prompt_syntax: Annotated[
         PromptSyntax,
         Parameter(
@@ -45,6 +47,8 @@ class Settings:
             least=0,
             most=30,
             served=True,
+            infotext="Clip skip",
+            invokeai="clip_skip",
         ),
     ] = None
     reuse: Annotated[
@@ -77,6 +81,8 @@ class Settings:
             otherwise="the model's, 50, or 1 to 8 of few-step models",
             call="num_inference_steps",
             webui="steps",
+            infotext="Steps",
+            invokeai="steps",
             served=True,
             workflow=True,
         ),
@@ -89,6 +95,8 @@ class Settings:
             most=1000,
             otherwise="the model's, 7.5 or for SDXL 5",
             webui="cfg_scale",
+            infotext="CFG scale",
+            invokeai="cfg_scale",
             served=True,
             workflow=True,
         ),
@@ -101,6 +109,8 @@ class Settings:
             most=1,
             otherwise="the model's, 0.8 or for SDXL 0.3; 1 with a mask",
             webui="denoising_strength",
+            infotext="Denoising strength",
+            invokeai="strength",
             needs="image",
             served=True,
             workflow=True,
@@ -114,6 +124,7 @@ class Settings:
             most=1,
             otherwise="the model's",
             webui="eta",
+            infotext="Eta",
             served=True,
             workflow=True,
         ),
@@ -125,6 +136,8 @@ class Settings:
             otherwise="the pipeline's",
             call="-",
             recorded=False,
+            infotext="Sampler",
+            invokeai="scheduler",
             served=True,
             workflow=True,
         ),
@@ -138,14 +151,18 @@ class Settings:
             otherwise="a random one",
             call="-",
             recorded=False,
+            infotext="Seed",
+            invokeai="seed",
             served=True,
         ),
     ] = None
     height: Annotated[
-        int | None, Parameter("Height in pixels.", least=1, otherwise="the model's own", recorded=False)
+        int | None,
+        Parameter("Height in pixels.", least=1, otherwise="the model's own", recorded=False, invokeai="height"),
     ] = None
     width: Annotated[
-        int | None, Parameter("Width in pixels.", least=1, otherwise="the model's own", recorded=False)
+        int | None,
+        Parameter("Width in pixels.", least=1, otherwise="the model's own", recorded=False, invokeai="width"),
     ] = None
     mask_blur: Annotated[
         float,
@@ -155,6 +172,7 @@ class Settings:
             most=MOST_BLUR,
             metavar="PIXELS",
             webui="mask_blur",
+            infotext="Mask blur",
             needs="mask",
             served=True,
         ),

@@ -55,6 +55,21 @@ class GenerateRequest(Settings):
             many=True,
         ),
     ] = ()
+    embedding_folder: Annotated[
+        Path | None,
+        Parameter(
+            "Folder of textual inversion files; a file's name in a prompt stands for it.",
+            options=("--embeddings",),
+            metavar="DIR",
+        ),
+    ] = None
+    wildcards: Annotated[
+        Path | None,
+        Parameter(
+            "Folder of text files: __NAME__ in a prompt becomes a line of NAME.txt, chosen by the image's seed.",
+            metavar="DIR",
+        ),
+    ] = None
     allow_pickle: Annotated[bool, Parameter("Read pickled embeddings (.pt, .bin) without executing code in them.")] = (
         False
     )

@@ -36,6 +36,7 @@ from sdflow.runtime.drawing.image_prompts import image_prompts
 from sdflow.runtime.drawing.kept import Kept, require_blur
 from sdflow.runtime.drawing.parts import Images, PipelineParts
 from sdflow.runtime.drawing.preview import Preview
+from sdflow.runtime.drawing.record import records, scheduler_settings
 
 if TYPE_CHECKING:
     import numpy as np
@@ -197,7 +198,7 @@ class Pipeline(PipelineParts):
             first = latents if denoising_start is None else torch.zeros(shape)  # no noise is added on the way
             noises = [self.place.placed(each) for each in draw_noises(shape, schedule.draws, first, generator)]
             beside = self.task == "inpaint"
-            start = make_start(noises, image, mask, self._encoded, beside=beside, from_image=from_image)
+            start = make_start(noises, image, mask, self.encode, beside=beside, from_image=from_image)
             request = Request(
                 prompts,
                 negatives,
@@ -221,7 +222,27 @@ class Pipeline(PipelineParts):
             )
             denoiser, conditions = self._conditioned_denoiser(wanted, request, clip_skip or 0)
             given = {**conditions.inputs, **self._image_conditions(shown, rows, guided)}
-            return Drawing(self, denoiser, DenoiserInputs(given, schedule, start.context), start, kept)
+            said = records(
+                {**self.record, **scheduler_settings(self.scheduler)},
+                request,
+                fewer,
+                generator,
+                {
+                    "image": image is not None,
+                    "mask": mask is not None,
+                    "controls": bool(controls),
+                    "image_prompts": ip_adapter_image is not None,
+                },
+                steps=steps,
+                guidance_scale=guidance_scale,
+                strength=None if image is None else strength,
+                eta=own.eta if eta is None else eta,
+                clip_skip=clip_skip,
+                mask_blur=mask_blur,
+                whole=whole,
+                guess_mode=guess_mode,
+            )
+            return Drawing(self, denoiser, DenoiserInputs(given, schedule, start.context), start, kept, said)
 
     def _conditioned_denoiser(
         self, wanted: DenoiserRequest, request: Request, clip_skip: int

@@ -196,6 +196,7 @@ class PipelineParts(LoadedPipeline):
         self.schedules[key] = self.schedules.pop(key)  # the latest used is the last to go
         return self.schedules[key]
 
-    def _encoded(self, images: torch.Tensor) -> torch.Tensor:
-        with self._using(self.family.encoder) as encoder:
+    def encode(self, images: torch.Tensor) -> torch.Tensor:
+        """Latents from images, (images, 3, rows, columns) in [-1, 1] on the device: the mean of the encoder's distribution."""
+        with self.place.current(), self._using(self.family.encoder) as encoder:
             return encode(encoder, images, self.latents, tiles=self.vae_tiles)

@@ -17,6 +17,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
 
 from sdflow.families.shared.approximation import GUIDANCE_INTERVAL, REUSE
+from sdflow.prompts.wildcards import Wildcards
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.http.conditioning_images import read_conditioning_images
 from sdflow.serve.http.drawing import Drawing
@@ -48,6 +49,7 @@ class Served:
     limits: Limits
     loras: Loras
     log_prompts: bool = False
+    wildcards: Wildcards | None = None
 
 
 def openai_routes(served: Served) -> APIRouter:
@@ -156,9 +158,8 @@ async def drawn(
     wanted = [(lora.name, lora.scale) for lora in fields.loras]
     loras = await run_in_threadpool(served.loras.find, wanted) if wanted else ()
     conditioning = await run_in_threadpool(read_conditioning_images, fields, model, served.limits)
-    jobs = jobs_of(
-        fields, model, served.limits, served.drawing.most_pixels(model.name), image, mask, loras, conditioning
-    )
+    most = served.drawing.most_pixels(model.name)
+    jobs = jobs_of(fields, model, served.limits, most, image, mask, loras, conditioning, served.wildcards)
     note(request, served, model, jobs)
     served.drawing.require_place(len(jobs))
     if fields.stream:

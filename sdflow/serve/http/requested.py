@@ -6,7 +6,9 @@ import random
 import uuid
 from collections.abc import Mapping
 
+from sdflow.errors import UsageError
 from sdflow.families.settings import ALL, FAMILY_ARGUMENTS, MOST_SEED, Settings
+from sdflow.prompts.wildcards import Wildcards
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.http.openai_fields import Fields
 from sdflow.serve.http.served_model import ServedModel
@@ -35,9 +37,10 @@ def jobs_of(
     mask: Image | None,
     loras: tuple[LoraFile, ...] = (),
     conditioning: ConditioningImages = NOTHING,
+    wildcards: Wildcards | None = None,
 ) -> list[Job]:
     """The images of a request. most_pixels: of each. image, mask: what it begins with. loras, conditioning: of the fields,
-    found and read.
+    found and read. wildcards: that its prompts may name.
 
     Raises ApiError for what cannot be.
     """
@@ -56,14 +59,25 @@ def jobs_of(
     negative = arguments.pop("negative_prompt", None)
     first = random.SystemRandom().randrange(2**32) if settings.seed is None else settings.seed
     request = uuid.uuid4().hex
+
+    def resolved(param: str, text: str | None, seed: int) -> str | None:
+        if wildcards is None or text is None:
+            return text
+        try:
+            found = wildcards.resolve(text, seed)
+        except UsageError as error:
+            raise ApiError(400, f"{error.where}: {error.what}.", param=param, code="invalid_value") from error
+        limits.require_short(param, found)
+        return found
+
     return [
         Job(
             request,
             index,
             model.name,
-            fields.prompt,
-            (first + index) % (MOST_SEED + 1),
-            negative,
+            resolved("prompt", fields.prompt, seed) or "",
+            seed,
+            resolved("negative_prompt", negative, seed),
             arguments,
             image,
             mask,
@@ -74,7 +88,7 @@ def jobs_of(
             90 if fields.output_compression is None else max(1, fields.output_compression),
             conditioning,
         )
-        for index in range(images)
+        for index, seed in enumerate((first + index) % (MOST_SEED + 1) for index in range(images))
     ]
 
 
