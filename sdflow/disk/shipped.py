@@ -1,4 +1,4 @@
-"""What ships with sdflow beside its code: sample checkpoints, and what the families' folders hold."""
+"""Files that come with sdflow: sample checkpoints, and what the families' folders hold."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ def family_data(name: str) -> tuple[Path, ...]:
 
 
 def sample_folders() -> tuple[Path, ...]:
-    """Where samples may lie: in the installed package's data, or beside the package in a checkout."""
-    package = Path(sdflow.__file__).parent
-    return package / "data/samples", package.parent / "samples"
+    """Where samples may be: beside the package in a checkout, and in the distribution sdflow-samples."""
+    spec = find_spec("sdflow_samples")
+    installed = () if spec is None else tuple(spec.submodule_search_locations or ())
+    return Path(sdflow.__file__).parents[1] / "samples", *map(Path, installed)
 
 
 def _bases() -> Iterator[tuple[str, Path]]:

@@ -6,16 +6,19 @@ from pathlib import Path
 
 from sdflow.disk.shipped import sample_folders
 from sdflow.errors import CheckpointError
+from sdflow.machine.packages import how_to_install
+
+_DISTRIBUTION = "sdflow-samples"
+_INDEX = "model_index.json"
 
 
 def sample_folder(name: str) -> Path:
-    """The folder of a sample: in the installed package's data, or beside the package in a checkout."""
-    folders = [folder / name for folder in sample_folders()]
-    for folder in folders:
-        if (folder / "model_index.json").is_file():
-            return folder
-    raise CheckpointError(
-        f"no sample of the name {name!r} is installed",
-        where=f"sample:{name}",
-        remedy=f"Looked in {' and '.join(str(folder) for folder in folders)}. Use a checkout of the repository.",
-    )
+    """The folder of a sample: beside the package in a checkout, or in the installed distribution sdflow-samples."""
+    found = {index.parent.name: index.parent for place in sample_folders() for index in place.glob(f"*/{_INDEX}")}
+    if name not in found:
+        raise CheckpointError(
+            f"there is no sample {name!r}" if found else f"needs {_DISTRIBUTION}, which is not installed",
+            where=f"sample:{name}",
+            remedy=f"known: {', '.join(sorted(found))}" if found else how_to_install(_DISTRIBUTION),
+        )
+    return found[name]
