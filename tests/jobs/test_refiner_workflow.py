@@ -139,7 +139,7 @@ def test_a_lora_for_the_base_is_refused_by_the_refiner(tmp_path: Path) -> None:
         for name in ("sdxl-tiny", "sdxl-refiner-tiny")
     )
     require_made_for(lora, base)
-    with pytest.raises(CheckpointError, match="the refiner of Stable Diffusion XL"):
+    with pytest.raises(CheckpointError, match="Stable Diffusion XL refiner"):
         require_made_for(lora, refiner)
 
 

@@ -147,7 +147,7 @@ def test_a_verdict_that_somebody_has_put_there_is_not_pulled(tmp_path: Path) -> 
 def test_the_commands_want_a_remote(tmp_path: Path) -> None:
     for command in ("push", "pull"):
         assert "no remote cache is named" in str(asked("cache", command, status=1).exception)
-    assert "shrinks by age" in str(asked("cache", "gc", "--remote", "--url", tmp_path, status=1).exception)
+    assert "is shrunk by age" in str(asked("cache", "gc", "--remote", "--url", tmp_path, status=1).exception)
 
 
 # In the workflow and the environment
@@ -170,8 +170,8 @@ def test_a_workflow_names_its_remote(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("cache", "said"),
     [
-        ({"remote": "s4://bucket"}, "'s4://bucket' is no URL of a remote cache"),
-        ({"remote": "s4://me:secret@bucket?sig=x"}, "'s4://bucket' is no URL"),
+        ({"remote": "s4://bucket"}, "'s4://bucket' is not the URL of a remote cache"),
+        ({"remote": "s4://me:secret@bucket?sig=x"}, "'s4://bucket' is not the URL"),
         ({"remot": "s3://bucket"}, "unknown option 'remot'"),
         ({"remote": 3}, "'remote' must be text"),
         ({"remote": {"url": "x", "timeout": 0}}, "timeout"),
