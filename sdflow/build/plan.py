@@ -191,7 +191,7 @@ def _plan_pipeline(
         said = {**few_steps, **pipeline.generate}
         checkpoint = replace(checkpoint, said=said)
         if few_steps:
-            notes.append(f"{few_steps['because']}: by default it generates with {spelled(said)}")
+            notes.append(f"{few_steps['because']}: it draws with {spelled(said)}, where nobody says otherwise")
     return PipelinePlan(pipeline, checkpoint, tuple(loras), tuple(chains), tuple(notes), few_steps)
 
 
@@ -204,7 +204,7 @@ def _require_merge(lora: LoraFile, spec: LoraSpec, pipeline: PipelineSpec) -> No
         ):
             mark = spec.mark
             problem = f"the LoRA {spec.reference} changes the {submodel}, whose chain has no step that merges LoRAs"
-            remedy = f"add {{pass: LoraMerge}} after OnnxConversion in submodels.{submodel}.passes"
+            remedy = f"add {{pass: LoraMerge}} behind OnnxConversion in submodels.{submodel}.passes"
             raise WorkflowError([Problem(mark.file, mark.line, mark.column, problem, remedy)])
 
 

@@ -19,7 +19,7 @@ def remote_spec(node: YamlMap, folder: Path, problems: Problems) -> RemoteSpec |
     remote = RemoteFields(url=fields.remote) if isinstance(fields.remote, str) else fields.remote
     place: Node = node.entries["remote"]
     if (remedy := unknown_scheme(remote.url)) is not None:
-        problems.add(place.mark, f"{without_secrets(remote.url)!r} is not the URL of a remote cache", remedy)
+        problems.add(place.mark, f"{without_secrets(remote.url)!r} is no URL of a remote cache", remedy)
         return None
     url = remote.url if is_url(remote.url) else str((folder / Path(remote.url).expanduser()).resolve())
     timeout = TIMEOUT if remote.timeout is None else remote.timeout

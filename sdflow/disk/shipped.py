@@ -9,6 +9,7 @@ from pathlib import Path
 
 import sdflow
 from sdflow.disk.input_file import is_regular
+from sdflow.errors import CheckpointError
 
 _FAMILY_PACKAGES = ("sdflow.families", "sdflow_families")
 """Where families are found: those that ship, and a namespace package of others, which tests define. The import path
@@ -59,3 +60,16 @@ def shipped_workflow(reference: str) -> Path | None:
 def shipped_workflows() -> tuple[str, ...]:
     """The names of all workflows that ship with sdflow to be extended."""
     return tuple(sorted(name for name, _ in _bases()))
+
+
+def sample_folder(name: str) -> Path:
+    """The folder of a sample: beside the package in a checkout, or in the installed distribution sdflow-samples."""
+    indexes = [index for place in sample_folders() for index in place.glob("*/model_index.json")]
+    found = {index.parent.name: index.parent for index in indexes}
+    if name not in found:
+        raise CheckpointError(
+            f"there is no sample {name!r}" if found else "needs sdflow-samples, which is not installed",
+            where=f"sample:{name}",
+            remedy=f"known: {', '.join(sorted(found))}" if found else "pip install 'sdflow[samples]'",
+        )
+    return found[name]

@@ -77,7 +77,7 @@ def _checkpoint(contents: Contents, found: Recognized) -> Description:
         lines = model_lines([base_of(architecture)], path)
     elif held:
         lines = partial_lines(architecture, held, path)
-        notes += (f"Its {' and '.join(held)} can be taken from it instead of from a folder or repository.",)
+        notes += (f"Its {' and '.join(held)} can be taken from it, in place of those of a folder or repository.",)
     lines = None if lines is None else lines + _pickles(contents)
     few = known_model([contents.path.name])
     details = {} if few is None else {DRAWS_WITH: f"{spelled(few.changes())} ({few.what})"}
@@ -98,7 +98,7 @@ def _component(contents: Contents, found: Recognized) -> Description:
     titles = () if found.alone else titles_of(found.architectures)
     lines, notes = lines_for_component(found, path, contents.pickled), list[str]()
     if found.half is not None:
-        notes.append(f"It is its {found.half}; the file of the other half must be next to it.")
+        notes.append(f"It is its {found.half}; the file of the other half must lie beside it.")
     if lines is None:
         exchangeable = ", ".join(family_of_architecture(architecture).exchangeable)
         notes.append(f"Alone it is no model. sdflow takes whole checkpoints, and from elsewhere only: {exchangeable}.")

@@ -31,7 +31,7 @@ def _other(path: Path, own: str, half: str, halves: Mapping[str, Shapes], shapes
     other = path.with_name(f"{before}{half}{after}")
     if not other.is_file():
         raise CheckpointError(
-            f"it is the {own} alone, and {other.name} is not next to it",
+            f"it is the {own} alone, and {other.name} is not beside it",
             where=str(path),
             remedy=f"Download {other.name} into the same folder, or take the whole in diffusers' names.",
         )

@@ -83,7 +83,7 @@ def remote_from_environment(said: RemoteSpec | None, environment: Mapping[str, s
 def at(url: str, said: str) -> str:
     """The URL, or the folder's absolute path. said: by what it was named. Raises UsageError for a scheme that fsspec lacks."""
     if (remedy := unknown_scheme(url)) is not None:
-        raise UsageError(f"{without_secrets(url)!r} is not the URL of a remote cache", where=said, remedy=remedy)
+        raise UsageError(f"{without_secrets(url)!r} is no URL of a remote cache", where=said, remedy=remedy)
     return url if is_url(url) else str(Path(url).expanduser().absolute())
 
 
