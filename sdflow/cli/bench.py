@@ -70,7 +70,7 @@ def bench(
         float | None,
         typer.Option(
             min=1,
-            help="Skip engines that take longer than this to load or to draw the first image.",
+            help="Skip engines that take longer than this to load or to generate the first image.",
             metavar="SECONDS",
             show_default=False,
         ),
@@ -138,9 +138,9 @@ def bench(
     print_bench(result, files, as_json=json, quiet=quiet, verbose=verbose)
     if result.wrong:
         raise VerificationError(
-            f"{', '.join(result.wrong)}: not the image that PyTorch draws in float32",
+            f"{', '.join(result.wrong)}: not the image that PyTorch generates in float32",
             where=str(pipeline),
-            remedy="Its figures are of no use. `sdflow verify` finds the operator; `--no-tuning` leaves tuned options out.",
+            remedy="Ignore its timings. `sdflow verify` finds the operator; `--no-tuning` runs without tuned options.",
         )
 
 

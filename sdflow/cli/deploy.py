@@ -91,7 +91,7 @@ def query(
     mask: Annotated[
         Path | None,
         typer.Option(
-            help="Mask: draw only where it is transparent, or white if it has no alpha channel.",
+            help="Mask: repaint where it is transparent, or white if it has no alpha channel.",
             metavar="FILE",
             show_default=False,
         ),
@@ -111,7 +111,7 @@ def query(
     needing = [SERVED[each].option(each) for each in said if SERVED[each].needs is not None]
     if image is None and (mask is not None or needing):
         where = needing[0] if needing else "--mask"
-        raise UsageError("belongs to an image to start from", where=where, remedy="Add --image FILE.")
+        raise UsageError("needs an image to start from", where=where, remedy="Add --image FILE.")
     fields = {
         "n": images,
         "size": size,

@@ -77,7 +77,7 @@ def _on_a_page(context: typer.Context, pipeline: Path) -> None:
     ]
     if given:
         raise UsageError(
-            f"--interactive takes no other option, and there is --{given[0].replace('_', '-')}",
+            f"--interactive cannot be combined with --{given[0].replace('_', '-')}",
             remedy="Set it on the page. `sdflow serve --open` has the options of a server.",
         )
     serve([pipeline], port=0, open_page=True)

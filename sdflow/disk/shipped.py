@@ -1,4 +1,4 @@
-"""What ships with sdflow beside its code: sample checkpoints, and what the families' folders hold."""
+"""Files that come with sdflow: sample checkpoints, and what the families' folders hold."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import sdflow
 from sdflow.disk.input_file import is_regular
+from sdflow.errors import CheckpointError
 
 _FAMILY_PACKAGES = ("sdflow.families", "sdflow_families")
 """Where families are found: those that ship, and a namespace package of others, which tests define. The import path
@@ -39,9 +40,10 @@ def family_data(name: str) -> tuple[Path, ...]:
 
 
 def sample_folders() -> tuple[Path, ...]:
-    """Where samples may lie: in the installed package's data, or beside the package in a checkout."""
-    package = Path(sdflow.__file__).parent
-    return package / "data/samples", package.parent / "samples"
+    """Where samples may be: beside the package in a checkout, and in the distribution sdflow-samples."""
+    spec = find_spec("sdflow_samples")
+    installed = () if spec is None else tuple(spec.submodule_search_locations or ())
+    return Path(sdflow.__file__).parents[1] / "samples", *map(Path, installed)
 
 
 def _bases() -> Iterator[tuple[str, Path]]:
@@ -58,3 +60,16 @@ def shipped_workflow(reference: str) -> Path | None:
 def shipped_workflows() -> tuple[str, ...]:
     """The names of all workflows that ship with sdflow to be extended."""
     return tuple(sorted(name for name, _ in _bases()))
+
+
+def sample_folder(name: str) -> Path:
+    """The folder of a sample: beside the package in a checkout, or in the installed distribution sdflow-samples."""
+    indexes = [index for place in sample_folders() for index in place.glob("*/model_index.json")]
+    found = {index.parent.name: index.parent for index in indexes}
+    if name not in found:
+        raise CheckpointError(
+            f"there is no sample {name!r}" if found else "needs sdflow-samples, which is not installed",
+            where=f"sample:{name}",
+            remedy=f"known: {', '.join(sorted(found))}" if found else "pip install 'sdflow[samples]'",
+        )
+    return found[name]

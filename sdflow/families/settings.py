@@ -54,7 +54,7 @@ class Settings:
     reuse: Annotated[
         Mapping[str, float] | None,
         Parameter(
-            "Approximation: compute the deep layers only every so many steps and reuse them in between. layers=1 sets how "
+            "Approximation: compute the deep layers only in every N-th step and reuse them in between. layers=1 sets how "
             "many of the outermost layers run in every step.",
             otherwise="the workflow's, else off",
             metavar="every=2,from=0.1,to=0.9|off",
@@ -78,7 +78,7 @@ class Settings:
             "Denoising steps.",
             least=1,
             most=10_000,  # the free memory may allow fewer (`sdflow.runtime.denoiser.schedule`)
-            otherwise="the model's, 50, or 1 to 8 of few-step models",
+            otherwise="the model's: 50, or 1 to 8 for few-step models",
             call="num_inference_steps",
             webui="steps",
             infotext="Steps",
@@ -93,7 +93,7 @@ class Settings:
             "Guidance scale; at most 1 (Z-Image: 0) turns guidance off.",
             least=0,
             most=1000,
-            otherwise="the model's, 7.5 or for SDXL 5",
+            otherwise="the model's: 7.5, or 5 for SDXL",
             webui="cfg_scale",
             infotext="CFG scale",
             invokeai="cfg_scale",
@@ -107,7 +107,7 @@ class Settings:
             "Fraction of the steps to run on the image.",
             above=0,
             most=1,
-            otherwise="the model's, 0.8 or for SDXL 0.3; 1 with a mask",
+            otherwise="the model's: 0.8, or 0.3 for SDXL; 1 with a mask",
             webui="denoising_strength",
             infotext="Denoising strength",
             invokeai="strength",

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from sdflow.disk.input_file import is_regular, is_there, no_file
+from sdflow.disk.shipped import sample_folder
 from sdflow.errors import CheckpointError
 from sdflow.sources.checkpoint import Access, Checkpoint, FileDigests
 from sdflow.sources.components.adapters import with_adapters
@@ -22,7 +23,6 @@ from sdflow.sources.reference import (
     SyntheticReference,
     parse_reference,
 )
-from sdflow.sources.sample import sample_folder
 from sdflow.sources.single_file import open_single_file
 from sdflow.sources.synthetic import open_synthetic
 
@@ -76,7 +76,7 @@ def _open(reference: str, access: Access, left_out: Collection[str]) -> Checkpoi
     if is_there(path) and path.is_dir():
         if parsed.architecture is not None:
             raise CheckpointError(
-                "is a folder, which says itself what it is",
+                "is a folder, which names its architecture itself",
                 where=str(path),
                 remedy=f"Leave out #{parsed.architecture}.",
             )

@@ -180,7 +180,7 @@ def test_a_refiner_of_diffusers_is_no_xl_that_lacks_a_text_encoder(tmp_path: Pat
     assert index["text_encoder"] == [None, None]
     found = only(tmp_path / "refiner")
     assert (found.architecture, found.missing, found.notes) == ("sdxl-refiner-tiny", (), ())
-    assert found.of == ("the refiner of Stable Diffusion XL",) and found.workflow is not None
+    assert found.of == ("Stable Diffusion XL refiner",) and found.workflow is not None
     (pipeline,) = plan_of(found.workflow, tmp_path).pipelines
     assert {chain.submodel for chain in pipeline.chains} == set(checkpoint.submodels)
 

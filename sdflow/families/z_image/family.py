@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 LENGTH = 512
-"""Most tokens that are read of a prompt, with its chat template, as in diffusers."""
+"""Maximum number of prompt tokens, including the chat template, as in diffusers."""
 SIDE = 1024
 """Height and width of the images that the model was made for, in pixels."""
 
@@ -77,7 +77,7 @@ class ZImage(Family):
     options: ClassVar[Mapping[str, Any]] = {}
     arguments: ClassVar[Mapping[str, Parameter]] = {
         "max_sequence_length": Parameter(
-            "Most tokens that are read of a prompt, with its chat template.",
+            "Maximum number of prompt tokens, including the chat template.",
             int,
             least=1,
             most=512,

@@ -56,7 +56,7 @@ class Fields(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    prompt: Text = Field(description="What to draw.")
+    prompt: Text = Field(description="Prompt.")
     model: str | None = Field(None, description="A pipeline of `/v1/models`. Default: the first.")
     n: int | None = Field(1, ge=1, description="How many images.")
     size: str | None = Field(None, description='"auto", or width and height as "512x768". Default: the model\'s own.')
