@@ -17,7 +17,7 @@ from sdflow.config.workflow import LoraSpec, Mark
 from sdflow.families import ADAPTER_ARCHITECTURES, ARCHITECTURES, COMPONENT_ARCHITECTURES
 from sdflow.sources.reference import PICKLE_SUFFIXES, AdapterReference, split_architecture
 
-SAMPLES = ("shapes",)
+SAMPLES = ("shapes", "shapes-klein")
 _SCHEMES = ("hf", "synthetic", "sample")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+-]+):(.*)", re.DOTALL)  # two letters at least: C: is a drive
 _HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w][\w./-]*)?", re.ASCII)
