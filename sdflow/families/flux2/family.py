@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from sdflow.families.flux2.references import Flux2References
 from sdflow.families.flux2.transformer import DISTILLED, Flux2Transformer
 from sdflow.families.flux2.vae import Flux2VaeDecoder, Flux2VaeEncoder, folded_channels, folded_scale
 from sdflow.families.shared.architecture import Architecture
@@ -100,6 +101,7 @@ class Flux2(Family):
         "scheduler": Companion("diffusers", None, "scheduler_config.json"),
     }
     noising = _Noising()
+    references = Flux2References()
     scheduler_config: ClassVar[Mapping[str, Any]] = {}
     options: ClassVar[Mapping[str, Any]] = {DISTILLED: False}
     arguments: ClassVar[Mapping[str, Parameter]] = {

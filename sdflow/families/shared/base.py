@@ -18,6 +18,7 @@ from sdflow.families.shared.defaults import Defaults, Task, settled
 from sdflow.families.shared.latents import Latents
 from sdflow.families.shared.noising import DIFFUSION, Noising
 from sdflow.families.shared.part import Companion, Part
+from sdflow.families.shared.references import References
 from sdflow.families.shared.request import Conditions, Request, Run
 from sdflow.models.base import Config, halved
 from sdflow.parameter import Parameter
@@ -37,6 +38,7 @@ class Family:
     denoiser, decoder, encoder, checker: names of parts; the checker may be None. companions: tokenizers, schedulers, ...
     net: a part that may occur any number of times, each under its own name (a ControlNet), or None.
     prompter: the part that encodes image prompts for IP-Adapters, or None.
+    references: how its denoiser reads reference images, or None.
     length_arguments: call arguments that change the number of text tokens. of_one_length: tokenizers whose tokens the denoiser
     reads side by side, so they must produce equal lengths. texts_vary: the number of text tokens depends on the prompts.
     guidance_offset: what is added to a call's guidance scale to give the weight of the prompt in classifier-free guidance,
@@ -63,6 +65,7 @@ class Family:
     checker: str | None
     net: Part | None = None
     prompter: Part | None = None
+    references: ClassVar[References | None] = None
     companions: ClassVar[Mapping[str, Companion]]
     scheduler_config: ClassVar[Mapping[str, Any]]
     options: ClassVar[Mapping[str, Any]]

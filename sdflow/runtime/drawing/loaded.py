@@ -82,8 +82,9 @@ class LoadedPipeline:
         self.defaults = family.defaults_of(self.configs, scheduler, {}) if defaults is None else defaults
         self.draw_preview = previewer(family, submodels[family.decoder], self.latents)
         self.schedules: dict[tuple[Any, ...], Schedule] = {}
+        denoiser, references = submodels[family.denoiser], family.references
         self.denoisers: DenoiserSource = Denoisers(
-            submodels[family.denoiser],
+            denoiser,
             self.nets,
             [self.submodels[name] for name in family.text_of(submodels)],
             submodels[family.decoder],
@@ -92,6 +93,7 @@ class LoadedPipeline:
             split=split,
             low_memory=low_memory,
             tiles=self.vae_tiles,
+            referencing=references and denoiser.changed(references.extend, references.config(denoiser.config)),
         )
 
     @classmethod
