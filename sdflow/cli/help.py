@@ -73,6 +73,7 @@ PANELS: Mapping[str, str] = {
     "max_sequence_length clip_skip allow_pickle",
     "Image": "images size height width seed steps guidance_scale scheduler eta batch",
     "Starting from an image": "image mask mask_blur strength whole",
+    "Reference images": "references reference",
     "ControlNet and IP-Adapter": "controls guess_mode image_prompts",
     "SDXL": "original_size crops_coords_top_left target_size refiner refiner_start aesthetic_score negative_aesthetic_score",
     "Stable Diffusion 3": "skip_guidance_layers skip_layer_guidance_scale skip_layer_guidance_start skip_layer_guidance_stop",

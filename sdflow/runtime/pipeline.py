@@ -120,8 +120,8 @@ class Pipeline(PipelineParts):
         their names in `nets`; those that are not named do nothing. control_scale, control_guidance_start,
         control_guidance_end: of all nets, or of each by name. guess_mode: as in diffusers. ip_adapter_image: an image
         prompt for each IP-Adapter, or a list of several; without any the image is drawn as without adapters. ip_adapter_scale:
-        how much they count, all or each. references: PIL images that the model edits or combines, one or several, for all images of
-        the call; without height, width and image, the first sets the size. denoising_start, denoising_end: the
+        how much they count, all or each. references: PIL images that the model edits or combines, one or several; without
+        height, width and image, the first sets the size. denoising_start, denoising_end: the
         part of the way from noise to image that is gone, between 0 and 1; from a place on it, image is the latents that another
         pipeline left there. prompt_syntax: how prompts are read
         (`sdflow.prompts.reading.SYNTAXES`). clip_skip: how many of the text encoders' last layers are left out for the prompt,

@@ -117,11 +117,15 @@ class Flux2(Family):
         "inpaint": Defaults(steps=50, guidance_scale=4.0, strength=0.8),
     }
     embeddings = ("prompt_embeds", "negative_prompt_embeds")
+    relatives = (("double_stream_modulation_img.", "denoiser of FLUX.2"),)
     assembled_as: ClassVar[Mapping[Task, str]] = {"text": "ORTFlux2KleinPipeline"}
     architectures: ClassVar[Mapping[str, Architecture]] = {
         "flux2-klein-4b": Architecture(),
         "flux2-klein-9b": Architecture(like="flux2-klein-4b"),
+        "flux2-klein-base-4b": Architecture(like="flux2-klein-4b", marked=True),
+        "flux2-klein-base-9b": Architecture(like="flux2-klein-9b", marked=True),
         "flux2-tiny": Architecture(borrowed={"tokenizer": "flux2-klein-4b/tokenizer"}),
+        "flux2-base-tiny": Architecture(like="flux2-tiny", marked=True),
     }
 
     def fingerprint(self, configs: Mapping[str, Config]) -> dict[str, tuple[int, ...] | None]:

@@ -6,6 +6,7 @@ the first of its four axes; an image that is drawn is at time 0, the references 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,12 @@ class Flux2References(References):
     def config(self, denoiser: Config) -> Config:
         return {**denoiser, EXTENDED: True}
 
+    def size(self, width: int, height: int, multiple: int) -> tuple[int, int]:
+        if width * height > _MOST_AREA:
+            scale = math.sqrt(_MOST_AREA / (width * height))
+            width, height = int(width * scale), int(height * scale)
+        return height - height % multiple, width - width % multiple
+
     def pixels(self, image: Any, multiple: int) -> torch.Tensor:
         """As diffusers: scaled down to 1024 x 1024 pixels in area, then cropped in the middle to a multiple."""
         from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
@@ -52,10 +59,12 @@ class Flux2References(References):
         try:
             reader.check_image_input(image)
         except ValueError as error:
-            remedy = "Give PIL images of at least 64 pixels a side, and at most 8 times as long as wide or as wide as long."
+            remedy = (
+                "Give PIL images of at least 64 pixels a side, and at most 8 times as long as wide or as wide as long."
+            )
             raise UsageError(str(error), where=REFERENCES, remedy=remedy) from error
+        height, width = self.size(image.width, image.height, multiple)
         image = reader._resize_if_exceeds_area(image, _MOST_AREA)
-        width, height = (side - side % multiple for side in image.size)
         found: torch.Tensor = reader.preprocess(image, height=height, width=width, resize_mode="crop")
         return found
 

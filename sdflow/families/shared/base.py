@@ -49,7 +49,8 @@ class Family:
     reference_arguments: arguments of a call of diffusers' pipeline whose defaults differ from this family's.
     embeddings: the outputs of diffusers' `encode_prompt`, in order, as arguments of its call that replace prompts.
     assembled_as: the class in an assembled model_index.json, by `task`.
-    architectures: shipped ones, by name; the first is the default. strength_spreads: whether image to image spreads all steps
+    architectures: shipped ones, by name; the first is the default. relatives: how a name begins in a file of a denoiser like its
+    own in a size that none of them has -> what that file is. strength_spreads: whether image to image spreads all steps
     over the part that the strength leaves, if the scheduler supports it, rather than skipping steps. defaults: call arguments
     per task, from the signatures of diffusers' pipelines. colors: RGB factors of the latents, for previews; None if unpublished.
     """
@@ -80,6 +81,7 @@ class Family:
     reference_arguments: ClassVar[Mapping[str, Any]] = {}
     embeddings: tuple[str, ...]
     colors: ClassVar[LatentColors | None] = None
+    relatives: tuple[tuple[str, str], ...] = ()
     assembled_as: ClassVar[Mapping[Task, str]]
     architectures: ClassVar[Mapping[str, Architecture]]
 

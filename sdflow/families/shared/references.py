@@ -33,9 +33,12 @@ class References(Protocol):
     def config(self, denoiser: Config) -> Config:
         """The denoiser's config for a graph that was extended: its model's ports include the added inputs."""
 
+    def size(self, width: int, height: int, multiple: int) -> tuple[int, int]:
+        """Height and width that an image of this size is read at. multiple: of which both must be multiples."""
+
     def pixels(self, image: Any, multiple: int) -> torch.Tensor:
-        """An image as its VAE reads it, (1, 3, height, width) in [-1, 1]. multiple: of which height and width must be multiples.
-        Raises UsageError for images that the model does not take."""
+        """An image as the VAE encoder reads it, (1, 3, height, width) in [-1, 1]. Raises UsageError for one that the model does
+        not take."""
 
     def inputs(self, latents: Sequence[torch.Tensor], rows: int) -> Tensors:
         """The added inputs for encoded images, each (1, channels, rows, columns). rows: the denoiser's batch."""

@@ -82,7 +82,9 @@ class LoadedPipeline:
         self.defaults = family.defaults_of(self.configs, scheduler, {}) if defaults is None else defaults
         self.draw_preview = previewer(family, submodels[family.decoder], self.latents)
         self.schedules: dict[tuple[Any, ...], Schedule] = {}
-        denoiser, references = submodels[family.denoiser], family.references
+        denoiser, referencing = submodels[family.denoiser], None
+        if family.references is not None:
+            referencing = denoiser.changed(family.references.extend, family.references.config(denoiser.config))
         self.denoisers: DenoiserSource = Denoisers(
             denoiser,
             self.nets,
@@ -93,7 +95,7 @@ class LoadedPipeline:
             split=split,
             low_memory=low_memory,
             tiles=self.vae_tiles,
-            referencing=references and denoiser.changed(references.extend, references.config(denoiser.config)),
+            referencing=referencing,
         )
 
     @classmethod

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     import torch
 
 
+def most_references(family: Family, submodels: Container[str]) -> int:
+    """How many reference images a pipeline of these submodels takes in a call."""
+    return MOST_REFERENCES if family.references is not None and family.encoder in submodels else 0
+
+
 def require_references(family: Family, submodels: Container[str], count: int, where: str = REFERENCES) -> None:
     """Raises UsageError for reference images that a pipeline of these submodels does not take, or for too many. where: what the
     user calls them."""
@@ -28,9 +33,7 @@ def require_references(family: Family, submodels: Container[str], count: int, wh
     if family.encoder not in submodels:
         raise UsageError(f"the pipeline has no {family.encoder}, so it takes no reference images", where=where)
     if count > MOST_REFERENCES:
-        raise UsageError(
-            f"there are {count} reference images", where=where, remedy=f"Give at most {MOST_REFERENCES}."
-        )
+        raise UsageError(f"there are {count} reference images", where=where, remedy=f"Give at most {MOST_REFERENCES}.")
 
 
 def read_references(images: Any, family: Family, submodels: Container[str], multiple: int) -> list[torch.Tensor]:
