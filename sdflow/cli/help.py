@@ -77,6 +77,7 @@ PANELS: Mapping[str, str] = {
     "ControlNet and IP-Adapter": "controls guess_mode image_prompts",
     "SDXL": "original_size crops_coords_top_left target_size refiner refiner_start aesthetic_score negative_aesthetic_score",
     "Stable Diffusion 3": "skip_guidance_layers skip_layer_guidance_scale skip_layer_guidance_start skip_layer_guidance_stop",
+    "Z-Image": "cfg_truncation cfg_normalization",
     "Approximations": "reuse guidance_interval",
     "Model": "model lora base submodel structures pipeline show",
     "Build": "overrides copy jobs rebuild evaluate keep_failed require_target",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import UsageError
 from sdflow.families.shared.approximation import GUIDANCE_INTERVAL, Approximation, Interval, Reuse
+from sdflow.families.shared.guidance_limits import NORMALIZATION, TRUNCATION, UNLIMITED, GuidanceLimits
 from sdflow.families.shared.image_prompts import adapter_count, token_axes
 from sdflow.families.shared.references import token_count
 from sdflow.families.shared.request import Conditions, Request
@@ -167,6 +168,13 @@ class Pipeline(PipelineParts):
                     where=LAYERS,
                     remedy="Leave it out." if image is not None else "Take a guidance scale above 1.",
                 )
+            limits = GuidanceLimits.of(more)
+            if limits != UNLIMITED and not guided:
+                raise UsageError(
+                    "it limits the guidance of the prompt, and there is none",
+                    where=next(name for name in (TRUNCATION, NORMALIZATION) if more.get(name) is not None),
+                    remedy="Leave it out, or take a higher guidance scale.",
+                )
             if image is not None:
                 image = read_image(image, height, width, self.latents.granularity)
                 scale = self.latents.scale if image.shape[1] == self.latents.channels else 1
@@ -198,6 +206,7 @@ class Pipeline(PipelineParts):
                 guidance_scale=self.family.guidance_weight(guidance_scale) if guided else None,
                 fewer=fewer,
                 skipped=skipped,
+                limits=limits,
                 span=(denoising_start, denoising_end),
             )
             require_room(schedule, shape, self.place.device)

@@ -267,8 +267,9 @@ def test_inspect_and_init_know_it(shell: Shell, folder: Path) -> None:
 
 
 def test_bench_compares_it_with_diffusers(shell: Shell, built: Path) -> None:
-    settings = ("--size", "32", "--steps", "2", "--rounds", "1", "--threads", "1")
+    settings = ("--size", "32", "--steps", "2", "--rounds", "1", "--threads", "1", "--references", "1")
     measured = shell.json("bench", str(built), *settings, "-e", "ort-cpu", "-e", "torch-sdpa")
+    assert measured["settings"]["references"] == 1
     verdicts = {each["name"]: each["cases"][0]["verdict"] for each in measured["engines"] if each["cases"]}
     assert verdicts == {"ort-cpu": "right", "torch-sdpa": "right"}
 

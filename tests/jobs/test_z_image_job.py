@@ -26,6 +26,7 @@ from shell import Shell
 from tiny_z_image import tiny_z_image
 from until import PATIENCE
 
+from sdflow.errors import UsageError
 from sdflow.runtime.pipeline import Pipeline
 
 SIZE = ("--height", "64", "--width", "48", "--steps", "2", "--seed", "1", "--threads", "1")
@@ -99,6 +100,22 @@ def test_images_from_text_are_those_of_diffusers(
     both |= {"latents": latents, "output_type": "np"}
     expected = theirs(list(prompts), negative_prompt=None if negative is None else [negative], **both).images
     assert largest(ours(prompts, negative_prompt=negative, **both).images, expected) < 1e-4
+
+
+@pytest.mark.parametrize("limits", [{"cfg_truncation": 0.2}, {"cfg_truncation": 0.2, "cfg_normalization": 0.6}])
+def test_limits_of_guidance_are_those_of_diffusers(
+    theirs: ZImagePipeline, ours: Pipeline, limits: dict[str, float]
+) -> None:
+    """Two of the four steps are guided."""
+    prompts, latents = [PROMPT, "a heron"], torch.randn((2, 16, 6, 8), generator=generator())
+    both: dict[str, Any] = {"height": 48, "width": 64, "num_inference_steps": 4, "guidance_scale": 4.0}
+    both |= {"latents": latents, "output_type": "np"}
+    found = ours(prompts, **both, **limits).images
+    assert largest(found, theirs(prompts, **both, **limits).images) < 1e-4
+    with_fewer = {name: value for name, value in limits.items() if len(limits) > 1 and name == "cfg_truncation"}
+    assert np.abs(found - ours(prompts, **both, **with_fewer).images).max() > 1e-3
+    with pytest.raises(UsageError, match="there is none"):
+        ours(PROMPT, guidance_scale=0.0, **limits)
 
 
 def test_an_image_from_an_image_is_that_of_diffusers(

@@ -75,6 +75,9 @@ class Flux2References(References):
         places = [_places(number, *each.shape[2:]) for number, each in enumerate(latents)]
         return {TOKENS: tokens.expand(rows, -1, -1), PLACES: torch.cat(places)[None]}
 
+    def of_diffusers(self, images: Sequence[Any]) -> dict[str, Any]:
+        return {"image": list(images)}
+
     def extend(self, graph: Any) -> None:
         """Three places change: tokens and their places on the rotary embedding's axes are joined to the image's, and what comes
         out for them is cut off."""

@@ -43,6 +43,9 @@ class References(Protocol):
     def inputs(self, latents: Sequence[torch.Tensor], rows: int) -> Tensors:
         """The added inputs for encoded images, each (1, channels, rows, columns). rows: the denoiser's batch."""
 
+    def of_diffusers(self, images: Sequence[Any]) -> dict[str, Any]:
+        """Arguments of a call of diffusers' pipeline with these images as references."""
+
 
 def token_count(latents: Sequence[torch.Tensor]) -> int:
     """Number of tokens of encoded images, one for each latent pixel."""
