@@ -85,11 +85,12 @@ class Form:
 @dataclass(frozen=True)
 class Composed:
     """model: a ModelProto. ids: its inputs of token ids -> the companion that makes them, and whether they are the negative
-    prompts'. lengths: of these companions -> tokens of a text."""
+    prompts'. lengths: of these companions -> tokens of a text. templates: of these companions: halves of a chat template."""
 
     model: onnx.ModelProto
     ids: Mapping[str, tuple[str, bool]]
     lengths: Mapping[str, int]
+    templates: Mapping[str, tuple[str, str]]
 
 
 def compose(source: Source, form: Form, data_files: Mapping[str, str]) -> Composed:
@@ -156,7 +157,7 @@ def compose(source: Source, form: Form, data_files: Mapping[str, str]) -> Compos
         ir_version=max(model.ir_version for model in models.values()),
         producer_name="sdflow",
     )
-    return Composed(model, traced.ids, traced.lengths)
+    return Composed(model, traced.ids, traced.lengths, traced.templates)
 
 
 def _axes(source: Source, size: Size, scale: int) -> dict[str, int]:
@@ -228,8 +229,9 @@ def _conditions(
             continue
         name = next(attribute.s.decode() for attribute in node.attribute if attribute.name == PART)
         outputs = read_outputs(source.family, name, source.configs[name])
-        (port,) = (item.name for item in models[name].graph.input)
-        text = inlined(models[name], name, {port: node.input[0]}, outputs)
+        read = source.family.part(name).ports(source.configs[name]).inputs
+        fed = {port.name: value for port, value in zip(read, node.input, strict=True)}
+        text = inlined(models[name], name, fed, outputs)
         graph.nodes.extend(text.nodes)
         graph.initializers.extend(text.initializers)
         for output, value in zip(outputs, node.output, strict=True):

@@ -145,7 +145,7 @@ def export_one_file(folder: Path, out: Path, wanted: Wanted) -> Exported:
         "latents": _latents(family.latents(configs), size),
         "guidance_scale": scale if SCALE in [item.name for item in model.graph.input] else None,
         "schedule": schedule.to_json(),
-        "tokenizers": tokenizer_tables(source.companions, composed.ids, composed.lengths),
+        "tokenizers": tokenizer_tables(source.companions, composed.ids, composed.lengths, composed.templates),
     }
     contents = {out: model.SerializeToString(deterministic=True), beside: compact(program_data)}
     with (
