@@ -108,11 +108,6 @@ def compose(source: Source, form: Form, data_files: Mapping[str, str]) -> Compos
     models = {name: _read(source.folder / name / MODEL_FILE, data_files.get(name)) for name in source.submodels}
     opsets = _opsets(models)
     latents = family.latents(source.configs)
-    sizes = None
-    if form.size is not None:
-        axes = _axes(source, form.size, latents.scale)
-        models[family.decoder] = specialize(models[family.decoder], {**axes, "batch": form.size.images})
-        sizes = {**axes, "batch": (1 + form.guided) * form.size.images}
     traced = trace_conditions(
         family,
         source.configs,
@@ -122,6 +117,11 @@ def compose(source: Source, form: Form, data_files: Mapping[str, str]) -> Compos
         negative=form.negative,
         opset=opsets[""],
     )
+    sizes = None
+    if form.size is not None:
+        axes = {**_axes(source, form.size, latents.scale), **traced.tokens}
+        models[family.decoder] = specialize(models[family.decoder], {**axes, "batch": form.size.images})
+        sizes = {**axes, "batch": (1 + form.guided) * form.size.images}
     graph = Builder("pipeline")
     if not form.open_schedule:
         graph.initializers += _baked(form.schedule)
@@ -132,7 +132,18 @@ def compose(source: Source, form: Form, data_files: Mapping[str, str]) -> Compos
     ports = {name: family.part(name).ports(source.configs[name]) for name in source.submodels}
     moving = Moving.of(ports[family.denoiser])
     shape = () if form.size is None else (form.size.images, latents.channels, form.size.rows, form.size.columns)
-    loop = Loop(denoiser, family.denoiser, moving, output, conditions, form.guided, form.draws, shape, sizes)
+    loop = Loop(
+        denoiser,
+        family.denoiser,
+        moving,
+        output,
+        conditions,
+        form.guided,
+        form.draws,
+        shape,
+        sizes,
+        family.guidance_offset,
+    )
     result = add_loop(graph, loop)
     decoder = models[family.decoder]
     images = add_decoder(graph, decoder, family.decoder, ports[family.decoder], result, latents)

@@ -32,12 +32,13 @@ class Traced:
     """model: a ModelProto whose inputs are of `ids`, height and width of the image in pixels, and the guidance scale, numbers;
     its outputs are the denoiser's inputs. ids: of the token ids, an input each -> the companion that makes them, and whether
     they are the negative prompts'. lengths: companion -> the tokens of a text that the family has it make. templates: companion
-    -> what its chat template puts before and behind a text, if it has one."""
+    -> what its chat template puts before and behind a text, if it has one. tokens: sizes of the denoiser's token axes."""
 
     model: Any
     ids: Mapping[str, tuple[str, bool]]
     lengths: Mapping[str, int]
     templates: Mapping[str, tuple[str, str]]
+    tokens: Mapping[str, int]
 
 
 def trace_conditions(
@@ -87,7 +88,8 @@ def trace_conditions(
 
     sizes = {HEIGHT: torch.tensor(64), WIDTH: torch.tensor(96), SCALE: torch.tensor(2.0 if guided else 1.0)}
     measured = {name: _MeasuringTokenizer(each) for name, each in tokenizers.items()}
-    conditions(tuple(sizes.values()), measured)
+    shapes = {name: tuple(each.shape) for name, each in conditions(tuple(sizes.values()), measured).items()}
+    tokens = family.part(family.denoiser).model.token_sizes(configs[family.denoiser], shapes)
     lengths = {name: each.length for name, each in measured.items()}
     rows = [torch.zeros(2, lengths[name], dtype=torch.int32) for name, _ in ids.values()]
     module, stream = Conditions(), io.BytesIO()
@@ -108,7 +110,7 @@ def trace_conditions(
         model.graph.node.append(onnx.helper.make_node("Identity", [value.name], [f"condition/{name}"]))
         value.name = f"condition/{name}"
     templates = {name: each.template for name, each in measured.items() if each.template is not None}
-    return Traced(model, ids, lengths, templates)
+    return Traced(model, ids, lengths, templates, tokens)
 
 
 def condition_names(traced: Traced) -> dict[str, str]:
@@ -150,7 +152,7 @@ class _Tokenizer:
                 ids.append(self._blocks[text])
                 masks.append(_mask(ids[-1], self._real.pad_token_id))
                 continue
-            found = self._real([text], **options)
+            found = self._real([text], **{**options, "padding": "max_length", "return_tensors": "pt"})
             for rows, made in ((ids, found.input_ids), (masks, found.attention_mask)):
                 rows.append(made.to(torch.int32).expand(images, -1))
         return _Encoded(input_ids=torch.cat(ids), attention_mask=torch.cat(masks))

@@ -13,17 +13,16 @@ from typing import Any
 import diffusers
 import httpx
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 from beside_diffusers import PROMPT, assert_equal, generator, pattern
 from flux2_layout import flux2_tensors
+from one_file_program import draw_by_one_file
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from PIL import Image
 from safetensors.torch import save_file
 from serve.conftest import running_server
 from shell import Shell
-from tokenizers import Tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from until import PATIENCE
 
@@ -180,26 +179,8 @@ def test_a_model_that_is_not_distilled_is_guided_as_in_diffusers(shell: Shell, f
     done = shell.run("export", "pipelines/base", "--one-file", "one/base.onnx", *size)
     assert done.returncode == 0, done.stderr
     expected = ours(PROMPT, negative_prompt="a heron " * 70, **given).images
-    assert_equal(by_one_file(shell.folder / "one/base.onnx", PROMPT, "a heron " * 70, latents), expected)
-
-
-def by_one_file(graph: Path, prompt: str, negative: str, latents: torch.Tensor) -> np.ndarray:
-    """As a program does it that has the graph, its JSON file, and the tokenizers library."""
-    known = json.loads(Path(f"{graph}.json").read_bytes())
-    table = known["tokenizers"]["input_ids"]
-    tokenizer = Tokenizer.from_str(json.dumps(table["tokenizer"]))
-
-    def ids(text: str) -> np.ndarray:
-        found = tokenizer.encode(f"{table['before']}{text}{table['behind']}", add_special_tokens=False).ids
-        found = found[: table["length"]]
-        return np.array([[*found, *[table["pad"]] * (table["length"] - len(found))]], np.int32)
-
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # it takes longer than to run
-    session = onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
-    given = {"input_ids": ids(prompt), "negative_input_ids": ids(negative), "latents": latents.numpy()}
-    (images,) = session.run(None, {**given, "guidance_scale": np.array([4.0], np.float32)})
-    return np.asarray(images)
+    graph = shell.folder / "one/base.onnx"
+    assert_equal(draw_by_one_file(graph, PROMPT, latents.numpy(), "a heron " * 70, 4.0), expected)
 
 
 def test_diffusers_converter_agrees_on_every_name_of_the_original_layout(theirs: Any, tmp_path: Path) -> None:

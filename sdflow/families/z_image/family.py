@@ -188,7 +188,10 @@ def _tokens(tokenizer: Any, texts: Sequence[str], length: int) -> tuple[torch.Te
         )
         for text in texts
     ]
-    rows: list[list[int]] = tokenizer(asked, max_length=length, truncation=True).input_ids
+    found = tokenizer(asked, max_length=length, truncation=True)
+    if isinstance(found.input_ids, torch.Tensor):  # inputs of a graph that is exported, padded already
+        return found.input_ids, found.attention_mask
+    rows: list[list[int]] = found.input_ids
     size = -(-max(map(len, rows)) // MULTIPLE) * MULTIPLE
     ids = [[*row, *[tokenizer.pad_token_id] * (size - len(row))] for row in rows]
     mask = [[1] * len(row) + [0] * (size - len(row)) for row in rows]
