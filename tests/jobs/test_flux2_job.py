@@ -37,7 +37,7 @@ WORKFLOW = """
 extends: base/flux2.yaml
 model: {model}
 target: cpu
-evaluate: {{latency: null, image: {{steps: 2, height: 32, width: 32}}}}
+evaluate: {{latency: null, image: {{steps: 2, height: 32, width: 32, references: 1}}}}
 """
 SIZE = ("--height", "32", "--width", "48", "--steps", "2", "--seed", "1", "--threads", "1")
 LAYERS = ("to_q", "add_k_proj", "to_qkv_mlp_proj", "linear_out")
