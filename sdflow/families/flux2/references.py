@@ -46,14 +46,13 @@ class Flux2References(References):
         return {**denoiser, EXTENDED: True}
 
     def size(self, width: int, height: int, multiple: int) -> tuple[int, int]:
-        if width * height > _MOST_AREA:
-            scale = math.sqrt(_MOST_AREA / (width * height))
-            width, height = int(width * scale), int(height * scale)
+        width, height = _within_area(width, height)
         return height - height % multiple, width - width % multiple
 
     def pixels(self, image: Any, multiple: int) -> torch.Tensor:
         """As diffusers: scaled down to 1024 x 1024 pixels in area, then cropped in the middle to a multiple."""
         from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
+        from PIL.Image import Resampling
 
         reader = Flux2ImageProcessor(vae_scale_factor=multiple)
         try:
@@ -64,7 +63,8 @@ class Flux2References(References):
             )
             raise UsageError(str(error), where=REFERENCES, remedy=remedy) from error
         height, width = self.size(image.width, image.height, multiple)
-        image = reader._resize_if_exceeds_area(image, _MOST_AREA)
+        if (within := _within_area(*image.size)) != image.size:
+            image = image.resize(within, Resampling.LANCZOS)
         found: torch.Tensor = reader.preprocess(image, height=height, width=width, resize_mode="crop")
         return found
 
@@ -84,6 +84,14 @@ class Flux2References(References):
         from onnx import TensorProto, helper
 
         _Extension(graph.graph, TensorProto, helper).make()
+
+
+def _within_area(width: int, height: int) -> tuple[int, int]:
+    """Width and height, scaled down to the area that a reference may have."""
+    if width * height <= _MOST_AREA:
+        return width, height
+    scale = math.sqrt(_MOST_AREA / (width * height))
+    return int(width * scale), int(height * scale)
 
 
 def _places(number: int, rows: int, columns: int) -> torch.Tensor:
