@@ -55,7 +55,6 @@ WAYS_EXCEPTIONS: dict[tuple[str, str], str] = {
 PORT_EXCEPTIONS: dict[tuple[str, str], str] = {
     ("config/reference.py", "sample"): "a scheme of references",
     ("export/conditions.py", "input_ids"): "an input of the exported graph, which programs feed",
-    ("export/conditions.py", "attention_mask"): "an entry of what a tokenizer gives",
     ("selftest/__init__.py", "sample"): "the name of the pipeline that it draws with",
     ("sources/components/component_source.py", "sample"): "a scheme of references",
     ("sources/opening.py", "sample"): "a scheme of references",
