@@ -96,6 +96,10 @@ def query(
             show_default=False,
         ),
     ] = None,
+    reference: Annotated[
+        list[Path] | None,
+        typer.Option(help="Reference image that the model edits or combines. Repeatable.", metavar="FILE"),
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="Pipeline to use, where the server has several.", show_default=False)
     ] = None,
@@ -118,6 +122,7 @@ def query(
         "loras": [_lora(each) for each in lora or ()] or None,
         "image": image,
         "mask": mask,
+        "references": reference or None,
         "model": model,
         **said,
     }

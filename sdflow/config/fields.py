@@ -11,6 +11,7 @@ from sdflow.config.parameter_fields import field_of, with_fields
 from sdflow.config.workflow import EvaluateSpec, ImageSpec, LatencySpec, VerifySpec
 from sdflow.families.settings import COMMON
 from sdflow.families.shared.approximation import MOST_EVERY, MOST_LAYERS, Interval, Reuse
+from sdflow.families.shared.references import MOST_REFERENCES
 
 WORKFLOW: Mapping[str, str] = {
     "extends": "A workflow file, or a list of them, that this one builds on. Relative to this file; a missing "
@@ -142,6 +143,14 @@ class ImageFields(_Fields):
     prompts: Annotated[
         list[str], Field(max_length=1000, description="Draw a sheet of all of these; the seed counts up from `seed`.")
     ] = list(ImageSpec.prompts)
+    references: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=MOST_REFERENCES,
+            description="Reference images of the image's size (FLUX.2-klein); always the same.",
+        ),
+    ] = ImageSpec.references
 
 
 class EvaluateFields(_Fields):

@@ -20,7 +20,7 @@ from sdflow.parameter import require_values
 LORA = re.compile(r"<lora:([^:<>]+)(?::([^<>]*))?>")
 """What names a LoRA and its scale in prompts of A1111's webui."""
 
-OTHER_INPUTS = ("image", "mask", "controls", "image_prompts", "embeddings")
+OTHER_INPUTS = ("image", "mask", "controls", "image_prompts", "references", "embeddings")
 """What an image may have been drawn from besides; its text only names it."""
 
 

@@ -25,6 +25,16 @@ class GenerateRequest(Settings):
     images: Annotated[int, Parameter("Images per prompt.", least=1)] = 1
     image: Annotated[Path | None, Parameter("Image to start from.", metavar="FILE")] = None
     mask: Annotated[Path | None, Parameter("Mask: draw only where it is white.", metavar="FILE")] = None
+    references: Annotated[
+        Sequence[Path],
+        Parameter(
+            "Reference image that the model edits or combines (FLUX.2-klein). Repeatable.",
+            options=("--reference",),
+            metavar="FILE",
+            read=Path,
+            many=True,
+        ),
+    ] = ()
     controls: Annotated[
         Sequence[ControlFile],
         Parameter(

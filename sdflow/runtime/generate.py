@@ -97,6 +97,8 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
     image, mask = (None if path is None else open_image(path) for path in (request.image, request.mask))
     controls = {each.name: control_of(each, open_image(each.path)) for each in request.controls}
     shown = for_adapters(request.image_prompts, folder_adapters(request.folder), open_image)
+    if request.references:
+        shown["references"] = [open_image(path) for path in request.references]
     if request.target is not None:
         target = find_target(request.target, "--target")
     else:
@@ -245,6 +247,8 @@ def _recorded(
         found["mask_blur"] = request.mask_blur
     if request.controls:
         found["controls"] = {each.name: each.settings() for each in request.controls}
+    if request.references:
+        found["references"] = [{"name": path.name, "sha256": digest_file(path)} for path in request.references]
     if request.image_prompts:
         found["image_prompts"] = [each.settings() for each in request.image_prompts]
     if request.refiner is not None:

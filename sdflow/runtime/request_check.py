@@ -21,6 +21,7 @@ from sdflow.runtime.denoiser.control import Control, require_controls
 from sdflow.runtime.denoiser.start import require_size, require_start
 from sdflow.runtime.draw_request import PARAMETERS, GenerateRequest
 from sdflow.runtime.drawing.kept import require_blur
+from sdflow.runtime.drawing.references import require_references
 from sdflow.runtime.files.control_files import ControlFile, require_distinct
 from sdflow.runtime.files.folder import (
     folder_adapters,
@@ -107,6 +108,9 @@ def check_request(request: GenerateRequest) -> None:
             where = PARAMETERS[name].option(name)
             raise UsageError(f"it means nothing without {_NEEDED[needs]}", where=where, remedy=f"Add --{needs} FILE.")
     require_blur(request.mask_blur, request.mask is not None, request.whole, ("--mask-blur", "--mask FILE", "--whole"))
+    require_references(
+        folder_family(request.folder), onnx_submodels(request.folder), len(request.references), "--reference"
+    )
     require_distinct(request.controls)
     nets = folder_family(request.folder).nets(onnx_submodels(request.folder))
     require_controls({each.name: control_of(each, None) for each in request.controls}, list(nets))

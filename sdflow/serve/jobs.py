@@ -52,6 +52,7 @@ class ConditioningImages:
 
     controls: tuple[ControlImage, ...] = ()
     prompts: tuple[ImagePrompt, ...] = ()
+    references: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -413,6 +413,7 @@ def test_a_pickled_embedding_and_checkpoint_are_named_too(tmp_path: Path) -> Non
         "control_model.input_blocks.0.0.weight": "ControlNet",
         "ip_adapter.1.to_k_ip.weight": "IP-Adapter",
         "double_blocks.0.img_attn.qkv.weight": "denoiser of Flux",
+        "double_stream_modulation_img.lin.weight": "denoiser of FLUX.2",
     }.items(),
 )
 def test_other_networks_are_named(name: str, kind: str, tmp_path: Path) -> None:

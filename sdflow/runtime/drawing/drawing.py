@@ -88,6 +88,8 @@ class Drawing:
         schedule = self.inputs.schedule
         halves = schedule.made[self.index] if schedule.made else schedule.halves
         end = schedule.known(self.index + 1)
+        if schedule.norms and schedule.norms[self.index]:
+            output = _limited(output, schedule.weights[self.index], schedule.norms[self.index])
         self._terms[end - halves : end].copy_(output.reshape(halves, -1))
         self.index += 1
         if self.done and self._pipeline.low_memory:
@@ -135,3 +137,15 @@ class Drawing:
             for image, record in zip(made.images, self.records, strict=False):
                 with_record(image, record)
         return made
+
+
+def _limited(output: torch.Tensor, weights: torch.Tensor, most: float) -> torch.Tensor:
+    """What the denoiser made, scaled for each image so that the norm of its guided prediction is at most `most` times that of the
+    prompt's. output: (rows of the batch, channels, rows, columns). weights: of its halves."""
+    import torch
+
+    halves = output.float().unflatten(0, (len(weights), -1))
+    guided = torch.einsum("h,hi...->i...", weights, halves)
+    norm, own = (torch.linalg.vector_norm(each.flatten(1), dim=1) for each in (guided, halves[-1]))
+    factor = torch.where(norm > most * own, most * own / norm, 1.0)
+    return (halves * factor.view(1, -1, 1, 1, 1)).flatten(0, 1)

@@ -85,8 +85,11 @@ class LoadedPipeline:
         self.defaults = family.defaults_of(self.configs, scheduler, {}) if defaults is None else defaults
         self.draw_preview = previewer(family, submodels[family.decoder], self.latents)
         self.schedules: dict[tuple[Any, ...], Schedule] = {}
+        denoiser, referencing = submodels[family.denoiser], None
+        if family.references is not None:
+            referencing = denoiser.changed(family.references.extend, family.references.config(denoiser.config))
         self.denoisers: DenoiserSource = Denoisers(
-            submodels[family.denoiser],
+            denoiser,
             self.nets,
             [self.submodels[name] for name in family.text_of(submodels)],
             submodels[family.decoder],
@@ -95,6 +98,7 @@ class LoadedPipeline:
             split=split,
             low_memory=low_memory,
             tiles=self.vae_tiles,
+            referencing=referencing,
         )
 
     @classmethod

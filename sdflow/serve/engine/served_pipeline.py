@@ -145,7 +145,7 @@ class ServedPipeline:
         """Load what the first step of a job like this waits for, in a batch of this size. May be in another thread than the one
         that draws, before that has this pipeline; on a GPU not: its one stream may be captured meanwhile."""
         base = self.base
-        if self.why_alone is not None:
+        if self.why_alone is not None or job.conditioning.references:
             return
         for name in base.family.text_of(base.submodels):
             base.submodels[name].load()
@@ -261,13 +261,15 @@ def encoded(image: PIL.Image.Image, job: Job) -> bytes:
 
 
 def _conditioning_arguments(images: ConditioningImages) -> dict[str, Any]:
-    """The arguments of a call: an image for each ControlNet, and for each IP-Adapter its images."""
+    """The arguments of a call: an image for each ControlNet, for each IP-Adapter its images, and the references."""
     controls = {each.name: Control(_pil(each.image), each.scale, each.start, each.end) for each in images.controls}
     given: dict[str, Any] = {"control": controls} if controls else {}
     if images.prompts:
         scales = {each.adapter: each.scale for each in images.prompts}
         shown = [[_pil(each.image) for each in images.prompts if each.adapter == adapter] for adapter in scales]
         given |= {"ip_adapter_image": shown, "ip_adapter_scale": list(scales.values())}
+    if images.references:
+        given["references"] = [_pil(each) for each in images.references]
     return given
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from sdflow.errors import UsageError
 from sdflow.families.settings import ALL, FAMILY_ARGUMENTS, MOST_SEED, Settings
 from sdflow.prompts.wildcards import Wildcards
+from sdflow.runtime.files.folder import folder_family
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.http.openai_fields import Fields
 from sdflow.serve.http.served_model import ServedModel
@@ -54,7 +55,7 @@ def jobs_of(
     limits.require_at_most("loras", len(loras), limits.loras)
     _require_start(model, image, mask)
     _require_settings(settings, model, image, mask)
-    start = image or next((each.image for each in conditioning.controls), None)
+    start = _start_size(image, conditioning, model)
     arguments = {**settings.call_arguments(), **_size(fields, model, limits, most_pixels, start)}
     negative = arguments.pop("negative_prompt", None)
     first = random.SystemRandom().randrange(2**32) if settings.seed is None else settings.seed
@@ -123,14 +124,29 @@ def _require_start(model: ServedModel, image: Image | None, mask: Image | None) 
         raise ApiError(400, f"{model.name} has a refiner, which would not keep what is behind a mask.", param="mask")
 
 
-def _size(fields: Fields, model: ServedModel, limits: Limits, most: int | None, image: Image | None) -> dict[str, int]:
-    """Height and width of the image, as a call takes them; those of the image to start from or to follow where none are said."""
+def _start_size(image: Image | None, conditioning: ConditioningImages, model: ServedModel) -> tuple[int, int] | None:
+    """Width and height of the image to start from, else of that for a ControlNet, else that the first reference is read at."""
+    if start := image or next((each.image for each in conditioning.controls), None):
+        return start.size
+    references = folder_family(model.folder).references
+    if references is None or not conditioning.references:
+        return None
+    width, height = conditioning.references[0].size
+    height, width = references.size(width, height, model.latents.granularity)
+    return width, height
+
+
+def _size(
+    fields: Fields, model: ServedModel, limits: Limits, most: int | None, start: tuple[int, int] | None
+) -> dict[str, int]:
+    """Height and width of the image, as a call takes them; where none are said those of the image to start from, to follow or to
+    edit. start: its width and height."""
     wanted, multiple = read_size(fields.size), model.latents.granularity
-    if wanted is None and image is None:
+    if wanted is None and start is None:
         return {}
     if wanted is None:
-        assert image is not None
-        width, height = (max(multiple, side - side % multiple) for side in image.size)
+        assert start is not None
+        width, height = (max(multiple, side - side % multiple) for side in start)
         wanted = height, width
     limits.require_size(*wanted, multiple, most)
     return {"height": wanted[0], "width": wanted[1]}
