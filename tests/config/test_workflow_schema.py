@@ -28,6 +28,7 @@ BASES = shipped_workflows()
 # Part of a workflow's name -> an architecture with the submodels of its model.
 MODELS = {
     "flux2": "flux2-klein-4b",
+    "shapes_klein": "flux2-klein-4b",
     "z_image": "z-image-turbo",
     "flux1_dev": "flux1-dev",
     "flux1": "flux1-schnell",

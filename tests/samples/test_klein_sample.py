@@ -1,0 +1,71 @@
+"""The sample in FLUX.2-klein's shape, built for the CPU, shows what PyTorch's shows: from prompts, and with a reference edited."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from started_python import Command
+
+from samples.klein.edits import Edit, evaluation_edits
+from samples.klein.evaluate import edits_share, noise
+from sdflow.samples.prompts import evaluation_set
+from sdflow.samples.scene import PIXELS, PLAIN, draw
+from sdflow.samples.score import tally
+
+ROOT = Path(__file__).parents[2]
+CASES = evaluation_set()[5::40]
+EDITS = evaluation_edits()[:6]
+STEPS = 4
+
+
+def drawn(pipeline: Any, prompt: str, seed: int, **more: Any) -> Image.Image:
+    """From first latents of the case's own; `pipeline`: PyTorch's or a built one, which differ in how they pack them."""
+    import torch
+
+    latents = torch.from_numpy(noise(seed)[None])
+    (image,) = pipeline(
+        prompt=prompt, latents=latents, num_inference_steps=STEPS, height=PIXELS, width=PIXELS, **more
+    ).images
+    assert isinstance(image, Image.Image)
+    return image
+
+
+def reference(edit: Edit) -> Image.Image:
+    return Image.fromarray(draw(edit.before, edit.seed, PLAIN))
+
+
+@pytest.fixture(scope="module")
+def built(sdflow: Command, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Built and verified, as a user builds it, and loaded."""
+    from sdflow.runtime.pipeline import Pipeline
+
+    folder = tmp_path_factory.mktemp("shapes_klein")
+    done = sdflow("run", "shapes_klein", "--no-evaluate", folder=folder)
+    assert done.returncode == 0, done.stderr
+    return Pipeline.load(folder / "pipelines/shapes_klein", "cpu", threads=1)
+
+
+@pytest.fixture(scope="module")
+def by_pytorch() -> Any:
+    import torch
+    from diffusers import Flux2KleinPipeline
+
+    pipeline = Flux2KleinPipeline.from_pretrained(ROOT / "samples/shapes-klein", torch_dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def test_it_draws_what_the_prompt_says_as_pytorchs_does(built: Any, by_pytorch: Any) -> None:
+    ours, theirs = ([drawn(each, case.prompt, case.seed) for case in CASES] for each in (built, by_pytorch))
+    assert tally(CASES, ours) == tally(CASES, theirs)
+    assert tally(CASES, ours).colour_and_kind >= 0.8
+
+
+def test_it_changes_a_reference_as_the_prompt_says_as_pytorchs_does(built: Any, by_pytorch: Any) -> None:
+    ours = [drawn(built, each.instruction, each.seed, references=[reference(each)]) for each in EDITS]
+    theirs = [drawn(by_pytorch, each.instruction, each.seed, image=reference(each)) for each in EDITS]
+    assert edits_share(EDITS, ours) == edits_share(EDITS, theirs)
+    assert edits_share(EDITS, ours)["everything"] >= 0.8
