@@ -23,8 +23,7 @@ from sdflow.runtime.files.folder import folder_defaults
 from sdflow.sources import Checkpoint, load_pipeline
 from sdflow.verify.finding import Finding
 from sdflow.verify.folder import hold_folder
-from sdflow.verify.folder.expected import ABSENT, Expected
-from sdflow.verify.folder.on_purpose import ON_PURPOSE
+from sdflow.verify.folder.on_purpose import ABSENT, ON_PURPOSE, Expected
 from sdflow.verify.folder.tokenizers import texts
 from tests.verify.described_folder import described_folder, opened, request_for
 
