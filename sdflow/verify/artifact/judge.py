@@ -20,12 +20,12 @@ from sdflow.onnx_model.reading import load_graph
 from sdflow.runtime.sessions.tuning import Tuning
 from sdflow.targets import TARGETS
 from sdflow.verify import images
-from sdflow.verify.artifact.activations import Overflow, overflow
 from sdflow.verify.artifact.exact import Proof, exact_distance, locate, prove
 from sdflow.verify.artifact.graph import RunnableGraph, open_graph, run_each, run_graph, takes
 from sdflow.verify.artifact.judge_output import judge_outputs
 from sdflow.verify.artifact.judge_request import JudgeRequest
 from sdflow.verify.artifact.on_device import run_on_device
+from sdflow.verify.artifact.overflow import Overflow, overflow
 from sdflow.verify.artifact.promises import check_promises, read_configs
 from sdflow.verify.artifact.roundings import DRAWS, Roundings, drawn_again, too_far
 from sdflow.verify.artifact.unsupported_nodes import fits
