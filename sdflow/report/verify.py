@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from sdflow.report.output import print_json, print_table, put, put_verdict
 from sdflow.units import spell_seconds
-from sdflow.verify.kinds import kinds
+from sdflow.verify.finding import kinds
 from sdflow.verify.result import spell_limit, worst_output
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ def print_verification(result: Verification, *, verbose: bool = False) -> None:
         put(f"meaning: {meaning.artifact:.0%} of {meaning.cases} images are right, PyTorch's {meaning.reference:.0%}")
     if verbose:
         put(f"covered: {'; '.join(result.coverage)}")
-    for kind in kinds(each for each in result.findings if each["level"] == "warning"):
-        put(f"  {kind.where}: {kind.what}")
+    for kind in kinds(each for each in result.findings if each.level == "warning"):
+        put(f"  {kind.where}: {kind.first.what}")
     for name, part in result.submodels.items():
         if part.block and part.block.gone:
             put(

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sdflow.errors import VerificationError
-from sdflow.verify.kinds import kinds
+from sdflow.verify.finding import Finding, errors, kinds
 from sdflow.verify.plain import from_plain
 
 FORMAT_VERSION = 2
@@ -196,7 +196,7 @@ class Verification:
     submodels: Mapping[str, SubmodelVerdict]
     image: ImageVerdict | None
     meaning: MeaningVerdict | None
-    findings: tuple[Mapping[str, Any], ...] = ()
+    findings: tuple[Finding, ...] = ()
     overflowing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     coverage: tuple[str, ...] = ()
     artifacts: Mapping[str, str] = field(default_factory=dict)
@@ -215,9 +215,7 @@ class Verification:
             ("image of base and refiner", self.ensemble),
         ):
             found += [(where, *problem) for problem in (part.problems if part else ())]
-        errors = [each for each in self.findings if each["level"] == "error"]
-        found += [(kind.where, kind.what, kind.remedy) for kind in kinds(errors)]
-        return found
+        return found + [(kind.where, kind.first.what, kind.first.remedy) for kind in kinds(errors(self.findings))]
 
     @property
     def beyond_stated(self) -> list[str]:

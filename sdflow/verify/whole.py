@@ -99,10 +99,7 @@ def _named(verified: Verified) -> Verified:
         return {f"{REFINER}/{name}": each for name, each in found.items()}
 
     result = verified.result
-    findings = tuple(
-        {**each, "submodel": f"{REFINER}/{each['submodel']}" if each["submodel"] else REFINER}
-        for each in result.findings
-    )
+    findings = tuple(replace(each, submodel=f"{REFINER}/{each.submodel}".removesuffix("/")) for each in result.findings)
     submodels = {name: replace(each, name=name) for name, each in named(result.submodels).items()}
     changed = replace(
         result,

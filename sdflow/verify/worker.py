@@ -52,21 +52,18 @@ def work(request: Mapping[str, Any], phase: Callable[[str], None]) -> dict[str, 
 
 def _judged(request: JudgeRequest, held: Held, phase: Callable[[str], None]) -> Verification:
     """The verification, with what was found in the folder beside the graphs."""
-    findings = [asdict(each) for each in held.findings]
     try:
         found = judge(request, phase)
     except UsageError as error:
-        if not errors([*held.findings]):
+        if not errors(held.findings):
             raise
         # What lies beside the graphs is not what it should be, so that nothing can be drawn with them.
         stopped = Finding(
             "", "source", "error", error.where or "", f"nothing can be drawn: {error.what}", error.remedy or ""
         )
-        return Verification(
-            request.name, request.target, request.level, {}, None, None, findings=(*findings, asdict(stopped))
-        )
+        return Verification(request.name, request.target, request.level, {}, None, None, (*held.findings, stopped))
     coverage = (*found.coverage, *_merged(request), *_streamed(request), held.coverage)
-    return replace(found, findings=(*findings, *found.findings), coverage=coverage)
+    return replace(found, findings=(*held.findings, *found.findings), coverage=coverage)
 
 
 def _merged(request: JudgeRequest) -> list[str]:

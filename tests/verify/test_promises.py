@@ -205,7 +205,6 @@ def test_a_flipped_byte(folder: Path) -> None:
     content[1000] ^= 1
     path.write_bytes(content)
     assert_told(check_promises(folder), broken("digest", *UNET_DATA, "other bytes", "another model.onnx"))
-    assert check_promises(folder, digests=False) == [], "sizes alone do not tell"
 
 
 @pytest.mark.parametrize("name", ["another", "main_grapn"], ids=["of another size", "of the same size"])

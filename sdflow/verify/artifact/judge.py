@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
@@ -64,7 +64,7 @@ def judge(request: JudgeRequest, progress: Progress) -> Verification:
             desk.open(name)
     desk.close()
     roundings = {each.submodel: Roundings(each, request.reference) for each in request.modules}
-    wrong = {name for name, proof in proofs.items() if errors([*proof.findings])}
+    wrong = {name for name, proof in proofs.items() if errors(proof.findings)}
     _round_otherwise(
         request, desk.verdicts, {name: each for name, each in roundings.items() if name not in wrong}, progress
     )
@@ -82,7 +82,7 @@ def judge(request: JudgeRequest, progress: Progress) -> Verification:
         submodels={name: desk.verdicts[name] for name in request.submodels},
         image=image,
         meaning=meaning,
-        findings=tuple(asdict(each) for each in (*findings, *_findings(request, family, desk.verdicts, progress))),
+        findings=(*findings, *_findings(request, family, desk.verdicts)),
         overflowing={name: tuple(found.suspects) for name, found in overflows.items() if found.suspects},
         coverage=(*selection.coverage(family), *_drawn(desk.verdicts)),
     )
@@ -181,11 +181,8 @@ def _proofs(request: JudgeRequest, progress: Progress) -> dict[str, Proof]:
     return found
 
 
-def _findings(
-    request: JudgeRequest, family: Family, verdicts: Mapping[str, SubmodelVerdict], progress: Progress
-) -> list[Finding]:
+def _findings(request: JudgeRequest, family: Family, verdicts: Mapping[str, SubmodelVerdict]) -> list[Finding]:
     """What the target has no kernel for, and what the folder promises and does not keep."""
-
     target = TARGETS[request.target]
     found: list[Finding] = []
     for submodel in request.submodels:

@@ -14,9 +14,8 @@ from sdflow.page import images as show
 from sdflow.tolerances import EXACT_AT_MOST, EXACT_LIMIT, FLOAT16_RATIO, FLOAT32_AT_MOST, FLOAT32_LIMIT
 from sdflow.verify.check import Verified
 from sdflow.verify.ensemble import PREFIX
-from sdflow.verify.finding import LEVELS
+from sdflow.verify.finding import LEVELS, Kind, kinds
 from sdflow.verify.images import AMPLIFIED
-from sdflow.verify.kinds import Kind, kinds
 from sdflow.verify.report.plot import plot_steps
 from sdflow.verify.result import ImageVerdict, SubmodelVerdict, Verification, spell_limit, worst_output
 
@@ -207,13 +206,13 @@ def _findings(result: Verification) -> str:
         return ""
     rows = [
         (
-            f'<span class="{kind.level}">{kind.level}</span>',
-            kind.check,
-            f'{escape(kind.what)}<br><span class="remedy">{escape(kind.remedy)}</span>',
-            f"{kind.count:,}",
+            f'<span class="{kind.first.level}">{kind.first.level}</span>',
+            kind.first.check,
+            f'{escape(kind.first.what)}<br><span class="remedy">{escape(kind.first.remedy)}</span>',
+            f"{sum(kind.counts.values()):,}",
             _places(kind),
         )
-        for kind in sorted(kinds(result.findings), key=lambda kind: LEVELS.index(kind.level))
+        for kind in sorted(kinds(result.findings), key=lambda kind: LEVELS.index(kind.first.level))
     ]
     columns = ("level", "check", "what, and what to do", "places", "where")
     return section(
@@ -223,24 +222,21 @@ def _findings(result: Verification) -> str:
 
 def _places(kind: Kind) -> str:
     """Where a kind was found, folded away where there are several places; what is said there, if it is not the same."""
-    shown = {kind.remedy}
+    shown = {kind.first.remedy}
     lines = []
     for finding in kind.findings:
-        line = escape(" ".join(filter(None, (finding["submodel"], finding["node"]))))
-        if finding["count"] > 1:
-            line += f" and {finding['count'] - 1:,} more"
-        if finding["what"] != kind.what:
-            line += f": {escape(finding['what'])}"
-        if finding["remedy"] not in shown:
-            shown.add(finding["remedy"])
-            line += f'<br><span class="remedy">{escape(finding["remedy"])}</span>'
+        line = escape(" ".join(filter(None, (finding.submodel, finding.node))))
+        if finding.count > 1:
+            line += f" and {finding.count - 1:,} more"
+        if finding.what != kind.first.what:
+            line += f": {escape(finding.what)}"
+        if finding.remedy not in shown:
+            shown.add(finding.remedy)
+            line += f'<br><span class="remedy">{escape(finding.remedy)}</span>'
         lines.append(line)
     if len(lines) == 1:
         return lines[0]
-    submodels = {finding["submodel"]: 0 for finding in kind.findings}
-    for finding in kind.findings:
-        submodels[finding["submodel"]] += finding["count"]
-    summary = ", ".join(f"{escape(name) or 'the pipeline'} {count:,}" for name, count in submodels.items())
+    summary = ", ".join(f"{escape(name) or 'the pipeline'} {count:,}" for name, count in kind.counts.items())
     return f"<details><summary>{summary}</summary>{listed(lines)}</details>"
 
 
