@@ -10,8 +10,8 @@ from sdflow.disk.atomic_write import write_whole
 from sdflow.errors import os_errors_as
 from sdflow.page import document, folded, images, listed, plot, section, text_table
 from sdflow.report.run import fused_operators, of_chain
-from sdflow.report.verify import verified_rows
 from sdflow.units import spell_bytes, spell_milliseconds, spell_seconds
+from sdflow.verify.report.rows import NUMBERS, SUBMODELS, submodel_rows
 
 if TYPE_CHECKING:
     from sdflow.bench.evaluation import EvaluationResult
@@ -107,9 +107,12 @@ def _verification(pipeline: PipelineResult) -> str:
     verification = pipeline.verification
     if verification is None:
         return ""
-    columns, rows, numbers = verified_rows(verification)
     more = f"<p>Everything is in {escape(verification.name)}.verify.html.</p>"
-    return section("Verification against PyTorch", text_table((*columns[:-1], "verdict"), rows, numbers), more)
+    return section(
+        "Verification against PyTorch",
+        text_table((*SUBMODELS[:-1], "verdict"), submodel_rows(verification), NUMBERS),
+        more,
+    )
 
 
 def _steps(pipeline: PipelineResult) -> str:

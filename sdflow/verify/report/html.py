@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
@@ -17,7 +17,17 @@ from sdflow.verify.ensemble import PREFIX
 from sdflow.verify.finding import LEVELS, Kind, kinds
 from sdflow.verify.images import AMPLIFIED
 from sdflow.verify.report.plot import plot_steps
-from sdflow.verify.result import ImageVerdict, SubmodelVerdict, Verification, spell_limit, worst_output
+from sdflow.verify.report.rows import (
+    DEVICES,
+    NUMBERS,
+    OUTPUTS,
+    SUBMODELS,
+    Rows,
+    device_rows,
+    output_rows,
+    submodel_rows,
+)
+from sdflow.verify.result import ImageVerdict, SubmodelVerdict, Verification
 
 
 def write_reports(verified: Verified, folder: Path) -> Path:
@@ -45,6 +55,7 @@ def page(result: Verification, images: Mapping[str, bytes]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in sorted(result.versions.items()))
     artifacts = listed(f"{escape(name)} <small>{escape(digest)}</small>" for name, digest in result.artifacts.items())
     problems = len(result.problems)
+    title, on_device = device_rows(result)
     sentence = (
         f"Every submodel matches the PyTorch model within its limit, for target {result.target}."
         if result.passed
@@ -57,11 +68,11 @@ def page(result: Verification, images: Mapping[str, bytes]) -> str:
     ]
     sections = [
         _problems(result),
-        section("Submodels", _summary(result)),
+        section("Submodels", _coloured(SUBMODELS, submodel_rows(result))),
         _images(result, images),
         *(_steps(part) for part in result.submodels.values()),
-        section("Outputs", _verdicts(result), _LEGEND),
-        _devices(result),
+        section("Outputs", _coloured(OUTPUTS, output_rows(result)), _LEGEND),
+        section(escape(f"{title[0].upper()}{title[1:]}"), _coloured(DEVICES, on_device)) if on_device else "",
         _findings(result),
         _operators(result),
         section("Coverage", coverage),
@@ -81,25 +92,14 @@ _LEGEND = (
 )
 
 
-def _verdict(passed: bool, words: str = "passed") -> str:
-    return f'<span class="passed">{words}</span>' if passed else '<span class="failed">FAILED</span>'
+def _coloured(columns: Sequence[str], rows: Rows) -> str:
+    """A table whose last column are verdicts."""
+    cells = [(*map(escape, row[:-1]), _verdict(row[-1])) for row in rows]
+    return table((*columns[:-1], "verdict"), cells, NUMBERS)
 
 
-def _summary(result: Verification) -> str:
-    """A row for each submodel: its worst output."""
-    rows = []
-    for part in result.submodels.values():
-        words = f"within the limit for {part.precision}" if part.quantized else "passed"
-        verdict = _verdict(part.passed, words)
-        if not part.outputs:
-            rows.append((part.name, verdict, part.precision, "", "", ""))
-            continue
-        worst = worst_output(part.outputs)
-        more = f" <small>({len(part.outputs)} outputs)</small>" if len(part.outputs) > 1 else ""
-        limit = spell_limit(part, worst)
-        rows.append((part.name, verdict, part.precision, f"{escape(worst.name)}{more}", f"{worst.distance:.2e}", limit))
-    numbers = ("distance", "at most")
-    return table(("submodel", "verdict", "type", "worst output", *numbers), rows, numbers)
+def _verdict(words: str) -> str:
+    return f'<span class="{"failed" if words == "FAILED" else "passed"}">{escape(words)}</span>'
 
 
 def _problems(result: Verification) -> str:
@@ -116,44 +116,6 @@ def _problems(result: Verification) -> str:
         if part.block and part.block.gone
     ]
     return section("What does not pass", found, listed(gone))
-
-
-def _verdicts(result: Verification) -> str:
-    numbers = ("unrounded", "distance", "fp16 PyTorch", "ratio", "at most", "weights computed again")
-    rows: list[tuple[str, ...]] = []
-    for part in result.submodels.values():
-        exact = {each.name: each for each in part.exact}
-        for output in part.outputs:
-            ratio = f"{output.ratio:.2f}" if output.yardstick else ""
-            unrounded = f"{exact[output.name].distance:.1e}" if output.name in exact else ""
-            plain = "" if part.quantized else f"{output.yardstick:.2e}"
-            cells = (unrounded, f"{output.distance:.2e}", plain, ratio, spell_limit(part, output))
-            passed = output.passed and (output.name not in exact or exact[output.name].passed)
-            verdict = _verdict(passed, f"within the limit for {part.precision}" if part.quantized else "passed")
-            rows.append((part.name, output.name, part.precision, part.ran, *cells, str(part.weights), verdict))
-        if not part.outputs:
-            rows.append((part.name, "", part.precision, part.ran, *[""] * len(numbers), _verdict(False)))
-    return table(("submodel", "output", "precision", "run", *numbers, "verdict"), rows, numbers)
-
-
-def _devices(result: Verification) -> str:
-    """What the provider's own kernels gave."""
-    rows: list[tuple[str, ...]] = []
-    for part in result.submodels.values():
-        if (device := part.device) is None:
-            continue
-        for output in device.outputs:
-            ratio = f"{output.ratio:.2f}" if output.yardstick else ""
-            cells = (f"{output.distance:.2e}", ratio, spell_limit(part, output), _verdict(output.passed))
-            rows.append((part.name, output.name, device.target, *cells))
-        if not device.outputs:
-            rows.append((part.name, "", device.target, "", "", "", _verdict(False)))
-    if not rows:
-        return ""
-    numbers = ("distance", "ratio", "at most")
-    tuned = next((part.device.tuned for part in result.submodels.values() if part.device and part.device.tuned), "")
-    title = f"With the provider's own kernels{f', tuned: {escape(tuned)}' if tuned else ''}"
-    return section(title, table(("submodel", "output", "on", *numbers, "verdict"), rows, numbers))
 
 
 def _steps(part: SubmodelVerdict) -> str:
@@ -198,7 +160,7 @@ def _image(title: str, verdict: ImageVerdict | None, images: Mapping[str, bytes]
     text = f"<p>{escape(verdict.prompt)}; {verdict.steps} steps, {verdict.height}x{verdict.width} pixels, the same latents.</p>"
     figures_of_both = table(("against fp32 PyTorch", "PSNR", "SSIM", "largest difference"), rows)
     words = f"{verdict.quantized}, held to no limit" if verdict.quantized else "passed"
-    return section(f"{title}: {_verdict(not verdict.problems, words)}", text, figures, figures_of_both)
+    return section(f"{title}: {_verdict('FAILED' if verdict.problems else words)}", text, figures, figures_of_both)
 
 
 def _findings(result: Verification) -> str:
