@@ -22,7 +22,7 @@ from sdflow.bench.engines import ENGINES, Chosen, Engine, choose, with_approxima
 from sdflow.bench.judge import References
 from sdflow.bench.result import BenchResult, EngineResult, Measurement
 from sdflow.bench.sweep import Settings, SweepPoint
-from sdflow.bench.time_limit import TooLong, within
+from sdflow.bench.time_limit import TooLong, TorchState, within
 from sdflow.bench.timing import Turns
 from sdflow.bench.weights import dtype_of, quantized_of, weight_bytes
 from sdflow.disk.file_stamp import check_stamps, folder_stamps
@@ -143,8 +143,6 @@ class _Runner:
         self.read = folder_stamps(request.folder)
         self.modules: Mapping[str, torch.nn.Module] = {}
         self.references = References()
-        from sdflow.bench.torch_state import TorchState
-
         self.torch_state = TorchState.now()
 
     def load_references(self, active: Sequence[_Running]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 EXTENSIONS, EXTENSIONS_VERSION = "ai.onnx.contrib", 1
@@ -20,10 +20,8 @@ class Builder:
 
     def add(self, kind: str, *inputs: str, to: str | None = None, **attributes: Any) -> str:
         """A node of ONNX's own operators with one output, which is named `to`; its output's name."""
-        from onnx import helper
-
         made = self._name(kind) if to is None else to
-        self.nodes.append(helper.make_node(kind, list(inputs), [made], name=f"{made}/node", **attributes))
+        self._node(kind, inputs, [made], **attributes)
         return made
 
     def constant(self, value: Any, dtype: str) -> str:
@@ -45,12 +43,14 @@ class Builder:
 
     def extension(self, kind: str, inputs: Sequence[str], outputs: int, **attributes: Any) -> list[str]:
         """A node of onnxruntime-extensions; its outputs' names. More of them may be there behind these."""
-        from onnx import helper
-
         made = [self._name(kind) for _ in range(outputs)]
-        node = helper.make_node(kind, inputs, made, name=f"{made[0]}/node", domain=EXTENSIONS, **attributes)
-        self.nodes.append(node)
+        self._node(kind, inputs, made, domain=EXTENSIONS, **attributes)
         return made
+
+    def include(self, nodes: Iterable[Any], initializers: Iterable[Any]) -> None:
+        """Put a part in that is made already."""
+        self.nodes.extend(nodes)
+        self.initializers.extend(initializers)
 
     def whole(self, *values: int) -> str:
         """A vector of whole numbers."""
@@ -58,10 +58,8 @@ class Builder:
 
     def cast(self, value: str, element: int, to: str | None = None) -> str:
         """The same values as elements of this type (TensorProto's number)."""
-        from onnx import helper
-
         made = self._name("Cast") if to is None else to
-        self.nodes.append(helper.make_node("Cast", [value], [made], name=f"{made}/node", to=element))
+        self._node("Cast", [value], [made], to=element)
         return made
 
     def size(self, value: str, axis: int) -> str:
@@ -74,9 +72,7 @@ class Builder:
 
     def split(self, value: str, to: Sequence[str], axis: int) -> None:
         """Cut into equal parts of these names."""
-        from onnx import helper
-
-        self.nodes.append(helper.make_node("Split", [value], list(to), name=f"{to[0]}/node", axis=axis))
+        self._node("Split", [value], to, axis=axis)
 
     def part(self, value: str, begin: Sequence[int] | str, end: Sequence[int] | str, axes: Sequence[int]) -> str:
         """From `begin` up to `end` along these axes."""
@@ -86,3 +82,8 @@ class Builder:
     def _name(self, kind: str) -> str:
         self._count += 1
         return f"{self._prefix}/{kind}_{self._count}"
+
+    def _node(self, kind: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: Any) -> None:
+        from onnx import helper
+
+        self.nodes.append(helper.make_node(kind, inputs, outputs, name=f"{outputs[0]}/node", **attributes))

@@ -230,8 +230,7 @@ def _conditions(
         outputs = read_outputs(source.family, name, source.configs[name])
         (port,) = (item.name for item in models[name].graph.input)
         text = inlined(models[name], name, {port: node.input[0]}, outputs)
-        graph.nodes.extend(text.nodes)
-        graph.initializers.extend(text.initializers)
+        graph.include(text.nodes, text.initializers)
         for output, value in zip(outputs, node.output, strict=True):
             if value:
                 graph.add("Identity", text.outputs[output], to=value)

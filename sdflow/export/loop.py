@@ -82,10 +82,8 @@ def add_loop(graph: Builder, loop: Loop) -> str:
         moving = {loop.moving.latents: sample, **time_rows(graph, body, found, loop.name)}
     denoiser = inlined(model, loop.name, {**moving, **conditions}, [loop.output])
     parts = parted(denoiser, moving.values(), conditions.values())
-    graph.nodes.extend(parts.before)
-    graph.initializers.extend(parts.before_initializers)
-    body.nodes.extend(parts.body)
-    body.initializers.extend(parts.body_initializers)
+    graph.include(parts.before, parts.before_initializers)
+    body.include(parts.body, parts.body_initializers)
     output = denoiser.outputs[loop.output]
     if loop.guided:
         axis = [0]

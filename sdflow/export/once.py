@@ -62,8 +62,7 @@ def time_rows(graph: Builder, body: Builder, found: Cut, name: str) -> dict[str,
     """The time values of a round: input of the model -> what it reads in the body, `name/input`. In front of the loop those of
     one shape are put side by side for all rounds, MOST at a time, so that a round takes them out by one Gather and one Split."""
     times = inlined(found.timestep, f"{name}/{found.given}", {found.given: TIMESTEPS}, widened=False)
-    graph.nodes.extend(times.nodes)
-    graph.initializers.extend(times.initializers)
+    graph.include(times.nodes, times.initializers)
     alike: dict[tuple[int, ...], list[str]] = {}
     for item in found.model.graph.input:
         if item.name in found.time_values:

@@ -17,8 +17,7 @@ def add_decoder(graph: Builder, model: Any, name: str, ports: Ports, latents: st
     if what.shift:
         scaled = graph.add("Add", scaled, graph.constant(what.shift, "float32"))
     decoder = inlined(model, name, {ports.of(Role.LATENTS): scaled}, [ports.of(Role.PIXELS)])
-    graph.nodes.extend(decoder.nodes)
-    graph.initializers.extend(decoder.initializers)
+    graph.include(decoder.nodes, decoder.initializers)
     half = graph.constant(0.5, "float32")
     pixels = graph.add("Add", graph.add("Mul", decoder.outputs[ports.of(Role.PIXELS)], half), half)
     pixels = graph.add("Clip", pixels, graph.constant(0.0, "float32"), graph.constant(1.0, "float32"))
@@ -34,8 +33,7 @@ def add_checker(
     given = {ports.of(Role.SEEN): seen, ports.of(Role.PIXELS): images}
     checked, flags = ports.of(Role.CHECKED), ports.of(Role.FLAGS)
     checker = inlined(model, name, given, [checked, flags])
-    graph.nodes.extend(checker.nodes)
-    graph.initializers.extend(checker.initializers)
+    graph.include(checker.nodes, checker.initializers)
     return checker.outputs[checked], checker.outputs[flags]
 
 
