@@ -11,6 +11,16 @@ from sdflow.errors import UsageError
 from sdflow.families.shared.base import Family
 from sdflow.manifest import MANIFEST_FILE, REFINER, MergedLora, read_manifest
 from sdflow.runtime.files.folder import every_artifact, folder_family, refiner_of
+from sdflow.sources import (
+    PlainDigests,
+    find_lora,
+    load_module,
+    lora_delta,
+    lora_digest,
+    lora_submodels,
+    read_lora,
+    reopen_checkpoint,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +47,6 @@ def torch_modules(folder: Path, read: list[Stamp] | None = None) -> dict[str, to
     Raises UsageError when the manifest does not say what the pipeline was built from, or when that has changed since;
     CheckpointError when it cannot be read.
     """
-    from sdflow.sources import PlainDigests, load_module, reopen_checkpoint
-
     origin, where = read_manifest(folder).origin, str(folder / MANIFEST_FILE)
     checkpoint = reopen_checkpoint(origin, where, digests=PlainDigests())
     family = checkpoint.family
@@ -55,8 +63,6 @@ def torch_modules(folder: Path, read: list[Stamp] | None = None) -> dict[str, to
 def _merge(lora: MergedLora, family: Family, modules: Mapping[str, torch.nn.Module], where: str) -> Stamp:
     """W + scale x delta in float32, in place. Returns the stamp of the file that was read."""
     import torch
-
-    from sdflow.sources import PlainDigests, find_lora, lora_delta, lora_digest, lora_submodels, read_lora
 
     path = find_lora(lora.reference, lora.weight_name, download=False)
     stamp = file_stamp(path)  # before the digest

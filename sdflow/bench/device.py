@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -44,8 +45,6 @@ class Device:
 
     def release(self) -> None:
         """Give memory that PyTorch keeps for later back to the driver."""
-        import gc
-
         import torch
 
         gc.collect()

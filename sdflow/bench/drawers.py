@@ -9,6 +9,8 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from sdflow.bench.engines import Engine
 from sdflow.bench.sweep import Settings, SweepPoint, call_options, latents
 from sdflow.errors import UsageError
@@ -18,6 +20,7 @@ from sdflow.families.shared.torch_start import torch_start
 from sdflow.manifest import REFINER
 from sdflow.processes.patched import patched
 from sdflow.runtime.denoiser.schedule import named_scheduler
+from sdflow.runtime.ensemble import Ensemble, hand_over
 from sdflow.runtime.files.folder import (
     folder_adapters,
     folder_configs,
@@ -29,16 +32,16 @@ from sdflow.runtime.files.folder import (
     read_options,
     refiner_of,
 )
+from sdflow.runtime.files.recorded_tuning import Recorded, recorded_tuning
+from sdflow.runtime.kernels.library import kernel_library
+from sdflow.runtime.pipeline import Pipeline
+from sdflow.runtime.sessions.tuning import UNTUNED
 from sdflow.samples.canvas import canvas, shown
 from sdflow.stop import end_children_when_told
 from sdflow.targets import TARGETS
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
-
-    from sdflow.runtime.ensemble import Ensemble
-    from sdflow.runtime.pipeline import Pipeline
 
 Mark = Callable[[], None]
 """Called when the text is encoded, and after every step."""
@@ -53,11 +56,6 @@ def ignore() -> None:
 
 def onnxruntime_drawer(folder: Path, engine: Engine, settings: Settings) -> tuple[Draw, str]:
     """sdflow's pipeline on one target, and a note on how it was tuned and whose kernels run."""
-    from sdflow.runtime.ensemble import Ensemble
-    from sdflow.runtime.files.recorded_tuning import Recorded, recorded_tuning
-    from sdflow.runtime.kernels.library import kernel_library
-    from sdflow.runtime.sessions.tuning import UNTUNED
-
     target = TARGETS[engine.target]
     recorded = recorded_tuning(folder, target) if settings.tuning else Recorded(UNTUNED)
     pipeline = Ensemble.of_folder(
@@ -92,10 +90,7 @@ def pipeline_drawer(
     pipeline: Pipeline | Ensemble, folder: Path, settings: Settings, fewer: Approximation = EXACT
 ) -> Draw:
     """sdflow's pipeline of a folder, or its ensemble, as it is called. fewer: what it leaves out."""
-    import numpy as np
     import torch
-
-    from sdflow.runtime.ensemble import Ensemble
 
     base = pipeline.base if isinstance(pipeline, Ensemble) else pipeline
 
@@ -124,8 +119,6 @@ def torch_drawer(
     On a GPU, and wherever it compiles, convolutions are laid out channels last; plain eager is as diffusers loads it.
     """
     import torch
-
-    from sdflow.runtime.ensemble import hand_over
 
     element = getattr(torch, dtype)
     # torch's own `to`: diffusers' has something to say about modules kept in float32, of which there are none here.

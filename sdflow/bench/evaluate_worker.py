@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 from pydantic import TypeAdapter
 
 from sdflow.artifact import MODEL_FILE
@@ -50,9 +51,6 @@ from sdflow.runtime.sessions.placement import placement, placement_by_profile
 from sdflow.runtime.sessions.session import LoadOptions
 from sdflow.runtime.sessions.submodel import Submodel
 from sdflow.targets import TARGETS, Target
-
-if TYPE_CHECKING:
-    import numpy as np
 
 Progress = Callable[[str], None]
 

@@ -15,6 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from sdflow.bench.checkpoint import every_torch_module
 from sdflow.bench.device import Device
 from sdflow.bench.drawers import Draw, onnxruntime_drawer, tensorrt_drawer, torch_drawer
@@ -40,7 +42,6 @@ from sdflow.targets import TARGETS, find_target
 from sdflow.units import spell_bytes
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 REFERENCE = Engine("reference", "PyTorch, float32")

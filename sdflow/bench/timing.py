@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from sdflow.bench.device import Device, Memory
 from sdflow.bench.drawers import Draw
@@ -13,9 +14,6 @@ from sdflow.bench.judge import Yardstick
 from sdflow.bench.latency import Latency, summarize
 from sdflow.bench.result import Check, Measurement
 from sdflow.bench.sweep import SweepPoint
-
-if TYPE_CHECKING:
-    import numpy as np
 
 SETTLE_SECONDS = 0.2
 """Between two engines' turns on a CPU: the threads of the one before still wait for work by spinning."""

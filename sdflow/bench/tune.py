@@ -23,20 +23,21 @@ from sdflow.bench.timing import SETTLE_SECONDS
 from sdflow.bench.weights import dtype_of, quantized_of
 from sdflow.distance import relative_l2
 from sdflow.errors import SdflowError, UsageError
+from sdflow.families.shared.request import Request
 from sdflow.machine.device import cores
 from sdflow.machine.onnx_runtime import import_onnxruntime, onnxruntime_errors
 from sdflow.manifest import MANIFEST_FILE, REFINER, read_manifest
+from sdflow.runtime.denoiser.denoiser import DenoiserInputs
+from sdflow.runtime.ensemble import Ensemble
 from sdflow.runtime.files.folder import folder_defaults
 from sdflow.runtime.files.recorded_tuning import record_tuning
+from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.sessions.tuning import UNTUNED, Tuning
 from sdflow.targets import Target, find_target
 from sdflow.tolerances import SESSIONS_APART
 
 if TYPE_CHECKING:
     import torch
-
-    from sdflow.runtime.ensemble import Ensemble
-    from sdflow.runtime.pipeline import Pipeline
 
 GAIN = 0.98
 """A candidate is taken when it takes at most this part of the time."""
@@ -203,8 +204,6 @@ def tune(
 
 def _parts(pipeline: Pipeline | Ensemble) -> dict[str, Pipeline]:
     """The pipelines that draw, by what the names of their submodels begin with."""
-    from sdflow.runtime.ensemble import Ensemble
-
     if isinstance(pipeline, Ensemble):
         return {"": pipeline.base, f"{REFINER}/": pipeline.refiner}
     return {"": pipeline}
@@ -229,8 +228,6 @@ class _Tuner:
 
     def load(self, tuning: Tuning) -> Pipeline | Ensemble:
         """The pipeline, with its refiner where it has one: they are tuned together."""
-        from sdflow.runtime.ensemble import Ensemble
-
         pipeline = Ensemble.of_folder(self.folder, self.target, checker=False, tuning=tuning)
         if self._case is None:
             own = _parts(pipeline)[""].latents.image_size
@@ -274,9 +271,6 @@ class _Tuner:
     def _outputs(self, pipeline: Pipeline) -> dict[str, torch.Tensor]:
         """What each submodel gives for the case, at the first, a middle and the last timestep; float32, on the host."""
         import torch
-
-        from sdflow.families.shared.request import Request
-        from sdflow.runtime.denoiser.denoiser import DenoiserInputs
 
         case, settings = self.case, self.settings
         with pipeline.place.current(), torch.no_grad():

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 EXTENSIONS, EXTENSIONS_VERSION = "ai.onnx.contrib", 1
 """The operators of onnxruntime-extensions. A program registers its library before it makes a session."""
 
@@ -26,7 +28,6 @@ class Builder:
 
     def constant(self, value: Any, dtype: str) -> str:
         """An initializer of these values; its name."""
-        import numpy as np
         from onnx import numpy_helper
 
         name = self._name("constant")

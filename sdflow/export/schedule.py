@@ -12,7 +12,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from sdflow.disk.atomic_write import write_whole
 from sdflow.errors import UsageError, os_errors_as
@@ -20,9 +22,6 @@ from sdflow.families.shared.base import Family
 from sdflow.families.shared.schedulers import require_known
 from sdflow.runtime.denoiser.schedule import named_scheduler, trace
 from sdflow.runtime.denoiser.scheduler_walk import IMAGE
-
-if TYPE_CHECKING:
-    import numpy as np
 
 FORMAT_VERSION = 1
 
@@ -86,8 +85,6 @@ def coefficients(
     Raises UsageError for a scheduler that is not known, not linear, or that cannot make so many steps, and for one whose steps
     depend on the size where there are several.
     """
-    import numpy as np
-
     if name is not None:
         scheduler = named_scheduler(name, given, family.noising)
     if tokens is None and family.noising.key(scheduler, 0) is not None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import base64
 import io
+import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from sdflow.bench.evaluate import evaluate
 from sdflow.bench.evaluation import EvaluationResult
@@ -135,8 +138,6 @@ class _Draft:
 
 def _device(target: str) -> dict[str, Any]:
     """The machine, without what a distribution or a user may have put into the kernel's name."""
-    import platform
-
     return {**device(TARGETS[target]), "system": f"{platform.system()} {platform.machine()}"}
 
 
@@ -230,7 +231,6 @@ def judged(report: Report, reference: list[dict[str, Any]], drawn: list[dict[str
 
 
 def _array(png: str) -> Any:
-    import numpy as np
     from PIL import Image
 
     with Image.open(io.BytesIO(base64.b64decode(png))) as image:

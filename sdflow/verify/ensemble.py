@@ -10,7 +10,9 @@ import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from sdflow.families import FAMILIES
 from sdflow.verify.artifact.graph import RunnableGraph, open_graph, run_graph
@@ -20,9 +22,6 @@ from sdflow.verify.reference.reference import ReferenceRun
 from sdflow.verify.reference.reference_request import ReferenceRequest
 from sdflow.verify.reference.torch_images import IMAGE_FILE, Embeddings, control_arguments, type_of
 from sdflow.verify.result import ImageVerdict
-
-if TYPE_CHECKING:
-    import numpy as np
 
 VERSION = 1
 """Raise it whenever another verdict may come out: it is part of the key."""
@@ -47,8 +46,6 @@ class EnsembleRequest:
 
 def judge_ensemble(request: EnsembleRequest, progress: Progress) -> ImageVerdict:
     """Draw with PyTorch and with the artifacts; the images go to PNG files, into the base's `out`."""
-    import numpy as np
-
     selection, out = request.base.selection, request.base.out
     base, refiner = (ReferenceRun(each, progress) for each in (request.base, request.refiner))
     noise = first_latents(selection, base.latents().channels)

@@ -17,7 +17,10 @@ from typing import Any
 from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE
 from sdflow.errors import VerificationError
 from sdflow.families.shared.base import Family
+from sdflow.onnx_model.facts import precision_of
+from sdflow.onnx_model.files import decode_errors
 from sdflow.onnx_model.reading import load_graph
+from sdflow.sources.load import parameter_shapes
 from sdflow.units import spell_bytes
 from sdflow.verify.lowering.session import LARGE
 from sdflow.verify.reference.half import KEPT
@@ -143,8 +146,6 @@ def require_memory(
 
     folder: the pipeline's. available: bytes. Raises VerificationError where they do not suffice, block by block either.
     """
-    from sdflow.sources.load import parameter_shapes
-
     graphs = {name: _graph_in(folder / name) for name in submodels}
     sizes = {name: Size.of(parameter_shapes(name, load).values()) for name, load in (loads or {}).items()}
     activations = 0
@@ -164,9 +165,6 @@ def require_memory(
 
 
 def _graph_in(folder: Path) -> GraphSize:
-    from sdflow.onnx_model.facts import precision_of
-    from sdflow.onnx_model.files import decode_errors
-
     weights = folder / WEIGHTS_FILE
     unreadable: tuple[type[Exception], ...] = (OSError, ValueError, VerificationError, *decode_errors())
     try:

@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from sdflow.tolerances import EXACT_LIMIT
 from sdflow.verify.artifact.stored import BoundModel
 from sdflow.verify.reference.torch_module import LoraMerge, TorchModule
 from sdflow.verify.result import BlockVerdict
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 LAYOUTS = {
@@ -162,8 +163,6 @@ class _Values:
             self.add(value)
 
     def add(self, value: np.ndarray) -> None:
-        import numpy as np
-
         if value.dtype == np.float32 and np.isfinite(value).all():
             flat = np.ascontiguousarray(value).reshape(-1)
             self._by_size.setdefault(flat.size, []).append((float(np.linalg.norm(flat)), flat))
@@ -175,8 +174,6 @@ class _Values:
         return self._known[id(tensor)]
 
     def _nearest(self, tensor: torch.Tensor) -> float:
-        import numpy as np
-
         wanted = tensor.numpy()
         size = float(np.linalg.norm(wanted))
         orders = LAYOUTS.get(wanted.ndim, (tuple(range(wanted.ndim)),))

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sdflow.onnx_model.facts import dtype_name
 from sdflow.verify.lowering import before_angles
 from sdflow.verify.lowering.builder import HALVES
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 LARGEST_WHOLE = 512
 """Of the whole numbers below: heads have at most so many channels."""
@@ -46,7 +47,6 @@ def unrounded_number(value: float, dtype: str = "float16") -> float:
 @cache
 def _simplest(dtype: str) -> dict[float, float]:
     import ml_dtypes  # noqa: F401 - gives numpy the name bfloat16
-    import numpy as np
 
     rounded = np.dtype(dtype).type
     formed = (form(whole) for form in FORMS for whole in range(1, LARGEST_WHOLE + 1))
@@ -59,8 +59,6 @@ def _simplest(dtype: str) -> dict[float, float]:
 def take_constants(model: Any, taken: MutableMapping[str, NDArray[Any]]) -> None:
     """Put the graph's own 16-bit numbers, as they were before they were rounded, into `taken`: name -> float32. Constant nodes
     among them become initializers. What sines and indices are computed from stays. Changes `model`."""
-    import numpy as np
-
     kept = before_angles(model.graph.node)
     for tensor, node in [*_numbers(model.graph)]:
         if tensor.name in kept or tensor.name in taken:
@@ -94,8 +92,6 @@ def _numbers(graph: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _is_number(tensor: Any) -> bool:
-    from math import prod
-
     return prod(tensor.dims) == 1 and not tensor.external_data
 
 

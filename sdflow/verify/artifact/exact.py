@@ -20,7 +20,10 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sdflow.artifact import MODEL_FILE
 from sdflow.distance import relative_l2
@@ -47,10 +50,6 @@ from sdflow.verify.lowering import PieceSession, lower, session_of
 from sdflow.verify.lowering.builder import BFLOAT16, FLOAT, FLOAT16, HALVES
 from sdflow.verify.reference.cases import Cases
 from sdflow.verify.result import BlockVerdict, ExactOutput
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 Exact = MutableMapping[str, "NDArray[Any]"]
 """Values of weights before they were rounded, by name."""

@@ -8,17 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from sdflow.artifact import MODEL_FILE
 from sdflow.errors import VerificationError
 from sdflow.machine.onnx_runtime import import_onnxruntime, numpy_type, onnxruntime_errors
 from sdflow.onnx_model.facts import precision_of
+from sdflow.onnx_model.files import decode_errors
 from sdflow.onnx_model.quantized import quantized_graph
 from sdflow.onnx_model.reading import load_graph
 from sdflow.verify.artifact.element_types import element_types
 from sdflow.verify.lowering import Lowered, PieceSession, lower, session_of
 
 if TYPE_CHECKING:
-    import numpy as np
     import onnxruntime
 
 SCORES = "scores"
@@ -90,8 +92,6 @@ def _types(model: Any) -> dict[str, int]:
 def read_graph(path: Path) -> Any:
     """The ModelProto of a file, without its weights. Raises VerificationError when it is none."""
     import onnx
-
-    from sdflow.onnx_model.files import decode_errors
 
     path = path.resolve()
     try:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from sdflow.artifact import CONFIG_FILE, MODEL_FILE
 from sdflow.disk.input_file import read_json
@@ -33,9 +34,6 @@ from sdflow.verify.finding import Finding, errors
 from sdflow.verify.reference.cases import Cases, read_cases
 from sdflow.verify.reference.selection import read_selection
 from sdflow.verify.result import HALVES, CaseDistance, SubmodelVerdict, Verification
-
-if TYPE_CHECKING:
-    import numpy as np
 
 VERSION = 11
 """Raise it whenever another verdict may come out: it is part of the key."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from sdflow.artifact import MODEL_FILE
 from sdflow.distance import relative_l2
@@ -27,9 +28,6 @@ from sdflow.verify.artifact.judge_output import judge_outputs
 from sdflow.verify.artifact.roundings import Roundings, drawn_again, too_far
 from sdflow.verify.reference.cases import Cases
 from sdflow.verify.result import HALVES, CaseDistance, DeviceVerdict, SubmodelVerdict
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 def run_on_device(

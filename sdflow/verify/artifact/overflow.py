@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from sdflow.artifact import MODEL_FILE
 from sdflow.onnx_model.reading import load_graph
@@ -17,9 +19,6 @@ from sdflow.verify.finding import Finding
 from sdflow.verify.lowering import Lowered, PieceSession, lower, session_of
 from sdflow.verify.lowering.builder import FLOAT, FLOAT16
 from sdflow.verify.reference.cases import Cases
-
-if TYPE_CHECKING:
-    import numpy as np
 
 LARGEST_FLOAT16 = 65504.0
 NEAR = 0.5
@@ -102,8 +101,6 @@ def ranges(
     model_path: its model.onnx. feeds: the inputs of each step, by name. most: as of `overflow`.
     Raises VerificationError for an operator that cannot be lowered.
     """
-    import numpy as np
-
     model = load_graph(model_path)
     operators = {name: node.op_type for node in model.graph.node for name in node.output}
     names = [name for name, kind in lower(model).values.items() if kind == FLOAT16]
@@ -143,7 +140,6 @@ def _measured(lowered: Lowered, names: Sequence[str], scores: Collection[str]) -
     The measuring nodes stand right behind the node that puts the value out, so that no value is kept for longer than
     the graph itself needs it.
     """
-    import numpy as np
     import onnx
 
     make = onnx.helper.make_node

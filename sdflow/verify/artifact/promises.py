@@ -21,7 +21,10 @@ from sdflow.families.shared.part import Part
 from sdflow.manifest import MANIFEST_FILE, REFINER, Manifest, read_manifest
 from sdflow.manifest import Part as Built
 from sdflow.models.base import Port
+from sdflow.onnx_model.facts import dtype_name, tensor_bytes
+from sdflow.onnx_model.files import data_span, decode_errors, initializers_and_constants, is_external
 from sdflow.onnx_model.reading import load_graph
+from sdflow.onnx_model.stub import is_stub
 from sdflow.runtime.files.folder import submodel_config
 from sdflow.targets import Target, find_target
 from sdflow.verify.artifact.element_types import STANDARD
@@ -142,8 +145,6 @@ def _check_graph(folder: Path, part: Part, target: Target, port_types: PortTypes
 
     port_types: takes the types of inputs and outputs that are not exact.
     """
-    from sdflow.onnx_model.files import decode_errors
-
     submodel = part.name
     try:
         model = load_graph(folder / MODEL_FILE)
@@ -186,9 +187,6 @@ def _versions(model: Any, submodel: str, target: Target) -> Iterator[Finding]:
 
 def _external_data(model: Any, folder: Path, submodel: str) -> Iterator[Finding]:
     """Every external tensor inside its file, none over another, and every byte of the files used."""
-    from sdflow.onnx_model.facts import tensor_bytes
-    from sdflow.onnx_model.files import data_span, initializers_and_constants, is_external
-    from sdflow.onnx_model.stub import is_stub
 
     def error(name: str, what: str) -> Finding:
         return Finding(submodel, "external-data", "error", name, what, REBUILD)
@@ -282,8 +280,6 @@ def _port(submodel: str, kind: str, info: Any, port: Port) -> Iterator[Finding]:
 
 
 def _type(info: Any) -> str:
-    from sdflow.onnx_model.facts import dtype_name
-
     return dtype_name(info.type.tensor_type.elem_type)
 
 

@@ -22,7 +22,8 @@ from dataclasses import replace
 from functools import cached_property
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from sdflow.distance import relative_l2
 from sdflow.tolerances import FLOAT16_RATIO
@@ -32,9 +33,6 @@ from sdflow.verify.reference.forwards import run_cases
 from sdflow.verify.reference.half import quick_halves
 from sdflow.verify.reference.torch_module import TorchModule
 from sdflow.verify.result import CaseDistance, OutputVerdict
-
-if TYPE_CHECKING:
-    import numpy as np
 
 FAR = 10.0
 """Times the yardstick. Where half of an output's cases are farther, it is wrong however it is rounded: nothing is drawn for it.
@@ -87,8 +85,6 @@ class Roundings:
 
     def inputs(self, index: int) -> list[dict[str, np.ndarray]]:
         """A case's inputs, DRAWS times."""
-        import numpy as np
-
         random, real = np.random.default_rng(index), self._real(index)
         given = self.cases.get(index, "inputs")
         return [
@@ -166,7 +162,6 @@ def yardstick_of(draws: Sequence[float]) -> float:
 def _either_half(value: np.ndarray, random: np.random.Generator, dtype: str) -> np.ndarray:
     """Each number as one of the two of this type beside it, float32; on average what it was."""
     import ml_dtypes  # noqa: F401 - gives numpy the name bfloat16
-    import numpy as np
 
     near = value.astype(dtype)
     wide = near.astype(np.float32)

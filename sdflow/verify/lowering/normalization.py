@@ -7,6 +7,8 @@ onnxruntime/contrib_ops/cuda/diffusion/group_norm_impl_kernel.cuh and cuda/bert/
 
 from __future__ import annotations
 
+import numpy as np
+
 from sdflow.verify.lowering.builder import FLOAT, Builder, Node
 
 
@@ -100,6 +102,4 @@ def _in_order(last: bool, first: str, spatial: str, channels: str) -> tuple[str,
 
 
 def _full(length: int, value: float) -> object:
-    import numpy as np
-
     return np.full(length, value, np.float32)

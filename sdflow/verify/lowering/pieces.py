@@ -14,12 +14,13 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from sdflow.errors import VerificationError
 from sdflow.verify.lowering.lower import Lowered, in_order
 from sdflow.verify.lowering.session import session_of
 
 if TYPE_CHECKING:
-    import numpy as np
     import onnxruntime
 
 Given = Mapping[str, "np.ndarray"]

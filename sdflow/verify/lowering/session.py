@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -60,6 +61,4 @@ def session_of(
 
 def weights_as_float32(model: onnx.ModelProto) -> int:
     """Bytes that the weights of a graph take as float32."""
-    from math import prod
-
     return sum(4 * prod(tensor.dims) for tensor in model.graph.initializer)

@@ -6,13 +6,14 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from sdflow.families.shared.part import Part
 from sdflow.models.base import Config, Model, Ports
 from sdflow.verify.reference.cases import Cases, Kind
 from sdflow.verify.reference.streamed import StreamedWeights
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 TOGETHER = 2**15
@@ -62,7 +63,6 @@ def run_cases(cases: Cases, kind: Kind, network: Network, half: str = "float16")
     Cases of one shape are rows of one batch, up to TOGETHER: a run of a few latents takes as long as reading the
     module's weights does, however many rows there are.
     """
-    import numpy as np
     import torch
 
     dtype = getattr(torch, half) if kind == "float16" else torch.float32

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from sdflow.verify.reference.cases import Case, Cases
 from sdflow.verify.reference.forwards import Network
-
-if TYPE_CHECKING:
-    import numpy as np
 
 Call = tuple[str, dict[str, "np.ndarray"], dict[str, "np.ndarray"]]
 """Submodel, inputs by name, outputs by name: none where the module does not give a tensor for each."""

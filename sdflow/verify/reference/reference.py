@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from sdflow.families import FAMILIES
 from sdflow.families.shared.base import Family
 from sdflow.families.shared.image_prompts import adapter_count, reads_layers
@@ -58,7 +60,6 @@ from sdflow.verify.reference.torch_images import (
 from sdflow.verify.reference.torch_module import LoraMerge, TorchModule
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 VERSION = 5
@@ -200,7 +201,6 @@ class ReferenceRun:
 
     def denoise(self, texts: _Texts, shown: Shown) -> dict[str, Cases]:
         """The cases of the denoiser and the decoder; the image goes to IMAGE_FILE."""
-        import numpy as np
         import torch
 
         family, selection = self.family, self.request.selection
@@ -306,8 +306,6 @@ class ReferenceRun:
 
     def _image(self) -> np.ndarray:
         """The image drawn, (1, height, width, 3) in [0, 1]."""
-        import numpy as np
-
         with np.load(self.request.out / IMAGE_FILE) as stored:
             image: np.ndarray = stored["float32"][None]
         return image
