@@ -50,11 +50,12 @@ def print_verification(result: Verification, *, verbose: bool = False) -> None:
         print_table(title, _narrow(OUTPUTS), shown, NUMBERS, below=("graph", "unrounded", "fp16 PyTorch", "ratio"))
     else:
         print_table(title, SUBMODELS, submodel_rows(result), NUMBERS, below=("type",))
-    on_device, rows = device_rows(result, worst=not verbose)
+    tuned, rows = device_rows(result, worst=not verbose)
     if rows:
         shown, columns = [_narrow(row) for row in rows], _narrow(DEVICES)
         columns[1] = "output" if verbose else "worst output"
-        print_table(on_device, columns, shown, NUMBERS, below=("on", "of the run above"))
+        title = f"on the device, with the provider's kernels{tuned}"
+        print_table(title, columns, shown, NUMBERS, below=("on", "of the run above"))
     for what, image in (("image", result.image), ("image of base and refiner", result.ensemble)):
         if image is None:
             continue

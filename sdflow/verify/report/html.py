@@ -55,7 +55,7 @@ def page(result: Verification, images: Mapping[str, bytes]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in sorted(result.versions.items()))
     artifacts = listed(f"{escape(name)} <small>{escape(digest)}</small>" for name, digest in result.artifacts.items())
     problems = len(result.problems)
-    title, on_device = device_rows(result)
+    tuned, on_device = device_rows(result)
     sentence = (
         f"Every submodel matches the PyTorch model within its limit, for target {result.target}."
         if result.passed
@@ -72,7 +72,7 @@ def page(result: Verification, images: Mapping[str, bytes]) -> str:
         _images(result, images),
         *(_steps(part) for part in result.submodels.values()),
         section("Outputs", _coloured(OUTPUTS, output_rows(result)), _LEGEND),
-        section(escape(f"{title[0].upper()}{title[1:]}"), _coloured(DEVICES, on_device)) if on_device else "",
+        section(f"With the provider's own kernels{escape(tuned)}", _coloured(DEVICES, on_device)) if on_device else "",
         _findings(result),
         _operators(result),
         section("Coverage", coverage),

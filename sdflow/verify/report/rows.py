@@ -59,8 +59,8 @@ def output_rows(result: Verification) -> Rows:
 
 
 def device_rows(result: Verification, *, worst: bool = False) -> tuple[str, Rows]:
-    """A title, and rows of `DEVICES`: what the provider's own kernels gave, beside what this CPU gave. worst: of each submodel
-    the worst output alone."""
+    """What the end of a title says of tuning, and rows of `DEVICES`: what the provider's own kernels gave, beside what this CPU
+    gave. worst: of each submodel the worst output alone."""
     rows: Rows = []
     tuned = ""
     for part in result.submodels.values():
@@ -75,7 +75,7 @@ def device_rows(result: Verification, *, worst: bool = False) -> tuple[str, Rows
             rows.append((part.name, name, device.target, *cells, "passed" if output.passed else "FAILED"))
         if not device.outputs:
             rows.append((part.name, "", device.target, *[""] * 4, "FAILED"))
-    return f"on the device, with the provider's kernels{f', tuned: {tuned}' if tuned else ''}", rows
+    return f", tuned: {tuned}" if tuned else "", rows
 
 
 def _counted(output: OutputVerdict, outputs: Sequence[OutputVerdict]) -> str:
