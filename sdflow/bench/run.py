@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sdflow.bench.checkpoint import every_torch_module
+from sdflow.bench.checkpoint import torch_modules
 from sdflow.bench.device import Device
 from sdflow.bench.drawers import Draw, onnxruntime_drawer, tensorrt_drawer, torch_drawer
 from sdflow.bench.engines import ENGINES, Chosen, Engine, choose, with_approximations
@@ -151,7 +151,7 @@ class _Runner:
         if not self.request.check and all(each.engine.target for each in active):
             return
         self.say("loading the checkpoint")
-        self.modules = every_torch_module(self.request.folder, self.read)
+        self.modules = torch_modules(self.request.folder, self.read)
         if self.request.check:
             half = any(each.result.dtype == "float16" for each in active)
             self.references.draw(self._drawn, float16=half, say=self.say)
