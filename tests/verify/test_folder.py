@@ -189,6 +189,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         lambda folder: (folder / "tokenizer/special_tokens_map.json").unlink(),
         ("tokenizer/special_tokens_map.json: is missing",),
     ),
+    "a folder missing": (
+        lambda folder: shutil.rmtree(folder / "scheduler"),
+        ("scheduler: is missing: there is no such folder", f"{SCHEDULER}: is missing"),
+    ),
     "the filter's images": (
         entry("feature_extractor/preprocessor_config.json", "do_normalize", False),
         ("feature_extractor/preprocessor_config.json: do_normalize is false, where true belongs",),

@@ -191,10 +191,8 @@ def _findings(request: JudgeRequest, family: Family, verdicts: Mapping[str, Subm
             found += fits(load_graph(path), target, submodel, read=outputs)
     if request.allow_fallback:
         found = [replace(each, level="warning") if each.level == "error" else each for each in found]
-    whole = {*family.needed(read_configs(request.folder, request.submodels))} <= {*request.submodels}
-    for finding in check_promises(request.folder, target, family=family):
-        if finding.submodel in request.submodels or (not finding.submodel and whole):
-            found.append(finding)
+    promises = check_promises(request.folder, target, family=family)
+    found += [each for each in promises if each.submodel in request.submodels]
     return found
 
 

@@ -1,4 +1,5 @@
-"""What a pipeline folder promises to whoever opens it: files, digests, weights where the graph says, names and types.
+"""What the submodels of a pipeline folder promise to whoever opens it: files, digests, weights where the graph says, names and
+types. What lies beside them is compared in `sdflow.verify.folder`.
 
 Nothing is run. The content of every file is read once for its digest; the weights are not loaded.
 """
@@ -11,14 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sdflow.artifact import CONFIG_FILE, INDEX_FILE, MODEL_FILE, WEIGHTS_FILE
-from sdflow.digest import digest_file, digest_tree, inside
+from sdflow.artifact import CONFIG_FILE, MODEL_FILE, WEIGHTS_FILE
+from sdflow.digest import digest_file, digest_tree
 from sdflow.disk.input_file import read_json
 from sdflow.errors import PassError, UsageError
 from sdflow.families import FAMILIES
 from sdflow.families.shared.base import Family
 from sdflow.families.shared.part import Part
-from sdflow.manifest import MANIFEST_FILE, REFINER, Manifest, read_manifest
+from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.manifest import Part as Built
 from sdflow.models.base import Port
 from sdflow.onnx_model.facts import dtype_name, tensor_bytes
@@ -42,15 +43,14 @@ PortTypes = dict[str, tuple[dict[str, str], dict[str, str]]]
 
 
 def check_promises(folder: Path, target: Target | None = None, *, family: Family | None = None) -> list[Finding]:
-    """Everything that is wrong with an assembled pipeline folder, read without running it. target, family: the manifest's when
-    not given.
+    """Everything that is wrong with the submodels of a pipeline folder. target, family: the manifest's when not given.
 
     Raises UsageError when the folder is not an sdflow pipeline.
     """
     manifest = read_manifest(folder)
     target = target or find_target(manifest.origin.target, str(folder / MANIFEST_FILE))
     family = family or FAMILIES[manifest.origin.family]
-    found = [*_components(folder, family, manifest)]
+    found: list[Finding] = []
     port_types: PortTypes = {}
     for submodel, part in sorted(manifest.parts.items()):
         found += _files(folder / submodel, submodel, part)
@@ -60,36 +60,6 @@ def check_promises(folder: Path, target: Target | None = None, *, family: Family
             continue
         found += _check_graph(folder / submodel, family.part(submodel), target, port_types)
     return [*found, *_one_type(family, port_types)]
-
-
-# The folder
-
-
-def _components(folder: Path, family: Family, manifest: Manifest) -> Iterator[Finding]:
-    """model_index.json, the components that it names, and the files beside the submodels."""
-
-    def error(node: str, what: str) -> Finding:
-        return Finding("", "component", "error", node, what, REBUILD)
-
-    try:
-        index = read_json(folder / INDEX_FILE)
-        components = {name: value for name, value in index.items() if isinstance(value, list) and value[0] is not None}
-    except (OSError, ValueError, AttributeError, IndexError) as unreadable:
-        yield error(INDEX_FILE, f"cannot be read ({unreadable})")
-        return
-    companions = [name for name, companion in family.companions.items() if companion.wanted(manifest.parts)]
-    for name in (*companions, *family.needed(read_configs(folder, manifest.parts))):
-        if name not in components:
-            yield error(INDEX_FILE, f"does not name {name}")
-    for name in components:
-        if not inside(name) or not (folder / name).is_dir():
-            yield error(name[:100], f"{INDEX_FILE} names it and there is no such folder")
-    for path in manifest.files:
-        name = path.split("/")[0]
-        if name == REFINER and (folder / path).exists():  # its submodels are links, as ours are
-            continue
-        if name not in manifest.parts and (folder / name).exists() and not (folder / path).is_file():
-            yield error(path, "is missing")
 
 
 def read_configs(folder: Path, submodels: Iterable[str]) -> dict[str, Any]:
