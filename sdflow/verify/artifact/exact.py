@@ -49,7 +49,7 @@ from sdflow.verify.finding import Finding
 from sdflow.verify.lowering import PieceSession, lower, session_of
 from sdflow.verify.lowering.builder import BFLOAT16, FLOAT, FLOAT16, HALVES
 from sdflow.verify.reference.cases import Cases
-from sdflow.verify.result import BlockVerdict, ExactOutput
+from sdflow.verify.result import BlockVerdict, CaseDistance, ExactOutput
 
 Exact = MutableMapping[str, "NDArray[Any]"]
 """Values of weights before they were rounded, by name."""
@@ -237,6 +237,17 @@ def exact_distance(value: np.ndarray, exact: np.ndarray, half: np.ndarray) -> fl
         same = value.shape == exact.shape and bool(((value == exact) | (value == half)).all())
         return 0.0 if same else inf
     return relative_l2(value, exact)
+
+
+def case_distances(cases: Cases, index: int, outputs: Mapping[str, np.ndarray]) -> list[CaseDistance]:
+    """How far the outputs of a case are from PyTorch's. Flags have no yardstick."""
+    case, half, found = cases.cases[index], cases.get(index, "float16"), []
+    for name, exact in cases.get(index, "float32").items():
+        if name in outputs:
+            yardstick = 0.0 if exact.dtype == bool else relative_l2(half[name], exact)
+            distance = exact_distance(outputs[name], exact, half[name])
+            found.append(CaseDistance(case.name, case.group, name, case.step, case.timestep, distance, yardstick))
+    return found
 
 
 def _words(output: ExactOutput) -> str:
