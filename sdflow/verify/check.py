@@ -1,10 +1,7 @@
 """`sdflow verify` from the outside: the keys, the cache, the process that does the work.
 
-    reference = what the PyTorch model computes          key: checkpoint, LoRAs, tokenizer and scheduler, selection
-    verification = artifacts against the reference       key: artifacts, what lies beside them, target, the reference
-
-Both are entries of the cache like any step's, so that a pipeline is verified once, and all targets share a reference.
-A verification that did not pass is never kept.
+The reference and the verification are entries of the cache like any step's, so that a pipeline is verified once and all targets
+share a reference. A verification that did not pass is never kept.
 """
 
 from __future__ import annotations

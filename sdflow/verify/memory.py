@@ -1,9 +1,8 @@
-"""How much memory a verification takes, by arithmetic from the sizes of the weights, and what it therefore takes block by block.
+"""How much memory a verification takes, from the sizes of the weights, and what is therefore verified block by block.
 
-One stage of the reference is in memory at a time, then one graph (`sdflow.verify.reference.reference`,
-`sdflow.verify.artifact.judge`). What is counted: the weights, as each stage holds them, and the largest activations of the
-decoder. Where that is more than there is, the largest submodels are verified with a piece of their weights in memory at a time
-(`sdflow.verify.reference.streamed`, `sdflow.verify.lowering.pieces`), until it fits. What passes and what does not is the same.
+Counted are the weights, as each stage holds them (`reference.reference`, `artifact.judge`), and the decoder's largest
+activations. Where that is more than there is, the largest submodels have a piece of their weights in memory at a time
+(`reference.streamed`, `lowering.pieces`); the verdict is the same.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The tensors of a component's folder as diffusers or transformers load them: what a proof starts from.
 
-Which of the files in a folder are read is left to the library's own `from_pretrained`. It shares nothing with the choice
-that a build makes (`sdflow.sources.weight_files`), so a wrong choice there shows as other values here.
+Which files are read is left to `from_pretrained`, so that a wrong choice of a build (`sdflow.sources.weight_files`) shows.
 """
 
 from __future__ import annotations

@@ -97,13 +97,10 @@ class DeviceVerdict:
 @dataclass(frozen=True)
 class SubmodelVerdict:
     """One submodel. precision: "float16", "float32", or what it is quantized to ("int8"): then the limit is the workflow's own,
-    and fp16 PyTorch is no yardstick. ran: "as it is" or "lowered". operators: fused ones.
-
-    problems: why it does not pass, one sentence each, with what to do. left_out: cases that its fixed shapes refuse.
-    exact: the first part of the proof (`sdflow.verify.artifact.exact`). weights: how many were computed again from the
-    checkpoint.
-    unproved: why there is no such part. device: what its provider's own kernels gave, where they were asked for; its
-    problems are among `problems`. block: where an exact run goes wrong.
+    and fp16 PyTorch is no yardstick. ran: "as it is" or "lowered". operators: fused ones. problems: why it does not pass, with
+    what to do. left_out: cases that its fixed shapes refuse. exact: the first part of the proof; unproved: why there is none.
+    weights: how many were computed again from the checkpoint. device: what its provider's own kernels gave, where they were
+    asked for. block: where an exact run goes wrong.
     """
 
     name: str

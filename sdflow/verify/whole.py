@@ -1,10 +1,5 @@
-"""A pipeline with its refiner: each by itself, what the refiner has of its own, and the image that they draw together.
-
-    verification of the base           as of every pipeline
-    verification of the refiner        its submodels that are not the base's, down to the bytes
-    image of both                      key: artifacts, what lies beside them, checkpoints, LoRAs, target, selection
-
-Each is an entry of the cache.
+"""A pipeline with its refiner: each by itself, of the refiner only what the base does not have too, and the image that they draw
+together. Each is an entry of the cache.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The 16-bit numbers that a graph has on purpose, and what they were before they were rounded.
 
-A graph's own numbers (the scale of an attention that was not fused, a factor) have no recipes. Each stands for a real number
-that rounds to it; whichever is taken, nothing but the rounding of this one number changes. So the simplest is taken, of the
-kinds in FORMS, or one that is PUBLISHED. What is no such number, tables too, is taken as it is.
+A graph's own numbers (the scale of an unfused attention, a factor) have no recipes. Any real number that rounds to one may stand
+for it; the simplest is taken, of the kinds in FORMS, or one that is PUBLISHED. What is no such number, tables too, is taken as
+it is.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
 """The first part of the proof of a 16-bit or quantized artifact: without its roundings it computes what PyTorch computes.
 
-Its graph runs with every operator lowered and everything in float32, inputs and outputs too, on weights as their recipes
-give them before they are rounded. Casts to 16 bits do nothing; the graph's own numbers are taken as they were before they
-were rounded too (`sdflow.verify.artifact.constants`), and quantized products are products again
-(`sdflow.verify.artifact.quantized`). Nothing is
-left that rounds, so there is no allowance for it: see `sdflow.tolerances`. One thing stays as it is in the artifact: what
-sines, cosines and indices are computed from
-(`sdflow.verify.lowering`).
+The graph runs lowered, in float32 throughout, on weights as their recipes give them before rounding. Casts to 16 bits do
+nothing, the graph's own numbers are unrounded too (`constants`), and quantized products are products again (`quantized`). As
+nothing rounds, no allowance is made for it (`sdflow.tolerances`). Only what sines, cosines and indices are computed from stays
+as in the artifact (`sdflow.verify.lowering`).
 
-The second part, that the weights are what the recipes round to, and that float16 arithmetic loses no more than plain fp16
-PyTorch, is in `sdflow.verify.artifact.stored` and `sdflow.verify.artifact.judge`.
+The second part, that the weights are what the recipes round to and that 16-bit arithmetic loses no more than PyTorch's, is in
+`stored` and `judge`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Recipes that do not give what they should: a damaged structure, and weights that were bound by it.
 
-What can be told of a recipe alone: that it is one, that it makes the stub's type and shape, and that it reads parameters
-of the module. What can be told of all together: that a weight that kept its parameter's name is made of that parameter,
-that none is read twice while another of its shape is read never. One that is damaged but still whole, say a square
-matrix that is not transposed, is told by the model that was bound before the damage; if the damage was there first, by
-the comparison with PyTorch.
+Alone, each must be one that makes the stub's type and shape from parameters of the module; together, a weight with a
+parameter's name must be made of that parameter, and none may be read twice while another of its shape is never read. A recipe
+that is wrong but whole shows in the weights of a model that was bound before the damage, or in the comparison with PyTorch.
 """
 
 from __future__ import annotations

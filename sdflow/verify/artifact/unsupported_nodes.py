@@ -1,7 +1,7 @@
 """Whether a target takes a graph as it is: a kernel for every node, its version, its types and its attributes.
 
-No device is asked: what each execution provider has is in `sdflow.verify.kernels`. Nodes that only compute shapes are
-told apart, as `sdflow.runtime.sessions.placement` does with real sessions: GPU providers leave them to the CPU on purpose.
+No device is asked: see `sdflow.verify.kernels`. Nodes that only compute shapes are told apart, as
+`sdflow.runtime.sessions.placement` does with real sessions: GPU providers leave them to the CPU on purpose.
 """
 
 from __future__ import annotations

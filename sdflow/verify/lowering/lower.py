@@ -96,12 +96,10 @@ def lower(
 ) -> Lowered:
     """Lower an onnx.ModelProto, whose weights may be external and are not read. `model` is not changed.
 
-    round_fp16: results are rounded to 16 bits where the artifact has these. Without, everything that had 16 bits is
-    float32, the outputs too: what the graph would compute if only its weights were rounded.
-    expose: names of values of the artifact (outputs of its nodes) that the lowered graph has as further outputs.
-    exact: names of 16-bit initializers and inputs that the lowered graph has in float32: their values are to be given.
-    angles: what Sin, Cos and ArgMax are computed from is rounded as in the artifact, without round_fp16 too. A
-    rounded angle is another angle and a rounded index another index; no allowance for rounding is meant for them.
+    round_fp16: results are rounded to 16 bits where the artifact has these; without, everything that had 16 bits is float32, the
+    outputs too. expose: values of the artifact that the lowered graph has as further outputs. exact: 16-bit initializers and
+    inputs that it has in float32: their values are to be given. angles: what Sin, Cos and ArgMax are computed from is rounded as
+    in the artifact in any case: a rounded angle or index is another one.
     Raises VerificationError, naming the node, for an operator that is not known or is used in a way that is not.
     """
     import onnx

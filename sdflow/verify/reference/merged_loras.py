@@ -1,9 +1,8 @@
 """LoRAs merged into the reference's modules by diffusers and PEFT themselves, never by sdflow's own reader.
 
-diffusers gives the tensors of a file their places, PEFT injects and merges them. Two things are settled before, in a few lines
-that share nothing with the reader: names that diffusers does not know are spelled as kohya or PEFT spell them, and the alpha that
-a file keeps beside a layer goes into its factors, W + scale * (alpha / rank) * up @ down, as trainers mean it: diffusers gives
-some layers the alpha of others (docs/baking.md). Nothing is dropped: a tensor without a place is an error.
+Two things are settled before: names that diffusers does not know are spelled as kohya or PEFT spell them, and the alpha that a
+file keeps beside a layer goes into its factors, W + scale * (alpha / rank) * up @ down, as diffusers gives some layers the
+alpha of others (docs/baking.md). Nothing is dropped: a tensor without a place is an error.
 """
 
 from __future__ import annotations

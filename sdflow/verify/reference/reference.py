@@ -1,12 +1,9 @@
 """The reference: the PyTorch model in fp32, and plain fp16 PyTorch beside it, on inputs from a real denoising run.
 
-The pipeline is diffusers' own, its modules are loaded as sdflow loads checkpoints; nothing of what builds an artifact
-(tracing, recipes, passes) takes part. What a submodel is compared on is what diffusers fed it, recorded on the way. The
-fp16 modules then get the very same inputs; their text encoders compute attention operator by operator ("eager"), as the
-exported graph does where nothing is fused.
-
-One stage of the pipeline is in memory at a time: the text encoders, then the denoiser with the decoder, then each
-submodel that draws nothing. A module becomes float16 in place.
+The pipeline is diffusers' own; nothing of what builds an artifact (tracing, recipes, passes) takes part. A submodel is compared
+on what diffusers fed it, recorded on the way, and the fp16 modules get the same inputs. Text encoders compute attention operator
+by operator ("eager"), as an exported graph without fusions does. One stage is in memory at a time: the text encoders, then the
+denoiser with the decoder, then each submodel that draws nothing.
 """
 
 from __future__ import annotations
