@@ -107,7 +107,7 @@ def lowered(graph: Path, folder: Path, names: Iterable[str], more: Iterable[Any]
 
 def of_one_size(model: Any, name: str, sizes: dict[str, int], guided: bool, runs: int) -> list[Any]:
     """What is known of the values of a denoiser that is taken apart for one size."""
-    from sdflow.export.once import cut
+    from sdflow.export.split_denoiser import cut
     from sdflow.runtime.denoiser.moving import Moving
     from sdflow.runtime.denoiser.split import STEPS
     from sdflow.runtime.sessions.specialize import specialize

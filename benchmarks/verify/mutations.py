@@ -105,7 +105,7 @@ class Pipeline:
 def drawn(request: JudgeRequest, folder: Path, *, rounded: bool = True) -> np.ndarray:
     """The image that a folder's lowered artifacts draw. request: of the pipeline that it is or was. rounded: in their own
     precision; else all arithmetic is in float32, on the weights that are stored."""
-    desk = Desk(replace(request, folder=folder), lambda phrase: None, {})
+    desk = Desk(replace(request, folder=folder), lambda phrase: None)
     graphs: dict[str, ExactGraph] = {}
 
     def run(submodel: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

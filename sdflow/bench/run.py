@@ -19,7 +19,7 @@ import numpy as np
 
 from sdflow.bench.checkpoint import torch_modules
 from sdflow.bench.device import Device
-from sdflow.bench.drawers import Draw, onnxruntime_drawer, tensorrt_drawer, torch_drawer
+from sdflow.bench.draw_functions import Draw, onnxruntime_draw, tensorrt_draw, torch_draw
 from sdflow.bench.engines import ENGINES, Chosen, Engine, choose, with_approximations
 from sdflow.bench.judge import References
 from sdflow.bench.result import BenchResult, EngineResult, Measurement
@@ -157,9 +157,7 @@ class _Runner:
             self.references.draw(self._drawn, float16=half, say=self.say)
 
     def _drawn(self, dtype: str) -> dict[SweepPoint, np.ndarray]:
-        draw = torch_drawer(
-            self.request.folder, self.modules, REFERENCE, self.request.settings, self.device.kind, dtype
-        )
+        draw = torch_draw(self.request.folder, self.modules, REFERENCE, self.request.settings, self.device.kind, dtype)
         drawn = {case: draw(case, None) for case in self.request.cases}
         del draw
         self.device.release()
@@ -187,12 +185,12 @@ class _Runner:
         with self._reported(running, beside), within(request.first_limit):
             note = ""
             if engine.target:
-                running.draw, note = onnxruntime_drawer(request.folder, engine, request.settings)
+                running.draw, note = onnxruntime_draw(request.folder, engine, request.settings)
             elif engine.library:
-                running.draw = tensorrt_drawer(request.folder, request.settings)
+                running.draw = tensorrt_draw(request.folder, request.settings)
             else:
                 dtype = running.result.dtype
-                running.draw = torch_drawer(
+                running.draw = torch_draw(
                     request.folder, self.modules, engine, request.settings, self.device.kind, dtype
                 )
             self.device.wait()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from sdflow.bench.device import Device, Memory
-from sdflow.bench.drawers import Draw
+from sdflow.bench.draw_functions import Draw
 from sdflow.bench.judge import Yardstick
 from sdflow.bench.latency import Latency, summarize
 from sdflow.bench.result import Check, Measurement

@@ -8,7 +8,7 @@ from typing import Any
 
 from sdflow.export.builder import Builder
 from sdflow.export.inline import inlined, parted
-from sdflow.export.once import ROUND, TIMESTEPS, cut, time_rows
+from sdflow.export.split_denoiser import ROUND, TIMESTEPS, cut, time_rows
 from sdflow.runtime.denoiser.moving import Moving
 from sdflow.runtime.sessions.specialize import specialize
 
@@ -22,7 +22,7 @@ class Loop:
     """model: the denoiser's ModelProto; moving, output: of it. conditions: its inputs beside latents and timestep -> values, a
     row for each image or one for all; with guidance a row for each negative prompt in front. draws: the scheduler draws noises.
     shape: of the latents, where it is always the same; sizes: then of all of the model's axes. With them no shape is worked out
-    in a round, and nothing is computed twice (`sdflow.export.once`)."""
+    in a round, and nothing is computed twice (`sdflow.export.split_denoiser`)."""
 
     model: Any
     name: str

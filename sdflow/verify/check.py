@@ -28,9 +28,9 @@ from sdflow.runtime.sessions.availability import target_availability
 from sdflow.store import Cache
 from sdflow.verify.artifact.judge_request import JudgeRequest
 from sdflow.verify.artifact.recipes import is_bound, structure_of
+from sdflow.verify.as_json import as_json
 from sdflow.verify.folder import FolderRequest, source_of
 from sdflow.verify.keys import reference_action, tree_digest, verification_action
-from sdflow.verify.plain import to_plain
 from sdflow.verify.reference import reference
 from sdflow.verify.reference.reference_request import ReferenceRequest
 from sdflow.verify.reference.selection import Selection, select
@@ -226,10 +226,10 @@ def _work(
 ) -> WorkerResult:
     whole = {*subject.checkpoint.family.drawing} <= {*request.submodels}
     content = {
-        "reference": to_plain(wanted) if wanted else None,
-        "judge": to_plain(request),
+        "reference": as_json(wanted) if wanted else None,
+        "judge": as_json(request),
         "known": known.to_json() if known else None,
-        "folder": to_plain(FolderRequest(subject.folder.absolute(), source_of(subject.checkpoint), whole)),
+        "folder": as_json(FolderRequest(subject.folder.absolute(), source_of(subject.checkpoint), whole)),
     }
     return run_worker_on(content, subject.stamps, progress, group)
 

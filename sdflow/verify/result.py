@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sdflow.errors import VerificationError
+from sdflow.verify.as_json import from_json
 from sdflow.verify.finding import Finding, errors, kinds
-from sdflow.verify.plain import from_plain
 
 FORMAT_VERSION = 2
 
@@ -245,7 +245,7 @@ class Verification:
         content = dict(value)
         if content.pop("format_version", None) != FORMAT_VERSION:
             raise ValueError("not a verification of a known format")
-        return from_plain(cls, content)
+        return from_json(cls, content)
 
 
 def _without_infinities(value: Any) -> Any:

@@ -14,11 +14,11 @@ from sdflow.processes.workers import serve_request
 from sdflow.units import spell_bytes
 from sdflow.verify.artifact.judge import judge, judge_on_device
 from sdflow.verify.artifact.judge_request import JudgeRequest
+from sdflow.verify.as_json import from_json
 from sdflow.verify.ensemble import EnsembleRequest, judge_ensemble
 from sdflow.verify.finding import Finding, errors
 from sdflow.verify.folder import FolderRequest, Held, hold_folder
 from sdflow.verify.memory import MemoryPlan, require_memory
-from sdflow.verify.plain import from_plain
 from sdflow.verify.reference.cases import read_description
 from sdflow.verify.reference.reference import compute
 from sdflow.verify.reference.reference_request import ReferenceRequest
@@ -33,9 +33,9 @@ def work(request: Mapping[str, Any], phase: Callable[[str], None]) -> dict[str, 
     Raises VerificationError where the memory does not suffice.
     """
     if "ensemble" in request:
-        return {"image": asdict(judge_ensemble(from_plain(EnsembleRequest, request["ensemble"]), phase))}
-    wanted = from_plain(ReferenceRequest, request["reference"]) if request["reference"] is not None else None
-    judged = from_plain(JudgeRequest, request["judge"])
+        return {"image": asdict(judge_ensemble(from_json(EnsembleRequest, request["ensemble"]), phase))}
+    wanted = from_json(ReferenceRequest, request["reference"]) if request["reference"] is not None else None
+    judged = from_json(JudgeRequest, request["judge"])
     if request["known"] is not None:
         known = Verification.from_json(request["known"])
         return {"verification": judge_on_device(judged, known, phase).to_json()}
@@ -46,7 +46,7 @@ def work(request: Mapping[str, Any], phase: Callable[[str], None]) -> dict[str, 
     if wanted is not None:
         computed = compute(replace(wanted, most=plan.streamed), phase)
         gc.collect()  # the modules, before the graphs come
-    held = hold_folder(from_plain(FolderRequest, request["folder"]), phase)
+    held = hold_folder(from_json(FolderRequest, request["folder"]), phase)
     return {"reference": computed, "verification": _judged(judged, held, phase).to_json()}
 
 

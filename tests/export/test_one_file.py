@@ -206,7 +206,7 @@ def test_a_denoiser_that_cannot_be_taken_apart_runs_whole_and_that_is_told(
     def refuse(*given: Any, **options: Any) -> None:
         raise PassError("its time embedding reads the latents", where="split")
 
-    monkeypatch.setattr("sdflow.export.once.split", refuse)
+    monkeypatch.setattr("sdflow.export.split_denoiser.split", refuse)
     with pytest.warns(SlowerWarning, match="reads the latents"):
         exported(tiny_pipeline, tmp_path / "tiny.onnx", checker=False, **one_size(tiny))
     drawing = Drawing(tiny, tmp_path / "tiny.onnx")

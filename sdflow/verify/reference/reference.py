@@ -25,7 +25,7 @@ from sdflow.runtime.denoiser.schedule import named_scheduler
 from sdflow.runtime.files.folder import SCHEDULER
 from sdflow.samples.canvas import canvas
 from sdflow.sources.load import load_companion
-from sdflow.verify.plain import to_plain
+from sdflow.verify.as_json import as_json
 from sdflow.verify.reference.cases import Cases, write_cases
 from sdflow.verify.reference.forwards import Network, run_cases
 from sdflow.verify.reference.half import quick_halves
@@ -86,7 +86,7 @@ def compute(request: ReferenceRequest, progress: Progress) -> dict[str, Any]:
                 results[submodel] = cases_of(submodel)
                 gc.collect()
     kept = {name: cases for name, cases in results.items() if name in selection.submodels}
-    write_cases(request.out, kept, {"selection": to_plain(selection), "merged": run.merged})
+    write_cases(request.out, kept, {"selection": as_json(selection), "merged": run.merged})
     return {"cases": {name: len(cases.cases) for name, cases in kept.items()}}
 
 

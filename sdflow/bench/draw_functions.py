@@ -54,7 +54,7 @@ def ignore() -> None:
     return None
 
 
-def onnxruntime_drawer(folder: Path, engine: Engine, settings: Settings) -> tuple[Draw, str]:
+def onnxruntime_draw(folder: Path, engine: Engine, settings: Settings) -> tuple[Draw, str]:
     """sdflow's pipeline on one target, and a note on how it was tuned and whose kernels run."""
     target = TARGETS[engine.target]
     recorded = recorded_tuning(folder, target) if settings.tuning else Recorded(UNTUNED)
@@ -71,10 +71,10 @@ def onnxruntime_drawer(folder: Path, engine: Engine, settings: Settings) -> tupl
     if target.name == "cuda":
         own = recorded.tuning.own_kernels and kernel_library() is not None
         notes.append("sdflow's own kernels where they fit" if own else "ONNX Runtime's kernels only")
-    return pipeline_drawer(pipeline, folder, settings, engine.fewer), "; ".join(note for note in notes if note)
+    return pipeline_draw(pipeline, folder, settings, engine.fewer), "; ".join(note for note in notes if note)
 
 
-def tensorrt_drawer(folder: Path, settings: Settings) -> Draw:
+def tensorrt_draw(folder: Path, settings: Settings) -> Draw:
     """sdflow's pipeline on engines of TensorRT's own."""
     from sdflow.bench.tensorrt import tensorrt_pipeline
 
@@ -83,10 +83,10 @@ def tensorrt_drawer(folder: Path, settings: Settings) -> Draw:
         pipeline.scheduler = named_scheduler(
             settings.scheduler, pipeline.scheduler.config, folder_family(folder).noising
         )
-    return pipeline_drawer(pipeline, folder, settings)
+    return pipeline_draw(pipeline, folder, settings)
 
 
-def pipeline_drawer(
+def pipeline_draw(
     pipeline: Pipeline | Ensemble, folder: Path, settings: Settings, fewer: Approximation = EXACT
 ) -> Draw:
     """sdflow's pipeline of a folder, or its ensemble, as it is called. fewer: what it leaves out."""
@@ -110,7 +110,7 @@ def pipeline_drawer(
     return draw
 
 
-def torch_drawer(
+def torch_draw(
     folder: Path, modules: Mapping[str, torch.nn.Module], engine: Engine, settings: Settings, device: str, dtype: str
 ) -> Draw:
     """diffusers' pipeline over copies of these modules, with the tokenizer and the scheduler of the folder; and that of its

@@ -21,6 +21,7 @@ from sdflow.manifest import MANIFEST_FILE, REFINER, read_manifest
 from sdflow.store import Cache
 from sdflow.verify import ensemble
 from sdflow.verify.artifact import judge
+from sdflow.verify.as_json import as_json
 from sdflow.verify.check import (
     How,
     Verified,
@@ -33,7 +34,6 @@ from sdflow.verify.check import (
 )
 from sdflow.verify.ensemble import EnsembleRequest
 from sdflow.verify.keys import ACTION_FORMAT, digest_of_other_files, tree_digest
-from sdflow.verify.plain import to_plain
 from sdflow.verify.reference import reference
 from sdflow.verify.reference.selection import Selection, select
 from sdflow.verify.requests import wanted_of
@@ -153,7 +153,7 @@ def both(
         )
         stop.check()
         stamps = [*subject.stamps, *refiner.stamps]
-        worker = run_worker_on({"ensemble": to_plain(request)}, stamps, how.get("progress", unheard), how.get("group"))
+        worker = run_worker_on({"ensemble": as_json(request)}, stamps, how.get("progress", unheard), how.get("group"))
         check_stamps(folder_stamps, "its verification began")
         (scratch / RESULT_FILE).write_text(json.dumps(worker.value["image"]), encoding="utf-8")
         verdict, images = _read(scratch), image_files(scratch)
@@ -192,7 +192,7 @@ def _action(subject: Subject, refiner: Subject, selection: Selection, cache: Cac
             "format": ACTION_FORMAT,
             "pass": {"name": "VerifyEnsemble", "version": ensemble.VERSION},
             "submodel": "pipeline",
-            "config": {"target": subject.target, "hand_over": HAND_OVER, "selection": to_plain(selection)},
+            "config": {"target": subject.target, "hand_over": HAND_OVER, "selection": as_json(selection)},
             "inputs": {"base": drawn_by(subject), "refiner": drawn_by(refiner)},
             "uses": {name: distribution_version(name) for name in sorted(uses)},
             "salt": cache.salt,
