@@ -10,19 +10,18 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import TypeAdapter
 
 from sdflow.artifact import MODEL_FILE
-from sdflow.bench.evaluation import EvaluationResult, SubmodelResult
+from sdflow.bench.evaluate import REQUEST, EvaluationResult, Request, SubmodelResult
 from sdflow.bench.latency import Latency, measure
 from sdflow.bench.sweep import Settings, SweepPoint, call_options
-from sdflow.config.workflow import EvaluateSpec, ImageSpec
+from sdflow.config.workflow import ImageSpec
 from sdflow.errors import SlowerWarning, TiledWarning, UsageError, VerificationError
 from sdflow.machine.device import device
 from sdflow.machine.packages import versions
@@ -53,22 +52,6 @@ from sdflow.runtime.sessions.submodel import Submodel
 from sdflow.targets import TARGETS, Target
 
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to evaluate. image: the PNG file to write, if the spec has an image. threads: of the CPU, None: all."""
-
-    folder: Path
-    name: str
-    target: str
-    spec: EvaluateSpec
-    image: Path | None = None
-    engine_cache: Path | None = None
-    threads: int | None = None
-
-
-REQUEST = TypeAdapter(Request)
 
 
 def run(request: Request, progress: Progress) -> EvaluationResult:

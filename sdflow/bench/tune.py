@@ -111,38 +111,37 @@ def candidates(target: Target, cores: int) -> list[Candidate]:
             ("cudnn_conv_use_max_workspace", ("0",)),
             ("arena_extend_strategy", ("kNextPowerOfTwo",)),
         ]
-        found = [_provider(name, value) for name, values in options for value in values] if cuda else []
-        if cuda:
-            found.append(Candidate("own_kernels", "off", lambda tuning: replace(tuning, own_kernels=False)))
-        return [*found, Candidate("cuda_graphs", "off", lambda tuning: replace(tuning, cuda_graphs=False))]
+        found = [_entry("provider", name, value) for name, values in options for value in values] if cuda else []
+        return [*found, *([_off("own_kernels")] if cuda else []), _off("cuda_graphs")]
     if target.name != "cpu":
         return []
     threads = sorted({1, max(1, cores // 2), cores, 2 * cores} - {0})
     return [
-        *(_threads(count) for count in threads),
-        _session("session.intra_op.allow_spinning", "0"),
-        _session("session.force_spinning_stop", "0"),
-        *(_optimization(level) for level in ("ORT_ENABLE_EXTENDED", "ORT_ENABLE_BASIC")),
-        Candidate("memory_arena", "off", lambda tuning: replace(tuning, memory_arena=False)),
-        Candidate("memory_pattern", "off", lambda tuning: replace(tuning, memory_pattern=False)),
-        _session("session.set_denormal_as_zero", "1"),
+        *(_field("threads", count) for count in threads),
+        _entry("session", "session.intra_op.allow_spinning", "0"),
+        _entry("session", "session.force_spinning_stop", "0"),
+        *(_field("optimization", level) for level in ("ORT_ENABLE_EXTENDED", "ORT_ENABLE_BASIC")),
+        _off("memory_arena"),
+        _off("memory_pattern"),
+        _entry("session", "session.set_denormal_as_zero", "1"),
     ]
 
 
-def _provider(name: str, value: str) -> Candidate:
-    return Candidate(name, value, lambda tuning: replace(tuning, provider={**tuning.provider, name: value}))
+def _entry(field: str, name: str, value: str) -> Candidate:
+    """An entry of a field of `Tuning` that is a map."""
+    return _of(name, value, lambda tuning: {field: {**getattr(tuning, field), name: value}})
 
 
-def _session(name: str, value: str) -> Candidate:
-    return Candidate(name, value, lambda tuning: replace(tuning, session={**tuning.session, name: value}))
+def _field(name: str, value: Any) -> Candidate:
+    return _of(name, str(value), lambda tuning: {name: value})
 
 
-def _threads(count: int) -> Candidate:
-    return Candidate("threads", str(count), lambda tuning: replace(tuning, threads=count))
+def _off(name: str) -> Candidate:
+    return _of(name, "off", lambda tuning: {name: False})
 
 
-def _optimization(level: str) -> Candidate:
-    return Candidate("optimization", level, lambda tuning: replace(tuning, optimization=level))
+def _of(option: str, value: str, changed: Callable[[Tuning], dict[str, Any]]) -> Candidate:
+    return Candidate(option, value, lambda tuning: replace(tuning, **changed(tuning)))
 
 
 def tune(

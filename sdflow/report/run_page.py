@@ -14,7 +14,7 @@ from sdflow.units import spell_bytes, spell_milliseconds, spell_seconds
 from sdflow.verify.report.rows import NUMBERS, SUBMODELS, submodel_rows
 
 if TYPE_CHECKING:
-    from sdflow.bench.evaluation import EvaluationResult
+    from sdflow.bench.evaluate import EvaluationResult
     from sdflow.run.run import PipelineResult
 
 WIDTH, ROW, LABEL, VALUE = 720, 24, 150, 110

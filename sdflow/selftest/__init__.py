@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sdflow.bench.evaluate import evaluate
-from sdflow.bench.evaluation import EvaluationResult
+from sdflow.bench.evaluate import EvaluationResult, evaluate
 from sdflow.build.listener import Listener
 from sdflow.config import load_workflow
 from sdflow.config.workflow import EvaluateSpec, ImageSpec, LatencySpec
