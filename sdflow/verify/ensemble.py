@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,37 +124,24 @@ def _texts(run: ReferenceRun) -> dict[str, Embeddings]:
 def _by_artifacts(request: EnsembleRequest, noise: np.ndarray, progress: Progress) -> tuple[np.ndarray, str]:
     """The image, float32 (rows, columns, 3) in [0, 1], and the precision of what drew it."""
     selection, place = request.base.selection, request.hand_over
-    reached, found = noise, set()
+    opened: dict[Path, RunnableGraph] = {}
+    precisions: set[str] = set()
+
+    def run(folder: Path, submodel: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Run a submodel of a folder, opened in place of the one before."""
+        place = folder / submodel
+        if place not in opened:
+            opened.clear()
+            gc.collect()
+            progress(f"base and refiner: {submodel}")
+            opened[place] = open_graph(place, request.target, threads=request.threads)
+            precisions.add(opened[place].precision)
+        return run_graph(opened[place], inputs)
+
+    reached = noise
     for part, folder, span in zip(
         (request.base, request.refiner), request.folders, ({"end": place}, {"begin": place}), strict=True
     ):
-        family = FAMILIES[part.family]
-        desk = _OneGraph(folder, request.target, request.threads, progress)
-        reached = text_to_image(
-            desk.run, family, folder, selection.prompts[:1], reached, selection.steps, selection, **span
-        )
-        found |= desk.precisions
-        desk.close()
-    return reached[0], precision_of(found)
-
-
-class _OneGraph:
-    """Runs the submodels of a folder, one in memory at a time."""
-
-    def __init__(self, folder: Path, target: str, threads: int | None, progress: Progress) -> None:
-        self.folder, self.target, self.threads, self.progress = folder, target, threads, progress
-        self.precisions: set[str] = set()
-        self._open: tuple[str, RunnableGraph] | None = None
-
-    def run(self, submodel: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        if self._open is None or self._open[0] != submodel:
-            self.close()
-            self.progress(f"base and refiner: {submodel}")
-            self._open = submodel, open_graph(self.folder / submodel, self.target, threads=self.threads)
-            self.precisions.add(self._open[1].precision)
-        return run_graph(self._open[1], inputs)
-
-    def close(self) -> None:
-        """Let go of what is open."""
-        self._open = None
-        gc.collect()
+        family, draw, prompts = FAMILIES[part.family], partial(run, folder), selection.prompts[:1]
+        reached = text_to_image(draw, family, folder, prompts, reached, selection.steps, selection, **span)
+    return reached[0], precision_of(precisions)

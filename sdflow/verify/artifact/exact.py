@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 from collections import ChainMap
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -73,14 +73,6 @@ class Proof:
     block: BlockVerdict | None = None
 
 
-@dataclass
-class ExactGraph:
-    """A graph that rounds nothing, in a session, with what the session reads."""
-
-    graph: RunnableGraph
-    held: Sequence[Any] = field(repr=False)
-
-
 def prove(check: RecipeCheck, cases: Cases, *, threads: int | None = None, most: int | None = None) -> Proof:
     """Compute every weight again, and compare the graph without roundings with PyTorch. most: bytes of weights, as float32, that
     are in memory at a time; None: all of them, once or twice.
@@ -128,7 +120,7 @@ def _proof(
     take_constants(model, exact)
     graph = open_exact(model, check.bound.folder, exact, threads=threads, most=most)
     brain = any(tensor.data_type == BFLOAT16 for tensor in model.graph.initializer)
-    outputs, problems = _compare(graph.graph, cases, EXACT_SHARE / 8 if brain else EXACT_SHARE)
+    outputs, problems = _compare(graph, cases, EXACT_SHARE / 8 if brain else EXACT_SHARE)
     del graph
     gc.collect()
     block = None
@@ -155,12 +147,12 @@ def _first_block(
     kinds = lower(model, round_fp16=False, exact=exact.keys(), angles=True).values
     known = [name for name, kind in kinds.items() if kind in (FLOAT, FLOAT16)]  # numpy has no bfloat16
     opened = open_exact(model, check.bound.folder, exact, threads=threads, expose=known, most=most)
-    if isinstance(opened.graph.session, PieceSession):
+    if isinstance(opened.session, PieceSession):
         whole = watch(check.submodel, check.bound, inputs, most)
         sizes = sizes_of(whole)
-        values = [value for value in values_in_pieces(opened.graph, inputs) if value.size in sizes]
+        values = [value for value in values_in_pieces(opened, inputs) if value.size in sizes]
         return first_block(whole, values, case)
-    values = [*run_graph(opened.graph, inputs).values()]
+    values = [*run_graph(opened, inputs).values()]
     del opened
     exact.clear()
     gc.collect()
@@ -175,7 +167,7 @@ def open_exact(
     threads: int | None = None,
     expose: Sequence[str] = (),
     most: int | None = None,
-) -> ExactGraph:
+) -> RunnableGraph:
     """The graph with `exact` in place of its weights. expose: values that it gives besides its outputs. most: as of `prove`.
 
     Raises VerificationError for a graph that cannot be lowered or loaded.
@@ -187,15 +179,14 @@ def open_exact(
     lowered = lower(model, round_fp16=False, expose=[*outside], exact=exact.keys() | inputs, angles=True)
     if most is not None:
         pieces = PieceSession(lowered, folder, most, threads or 0, exact=exact)
-        return ExactGraph(RunnableGraph(pieces, "float32", "lowered", {}, dict(lowered.operators), scores), [])
+        return RunnableGraph(pieces, "float32", "lowered", {}, dict(lowered.operators), scores)
     used = {tensor.name for tensor in lowered.model.graph.initializer}
     given = {name: ort.OrtValue.ortvalue_from_numpy(values) for name, values in exact.items() if name in used}
     try:
         session = session_of(lowered, folder, threads=threads or 0, given=given)
     except onnxruntime_errors(ort) as error:
         raise VerificationError(f"ONNX Runtime cannot load it in float32: {error}", where=str(folder)) from error
-    graph = RunnableGraph(session, "float32", "lowered", {}, dict(lowered.operators), scores)
-    return ExactGraph(graph, [given, exact])
+    return RunnableGraph(session, "float32", "lowered", {}, dict(lowered.operators), scores, [given, exact])
 
 
 def _compare(graph: RunnableGraph, cases: Cases, share: float) -> tuple[list[ExactOutput], list[tuple[str, str]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ SCORES = "scores"
 class RunnableGraph:
     """A submodel's graph in a session, or in one for each piece.
 
-    scores: the value behind its flags, a further output; None without flags.
+    scores: the value behind its flags, a further output; None without flags. held: what the session reads.
     """
 
     session: onnxruntime.InferenceSession | PieceSession
@@ -39,6 +39,7 @@ class RunnableGraph:
     operators: Mapping[str, int]
     lowered: Mapping[str, int]
     scores: str | None
+    held: Sequence[Any] = field(default=(), repr=False)
 
 
 def open_graph(folder: Path, target: str, *, threads: int | None = None, most: int | None = None) -> RunnableGraph:
