@@ -11,6 +11,8 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
+import psutil
+
 SAMPLE_SECONDS = 0.01
 
 
@@ -52,8 +54,6 @@ class Device:
             torch.cuda.empty_cache()
 
     def memory(self) -> Memory:
-        import psutil
-
         host = psutil.Process().memory_info().rss
         if self.kind != "cuda":
             return Memory(host)
@@ -91,8 +91,6 @@ class Device:
 
     def free(self) -> int:
         """Bytes that can still be had where the weights go."""
-        import psutil
-
         if self.kind == "cuda":
             import torch
 
