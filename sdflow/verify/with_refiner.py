@@ -22,16 +22,7 @@ from sdflow.store import Cache
 from sdflow.verify import ensemble
 from sdflow.verify.artifact import judge
 from sdflow.verify.as_json import as_json
-from sdflow.verify.check import (
-    How,
-    Verified,
-    image_files,
-    run_facts,
-    run_worker_on,
-    stamps_of_folder,
-    unheard,
-    verify_alone,
-)
+from sdflow.verify.check import How, Verified, image_files, keep, run_worker_on, stamps_of_folder, verify_alone
 from sdflow.verify.ensemble import EnsembleRequest
 from sdflow.verify.keys import ACTION_FORMAT, digest_of_other_files, tree_digest
 from sdflow.verify.reference import reference
@@ -153,16 +144,12 @@ def both(
         )
         stop.check()
         stamps = [*subject.stamps, *refiner.stamps]
-        worker = run_worker_on({"ensemble": as_json(request)}, stamps, how.get("progress", unheard), how.get("group"))
+        worker = run_worker_on({"ensemble": as_json(request)}, stamps, how)
         check_stamps(folder_stamps, "its verification began")
         (scratch / RESULT_FILE).write_text(json.dumps(worker.value["image"]), encoding="utf-8")
         verdict, images = _read(scratch), image_files(scratch)
         if cache.writable and not verdict.problems:
-            with cache.staging(action) as staging:
-                for path in scratch.iterdir():
-                    (staging.files / path.name).write_bytes(path.read_bytes())
-                cache.forget(action)
-                staging.publish({"passed": True}, run_facts(worker))
+            keep(scratch, action, worker, cache)
         return verdict, images, False
 
 
