@@ -49,7 +49,7 @@ def judge_ensemble(request: EnsembleRequest, progress: Progress) -> ImageVerdict
     """Draw with PyTorch and with the artifacts; the images go to PNG files, into the base's `out`."""
     selection, out = request.base.selection, request.base.out
     base, refiner = (ReferenceRun(each, progress) for each in (request.base, request.refiner))
-    noise = first_latents(selection, base.latents().channels)
+    noise = first_latents(selection, base.latents.channels)
     drawn = _by_torch(base, refiner, noise, request.hand_over)
     np.savez(out / IMAGE_FILE, latents=noise, float32=drawn["float32"], float16=drawn["float16"])
     image, precision = _by_artifacts(request, noise, progress)
@@ -64,7 +64,7 @@ def _by_torch(base: ReferenceRun, refiner: ReferenceRun, noise: np.ndarray, hand
 
     with torch.no_grad():
         first = dict.fromkeys(("float32", "float16"), torch.from_numpy(noise))
-        scale = base.latents().scale
+        scale = base.latents.scale
         height, width = (scale * size for size in noise.shape[2:])
         controls = control_images(base.request.selection, len(base.nets), scale)
         end = {
@@ -114,11 +114,11 @@ def _both(run: ReferenceRun, given: Mapping[str, Mapping[str, Any]]) -> dict[str
 def _texts(run: ReferenceRun) -> dict[str, Embeddings]:
     """The prompt encoded, by precision."""
     selection = run.request.selection
-    guided, prompts = run.family.guided(run.configs(), selection.guidance_scale), selection.prompts[:1]
+    prompts = selection.prompts[:1]
     networks, pipeline = run.stage(run.family.text_of(run.request.loads))
-    exact = run.encoded(pipeline, prompts, guided=guided)
+    exact = run.encoded(pipeline, prompts, guided=run.guided)
     with run.in_half(networks, {}):
-        return {"float32": exact, "float16": run.encoded(pipeline, prompts, guided=guided)}
+        return {"float32": exact, "float16": run.encoded(pipeline, prompts, guided=run.guided)}
 
 
 def _by_artifacts(request: EnsembleRequest, noise: np.ndarray, progress: Progress) -> tuple[np.ndarray, str]:
