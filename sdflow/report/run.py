@@ -5,21 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from sdflow.bench.latency import Latency
+from sdflow.build.listener import FinishedStep
+from sdflow.build.plan import Plan
 from sdflow.manifest import read_manifest
 from sdflow.report.output import print_json, print_table, put
 from sdflow.report.verify import print_verification
+from sdflow.run.options import RunOptions
+from sdflow.run.run import PipelineResult, RunResult
+from sdflow.store import Cache
 from sdflow.targets import TARGETS
 from sdflow.units import spell_bytes, spell_milliseconds, spell_seconds
-
-if TYPE_CHECKING:
-    from sdflow.bench.latency import Latency
-    from sdflow.build.listener import FinishedStep
-    from sdflow.build.plan import Plan
-    from sdflow.run.options import RunOptions
-    from sdflow.run.run import PipelineResult, RunResult
-    from sdflow.store import Cache
 
 FEW = 3
 """Of more pipelines than these only a line each is printed; `--json` has everything."""

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from sdflow.bench.evaluate import EvaluationResult
 from sdflow.disk.atomic_write import write_whole
 from sdflow.errors import os_errors_as
 from sdflow.page import document, folded, images, listed, plot, section, text_table
 from sdflow.report.run import fused_operators, of_chain
+from sdflow.run.run import PipelineResult
 from sdflow.units import spell_bytes, spell_milliseconds, spell_seconds
 from sdflow.verify.report.rows import NUMBERS, SUBMODELS, submodel_rows
-
-if TYPE_CHECKING:
-    from sdflow.bench.evaluate import EvaluationResult
-    from sdflow.run.run import PipelineResult
 
 WIDTH, ROW, LABEL, VALUE = 720, 24, 150, 110
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from sdflow.report.output import print_json, print_table, put, put_verdict
+from sdflow.run.fix import Fix
 from sdflow.units import spell_seconds
 from sdflow.verify.finding import kinds
 from sdflow.verify.report.rows import DEVICES, NUMBERS, OUTPUTS, SUBMODELS, device_rows, output_rows, submodel_rows
-
-if TYPE_CHECKING:
-    from sdflow.run.fix import Fix
-    from sdflow.verify.result import Verification
+from sdflow.verify.result import Verification
 
 
 def print_verifications(
