@@ -15,9 +15,9 @@ from sdflow.export.conditions import (
     PART,
     RUN,
     WIDTH,
+    Source,
     Traced,
     condition_names,
-    read_outputs,
     trace_conditions,
 )
 from sdflow.export.inline import inlined
@@ -27,7 +27,6 @@ from sdflow.export.program_data import clip_table
 from sdflow.export.schedule import Coefficients
 from sdflow.export.split_denoiser import TIMESTEPS
 from sdflow.export.tokenizer import add_tokenizer
-from sdflow.families.shared.base import Family
 from sdflow.models.base import Sizes
 from sdflow.onnx_model.files import is_external, set_external
 from sdflow.runtime.denoiser.moving import Moving
@@ -39,19 +38,6 @@ if TYPE_CHECKING:
 
 TEXTS = ("prompt", "negative_prompt")
 IMAGES, FLAGS = "images", "nsfw_content_detected"
-
-
-@dataclass(frozen=True)
-class Source:
-    """What a pipeline folder holds. submodels: those that are wanted, in order. configs: of these. options: of
-    model_index.json, as the family reads them. companions: loaded."""
-
-    folder: Path
-    family: Family
-    submodels: tuple[str, ...]
-    configs: Mapping[str, Mapping[str, Any]]
-    options: Mapping[str, Any]
-    companions: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -112,15 +98,7 @@ def compose(source: Source, form: Form, data_files: Mapping[str, str]) -> Compos
         axes = _axes(source, form.size, latents.scale)
         models[family.decoder] = specialize(models[family.decoder], {**axes, "batch": form.size.images})
         sizes = {**axes, "batch": (1 + form.guided) * form.size.images}
-    traced = trace_conditions(
-        family,
-        source.configs,
-        source.companions,
-        source.options,
-        guided=form.guided,
-        negative=form.negative,
-        opset=opsets[""],
-    )
+    traced = trace_conditions(source, guided=form.guided, negative=form.negative, opset=opsets[""])
     graph = Builder("pipeline")
     if not form.open_schedule:
         graph.initializers += _baked(form.schedule)
@@ -227,7 +205,7 @@ def _conditions(
             graph.nodes.append(node)
             continue
         name = next(attribute.s.decode() for attribute in node.attribute if attribute.name == PART)
-        outputs = read_outputs(source.family, name, source.configs[name])
+        outputs = source.read_outputs(name)
         (port,) = (item.name for item in models[name].graph.input)
         text = inlined(models[name], name, {port: node.input[0]}, outputs)
         graph.include(text.nodes, text.initializers)

@@ -10,6 +10,7 @@ import io
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,25 @@ TOKENIZER = "tokenizer"
 
 
 @dataclass(frozen=True)
+class Source:
+    """What a pipeline folder holds. submodels: those that are wanted, in order. configs: of these. options: of
+    model_index.json, as the family reads them. companions: loaded."""
+
+    folder: Path
+    family: Family
+    submodels: tuple[str, ...]
+    configs: Mapping[str, Mapping[str, Any]]
+    options: Mapping[str, Any]
+    companions: Mapping[str, Any]
+
+    def read_outputs(self, name: str) -> list[str]:
+        """The outputs of a text encoder's node, in order."""
+        part, config = self.family.part(name), self.configs[name]
+        ports = part.model.ports(config).outputs
+        return [port.name for port in ports if part.read is None or port.name in part.read(config)]
+
+
+@dataclass(frozen=True)
 class Traced:
     """model: a ModelProto whose inputs are of `ids`, height and width of the image in pixels, and the guidance scale, numbers;
     its outputs are the denoiser's inputs. ids: of the token ids, an input each -> the companion that makes them, and whether
@@ -38,25 +58,17 @@ class Traced:
     lengths: Mapping[str, int]
 
 
-def trace_conditions(
-    family: Family,
-    configs: Mapping[str, Mapping[str, Any]],
-    companions: Mapping[str, Any],
-    options: Mapping[str, Any],
-    *,
-    guided: bool,
-    negative: bool,
-    opset: int,
-) -> Traced:
+def trace_conditions(source: Source, *, guided: bool, negative: bool, opset: int) -> Traced:
     """guided: a row for the negative prompt, and one for the prompt. negative: it is an input; else what the family takes where
-    the caller names none. configs: by part. companions: loaded. opset: of the graph."""
+    the caller names none. opset: of the graph."""
     import onnx
     import torch
 
     kinds = (False, True) if guided and negative else (False,)
-    tokenizers = {name: each for name, each in companions.items() if name.startswith(TOKENIZER)}
+    family, configs = source.family, source.configs
+    tokenizers = {name: each for name, each in source.companions.items() if name.startswith(TOKENIZER)}
     ids = {_input(name, of_negative): (name, of_negative) for of_negative in kinds for name in tokenizers}
-    run = _runner(family, configs)
+    run = _runner(source)
 
     def conditions(sizes: Sequence[Any], known: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
         height, width, scale = sizes
@@ -69,7 +81,7 @@ def trace_conditions(
             family.guidance_width(configs),
             denoiser=configs[family.denoiser],
         )
-        return family.condition(run, {**companions, **known}, options, request).inputs
+        return family.condition(run, {**source.companions, **known}, source.options, request).inputs
 
     class Conditions(torch.nn.Module):  # type: ignore[misc]
         outputs: tuple[str, ...] = ()
@@ -152,14 +164,13 @@ class _MeasuringTokenizer:
         return SimpleNamespace(input_ids=torch.zeros(len(texts), max_length, dtype=torch.int32))
 
 
-def _runner(family: Family, configs: Mapping[str, Mapping[str, Any]]) -> Any:
+def _runner(source: Source) -> Any:
     """A `Run` whose trace is one node. What it gives has the right names and shapes, and no values."""
     import torch
 
     def run(name: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        part, config = family.part(name), configs[name]
-        ports = part.model.ports(config)
-        names = read_outputs(family, name, config)
+        part, config = source.family.part(name), source.configs[name]
+        ports, names = part.model.ports(config), source.read_outputs(name)
         wanted = [port for port in ports.outputs if port.name in names]
         (read,) = (port.name for port in ports.inputs)
 
@@ -180,10 +191,3 @@ def _runner(family: Family, configs: Mapping[str, Mapping[str, Any]]) -> Any:
         return dict(zip((port.name for port in wanted), found, strict=True))
 
     return run
-
-
-def read_outputs(family: Family, name: str, config: Mapping[str, Any]) -> list[str]:
-    """The outputs of a text encoder's node, in order."""
-    part = family.part(name)
-    ports = part.model.ports(config).outputs
-    return [port.name for port in ports if part.read is None or port.name in part.read(config)]

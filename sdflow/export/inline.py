@@ -79,19 +79,13 @@ def read_by(nodes: Iterable[Any]) -> set[str]:
     return found
 
 
-@dataclass(frozen=True)
-class Parted:
-    """Nodes that run once, in front of a loop, and those of its body; each with the initializers that it reads."""
+def parted(
+    part: Inlined, moving: Iterable[str], steady: Iterable[str]
+) -> tuple[tuple[list[Any], list[Any]], tuple[list[Any], list[Any]]]:
+    """The nodes that run once, in front of a loop, and those of its body; each with the initializers that it reads.
 
-    before: list[Any]
-    before_initializers: list[Any]
-    body: list[Any]
-    body_initializers: list[Any]
-
-
-def parted(part: Inlined, moving: Iterable[str], steady: Iterable[str]) -> Parted:
-    """What depends on none of `moving`, which change from round to round, but on `steady`, runs once. Constants stay with
-    who reads them: in the body ONNX Runtime folds them; those that both read are there twice."""
+    What depends on none of `moving`, which change from round to round, but on `steady`, runs once. Constants stay with who reads
+    them: in the body ONNX Runtime folds them; those that both read are there twice."""
     changes, once = set(moving), set(steady)
     body, before, constants = [], [], []
     for node in part.nodes:
@@ -115,12 +109,8 @@ def parted(part: Inlined, moving: Iterable[str], steady: Iterable[str]) -> Parte
     for tensor in outer_tensors:
         tensor.name = f"{tensor.name}/once" if tensor.name in twice else tensor.name
     outer_read, inner_read = read_by(outer), read_by(inner)
-    return Parted(
-        outer,
-        [each for each in outer_tensors if each.name in outer_read],
-        inner,
-        [each for each in part.initializers if each.name in inner_read],
-    )
+    before_tensors = [each for each in outer_tensors if each.name in outer_read]
+    return (outer, before_tensors), (inner, [each for each in part.initializers if each.name in inner_read])
 
 
 def _renaming(names: Mapping[str, str]) -> Callable[[Any], Any]:

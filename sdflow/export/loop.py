@@ -81,9 +81,9 @@ def add_loop(graph: Builder, loop: Loop) -> str:
         model = found.model
         moving = {loop.moving.latents: sample, **time_rows(graph, body, found, loop.name)}
     denoiser = inlined(model, loop.name, {**moving, **conditions}, [loop.output])
-    parts = parted(denoiser, moving.values(), conditions.values())
-    graph.include(parts.before, parts.before_initializers)
-    body.include(parts.body, parts.body_initializers)
+    before, inside = parted(denoiser, moving.values(), conditions.values())
+    graph.include(*before)
+    body.include(*inside)
     output = denoiser.outputs[loop.output]
     if loop.guided:
         axis = [0]

@@ -15,7 +15,8 @@ from sdflow.artifact import WEIGHTS_FILE
 from sdflow.build.assemble import copy_file
 from sdflow.disk.replace_files import replacing_all
 from sdflow.errors import CacheError, UsageError, os_errors_as
-from sdflow.export.compose import Form, Size, Source, compose
+from sdflow.export.compose import Form, Size, compose
+from sdflow.export.conditions import Source
 from sdflow.export.loop import SCALE
 from sdflow.export.program_data import FORMAT_VERSION, compact, tokenizer_tables
 from sdflow.export.schedule import Coefficients, coefficients
