@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 from collections import ChainMap
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -84,39 +84,32 @@ def prove(check: RecipeCheck, cases: Cases, *, threads: int | None = None, most:
     quantized = quantized_graph(model) is not None
     changed = bool(rounded) or quantized
     weights = check_recipes(check.structure, check.submodel, check.bound, keep=changed and most is None)
+    proof = Proof(weights.findings, weights.count)
     if not changed:
-        return Proof(weights.findings, weights.count)
+        return proof
     if weights.exact is None:
-        return Proof(weights.findings, weights.count, missing=DAMAGED)
-    findings, count = list(weights.findings), weights.count
+        return replace(proof, missing=DAMAGED)
     if quantized:
         taken, wrong = take_out(model, weights.recipes)
-        findings += [Finding(check.submodel, "recipe", "error", MODEL_FILE, what, REMEDY) for what in wrong]
+        found = [Finding(check.submodel, "recipe", "error", MODEL_FILE, what, REMEDY) for what in wrong]
+        proof = replace(proof, findings=[*proof.findings, *found])
         if wrong or quantized_graph(model) is not None:
-            return Proof(findings, count, missing=STILL_QUANTIZED)
+            return replace(proof, missing=STILL_QUANTIZED)
         rounded.update(taken)
     if most is None:
         exact = {name: values for name, values in weights.exact.items() if name in rounded}
         del weights  # or it would hold what _first_block lets go
-        return _proof(check, model, exact, cases, threads, findings=findings, weights=count)
+        return _proof(check, model, exact, cases, proof, threads, most)
     recipes = {name: recipe for name, recipe in weights.recipes.items() if name in rounded}
     with exact_weights(check.submodel, recipes, weights.parameters, check.bound) as each:
         own: Exact = ChainMap({}, each)  # type: ignore[arg-type]  # what is added goes into the first
-        return _proof(check, model, own, cases, threads, most, findings=findings, weights=count)
+        return _proof(check, model, own, cases, proof, threads, most)
 
 
 def _proof(
-    check: RecipeCheck,
-    model: Any,
-    exact: Exact,
-    cases: Cases,
-    threads: int | None,
-    most: int | None = None,
-    *,
-    findings: Sequence[Finding],
-    weights: int,
+    check: RecipeCheck, model: Any, exact: Exact, cases: Cases, proof: Proof, threads: int | None, most: int | None
 ) -> Proof:
-    """The proof of a graph by its exact run. Adds the graph's own numbers to `exact`."""
+    """The proof with what the exact run of a graph tells. Adds the graph's own numbers to `exact`."""
     take_constants(model, exact)
     graph = open_exact(model, check.bound.folder, exact, threads=threads, most=most)
     brain = any(tensor.data_type == BFLOAT16 for tensor in model.graph.initializer)
@@ -128,7 +121,7 @@ def _proof(
         case = max(outputs, key=lambda each: each.distance / each.limit).case
         block = _first_block(check, model, exact, cases, case, threads, most)
         problems = [(f"{what}; {block.words()}", remedy) for what, remedy in problems]
-    return Proof(findings, weights, tuple(outputs), tuple(problems), block=block)
+    return replace(proof, outputs=tuple(outputs), problems=tuple(problems), block=block)
 
 
 def locate(
