@@ -20,13 +20,21 @@ import numpy as np
 from sdflow.bench.checkpoint import torch_modules
 from sdflow.bench.device import Device
 from sdflow.bench.draw_functions import Draw, onnxruntime_draw, tensorrt_draw, torch_draw
-from sdflow.bench.engines import ENGINES, Chosen, Engine, choose, with_approximations
+from sdflow.bench.engines import (
+    ENGINES,
+    Chosen,
+    Engine,
+    choose,
+    dtype_of,
+    quantized_of,
+    weight_bytes,
+    with_approximations,
+)
 from sdflow.bench.judge import References
 from sdflow.bench.result import BenchResult, EngineResult, Measurement
 from sdflow.bench.sweep import Settings, SweepPoint
 from sdflow.bench.time_limit import TooLong, TorchState, within
 from sdflow.bench.timing import Turns
-from sdflow.bench.weights import dtype_of, quantized_of, weight_bytes
 from sdflow.disk.file_stamp import check_stamps, folder_stamps
 from sdflow.errors import SdflowError, UsageError
 from sdflow.families.shared.approximation import EXACT, Approximation

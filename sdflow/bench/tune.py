@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.bench.device import Device
-from sdflow.bench.engines import Engine
+from sdflow.bench.engines import Engine, dtype_of, quantized_of
 from sdflow.bench.latency import percentile
 from sdflow.bench.sweep import Settings, SweepPoint, call_options, latents
 from sdflow.bench.timing import SETTLE_SECONDS
-from sdflow.bench.weights import dtype_of, quantized_of
 from sdflow.distance import relative_l2
 from sdflow.errors import SdflowError, UsageError
 from sdflow.families.shared.request import Request

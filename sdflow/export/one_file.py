@@ -89,7 +89,7 @@ def folder_schedule(folder: Path, wanted: Wanted) -> Coefficients:
     steps = own.steps if wanted.steps is None else wanted.steps
     size = _size(wanted, what)
     tokens = None if size is None else what.tokens(size.rows, size.columns)
-    return coefficients(folder_family(folder), scheduler, wanted.scheduler, steps, own.eta, scheduler.config, tokens)
+    return coefficients(folder_family(folder), scheduler, wanted.scheduler, steps, own.eta, tokens)
 
 
 def export_one_file(folder: Path, out: Path, wanted: Wanted) -> Exported:

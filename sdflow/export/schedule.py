@@ -9,7 +9,6 @@ these numbers. It is computed by running diffusers' own scheduler on unit vector
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,17 +75,16 @@ def coefficients(
     name: str | None,
     steps: int,
     eta: float,
-    given: Mapping[str, Any],
     tokens: int | None = None,
 ) -> Coefficients:
-    """The table of the pipeline's scheduler, or of the one of this name with its noise schedule. given: the scheduler's config.
-    tokens: image tokens (`Latents.tokens`) of the only size that is drawn; None: of any size.
+    """The table of the pipeline's scheduler, or of the one of this name with its noise schedule. tokens: image tokens
+    (`Latents.tokens`) of the only size that is drawn; None: of any size.
 
     Raises UsageError for a scheduler that is not known, not linear, or that cannot make so many steps, and for one whose steps
     depend on the size where there are several.
     """
     if name is not None:
-        scheduler = named_scheduler(name, given, family.noising)
+        scheduler = named_scheduler(name, scheduler.config, family.noising)
     if tokens is None and family.noising.key(scheduler, 0) is not None:
         raise UsageError(
             f"the steps of {type(scheduler).__name__} depend on the size of the image",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,8 +12,13 @@ from sdflow.bench.engines import Chosen
 from sdflow.bench.result import BenchResult
 from sdflow.bench.table import HEADS, SHORT, TEXTS, about, by_median, short_table, table
 from sdflow.bench.tune import TuneResult
-from sdflow.report.bars import BARS, LEAST, bars, room_beside
-from sdflow.report.output import print_json, print_table, put, put_verdict
+from sdflow.printable import columns_of
+from sdflow.report.output import GAP, print_json, print_table, put, put_verdict
+
+BARS = " "
+"""The head of their column."""
+LEAST, MOST = 10, 40
+_EIGHTHS = "▏▎▍▌▋▊▉"
 
 
 def print_bench(
@@ -58,6 +64,23 @@ def _print_case(result: BenchResult, index: int) -> None:
         rows = [[*row, bar] for row, bar in zip(rows, drawn, strict=True)]
     right = [name for name in columns if name not in (*TEXTS, BARS)]
     print_table(f"{result.cases[index]}, fastest first", columns, rows, right, below=("memory MB", "images/s", "type"))
+
+
+def room_beside(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    """The columns of a terminal that a table leaves; 0 for a file, and where no blocks can be printed."""
+    room, encoding = columns_of(sys.stdout), (sys.stdout.encoding or "").lower()
+    if room is None or not encoding.startswith("utf"):
+        return 0
+    taken = sum(max(map(len, each)) + GAP for each in zip(columns, *rows, strict=True))
+    return room - taken - GAP
+
+
+def bars(values: Sequence[float], room: int) -> list[str] | None:
+    """A bar for each value, the longest one as long as there is room; None where that is too little."""
+    if not values or room < LEAST or max(values) <= 0:
+        return None
+    eighths = [max(1, round(value / max(values) * min(room, MOST) * 8)) for value in values]
+    return ["█" * (each // 8) + (_EIGHTHS[each % 8 - 1] if each % 8 else "") for each in eighths]
 
 
 def _without(cells: Sequence[str], index: int) -> list[str]:
