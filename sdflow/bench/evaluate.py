@@ -62,11 +62,9 @@ class EvaluationResult:
     """An evaluated pipeline; `measured` is false, with `reason` and `remedy`, when its target is not on this machine.
 
     settings: of the image that was drawn and timed: prompt, steps, guidance_scale, seed, height and width in pixels,
-        denoiser_batch.
-    pipeline: one whole image, from the prompt to pixels, safety checker included.
-    peak_memory_bytes: of the process that did it all, everything loaded at once; host memory.
-    failure: why the result does not pass, although it was measured. notes: where the runtime used slower paths than
-        intended, and why.
+    denoiser_batch. pipeline: one whole image, from the prompt to pixels, safety checker included. peak_memory_bytes: of the
+    process that did it all, everything loaded at once; host memory. failure: why the result does not pass, although it was
+    measured. notes: where the runtime used slower paths than intended, and why.
     """
 
     name: str
@@ -127,7 +125,6 @@ def evaluate(
     *,
     name: str | None = None,
     results: Path | None = None,
-    image: Path | None = None,
     required: bool = False,
     threads: int | None = None,
     engine_cache: Path | None = None,
@@ -135,15 +132,14 @@ def evaluate(
 ) -> EvaluationResult:
     """Evaluate a pipeline folder in a process of its own, anew each time.
 
-    results: the folder where `<name>.jsonl` gets one more line. image: the PNG file; `<name>.png` there when None.
+    results: the folder where `<name>.jsonl` gets one more line, and where `<name>.png` is written.
     required: a target that this machine cannot run is an error; otherwise the result says so and nothing is recorded.
     engine_cache: where the provider keeps compiled engines. progress: called with a short phrase for each phase.
     Raises TargetUnavailableError when required; VerificationError when the provider cannot run a graph; PassError
     when the process dies. Nodes that fell to another provider are the result's `failure`.
     """
     name = name or folder.name
-    if image is None and results is not None:
-        image = results / f"{name}.png"
+    image = None if results is None else results / f"{name}.png"
     request = Request(
         folder=folder.absolute(),
         name=name,

@@ -71,9 +71,8 @@ def run(request: Request, progress: Progress) -> EvaluationResult:
 def evaluated(request: Request, progress: Progress) -> EvaluationResult:
     """Load every submodel, see where its nodes are, time it, then draw the image.
 
-    Each submodel is timed at the batch it has in the pipeline: the denoiser 2 with guidance on (both halves in one run) and
-    1 without; text encoders 2, a pair of prompts; the others 1. Times include
-    copies between host and device.
+    Each submodel is timed at its batch in the pipeline: the denoiser 2 with guidance and 1 without; text encoders 2, a pair of
+    prompts; the others 1. Times include copies between host and device.
     Raises TargetUnavailableError when the provider is not there, VerificationError when it cannot run a graph.
     """
     target = TARGETS[request.target]

@@ -1,9 +1,8 @@
 """A scheduler as a small table: with it the loop needs no scheduler.
 
-The latents in front of each run of the denoiser, and behind the last one, are a sum of the first noise, the noises that the
-scheduler draws on the way, and what the denoiser gave so far, each times a number (`sdflow.runtime.denoiser.schedule`).
-The table holds
-these numbers. It is computed by running diffusers' own scheduler on unit vectors; one that is not linear is refused.
+The latents in front of each run of the denoiser, and the result, are a sum of the first noise, the noises that the scheduler
+draws, and what the denoiser gave so far, each times a number (`sdflow.runtime.denoiser.schedule`). The table holds these
+numbers, computed by running diffusers' own scheduler on unit vectors; one that is not linear is refused.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""One command for somebody with hardware that we do not have: does the sample pipeline draw here what PyTorch draws on the CPU?
+"""Does the sample pipeline draw on this hardware what PyTorch draws on the CPU?
 
-Builds the sample for a target, runs it there in processes of its own, compares its images with those of the PyTorch model
-in float32 on this machine's CPU, times it, and names what fell back to another provider. What comes out is a `Report`
-(`sdflow.selftest.result`) with nothing personal in it; a target that is missing or breaks is a report, too.
+Builds the sample for a target, runs it there in processes of its own, compares its images with those of PyTorch in float32,
+times it, and names what fell back to another provider. The `Report` (`sdflow.selftest.result`) has nothing personal in it; a
+target that is missing or breaks is a report, too.
 """
 
 from __future__ import annotations
