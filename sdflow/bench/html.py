@@ -29,14 +29,11 @@ def page(result: BenchResult) -> str:
         sections.append(section("Not measured", text_table(("engine", "", "why"), left_out)))
     verdict, sentence = _verdict(result)
     told = [pair for pair in about(result) if pair[0] != "measured"]
-    facts = [("pipeline", _described(result)), *(pair for pair in told if pair[0] == "device")]
+    described = ", ".join(str(each) for name in ("name", "model", "target") if (each := result.pipeline.get(name)))
+    facts = [("pipeline", described), *(pair for pair in told if pair[0] == "device")]
     sections.append(section("Measured on", text_table(("", ""), told)))
     title = f"{result.pipeline['name']}: engines side by side"
     return document(title, verdict, sentence, facts, sections, date=f"{result.time[:16].replace('T', ' ')} UTC")
-
-
-def _described(result: BenchResult) -> str:
-    return ", ".join(str(result.pipeline[name]) for name in ("name", "model", "target") if result.pipeline.get(name))
 
 
 def _verdict(result: BenchResult) -> tuple[tuple[str, str], str]:

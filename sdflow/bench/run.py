@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -108,7 +108,10 @@ def bench(request: BenchRequest, say: Say) -> BenchResult:
     for each in active:
         dtype, each.quantized = dtype_of(request.folder, each.engine, device), quantized_of(request.folder, each.engine)
         spelled = f"{each.quantized}, {dtype}" if each.quantized else dtype
-        each.result = replace(each.result, dtype=spelled, provider=_provider(each.engine, device))
+        target = each.engine.target
+        provider = onnxruntime_for(TARGETS[target])[1] if target else f"torch, {device.kind}"
+        each.result = replace(each.result, dtype=spelled, provider=provider)
+    accelerator = {**cuda_device(), "driver": driver_version()} if device.kind == "cuda" else {}
     with _threads(request.settings.threads):
         runner = _Runner(request, device, say)
         runner.load_references(active)
@@ -122,11 +125,11 @@ def bench(request: BenchRequest, say: Say) -> BenchResult:
             "folder": request.folder.name,
             "artifacts": every_artifact(request.folder),
         },
-        machine={**describe_device(built_for), **_accelerator(device)},
+        machine={**describe_device(built_for), **accelerator},
         versions={**versions(), **installed_versions(*OPTIONAL_PACKAGES)},
         settings={
             **asdict(request.settings),
-            **_approximation_settings(request.fewer),
+            **({"approximation": request.fewer.settings()} if request.fewer else {}),
             "device": device.kind,
             "cases": [asdict(case) for case in request.cases],
         },
@@ -278,21 +281,10 @@ class _Runner:
         running.result = replace(running.result, host_bytes=found[0], device_bytes=found[1])
 
 
-def _approximation_settings(fewer: Approximation) -> dict[str, Any]:
-    """The settings of an approximation; empty without one."""
-    return {"approximation": fewer.settings()} if fewer else {}
-
-
 def _skipped(chosen: Chosen) -> EngineResult:
     engine = chosen.engine
     status = {"status": "measured"} if chosen.skipped is None else {"status": "skipped", "reason": chosen.skipped}
     return EngineResult(engine.name, engine.title, **status)  # type: ignore[arg-type]
-
-
-def _provider(engine: Engine, device: Device) -> str:
-    if engine.target:
-        return onnxruntime_for(TARGETS[engine.target])[1]
-    return f"torch, {device.kind}"
 
 
 @contextmanager
@@ -307,7 +299,3 @@ def _threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _accelerator(device: Device) -> dict[str, Any]:
-    return {**cuda_device(), "driver": driver_version()} if device.kind == "cuda" else {}

@@ -29,8 +29,10 @@ def inlined(
 
     Raises UsageError for a model with other inputs.
     """
+    from onnx import TensorProto
     from onnx.compose import add_prefix_graph
 
+    floats = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
     graph = model.graph
     names = {tensor.name for tensor in graph.initializer}
     inputs = {item.name: item.type.tensor_type.elem_type for item in graph.input if item.name not in names}
@@ -51,8 +53,8 @@ def inlined(
     behind = Builder(f"{name}/behind")
     made = {port: prefix + port for port in chosen}
     for port in chosen:
-        if widened and _is_float(outputs[port]):
-            made[port] = behind.cast(prefix + port, _float32())
+        if widened and outputs[port] in floats:
+            made[port] = behind.cast(prefix + port, TensorProto.FLOAT)
     nodes = needed([*border.nodes, *in_order(graph.node), *behind.nodes], made.values())
     read = read_by(nodes)
     return Inlined(nodes, [tensor for tensor in graph.initializer if tensor.name in read], made)
@@ -121,15 +123,3 @@ def _renaming(names: Mapping[str, str]) -> Callable[[Any], Any]:
         return node
 
     return rename
-
-
-def _float32() -> int:
-    from onnx import TensorProto
-
-    return int(TensorProto.FLOAT)
-
-
-def _is_float(element: int) -> bool:
-    from onnx import TensorProto
-
-    return element in (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)

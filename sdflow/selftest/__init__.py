@@ -78,7 +78,9 @@ def selftest(
             )
         target = target or origin.target
     target = find_target(target or "cpu", "--target").name
-    report = Report(target=target, versions=versions(), device=_device(target))
+    # Without what a distribution or a user may have put into the kernel's name.
+    machine = {**device(TARGETS[target]), "system": f"{platform.system()} {platform.machine()}"}
+    report = Report(target=target, versions=versions(), device=machine)
     draft = _Draft(report)
     with scratch_folder("selftest") as scratch, draft.failures():
         _require_here(target, listener)
@@ -133,11 +135,6 @@ class _Draft:
 
     def _end(self, verdict: Verdict, error: SdflowError) -> None:
         self.report = replace(self.report, verdict=verdict, reason=str(error))
-
-
-def _device(target: str) -> dict[str, Any]:
-    """The machine, without what a distribution or a user may have put into the kernel's name."""
-    return {**device(TARGETS[target]), "system": f"{platform.system()} {platform.machine()}"}
 
 
 def _built(scratch: Path, target: str, cache: Cache, listener: Listener) -> Path:

@@ -34,6 +34,9 @@ _FREE = ("reason", "notes")
 _KEPT = ("target", "verdict", "prompt", "png", "pytorch_png")
 """Those that hold our own words, or pixels in base64."""
 
+_OURS = frozenset(each.name for kind in (Report, Ran, DrawnPair) for each in fields(kind))
+"""Our own keys: a user of one of these names does not make a report unreadable."""
+
 
 @dataclass(frozen=True)
 class Private:
@@ -89,14 +92,8 @@ class Private:
         if isinstance(value, list):
             return [self._value(each, free) for each in value]
         if isinstance(value, dict):
-            ours = _ours()
             return {
-                key if key in ours else self.text(key, free=False): each if key in _KEPT else self._value(each, free)
+                key if key in _OURS else self.text(key, free=False): each if key in _KEPT else self._value(each, free)
                 for key, each in value.items()
             }
         return value
-
-
-def _ours() -> frozenset[str]:
-    """Our own keys: a user of one of these names does not make a report unreadable."""
-    return frozenset(each.name for kind in (Report, Ran, DrawnPair) for each in fields(kind))

@@ -62,20 +62,17 @@ def _judged(request: JudgeRequest, held: Held, phase: Callable[[str], None]) -> 
             "", "source", "error", error.where or "", f"nothing can be drawn: {error.what}", error.remedy or ""
         )
         return Verification(request.name, request.target, request.level, {}, None, None, (*held.findings, stopped))
-    coverage = (*found.coverage, *_merged(request), *_streamed(request), held.coverage)
-    return replace(found, findings=(*held.findings, *found.findings), coverage=coverage)
-
-
-def _merged(request: JudgeRequest) -> list[str]:
-    """How the reference got its LoRAs."""
-    merged = read_description(request.reference)["merged"]
-    return [f"{name} merged into {layers} layers by diffusers and PEFT" for name, layers in merged.items()]
-
-
-def _streamed(request: JudgeRequest) -> list[str]:
-    return [
-        f"{name}: block by block, {spell_bytes(each)} of its weights at a time" for name, each in request.most.items()
+    merged = read_description(request.reference)["merged"]  # how the reference got its LoRAs
+    coverage = [
+        *found.coverage,
+        *(f"{name} merged into {layers} layers by diffusers and PEFT" for name, layers in merged.items()),
+        *(
+            f"{name}: block by block, {spell_bytes(each)} of its weights at a time"
+            for name, each in request.most.items()
+        ),
+        held.coverage,
     ]
+    return replace(found, findings=(*held.findings, *found.findings), coverage=tuple(coverage))
 
 
 def _memory_plan(wanted: ReferenceRequest | None, judged: JudgeRequest, phase: Callable[[str], None]) -> MemoryPlan:

@@ -59,6 +59,8 @@ def _simplest(dtype: str) -> dict[float, float]:
 def take_constants(model: Any, taken: MutableMapping[str, NDArray[Any]]) -> None:
     """Put the graph's own 16-bit numbers, as they were before they were rounded, into `taken`: name -> float32. Constant nodes
     among them become initializers. What sines and indices are computed from stays. Changes `model`."""
+    import onnx
+
     kept = before_angles(model.graph.node)
     for tensor, node in [*_numbers(model.graph)]:
         if tensor.name in kept or tensor.name in taken:
@@ -66,7 +68,8 @@ def take_constants(model: Any, taken: MutableMapping[str, NDArray[Any]]) -> None
         if node is not None:
             model.graph.initializer.add().CopyFrom(tensor)
             model.graph.node.remove(node)
-        number = unrounded_number(_value(tensor), dtype_name(tensor.data_type))
+        value = float(onnx.numpy_helper.to_array(tensor).reshape(-1)[0])
+        number = unrounded_number(value, dtype_name(tensor.data_type))
         taken[tensor.name] = np.full(tuple(tensor.dims), number, np.float32)
 
 
@@ -93,9 +96,3 @@ def _numbers(graph: Any) -> Iterator[tuple[Any, Any]]:
 
 def _is_number(tensor: Any) -> bool:
     return prod(tensor.dims) == 1 and not tensor.external_data
-
-
-def _value(tensor: Any) -> float:
-    import onnx
-
-    return float(onnx.numpy_helper.to_array(tensor).reshape(-1)[0])

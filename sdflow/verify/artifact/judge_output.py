@@ -129,13 +129,8 @@ def _beyond_stated(verdict: OutputVerdict, precision: str, worst: CaseDistance) 
     what = f"{verdict.name}, of weights in {precision}, is {verdict.distance:.2g} away from the fp32 PyTorch model (relative L2)"
     what += f", worst at {worst.case}: {worst.distance:.2g}; "
     if verdict.limit is None:
-        remedy = f"If that is near enough, write it down: limit: {_above(verdict.distance)} among the options of the pass that "
-        return f"{what}the workflow states no limit for it", f"{remedy}quantizes."
+        above = f"limit: {1.25 * verdict.distance:.1e} among the options of the pass that quantizes."
+        return f"{what}the workflow states no limit for it", f"If that is near enough, write it down: {above}"
     what += f"the workflow's limit is {verdict.limit:g}"
     what += f", for one case {ONE_CASE_RATIO:g} times that" if verdict.distance <= verdict.limit else ""
     return what, "`sdflow verify --fix` finds the layers to keep as they are (keep:); or state another limit."
-
-
-def _above(distance: float) -> str:
-    """A limit a little above, of one digit or two."""
-    return f"{1.25 * distance:.1e}"

@@ -53,7 +53,10 @@ def _float8(node: Any, producers: Producers) -> Product | None:
 
 
 PRODUCTS: Mapping[tuple[str, str], Callable[[Any, Producers], Product | None]] = MappingProxyType(
-    {("com.microsoft", "MatMulIntegerToFloat"): _integer_to_float, (DOMAIN, FLOAT8_MATMUL): _float8}
+    {
+        ("com.microsoft", "MatMulIntegerToFloat"): _integer_to_float,
+        (DOMAIN, FLOAT8_MATMUL): _float8,
+    }
 )
 """(domain, operator) -> what tells its parts; None where it is used in a way that is not known."""
 

@@ -116,12 +116,8 @@ def merge_lora(
     return _count(own)
 
 
-def _is_down(name: str) -> bool:
-    return name.endswith(tuple(down for down, _ in _FACTORS))
-
-
 def _count(tensors: Mapping[str, Any]) -> int:
-    return sum(map(_is_down, tensors))
+    return sum(name.endswith(tuple(down for down, _ in _FACTORS)) for name in tensors)
 
 
 def _from_peft(tensors: Tensors, path: Path, family: Family) -> tuple[Tensors, dict[str, Any] | None]:
