@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from sdflow.errors import CheckpointError
 from sdflow.families import ARCHITECTURES, family_of_architecture
-from sdflow.families.shared.base import Family
 from sdflow.families.shared.few_steps import known_model, spelled
 from sdflow.inspection.adapters import details_from_metadata
 from sdflow.inspection.contents import Contents
@@ -72,10 +71,10 @@ def _checkpoint(contents: Contents, found: Recognized) -> Description:
         architecture, notes = choose(contents.path, found.architectures, said, None)
     except CheckpointError as error:
         notes = (f"{error.what}.", *([error.remedy] if error.remedy else []))
-    held, lines = _held_of(family, found), None
+    held, lines = [name for name in family.exchangeable if name in found.components], None
     if not missing:
         lines = workflow([base_of(architecture)], "", model=quoted(path), pickled=contents.pickled)
-    elif held:
+    elif held and held == [*family.exchangeable]:  # a workflow takes all of them from one place
         lines = partial_lines(architecture, held, path, pickled=contents.pickled)
         notes += (f"Its {' and '.join(held)} can be taken from it, in place of those of a folder or repository.",)
     few = known_model([contents.path.name])
@@ -83,12 +82,6 @@ def _checkpoint(contents: Contents, found: Recognized) -> Description:
     return Description(
         path, CHECKPOINT, titles_of([architecture]), architecture, contents.precision, missing, details, notes, lines
     )
-
-
-def _held_of(family: Family, found: Recognized) -> tuple[str, ...]:
-    """The components that a workflow may take from a file that is not a whole checkpoint; none if it lacks one of them."""
-    held = tuple(name for name in family.exchangeable if name in found.components)
-    return held if len(held) == len(family.exchangeable) else ()
 
 
 def _component(contents: Contents, found: Recognized) -> Description:
