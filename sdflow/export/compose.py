@@ -23,10 +23,9 @@ from sdflow.export.conditions import (
 from sdflow.export.inline import inlined
 from sdflow.export.loop import COEFFICIENTS, LATENTS, NOISES, SCALE, Loop, add_loop
 from sdflow.export.pixels import add_checker, add_decoder
-from sdflow.export.program_data import clip_table
 from sdflow.export.schedule import Coefficients
 from sdflow.export.split_denoiser import TIMESTEPS
-from sdflow.export.tokenizer import add_tokenizer
+from sdflow.export.tokenizer import add_tokenizer, clip_table
 from sdflow.models.base import Sizes
 from sdflow.onnx_model.files import is_external, set_external
 from sdflow.runtime.denoiser.moving import Moving

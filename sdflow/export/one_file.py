@@ -5,6 +5,7 @@ Nothing is computed with the weights: the files are those of the artifacts, copi
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ from sdflow.errors import CacheError, UsageError, os_errors_as
 from sdflow.export.compose import Form, Size, compose
 from sdflow.export.conditions import Source
 from sdflow.export.loop import SCALE
-from sdflow.export.program_data import FORMAT_VERSION, compact, tokenizer_tables
 from sdflow.export.schedule import Coefficients, coefficients
+from sdflow.export.tokenizer import tokenizer_tables
 from sdflow.families.shared.approximation import Approximation
 from sdflow.families.shared.latents import Latents
 from sdflow.manifest import MANIFEST_FILE, read_manifest
@@ -39,6 +40,8 @@ from sdflow.runtime.files.folder import (
 )
 from sdflow.units import spell_bytes
 
+FORMAT_VERSION = 1
+"""Of the JSON beside the graph."""
 MOST_IMAGES = 1024
 """At once, in a graph that draws one size alone."""
 EMBEDDED = 2_000_000_000
@@ -148,7 +151,8 @@ def export_one_file(folder: Path, out: Path, wanted: Wanted) -> Exported:
         "schedule": schedule.to_json(),
         "tokenizers": tokenizer_tables(source.companions, composed.ids, composed.lengths),
     }
-    contents = {out: model.SerializeToString(deterministic=True), beside: compact(program_data)}
+    compact = json.dumps(program_data, ensure_ascii=False, separators=(",", ":"))
+    contents = {out: model.SerializeToString(deterministic=True), beside: f"{compact}\n".encode()}
     with (
         os_errors_as("cannot be written", out, "Free space or fix the permissions, then run again.", CacheError),
         replacing_all([*contents, *data.values()]) as written,

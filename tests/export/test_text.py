@@ -13,8 +13,7 @@ from onnx import TensorProto, helper
 
 from sdflow.export.builder import EXTENSIONS, EXTENSIONS_VERSION, Builder
 from sdflow.export.one_file import Wanted, export_one_file
-from sdflow.export.program_data import clip_table
-from sdflow.export.tokenizer import add_tokenizer
+from sdflow.export.tokenizer import add_tokenizer, clip_table
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [
