@@ -28,7 +28,7 @@ from sdflow.samples.canvas import canvas
 from sdflow.sources.load import load_companion
 from sdflow.verify.as_json import as_json
 from sdflow.verify.reference.cases import Cases, write_cases
-from sdflow.verify.reference.forwards import Network, run_cases
+from sdflow.verify.reference.forwards import Network, recording, run_cases, trajectory
 from sdflow.verify.reference.half import quick_halves
 from sdflow.verify.reference.inputs import (
     IMAGE_SCALE,
@@ -43,7 +43,6 @@ from sdflow.verify.reference.inputs import (
     shown_images,
     text_cases,
 )
-from sdflow.verify.reference.recording import recording, trajectory
 from sdflow.verify.reference.reference_request import ReferenceRequest
 from sdflow.verify.reference.streamed import RowsOnce
 from sdflow.verify.reference.torch_images import (
