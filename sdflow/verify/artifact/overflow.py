@@ -148,10 +148,13 @@ def _measured(lowered: Lowered, names: Sequence[str], scores: Collection[str]) -
     for node in lowered.model.graph.node:
         nodes.append(node)
         for name in measure.intersection(node.output):
-            at = f"{name}/range"
+            at, wide = f"{name}/range", name
+            if lowered.values[name] == FLOAT16:  # a constant
+                wide = f"{at}/float32"
+                nodes.append(make("Cast", [name], [wide], f"{at}/Cast", to=FLOAT))
             nodes += [
-                make("IsNaN", [name], [f"{at}/is_nan"], f"{at}/IsNaN"),
-                make("Relu" if name in scores else "Abs", [name], [f"{at}/size"], f"{at}/Size"),
+                make("IsNaN", [wide], [f"{at}/is_nan"], f"{at}/IsNaN"),
+                make("Relu" if name in scores else "Abs", [wide], [f"{at}/size"], f"{at}/Size"),
                 make("Where", [f"{at}/is_nan", "range/zero", f"{at}/size"], [f"{at}/number"], f"{at}/Where"),
                 make("ReduceMax", [f"{at}/number"], [f"{at}/most"], f"{at}/ReduceMax", keepdims=0),
                 make("Reshape", [f"{at}/most", "range/flat"], [f"{at}/largest"], f"{at}/Reshape"),
