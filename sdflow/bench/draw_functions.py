@@ -196,7 +196,11 @@ def _torch_pipeline(folder: Path, parts: dict[str, Any], engine: Engine, setting
     pipeline = family.torch_pipeline(parts, companions, read_options(folder))
     pipeline.set_progress_bar_config(disable=True)
     if adapters := folder_adapters(folder):
-        _require_adapters(engine)
+        if engine.attention != "sdpa" or engine.fused_qkv:  # put in the place of what reads image prompts
+            raise UsageError(
+                f"{engine.name} has no attention for IP-Adapters",
+                remedy="Take torch-sdpa, or torch-compile: theirs has.",
+            )
         pipeline.set_ip_adapter_scale([1.0] * adapters)
     _specialize(pipeline, family, engine)
     return pipeline
@@ -246,14 +250,6 @@ def _own(module: torch.nn.Module) -> torch.nn.Module:
 def _convolutional(family: Family) -> list[str]:
     """The components that work on images and latents: those of denoiser and decoder."""
     return [family.part(name).component for name in (family.denoiser, family.decoder)]
-
-
-def _require_adapters(engine: Engine) -> None:
-    """Raises UsageError for an engine that puts other attention in the place of what reads image prompts."""
-    if engine.attention != "sdpa" or engine.fused_qkv:
-        raise UsageError(
-            f"{engine.name} has no attention for IP-Adapters", remedy="Take torch-sdpa, or torch-compile: theirs has."
-        )
 
 
 def _specialize(pipeline: Any, family: Family, engine: Engine) -> None:

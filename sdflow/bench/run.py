@@ -22,7 +22,6 @@ from sdflow.bench.device import Device
 from sdflow.bench.draw_functions import Draw, onnxruntime_draw, tensorrt_draw, torch_draw
 from sdflow.bench.engines import (
     ENGINES,
-    Chosen,
     Engine,
     choose,
     dtype_of,
@@ -98,7 +97,12 @@ def bench(request: BenchRequest, say: Say) -> BenchResult:
     if request.fewer and refiner_of(request.folder) is not None:
         require_exact(request.fewer, "Measure the base alone.")
     chosen = with_approximations(choose(request.engines, built_for.name, device.kind), request.fewer)
-    running = [_Running(each.engine, _skipped(each)) for each in chosen]
+    running: list[_Running] = []
+    for choice in chosen:
+        result = EngineResult(choice.engine.name, choice.engine.title, "measured")
+        if choice.skipped is not None:
+            result = replace(result, status="skipped", reason=choice.skipped)
+        running.append(_Running(choice.engine, result))
     active = [each for each in running if each.result.status != "skipped"]
     if not active:
         reasons = "; ".join(f"{each.engine.name}: {each.skipped}" for each in chosen)
@@ -279,12 +283,6 @@ class _Runner:
             for now, before in zip((after.host, after.device), running.before, strict=True)
         ]
         running.result = replace(running.result, host_bytes=found[0], device_bytes=found[1])
-
-
-def _skipped(chosen: Chosen) -> EngineResult:
-    engine = chosen.engine
-    status = {"status": "measured"} if chosen.skipped is None else {"status": "skipped", "reason": chosen.skipped}
-    return EngineResult(engine.name, engine.title, **status)  # type: ignore[arg-type]
 
 
 @contextmanager

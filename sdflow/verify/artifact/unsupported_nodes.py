@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 ENGINES = ("TensorrtExecutionProvider", "MIGraphXExecutionProvider")
 """Providers that compile a whole graph, shapes and all: a shape costs them nothing."""
 
+NOT_READ = "drawing does not use what it computes; drop that output, or let it run on the CPU"
+
 _SWITCHES = {
     "Attention": ("enable_attention",),
     "BiasAdd": ("enable_bias_add",),
@@ -156,12 +158,7 @@ def _graph(
             folded.update(proto.output)
         elif proto.output[0] not in on_cpu:
             for finding in _judge(_Node(proto, schema_of(proto, opsets), types, dims), table):
-                yield _not_read(finding) if proto.output[0] in idle else finding
-
-
-def _not_read(finding: Finding) -> Finding:
-    remedy = "drawing does not use what it computes; drop that output, or let it run on the CPU"
-    return replace(finding, level="warning", remedy=remedy)
+                yield replace(finding, level="warning", remedy=NOT_READ) if proto.output[0] in idle else finding
 
 
 def _judge(node: _Node, table: KernelTable) -> Iterator[Finding]:
