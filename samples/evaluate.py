@@ -2,7 +2,7 @@
 
     python samples/evaluate.py --out samples
 
-Writes scores.json and two sheets of images into the folder. `score` in sdflow/samples/score.py takes any pipeline.
+Writes scores.json and two sheets of images into the folder. `tally` in sdflow/samples/score.py takes any images.
 With --validate GUIDANCE ... it scores the base and the LoRAs on other cases at each guidance and writes nothing: settings
 are chosen there.
 """
@@ -10,7 +10,7 @@ are chosen there.
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -20,12 +20,15 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 
 from sdflow.samples.prompts import ScenePrompt, evaluation_set, first_latents, validation_set
-from sdflow.samples.score import Generate, Score, tally
+from sdflow.samples.score import Score, tally
 from sdflow.samples.sheet import sheet
 
 LORAS = ("stripes", "outline")
 SHEET_CASES = (0, 3, 5, 9, 12, 20, 33, 41, 57, 66, 181, 190, 200, 210, 222, 231)
 SHEET_COLUMNS = 8
+
+Generate = Callable[[Sequence[ScenePrompt]], Sequence[Image.Image]]
+"""A pipeline seen from here: cases (prompt, seed) to one image each."""
 
 
 def generator(pipeline: StableDiffusionPipeline, steps: int, guidance: float, batch: int = 24) -> Generate:

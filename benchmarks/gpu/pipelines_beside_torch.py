@@ -156,7 +156,7 @@ def decode_in_own_type(vae: Any) -> None:
 
 def prepare(pipeline: Any, options: argparse.Namespace) -> None:
     """From float32, to how it is run."""
-    from sdflow.bench.drawers import with_float32_noise
+    from sdflow.bench.draw_functions import with_float32_noise
 
     half = torch.float16 if options.device == "cuda" else torch.float32
     torch.backends.cudnn.allow_tf32 = True

@@ -16,9 +16,9 @@ from sdflow.verify import Verification, subject_of_folder, verify
 from sdflow.verify.artifact.exact import prove
 from sdflow.verify.artifact.judge import judge
 from sdflow.verify.artifact.judge_request import JudgeRequest
+from sdflow.verify.as_json import from_json
 from sdflow.verify.finding import Finding, errors
 from sdflow.verify.folder import FolderRequest, hold_folder
-from sdflow.verify.plain import from_plain
 from sdflow.verify.reference.cases import read_cases
 from sdflow.verify.worker import work
 
@@ -64,11 +64,11 @@ class Here:
 
     def run(self, module: str, request: Mapping[str, Any], **options: Any) -> WorkerResult:
         if "judge" in request and self.asked is None:
-            self.asked = from_plain(JudgeRequest, request["judge"])
+            self.asked = from_json(JudgeRequest, request["judge"])
             if self.ask_only:
                 raise Asked
             if self.suspicion is not None and request["reference"] is None:
-                self._in_parts(self.suspicion, from_plain(FolderRequest, request["folder"]), self.asked)
+                self._in_parts(self.suspicion, from_json(FolderRequest, request["folder"]), self.asked)
         return WorkerResult(work(request, lambda phrase: None), 0.0, 0)
 
     def _in_parts(self, suspicion: Suspicion, folder: FolderRequest, asked: JudgeRequest) -> None:
@@ -93,7 +93,7 @@ class Here:
 
 
 def _words(findings: Sequence[Finding]) -> list[str]:
-    return [f"{each.submodel} {each.node}: {each.what}" for each in errors([*findings])]
+    return [f"{each.submodel} {each.node}: {each.what}" for each in errors(findings)]
 
 
 def verified(

@@ -45,8 +45,8 @@ from sdflow.errors import SdflowError
 from sdflow.families import FAMILIES
 from sdflow.store import Cache
 from sdflow.verify import images
-from sdflow.verify.artifact.exact import ExactGraph, open_exact
-from sdflow.verify.artifact.graph import read_graph, run_graph
+from sdflow.verify.artifact.exact import open_exact
+from sdflow.verify.artifact.graph import RunnableGraph, read_graph, run_graph
 from sdflow.verify.artifact.judge import Desk
 from sdflow.verify.artifact.judge_request import JudgeRequest
 from sdflow.verify.reference.selection import read_selection
@@ -105,14 +105,14 @@ class Pipeline:
 def drawn(request: JudgeRequest, folder: Path, *, rounded: bool = True) -> np.ndarray:
     """The image that a folder's lowered artifacts draw. request: of the pipeline that it is or was. rounded: in their own
     precision; else all arithmetic is in float32, on the weights that are stored."""
-    desk = Desk(replace(request, folder=folder), lambda phrase: None, {})
-    graphs: dict[str, ExactGraph] = {}
+    desk = Desk(replace(request, folder=folder), lambda phrase: None)
+    graphs: dict[str, RunnableGraph] = {}
 
     def run(submodel: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         if submodel not in graphs:
             place = folder / submodel
             graphs[submodel] = open_exact(read_graph(place / MODEL_FILE), place, {}, threads=request.threads)
-        return run_graph(graphs[submodel].graph, inputs)
+        return run_graph(graphs[submodel], inputs)
 
     selection = read_selection(request.reference)
     family = FAMILIES[request.family]

@@ -62,10 +62,9 @@ def edit(scene: Scene, rng: random.Random, seed: int) -> Edit:
         after = replace(scene, **{what: word})
         if after != scene and after.colour != after.background:
             break
+    shown = _TO[word] if what == "position" else word
     if what == "size":
         shown = rng.choice(SIZE_WORDS[word])
-    else:
-        shown = _TO[word] if what == "position" else word
     text = rng.choice(_WORDINGS[what]).format(
         word=shown,
         was=getattr(scene, what),

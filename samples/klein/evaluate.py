@@ -12,20 +12,20 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 import torch
 from diffusers import Flux2KleinPipeline
-from edits import Edit, evaluation_edits
 from PIL import Image
 
+from samples.klein.edits import Edit, evaluation_edits
 from sdflow.samples.prompts import evaluation_set
 from sdflow.samples.scene import PIXELS, PLAIN, draw
 from sdflow.samples.score import read, tally
 from sdflow.samples.sheet import sheet
 
+HERE = Path(__file__).parent
 SHEET_CASES = (0, 3, 5, 9, 12, 20, 33, 41)
 
 
@@ -34,7 +34,9 @@ def noise(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((32, PIXELS // 8, PIXELS // 8), dtype=np.float32)
 
 
-def drawn(pipeline: Flux2KleinPipeline, prompts: list[str], seeds: list[int], steps: int, batch: int) -> list[Image.Image]:
+def drawn(
+    pipeline: Flux2KleinPipeline, prompts: list[str], seeds: list[int], steps: int, batch: int
+) -> list[Image.Image]:
     images: list[Image.Image] = []
     for start in range(0, len(prompts), batch):
         part = slice(start, start + batch)
@@ -51,7 +53,12 @@ def edited(pipeline: Flux2KleinPipeline, every: list[Edit], steps: int) -> list[
         latents = torch.from_numpy(noise(each.seed)[None]).to(pipeline.device, pipeline.dtype)
         reference = Image.fromarray(draw(each.before, each.seed, PLAIN))
         images += pipeline(
-            image=reference, prompt=each.instruction, latents=latents, num_inference_steps=steps, height=PIXELS, width=PIXELS
+            image=reference,
+            prompt=each.instruction,
+            latents=latents,
+            num_inference_steps=steps,
+            height=PIXELS,
+            width=PIXELS,
         ).images
     return images
 
@@ -90,7 +97,11 @@ def main() -> None:
         print(f"{steps} steps, {time.monotonic() - start:.0f} s: {json.dumps(found[str(steps)])}", flush=True)
         before = [Image.fromarray(draw(every[i].before, every[i].seed, PLAIN)) for i in range(8)]
         rows = [*(images[i] for i in SHEET_CASES), *before, *changed[:8]]
-        labels = [*(cases[i].prompt for i in SHEET_CASES), *["the reference"] * 8, *(each.instruction for each in every[:8])]
+        labels = [
+            *(cases[i].prompt for i in SHEET_CASES),
+            *["the reference"] * 8,
+            *(each.instruction for each in every[:8]),
+        ]
         sheet(rows, labels, 8).save(given.out / ("sheet.png" if steps == given.steps[0] else f"sheet_{steps}.png"))
     table = {"device": given.device, "scores": found}
     (given.out / "scores.json").write_text(json.dumps(table, indent=2) + "\n")

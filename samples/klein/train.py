@@ -19,23 +19,31 @@ from multiprocessing import Pool
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]  # this folder has an architecture.py, too
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.append(str(Path(__file__).parents[1]))  # what the other sample is trained with
 
 import numpy as np
 import torch
-from architecture import STATES, make_scheduler, make_text_encoder, make_tokenizer, make_transformer, make_vae
 from diffusers import AutoencoderKLFlux2, Flux2KleinPipeline
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
-from edits import Edit, training_edits
 from optimize import Ema, Log, mixed_precision, optimizer_steps
 from torch import Tensor, nn
 from torch.nn import functional
 from training_images import as_input, images, training_scenes
 
+from samples.klein.architecture import (
+    STATES,
+    make_scheduler,
+    make_text_encoder,
+    make_tokenizer,
+    make_transformer,
+    make_vae,
+)
+from samples.klein.edits import Edit, training_edits
 from sdflow.samples.prompts import caption
 from sdflow.samples.scene import PLAIN, Scene, draw
 
+HERE = Path(__file__).parent
 Settings = dict[str, Any]
 STAGES = ("vae", "base", "long")
 
@@ -123,7 +131,9 @@ class Data:
         chosen, rng = settings["data"], random.Random(settings["seed"] + 2)
         scenes = training_scenes(chosen["images"], settings["seed"])
         self.images = tokens_of(vae, images(scenes, PLAIN, 0, device))
-        self.captions = Texts(tokenizer, [[caption(each, rng) for _ in range(chosen["captions"])] for each in scenes], device)
+        self.captions = Texts(
+            tokenizer, [[caption(each, rng) for _ in range(chosen["captions"])] for each in scenes], device
+        )
         pairs = training_edits(training_scenes(chosen["edits"], settings["seed"] + 1), rng, 200_000)
         with Pool() as pool:
             drawn = pool.map(_both, pairs, chunksize=256)
@@ -157,9 +167,7 @@ class Texts:
 
 def chat(tokenizer: Any, text: str) -> str:
     asked = [{"role": "user", "content": text}]
-    return str(
-        tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True, enable_thinking=False)
-    )
+    return str(tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True, enable_thinking=False))
 
 
 class Velocity(nn.Module):
@@ -171,7 +179,9 @@ class Velocity(nn.Module):
         self.blocks = maybe_compiled(transformer, settings)
         self.text = text_encoder.model
 
-    def forward(self, noised: Tensor, sigma: Tensor, ids: Tensor, mask: Tensor, places: Tensor, reference: Tensor | None) -> Tensor:
+    def forward(
+        self, noised: Tensor, sigma: Tensor, ids: Tensor, mask: Tensor, places: Tensor, reference: Tensor | None
+    ) -> Tensor:
         found = self.text(input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False)
         states = torch.cat([found.hidden_states[layer] for layer in STATES], -1)
         text_places = torch.zeros(ids.shape[1], 4, device=ids.device)
@@ -193,9 +203,9 @@ def places_of(side: int, references: int, device: torch.device) -> Tensor:
     """Ids [tokens, 4] of an image's tokens and of those of references, as the pipeline makes them."""
     rows = torch.arange(side)
     times = [0, *(10 + 10 * each for each in range(references))]
-    return torch.cat(
-        [torch.cartesian_prod(torch.tensor([time]), rows, rows, torch.tensor([0])) for time in times]
-    ).to(device)
+    return torch.cat([torch.cartesian_prod(torch.tensor([time]), rows, rows, torch.tensor([0])) for time in times]).to(
+        device
+    )
 
 
 def noise_levels(count: int, settings: Settings, tokens: int, device: torch.device) -> Tensor:

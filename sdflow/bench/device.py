@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
+
+import psutil
 
 SAMPLE_SECONDS = 0.01
 
@@ -44,8 +47,6 @@ class Device:
 
     def release(self) -> None:
         """Give memory that PyTorch keeps for later back to the driver."""
-        import gc
-
         import torch
 
         gc.collect()
@@ -53,8 +54,6 @@ class Device:
             torch.cuda.empty_cache()
 
     def memory(self) -> Memory:
-        import psutil
-
         host = psutil.Process().memory_info().rss
         if self.kind != "cuda":
             return Memory(host)
@@ -92,8 +91,6 @@ class Device:
 
     def free(self) -> int:
         """Bytes that can still be had where the weights go."""
-        import psutil
-
         if self.kind == "cuda":
             import torch
 

@@ -10,18 +10,18 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pydantic import TypeAdapter
+import numpy as np
 
 from sdflow.artifact import MODEL_FILE
-from sdflow.bench.evaluation import EvaluationResult, SubmodelResult
+from sdflow.bench.evaluate import REQUEST, EvaluationResult, Request, SubmodelResult
 from sdflow.bench.latency import Latency, measure
 from sdflow.bench.sweep import Settings, SweepPoint, call_options
-from sdflow.config.workflow import EvaluateSpec, ImageSpec
+from sdflow.config.workflow import ImageSpec
 from sdflow.errors import SlowerWarning, TiledWarning, UsageError, VerificationError
 from sdflow.machine.device import device
 from sdflow.machine.packages import versions
@@ -51,26 +51,7 @@ from sdflow.runtime.sessions.session import LoadOptions
 from sdflow.runtime.sessions.submodel import Submodel
 from sdflow.targets import TARGETS, Target
 
-if TYPE_CHECKING:
-    import numpy as np
-
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to evaluate. image: the PNG file to write, if the spec has an image. threads: of the CPU, None: all."""
-
-    folder: Path
-    name: str
-    target: str
-    spec: EvaluateSpec
-    image: Path | None = None
-    engine_cache: Path | None = None
-    threads: int | None = None
-
-
-REQUEST = TypeAdapter(Request)
 
 
 def run(request: Request, progress: Progress) -> EvaluationResult:
@@ -90,9 +71,8 @@ def run(request: Request, progress: Progress) -> EvaluationResult:
 def evaluated(request: Request, progress: Progress) -> EvaluationResult:
     """Load every submodel, see where its nodes are, time it, then draw the image.
 
-    Each submodel is timed at the batch it has in the pipeline: the denoiser 2 with guidance on (both halves in one run) and
-    1 without; text encoders 2, a pair of prompts; the others 1. Times include
-    copies between host and device.
+    Each submodel is timed at its batch in the pipeline: the denoiser 2 with guidance and 1 without; text encoders 2, a pair of
+    prompts; the others 1. Times include copies between host and device.
     Raises TargetUnavailableError when the provider is not there, VerificationError when it cannot run a graph.
     """
     target = TARGETS[request.target]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from sdflow.bench.result import BenchResult, Measurement
-from sdflow.bench.table import TABLE, about, table
+from sdflow.bench.table import HEADS, SHORT, TEXTS, about, by_median, short_table, table
 from sdflow.bench.timing import STAGES
 from sdflow.page import document, folded, plot, section, text_table
 from sdflow.page import table as html_table
@@ -15,15 +15,6 @@ WIDTH, ROW, LABEL, VALUE = 720, 24, 190, 130
 COLOURS = {"text": "#8da0cb", "step": "#4477aa", "decoder": "#66c2a5", "rest": "#bbbbbb"}
 WRONG = "#cc3311"
 LINES = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777", "#000000")
-
-UNITS = {
-    **dict.fromkeys(("median", "mean", "p90", "p99", "text", "step", "decoder", "first"), "ms"),
-    "distance": "rel. L2",
-}
-"""Columns of the table whose names do not say their unit."""
-
-
-_FEW = ("engine", "image", "median ms", "of fastest", "images/s", "memory MB", "type")
 
 
 def page(result: BenchResult) -> str:
@@ -38,29 +29,21 @@ def page(result: BenchResult) -> str:
         sections.append(section("Not measured", text_table(("engine", "", "why"), left_out)))
     verdict, sentence = _verdict(result)
     told = [pair for pair in about(result) if pair[0] != "measured"]
-    facts = [("pipeline", _described(result)), *(pair for pair in told if pair[0] == "device")]
+    described = ", ".join(str(each) for name in ("name", "model", "target") if (each := result.pipeline.get(name)))
+    facts = [("pipeline", described), *(pair for pair in told if pair[0] == "device")]
     sections.append(section("Measured on", text_table(("", ""), told)))
     title = f"{result.pipeline['name']}: engines side by side"
     return document(title, verdict, sentence, facts, sections, date=f"{result.time[:16].replace('T', ' ')} UTC")
 
 
-def _described(result: BenchResult) -> str:
-    return ", ".join(str(result.pipeline[name]) for name in ("name", "model", "target") if result.pipeline.get(name))
-
-
 def _verdict(result: BenchResult) -> tuple[tuple[str, str], str]:
     """Whether images are right, and which engine is the fastest of those whose are, in the first case."""
-    found = [
-        (measured.image.median_ms, each.name)
-        for each in result.measured
-        if (measured := each.cases[0]) is not None and measured.verdict != "WRONG"
-    ]
+    medians = {engine.name: found.image.median_ms for engine, found in by_median(result, 0) if found.verdict != "WRONG"}
     sentence = "No engine was measured."
-    if found:
-        fastest, name = min(found)
-        others = [median for median, each in found if each != name]
+    if medians:
+        name, (fastest, *others) = next(iter(medians)), medians.values()
         sentence = f"{name} is the fastest, {fastest:,.1f} ms a call"
-        sentence += f", {min(others) / fastest:.2f} times as fast as the next." if others else "."
+        sentence += f", {others[0] / fastest:.2f} times as fast as the next." if others else "."
     if result.wrong:
         return ("WRONG images", "bad"), f"Of {', '.join(result.wrong)}. {sentence}"
     checked = any(found is not None and found.check is not None for each in result.measured for found in each.cases)
@@ -70,27 +53,18 @@ def _verdict(result: BenchResult) -> tuple[tuple[str, str], str]:
 def _table(result: BenchResult, index: int) -> str:
     """The engines, the fastest first: what one looks at, and all figures after a click."""
     rows = list(table(result, index))
-    medians = sorted(
-        measured.image.median_ms for each in result.measured if (measured := each.cases[index]) is not None
-    )
-    after = TABLE.index("median") + 1
-    heads = [f"{name} {UNITS[name]}" if name in UNITS else name for name in TABLE]
-    columns = [*heads[:after], "of fastest", *heads[after:]]
-    cells = [
-        [*row[:after], f"{median / medians[0]:.2f}x", *row[after:]] for row, median in zip(rows, medians, strict=True)
-    ]
     wrong = {number: "wrong" for number, row in enumerate(rows) if "WRONG" in row}
-    numbers = [name for name in columns if name not in ("engine", "type", "image")]
-    cells = [[escape(cell) for cell in row] for row in cells]
-    few = [columns.index(name) for name in _FEW]
-    short = html_table(_FEW, [[row[index] for index in few] for row in cells], numbers, rows=wrong)
-    return short + folded("all figures", html_table(columns, cells, numbers, rows=wrong))
+
+    def made(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+        numbers = [name for name in columns if name not in TEXTS]
+        return html_table(columns, [[escape(cell) for cell in row] for row in rows], numbers, rows=wrong)
+
+    return made(SHORT, short_table(result, index)) + folded("all figures", made(HEADS, rows))
 
 
 def latencies(result: BenchResult, index: int) -> str:
     """A bar for each engine: its median, made of text, steps and decoder; the line goes to p90."""
-    found = [(each.name, measured) for each in result.measured if (measured := each.cases[index]) is not None]
-    found.sort(key=lambda pair: pair[1].image.median_ms)
+    found = [(engine.name, measured) for engine, measured in by_median(result, index)]
     if not found:
         return "<p>No engine was measured.</p>"
     scale = (WIDTH - LABEL - VALUE) / max(measured.image.p90_ms for _, measured in found)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from sdflow.bench.engines import Engine
 from sdflow.bench.result import Check
 from sdflow.bench.sweep import SweepPoint
 from sdflow.distance import psnr, relative_l2
 from sdflow.tolerances import BENCH_FLOAT32, FLOAT16_RATIO
-
-if TYPE_CHECKING:
-    import numpy as np
 
 NEAR = "none: what is quantized says how far it is from PyTorch's image in float32"
 APART = "none: an approximation says how far it is from the exact engine's image"

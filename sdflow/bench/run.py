@@ -13,18 +13,27 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from sdflow.bench.checkpoint import every_torch_module
+import numpy as np
+
+from sdflow.bench.checkpoint import torch_modules
 from sdflow.bench.device import Device
-from sdflow.bench.drawers import Draw, onnxruntime_drawer, tensorrt_drawer, torch_drawer
-from sdflow.bench.engines import ENGINES, Chosen, Engine, choose, with_approximations
+from sdflow.bench.draw_functions import Draw, onnxruntime_draw, tensorrt_draw, torch_draw
+from sdflow.bench.engines import (
+    ENGINES,
+    Engine,
+    choose,
+    dtype_of,
+    quantized_of,
+    weight_bytes,
+    with_approximations,
+)
 from sdflow.bench.judge import References
 from sdflow.bench.result import BenchResult, EngineResult, Measurement
 from sdflow.bench.sweep import Settings, SweepPoint
-from sdflow.bench.time_limit import TooLong, within
+from sdflow.bench.time_limit import TooLong, TorchState, within
 from sdflow.bench.timing import Turns
-from sdflow.bench.weights import dtype_of, quantized_of, weight_bytes
 from sdflow.disk.file_stamp import check_stamps, folder_stamps
 from sdflow.errors import SdflowError, UsageError
 from sdflow.families.shared.approximation import EXACT, Approximation
@@ -40,7 +49,6 @@ from sdflow.targets import TARGETS, find_target
 from sdflow.units import spell_bytes
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 REFERENCE = Engine("reference", "PyTorch, float32")
@@ -89,7 +97,12 @@ def bench(request: BenchRequest, say: Say) -> BenchResult:
     if request.fewer and refiner_of(request.folder) is not None:
         require_exact(request.fewer, "Measure the base alone.")
     chosen = with_approximations(choose(request.engines, built_for.name, device.kind), request.fewer)
-    running = [_Running(each.engine, _skipped(each)) for each in chosen]
+    running: list[_Running] = []
+    for choice in chosen:
+        result = EngineResult(choice.engine.name, choice.engine.title, "measured")
+        if choice.skipped is not None:
+            result = replace(result, status="skipped", reason=choice.skipped)
+        running.append(_Running(choice.engine, result))
     active = [each for each in running if each.result.status != "skipped"]
     if not active:
         reasons = "; ".join(f"{each.engine.name}: {each.skipped}" for each in chosen)
@@ -99,7 +112,10 @@ def bench(request: BenchRequest, say: Say) -> BenchResult:
     for each in active:
         dtype, each.quantized = dtype_of(request.folder, each.engine, device), quantized_of(request.folder, each.engine)
         spelled = f"{each.quantized}, {dtype}" if each.quantized else dtype
-        each.result = replace(each.result, dtype=spelled, provider=_provider(each.engine, device))
+        target = each.engine.target
+        provider = onnxruntime_for(TARGETS[target])[1] if target else f"torch, {device.kind}"
+        each.result = replace(each.result, dtype=spelled, provider=provider)
+    accelerator = {**cuda_device(), "driver": driver_version()} if device.kind == "cuda" else {}
     with _threads(request.settings.threads):
         runner = _Runner(request, device, say)
         runner.load_references(active)
@@ -113,11 +129,11 @@ def bench(request: BenchRequest, say: Say) -> BenchResult:
             "folder": request.folder.name,
             "artifacts": every_artifact(request.folder),
         },
-        machine={**describe_device(built_for), **_accelerator(device)},
+        machine={**describe_device(built_for), **accelerator},
         versions={**versions(), **installed_versions(*OPTIONAL_PACKAGES)},
         settings={
             **{name: value for name, value in asdict(request.settings).items() if name != "references" or value},
-            **_approximation_settings(request.fewer),
+            **({"approximation": request.fewer.settings()} if request.fewer else {}),
             "device": device.kind,
             "cases": [asdict(case) for case in request.cases],
         },
@@ -143,8 +159,6 @@ class _Runner:
         self.read = folder_stamps(request.folder)
         self.modules: Mapping[str, torch.nn.Module] = {}
         self.references = References()
-        from sdflow.bench.torch_state import TorchState
-
         self.torch_state = TorchState.now()
 
     def load_references(self, active: Sequence[_Running]) -> None:
@@ -152,15 +166,13 @@ class _Runner:
         if not self.request.check and all(each.engine.target for each in active):
             return
         self.say("loading the checkpoint")
-        self.modules = every_torch_module(self.request.folder, self.read)
+        self.modules = torch_modules(self.request.folder, self.read)
         if self.request.check:
             half = any(each.result.dtype == "float16" for each in active)
             self.references.draw(self._drawn, float16=half, say=self.say)
 
     def _drawn(self, dtype: str) -> dict[SweepPoint, np.ndarray]:
-        draw = torch_drawer(
-            self.request.folder, self.modules, REFERENCE, self.request.settings, self.device.kind, dtype
-        )
+        draw = torch_draw(self.request.folder, self.modules, REFERENCE, self.request.settings, self.device.kind, dtype)
         drawn = {case: draw(case, None) for case in self.request.cases}
         del draw
         self.device.release()
@@ -188,12 +200,12 @@ class _Runner:
         with self._reported(running, beside), within(request.first_limit):
             note = ""
             if engine.target:
-                running.draw, note = onnxruntime_drawer(request.folder, engine, request.settings)
+                running.draw, note = onnxruntime_draw(request.folder, engine, request.settings)
             elif engine.library:
-                running.draw = tensorrt_drawer(request.folder, request.settings)
+                running.draw = tensorrt_draw(request.folder, request.settings)
             else:
                 dtype = running.result.dtype
-                running.draw = torch_drawer(
+                running.draw = torch_draw(
                     request.folder, self.modules, engine, request.settings, self.device.kind, dtype
                 )
             self.device.wait()
@@ -273,23 +285,6 @@ class _Runner:
         running.result = replace(running.result, host_bytes=found[0], device_bytes=found[1])
 
 
-def _approximation_settings(fewer: Approximation) -> dict[str, Any]:
-    """The settings of an approximation; empty without one."""
-    return {"approximation": fewer.settings()} if fewer else {}
-
-
-def _skipped(chosen: Chosen) -> EngineResult:
-    engine = chosen.engine
-    status = {"status": "measured"} if chosen.skipped is None else {"status": "skipped", "reason": chosen.skipped}
-    return EngineResult(engine.name, engine.title, **status)  # type: ignore[arg-type]
-
-
-def _provider(engine: Engine, device: Device) -> str:
-    if engine.target:
-        return onnxruntime_for(TARGETS[engine.target])[1]
-    return f"torch, {device.kind}"
-
-
 @contextmanager
 def _threads(count: int | None) -> Iterator[None]:
     """PyTorch with so many threads in here."""
@@ -302,7 +297,3 @@ def _threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _accelerator(device: Device) -> dict[str, Any]:
-    return {**cuda_device(), "driver": driver_version()} if device.kind == "cuda" else {}

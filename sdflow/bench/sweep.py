@@ -8,12 +8,11 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from sdflow.families.shared.latents import Latents
+from sdflow.runtime.ensemble import Ensemble, hand_over
+from sdflow.runtime.pipeline import Pipeline
 
 if TYPE_CHECKING:
     import torch
-
-    from sdflow.runtime.ensemble import Ensemble
-    from sdflow.runtime.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,6 @@ def latents(case: SweepPoint, seed: int, what: Latents) -> torch.Tensor:
 
 def call_options(pipeline: Pipeline | Ensemble, case: SweepPoint, settings: Settings) -> dict[str, Any]:
     """What a pipeline of sdflow's is called with to draw a case; the first latents, or what draws them, come beside it."""
-    from sdflow.runtime.ensemble import Ensemble, hand_over
     from sdflow.samples.canvas import canvas, references
 
     base = pipeline.base if isinstance(pipeline, Ensemble) else pipeline

@@ -5,13 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sdflow.bench.latency import Latency
-from sdflow.bench.result import BenchResult
+from sdflow.bench.result import BenchResult, EngineResult, Measurement
 from sdflow.bench.timing import STAGES
 
 TABLE = (
     "engine", "type", "median", "mean", "p90", "p99", "images/s", "ratio", "text", "step", "decoder", "first",
     "load s", "memory MB", "energy J", "distance", "image",
 )  # fmt: skip
+_UNITS = {
+    **dict.fromkeys(("median", "mean", "p90", "p99", "text", "step", "decoder", "first"), "ms"),
+    "distance": "rel. L2",
+}
+HEADS = tuple(f"{name} {_UNITS[name]}" if name in _UNITS else name for name in TABLE)
+"""The columns of `TABLE` with their units."""
+SHORT = ("engine", "type", "median ms", "of fastest", "images/s", "memory MB", "image")
+TEXTS = ("engine", "type", "image")
+"""The columns that are no numbers."""
 
 
 def table(result: BenchResult, index: int) -> Iterator[list[str]]:
@@ -19,10 +28,8 @@ def table(result: BenchResult, index: int) -> Iterator[list[str]]:
 
     memory: what the engine added, on the device if there is one, else of the host.
     """
-    found = [(each, measured) for each in result.measured if (measured := each.cases[index]) is not None]
-    for engine, measured in sorted(found, key=lambda pair: pair[1].image.median_ms):
+    for engine, measured in by_median(result, index):
         image, check, ratio = measured.image, measured.check, result.ratio(engine, index)
-        memory = engine.device_bytes if engine.device_bytes is not None else engine.host_bytes
         yield [
             engine.name,
             engine.dtype,
@@ -32,11 +39,33 @@ def table(result: BenchResult, index: int) -> Iterator[list[str]]:
             *(_median(measured.stages.get(stage)) for stage in STAGES),
             _spelled(measured.first_ms),
             "" if engine.load_seconds is None else f"{engine.load_seconds:.2f}",
-            "" if memory is None else f"{memory / 1e6:.0f}",
+            _megabytes(engine),
             "" if measured.energy is None else f"{measured.energy:.3g}",
             "" if check is None else f"{check.distance:.1e}",
             measured.verdict,
         ]
+
+
+def short_table(result: BenchResult, index: int) -> Iterator[list[str]]:
+    """The same of `SHORT`: what one looks at."""
+    found = by_median(result, index)
+    for engine, measured in found:
+        median = measured.image.median_ms
+        yield [
+            engine.name,
+            engine.dtype,
+            f"{median:.4g}" if median < 1000 else f"{median:.0f}",
+            f"{median / found[0][1].image.median_ms:.2f}x",
+            f"{measured.images_per_second:.3g}",
+            _megabytes(engine),
+            measured.verdict,
+        ]
+
+
+def by_median(result: BenchResult, index: int) -> list[tuple[EngineResult, Measurement]]:
+    """The engines that were measured in a case, the fastest first."""
+    found = [(each, measured) for each in result.measured if (measured := each.cases[index]) is not None]
+    return sorted(found, key=lambda pair: pair[1].image.median_ms)
 
 
 def about(result: BenchResult) -> Iterator[tuple[str, str]]:
@@ -59,6 +88,11 @@ def about(result: BenchResult) -> Iterator[tuple[str, str]]:
 
 def _spelled(value: float) -> str:
     return f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def _megabytes(engine: EngineResult) -> str:
+    memory = engine.device_bytes if engine.device_bytes is not None else engine.host_bytes
+    return "" if memory is None else f"{memory / 1e6:.0f}"
 
 
 def _median(latency: Latency | None) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -172,8 +173,6 @@ def _with_parser_errors(parser: Any, model: Path) -> Iterator[None]:
 
 def structure_digest(model: Path) -> str:
     """Of a graph without the values of its weights: equal for all checkpoints and LoRAs of an architecture."""
-    from math import prod
-
     from onnx import TensorProto
 
     read = read_graph(model)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from sdflow.bench.device import Device, Memory
-from sdflow.bench.drawers import Draw
+from sdflow.bench.draw_functions import Draw
 from sdflow.bench.judge import Yardstick
-from sdflow.bench.latency import Latency, summarize
+from sdflow.bench.latency import summarize
 from sdflow.bench.result import Check, Measurement
 from sdflow.bench.sweep import SweepPoint
-
-if TYPE_CHECKING:
-    import numpy as np
 
 SETTLE_SECONDS = 0.2
 """Between two engines' turns on a CPU: the threads of the one before still wait for work by spinning."""
@@ -64,7 +62,7 @@ class Turns:
     def result(self, warmup: int) -> Measurement:
         """Raises ValueError when nothing was counted."""
         image = summarize(self.first_ms, warmup, self._images)
-        stages = {name: _latency(times) for name, times in self._stages.items() if times}
+        stages = {name: summarize(times[0], 0, times) for name, times in self._stages.items() if times}
         images = len(self._images) * self._case.batch
         known = self._device.kind != "cpu" and self._energy is not None
         return Measurement(
@@ -110,7 +108,3 @@ class Turns:
         self._stages["step"] += [1e3 * (after - before) for before, after in zip(marks, steps, strict=False)]
         self._stages["decoder"].append(1e3 * (end - marks[-1]))
         return took
-
-
-def _latency(times: list[float]) -> Latency:
-    return summarize(times[0], 0, times)

@@ -16,27 +16,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.bench.device import Device
-from sdflow.bench.engines import Engine
+from sdflow.bench.engines import Engine, dtype_of, quantized_of
 from sdflow.bench.latency import percentile
 from sdflow.bench.sweep import Settings, SweepPoint, call_options, latents
 from sdflow.bench.timing import SETTLE_SECONDS
-from sdflow.bench.weights import dtype_of, quantized_of
 from sdflow.distance import relative_l2
 from sdflow.errors import SdflowError, UsageError
+from sdflow.families.shared.request import Request
 from sdflow.machine.device import cores
 from sdflow.machine.onnx_runtime import import_onnxruntime, onnxruntime_errors
 from sdflow.manifest import MANIFEST_FILE, REFINER, read_manifest
+from sdflow.runtime.denoiser.denoiser import DenoiserInputs
+from sdflow.runtime.ensemble import Ensemble
 from sdflow.runtime.files.folder import folder_defaults
 from sdflow.runtime.files.recorded_tuning import record_tuning
+from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.sessions.tuning import UNTUNED, Tuning
 from sdflow.targets import Target, find_target
 from sdflow.tolerances import SESSIONS_APART
 
 if TYPE_CHECKING:
     import torch
-
-    from sdflow.runtime.ensemble import Ensemble
-    from sdflow.runtime.pipeline import Pipeline
 
 GAIN = 0.98
 """A candidate is taken when it takes at most this part of the time."""
@@ -110,38 +110,37 @@ def candidates(target: Target, cores: int) -> list[Candidate]:
             ("cudnn_conv_use_max_workspace", ("0",)),
             ("arena_extend_strategy", ("kNextPowerOfTwo",)),
         ]
-        found = [_provider(name, value) for name, values in options for value in values] if cuda else []
-        if cuda:
-            found.append(Candidate("own_kernels", "off", lambda tuning: replace(tuning, own_kernels=False)))
-        return [*found, Candidate("cuda_graphs", "off", lambda tuning: replace(tuning, cuda_graphs=False))]
+        found = [_entry("provider", name, value) for name, values in options for value in values] if cuda else []
+        return [*found, *([_off("own_kernels")] if cuda else []), _off("cuda_graphs")]
     if target.name != "cpu":
         return []
     threads = sorted({1, max(1, cores // 2), cores, 2 * cores} - {0})
     return [
-        *(_threads(count) for count in threads),
-        _session("session.intra_op.allow_spinning", "0"),
-        _session("session.force_spinning_stop", "0"),
-        *(_optimization(level) for level in ("ORT_ENABLE_EXTENDED", "ORT_ENABLE_BASIC")),
-        Candidate("memory_arena", "off", lambda tuning: replace(tuning, memory_arena=False)),
-        Candidate("memory_pattern", "off", lambda tuning: replace(tuning, memory_pattern=False)),
-        _session("session.set_denormal_as_zero", "1"),
+        *(_field("threads", count) for count in threads),
+        _entry("session", "session.intra_op.allow_spinning", "0"),
+        _entry("session", "session.force_spinning_stop", "0"),
+        *(_field("optimization", level) for level in ("ORT_ENABLE_EXTENDED", "ORT_ENABLE_BASIC")),
+        _off("memory_arena"),
+        _off("memory_pattern"),
+        _entry("session", "session.set_denormal_as_zero", "1"),
     ]
 
 
-def _provider(name: str, value: str) -> Candidate:
-    return Candidate(name, value, lambda tuning: replace(tuning, provider={**tuning.provider, name: value}))
+def _entry(field: str, name: str, value: str) -> Candidate:
+    """An entry of a field of `Tuning` that is a map."""
+    return _of(name, value, lambda tuning: {field: {**getattr(tuning, field), name: value}})
 
 
-def _session(name: str, value: str) -> Candidate:
-    return Candidate(name, value, lambda tuning: replace(tuning, session={**tuning.session, name: value}))
+def _field(name: str, value: Any) -> Candidate:
+    return _of(name, str(value), lambda tuning: {name: value})
 
 
-def _threads(count: int) -> Candidate:
-    return Candidate("threads", str(count), lambda tuning: replace(tuning, threads=count))
+def _off(name: str) -> Candidate:
+    return _of(name, "off", lambda tuning: {name: False})
 
 
-def _optimization(level: str) -> Candidate:
-    return Candidate("optimization", level, lambda tuning: replace(tuning, optimization=level))
+def _of(option: str, value: str, changed: Callable[[Tuning], dict[str, Any]]) -> Candidate:
+    return Candidate(option, value, lambda tuning: replace(tuning, **changed(tuning)))
 
 
 def tune(
@@ -203,8 +202,6 @@ def tune(
 
 def _parts(pipeline: Pipeline | Ensemble) -> dict[str, Pipeline]:
     """The pipelines that draw, by what the names of their submodels begin with."""
-    from sdflow.runtime.ensemble import Ensemble
-
     if isinstance(pipeline, Ensemble):
         return {"": pipeline.base, f"{REFINER}/": pipeline.refiner}
     return {"": pipeline}
@@ -229,8 +226,6 @@ class _Tuner:
 
     def load(self, tuning: Tuning) -> Pipeline | Ensemble:
         """The pipeline, with its refiner where it has one: they are tuned together."""
-        from sdflow.runtime.ensemble import Ensemble
-
         pipeline = Ensemble.of_folder(self.folder, self.target, checker=False, tuning=tuning)
         if self._case is None:
             own = _parts(pipeline)[""].latents.image_size
@@ -274,9 +269,6 @@ class _Tuner:
     def _outputs(self, pipeline: Pipeline) -> dict[str, torch.Tensor]:
         """What each submodel gives for the case, at the first, a middle and the last timestep; float32, on the host."""
         import torch
-
-        from sdflow.families.shared.request import Request
-        from sdflow.runtime.denoiser.denoiser import DenoiserInputs
 
         case, settings = self.case, self.settings
         with pipeline.place.current(), torch.no_grad():

@@ -84,8 +84,7 @@ def run(
     import shlex
 
     from sdflow.cli.progress import progress_view
-    from sdflow.report.around_run import to_build
-    from sdflow.report.run import print_run
+    from sdflow.report.run import print_run, to_build
     from sdflow.report.run_page import write_run_page
     from sdflow.run.run import run_workflow
 

@@ -51,7 +51,7 @@ def selftest(
     from sdflow.cli.opened import open_cache
     from sdflow.cli.progress import progress_view
     from sdflow.selftest import selftest as run_selftest
-    from sdflow.selftest.files import report_files, write_report
+    from sdflow.selftest.page import report_files, write_report
 
     files = () if report is None else report_files(report)  # a name that cannot be written is told before the work
     with progress_view() as listener:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from sdflow.disk.input_file import is_regular, no_file
 from sdflow.errors import CheckpointError
+from sdflow.sources.load import unpickled
 from sdflow.sources.reference import PICKLE_SUFFIXES
 from sdflow.sources.safetensors_file import read_header, read_metadata
 
@@ -66,8 +67,6 @@ def read_contents(path: Path) -> Contents:
 
 def _of_pickle(path: Path) -> Contents:
     import torch
-
-    from sdflow.sources.load import unpickled
 
     value = unpickled(path, "meta")
     marks: dict[str, str] = {}

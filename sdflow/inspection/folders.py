@@ -20,9 +20,10 @@ from sdflow.inspection.lines import (
     by_part,
     chains_of,
     lines_for_component,
-    model_lines,
+    quoted,
     title_of,
     titles_of,
+    workflow,
 )
 from sdflow.manifest import read_manifest
 from sdflow.models.base import class_names
@@ -77,9 +78,7 @@ def inspect_pipeline(folder: Path) -> Description:
     known = _known(family, configs, _prediction(folder), whole=not missing)
     notes += known.notes
     others = {name: family.components[name][0].of(configs[name]).model for name in classes_of_others(family, configs)}
-    lines = model_lines(known.bases, str(folder)) if known.bases and not missing else None
-    if lines and pickled:
-        lines += "allow_pickle: true\n"
+    lines = known.workflow(str(folder), pickled=pickled) if not missing else None
     classes = {name: model.class_name for name, model in others.items()}
     details = {"class": index["_class_name"], **classes, **_size(configs), "parameters": _count(contents)}
     return Description(
@@ -113,7 +112,7 @@ def inspect_repository(folder: Path, reference: str) -> Description:
         if name not in named and not parts[0].optional
     )
     known = _known(family, configs, _prediction(folder), whole=not missing)
-    lines = model_lines(known.bases, reference) if known.bases and not missing else None
+    lines = known.workflow(reference) if not missing else None
     details = {"class": index["_class_name"], **_size(configs)}
     return Description(
         reference, PIPELINE, (known.title,), known.architecture, None, missing, details, tuple(known.notes), lines
@@ -128,6 +127,10 @@ class _Known:
     architecture: str | None
     bases: tuple[str, ...]
     notes: list[str]
+
+    def workflow(self, model: str, *, pickled: bool = False) -> str | None:
+        """Lines for the model, all of which is there."""
+        return workflow(self.bases, "", model=quoted(model), pickled=pickled) if self.bases else None
 
 
 def _known(family: Family, configs: Mapping[str, Any], predicted: str | None, *, whole: bool) -> _Known:

@@ -62,35 +62,26 @@ def quoted(text: str) -> str:
     return str(yaml.safe_dump([text], default_flow_style=True, width=10**9)).removesuffix("\n")[1:-1]
 
 
-def model_lines(bases: Sequence[str], model: str) -> str:
-    """For a model that is all there. bases: the workflow with its chains, and those of components of another class."""
+def workflow(bases: Sequence[str], entry: str, *, model: str | None = None, pickled: bool = False) -> str:
+    """A workflow over these bases: its model, where they name none, and one more entry."""
     over = bases[0] if len(bases) == 1 else f"[{', '.join(bases)}]"
-    return f"extends: {over}\nmodel: {quoted(model)}\ntarget: {TARGET}\n"
+    lines = [f"extends: {over}", *([] if model is None else [f"model: {model}"]), f"target: {TARGET}"]
+    return "\n".join([*lines, *([entry] if entry else []), *(["allow_pickle: true"] if pickled else []), ""])
 
 
 def lora_lines(architecture: str | None, lora: str) -> str:
     """For a LoRA, over the model of the base, if it is known which."""
-    over = "" if architecture is None else f"extends: {base_of(architecture)}\ntarget: {TARGET}\n"
-    return f"{over}loras:\n  - {{file: {quoted(lora)}, scale: 1.0}}\n"
+    entry = f"loras:\n  - {{file: {quoted(lora)}, scale: 1.0}}"
+    return f"{entry}\n" if architecture is None else workflow([base_of(architecture)], entry)
 
 
-def component_lines(architecture: str, component: str, reference: str) -> str:
-    """For a component in place of the model's own. architecture: of a model, or of such a component alone, which has chains of
-    its own."""
-    alone = architecture in COMPONENT_ARCHITECTURES
-    over = f"[{base_of(USUAL)}, {base_of(architecture)}]" if alone else base_of(architecture)
-    return f"extends: {over}\ntarget: {TARGET}\ncomponents: {{{component}: {quoted(reference)}}}\n"
-
-
-def partial_lines(architecture: str, held: Sequence[str], file: str) -> str:
+def partial_lines(architecture: str, held: Sequence[str], file: str, *, pickled: bool) -> str:
     """For the components that a file holds of a model, beside a folder or repository with the others: that of the base, or
     `UNNAMED_MODEL`."""
     base = base_of(architecture)
-    model = (
-        "" if model_of(base) is not None else f"model: {UNNAMED_MODEL}    # a folder or repository that has the rest\n"
-    )
+    model = None if model_of(base) is not None else f"{UNNAMED_MODEL}    # a folder or repository that has the rest"
     components = ", ".join(f"{component}: {quoted(file)}" for component in held)
-    return f"extends: {base}\n{model}target: {TARGET}\ncomponents: {{{components}}}\n"
+    return workflow([base], f"components: {{{components}}}", model=model, pickled=pickled)
 
 
 def model_of(base: str) -> str | None:
@@ -101,26 +92,21 @@ def model_of(base: str) -> str | None:
     return model
 
 
-def adapter_lines(architecture: str, reference: str) -> str:
-    """For an IP-Adapter beside the model."""
-    return f"extends: {base_of(architecture)}\ntarget: {TARGET}\nip_adapters:\n  - {{file: {quoted(reference)}}}\n"
-
-
-def net_lines(architecture: str, reference: str) -> str:
+def net_lines(architecture: str, reference: str, *, pickled: bool) -> str:
     """For a net that stands beside the denoiser, under a name of the user's."""
-    return f"extends: {base_of(architecture)}\ntarget: {TARGET}\ncontrolnets: {{mine: {quoted(reference)}}}\n"
+    return workflow([base_of(architecture)], f"controlnets: {{mine: {quoted(reference)}}}", pickled=pickled)
 
 
 def lines_for_component(found: Recognized, reference: str, pickled: bool) -> str | None:
-    """For a component that was recognized, in place of the model's own or beside it; None where no model takes it."""
+    """For a component that was recognized, in place of the model's own or beside it; None where no model takes it. One that is
+    of no model has chains of its own."""
     if not found.architectures:
         return None
     architecture, component = found.architectures[0], found.components[0]
     family = None if found.alone else family_of_architecture(architecture)
     if family is None or component in family.exchangeable:
-        lines = component_lines(architecture, component, reference)
-    elif family.net is not None and component == family.net.component:
-        lines = net_lines(architecture, reference)
-    else:
-        return None
-    return lines + ("allow_pickle: true\n" if pickled else "")
+        bases = [*([base_of(USUAL)] if architecture in COMPONENT_ARCHITECTURES else []), base_of(architecture)]
+        return workflow(bases, f"components: {{{component}: {quoted(reference)}}}", pickled=pickled)
+    if family.net is not None and component == family.net.component:
+        return net_lines(architecture, reference, pickled=pickled)
+    return None

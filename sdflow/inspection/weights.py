@@ -6,20 +6,19 @@ from collections.abc import Mapping, Sequence
 
 from sdflow.errors import CheckpointError
 from sdflow.families import ARCHITECTURES, family_of_architecture
-from sdflow.families.shared.base import Family
 from sdflow.families.shared.few_steps import known_model, spelled
 from sdflow.inspection.adapters import details_from_metadata
 from sdflow.inspection.contents import Contents
 from sdflow.inspection.description import DRAWS_WITH, Description
 from sdflow.inspection.lines import (
-    adapter_lines,
     architecture_for,
     base_of,
     lines_for_component,
-    model_lines,
     net_lines,
     partial_lines,
+    quoted,
     titles_of,
+    workflow,
 )
 from sdflow.models.image_encoder import projection_of, read_width, token_count
 from sdflow.sources.architectures import architecture_config
@@ -57,7 +56,7 @@ def inspect_weights(contents: Contents, found: Recognized) -> Description:
     if found.kind == IP_ADAPTER:
         return _ip_adapter(contents, titles)
     net = _net(titles)
-    lines = net_lines(net, path) + _pickles(contents) if found.kind == NET_KIND and net is not None else None
+    lines = net_lines(net, path, pickled=contents.pickled) if net is not None and found.kind == NET_KIND else None
     return Description(path, found.kind, titles, precision=contents.precision, workflow=lines)
 
 
@@ -72,24 +71,17 @@ def _checkpoint(contents: Contents, found: Recognized) -> Description:
         architecture, notes = choose(contents.path, found.architectures, said, None)
     except CheckpointError as error:
         notes = (f"{error.what}.", *([error.remedy] if error.remedy else []))
-    held, lines = _held_of(family, found), None
+    held, lines = [name for name in family.exchangeable if name in found.components], None
     if not missing:
-        lines = model_lines([base_of(architecture)], path)
-    elif held:
-        lines = partial_lines(architecture, held, path)
+        lines = workflow([base_of(architecture)], "", model=quoted(path), pickled=contents.pickled)
+    elif held and held == [*family.exchangeable]:  # a workflow takes all of them from one place
+        lines = partial_lines(architecture, held, path, pickled=contents.pickled)
         notes += (f"Its {' and '.join(held)} can be taken from it, in place of those of a folder or repository.",)
-    lines = None if lines is None else lines + _pickles(contents)
     few = known_model([contents.path.name])
     details = {} if few is None else {DRAWS_WITH: f"{spelled(few.changes())} ({few.what})"}
     return Description(
         path, CHECKPOINT, titles_of([architecture]), architecture, contents.precision, missing, details, notes, lines
     )
-
-
-def _held_of(family: Family, found: Recognized) -> tuple[str, ...]:
-    """The components that a workflow may take from a file that is not a whole checkpoint; none if it lacks one of them."""
-    held = tuple(name for name in family.exchangeable if name in found.components)
-    return held if len(held) == len(family.exchangeable) else ()
 
 
 def _component(contents: Contents, found: Recognized) -> Description:
@@ -149,15 +141,12 @@ def _ip_adapter(contents: Contents, titles: tuple[str, ...]) -> Description:
         details = {"projection": projection["_class_name"], "tokens of an image": token_count(projection)}
         details["reads embeddings of width"] = read_width(projection)
         if architecture is not None and family_of_architecture(architecture).prompter is not None:
-            lines = adapter_lines(architecture, path) + _pickles(contents)
+            entry = f"ip_adapters:\n  - {{file: {quoted(path)}}}"
+            lines = workflow([base_of(architecture)], entry, pickled=contents.pickled)
             notes.append(
                 "It is read with its image encoder: the folder that diffusers looks for beside it, or `encoder`."
             )
     return Description(path, IP_ADAPTER, titles, None, contents.precision, (), details, tuple(notes), lines)
-
-
-def _pickles(contents: Contents) -> str:
-    return "allow_pickle: true\n" if contents.pickled else ""
 
 
 def _by_width(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:

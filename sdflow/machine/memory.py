@@ -7,6 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 if TYPE_CHECKING:
     import torch
 
@@ -30,8 +32,6 @@ def available_bytes(device: str = HOST) -> int:
         import torch
 
         return int(torch.cuda.mem_get_info()[0])
-    import psutil
-
     free = int(psutil.virtual_memory().available)
     limit = _left_of_container(CGROUPS)
     return free if limit is None else min(free, limit)

@@ -1,9 +1,4 @@
-"""What `sdflow.json` says: what a pipeline was built from, and what files it has.
-
-Origin     what a build knows beforehand and finds out: the model, the LoRAs, the target, each submodel's chain
-Part       a submodel's artifact: its digest, its files, and the chain that made it
-Manifest   an Origin, its Parts, and every file of the folder
-"""
+"""What `sdflow.json` says: what a pipeline was built from, and what files it has."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from sdflow.disk.alike import alike
 from sdflow.disk.input_file import read_json
 from sdflow.errors import UsageError
 from sdflow.families import DEFAULT
-from sdflow.manifest.content import NOT_SAID, REBUILD, Chain, FinishedPass, Manifest, Part, WrittenPass
+from sdflow.manifest.content import NOT_SAID, REBUILD, Chain, FinishedPass, Manifest, WrittenPass
 
 MANIFEST_FILE = "sdflow.json"
 FORMAT_VERSION = 1
@@ -40,7 +40,12 @@ def as_json(manifest: Manifest) -> dict[str, Any]:
     """Plain JSON with its `format_version`."""
     origin = manifest.origin
     submodels = {
-        name: {**_chain_json(origin.chains.get(name)), **_part_json(part)} for name, part in manifest.parts.items()
+        name: {
+            **_chain_json(origin.chains.get(name)),
+            "artifact": part.artifact,
+            "files": [{"path": each.path, "bytes": each.size, "sha256": each.sha256} for each in part.files],
+        }
+        for name, part in manifest.parts.items()
     }
     content = {
         "format_version": FORMAT_VERSION,
@@ -143,8 +148,3 @@ def _chain_json(chain: Chain | None) -> dict[str, Any]:
 
 def _pass_json(each: FinishedPass | WrittenPass) -> dict[str, Any]:
     return {"pass" if name == "name" else name: value for name, value in vars(each).items()}
-
-
-def _part_json(part: Part) -> dict[str, Any]:
-    files = [{"path": entry.path, "bytes": entry.size, "sha256": entry.sha256} for entry in part.files]
-    return {"artifact": part.artifact, "files": files}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -9,13 +10,15 @@ from pathlib import Path
 from sdflow.bench.compare import Comparison
 from sdflow.bench.engines import Chosen
 from sdflow.bench.result import BenchResult
-from sdflow.bench.table import TABLE, about, table
+from sdflow.bench.table import HEADS, SHORT, TEXTS, about, by_median, short_table, table
 from sdflow.bench.tune import TuneResult
-from sdflow.report.bars import BARS, LEAST, bars, room_beside
-from sdflow.report.output import print_json, print_table, put, put_verdict
+from sdflow.printable import columns_of
+from sdflow.report.output import GAP, print_json, print_table, put, put_verdict
 
-_LEFT = ("engine", "type", "image", BARS)
-_UNITS = dict.fromkeys(("median", "mean", "p90", "p99", "text", "step", "decoder", "first"), "ms")
+BARS = " "
+"""The head of their column."""
+LEAST, MOST = 10, 40
+_EIGHTHS = "▏▎▍▌▋▊▉"
 
 
 def print_bench(
@@ -30,10 +33,8 @@ def print_bench(
     for index, case in enumerate(result.cases):
         if verbose:
             baseline = result.baseline(index)
-            heads = [f"{name} {_UNITS[name]}" if name in _UNITS else name for name in TABLE]
             title = f"{case}, fastest first; ratio to {baseline.name if baseline else 'nothing: it did not run'}"
-            right = [name for name in heads if name not in _LEFT]
-            print_table(title, heads, list(table(result, index)), right)
+            print_table(title, HEADS, table(result, index), [name for name in HEADS if name not in TEXTS])
         else:
             _print_case(result, index)
     if not quiet:
@@ -51,36 +52,35 @@ def print_bench(
 
 def _print_case(result: BenchResult, index: int) -> None:
     """The engines of a case, the fastest first, as it fits 80 columns; on a terminal with a bar for each."""
-    found = [(each, measured) for each in result.measured if (measured := each.cases[index]) is not None]
-    found.sort(key=lambda pair: pair[1].image.median_ms)
-    rows = []
-    for engine, measured in found:
-        memory = engine.device_bytes if engine.device_bytes is not None else engine.host_bytes
-        rows.append(
-            [
-                engine.name,
-                engine.dtype,
-                f"{measured.image.median_ms:.4g}"
-                if measured.image.median_ms < 1000
-                else f"{measured.image.median_ms:.0f}",
-                f"{measured.image.median_ms / found[0][1].image.median_ms:.2f}x",
-                f"{measured.images_per_second:.3g}",
-                "" if memory is None else f"{memory / 1e6:.0f}",
-                measured.verdict,
-            ]
-        )
-    columns = ["engine", "type", "median ms", "of fastest", "images/s", "memory MB", "image"]
-    medians = [measured.image.median_ms for _, measured in found]
+    columns, rows = [*SHORT], list(short_table(result, index))
     room = room_beside(columns, rows)
     if 0 < room < LEAST:  # a bar says more than the rate, which follows from the median
         rate = columns.index("images/s")
         columns, rows = _without(columns, rate), [_without(row, rate) for row in rows]
         room = room_beside(columns, rows)
+    medians = [measured.image.median_ms for _, measured in by_median(result, index)]
     if (drawn := bars(medians, room)) is not None:
         columns.append(BARS)
         rows = [[*row, bar] for row, bar in zip(rows, drawn, strict=True)]
-    right = [name for name in columns if name not in _LEFT]
+    right = [name for name in columns if name not in (*TEXTS, BARS)]
     print_table(f"{result.cases[index]}, fastest first", columns, rows, right, below=("memory MB", "images/s", "type"))
+
+
+def room_beside(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    """The columns of a terminal that a table leaves; 0 for a file, and where no blocks can be printed."""
+    room, encoding = columns_of(sys.stdout), (sys.stdout.encoding or "").lower()
+    if room is None or not encoding.startswith("utf"):
+        return 0
+    taken = sum(max(map(len, each)) + GAP for each in zip(columns, *rows, strict=True))
+    return room - taken - GAP
+
+
+def bars(values: Sequence[float], room: int) -> list[str] | None:
+    """A bar for each value, the longest one as long as there is room; None where that is too little."""
+    if not values or room < LEAST or max(values) <= 0:
+        return None
+    eighths = [max(1, round(value / max(values) * min(room, MOST) * 8)) for value in values]
+    return ["█" * (each // 8) + (_EIGHTHS[each % 8 - 1] if each % 8 else "") for each in eighths]
 
 
 def _without(cells: Sequence[str], index: int) -> list[str]:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sdflow.errors import UsageError
+from sdflow.build.plan import Plan
+from sdflow.build.planned_step import PlannedStep
+from sdflow.errors import Problem, UsageError
 from sdflow.report.output import print_json, print_table, put
+from sdflow.store import Cache
 from sdflow.store.remote.up import FROM
-
-if TYPE_CHECKING:
-    from sdflow.build.plan import Plan
-    from sdflow.build.planned_step import PlannedStep
-    from sdflow.errors import Problem
-    from sdflow.store import Cache
 
 MAKES = {"symbolic": "graph", "bound": "weights", "carried": "both"}
 """What a step makes, by what it does with the weights."""

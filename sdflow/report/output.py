@@ -108,55 +108,36 @@ def table_lines(
     """The lines of a table, none of them longer than `room` unless a single word is."""
     widths = [max(map(_length, each)) for each in zip(columns, *rows, strict=True)]
     kept, wrapped = list(range(len(columns))), None
-    if room is not None:
-        kept, wrapped = _that_fit(columns, rows, right, below, widths, room)
-    lines = [_line([columns[i] for i in kept], kept, columns, widths, right)]
-    lines.append(_line(["-" * widths[i] for i in kept], kept, columns, widths, right))
-    for row in rows:
-        parts = {i: fitted(row[i], widths[i], hang=0) if i == wrapped else [row[i]] for i in kept}
-        for number in range(max(map(len, parts.values()))):
-            texts = [parts[i][number] if number < len(parts[i]) else "" for i in kept]
-            lines.append(_line(texts, kept, columns, widths, right))
-        moved = [f"{columns[i]}: {row[i]}".removeprefix(": ") for i in range(len(columns)) if i not in kept and row[i]]
-        if moved and room is not None:
-            lines += fitted(f"{' ' * GAP * 2}{'; '.join(moved)}", room)
-    return lines
-
-
-def _that_fit(
-    columns: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    right: Sequence[str],
-    below: Sequence[str],
-    widths: list[int],
-    room: int,
-) -> tuple[list[int], int | None]:
-    """The columns that stay beside one another, and the one whose cells are wrapped, the width of which is set."""
-    kept = list(range(len(columns)))
     first = [columns.index(name) for name in below if name in columns]
-    while sum(widths[i] + GAP for i in kept) > room:
+    while room is not None and sum(widths[i] + GAP for i in kept) > room:
         last = kept[-1]
         left = room - sum(widths[i] + GAP for i in kept[:-1]) - GAP
         longest = max((_length(word) for row in rows for word in row[last].split()), default=0)
         if len(kept) > 1 and columns[last] not in right and left >= max(LEAST_WRAPPED, longest):
-            widths[last] = left
-            return kept, last
+            widths[last], wrapped = left, last
+            break
         movable = [i for i in first if i in kept] or kept[:0:-1]
         if not movable:
             break
         kept.remove(movable[0])
-    return kept, None
 
+    def line(texts: Sequence[str]) -> str:
+        padded = []
+        for text, i in zip(texts, kept, strict=True):
+            space = " " * (widths[i] - _length(text))
+            shown = coloured(text) if columns[i] in VERDICTS else text
+            padded.append(space + text if columns[i] in right else shown + space)
+        return f"{' ' * GAP}{(' ' * GAP).join(padded)}".rstrip()
 
-def _line(
-    texts: Sequence[str], kept: Sequence[int], columns: Sequence[str], widths: Sequence[int], right: Sequence[str]
-) -> str:
-    padded = []
-    for text, i in zip(texts, kept, strict=True):
-        space = " " * (widths[i] - _length(text))
-        shown = coloured(text) if columns[i] in VERDICTS else text
-        padded.append(space + text if columns[i] in right else shown + space)
-    return f"{' ' * GAP}{(' ' * GAP).join(padded)}".rstrip()
+    lines = [line([columns[i] for i in kept]), line(["-" * widths[i] for i in kept])]
+    for row in rows:
+        parts = {i: fitted(row[i], widths[i], hang=0) if i == wrapped else [row[i]] for i in kept}
+        for number in range(max(map(len, parts.values()))):
+            lines.append(line([parts[i][number] if number < len(parts[i]) else "" for i in kept]))
+        moved = [f"{columns[i]}: {row[i]}".removeprefix(": ") for i in range(len(columns)) if i not in kept and row[i]]
+        if moved and room is not None:
+            lines += fitted(f"{' ' * GAP * 2}{'; '.join(moved)}", room)
+    return lines
 
 
 def _length(text: str) -> int:

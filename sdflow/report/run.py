@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sdflow.report.around_run import elsewhere
+from sdflow.bench.latency import Latency
+from sdflow.build.listener import FinishedStep
+from sdflow.build.plan import Plan
+from sdflow.manifest import read_manifest
 from sdflow.report.output import print_json, print_table, put
 from sdflow.report.verify import print_verification
+from sdflow.run.options import RunOptions
+from sdflow.run.run import PipelineResult, RunResult
+from sdflow.store import Cache
+from sdflow.targets import TARGETS
 from sdflow.units import spell_bytes, spell_milliseconds, spell_seconds
-
-if TYPE_CHECKING:
-    from sdflow.bench.latency import Latency
-    from sdflow.build.listener import FinishedStep
-    from sdflow.run.run import PipelineResult, RunResult
 
 FEW = 3
 """Of more pipelines than these only a line each is printed; `--json` has everything."""
@@ -22,12 +25,33 @@ FEW = 3
 SHAPES_TOLD = 6
 """Of a submodel's inputs so many shapes are printed; `--json` has all."""
 
+_MACHINES = {"win32": "a Windows machine", "linux": "a Linux machine", "darwin": "a Mac"}
+
 # Fused operators worth a column, in the order they are shown.
 FUSED = (
     "Attention", "MultiHeadAttention", "LayerNormalization", "SkipLayerNormalization", "SimplifiedLayerNormalization",
     "SkipSimplifiedLayerNormalization", "GroupNorm", "SkipGroupNorm", "NhwcConv",
     "BiasSplitGelu", "BiasAdd", "QuickGelu", "FastGelu", "BiasGelu", "Gelu",
 )  # fmt: skip
+
+
+def to_build(plan: Plan, cache: Cache, options: RunOptions) -> str:
+    """How many steps are to be built, and what follows them: "11 of 11 steps to build; measurement follows ...". "" where every
+    step is cached, which progress says itself, and nothing follows."""
+    steps = [step for pipeline in plan.every for step in pipeline.steps(cache)]
+    again = options.rebuild or options.check
+    building = len(steps) if again else sum(step.state == "to run" for step in steps)
+    fetching = 0 if again else sum(step.state == "remote" for step in steps)
+    said = [f"{building} of {len(steps)} steps to build"] if building or fetching else []
+    if fetching:
+        said[0] += f", {fetching} to fetch from the remote cache"
+    specs = [pipeline.pipeline for pipeline in plan.pipelines]
+    verified = options.verify and any(each.verify is not None for each in specs)
+    measured = options.evaluate and any(each.evaluate.latency or each.evaluate.image for each in specs)
+    if follows := [name for name, wanted in (("verification", verified), ("measurement", measured)) if wanted]:
+        without = " (--no-evaluate: no measurement)" if measured and not building else ""
+        said.append(f"{' and '.join(follows)} follow{'s' if len(follows) == 1 else ''} as the workflow says{without}")
+    return "; ".join(said)
 
 
 def print_run(
@@ -162,7 +186,7 @@ def _print_evaluation(pipeline: PipelineResult, again: str, *, verbose: bool) ->
         return
     if not result.measured:
         put(f"not measured: {result.reason}")
-        put(*elsewhere(pipeline, again), wrap=False)  # commands are to be copied
+        put(*_elsewhere(pipeline, again), wrap=False)  # commands are to be copied
         return
     timed = {name: (part.inputs, part.latency) for name, part in result.submodels.items()}
     rows = [
@@ -199,6 +223,19 @@ def _print_evaluation(pipeline: PipelineResult, again: str, *, verbose: bool) ->
     put(f"peak memory of the process: {spell_bytes(result.peak_memory_bytes or 0)}")
     if result.image:
         put(f"image: {result.image}")
+
+
+def _elsewhere(pipeline: PipelineResult, again: str) -> list[str]:
+    """How to run a pipeline that was not measured since its target is not here. again: the command that built it."""
+    assert pipeline.evaluation is not None, "it was to be measured"
+    target, folder, remedy = TARGETS[pipeline.plan.pipeline.target], pipeline.folder, pipeline.evaluation.remedy
+    impossible = target.platform is not None and sys.platform != target.platform
+    machine = _MACHINES[target.platform] if target.platform is not None else f"a machine with {target.title}"
+    lines = [] if impossible or remedy is None else [f"  To measure it here: {remedy}"]
+    if not read_manifest(folder).copied:
+        lines += [f"  To run it on {machine}, copy the models into the folder:", f"    {again} --copy --no-evaluate"]
+    lines += [f"  Take {folder} to {machine}, and there:", f'    sdflow generate {folder.name} --prompt "..."']
+    return lines
 
 
 def _latency_cells(latency: Latency) -> tuple[str, ...]:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from sdflow.bench.evaluate import EvaluationResult
 from sdflow.disk.atomic_write import write_whole
 from sdflow.errors import os_errors_as
 from sdflow.page import document, folded, images, listed, plot, section, text_table
 from sdflow.report.run import fused_operators, of_chain
-from sdflow.report.verify import verified_rows
+from sdflow.run.run import PipelineResult
 from sdflow.units import spell_bytes, spell_milliseconds, spell_seconds
-
-if TYPE_CHECKING:
-    from sdflow.bench.evaluation import EvaluationResult
-    from sdflow.run.run import PipelineResult
+from sdflow.verify.report.rows import NUMBERS, SUBMODELS, submodel_rows
 
 WIDTH, ROW, LABEL, VALUE = 720, 24, 150, 110
 
@@ -107,9 +104,12 @@ def _verification(pipeline: PipelineResult) -> str:
     verification = pipeline.verification
     if verification is None:
         return ""
-    columns, rows, numbers = verified_rows(verification)
     more = f"<p>Everything is in {escape(verification.name)}.verify.html.</p>"
-    return section("Verification against PyTorch", text_table((*columns[:-1], "verdict"), rows, numbers), more)
+    return section(
+        "Verification against PyTorch",
+        text_table((*SUBMODELS[:-1], "verdict"), submodel_rows(verification), NUMBERS),
+        more,
+    )
 
 
 def _steps(pipeline: PipelineResult) -> str:

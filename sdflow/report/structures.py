@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sdflow.report.output import print_json, print_table, put
+from sdflow.run.structures import Exported, Imported
 from sdflow.units import spell_bytes
-
-if TYPE_CHECKING:
-    from sdflow.run.structures import Exported, Imported
 
 
 def print_exported(result: Exported, *, as_json: bool) -> None:

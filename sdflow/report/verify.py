@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from sdflow.report.output import print_json, print_table, put, put_verdict
+from sdflow.run.fix import Fix
 from sdflow.units import spell_seconds
-from sdflow.verify.kinds import kinds
-from sdflow.verify.result import spell_limit, worst_output
-
-if TYPE_CHECKING:
-    from sdflow.run.fix import Fix
-    from sdflow.verify.result import OutputVerdict, SubmodelVerdict, Verification
+from sdflow.verify.finding import kinds
+from sdflow.verify.report.rows import DEVICES, NUMBERS, OUTPUTS, SUBMODELS, device_rows, output_rows, submodel_rows
+from sdflow.verify.result import Verification
 
 
 def print_verifications(
@@ -46,10 +43,16 @@ def print_verification(result: Verification, *, verbose: bool = False) -> None:
     title = f"{result.name}: verified for {result.target}, {result.level}"
     title += ", from the cache" if result.cached else f", in {spell_seconds(result.seconds)}"
     if verbose:
-        _print_outputs(result, title)
+        shown = [_narrow(row) for row in output_rows(result)]
+        print_table(title, _narrow(OUTPUTS), shown, NUMBERS, below=("graph", "unrounded", "fp16 PyTorch", "ratio"))
     else:
-        _print_submodels(result, title)
-    _print_device(result, verbose=verbose)
+        print_table(title, SUBMODELS, submodel_rows(result), NUMBERS, below=("type",))
+    tuned, rows = device_rows(result, worst=not verbose)
+    if rows:
+        shown, columns = [_narrow(row) for row in rows], _narrow(DEVICES)
+        columns[1] = "output" if verbose else "worst output"
+        title = f"on the device, with the provider's kernels{tuned}"
+        print_table(title, columns, shown, NUMBERS, below=("on", "of the run above"))
     for what, image in (("image", result.image), ("image of base and refiner", result.ensemble)):
         if image is None:
             continue
@@ -67,8 +70,8 @@ def print_verification(result: Verification, *, verbose: bool = False) -> None:
         put(f"meaning: {meaning.artifact:.0%} of {meaning.cases} images are right, PyTorch's {meaning.reference:.0%}")
     if verbose:
         put(f"covered: {'; '.join(result.coverage)}")
-    for kind in kinds(each for each in result.findings if each["level"] == "warning"):
-        put(f"  {kind.where}: {kind.what}")
+    for kind in kinds(each for each in result.findings if each.level == "warning"):
+        put(f"  {kind.where}: {kind.first.what}")
     for name, part in result.submodels.items():
         if part.block and part.block.gone:
             put(
@@ -80,103 +83,11 @@ def print_verification(result: Verification, *, verbose: bool = False) -> None:
             put(f"  {name}: its fixed shapes leave out {', '.join(part.left_out)}")
 
 
-def _print_submodels(result: Verification, title: str) -> None:
-    columns, rows, numbers = verified_rows(result)
-    print_table(title, columns, rows, right=numbers, below=("type",))
-
-
-def verified_rows(result: Verification) -> tuple[tuple[str, ...], list[tuple[str, ...]], tuple[str, ...]]:
-    """Columns, rows, and the columns that are numbers: a row for each submodel, with the output that comes nearest to its limit,
-    or goes farthest beyond."""
-    rows: list[tuple[str, ...]] = []
-    for name, part in result.submodels.items():
-        if not part.outputs:
-            rows.append((name, part.precision, "", "", "", "FAILED"))
-            continue
-        worst = worst_output(part.outputs)
-        rows.append(
-            (
-                name,
-                part.precision,
-                _counted(worst.name, len(part.outputs)),
-                f"{worst.distance:.2e}",
-                "not stated" if worst.limit is None else f"{worst.limit:.2e}",
-                _verdict(part),
-            )
-        )
-    numbers = ("distance", "at most")
-    return ("submodel", "type", "worst output", *numbers, ""), rows, numbers
-
-
-def _counted(name: str, outputs: int) -> str:
-    return name if outputs == 1 else f"{name} ({outputs} outputs)"
-
-
-def _verdict(part: SubmodelVerdict) -> str:
-    if part.problems or not all([each.passed for each in part.outputs] + [each.passed for each in part.exact]):
-        return "FAILED"
-    return "within its limit" if part.quantized else "passed"
-
-
-def _print_outputs(result: Verification, title: str) -> None:
-    """A row for each output of each submodel, with everything that is known of it."""
-    rows = [_row(part, output) for part in result.submodels.values() for output in part.outputs]
-    rows += [
-        (name, "", part.ran, "", "", "", "", "", "FAILED")
-        for name, part in result.submodels.items()
-        if not part.outputs
-    ]
-    numbers = ("unrounded", "distance", "fp16 PyTorch", "ratio", "at most")
-    print_table(
-        title,
-        ("submodel", "output", "graph", *numbers, ""),
-        rows,
-        right=numbers,
-        below=("graph", "unrounded", "fp16 PyTorch", "ratio"),
-    )
-
-
-def _print_device(result: Verification, *, verbose: bool) -> None:
-    """What the provider's own kernels gave, beside what this CPU gave."""
-    rows = []
-    for part in result.submodels.values():
-        if (device := part.device) is None:
-            continue
-        here = {each.name: each.distance for each in part.outputs}
-        shown = device.outputs if verbose or not device.outputs else (worst_output(device.outputs),)
-        for output in shown:
-            ratio = f"{output.ratio:.2f}" if output.yardstick else ""
-            beside = f"{output.distance / here[output.name]:.2f}" if here.get(output.name) else ""
-            verdict = "passed" if output.passed else "FAILED"
-            name = output.name if verbose else _counted(output.name, len(device.outputs))
-            rows.append((part.name, name, device.target, f"{output.distance:.2e}", ratio, beside, verdict))
-        if not device.outputs:
-            rows.append((part.name, "", device.target, "", "", "", "FAILED"))
-    if rows:
-        numbers = ("distance", "of fp16 PyTorch's", "of the run above")
-        tuned = next((part.device.tuned for part in result.submodels.values() if part.device and part.device.tuned), "")
-        title = f"on the device, with the provider's kernels{f', tuned: {tuned}' if tuned else ''}"
-        columns = ("submodel", "output" if verbose else "worst output", "on", *numbers, "")
-        print_table(title, columns, rows, right=numbers, below=("on", "of the run above"))
+def _narrow(cells: Sequence[str]) -> list[str]:
+    """Without the last but one, which only a page has room for."""
+    return [*cells[:-2], cells[-1]]
 
 
 def decibels(value: float | None) -> str:
     """ "59.2 dB"; None is for equal images."""
     return "inf" if value is None else f"{value:.1f} dB"
-
-
-def _row(part: SubmodelVerdict, output: OutputVerdict) -> tuple[str, ...]:
-    ratio = f"{output.ratio:.2f}" if output.yardstick else ""
-    unrounded = "".join(f"{each.distance:.1e}" for each in part.exact if each.name == output.name)
-    passed = output.passed and all(each.passed for each in part.exact if each.name == output.name)
-    return (
-        part.name,
-        output.name,
-        f"{part.precision}, {part.ran}",
-        unrounded,
-        f"{output.distance:.2e}",
-        "" if part.quantized else f"{output.yardstick:.2e}",
-        ratio,
-        spell_limit(part, output),
-        ("within its limit" if part.quantized else "passed") if passed else "FAILED",
-    )

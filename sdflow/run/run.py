@@ -14,8 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sdflow.bench.evaluate import evaluate
-from sdflow.bench.evaluation import EvaluationResult
+from sdflow.bench.evaluate import EvaluationResult, evaluate
 from sdflow.build.assemble import assemble, require_replaceable
 from sdflow.build.buildable import require_buildable
 from sdflow.build.execute import Executor

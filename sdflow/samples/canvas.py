@@ -9,10 +9,8 @@ if TYPE_CHECKING:
 
 
 def canvas(task: str, height: int, width: int) -> dict[str, Any]:
-    """What a pipeline of this task (`Task` in `sdflow.families.shared.defaults`) takes beside a prompt, by argument.
-
-    The image is slopes and waves in three colours, of these pixels; the mask is white in the middle; it goes through all
-    steps. Always the same.
+    """What a pipeline of this task (`Task` in `sdflow.families.shared.defaults`) takes beside a prompt, by argument; always the
+    same. The image is slopes and waves in three colours, of these pixels; the mask is white in the middle.
     """
     if task == "text":
         return {}

@@ -1,9 +1,8 @@
 """The images of the sample pipeline: one coloured shape on a coloured background, drawn with numpy alone.
 
-A scene is named by five words (colour, kind, background, size, position); a seed moves and scales it a little. Two
-styles can be drawn over it, which are what the two sample LoRAs teach: `stripes` (white stripes across the shape) and
-`outline` (a black border just inside its edge). White and black are used by the styles alone, so that an image tells
-which of them it carries.
+A scene is named by five words (colour, kind, background, size, position); a seed moves and scales it a little. The two sample
+LoRAs teach the styles `stripes` (white stripes across the shape) and `outline` (a black border just inside its edge); white and
+black are used by them alone.
 """
 
 from collections.abc import Callable

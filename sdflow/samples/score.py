@@ -4,7 +4,7 @@ The measure knows the palette and the shapes of `scene` and nothing of prompts o
 image's border, takes what differs from it as the silhouette, and fits each kind of shape to that silhouette.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,9 +29,6 @@ from sdflow.samples.scene import (
 )
 
 Mask = NDArray[np.bool_]  # [PIXELS, PIXELS]
-Generate = Callable[[Sequence[ScenePrompt]], Sequence[Image.Image]]
-"""A pipeline seen from here: cases (prompt, seed) to one image each."""
-
 COLOUR_REACH = 75.0  # furthest RGB distance at which a pixel still counts as a palette colour
 CONTRAST = 45.0  # RGB distance from the background at which a pixel belongs to the silhouette
 BORDER_SHARE = 0.6  # of the image's border must have one background colour
@@ -187,8 +184,3 @@ def tally(cases: Sequence[ScenePrompt], images: Sequence[Image.Image]) -> Score:
         stripes=share([reading.stripes for _, reading in readings]),
         outline=share([reading.outline for _, reading in readings]),
     )
-
-
-def score(generate: Generate, cases: Sequence[ScenePrompt]) -> Score:
-    """Make an image of every case and tally them."""
-    return tally(cases, generate(cases))

@@ -1,14 +1,15 @@
-"""One command for somebody with hardware that we do not have: does the sample pipeline draw here what PyTorch draws on the CPU?
+"""Does the sample pipeline draw on this hardware what PyTorch draws on the CPU?
 
-Builds the sample for a target, runs it there in processes of its own, compares its images with those of the PyTorch model
-in float32 on this machine's CPU, times it, and names what fell back to another provider. What comes out is a `Report`
-(`sdflow.selftest.result`) with nothing personal in it; a target that is missing or breaks is a report, too.
+Builds the sample for a target, runs it there in processes of its own, compares its images with those of PyTorch in float32,
+times it, and names what fell back to another provider. The `Report` (`sdflow.selftest.result`) has nothing personal in it; a
+target that is missing or breaks is a report, too.
 """
 
 from __future__ import annotations
 
 import base64
 import io
+import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdflow.bench.evaluate import evaluate
-from sdflow.bench.evaluation import EvaluationResult
+import numpy as np
+
+from sdflow.bench.evaluate import EvaluationResult, evaluate
 from sdflow.build.listener import Listener
 from sdflow.config import load_workflow
 from sdflow.config.workflow import EvaluateSpec, ImageSpec, LatencySpec
@@ -76,7 +78,9 @@ def selftest(
             )
         target = target or origin.target
     target = find_target(target or "cpu", "--target").name
-    report = Report(target=target, versions=versions(), device=_device(target))
+    # Without what a distribution or a user may have put into the kernel's name.
+    machine = {**device(TARGETS[target]), "system": f"{platform.system()} {platform.machine()}"}
+    report = Report(target=target, versions=versions(), device=machine)
     draft = _Draft(report)
     with scratch_folder("selftest") as scratch, draft.failures():
         _require_here(target, listener)
@@ -131,13 +135,6 @@ class _Draft:
 
     def _end(self, verdict: Verdict, error: SdflowError) -> None:
         self.report = replace(self.report, verdict=verdict, reason=str(error))
-
-
-def _device(target: str) -> dict[str, Any]:
-    """The machine, without what a distribution or a user may have put into the kernel's name."""
-    import platform
-
-    return {**device(TARGETS[target]), "system": f"{platform.system()} {platform.machine()}"}
 
 
 def _built(scratch: Path, target: str, cache: Cache, listener: Listener) -> Path:
@@ -230,7 +227,6 @@ def judged(report: Report, reference: list[dict[str, Any]], drawn: list[dict[str
 
 
 def _array(png: str) -> Any:
-    import numpy as np
     from PIL import Image
 
     with Image.open(io.BytesIO(base64.b64decode(png))) as image:

@@ -11,10 +11,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from sdflow.selftest.result import Report
+from sdflow.selftest.result import DrawnPair, Ran, Report, from_json, to_json
 
 PATH, NAME = "<path>", "<name>"
 _USERS = ("USER", "USERNAME", "LOGNAME", "SUDO_USER")
@@ -34,6 +33,9 @@ _FREE = ("reason", "notes")
 
 _KEPT = ("target", "verdict", "prompt", "png", "pytorch_png")
 """Those that hold our own words, or pixels in base64."""
+
+_OURS = frozenset(each.name for kind in (Report, Ran, DrawnPair) for each in fields(kind))
+"""Our own keys: a user of one of these names does not make a report unreadable."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,6 @@ class Private:
 
     def cleared(self, report: Report) -> Report:
         """The report, each of its texts cleared. Pixels, which are base64, hold no text."""
-        from sdflow.selftest.result import from_json, to_json
-
         plain = to_json(report).items()
         return from_json({key: value if key in _KEPT else self._value(value, key in _FREE) for key, value in plain})
 
@@ -92,16 +92,8 @@ class Private:
         if isinstance(value, list):
             return [self._value(each, free) for each in value]
         if isinstance(value, dict):
-            ours = _ours()
             return {
-                key if key in ours else self.text(key, free=False): each if key in _KEPT else self._value(each, free)
+                key if key in _OURS else self.text(key, free=False): each if key in _KEPT else self._value(each, free)
                 for key, each in value.items()
             }
         return value
-
-
-def _ours() -> frozenset[str]:
-    """Our own keys: a user of one of these names does not make a report unreadable."""
-    from sdflow.selftest.result import DrawnPair, Ran, Report
-
-    return frozenset(each.name for kind in (Report, Ran, DrawnPair) for each in fields(kind))

@@ -6,7 +6,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sdflow.processes.workers import serve_request
+from sdflow.runtime.pipeline import Pipeline
+from sdflow.samples.prompts import evaluation_set, first_latents
+from sdflow.selftest import MODEL, STEPS, png_of
+from sdflow.sources import PlainDigests, open_checkpoint
+from sdflow.sources.load import load_pipeline
 
 CASES = slice(7, None, 24)
 """Of the sample's evaluation set: those that its own tests draw, some never shown in training."""
@@ -19,12 +26,9 @@ def draw(request: Mapping[str, Any], phase: Callable[[str], None]) -> list[dict[
 
     request: folder, target and engine_cache of a pipeline; without a folder, PyTorch draws on the CPU.
     """
-    import numpy as np
     import torch
 
-    from sdflow.samples.prompts import evaluation_set, first_latents
     from sdflow.samples.score import read
-    from sdflow.selftest import STEPS, png_of
 
     cases = evaluation_set()[CASES][:AT_MOST]
     pipeline = _pipeline(request)
@@ -41,11 +45,6 @@ def draw(request: Mapping[str, Any], phase: Callable[[str], None]) -> list[dict[
 
 
 def _pipeline(request: Mapping[str, Any]) -> Any:
-    from sdflow.runtime.pipeline import Pipeline
-    from sdflow.selftest import MODEL
-    from sdflow.sources import PlainDigests, open_checkpoint
-    from sdflow.sources.load import load_pipeline
-
     if request["folder"] is not None:
         engines = request["engine_cache"]
         return Pipeline.load(

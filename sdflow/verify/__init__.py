@@ -4,7 +4,7 @@ from sdflow.verify.check import Verified
 from sdflow.verify.report.html import write_html, write_reports
 from sdflow.verify.result import Verification
 from sdflow.verify.subject import Subject, own_image, subject_of_folder
-from sdflow.verify.whole import verify
+from sdflow.verify.with_refiner import verify
 
 __all__ = [
     "Subject",

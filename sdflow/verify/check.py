@@ -1,10 +1,7 @@
 """`sdflow verify` from the outside: the keys, the cache, the process that does the work.
 
-    reference = what the PyTorch model computes          key: checkpoint, LoRAs, tokenizer and scheduler, selection
-    verification = artifacts against the reference       key: artifacts, what lies beside them, target, the reference
-
-Both are entries of the cache like any step's, so that a pipeline is verified once, and all targets share a reference.
-A verification that did not pass is never kept.
+The reference and the verification are entries of the cache like any step's, so that a pipeline is verified once and all targets
+share a reference. A verification that did not pass is never kept.
 """
 
 from __future__ import annotations
@@ -31,9 +28,9 @@ from sdflow.runtime.sessions.availability import target_availability
 from sdflow.store import Cache
 from sdflow.verify.artifact.judge_request import JudgeRequest
 from sdflow.verify.artifact.recipes import is_bound, structure_of
+from sdflow.verify.as_json import as_json
 from sdflow.verify.folder import FolderRequest, source_of
 from sdflow.verify.keys import reference_action, tree_digest, verification_action
-from sdflow.verify.plain import to_plain
 from sdflow.verify.reference import reference
 from sdflow.verify.reference.reference_request import ReferenceRequest
 from sdflow.verify.reference.selection import Selection, select
@@ -90,7 +87,7 @@ def verify_alone(
     Raises CheckpointError when the reference cannot be loaded, PassError when a process dies, TargetUnavailableError when
     `run_on` is not here.
     """
-    run_on, progress, group = how.get("run_on"), how.get("progress", unheard), how.get("group")
+    run_on = how.get("run_on")
     if run_on is not None:
         _require_here(run_on)
     started = time.perf_counter()
@@ -100,7 +97,7 @@ def verify_alone(
     with scratch_folder("verify") as scratch, cache.lease():
         request = judge_request(subject, spec, built, scratch, how.get("threads"), run_on)
         request = replace(request, memory=how.get("memory"))
-        exact, worker = _reference(subject, selection, request, cache, progress, group)
+        exact, worker = _reference(subject, selection, request, cache, how)
         action = verification_action(subject, spec, built, exact, cache) if exact is not None else None
         known = None
         if worker is None:
@@ -110,7 +107,7 @@ def verify_alone(
             known = _as_kept(record, subject) if record is not None else None
             if known is not None and run_on is None:
                 return known
-            worker = _work(None, request, subject, progress, group, known.result if known is not None else None)
+            worker = _work(None, request, subject, how, known.result if known is not None else None)
         check_stamps(folder_stamps, "its verification began")
         result = Verification.from_json(worker.value["verification"])
         if known is None:
@@ -118,9 +115,10 @@ def verify_alone(
             result = replace(result, artifacts=dict(built.digests), versions=versions)
         result = replace(result, seconds=round(time.perf_counter() - started, 1), cached=False)
         if not cache.writable:
-            progress("the cache is read-only: what was found is not kept")
+            how.get("progress", unheard)("the cache is read-only: what was found is not kept")
         elif result.passed and action is not None and run_on is None:
-            _keep(result, scratch, action, worker, cache)
+            (scratch / RESULT_FILE).write_text(json.dumps(result.to_json(), indent=1), encoding="utf-8")
+            keep(scratch, action, worker, cache)
         return Verified(result, image_files(scratch) if known is None else known.images)
 
 
@@ -173,13 +171,17 @@ def _as_kept(record: Record, subject: Subject) -> Verified:
     return Verified(replace(stored, name=subject.name, cached=True), image_files(folder))
 
 
-def _keep(result: Verification, scratch: Path, action: Action, worker: WorkerResult, cache: Cache) -> None:
-    """Publish a verification that passed, in place of one that is there."""
+def _facts(worker: WorkerResult) -> dict[str, Any]:
+    finished = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return {"seconds": round(worker.seconds, 3), "peak_memory": worker.peak_memory, "finished": finished}
+
+
+def keep(folder: Path, action: Action, worker: WorkerResult, cache: Cache) -> None:
+    """Publish the files of a verification that passed, in place of one that is there."""
     with cache.staging(action) as staging:
-        shutil.copytree(scratch, staging.files, dirs_exist_ok=True)
-        (staging.files / RESULT_FILE).write_text(json.dumps(result.to_json(), indent=1), encoding="utf-8")
+        shutil.copytree(folder, staging.files, dirs_exist_ok=True)
         cache.forget(action)
-        staging.publish({"passed": True}, run_facts(worker))
+        staging.publish({"passed": True}, _facts(worker))
 
 
 def image_files(folder: Path) -> dict[str, bytes]:
@@ -187,12 +189,7 @@ def image_files(folder: Path) -> dict[str, bytes]:
 
 
 def _reference(
-    subject: Subject,
-    selection: Selection,
-    request: JudgeRequest,
-    cache: Cache,
-    progress: Progress,
-    group: WorkerGroup | None,
+    subject: Subject, selection: Selection, request: JudgeRequest, cache: Cache, how: How
 ) -> tuple[Record | None, WorkerResult | None]:
     """What PyTorch computes. Not in the cache, it is computed now, and the process that does so goes on to judge; on a
     read-only cache beside the request's results, without a record."""
@@ -203,12 +200,13 @@ def _reference(
 
     def compute(out: Path) -> WorkerResult:
         wanted = wanted_of(subject, selection, out)
-        return _work(wanted, replace(request, reference=wanted.out), subject, progress, group)
+        return _work(wanted, replace(request, reference=wanted.out), subject, how)
 
     if not cache.writable:
         out = request.out / "reference"
         out.mkdir()
         return None, compute(out)
+    group, progress = how.get("group"), how.get("progress", unheard)
     check = group.check if group is not None else stop.check
     with cache.lock(action, waiting=lambda: progress("another process computes the reference"), meanwhile=check):
         record = cache.lookup(action)
@@ -216,36 +214,33 @@ def _reference(
             return record, None
         with cache.staging(action) as staging:
             worker = compute(staging.files)
-            return staging.publish(worker.value["reference"], run_facts(worker)), worker
+            return staging.publish(worker.value["reference"], _facts(worker)), worker
 
 
 def _work(
     wanted: ReferenceRequest | None,
     request: JudgeRequest,
     subject: Subject,
-    progress: Progress,
-    group: WorkerGroup | None,
+    how: How,
     known: Verification | None = None,
 ) -> WorkerResult:
     whole = {*subject.checkpoint.family.drawing} <= {*request.submodels}
     content = {
-        "reference": to_plain(wanted) if wanted else None,
-        "judge": to_plain(request),
+        "reference": as_json(wanted) if wanted else None,
+        "judge": as_json(request),
         "known": known.to_json() if known else None,
-        "folder": to_plain(FolderRequest(subject.folder.absolute(), source_of(subject.checkpoint), whole)),
+        "folder": as_json(FolderRequest(subject.folder.absolute(), source_of(subject.checkpoint), whole)),
     }
-    return run_worker_on(content, subject.stamps, progress, group)
+    return run_worker_on(content, subject.stamps, how)
 
 
-def run_worker_on(
-    content: Mapping[str, Any], stamps: Sequence[Stamp], progress: Progress, group: WorkerGroup | None
-) -> WorkerResult:
+def run_worker_on(content: Mapping[str, Any], stamps: Sequence[Stamp], how: How) -> WorkerResult:
     """What the process that verifies answers. stamps: of what the PyTorch model is made of.
 
     Raises InputChanged when one of these files is no longer the one whose digest is in a key.
     """
     with scratch_folder("log") as folder:
-        log = folder / "log.txt"
+        log, group, progress = folder / "log.txt", how.get("group"), how.get("progress", unheard)
         run = group.run if group is not None else run_worker
         try:
             result = run(WORKER, content, log=log, environment=ENVIRONMENT, on_phase=progress)
@@ -254,11 +249,3 @@ def run_worker_on(
             raise
     check_stamps(stamps)
     return result
-
-
-def run_facts(worker: WorkerResult) -> dict[str, Any]:
-    return {
-        "seconds": round(worker.seconds, 3),
-        "peak_memory": worker.peak_memory,
-        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }

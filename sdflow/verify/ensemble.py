@@ -9,8 +9,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from sdflow.families import FAMILIES
 from sdflow.verify.artifact.graph import RunnableGraph, open_graph, run_graph
@@ -20,9 +23,6 @@ from sdflow.verify.reference.reference import ReferenceRun
 from sdflow.verify.reference.reference_request import ReferenceRequest
 from sdflow.verify.reference.torch_images import IMAGE_FILE, Embeddings, control_arguments, type_of
 from sdflow.verify.result import ImageVerdict
-
-if TYPE_CHECKING:
-    import numpy as np
 
 VERSION = 1
 """Raise it whenever another verdict may come out: it is part of the key."""
@@ -47,11 +47,9 @@ class EnsembleRequest:
 
 def judge_ensemble(request: EnsembleRequest, progress: Progress) -> ImageVerdict:
     """Draw with PyTorch and with the artifacts; the images go to PNG files, into the base's `out`."""
-    import numpy as np
-
     selection, out = request.base.selection, request.base.out
     base, refiner = (ReferenceRun(each, progress) for each in (request.base, request.refiner))
-    noise = first_latents(selection, base.latents().channels)
+    noise = first_latents(selection, base.latents.channels)
     drawn = _by_torch(base, refiner, noise, request.hand_over)
     np.savez(out / IMAGE_FILE, latents=noise, float32=drawn["float32"], float16=drawn["float16"])
     image, precision = _by_artifacts(request, noise, progress)
@@ -66,7 +64,7 @@ def _by_torch(base: ReferenceRun, refiner: ReferenceRun, noise: np.ndarray, hand
 
     with torch.no_grad():
         first = dict.fromkeys(("float32", "float16"), torch.from_numpy(noise))
-        scale = base.latents().scale
+        scale = base.latents.scale
         height, width = (scale * size for size in noise.shape[2:])
         controls = control_images(base.request.selection, len(base.nets), scale)
         end = {
@@ -116,47 +114,34 @@ def _both(run: ReferenceRun, given: Mapping[str, Mapping[str, Any]]) -> dict[str
 def _texts(run: ReferenceRun) -> dict[str, Embeddings]:
     """The prompt encoded, by precision."""
     selection = run.request.selection
-    guided, prompts = run.family.guided(run.configs(), selection.guidance_scale), selection.prompts[:1]
+    prompts = selection.prompts[:1]
     networks, pipeline = run.stage(run.family.text_of(run.request.loads))
-    exact = run.encoded(pipeline, prompts, guided=guided)
+    exact = run.encoded(pipeline, prompts, guided=run.guided)
     with run.in_half(networks, {}):
-        return {"float32": exact, "float16": run.encoded(pipeline, prompts, guided=guided)}
+        return {"float32": exact, "float16": run.encoded(pipeline, prompts, guided=run.guided)}
 
 
 def _by_artifacts(request: EnsembleRequest, noise: np.ndarray, progress: Progress) -> tuple[np.ndarray, str]:
     """The image, float32 (rows, columns, 3) in [0, 1], and the precision of what drew it."""
     selection, place = request.base.selection, request.hand_over
-    reached, found = noise, set()
+    opened: dict[Path, RunnableGraph] = {}
+    precisions: set[str] = set()
+
+    def run(folder: Path, submodel: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Run a submodel of a folder, opened in place of the one before."""
+        place = folder / submodel
+        if place not in opened:
+            opened.clear()
+            gc.collect()
+            progress(f"base and refiner: {submodel}")
+            opened[place] = open_graph(place, request.target, threads=request.threads)
+            precisions.add(opened[place].precision)
+        return run_graph(opened[place], inputs)
+
+    reached = noise
     for part, folder, span in zip(
         (request.base, request.refiner), request.folders, ({"end": place}, {"begin": place}), strict=True
     ):
-        family = FAMILIES[part.family]
-        desk = _OneGraph(folder, request.target, request.threads, progress)
-        reached = text_to_image(
-            desk.run, family, folder, selection.prompts[:1], reached, selection.steps, selection, **span
-        )
-        found |= desk.precisions
-        desk.close()
-    return reached[0], precision_of(found)
-
-
-class _OneGraph:
-    """Runs the submodels of a folder, one in memory at a time."""
-
-    def __init__(self, folder: Path, target: str, threads: int | None, progress: Progress) -> None:
-        self.folder, self.target, self.threads, self.progress = folder, target, threads, progress
-        self.precisions: set[str] = set()
-        self._open: tuple[str, RunnableGraph] | None = None
-
-    def run(self, submodel: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        if self._open is None or self._open[0] != submodel:
-            self.close()
-            self.progress(f"base and refiner: {submodel}")
-            self._open = submodel, open_graph(self.folder / submodel, self.target, threads=self.threads)
-            self.precisions.add(self._open[1].precision)
-        return run_graph(self._open[1], inputs)
-
-    def close(self) -> None:
-        """Let go of what is open."""
-        self._open = None
-        gc.collect()
+        family, draw, prompts = FAMILIES[part.family], partial(run, folder), selection.prompts[:1]
+        reached = text_to_image(draw, family, folder, prompts, reached, selection.steps, selection, **span)
+    return reached[0], precision_of(precisions)

@@ -1,13 +1,19 @@
-"""What a check found: where, what, and what to do about it."""
+"""What a check found: where, what, and what to do about it; and findings that say the same of several places."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 Level = Literal["error", "warning", "note"]
 LEVELS: tuple[str, ...] = get_args(Level)
 """The gravest first."""
+
+_TYPE = re.compile(r"(b?float|fp|u?int)\d+\W*")
+_NAMED = re.compile(r"\d|\w[./]\w|^/")
+"""What names a tensor, a node, a file, or counts: a word with a digit in it, or with a dot or a slash within."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,51 @@ class Finding:
         return f"{where}{more}: {self.what}" + (f": {self.remedy}" if self.remedy else "")
 
 
-def errors(findings: list[Finding]) -> list[Finding]:
+def errors(findings: Iterable[Finding]) -> list[Finding]:
     """Those that fail the verification."""
     return [finding for finding in findings if finding.level == "error"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Findings of one check and level whose words are equal but for the names and numbers in them: a row of a report."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def first(self) -> Finding:
+        return self.findings[0]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Submodel -> how many places there are in it."""
+        counts = dict.fromkeys((finding.submodel for finding in self.findings), 0)
+        for finding in self.findings:
+            counts[finding.submodel] += finding.count
+        return counts
+
+    @property
+    def where(self) -> str:
+        """The first place in each submodel, and how many more: "text_encoder Attention_0 and 11 more, unet Gelu_0"."""
+        first = {finding.submodel: finding.node for finding in reversed(self.findings)}
+        return ", ".join(
+            " ".join(filter(None, (submodel, first[submodel], f"and {count - 1} more" if count > 1 else "")))
+            for submodel, count in self.counts.items()
+        )
+
+
+def kinds(findings: Iterable[Finding]) -> list[Kind]:
+    """The findings, those of a kind together; in the order of the first of each."""
+    found: dict[tuple[str, str, str], list[Finding]] = {}
+    for finding in findings:
+        found.setdefault((finding.level, finding.check, _words(finding.what, finding.node)), []).append(finding)
+    return [Kind(tuple(each)) for each in found.values()]
+
+
+def _words(text: str, node: str) -> str:
+    """The text without what is a name or a number in it. float16 and float32 are words."""
+    if node:
+        text = text.replace(node, "*")
+    return " ".join(
+        "*" if _NAMED.search(word.rstrip(".,;:)")) and not _TYPE.fullmatch(word) else word for word in text.split()
+    )

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from sdflow.distance import largest_difference, psnr, ssim
 from sdflow.families.shared.base import Family
 from sdflow.families.shared.image_prompts import ImagePrompt, adapter_count, image_conditions
@@ -25,6 +27,7 @@ from sdflow.runtime.files.folder import (
     submodel_config,
 )
 from sdflow.samples.canvas import canvas
+from sdflow.samples.prompts import evaluation_set
 from sdflow.tolerances import DECIBELS_ASTRAY, DECIBELS_BEHIND, IMAGE_DECIBELS, SCORE_APART
 from sdflow.verify.reference.inputs import IMAGE_SCALE, control_images, shown_images
 from sdflow.verify.reference.selection import Selection
@@ -32,7 +35,6 @@ from sdflow.verify.reference.torch_images import IMAGE_FILE, SAMPLE_FILE
 from sdflow.verify.result import HALVES, PLAIN, ImageVerdict, MeaningVerdict
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
     from PIL.Image import Image
 
@@ -52,8 +54,6 @@ class Drawn:
 
 def draw(run: Run, family: Family, folder: Path, selection: Selection, reference: Path) -> Drawn:
     """Draw with the artifacts what the reference drew. folder: the pipeline's, for its tokenizers and its scheduler."""
-    import numpy as np
-
     with np.load(reference / IMAGE_FILE) as stored:
         latents = stored["latents"]
     image = text_to_image(run, family, folder, [selection.prompts[0]], latents, selection.steps, selection)
@@ -88,7 +88,6 @@ def text_to_image(
     One graph is wanted at a time: the text encoders, then the denoiser for every step, then the decoder; with the denoiser
     the ControlNets.
     """
-    import numpy as np
     import torch
 
     def run_torch(submodel: str, inputs: Tensors) -> Tensors:
@@ -210,8 +209,6 @@ def judge_image(
 
     Of a quantized pipeline's image it is said how near it is, and asked for that it is one.
     """
-    import numpy as np
-
     with np.load(reference / IMAGE_FILE) as stored:
         exact, half = stored["float32"], stored["float16"]
     shown = np.nan_to_num(image)
@@ -257,11 +254,8 @@ def _finite(value: float) -> float | None:
 
 def judge_meaning(sample: np.ndarray | None, selection: Selection, reference: Path) -> MeaningVerdict | None:
     """The sample's own score of these images, against that of PyTorch's."""
-    import numpy as np
-
     if sample is None:
         return None
-    from sdflow.samples.prompts import evaluation_set
     from sdflow.samples.score import tally
 
     cases = evaluation_set()[: selection.sample_cases]

@@ -12,9 +12,9 @@ from sdflow.machine.packages import distribution_version
 from sdflow.manifest import MANIFEST_FILE
 from sdflow.store import Cache
 from sdflow.verify.artifact import judge
+from sdflow.verify.as_json import as_json
 from sdflow.verify.folder import VERSION as FOLDER_VERSION
 from sdflow.verify.folder import source_of
-from sdflow.verify.plain import to_plain
 from sdflow.verify.reference import reference
 from sdflow.verify.reference.selection import Selection
 from sdflow.verify.requests import Built, submodels_of_reference
@@ -32,7 +32,7 @@ def reference_action(subject: Subject, selection: Selection, cache: Cache) -> Ac
             "format": ACTION_FORMAT,
             "pass": {"name": "VerifyReference", "version": reference.VERSION},
             "submodel": "pipeline",
-            "config": to_plain(selection),
+            "config": as_json(selection),
             "inputs": {
                 "checkpoint": {name: checkpoint.submodels[name].identity for name in needed},
                 "companions": {name: tree_digest(path, cache) for name, path in checkpoint.companions.items()},
@@ -96,6 +96,6 @@ def digest_of_other_files(folder: Path, submodels: Container[str], cache: Cache)
 
 def _source(subject: Subject, cache: Cache) -> str:
     """What the folder is held to, and how."""
-    source = to_plain(source_of(subject.checkpoint))
+    source = as_json(source_of(subject.checkpoint))
     companions = {name: tree_digest(path, cache) for name, path in subject.checkpoint.companions.items()}
     return digest_json({**source, "companions": companions, "version": FOLDER_VERSION})

@@ -1,9 +1,8 @@
-"""How much memory a verification takes, by arithmetic from the sizes of the weights, and what it therefore takes block by block.
+"""How much memory a verification takes, from the sizes of the weights, and what is therefore verified block by block.
 
-One stage of the reference is in memory at a time, then one graph (`sdflow.verify.reference.reference`,
-`sdflow.verify.artifact.judge`). What is counted: the weights, as each stage holds them, and the largest activations of the
-decoder. Where that is more than there is, the largest submodels are verified with a piece of their weights in memory at a time
-(`sdflow.verify.reference.streamed`, `sdflow.verify.lowering.pieces`), until it fits. What passes and what does not is the same.
+Counted are the weights, as each stage holds them (`reference.reference`, `artifact.judge`), and the decoder's largest
+activations. Where that is more than there is, the largest submodels have a piece of their weights in memory at a time
+(`reference.streamed`, `lowering.pieces`); the verdict is the same.
 """
 
 from __future__ import annotations
@@ -17,7 +16,10 @@ from typing import Any
 from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE
 from sdflow.errors import VerificationError
 from sdflow.families.shared.base import Family
+from sdflow.onnx_model.facts import precision_of
+from sdflow.onnx_model.files import decode_errors
 from sdflow.onnx_model.reading import load_graph
+from sdflow.sources.load import parameter_shapes
 from sdflow.units import spell_bytes
 from sdflow.verify.lowering.session import LARGE
 from sdflow.verify.reference.half import KEPT
@@ -143,8 +145,6 @@ def require_memory(
 
     folder: the pipeline's. available: bytes. Raises VerificationError where they do not suffice, block by block either.
     """
-    from sdflow.sources.load import parameter_shapes
-
     graphs = {name: _graph_in(folder / name) for name in submodels}
     sizes = {name: Size.of(parameter_shapes(name, load).values()) for name, load in (loads or {}).items()}
     activations = 0
@@ -164,9 +164,6 @@ def require_memory(
 
 
 def _graph_in(folder: Path) -> GraphSize:
-    from sdflow.onnx_model.facts import precision_of
-    from sdflow.onnx_model.files import decode_errors
-
     weights = folder / WEIGHTS_FILE
     unreadable: tuple[type[Exception], ...] = (OSError, ValueError, VerificationError, *decode_errors())
     try:

@@ -1,7 +1,6 @@
 """The tensors of a component's folder as diffusers or transformers load them: what a proof starts from.
 
-Which of the files in a folder are read is left to the library's own `from_pretrained`. It shares nothing with the choice
-that a build makes (`sdflow.sources.weight_files`), so a wrong choice there shows as other values here.
+Which files are read is left to `from_pretrained`, so that a wrong choice of a build (`sdflow.sources.weight_files`) shows.
 """
 
 from __future__ import annotations
@@ -108,7 +107,8 @@ def pretrained(model: Model, folder: Path, dtype: torch.dtype) -> dict[str, torc
     ):  # some classes keep modules in float32, which would copy what is to stay a map of the file
         cls = type(model.class_name, (cls,), {"_keep_in_fp32_modules": None})
     refusals = []
-    for options in _calls():
+    variants: list[dict[str, Any]] = [{}, *({"variant": variant} for variant in VARIANTS)]
+    for options in (*variants, *({**each, "use_safetensors": False} for each in variants)):
         try:
             with _quiet(), _refusals(model, folder):
                 module, found = cls.from_pretrained(
@@ -125,13 +125,6 @@ def pretrained(model: Model, folder: Path, dtype: torch.dtype) -> dict[str, torc
     raise CheckpointError(
         f"{model.class_name}.from_pretrained finds no weights: {refusals[0]}", where=str(folder)
     ) from refusals[0]
-
-
-def _calls() -> Iterator[dict[str, Any]]:
-    """The arguments of each call in turn."""
-    variants: list[dict[str, Any]] = [{}, *({"variant": variant} for variant in VARIANTS)]
-    yield from variants
-    yield from ({**each, "use_safetensors": False} for each in variants)
 
 
 class _NotThere(Exception):

@@ -47,7 +47,7 @@ def judge_request(
         submodels=built.submodels,
         reference=Path(),
         out=out,
-        modules=[_module(subject, name) for name in built.submodels],
+        modules=[torch_module(subject, name) for name in built.submodels],
         recipes=[_recipes(subject, name, path) for name, path in built.structures.items()],
         unproved=built.unproved,
         allow_fallback=subject.allow_fallback,
@@ -94,7 +94,7 @@ def _recipes(subject: Subject, submodel: str, structure: Path) -> RecipeCheck:
     return RecipeCheck(submodel, structure.absolute(), bound)
 
 
-def _module(subject: Subject, submodel: str) -> TorchModule:
+def torch_module(subject: Subject, submodel: str) -> TorchModule:
     """The PyTorch model of a submodel, with its LoRAs."""
     load, half = subject.checkpoint.submodels[submodel].load, "bfloat16" if submodel in subject.bfloat16 else "float16"
     return TorchModule(submodel, load, _merges(subject), _denoiser(subject), half)

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sdflow.errors import VerificationError
-from sdflow.verify.kinds import kinds
-from sdflow.verify.plain import from_plain
+from sdflow.verify.as_json import from_json
+from sdflow.verify.finding import Finding, errors, kinds
 
 FORMAT_VERSION = 2
 
@@ -97,13 +97,10 @@ class DeviceVerdict:
 @dataclass(frozen=True)
 class SubmodelVerdict:
     """One submodel. precision: "float16", "float32", or what it is quantized to ("int8"): then the limit is the workflow's own,
-    and fp16 PyTorch is no yardstick. ran: "as it is" or "lowered". operators: fused ones.
-
-    problems: why it does not pass, one sentence each, with what to do. left_out: cases that its fixed shapes refuse.
-    exact: the first part of the proof (`sdflow.verify.artifact.exact`). weights: how many were computed again from the
-    checkpoint.
-    unproved: why there is no such part. device: what its provider's own kernels gave, where they were asked for; its
-    problems are among `problems`. block: where an exact run goes wrong.
+    and fp16 PyTorch is no yardstick. ran: "as it is" or "lowered". operators: fused ones. problems: why it does not pass, with
+    what to do. left_out: cases that its fixed shapes refuse. exact: the first part of the proof; unproved: why there is none.
+    weights: how many were computed again from the checkpoint. device: what its provider's own kernels gave, where they were
+    asked for. block: where an exact run goes wrong.
     """
 
     name: str
@@ -196,7 +193,7 @@ class Verification:
     submodels: Mapping[str, SubmodelVerdict]
     image: ImageVerdict | None
     meaning: MeaningVerdict | None
-    findings: tuple[Mapping[str, Any], ...] = ()
+    findings: tuple[Finding, ...] = ()
     overflowing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     coverage: tuple[str, ...] = ()
     artifacts: Mapping[str, str] = field(default_factory=dict)
@@ -215,9 +212,7 @@ class Verification:
             ("image of base and refiner", self.ensemble),
         ):
             found += [(where, *problem) for problem in (part.problems if part else ())]
-        errors = [each for each in self.findings if each["level"] == "error"]
-        found += [(kind.where, kind.what, kind.remedy) for kind in kinds(errors)]
-        return found
+        return found + [(kind.where, kind.first.what, kind.first.remedy) for kind in kinds(errors(self.findings))]
 
     @property
     def beyond_stated(self) -> list[str]:
@@ -250,7 +245,7 @@ class Verification:
         content = dict(value)
         if content.pop("format_version", None) != FORMAT_VERSION:
             raise ValueError("not a verification of a known format")
-        return from_plain(cls, content)
+        return from_json(cls, content)
 
 
 def _without_infinities(value: Any) -> Any:

@@ -13,7 +13,7 @@ from sdflow.disk.file_stamp import Stamp, file_stamp
 from sdflow.errors import UsageError
 from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.runtime.files.folder import refiner_of
-from sdflow.sources import Checkpoint, find_lora, lora_digest, lora_submodels, reopen_checkpoint
+from sdflow.sources import Checkpoint, FileDigests, find_lora, lora_digest, lora_submodels, reopen_checkpoint
 from sdflow.store import Cache
 from sdflow.targets import find_target
 
@@ -49,6 +49,11 @@ class Subject:
 
 
 def subject_of_folder(folder: Path, cache: Cache, *, target: str | None = None) -> Subject:
+    """As of `subject_with`, by the digests that a cache has."""
+    return subject_with(folder, cache.stat, target=target)
+
+
+def subject_with(folder: Path, digests: FileDigests, *, target: str | None = None) -> Subject:
     """The subject that a pipeline folder's sdflow.json names.
 
     Raises UsageError when the folder is not an sdflow pipeline, or the checkpoint or a LoRA is not what it was.
@@ -56,12 +61,12 @@ def subject_of_folder(folder: Path, cache: Cache, *, target: str | None = None) 
     origin = read_manifest(folder).origin
     where = str(folder / MANIFEST_FILE)
     found = find_target(target, "--target") if target else find_target(origin.target, where)
-    checkpoint = reopen_checkpoint(origin, where, digests=cache.stat)
+    checkpoint = reopen_checkpoint(origin, where, digests=digests)
     loras = []
     for lora in origin.loras:
         path = find_lora(lora.reference, lora.weight_name, download=False)
         stamp = file_stamp(path)  # before the digest
-        if lora_digest(path, cache.stat) != lora.sha256:
+        if lora_digest(path, digests) != lora.sha256:
             raise UsageError(
                 f"the LoRA {path} is not the one it was built with",
                 where=where,
@@ -69,7 +74,7 @@ def subject_of_folder(folder: Path, cache: Cache, *, target: str | None = None) 
             )
         loras.append(LoraFile(lora.reference, path, lora.sha256, lora.scale, lora_submodels(path), stamp))
     inside = refiner_of(folder)
-    refiner = None if inside is None else subject_of_folder(inside, cache, target=target)
+    refiner = None if inside is None else subject_with(inside, digests, target=target)
     return Subject(origin.name, found.name, folder, checkpoint, loras, own_image(str(origin.model)), refiner=refiner)
 
 

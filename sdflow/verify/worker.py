@@ -14,11 +14,11 @@ from sdflow.processes.workers import serve_request
 from sdflow.units import spell_bytes
 from sdflow.verify.artifact.judge import judge, judge_on_device
 from sdflow.verify.artifact.judge_request import JudgeRequest
+from sdflow.verify.as_json import from_json
 from sdflow.verify.ensemble import EnsembleRequest, judge_ensemble
 from sdflow.verify.finding import Finding, errors
 from sdflow.verify.folder import FolderRequest, Held, hold_folder
 from sdflow.verify.memory import MemoryPlan, require_memory
-from sdflow.verify.plain import from_plain
 from sdflow.verify.reference.cases import read_description
 from sdflow.verify.reference.reference import compute
 from sdflow.verify.reference.reference_request import ReferenceRequest
@@ -33,9 +33,9 @@ def work(request: Mapping[str, Any], phase: Callable[[str], None]) -> dict[str, 
     Raises VerificationError where the memory does not suffice.
     """
     if "ensemble" in request:
-        return {"image": asdict(judge_ensemble(from_plain(EnsembleRequest, request["ensemble"]), phase))}
-    wanted = from_plain(ReferenceRequest, request["reference"]) if request["reference"] is not None else None
-    judged = from_plain(JudgeRequest, request["judge"])
+        return {"image": asdict(judge_ensemble(from_json(EnsembleRequest, request["ensemble"]), phase))}
+    wanted = from_json(ReferenceRequest, request["reference"]) if request["reference"] is not None else None
+    judged = from_json(JudgeRequest, request["judge"])
     if request["known"] is not None:
         known = Verification.from_json(request["known"])
         return {"verification": judge_on_device(judged, known, phase).to_json()}
@@ -46,39 +46,33 @@ def work(request: Mapping[str, Any], phase: Callable[[str], None]) -> dict[str, 
     if wanted is not None:
         computed = compute(replace(wanted, most=plan.streamed), phase)
         gc.collect()  # the modules, before the graphs come
-    held = hold_folder(from_plain(FolderRequest, request["folder"]), phase)
+    held = hold_folder(from_json(FolderRequest, request["folder"]), phase)
     return {"reference": computed, "verification": _judged(judged, held, phase).to_json()}
 
 
 def _judged(request: JudgeRequest, held: Held, phase: Callable[[str], None]) -> Verification:
     """The verification, with what was found in the folder beside the graphs."""
-    findings = [asdict(each) for each in held.findings]
     try:
         found = judge(request, phase)
     except UsageError as error:
-        if not errors([*held.findings]):
+        if not errors(held.findings):
             raise
         # What lies beside the graphs is not what it should be, so that nothing can be drawn with them.
         stopped = Finding(
             "", "source", "error", error.where or "", f"nothing can be drawn: {error.what}", error.remedy or ""
         )
-        return Verification(
-            request.name, request.target, request.level, {}, None, None, findings=(*findings, asdict(stopped))
-        )
-    coverage = (*found.coverage, *_merged(request), *_streamed(request), held.coverage)
-    return replace(found, findings=(*findings, *found.findings), coverage=coverage)
-
-
-def _merged(request: JudgeRequest) -> list[str]:
-    """How the reference got its LoRAs."""
-    merged = read_description(request.reference)["merged"]
-    return [f"{name} merged into {layers} layers by diffusers and PEFT" for name, layers in merged.items()]
-
-
-def _streamed(request: JudgeRequest) -> list[str]:
-    return [
-        f"{name}: block by block, {spell_bytes(each)} of its weights at a time" for name, each in request.most.items()
+        return Verification(request.name, request.target, request.level, {}, None, None, (*held.findings, stopped))
+    merged = read_description(request.reference)["merged"]  # how the reference got its LoRAs
+    coverage = [
+        *found.coverage,
+        *(f"{name} merged into {layers} layers by diffusers and PEFT" for name, layers in merged.items()),
+        *(
+            f"{name}: block by block, {spell_bytes(each)} of its weights at a time"
+            for name, each in request.most.items()
+        ),
+        held.coverage,
     ]
+    return replace(found, findings=(*held.findings, *found.findings), coverage=tuple(coverage))
 
 
 def _memory_plan(wanted: ReferenceRequest | None, judged: JudgeRequest, phase: Callable[[str], None]) -> MemoryPlan:

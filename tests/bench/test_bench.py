@@ -29,7 +29,7 @@ from sdflow.bench.judge import distance
 from sdflow.bench.result import BenchResult
 from sdflow.bench.run import BenchRequest, bench
 from sdflow.bench.sweep import Settings, SweepPoint
-from sdflow.bench.torch_state import TorchState
+from sdflow.bench.time_limit import TorchState
 from sdflow.digest import digest_file
 from sdflow.errors import UsageError, VerificationError
 from sdflow.families.shared.approximation import Approximation, Reuse

@@ -20,9 +20,8 @@ from PIL import Image
 from until import until
 
 from sdflow.artifact import Artifact
-from sdflow.bench.evaluate import evaluate
-from sdflow.bench.evaluate_worker import REQUEST, Request, failure_of, run
-from sdflow.bench.evaluation import EvaluationResult, SubmodelResult, append_result
+from sdflow.bench.evaluate import REQUEST, EvaluationResult, Request, SubmodelResult, append_result, evaluate
+from sdflow.bench.evaluate_worker import failure_of, run
 from sdflow.build.assemble import assemble
 from sdflow.config.workflow import EvaluateSpec, ImageSpec, LatencySpec
 from sdflow.errors import SdflowError, TargetUnavailableError, VerificationError

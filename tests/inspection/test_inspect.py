@@ -23,8 +23,7 @@ from original_layout import vae_tensors
 from safetensors.torch import save_file
 from started_python import Command
 
-from sdflow.bench.engines import ENGINES
-from sdflow.bench.weights import quantized_of
+from sdflow.bench.engines import ENGINES, quantized_of
 from sdflow.build.plan import Plan, make_plan
 from sdflow.config import load_workflow
 from sdflow.errors import SdflowError

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from store.builds import make_action
 
-from sdflow.bench.evaluation import append_result
+from sdflow.bench.evaluate import append_result
 from sdflow.build.assemble import assemble
 from sdflow.disk.replace_files import replacing_all
 from sdflow.manifest import Origin

@@ -23,7 +23,7 @@ from sdflow.sources import PlainDigests, open_checkpoint, require_made_for
 from sdflow.sources.load import parameter_shapes
 from sdflow.store import Cache
 from sdflow.targets import TARGETS
-from sdflow.verify import subject_of_folder, whole
+from sdflow.verify import subject_of_folder, with_refiner
 
 WORKFLOW = NAME = "sdxl_with_refiner_tiny"
 DRAW = ("--prompt", "an otter", "--steps", "4", "--seed", "1", "--height", "64", "--width", "64", "--threads", "1")
@@ -273,7 +273,7 @@ def test_an_image_that_they_do_not_draw_as_diffusers_does_not_pass(
     scheduler.write_text(json.dumps(json.loads(scheduler.read_text()) | {"beta_end": 0.05}))
     subject = subject_of_folder(wrong, Cache(tmp_path / "cache"))
     assert subject.refiner is not None
-    verdict, images, _ = whole.both(subject, subject.refiner, VerifySpec(), Cache(tmp_path / "cache"), threads=1)
+    verdict, images, _ = with_refiner.both(subject, subject.refiner, VerifySpec(), Cache(tmp_path / "cache"), threads=1)
     assert "the image has a PSNR of" in verdict.problems[0][0]
     assert set(images) == {f"ensemble_{name}.png" for name in ("artifact", "difference", "pytorch")}
 

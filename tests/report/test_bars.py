@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sdflow.report.bars import LEAST, MOST, bars
+from sdflow.report.bench import LEAST, MOST, bars
 
 
 @pytest.mark.parametrize("room", [LEAST, 12, 40, 400])

@@ -1,4 +1,4 @@
-"""The sample in FLUX.2-klein's shape, built for the CPU, shows what PyTorch's shows: from prompts, and with a reference edited."""
+"""The sample in FLUX.2-klein's shape, built for the CPU, shows what PyTorch's shows: drawn from prompts, and with a reference."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from PIL import Image, ImageFilter
 
 from sdflow.samples.prompts import evaluation_set
 from sdflow.samples.scene import BACKGROUNDS, COLOURS, KINDS, Scene, Style, draw
-from sdflow.samples.score import read, score, tally
+from sdflow.samples.score import read, tally
 from sdflow.samples.sheet import sheet
 
 CASES = evaluation_set()[::4]
@@ -77,14 +77,11 @@ def test_a_patch_of_white_is_no_stripes() -> None:
     assert not read(Image.fromarray(pixels)).stripes
 
 
-def test_score_asks_the_pipeline_for_its_cases_and_counts_what_comes_back() -> None:
+def test_tally_counts_what_the_images_show() -> None:
     half = len(CASES) // 2
-
-    def half_right(cases: list) -> list[Image.Image]:
-        right = [drawn(case.scene, case.seed) for case in cases[:half]]
-        return right + [Image.new("RGB", (128, 128), BACKGROUNDS["gray"])] * (len(cases) - half)
-
-    assert score(half_right, CASES).colour_and_kind == pytest.approx(half / len(CASES))
+    right = [drawn(case.scene, case.seed) for case in CASES[:half]]
+    images = right + [Image.new("RGB", (128, 128), BACKGROUNDS["gray"])] * (len(CASES) - half)
+    assert tally(CASES, images).colour_and_kind == pytest.approx(half / len(CASES))
 
 
 def test_tally_refuses_an_image_too_few() -> None:

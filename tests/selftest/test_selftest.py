@@ -18,8 +18,7 @@ from shell import Shell
 
 from sdflow.errors import UsageError
 from sdflow.selftest import judged, png_of
-from sdflow.selftest.files import report_files, write_report
-from sdflow.selftest.html import page
+from sdflow.selftest.page import page, report_files, write_report
 from sdflow.selftest.private import Private
 from sdflow.selftest.result import Ran, Report, document, from_json, read_report, to_json
 

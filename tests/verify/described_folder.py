@@ -12,8 +12,8 @@ from sdflow.artifact import Artifact
 from sdflow.build.assemble import assemble
 from sdflow.manifest import Origin
 from sdflow.sources import Checkpoint, PlainDigests, open_checkpoint
+from sdflow.verify.as_json import as_json, from_json
 from sdflow.verify.folder import FolderRequest, source_of
-from sdflow.verify.plain import from_plain, to_plain
 from tests.support.converted import artifact_of
 
 WRITTEN_BY = ("_diffusers_version", "_name_or_path", "transformers_version")
@@ -49,4 +49,4 @@ def described_folder(checkpoint: Checkpoint, place: Path, left_out: Collection[s
 def request_for(folder: Path, checkpoint: Checkpoint, *, whole: bool = True) -> FolderRequest:
     """As it reaches the process that verifies."""
     request = FolderRequest(folder, source_of(checkpoint), whole)
-    return from_plain(FolderRequest, json.loads(json.dumps(to_plain(request))))
+    return from_json(FolderRequest, json.loads(json.dumps(as_json(request))))

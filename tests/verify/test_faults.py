@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 from safetensors.numpy import load_file, save_file
 
 from sdflow.sources import Checkpoint
-from sdflow.verify.artifact.activations import overflow as overflow_of
+from sdflow.verify.artifact.overflow import overflow as overflow_of
 from sdflow.verify.reference.cases import Cases
 from sdflow.verify.reference.torch_module import LoraMerge
 from sdflow.weights.lora import LoraInput

@@ -23,8 +23,7 @@ from sdflow.runtime.files.folder import folder_defaults
 from sdflow.sources import Checkpoint, load_pipeline
 from sdflow.verify.finding import Finding
 from sdflow.verify.folder import hold_folder
-from sdflow.verify.folder.expected import ABSENT, Expected
-from sdflow.verify.folder.on_purpose import ON_PURPOSE
+from sdflow.verify.folder.on_purpose import ABSENT, ON_PURPOSE, Expected
 from sdflow.verify.folder.tokenizers import texts
 from tests.verify.described_folder import described_folder, opened, request_for
 
@@ -189,6 +188,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "a file missing": (
         lambda folder: (folder / "tokenizer/special_tokens_map.json").unlink(),
         ("tokenizer/special_tokens_map.json: is missing",),
+    ),
+    "a folder missing": (
+        lambda folder: shutil.rmtree(folder / "scheduler"),
+        ("scheduler: is missing: there is no such folder", f"{SCHEDULER}: is missing"),
     ),
     "the filter's images": (
         entry("feature_extractor/preprocessor_config.json", "do_normalize", False),

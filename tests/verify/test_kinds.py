@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
 from html import unescape
 from typing import Any
 
 import pytest
 
 from sdflow.report.verify import print_verification
-from sdflow.verify.finding import Finding
-from sdflow.verify.kinds import kinds
+from sdflow.verify.finding import Finding, kinds
 from sdflow.verify.report.html import page
 from sdflow.verify.result import Verification
 
@@ -37,7 +35,7 @@ TYPES = [
 
 
 def result(*findings: Finding) -> Verification:
-    return Verification("small", "cpu", "quick", {}, None, None, tuple(asdict(each) for each in findings))
+    return Verification("small", "cpu", "quick", {}, None, None, findings)
 
 
 def shown(text: str) -> str:
@@ -59,16 +57,16 @@ def shown(text: str) -> str:
 def test_findings_are_of_a_kind_when_only_names_and_numbers_differ(
     findings: list[Finding], whats: list[str], counts: list[int]
 ) -> None:
-    found = kinds(asdict(each) for each in findings)
-    assert [(kind.what, kind.count) for kind in found] == list(zip(whats, counts, strict=True))
-    assert [each for kind in found for each in kind.findings] == [asdict(each) for each in findings]
+    found = kinds(findings)
+    assert [(kind.first.what, sum(kind.counts.values())) for kind in found] == list(zip(whats, counts, strict=True))
+    assert [each for kind in found for each in kind.findings] == findings
 
 
 def test_a_kind_says_where_it_is_in_each_submodel() -> None:
-    attention, gelu = kinds(asdict(each) for each in NO_KERNEL)
+    attention, gelu = kinds(NO_KERNEL)
     assert attention.where == "text_encoder Attention_0 and 11 more, unet Attention_7 and 15 more"
     assert gelu.where == "unet Gelu_0 and 15 more"
-    (whole,) = kinds([asdict(Finding("", "component", "error", "tokenizer", "is missing", REBUILD))])
+    (whole,) = kinds([Finding("", "component", "error", "tokenizer", "is missing", REBUILD)])
     assert whole.where == "tokenizer"
 
 

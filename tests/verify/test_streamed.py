@@ -178,7 +178,7 @@ def test_a_graph_in_pieces_gives_what_the_whole_gives(
 def test_ranges_of_values_are_the_same_in_pieces(cuda: Sample, sample_cases: dict[str, Cases]) -> None:
     path = cuda.artifact("text_encoder") / "model.onnx"
     feeds = [sample_cases["text_encoder"].get(0, "inputs")]
-    whole, cut = (ranges(path, feeds, round_fp16=False, threads=1, most=most) for most in (None, MOST))
+    whole, cut = (ranges(path, feeds, threads=1, most=most) for most in (None, MOST))
     assert [(each.node, each.value, each.largest_step, each.nan_step) for each in cut] == [
         (each.node, each.value, each.largest_step, each.nan_step) for each in whole
     ]

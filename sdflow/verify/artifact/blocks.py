@@ -1,10 +1,9 @@
 """Where a graph that does not compute what PyTorch computes goes wrong: the first block that gives something else.
 
-Names do not survive fusions, and what a fused operator keeps to itself is in no graph. So blocks are found by what they
-compute: the module runs one case with its blocks watched, the graph without roundings runs the same case with all its values
-shown, and a block is there when a value of the graph is what it gave, in any order of axes. A block is to blame when what it
-was given is in the graph and what it gives is not. Where a block's result is in no good graph either, because a fused operator
-reaches past its end, the fault is told of the smallest block around it whose ends are there.
+Names do not survive fusions, so blocks are found by what they compute: the module and the graph without roundings run one case
+with all values shown, and a block is there when a value of the graph is what it gave, in any order of axes. A block is to blame
+when what it was given is in the graph and what it gives is not. Where a fused operator reaches past its end, the smallest block
+around it whose ends are there is named.
 """
 
 from __future__ import annotations
@@ -15,13 +14,14 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from sdflow.tolerances import EXACT_LIMIT
 from sdflow.verify.artifact.stored import BoundModel
 from sdflow.verify.reference.torch_module import LoraMerge, TorchModule
 from sdflow.verify.result import BlockVerdict
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 LAYOUTS = {
@@ -162,8 +162,6 @@ class _Values:
             self.add(value)
 
     def add(self, value: np.ndarray) -> None:
-        import numpy as np
-
         if value.dtype == np.float32 and np.isfinite(value).all():
             flat = np.ascontiguousarray(value).reshape(-1)
             self._by_size.setdefault(flat.size, []).append((float(np.linalg.norm(flat)), flat))
@@ -175,8 +173,6 @@ class _Values:
         return self._known[id(tensor)]
 
     def _nearest(self, tensor: torch.Tensor) -> float:
-        import numpy as np
-
         wanted = tensor.numpy()
         size = float(np.linalg.norm(wanted))
         orders = LAYOUTS.get(wanted.ndim, (tuple(range(wanted.ndim)),))

@@ -1,22 +1,23 @@
 """The 16-bit numbers that a graph has on purpose, and what they were before they were rounded.
 
-A graph's own numbers (the scale of an attention that was not fused, a factor) have no recipes. Each stands for a real number
-that rounds to it; whichever is taken, nothing but the rounding of this one number changes. So the simplest is taken, of the
-kinds in FORMS, or one that is PUBLISHED. What is no such number, tables too, is taken as it is.
+A graph's own numbers (the scale of an unfused attention, a factor) have no recipes. Any real number that rounds to one may stand
+for it; the simplest is taken, of the kinds in FORMS, or one that is PUBLISHED. What is no such number, tables too, is taken as
+it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sdflow.onnx_model.facts import dtype_name
 from sdflow.verify.lowering import before_angles
 from sdflow.verify.lowering.builder import HALVES
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 LARGEST_WHOLE = 512
 """Of the whole numbers below: heads have at most so many channels."""
@@ -46,7 +47,6 @@ def unrounded_number(value: float, dtype: str = "float16") -> float:
 @cache
 def _simplest(dtype: str) -> dict[float, float]:
     import ml_dtypes  # noqa: F401 - gives numpy the name bfloat16
-    import numpy as np
 
     rounded = np.dtype(dtype).type
     formed = (form(whole) for form in FORMS for whole in range(1, LARGEST_WHOLE + 1))
@@ -59,7 +59,7 @@ def _simplest(dtype: str) -> dict[float, float]:
 def take_constants(model: Any, taken: MutableMapping[str, NDArray[Any]]) -> None:
     """Put the graph's own 16-bit numbers, as they were before they were rounded, into `taken`: name -> float32. Constant nodes
     among them become initializers. What sines and indices are computed from stays. Changes `model`."""
-    import numpy as np
+    import onnx
 
     kept = before_angles(model.graph.node)
     for tensor, node in [*_numbers(model.graph)]:
@@ -68,7 +68,8 @@ def take_constants(model: Any, taken: MutableMapping[str, NDArray[Any]]) -> None
         if node is not None:
             model.graph.initializer.add().CopyFrom(tensor)
             model.graph.node.remove(node)
-        number = unrounded_number(_value(tensor), dtype_name(tensor.data_type))
+        value = float(onnx.numpy_helper.to_array(tensor).reshape(-1)[0])
+        number = unrounded_number(value, dtype_name(tensor.data_type))
         taken[tensor.name] = np.full(tuple(tensor.dims), number, np.float32)
 
 
@@ -94,12 +95,4 @@ def _numbers(graph: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _is_number(tensor: Any) -> bool:
-    from math import prod
-
     return prod(tensor.dims) == 1 and not tensor.external_data
-
-
-def _value(tensor: Any) -> float:
-    import onnx
-
-    return float(onnx.numpy_helper.to_array(tensor).reshape(-1)[0])

@@ -1,15 +1,12 @@
 """The first part of the proof of a 16-bit or quantized artifact: without its roundings it computes what PyTorch computes.
 
-Its graph runs with every operator lowered and everything in float32, inputs and outputs too, on weights as their recipes
-give them before they are rounded. Casts to 16 bits do nothing; the graph's own numbers are taken as they were before they
-were rounded too (`sdflow.verify.artifact.constants`), and quantized products are products again
-(`sdflow.verify.artifact.quantized`). Nothing is
-left that rounds, so there is no allowance for it: see `sdflow.tolerances`. One thing stays as it is in the artifact: what
-sines, cosines and indices are computed from
-(`sdflow.verify.lowering`).
+The graph runs lowered, in float32 throughout, on weights as their recipes give them before rounding. Casts to 16 bits do
+nothing, the graph's own numbers are unrounded too (`constants`), and quantized products are products again (`quantized`). As
+nothing rounds, no allowance is made for it (`sdflow.tolerances`). Only what sines, cosines and indices are computed from stays
+as in the artifact (`sdflow.verify.lowering`).
 
-The second part, that the weights are what the recipes round to, and that float16 arithmetic loses no more than plain fp16
-PyTorch, is in `sdflow.verify.artifact.stored` and `sdflow.verify.artifact.judge`.
+The second part, that the weights are what the recipes round to and that 16-bit arithmetic loses no more than PyTorch's, is in
+`stored` and `judge`.
 """
 
 from __future__ import annotations
@@ -17,10 +14,13 @@ from __future__ import annotations
 import gc
 from collections import ChainMap
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sdflow.artifact import MODEL_FILE
 from sdflow.distance import relative_l2
@@ -46,11 +46,7 @@ from sdflow.verify.finding import Finding
 from sdflow.verify.lowering import PieceSession, lower, session_of
 from sdflow.verify.lowering.builder import BFLOAT16, FLOAT, FLOAT16, HALVES
 from sdflow.verify.reference.cases import Cases
-from sdflow.verify.result import BlockVerdict, ExactOutput
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from sdflow.verify.result import BlockVerdict, CaseDistance, ExactOutput
 
 Exact = MutableMapping[str, "NDArray[Any]"]
 """Values of weights before they were rounded, by name."""
@@ -77,14 +73,6 @@ class Proof:
     block: BlockVerdict | None = None
 
 
-@dataclass
-class ExactGraph:
-    """A graph that rounds nothing, in a session, with what the session reads."""
-
-    graph: RunnableGraph
-    held: Sequence[Any] = field(repr=False)
-
-
 def prove(check: RecipeCheck, cases: Cases, *, threads: int | None = None, most: int | None = None) -> Proof:
     """Compute every weight again, and compare the graph without roundings with PyTorch. most: bytes of weights, as float32, that
     are in memory at a time; None: all of them, once or twice.
@@ -96,43 +84,36 @@ def prove(check: RecipeCheck, cases: Cases, *, threads: int | None = None, most:
     quantized = quantized_graph(model) is not None
     changed = bool(rounded) or quantized
     weights = check_recipes(check.structure, check.submodel, check.bound, keep=changed and most is None)
+    proof = Proof(weights.findings, weights.count)
     if not changed:
-        return Proof(weights.findings, weights.count)
+        return proof
     if weights.exact is None:
-        return Proof(weights.findings, weights.count, missing=DAMAGED)
-    findings, count = list(weights.findings), weights.count
+        return replace(proof, missing=DAMAGED)
     if quantized:
         taken, wrong = take_out(model, weights.recipes)
-        findings += [Finding(check.submodel, "recipe", "error", MODEL_FILE, what, REMEDY) for what in wrong]
+        found = [Finding(check.submodel, "recipe", "error", MODEL_FILE, what, REMEDY) for what in wrong]
+        proof = replace(proof, findings=[*proof.findings, *found])
         if wrong or quantized_graph(model) is not None:
-            return Proof(findings, count, missing=STILL_QUANTIZED)
+            return replace(proof, missing=STILL_QUANTIZED)
         rounded.update(taken)
     if most is None:
         exact = {name: values for name, values in weights.exact.items() if name in rounded}
         del weights  # or it would hold what _first_block lets go
-        return _proof(check, model, exact, cases, threads, findings=findings, weights=count)
+        return _proof(check, model, exact, cases, proof, threads, most)
     recipes = {name: recipe for name, recipe in weights.recipes.items() if name in rounded}
     with exact_weights(check.submodel, recipes, weights.parameters, check.bound) as each:
         own: Exact = ChainMap({}, each)  # type: ignore[arg-type]  # what is added goes into the first
-        return _proof(check, model, own, cases, threads, most, findings=findings, weights=count)
+        return _proof(check, model, own, cases, proof, threads, most)
 
 
 def _proof(
-    check: RecipeCheck,
-    model: Any,
-    exact: Exact,
-    cases: Cases,
-    threads: int | None,
-    most: int | None = None,
-    *,
-    findings: Sequence[Finding],
-    weights: int,
+    check: RecipeCheck, model: Any, exact: Exact, cases: Cases, proof: Proof, threads: int | None, most: int | None
 ) -> Proof:
-    """The proof of a graph by its exact run. Adds the graph's own numbers to `exact`."""
+    """The proof with what the exact run of a graph tells. Adds the graph's own numbers to `exact`."""
     take_constants(model, exact)
     graph = open_exact(model, check.bound.folder, exact, threads=threads, most=most)
     brain = any(tensor.data_type == BFLOAT16 for tensor in model.graph.initializer)
-    outputs, problems = _compare(graph.graph, cases, EXACT_SHARE / 8 if brain else EXACT_SHARE)
+    outputs, problems = _compare(graph, cases, EXACT_SHARE / 8 if brain else EXACT_SHARE)
     del graph
     gc.collect()
     block = None
@@ -140,7 +121,7 @@ def _proof(
         case = max(outputs, key=lambda each: each.distance / each.limit).case
         block = _first_block(check, model, exact, cases, case, threads, most)
         problems = [(f"{what}; {block.words()}", remedy) for what, remedy in problems]
-    return Proof(findings, weights, tuple(outputs), tuple(problems), block=block)
+    return replace(proof, outputs=tuple(outputs), problems=tuple(problems), block=block)
 
 
 def locate(
@@ -159,12 +140,12 @@ def _first_block(
     kinds = lower(model, round_fp16=False, exact=exact.keys(), angles=True).values
     known = [name for name, kind in kinds.items() if kind in (FLOAT, FLOAT16)]  # numpy has no bfloat16
     opened = open_exact(model, check.bound.folder, exact, threads=threads, expose=known, most=most)
-    if isinstance(opened.graph.session, PieceSession):
+    if isinstance(opened.session, PieceSession):
         whole = watch(check.submodel, check.bound, inputs, most)
         sizes = sizes_of(whole)
-        values = [value for value in values_in_pieces(opened.graph, inputs) if value.size in sizes]
+        values = [value for value in values_in_pieces(opened, inputs) if value.size in sizes]
         return first_block(whole, values, case)
-    values = [*run_graph(opened.graph, inputs).values()]
+    values = [*run_graph(opened, inputs).values()]
     del opened
     exact.clear()
     gc.collect()
@@ -179,7 +160,7 @@ def open_exact(
     threads: int | None = None,
     expose: Sequence[str] = (),
     most: int | None = None,
-) -> ExactGraph:
+) -> RunnableGraph:
     """The graph with `exact` in place of its weights. expose: values that it gives besides its outputs. most: as of `prove`.
 
     Raises VerificationError for a graph that cannot be lowered or loaded.
@@ -191,15 +172,14 @@ def open_exact(
     lowered = lower(model, round_fp16=False, expose=[*outside], exact=exact.keys() | inputs, angles=True)
     if most is not None:
         pieces = PieceSession(lowered, folder, most, threads or 0, exact=exact)
-        return ExactGraph(RunnableGraph(pieces, "float32", "lowered", {}, dict(lowered.operators), scores), [])
+        return RunnableGraph(pieces, "float32", "lowered", {}, dict(lowered.operators), scores)
     used = {tensor.name for tensor in lowered.model.graph.initializer}
     given = {name: ort.OrtValue.ortvalue_from_numpy(values) for name, values in exact.items() if name in used}
     try:
         session = session_of(lowered, folder, threads=threads or 0, given=given)
     except onnxruntime_errors(ort) as error:
         raise VerificationError(f"ONNX Runtime cannot load it in float32: {error}", where=str(folder)) from error
-    graph = RunnableGraph(session, "float32", "lowered", {}, dict(lowered.operators), scores)
-    return ExactGraph(graph, [given, exact])
+    return RunnableGraph(session, "float32", "lowered", {}, dict(lowered.operators), scores, [given, exact])
 
 
 def _compare(graph: RunnableGraph, cases: Cases, share: float) -> tuple[list[ExactOutput], list[tuple[str, str]]]:
@@ -238,6 +218,17 @@ def exact_distance(value: np.ndarray, exact: np.ndarray, half: np.ndarray) -> fl
         same = value.shape == exact.shape and bool(((value == exact) | (value == half)).all())
         return 0.0 if same else inf
     return relative_l2(value, exact)
+
+
+def case_distances(cases: Cases, index: int, outputs: Mapping[str, np.ndarray]) -> list[CaseDistance]:
+    """How far the outputs of a case are from PyTorch's. Flags have no yardstick."""
+    case, half, found = cases.cases[index], cases.get(index, "float16"), []
+    for name, exact in cases.get(index, "float32").items():
+        if name in outputs:
+            yardstick = 0.0 if exact.dtype == bool else relative_l2(half[name], exact)
+            distance = exact_distance(outputs[name], exact, half[name])
+            found.append(CaseDistance(case.name, case.group, name, case.step, case.timestep, distance, yardstick))
+    return found
 
 
 def _words(output: ExactOutput) -> str:

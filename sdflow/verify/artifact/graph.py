@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from sdflow.artifact import MODEL_FILE
 from sdflow.errors import VerificationError
 from sdflow.machine.onnx_runtime import import_onnxruntime, numpy_type, onnxruntime_errors
 from sdflow.onnx_model.facts import precision_of
+from sdflow.onnx_model.files import decode_errors
 from sdflow.onnx_model.quantized import quantized_graph
 from sdflow.onnx_model.reading import load_graph
 from sdflow.verify.artifact.element_types import element_types
 from sdflow.verify.lowering import Lowered, PieceSession, lower, session_of
 
 if TYPE_CHECKING:
-    import numpy as np
     import onnxruntime
 
 SCORES = "scores"
@@ -28,7 +30,7 @@ SCORES = "scores"
 class RunnableGraph:
     """A submodel's graph in a session, or in one for each piece.
 
-    scores: the value behind its flags, a further output; None without flags.
+    scores: the value behind its flags, a further output; None without flags. held: what the session reads.
     """
 
     session: onnxruntime.InferenceSession | PieceSession
@@ -37,6 +39,7 @@ class RunnableGraph:
     operators: Mapping[str, int]
     lowered: Mapping[str, int]
     scores: str | None
+    held: Sequence[Any] = field(default=(), repr=False)
 
 
 def open_graph(folder: Path, target: str, *, threads: int | None = None, most: int | None = None) -> RunnableGraph:
@@ -90,8 +93,6 @@ def _types(model: Any) -> dict[str, int]:
 def read_graph(path: Path) -> Any:
     """The ModelProto of a file, without its weights. Raises VerificationError when it is none."""
     import onnx
-
-    from sdflow.onnx_model.files import decode_errors
 
     path = path.resolve()
     try:

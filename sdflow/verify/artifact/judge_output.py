@@ -22,17 +22,13 @@ from sdflow.verify.result import HALVES, PLAIN, CaseDistance, OutputVerdict
 def judge_output(
     name: str, precision: str, cases: Sequence[CaseDistance], stated: float | None = None, *, on_device: bool = False
 ) -> OutputVerdict:
-    """A 16-bit artifact's cases, each in units of its own yardstick: their root mean square is held to FLOAT16_RATIO and what
-    they leave uncertain, and each by itself to a wider margin. Of a float32 artifact the median is held to FLOAT32_LIMIT, and
-    each case to that or to a share of its yardstick. on_device: by a provider's own kernels.
+    """The verdict on an output. on_device: by a provider's own kernels. stated: the workflow's limit.
 
-    In units of its own, as one case may be fifty times as far as the others, for PyTorch too
-    (`sdflow.verify.artifact.roundings`): it would decide alone, and the others would be held to nothing.
-
-    Where plain fp16 PyTorch itself gives no finite number, a float16 artifact is held to WITHOUT_YARDSTICK.
-
-    A quantized artifact is held to the limit that its workflow states, each case also by itself with the wider margin, and passes
-    no other.
+    A 16-bit artifact's cases are each in units of their own yardstick, as one case may be fifty times as far as the others and
+    would decide alone: their root mean square is held to FLOAT16_RATIO and what they leave uncertain, and each by itself to a
+    wider margin; where fp16 PyTorch gives no finite number, to WITHOUT_YARDSTICK. Of a float32 artifact the median is held to
+    FLOAT32_LIMIT, and each case to that or to a share of its yardstick. A quantized artifact is held to the limit that its
+    workflow states, each case also with the wider margin, and passes no other.
     """
     if precision not in PLAIN:
         distance = root_mean_square(case.distance for case in cases)
@@ -133,13 +129,8 @@ def _beyond_stated(verdict: OutputVerdict, precision: str, worst: CaseDistance) 
     what = f"{verdict.name}, of weights in {precision}, is {verdict.distance:.2g} away from the fp32 PyTorch model (relative L2)"
     what += f", worst at {worst.case}: {worst.distance:.2g}; "
     if verdict.limit is None:
-        remedy = f"If that is near enough, write it down: limit: {_above(verdict.distance)} among the options of the pass that "
-        return f"{what}the workflow states no limit for it", f"{remedy}quantizes."
+        above = f"limit: {1.25 * verdict.distance:.1e} among the options of the pass that quantizes."
+        return f"{what}the workflow states no limit for it", f"If that is near enough, write it down: {above}"
     what += f"the workflow's limit is {verdict.limit:g}"
     what += f", for one case {ONE_CASE_RATIO:g} times that" if verdict.distance <= verdict.limit else ""
     return what, "`sdflow verify --fix` finds the layers to keep as they are (keep:); or state another limit."
-
-
-def _above(distance: float) -> str:
-    """A limit a little above, of one digit or two."""
-    return f"{1.25 * distance:.1e}"

@@ -13,14 +13,12 @@ from sdflow.verify.reference.torch_module import TorchModule
 
 @dataclass(frozen=True)
 class JudgeRequest:
-    """What to verify. folder: an assembled pipeline of the family of this name. reference: what
-    `sdflow.verify.reference.reference`
-    wrote. out: for PNGs. modules: the PyTorch models, for what is rounded in several ways. recipes: the structures that the
-    weights were bound to. unproved: why there is none, of the submodels without. allow_fallback: what the target has no kernel
-    for is a warning. quantized: `to` and `limit` of each submodel that sdflow.json says is quantized. tuning: what
-    `sdflow tune` chose for run_on; the process that verifies has a home of its own, and would not find it. memory: bytes that it
-    may take; None: what this machine has. most: submodel -> bytes of its weights in memory at a time, of those that are verified
-    block by block.
+    """folder: an assembled pipeline of the family of this name. reference: the folder that the reference was written to. out:
+    for PNGs. modules: the PyTorch models, for what is rounded in several ways. recipes: the structures that the weights were
+    bound to; unproved: why a submodel has none. allow_fallback: what the target has no kernel for is a warning. quantized: `to`
+    and `limit` of each submodel that sdflow.json says is quantized. tuning: what `sdflow tune` chose for run_on. memory: bytes
+    that it may take; None: what this machine has. most: submodel -> bytes of its weights in memory at a time, of those that are
+    verified block by block.
     """
 
     family: str

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from sdflow.artifact import MODEL_FILE
-from sdflow.distance import relative_l2
 from sdflow.errors import SdflowError
 from sdflow.families.shared.base import Family
 from sdflow.machine.onnx_runtime import import_onnxruntime, onnxruntime_errors
@@ -21,15 +21,12 @@ from sdflow.runtime.files.folder import load_submodel
 from sdflow.runtime.sessions.session import LoadOptions
 from sdflow.runtime.sessions.tuning import UNTUNED, Tuning
 from sdflow.targets import TARGETS
-from sdflow.verify.artifact.exact import exact_distance
+from sdflow.verify.artifact.exact import case_distances
 from sdflow.verify.artifact.graph import read_graph
 from sdflow.verify.artifact.judge_output import judge_outputs
 from sdflow.verify.artifact.roundings import Roundings, drawn_again, too_far
 from sdflow.verify.reference.cases import Cases
 from sdflow.verify.result import HALVES, CaseDistance, DeviceVerdict, SubmodelVerdict
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 def run_on_device(
@@ -63,15 +60,7 @@ def run_on_device(
             if case.name in verdict.left_out:
                 continue
             at = case.name
-            outputs = run(cases.get(index, "inputs"))
-            half = cases.get(index, "float16")
-            for name, exact in cases.get(index, "float32").items():
-                if name in outputs:
-                    yardstick = 0.0 if exact.dtype == bool else relative_l2(half[name], exact)
-                    distance = exact_distance(outputs[name], exact, half[name])
-                    found.append(
-                        CaseDistance(case.name, case.group, name, case.step, case.timestep, distance, yardstick)
-                    )
+            found += case_distances(cases, index, run(cases.get(index, "inputs")))
         judged, problems = judge_outputs(verdict.precision, found, stated, on_device=True)
         far = too_far(found, judged) if verdict.precision in HALVES else []
         distances = roundings.distances(roundings.indices(far), partial(map, run)) if roundings is not None else {}

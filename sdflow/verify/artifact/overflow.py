@@ -1,75 +1,111 @@
-"""How large activations become in an artifact: NaN, infinity, and values near float16's largest, by node and step.
+"""Which nodes of a float16 artifact come near the end of float16's range along the trajectory, or past it.
 
-What is measured is what nodes put out. Within a fused operator (the scores of attention) a target may use float16 too; that
-is not seen here.
+What nodes put out is measured, without rounding it to float16: the first overflow does not hide behind the NaN that it leads
+to. Within a fused operator (the scores of attention) a target may use float16 too; that is not seen here.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+
+from sdflow.artifact import MODEL_FILE
 from sdflow.onnx_model.reading import load_graph
+from sdflow.verify.finding import Finding
 from sdflow.verify.lowering import Lowered, PieceSession, lower, session_of
 from sdflow.verify.lowering.builder import FLOAT, FLOAT16
-
-if TYPE_CHECKING:
-    import numpy as np
+from sdflow.verify.reference.cases import Cases
 
 LARGEST_FLOAT16 = 65504.0
+NEAR = 0.5
+"""From this share of float16's largest number on, a value is worth a warning: another seed may go further."""
+NAMED = 10
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """findings: nodes whose values leave float16's range, as errors, and that come near, as warnings; the largest first.
+
+    suspects: names of the nodes that put out a value that leaves the range, or read one, in the order of the graph.
+    """
+
+    findings: Sequence[Finding] = ()
+    suspects: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class NodeRange:
     """The range of one value over all steps.
 
-    node, operator: name and type of the artifact's node that puts it out. value: its name. float16: whether it is stored
-    so. largest: the largest magnitude that is not NaN, may be infinity; of what Softmax alone reads the largest positive
-    number: the other end is where attention is masked, and e to it is 0 with any of these numbers. largest_step: the
-    step where it is, from 0. nan_step: the first step with a NaN, None when there is none.
+    node, operator: name and type of the artifact's node that puts it out. value: its name. largest: the largest magnitude that
+    is not NaN; of what Softmax alone reads the largest positive number: the other end is where attention is masked, and e to it
+    is 0 with any of these numbers. largest_step: where that is, from 0. nan_step: the first step with a NaN.
     """
 
     node: str
     operator: str
     value: str
-    float16: bool
     largest: float
     largest_step: int
     nan_step: int | None
 
     def exceeds(self, fraction: float) -> bool:
-        """Whether there is a NaN, an infinity or, in float16, a magnitude above `fraction` of float16's largest."""
-        limit = fraction * LARGEST_FLOAT16 if self.float16 else math.inf
-        return self.nan_step is not None or math.isinf(self.largest) or self.largest > limit
+        """Whether there is a NaN, or a magnitude above `fraction` of float16's largest."""
+        return self.nan_step is not None or self.largest > fraction * LARGEST_FLOAT16
+
+
+def overflow(submodel: str, folder: Path, cases: Cases, *, threads: int = 0, most: int | None = None) -> Overflow:
+    """Look for values of an artifact that float16 does not hold, or hardly. most: as of `open_graph`.
+
+    Raises VerificationError for a graph that cannot be lowered.
+    """
+    import onnx
+
+    path = (folder / MODEL_FILE).resolve()
+    graph = load_graph(path).graph
+    types = {port.name: onnx.helper.tensor_dtype_to_np_dtype(port.type.tensor_type.elem_type) for port in graph.input}
+    chosen = [index for index, case in cases if case.group in ("trajectory", "prompt")]
+    feeds = [
+        {name: value.astype(types[name]) for name, value in cases.get(index, "inputs").items()} for index in chosen
+    ]
+    measured = [each for each in ranges(path, feeds, threads=threads, most=most) if each.exceeds(NEAR)]
+    measured.sort(key=lambda each: (each.nan_step is None, -each.largest))
+    large = {each.value for each in measured if each.exceeds(1.0)}
+    suspects = [node.name for node in graph.node if large.intersection((*node.input, *node.output))]
+    names = [cases.cases[index].name for index in chosen]
+    return Overflow([_finding(submodel, each, names, ", ".join(suspects)) for each in measured[:NAMED]], suspects)
+
+
+def _finding(submodel: str, found: NodeRange, cases: Sequence[str], overflowing: str) -> Finding:
+    value, step = (f"{found.largest:.3g}", found.largest_step) if found.nan_step is None else ("NaN", found.nan_step)
+    what = f"{found.operator} gives {value} at {cases[step]}; float16 ends at {LARGEST_FLOAT16:.0f}"
+    if not found.exceeds(1.0):
+        remedy = f"If another seed overflows: OnnxFloatToFloat16 {{node_block_list: [{found.node}]}}"
+        return Finding(submodel, "overflow", "warning", found.node, what, remedy)
+    remedy = (
+        f"Keep in fp32 what puts it out and what reads it, OnnxFloatToFloat16 {{node_block_list: [{overflowing}]}} "
+        "(sdflow verify --fix finds the smallest list that does), or take weights made for fp16"
+    )
+    return Finding(submodel, "overflow", "error", found.node, what, remedy)
 
 
 def ranges(
-    model_path: Path,
-    feeds: Iterable[Mapping[str, np.ndarray]],
-    *,
-    round_fp16: bool = True,
-    threads: int = 0,
-    most: int | None = None,
+    model_path: Path, feeds: Iterable[Mapping[str, np.ndarray]], *, threads: int = 0, most: int | None = None
 ) -> list[NodeRange]:
-    """The range of every floating-point value that the nodes of an artifact put out, in the order of the graph.
+    """The range of every float16 value that the nodes of an artifact put out, in the order of the graph.
 
-    model_path: its model.onnx. feeds: the inputs of each step, by name. round_fp16: without, values that float16 cannot
-    hold keep their size instead of becoming infinite, and tell by how much it was too small. most: bytes of weights, as float32,
-    that are in memory at a time; None: all of them.
+    model_path: its model.onnx. feeds: the inputs of each step, by name. most: as of `overflow`.
     Raises VerificationError for an operator that cannot be lowered.
     """
-    import numpy as np
-
     model = load_graph(model_path)
     operators = {name: node.op_type for node in model.graph.node for name in node.output}
-    scores = _read_by_softmax_alone(model.graph)
-    stored = {name: kind == FLOAT16 for name, kind in lower(model).values.items()} if not round_fp16 else None
-    lowered = lower(model, round_fp16=round_fp16)
-    names = [name for name, kind in lowered.values.items() if kind in (FLOAT, FLOAT16)]
-    measured, outputs = _measured(lowered, names, scores), ["largest", "nan"]
+    names = [name for name, kind in lower(model).values.items() if kind == FLOAT16]
+    lowered = lower(model, round_fp16=False)
+    measured, outputs = _measured(lowered, names, _read_by_softmax_alone(model.graph)), ["largest", "nan"]
     if most is None:
         session = session_of(measured, model_path.parent, threads=threads)
         steps = [session.run(outputs, dict(feed)) for feed in feeds]
@@ -81,7 +117,6 @@ def ranges(
             node=lowered.node_of[name],
             operator=operators[name],
             value=name,
-            float16=stored[name] if stored is not None else lowered.values[name] == FLOAT16,
             largest=float(largest[:, index].max()),
             largest_step=int(largest[:, index].argmax()),
             nan_step=int(nan[:, index].argmax()) if nan[:, index].any() else None,
@@ -105,7 +140,6 @@ def _measured(lowered: Lowered, names: Sequence[str], scores: Collection[str]) -
     The measuring nodes stand right behind the node that puts the value out, so that no value is kept for longer than
     the graph itself needs it.
     """
-    import numpy as np
     import onnx
 
     make = onnx.helper.make_node
@@ -113,25 +147,23 @@ def _measured(lowered: Lowered, names: Sequence[str], scores: Collection[str]) -
     nodes: list[Any] = []
     for node in lowered.model.graph.node:
         nodes.append(node)
-        for name in node.output:
-            if name in measure:
-                at = f"{name}/range"
-                wide = name
-                if lowered.values[name] == FLOAT16:
-                    wide = f"{at}/float32"
-                    nodes.append(make("Cast", [name], [wide], f"{at}/Cast", to=FLOAT))
-                nodes += [
-                    make("IsNaN", [wide], [f"{at}/is_nan"], f"{at}/IsNaN"),
-                    make("Relu" if name in scores else "Abs", [wide], [f"{at}/size"], f"{at}/Size"),
-                    make("Where", [f"{at}/is_nan", "range/zero", f"{at}/size"], [f"{at}/number"], f"{at}/Where"),
-                    make("ReduceMax", [f"{at}/number"], [f"{at}/most"], f"{at}/ReduceMax", keepdims=0),
-                    make("Reshape", [f"{at}/most", "range/flat"], [f"{at}/largest"], f"{at}/Reshape"),
-                    make("Cast", [f"{at}/is_nan"], [f"{at}/nan_as_float"], f"{at}/CastNaN", to=FLOAT),
-                    make("ReduceMax", [f"{at}/nan_as_float"], [f"{at}/nan_any"], f"{at}/ReduceMaxNaN", keepdims=0),
-                    make("Reshape", [f"{at}/nan_any", "range/flat"], [f"{at}/nan"], f"{at}/ReshapeNaN"),
-                ]
-    nodes.append(make("Concat", [f"{name}/range/largest" for name in names], ["largest"], "range/largest", axis=0))
-    nodes.append(make("Concat", [f"{name}/range/nan" for name in names], ["nan"], "range/nan", axis=0))
+        for name in measure.intersection(node.output):
+            at, wide = f"{name}/range", name
+            if lowered.values[name] == FLOAT16:  # a constant
+                wide = f"{at}/float32"
+                nodes.append(make("Cast", [name], [wide], f"{at}/Cast", to=FLOAT))
+            nodes += [
+                make("IsNaN", [wide], [f"{at}/is_nan"], f"{at}/IsNaN"),
+                make("Relu" if name in scores else "Abs", [wide], [f"{at}/size"], f"{at}/Size"),
+                make("Where", [f"{at}/is_nan", "range/zero", f"{at}/size"], [f"{at}/number"], f"{at}/Where"),
+                make("ReduceMax", [f"{at}/number"], [f"{at}/most"], f"{at}/ReduceMax", keepdims=0),
+                make("Reshape", [f"{at}/most", "range/flat"], [f"{at}/largest"], f"{at}/Reshape"),
+                make("Cast", [f"{at}/is_nan"], [f"{at}/nan_as_float"], f"{at}/CastNaN", to=FLOAT),
+                make("ReduceMax", [f"{at}/nan_as_float"], [f"{at}/nan_any"], f"{at}/ReduceMaxNaN", keepdims=0),
+                make("Reshape", [f"{at}/nan_any", "range/flat"], [f"{at}/nan"], f"{at}/ReshapeNaN"),
+            ]
+    for which in ("largest", "nan"):
+        nodes.append(make("Concat", [f"{name}/range/{which}" for name in names], [which], f"range/{which}", axis=0))
     model = onnx.ModelProto()
     model.CopyFrom(lowered.model)
     graph = model.graph
@@ -139,7 +171,7 @@ def _measured(lowered: Lowered, names: Sequence[str], scores: Collection[str]) -
     graph.node.extend(nodes)
     graph.initializer.append(onnx.numpy_helper.from_array(np.array(0, np.float32), "range/zero"))
     graph.initializer.append(onnx.numpy_helper.from_array(np.array([-1], np.int64), "range/flat"))
-    for name in ("largest", "nan"):
-        graph.output.append(onnx.helper.make_tensor_value_info(name, FLOAT, [len(names)]))
-    ranges = {f"{name}/range/{which}": FLOAT for name in names for which in ("largest", "nan")}
-    return Lowered(model, lowered.operators, lowered.node_of, {**lowered.values, **ranges})
+    for which in ("largest", "nan"):
+        graph.output.append(onnx.helper.make_tensor_value_info(which, FLOAT, [len(names)]))
+    made = {f"{name}/range/{which}": FLOAT for name in names for which in ("largest", "nan")}
+    return Lowered(model, lowered.operators, lowered.node_of, {**lowered.values, **made})

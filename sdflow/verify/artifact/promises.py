@@ -1,4 +1,5 @@
-"""What a pipeline folder promises to whoever opens it: files, digests, weights where the graph says, names and types.
+"""What the submodels of a pipeline folder promise to whoever opens it: files, digests, weights where the graph says, names and
+types. What lies beside them is compared in `sdflow.verify.folder`.
 
 Nothing is run. The content of every file is read once for its digest; the weights are not loaded.
 """
@@ -7,20 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sdflow.artifact import CONFIG_FILE, INDEX_FILE, MODEL_FILE, WEIGHTS_FILE
-from sdflow.digest import digest_file, digest_tree, inside
+from sdflow.artifact import CONFIG_FILE, MODEL_FILE, WEIGHTS_FILE
+from sdflow.digest import digest_file, digest_tree
 from sdflow.disk.input_file import read_json
 from sdflow.errors import PassError, UsageError
 from sdflow.families import FAMILIES
 from sdflow.families.shared.base import Family
 from sdflow.families.shared.part import Part
-from sdflow.manifest import MANIFEST_FILE, REFINER, Manifest, read_manifest
+from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.manifest import Part as Built
 from sdflow.models.base import Port
+from sdflow.onnx_model.facts import dtype_name, tensor_bytes
+from sdflow.onnx_model.files import data_span, decode_errors, initializers_and_constants, is_external
 from sdflow.onnx_model.reading import load_graph
+from sdflow.onnx_model.stub import is_stub
 from sdflow.runtime.files.folder import submodel_config
 from sdflow.targets import Target, find_target
 from sdflow.verify.artifact.element_types import STANDARD
@@ -31,64 +36,34 @@ PAGE, LARGEST_GAP = 1 << 12, 1 << 16
 """Writers of external data align tensors to pages, of 4 KiB and up to 64 KiB: that explains a gap before a tensor."""
 
 REBUILD = "build the pipeline again: sdflow run"
+OTHER_BYTES = "holds other bytes than were built"
 
 PortTypes = dict[str, tuple[dict[str, str], dict[str, str]]]
 """Submodel -> its inputs and its outputs that drawing reads: name -> type."""
 
 
-def check_promises(
-    folder: Path, target: Target | None = None, *, family: Family | None = None, digests: bool = True
-) -> list[Finding]:
-    """Everything that is wrong with an assembled pipeline folder, read without running it.
+def check_promises(folder: Path, target: Target | None = None, *, family: Family | None = None) -> list[Finding]:
+    """Everything that is wrong with the submodels of a pipeline folder. target, family: the manifest's when not given.
 
-    target, family: the manifest's when not given. digests: read every byte; without, sizes alone tell a damaged file.
     Raises UsageError when the folder is not an sdflow pipeline.
     """
     manifest = read_manifest(folder)
     target = target or find_target(manifest.origin.target, str(folder / MANIFEST_FILE))
     family = family or FAMILIES[manifest.origin.family]
-    found = [*_components(folder, family, manifest)]
+    found: list[Finding] = []
     port_types: PortTypes = {}
     for submodel, part in sorted(manifest.parts.items()):
-        found += _files(folder / submodel, submodel, part, digests)
+        found += _files(folder / submodel, submodel, part)
         if not family.ordered([submodel]):
             what = f"{family.title} has no such submodel"
             found.append(Finding(submodel, "component", "error", submodel, what, "Build the pipeline again."))
             continue
-        found += check_graph(folder / submodel, family.part(submodel), target, port_types)
+        found += _check_graph(folder / submodel, family.part(submodel), target, port_types)
     return [*found, *_one_type(family, port_types)]
 
 
-# The folder
-
-
-def _components(folder: Path, family: Family, manifest: Manifest) -> Iterator[Finding]:
-    """model_index.json, the components that it names, and the files beside the submodels."""
-    try:
-        index = read_json(folder / INDEX_FILE)
-        components = {name: value for name, value in index.items() if isinstance(value, list) and value[0] is not None}
-    except (OSError, ValueError, AttributeError, IndexError) as error:
-        yield Finding("", "component", "error", INDEX_FILE, f"cannot be read ({error})", REBUILD)
-        return
-    companions = [name for name, companion in family.companions.items() if companion.wanted(manifest.parts)]
-    for name in (*companions, *family.needed(read_configs(folder, manifest.parts))):
-        if name not in components:
-            yield Finding("", "component", "error", INDEX_FILE, f"does not name {name}", REBUILD)
-    for name in components:
-        if not inside(name) or not (folder / name).is_dir():
-            yield Finding(
-                "", "component", "error", name[:100], f"{INDEX_FILE} names it and there is no such folder", REBUILD
-            )
-    for path in manifest.files:
-        name = path.split("/")[0]
-        if name == REFINER and (folder / path).exists():  # its submodels are links, as ours are
-            continue
-        if name not in manifest.parts and (folder / name).exists() and not (folder / path).is_file():
-            yield Finding("", "component", "error", path, "is missing", REBUILD)
-
-
 def read_configs(folder: Path, submodels: Iterable[str]) -> dict[str, Any]:
-    """The config.json of each submodel, as far as it can be read: what is wrong with one is told by `check_graph`."""
+    """The config.json of each submodel, as far as it can be read: what is wrong with one is told by `_check_graph`."""
     found = {}
     for name in submodels:
         with suppress(UsageError):
@@ -96,7 +71,7 @@ def read_configs(folder: Path, submodels: Iterable[str]) -> dict[str, Any]:
     return found
 
 
-def _files(folder: Path, submodel: str, part: Built, digests: bool) -> Iterator[Finding]:
+def _files(folder: Path, submodel: str, part: Built) -> Iterator[Finding]:
     """A submodel's files against the manifest: all there, none besides, and what they were when they were built."""
 
     def error(check: str, name: str, what: str) -> Finding:
@@ -116,17 +91,15 @@ def _files(folder: Path, submodel: str, part: Built, digests: bool) -> Iterator[
             yield error("missing", entry.path, "is missing")
         elif (size := path.stat().st_size) < entry.size and entry.path != MODEL_FILE:
             yield error("digest", entry.path, f"is cut off: {size:,} of {entry.size:,} bytes")
-        elif size != entry.size or (digests and digest_file(path) != entry.sha256):
+        elif size != entry.size or digest_file(path) != entry.sha256:
             changed.append(entry.path)
     for name in changed:
         if name == MODEL_FILE and WEIGHTS_FILE not in changed:
             yield error("stale", name, f"is not the graph that was built with these weights ({WEIGHTS_FILE} is)")
         elif name == WEIGHTS_FILE and MODEL_FILE not in changed:
-            yield error(
-                "digest", name, f"holds other bytes than were built: damaged, or weights of another {MODEL_FILE}"
-            )
+            yield error("digest", name, f"{OTHER_BYTES}: damaged, or weights of another {MODEL_FILE}")
         else:
-            yield error("digest", name, "holds other bytes than were built")
+            yield error("digest", name, OTHER_BYTES)
     known = {entry.path for entry in entries}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -137,13 +110,11 @@ def _files(folder: Path, submodel: str, part: Built, digests: bool) -> Iterator[
 # The graph and where its weights lie
 
 
-def check_graph(folder: Path, part: Part, target: Target, port_types: PortTypes | None = None) -> list[Finding]:
+def _check_graph(folder: Path, part: Part, target: Target, port_types: PortTypes) -> list[Finding]:
     """What is wrong with a submodel's model.onnx: its versions, its external data, its inputs and outputs.
 
     port_types: takes the types of inputs and outputs that are not exact.
     """
-    from sdflow.onnx_model.files import decode_errors
-
     submodel = part.name
     try:
         model = load_graph(folder / MODEL_FILE)
@@ -163,11 +134,10 @@ def check_graph(folder: Path, part: Part, target: Target, port_types: PortTypes 
     inputs = [info for info in model.graph.input if info.name not in initializers]
     found += _ports(submodel, "input", inputs, io.inputs)
     found += _ports(submodel, "output", list(model.graph.output), io.outputs)
-    if port_types is not None:
-        read = None if part.read is None else part.read(config)
-        exact = {port.name for port in (*io.inputs, *io.outputs) if port.exact}
-        outputs = {info.name: _type(info) for info in model.graph.output if read is None or info.name in read}
-        port_types[submodel] = {info.name: _type(info) for info in inputs if info.name not in exact}, outputs
+    read = None if part.read is None else part.read(config)
+    exact = {port.name for port in (*io.inputs, *io.outputs) if port.exact}
+    outputs = {info.name: _type(info) for info in model.graph.output if read is None or info.name in read}
+    port_types[submodel] = {info.name: _type(info) for info in inputs if info.name not in exact}, outputs
     return found
 
 
@@ -178,23 +148,15 @@ def _versions(model: Any, submodel: str, target: Target) -> Iterator[Finding]:
         table = kernel_table(provider)
         level: Level = "warning" if rank else "error"
         if opset > table.opset:
-            yield Finding(
-                submodel, "opset", level, MODEL_FILE,
-                f"is of opset {opset}; {table.version} loads up to {table.opset}", f"set target_opset: {table.opset} or less",
-            )  # fmt: skip
+            what = f"is of opset {opset}; {table.version} loads up to {table.opset}"
+            yield Finding(submodel, "opset", level, MODEL_FILE, what, f"set target_opset: {table.opset} or less")
         if model.ir_version > table.ir_version:
-            yield Finding(
-                submodel, "opset", level, MODEL_FILE,
-                f"is of IR version {model.ir_version}; {table.version} loads up to {table.ir_version}",
-                "save it with an older onnx",
-            )  # fmt: skip
+            what = f"is of IR version {model.ir_version}; {table.version} loads up to {table.ir_version}"
+            yield Finding(submodel, "opset", level, MODEL_FILE, what, "save it with an older onnx")
 
 
 def _external_data(model: Any, folder: Path, submodel: str) -> Iterator[Finding]:
     """Every external tensor inside its file, none over another, and every byte of the files used."""
-    from sdflow.onnx_model.facts import tensor_bytes
-    from sdflow.onnx_model.files import data_span, initializers_and_constants, is_external
-    from sdflow.onnx_model.stub import is_stub
 
     def error(name: str, what: str) -> Finding:
         return Finding(submodel, "external-data", "error", name, what, REBUILD)
@@ -240,27 +202,19 @@ def _layout(spans: list[tuple[int, int, str]], size: int, location: str, error: 
 
 
 def _ports(submodel: str, kind: str, infos: list[Any], ports: tuple[Port, ...]) -> Iterator[Finding]:
-    remedy = "leave the names and types to OnnxConversion"
+    def error(node: str, what: str) -> Finding:
+        return Finding(submodel, "ports", "error", node, what, "leave the names and types to OnnxConversion")
+
     have, want = [info.name for info in infos], [port.name for port in ports]
+    unknown = [name for name in have if name not in want]
     for name in want:
         if name not in have:
-            unknown = [other for other in have if other not in want]
             hint = f" (there is {', '.join(unknown)})" if unknown else ""
-            yield Finding(
-                submodel, "ports", "error", name, f"there is no {kind} of this name{hint}; diffusers uses it", remedy
-            )
-    for name in have:
-        if name not in want and set(want) <= set(have):
-            yield Finding(submodel, "ports", "error", name, f"is an {kind} that diffusers does not know", remedy)
+            yield error(name, f"there is no {kind} of this name{hint}; diffusers uses it")
+    if set(want) <= set(have):
+        yield from (error(name, f"is an {kind} that diffusers does not know") for name in unknown)
     if have != want and sorted(have) == sorted(want):
-        yield Finding(
-            submodel,
-            "ports",
-            "error",
-            have[0],
-            f"the {kind}s are {', '.join(have)}; expected {', '.join(want)}",
-            remedy,
-        )
+        yield error(have[0], f"the {kind}s are {', '.join(have)}; expected {', '.join(want)}")
     known = {port.name: port for port in ports}
     for info in infos:
         if info.name in known:
@@ -269,6 +223,10 @@ def _ports(submodel: str, kind: str, infos: list[Any], ports: tuple[Port, ...]) 
 
 def _port(submodel: str, kind: str, info: Any, port: Port) -> Iterator[Finding]:
     """A floating-point port may be float16, unless its values are to be exact; integers are as they are fed."""
+
+    def error(what: str, remedy: str = REBUILD) -> Finding:
+        return Finding(submodel, "ports", "error", info.name, what, remedy)
+
     found = _type(info)
     halved = port.dtype == "float32" and not port.exact
     if found != port.dtype and not (halved and found == "float16"):
@@ -278,25 +236,20 @@ def _port(submodel: str, kind: str, info: Any, port: Port) -> Iterator[Finding]:
             if port.dtype == "int32"
             else "leave the types to OnnxConversion and OnnxFloatToFloat16"
         )
-        yield Finding(submodel, "ports", "error", info.name, f"the {kind} is {found}, not {allowed}", remedy)
+        yield error(f"the {kind} is {found}, not {allowed}", remedy)
     dims = list(info.type.tensor_type.shape.dim)
     if len(dims) != len(port.axes):
-        yield Finding(
-            submodel, "ports", "error", info.name, f"the {kind} has {len(dims)} axes, not {len(port.axes)}", REBUILD
-        )
+        yield error(f"the {kind} has {len(dims)} axes, not {len(port.axes)}")
         return
     for index, (dim, axis) in enumerate(zip(dims, port.axes, strict=True)):
         if isinstance(axis, int) and dim.HasField("dim_value") and dim.dim_value != axis:
-            what = f"axis {index} of the {kind} has size {dim.dim_value}, not {axis}"
-            yield Finding(submodel, "ports", "error", info.name, what, REBUILD)
+            yield error(f"axis {index} of the {kind} has size {dim.dim_value}, not {axis}")
         elif isinstance(axis, str) and dim.dim_param and dim.dim_param != axis:
             what = f"axis {index} of the {kind} is named {dim.dim_param}, not {axis}"
-            yield Finding(submodel, "ports", "warning", info.name, what, "sizes are fixed by these names")
+            yield replace(error(what, "sizes are fixed by these names"), level="warning")
 
 
 def _type(info: Any) -> str:
-    from sdflow.onnx_model.facts import dtype_name
-
     return dtype_name(info.type.tensor_type.elem_type)
 
 
@@ -321,9 +274,7 @@ def _one_type(family: Family, types: PortTypes) -> Iterator[Finding]:
     for submodel, name, found in known[1:]:
         if found != known[0][2]:
             first = f"{known[0][0]}'s {known[0][1]}"
-            yield Finding(
-                submodel, "ports", "warning", name,
-                f"is {found} and {first} is {known[0][2]}: diffusers passes one to the other without a cast",
-                "convert both to float16, or neither; or keep_io_types: true for both",
-            )  # fmt: skip
+            what = f"is {found} and {first} is {known[0][2]}: diffusers passes one to the other without a cast"
+            remedy = "convert both to float16, or neither; or keep_io_types: true for both"
+            yield Finding(submodel, "ports", "warning", name, what, remedy)
             return

@@ -11,14 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from numpy.typing import NDArray
 
 from sdflow.onnx_model.float8 import DOMAIN, FLOAT8_MATMUL
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from sdflow.weights.recipe import Recipe
+from sdflow.weights.recipe import Quantized, Recipe, Scales
 
 Producers = Mapping[str, Any]
 """Name of a value -> the node that puts it out."""
@@ -55,7 +53,10 @@ def _float8(node: Any, producers: Producers) -> Product | None:
 
 
 PRODUCTS: Mapping[tuple[str, str], Callable[[Any, Producers], Product | None]] = MappingProxyType(
-    {("com.microsoft", "MatMulIntegerToFloat"): _integer_to_float, (DOMAIN, FLOAT8_MATMUL): _float8}
+    {
+        ("com.microsoft", "MatMulIntegerToFloat"): _integer_to_float,
+        (DOMAIN, FLOAT8_MATMUL): _float8,
+    }
 )
 """(domain, operator) -> what tells its parts; None where it is used in a way that is not known."""
 
@@ -96,8 +97,6 @@ def take_out(model: Any, recipes: Mapping[str, Recipe]) -> tuple[list[str], list
 
 def _apart(product: Product, recipes: Mapping[str, Recipe]) -> str:
     """Why a weight and its scales do not belong together, or ""."""
-    from sdflow.weights.recipe import Quantized, Scales
-
     weight, scales = recipes.get(product.weight), recipes.get(product.scales)
     if not isinstance(weight, Quantized) or not isinstance(scales, Scales):
         return "its weight or its scales have no recipe that quantizes"

@@ -1,10 +1,8 @@
 """Recipes that do not give what they should: a damaged structure, and weights that were bound by it.
 
-What can be told of a recipe alone: that it is one, that it makes the stub's type and shape, and that it reads parameters
-of the module. What can be told of all together: that a weight that kept its parameter's name is made of that parameter,
-that none is read twice while another of its shape is read never. One that is damaged but still whole, say a square
-matrix that is not transposed, is told by the model that was bound before the damage; if the damage was there first, by
-the comparison with PyTorch.
+Alone, each must be one that makes the stub's type and shape from parameters of the module; together, a weight with a
+parameter's name must be made of that parameter, and none may be read twice while another of its shape is never read. A recipe
+that is wrong but whole shows in the weights of a model that was bound before the damage, or in the comparison with PyTorch.
 """
 
 from __future__ import annotations
@@ -12,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from numpy.typing import NDArray
 
 from sdflow.artifact import MODEL_FILE
 from sdflow.errors import CheckpointError, PassError
@@ -23,11 +23,8 @@ from sdflow.store.layout import Layout
 from sdflow.store.records import BadRecord, load_action, read_record
 from sdflow.verify.artifact.stored import BoundModel, stored_weights
 from sdflow.verify.finding import Finding, Level
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from sdflow.weights.recipe import Recipe
+from sdflow.weights.recipe import Recipe, Scales, SumAlong, params
+from sdflow.weights.structure import read_parameters, read_recipe
 
 REMEDY = "build the structure again: sdflow cache verify, then sdflow run"
 
@@ -86,8 +83,6 @@ def check_recipes(structure: Path, submodel: str, bound: BoundModel | None = Non
     structure: a directory that passes wrote without weights. keep: the exact values too. Memory: the largest tensor, or
     all of them in float32.
     """
-    from sdflow.weights.structure import read_parameters, read_recipe
-
     where = str(structure / MODEL_FILE)
     try:
         parameters = read_parameters(structure)
@@ -130,8 +125,6 @@ def _assignment(
     submodel: str, parameters: Mapping[str, tuple[int, ...]], recipes: Mapping[str, Recipe]
 ) -> Iterator[Finding]:
     """Which parameter goes into which weight. Shared weights are possible, so a second reader alone is a warning."""
-    from sdflow.weights.recipe import Scales, params
-
     # Scales are read beside their values, which count.
     counted = {name: recipe for name, recipe in recipes.items() if not isinstance(recipe, Scales)}
     keys = {name: {param.key for param in params(recipe)} for name, recipe in counted.items()}
@@ -157,6 +150,4 @@ def _assignment(
 
 def _different_sums(recipes: Sequence[Recipe]) -> bool:
     """Whether weights of one parameter are each other sums of its entries, as SubpixelConv has four kernels of one."""
-    from sdflow.weights.recipe import SumAlong
-
     return all(isinstance(each, SumAlong) for each in recipes) and len(set(recipes)) == len(recipes)

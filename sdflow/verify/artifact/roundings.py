@@ -1,17 +1,13 @@
-"""Rounding is random: where a 16-bit artifact is too far from PyTorch by its roundings alone, it is rounded otherwise, often.
+"""Where a 16-bit artifact is too far from PyTorch by its roundings alone, it is rounded in many other ways.
 
-What one run in float16 loses is one draw. Most networks lose about as much in each, and one draw of plain fp16 PyTorch is
-yardstick enough. Not where a value hangs on a threshold: the small Stable Diffusion 2.1, whose deepest normalization is over
-two numbers, loses 0.002 or 0.008 at one timestep, as it happens, in PyTorch as in any artifact; and what happens changes
-with the number of threads. So before an artifact is called wrong for that, the cases that are too far are run again, by
-the artifact and by fp16 PyTorch, with DRAWS ways to round their inputs: a number between two halves becomes either, the nearer
-the likelier. What a quarter of them stay below takes the place of the single draw, on both sides: how often a threshold is
-passed is chance, and two good artifacts do so in 2 and in 12 of 48; a fault is there in every draw.
+What one run in float16 loses is one draw. For most networks that is yardstick enough, but not where a value hangs on a
+threshold: the small Stable Diffusion 2.1 loses 0.002 or 0.008 at one timestep, by chance, in PyTorch as in any artifact. So the
+cases that are too far are run again, by the artifact and by fp16 PyTorch, with DRAWS ways to round their inputs: a number
+between two halves becomes either, the nearer the likelier. The lower quartile takes the place of the single draw on both sides:
+how often a threshold is passed is chance, while a fault is in every draw.
 
-Nearer to its threshold, a case is passed by one in nearly every draw, and by the other in few: a ControlNet of the small
-Stable Diffusion 1.5 loses 0.0013 or 0.080 at one step, the artifact 0.080 in half of its draws, PyTorch in one of six. There
-the draws of PyTorch alone lie far apart. Such a case is held to what three quarters of them stay below: no more than PyTorch's
-own roundings do to it.
+Near its threshold one side may pass it in nearly every draw and the other in few; PyTorch's own draws are then far apart, and
+the artifact is compared with their upper quartile.
 """
 
 from __future__ import annotations
@@ -22,7 +18,8 @@ from dataclasses import replace
 from functools import cached_property
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from sdflow.distance import relative_l2
 from sdflow.tolerances import FLOAT16_RATIO
@@ -32,9 +29,6 @@ from sdflow.verify.reference.forwards import run_cases
 from sdflow.verify.reference.half import quick_halves
 from sdflow.verify.reference.torch_module import TorchModule
 from sdflow.verify.result import CaseDistance, OutputVerdict
-
-if TYPE_CHECKING:
-    import numpy as np
 
 FAR = 10.0
 """Times the yardstick. Where half of an output's cases are farther, it is wrong however it is rounded: nothing is drawn for it.
@@ -87,8 +81,6 @@ class Roundings:
 
     def inputs(self, index: int) -> list[dict[str, np.ndarray]]:
         """A case's inputs, DRAWS times."""
-        import numpy as np
-
         random, real = np.random.default_rng(index), self._real(index)
         given = self.cases.get(index, "inputs")
         return [
@@ -166,7 +158,6 @@ def yardstick_of(draws: Sequence[float]) -> float:
 def _either_half(value: np.ndarray, random: np.random.Generator, dtype: str) -> np.ndarray:
     """Each number as one of the two of this type beside it, float32; on average what it was."""
     import ml_dtypes  # noqa: F401 - gives numpy the name bfloat16
-    import numpy as np
 
     near = value.astype(dtype)
     wide = near.astype(np.float32)

@@ -11,17 +11,31 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sdflow.artifact import MODEL_FILE
 from sdflow.families import DEFAULT
+from sdflow.onnx_model.facts import subgraphs
+from sdflow.onnx_model.files import data_span, is_external, raw_values
 from sdflow.verify.artifact.quantized import again
-from sdflow.weights.lora import LoraInput
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from sdflow.weights.recipe import Recipe
+from sdflow.weights.lora import LoraInput, Merged, read_loras
+from sdflow.weights.recipe import (
+    Bfloat16,
+    Constant,
+    Float16,
+    Join,
+    Quantized,
+    Recipe,
+    Reshape,
+    Scales,
+    Sum,
+    Transpose,
+    evaluate,
+)
+from sdflow.weights.tensors import open_tensors
 
 BFLOAT16 = (0.0, float("inf"))
 """The limits of a rounding to bfloat16: it has none."""
@@ -85,9 +99,6 @@ def _reading(
     """What gives a parameter's values in float32, with the LoRAs merged."""
     import torch
 
-    from sdflow.weights.lora import Merged, read_loras
-    from sdflow.weights.tensors import open_tensors
-
     with open_tensors(submodel, bound.checkpoint, parameters) as checkpoint, warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="The given NumPy array is not writable"
@@ -127,8 +138,6 @@ def exact_weights(
     submodel: str, recipes: Mapping[str, Recipe], parameters: Mapping[str, Any], bound: BoundModel
 ) -> Iterator[ExactWeights]:
     """The weights of these recipes that are rounded or quantized. Raises as `stored_weights` does."""
-    from sdflow.weights.recipe import Quantized
-
     changed = {
         name: recipe for name, recipe in recipes.items() if isinstance(recipe, Quantized) or _limits(recipe) != {None}
     }
@@ -138,19 +147,11 @@ def exact_weights(
 
 def _exact(recipe: Recipe, read: Callable[[str], NDArray[Any]]) -> NDArray[Any]:
     """What a recipe gives without its roundings, in float32; of one that quantizes, what is quantized."""
-    import numpy as np
-
-    from sdflow.weights.recipe import Quantized, Scales, evaluate
-
     of = recipe.of if isinstance(recipe, Quantized | Scales) else recipe
     return np.ascontiguousarray(evaluate(unrounded(of), read))
 
 
 def _by_recipe(name: str, tensor: Any, folder: Path, recipe: Recipe, read: Callable[[str], NDArray[Any]]) -> Stored:
-    import numpy as np
-
-    from sdflow.weights.recipe import Quantized, Scales, evaluate
-
     exact = _exact(recipe, read)
     if isinstance(recipe, Quantized | Scales):
         values, scales = again(recipe.kind, exact, recipe.axis)
@@ -171,10 +172,6 @@ def _by_recipe(name: str, tensor: Any, folder: Path, recipe: Recipe, read: Calla
 
 def unrounded(recipe: Recipe) -> Recipe:
     """The recipe without its roundings, in float32 throughout."""
-    import numpy as np
-
-    from sdflow.weights.recipe import Bfloat16, Constant, Float16, Join, Reshape, Sum, Transpose
-
     match recipe:
         case Float16() | Bfloat16():
             return unrounded(recipe.of)
@@ -194,8 +191,6 @@ def unrounded(recipe: Recipe) -> Recipe:
 
 def _limits(recipe: Recipe) -> set[tuple[float, float] | None]:
     """The limits of the roundings that the values pass, at the end of all that is computed; None: they pass none."""
-    from sdflow.weights.recipe import Bfloat16, Constant, Float16, Join, Reshape, Sum, Transpose
-
     match recipe:
         case Bfloat16():
             return {BFLOAT16, *(_limits(recipe.of) - {None})}
@@ -223,7 +218,6 @@ def as_bfloat16(values: NDArray[Any]) -> NDArray[Any]:
 
 def rounded(values: NDArray[Any], smallest: float, largest: float) -> NDArray[Any]:
     """The nearest float16; what lies beyond the limits becomes them, but 0 and what is not finite."""
-    import numpy as np
     import torch
 
     half: NDArray[Any] = torch.from_numpy(values).half().numpy()
@@ -241,8 +235,6 @@ def rounded(values: NDArray[Any], smallest: float, largest: float) -> NDArray[An
 
 def _tensors(model: Any) -> dict[str, Any]:
     """Every tensor of a graph: initializers by their names, constants by the value and the attribute of their node."""
-    from sdflow.onnx_model.facts import subgraphs
-
     found: dict[str, Any] = {}
     for graph in subgraphs(model.graph):
         found |= {tensor.name: tensor for tensor in graph.initializer}
@@ -253,10 +245,6 @@ def _tensors(model: Any) -> dict[str, Any]:
 
 def _same_bytes(tensor: Any, folder: Path, wanted: NDArray[Any]) -> bool:
     """Whether a TensorProto holds these values, bit for bit. Large ones are compared where they lie."""
-    import numpy as np
-
-    from sdflow.onnx_model.files import data_span, is_external
-
     if not is_external(tensor):
         return _bytes(tensor, folder) == wanted.tobytes()
     location, offset, _ = data_span(tensor)
@@ -270,8 +258,6 @@ def _same_bytes(tensor: Any, folder: Path, wanted: NDArray[Any]) -> bool:
 def _bytes(tensor: Any, folder: Path) -> bytes:
     """The raw bytes of a TensorProto, which stays as it is. Raises PassError when a file is too short."""
     import onnx
-
-    from sdflow.onnx_model.files import is_external, raw_values
 
     if not is_external(tensor) and tensor.HasField("raw_data"):
         return bytes(tensor.raw_data)

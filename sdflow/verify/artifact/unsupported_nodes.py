@@ -1,7 +1,7 @@
 """Whether a target takes a graph as it is: a kernel for every node, its version, its types and its attributes.
 
-No device is asked: what each execution provider has is in `sdflow.verify.kernels`. Nodes that only compute shapes are
-told apart, as `sdflow.runtime.sessions.placement` does with real sessions: GPU providers leave them to the CPU on purpose.
+No device is asked: see `sdflow.verify.kernels`. Nodes that only compute shapes are told apart, as
+`sdflow.runtime.sessions.placement` does with real sessions: GPU providers leave them to the CPU on purpose.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 ENGINES = ("TensorrtExecutionProvider", "MIGraphXExecutionProvider")
 """Providers that compile a whole graph, shapes and all: a shape costs them nothing."""
+
+NOT_READ = "drawing does not use what it computes; drop that output, or let it run on the CPU"
 
 _SWITCHES = {
     "Attention": ("enable_attention",),
@@ -156,12 +158,7 @@ def _graph(
             folded.update(proto.output)
         elif proto.output[0] not in on_cpu:
             for finding in _judge(_Node(proto, schema_of(proto, opsets), types, dims), table):
-                yield _not_read(finding) if proto.output[0] in idle else finding
-
-
-def _not_read(finding: Finding) -> Finding:
-    remedy = "drawing does not use what it computes; drop that output, or let it run on the CPU"
-    return replace(finding, level="warning", remedy=remedy)
+                yield replace(finding, level="warning", remedy=NOT_READ) if proto.output[0] in idle else finding
 
 
 def _judge(node: _Node, table: KernelTable) -> Iterator[Finding]:
@@ -172,11 +169,8 @@ def _judge(node: _Node, table: KernelTable) -> Iterator[Finding]:
         return
     kernels = table.kernels.get(node.operator, ())
     if not kernels and node.operator in table.unknown:
-        yield Finding(
-            "", "kernel", "warning", node.name,
-            f"whether {table.title} has a kernel for {node.title} is not in the table ({table.version})",
-            "look at where its nodes run: sdflow run reports it",
-        )  # fmt: skip
+        what = f"whether {table.title} has a kernel for {node.title} is not in the table ({table.version})"
+        yield Finding("", "kernel", "warning", node.name, what, "look at where its nodes run: sdflow run reports it")
     elif not kernels:
         yield _error(node, f"{node.title} has no {table.title} kernel", _remedy_for_operator(node, table))
     elif node.schema is None:
@@ -185,18 +179,13 @@ def _judge(node: _Node, table: KernelTable) -> Iterator[Finding]:
         version = node.schema.since_version
         fitting = [kernel for kernel in kernels if kernel.takes_version(version)]
         if not fitting:
-            yield _error(
-                node,
-                f"{node.title} has no {table.title} kernel for its version {version}",
-                _remedy_for_version(kernels),
-            )
+            what = f"{node.title} has no {table.title} kernel for its version {version}"
+            newest = max(kernel.first for kernel in kernels)
+            yield _error(node, what, f"set target_opset so that the operator's version is at most {newest}")
         elif None not in (wrong := [_wrong_type(node, kernel) for kernel in fitting]):
             name, found, known = max((one for one in wrong if one), key=lambda one: len(one[2]))
-            yield _error(
-                node,
-                f"{node.title} has no {table.title} kernel for {found} {name} (known: {', '.join(sorted(known))})",
-                _remedy_for_type(node, found, table),
-            )
+            what = f"{node.title} has no {table.title} kernel for {found} {name} (known: {', '.join(sorted(known))})"
+            yield _error(node, what, _remedy_for_type(node, found, table))
         for condition in table.conditions:
             if node.operator in condition.operators and (broken := _broken(node, condition)) is not None:
                 what = f"{node.title} on {table.title} {condition.reason.format(found=broken)}"
@@ -270,11 +259,6 @@ def _remedy_for_operator(node: _Node, table: KernelTable) -> str:
     )
 
 
-def _remedy_for_version(kernels: tuple[Kernel, ...]) -> str:
-    newest = max(kernel.first for kernel in kernels)
-    return f"set target_opset so that the operator's version is at most {newest}"
-
-
 def _remedy_for_type(node: _Node, found: str, table: KernelTable) -> str:
     if found == "float16" and table.provider == CPU_PROVIDER:
         return "leave OnnxFloatToFloat16 out: ONNX Runtime would convert to float32 and back at every run, or refuse"
@@ -294,18 +278,13 @@ def _obstacles(graph: Any, table: KernelTable) -> Iterator[Finding]:
             continue
         for axis, dim in enumerate(info.type.tensor_type.shape.dim):
             if not dim.HasField("dim_value") and not dim.dim_param:
-                yield Finding(
-                    "", "static-shape", "warning", info.name,
-                    f"axis {axis} has neither a size nor a name, so that no session can fix it",
-                    "export with dynamic_axes that name it",
-                )  # fmt: skip
+                what = f"axis {axis} has neither a size nor a name, so that no session can fix it"
+                remedy = "export with dynamic_axes that name it"
+                yield Finding("", "static-shape", "warning", info.name, what, remedy)
     if shapes := shape_nodes(graph):
         lost = "the engine is built again for each" if table.provider in ENGINES else "no CUDA graph can be captured"
         if table.provider not in (*ENGINES, "CUDAExecutionProvider"):
             lost = "they run on the CPU"
-        yield Finding(
-            "", "static-shape", "note", str(shapes[0].name or shapes[0].output[0]),
-            f"computes a shape at run time; while sizes are left open, {lost}",
-            "give the session fixed sizes (add_free_dimension_override_by_name)",
-            count=len(shapes),
-        )  # fmt: skip
+        name, what = shapes[0].name or shapes[0].output[0], "computes a shape at run time; while sizes are left open, "
+        remedy = "give the session fixed sizes (add_free_dimension_override_by_name)"
+        yield Finding("", "static-shape", "note", str(name), what + lost, remedy, count=len(shapes))

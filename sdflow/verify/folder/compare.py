@@ -15,7 +15,7 @@ from sdflow.errors import CheckpointError, os_errors_as
 from sdflow.manifest import MANIFEST_FILE, REFINER, Manifest
 from sdflow.sources.companions import KNOWN
 from sdflow.verify.finding import Finding
-from sdflow.verify.folder.expected import ABSENT, Expected
+from sdflow.verify.folder.on_purpose import ABSENT, Expected
 from sdflow.verify.folder.source import Source
 
 CHECK = "source"

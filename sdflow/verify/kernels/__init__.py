@@ -1,16 +1,12 @@
 """Which operators each execution provider has a kernel for: tables, one JSON file per provider, and how to read them.
 
-A file names the provider, the version that it speaks of and its source. `kernels` maps an operator ("Conv",
-"com.microsoft.BiasAdd") to rows [first version, last version, {constraint: "type type ..."}], where
-
-- versions are those of the operator in its domain: a number; a list, for one row per number; null, for ONNX Runtime's
-  open end, which holds for the first version alone; "any", for a provider that does not look at versions;
-- a constraint is a type parameter or a formal parameter of the operator's schema, the index of an input, or "*" for
-  every input and output; its types may be written by a name from `types`.
-
-An operator in `unknown` is one that the source speaks of and this table does not; any other that is not in `kernels`
-has no kernel. `opset` and `ir_version` are the highest that the version loads. conditions.json holds what kernels ask
-beyond types. benchmarks/providers/kernel_tables.py writes the tables, each from its provider's own binary or document.
+`kernels` maps an operator ("Conv", "com.microsoft.BiasAdd") to rows [first version, last version, {constraint: "type type ..."}].
+Versions are those of the operator in its domain: a number; a list, for one row per number; null, for ONNX Runtime's open end,
+which holds for the first version alone; "any", for a provider that does not look at versions. A constraint is a type parameter
+or a formal parameter of the operator's schema, the index of an input, or "*" for every input and output; its types may be
+written by a name from `types`. Operators in `unknown` are in the source and not in this table; any other has no kernel. `opset`
+and `ir_version` are the highest that the version loads. conditions.json holds what kernels ask beyond types.
+benchmarks/providers/kernel_tables.py writes the tables, each from its provider's own binary or document.
 """
 
 from __future__ import annotations

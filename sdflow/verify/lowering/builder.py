@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from sdflow.errors import VerificationError
 
 FLOAT, FLOAT16, BFLOAT16 = 1, 10, 16
@@ -93,14 +95,10 @@ class Builder:
 
     def ints(self, *values: int) -> str:
         """A vector of int64."""
-        import numpy as np
-
         return self.constant(np.array(values, np.int64))
 
     def scalar(self, value: float) -> str:
         """A float32 without dimensions."""
-        import numpy as np
-
         return self.constant(np.array(value, np.float32))
 
     def constant(self, array: Any) -> str:

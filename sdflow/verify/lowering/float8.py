@@ -5,6 +5,8 @@ E4M3 is decoded by a table, and rounded to by arithmetic, for any operator set: 
 
 from __future__ import annotations
 
+import numpy as np
+
 from sdflow.verify.lowering.builder import Builder, Node
 
 INT32 = 6
@@ -41,8 +43,6 @@ def _rounded(b: Builder, x: str) -> str:
 
 def _table() -> object:
     """What the 256 bytes stand for."""
-    import numpy as np
-
     byte = np.arange(256)
     exponent, fraction = byte >> 3 & 15, byte & 7
     size = np.where(exponent > 0, (8 + fraction) * 2.0 ** (exponent - 10), fraction * 2.0**-9)

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from graphlib import CycleError, TopologicalSorter
-from heapq import heappop, heappush
 from math import prod
 from types import MappingProxyType
 from typing import Any
 
-from sdflow.errors import VerificationError
+from sdflow.errors import PassError, VerificationError
+from sdflow.onnx_model import nodes as onnx_nodes
 from sdflow.onnx_model.float8 import DOMAIN, FLOAT8_MATMUL
 from sdflow.verify.lowering import activation, attention, convolution, float8, normalization
 from sdflow.verify.lowering.builder import BFLOAT16, COPY, FLOAT, HALVES, Builder, Node
@@ -97,12 +96,10 @@ def lower(
 ) -> Lowered:
     """Lower an onnx.ModelProto, whose weights may be external and are not read. `model` is not changed.
 
-    round_fp16: results are rounded to 16 bits where the artifact has these. Without, everything that had 16 bits is
-    float32, the outputs too: what the graph would compute if only its weights were rounded.
-    expose: names of values of the artifact (outputs of its nodes) that the lowered graph has as further outputs.
-    exact: names of 16-bit initializers and inputs that the lowered graph has in float32: their values are to be given.
-    angles: what Sin, Cos and ArgMax are computed from is rounded as in the artifact, without round_fp16 too. A
-    rounded angle is another angle and a rounded index another index; no allowance for rounding is meant for them.
+    round_fp16: results are rounded to 16 bits where the artifact has these; without, everything that had 16 bits is float32, the
+    outputs too. expose: values of the artifact that the lowered graph has as further outputs. exact: 16-bit initializers and
+    inputs that it has in float32: their values are to be given. angles: what Sin, Cos and ArgMax are computed from is rounded as
+    in the artifact in any case: a rounded angle or index is another one.
     Raises VerificationError, naming the node, for an operator that is not known or is used in a way that is not.
     """
     import onnx
@@ -196,23 +193,11 @@ def before_angles(nodes: Sequence[Any]) -> frozenset[str]:
 
 
 def in_order(nodes: Sequence[Any]) -> list[Any]:
-    """The nodes so that each comes after those that it reads from, otherwise as they are; ONNX Runtime's converters do not always
-    leave it so. Raises VerificationError for a cycle."""
-    producer = {name: index for index, node in enumerate(nodes) for name in node.output if name}
-    reads = {index: {producer[name] for name in node.input if name in producer} for index, node in enumerate(nodes)}
-    sorter, found = TopologicalSorter(reads), []
-    ready: list[int] = []
+    """As of `sdflow.onnx_model.nodes`. Raises VerificationError for a cycle."""
     try:
-        sorter.prepare()
-    except CycleError as error:
-        raise VerificationError(f"the graph has a cycle through node {nodes[error.args[1][0]].name}") from error
-    while sorter.is_active():
-        for index in sorter.get_ready():
-            heappush(ready, index)
-        index = heappop(ready)
-        found.append(nodes[index])
-        sorter.done(index)
-    return found
+        return onnx_nodes.in_order(nodes)
+    except PassError as error:
+        raise VerificationError(f"the graph has a cycle: {error.what}") from error
 
 
 def _replace(builder: Builder, node: Node, types: Types) -> None:

@@ -7,6 +7,8 @@ onnxruntime/contrib_ops/cuda/diffusion/group_norm_impl_kernel.cuh and cuda/bert/
 
 from __future__ import annotations
 
+import numpy as np
+
 from sdflow.verify.lowering.builder import FLOAT, Builder, Node
 
 
@@ -21,8 +23,9 @@ def skip_group_norm(b: Builder, node: Node) -> list[str]:
     x, skip, bias = node.input(0), node.input(3), node.optional(4)
     channels = b.op("Shape", node.raw(1))
     if b.rank(node.raw(3)) == 2:
-        ones = b.ints(1, 1)
-        skip = b.op("Reshape", skip, b.op("Concat", *_in_order(last, b.ints(0), ones, channels), axis=0))
+        spatial = b.ints(1, 1)
+        axes = (spatial, channels) if last else (channels, spatial)
+        skip = b.op("Reshape", skip, b.op("Concat", b.ints(0), *axes, axis=0))
     if bias is not None:
         x = b.op("Add", x, bias if last else b.op("Unsqueeze", bias, b.ints(1, 2)))
     total = b.rounded(b.op("Add", x, skip), node.element_type)
@@ -34,13 +37,7 @@ def skip_layer_normalization(b: Builder, node: Node) -> list[str]:
 
     x (N, S, C); skip the same, or without N or with N = 1.
     """
-    node.allow("epsilon")
-    if node.has_output(1) or node.has_output(2):
-        raise node.error("mean and inv_std_var are outputs for training only")
-    total, bias = node.input(0), node.optional(4)
-    if bias is not None:
-        total = b.op("Add", total, bias)
-    total = b.rounded(b.op("Add", total, node.input(1)), node.element_type)
+    total = _with_skip(b, node, node.optional(4))
     scale_and_shift = [node.input(2), *([node.input(3)] if node.has(3) else [])]
     y = b.op("LayerNormalization", total, *scale_and_shift, axis=-1, epsilon=node.attribute("epsilon", 1e-12))
     return [y, "", "", total]
@@ -58,14 +55,17 @@ def simplified_layer_normalization(b: Builder, node: Node) -> list[str]:
 
 def skip_simplified_layer_normalization(b: Builder, node: Node) -> list[str]:
     """SimplifiedLayerNormalization of s = x + skip + bias; s is the fourth output."""
+    total = _with_skip(b, node, node.optional(3))
+    return [_root_mean_square(b, node, total, node.input(2), 1e-12), "", "", total]
+
+
+def _with_skip(b: Builder, node: Node, bias: str | None) -> str:
+    """x + skip + bias."""
     node.allow("epsilon")
     if node.has_output(1) or node.has_output(2):
         raise node.error("mean and inv_std_var are outputs for training only")
-    total, bias = node.input(0), node.optional(3)
-    if bias is not None:
-        total = b.op("Add", total, bias)
-    total = b.rounded(b.op("Add", total, node.input(1)), node.element_type)
-    return [_root_mean_square(b, node, total, node.input(2), 1e-12), "", "", total]
+    total = node.input(0) if bias is None else b.op("Add", node.input(0), bias)
+    return b.rounded(b.op("Add", total, node.input(1)), node.element_type)
 
 
 def _root_mean_square(b: Builder, node: Node, x: str, scale: str, epsilon: float) -> str:
@@ -84,7 +84,7 @@ def _group_norm(b: Builder, node: Node, x: str) -> str:
         raise node.error(f"activation {activation} is not known to the lowering")
     x = b.op("Transpose", x, perm=[0, 3, 1, 2]) if last else x
     # Instance normalization takes mean and variance over all but the first two axes: of (N, groups, the rest) here.
-    ones, zeros = (b.constant(_full(groups, value)) for value in (1.0, 0.0))
+    ones, zeros = (b.constant(np.full(groups, value, np.float32)) for value in (1.0, 0.0))
     grouped = b.op("Reshape", x, b.ints(0, groups, -1))
     y = b.op("InstanceNormalization", grouped, ones, zeros, epsilon=node.attribute("epsilon", 1e-5))
     y = b.op("Reshape", y, b.op("Shape", x))
@@ -93,13 +93,3 @@ def _group_norm(b: Builder, node: Node, x: str) -> str:
     if activation == 1:
         y = b.op("Mul", y, b.op("Sigmoid", y))
     return b.op("Transpose", y, perm=[0, 2, 3, 1]) if last else y
-
-
-def _in_order(last: bool, first: str, spatial: str, channels: str) -> tuple[str, str, str]:
-    return (first, spatial, channels) if last else (first, channels, spatial)
-
-
-def _full(length: int, value: float) -> object:
-    import numpy as np
-
-    return np.full(length, value, np.float32)

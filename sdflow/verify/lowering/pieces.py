@@ -10,16 +10,16 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from sdflow.errors import VerificationError
 from sdflow.verify.lowering.lower import Lowered, in_order
-from sdflow.verify.lowering.session import session_of
+from sdflow.verify.lowering.session import float32_bytes, session_of
 
 if TYPE_CHECKING:
-    import numpy as np
     import onnxruntime
 
 Given = Mapping[str, "np.ndarray"]
@@ -37,11 +37,6 @@ class Piece:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     weights: frozenset[str]
-
-
-def float32_bytes(tensors: Mapping[str, Any], names: Any) -> int:
-    """What these initializers take as float32."""
-    return sum(4 * prod(tensors[name].dims) for name in names)
 
 
 def cut(model: Any, types: Mapping[str, int], most: int) -> list[Piece]:
@@ -86,7 +81,7 @@ def _end(
     for index in range(begin, len(nodes)):
         new = {name for name in nodes[index].input if name in tensors} - weights
         weights |= new
-        held += float32_bytes(tensors, new)
+        held += float32_bytes(tensors[name] for name in new)
         if held > most and (best is not None or later is not None):
             return best[1] if best is not None else later or len(nodes)
         place, count = index + 1, crossing[index + 1]

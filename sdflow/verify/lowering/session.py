@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -35,7 +36,7 @@ def session_of(
     """
     import onnxruntime
 
-    large = weights_as_float32(lowered.model) > LARGE
+    large = float32_bytes(lowered.model.graph.initializer) > LARGE
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
@@ -58,8 +59,6 @@ def session_of(
     return onnxruntime.InferenceSession(lowered.model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
-def weights_as_float32(model: onnx.ModelProto) -> int:
-    """Bytes that the weights of a graph take as float32."""
-    from math import prod
-
-    return sum(4 * prod(tensor.dims) for tensor in model.graph.initializer)
+def float32_bytes(tensors: Iterable[onnx.TensorProto]) -> int:
+    """What initializers take as float32."""
+    return sum(4 * prod(tensor.dims) for tensor in tensors)

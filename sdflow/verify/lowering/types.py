@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from sdflow.errors import VerificationError
@@ -90,10 +91,7 @@ class Types:
     def _remember(self, name: str, tensor: Any) -> None:
         import onnx
 
-        elements = 1
-        for size in tensor.dims:
-            elements *= size
-        if elements <= SMALL and tensor.data_location != onnx.TensorProto.EXTERNAL:
+        if prod(tensor.dims) <= SMALL and tensor.data_location != onnx.TensorProto.EXTERNAL:
             self._data[name] = tensor
 
 

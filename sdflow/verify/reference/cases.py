@@ -6,10 +6,9 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
 
 CASES_FILE = "cases.json"
 Kind = Literal["inputs", "float32", "float16"]
@@ -56,8 +55,6 @@ class Cases:
 
 def write_cases(folder: Path, submodels: Mapping[str, Cases], more: Mapping[str, Any]) -> None:
     """Write the cases of every submodel. more: JSON that goes with them."""
-    import numpy as np
-
     for submodel, cases in submodels.items():
         named: dict[str, Any] = {f"{index}/{kind}/{name}": array for (index, kind, name), array in cases.arrays.items()}
         np.savez(folder / f"{submodel}.npz", **named)
@@ -73,8 +70,6 @@ def read_description(folder: Path) -> dict[str, Any]:
 
 def read_cases(folder: Path, submodel: str) -> Cases:
     """The cases of one submodel, as they were written."""
-    import numpy as np
-
     cases = Cases([Case(**each) for each in read_description(folder)["submodels"][submodel]])
     with np.load(folder / f"{submodel}.npz") as stored:
         for key in stored.files:

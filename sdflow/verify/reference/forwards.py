@@ -1,19 +1,25 @@
-"""What each submodel gives, under the names of its ports, from the module's own forward."""
+"""What each submodel gives, under the names of its ports, from the module's own forward; and what diffusers feeds it, written
+down while it runs."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from sdflow.families.shared.part import Part
 from sdflow.models.base import Config, Model, Ports
-from sdflow.verify.reference.cases import Cases, Kind
+from sdflow.verify.reference.cases import Case, Cases, Kind
 from sdflow.verify.reference.streamed import StreamedWeights
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
+
+Call = tuple[str, dict[str, np.ndarray], dict[str, np.ndarray]]
+"""Submodel, inputs by name, outputs by name: none where the module does not give a tensor for each."""
 
 TOGETHER = 2**15
 """Numbers in the first input of a run that several cases share: two latents of 64x64, or 32 of 16x16."""
@@ -62,7 +68,6 @@ def run_cases(cases: Cases, kind: Kind, network: Network, half: str = "float16")
     Cases of one shape are rows of one batch, up to TOGETHER: a run of a few latents takes as long as reading the
     module's weights does, however many rows there are.
     """
-    import numpy as np
     import torch
 
     dtype = getattr(torch, half) if kind == "float16" else torch.float32
@@ -121,3 +126,52 @@ def _rows(inputs: Mapping[str, np.ndarray], whole_batch: str | None) -> dict[str
 def _size(inputs: Mapping[str, np.ndarray]) -> int:
     """Rows of the batch: of the first input, which always has one for each."""
     return len(next(iter(inputs.values())))
+
+
+@contextmanager
+def recording(networks: Mapping[str, Network]) -> Iterator[list[Call]]:
+    """While this is open, what diffusers feeds these modules is written down, with what comes out."""
+    calls: list[Call] = []
+    hooks: list[Any] = []
+    for name, network in networks.items():
+        hooks += [
+            network.module.register_forward_pre_hook(_before(name, network, calls), with_kwargs=True),
+            network.module.register_forward_hook(_after(network, calls), with_kwargs=True),
+        ]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _before(name: str, network: Network, calls: list[Call]) -> Callable[..., None]:
+    types = {port.name: port.dtype for port in network.ports.inputs}
+
+    def record(module: Any, arguments: Any, named: Any) -> None:
+        inputs = {**network.model.recorded_inputs(arguments, named), **network.model.recorded_state(module)}
+        calls.append((name, {key: value.numpy().astype(types[key]) for key, value in inputs.items()}, {}))
+
+    return record
+
+
+def _after(network: Network, calls: list[Call]) -> Callable[..., None]:
+    def record(module: Any, arguments: Any, named: Any, output: Any) -> None:
+        if isinstance(output, tuple):
+            name, inputs, _ = calls[-1]
+            tensors = [value for value in output if hasattr(value, "numpy")]
+            given = network.model.recorded_outputs(network.ports, named, tensors)
+            calls[-1] = (name, inputs, {key: value.numpy().copy() for key, value in given.items()})
+
+    return record
+
+
+def trajectory(calls: Sequence[Call], submodel: str, network: Network) -> Cases:
+    """Every run of the denoiser, or of a ControlNet, is a case, with its result where it is a tensor for each output."""
+    cases = Cases()
+    for step, (inputs, outputs) in enumerate((inputs, outputs) for name, inputs, outputs in calls if name == submodel):
+        time = float(inputs[str(network.whole_batch)][0])
+        cases.add(Case(f"step {step + 1}, timestep {time:g}", "trajectory", step, time), inputs)
+        if outputs:
+            cases.put(step, "float32", outputs)
+    return cases

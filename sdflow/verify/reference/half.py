@@ -1,12 +1,10 @@
-"""PyTorch in 16 bits by its definition: every operator computes in float32 and rounds its result to float16, or bfloat16, once.
+"""PyTorch in 16 bits by its definition: every operator computes in float32 and rounds its result to float16 or bfloat16 once.
 
-That is what a GPU does, whose tensor cores multiply halves and add in float32. What torch's own half kernels do on a CPU is
-another matter: it depends on the processor and on how torch was built, and those for convolutions and matrix products are
-25 to 60 times slower than the ones for float32 on a processor without fp16 instructions (measured on AVX2). So operands are
-widened, the float32 kernel computes, and the result is rounded here. Attention and linear layers are caught as modules call
-them: into which operators torch takes them apart depends on its build too, and each would round. A convolution's bias is
-added in a second operation, to the rounded result, as PyTorch does on a GPU (aten/src/ATen/native/Convolution.cpp,
-ConvBackend::Cudnn).
+That is what a GPU does. torch's own half kernels on a CPU depend on the processor and on how torch was built, and without fp16
+instructions those for convolutions and matrix products take 25 to 60 times as long as float32's (measured on AVX2). Attention
+and linear layers are caught as modules call them: how torch takes them apart depends on its build too, and each part would
+round. A convolution's bias is added in a second operation, to the rounded result, as PyTorch does on a GPU
+(aten/src/ATen/native/Convolution.cpp, ConvBackend::Cudnn).
 """
 
 from __future__ import annotations
@@ -18,38 +16,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-AS_THEY_ARE = frozenset(
-    (
-        *("add", "sub", "rsub", "mul", "div", "neg", "abs", "clamp", "clamp_min", "clamp_max", "maximum", "minimum"),
-        *("clone", "copy", "detach", "_to_copy", "cat", "stack", "repeat", "repeat_interleave", "flip", "roll"),
-        *("embedding", "index", "index_select", "gather", "where", "masked_fill", "fill", "zero"),
-        *(
-            "constant_pad_nd",
-            "upsample_nearest2d",
-            "_unsafe_view",
-            "_reshape_copy",
-            "split_with_sizes_copy",
-            "tril",
-            "triu",
-        ),
-        *(
-            "argmax",
-            "eq",
-            "ne",
-            "lt",
-            "le",
-            "gt",
-            "ge",
-            "any",
-            "all",
-            "isnan",
-            "isinf",
-            "isfinite",
-            "_local_scalar_dense",
-        ),
-        *("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_empty", "new_full", "new_ones"),
-    )
-)
+AS_THEY_ARE = frozenset({
+    "add", "sub", "rsub", "mul", "div", "neg", "abs", "clamp", "clamp_min", "clamp_max", "maximum", "minimum",
+    "clone", "copy", "detach", "_to_copy", "cat", "stack", "repeat", "repeat_interleave", "flip", "roll",
+    "embedding", "index", "index_select", "gather", "where", "masked_fill", "fill", "zero",
+    "constant_pad_nd", "upsample_nearest2d", "_unsafe_view", "_reshape_copy", "split_with_sizes_copy", "tril", "triu",
+    "argmax", "eq", "ne", "lt", "le", "gt", "ge", "any", "all", "isnan", "isinf", "isfinite", "_local_scalar_dense",
+    "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_empty", "new_full", "new_ones",
+})  # fmt: skip
 """Operators of torch.ops.aten that give the same either way, and are spared the detour: those that move or compare numbers, and
 + - x / of two, whose half kernels round the exact result."""
 

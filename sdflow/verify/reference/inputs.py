@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from sdflow.families.shared.latents import Latents
 from sdflow.models.base import Port, Ports
 from sdflow.verify.reference.cases import Case, Cases
@@ -16,7 +18,6 @@ from sdflow.verify.reference.forwards import Network
 from sdflow.verify.reference.selection import Selection
 
 if TYPE_CHECKING:
-    import numpy as np
     from PIL.Image import Image
 
 IMAGE_SCALE = 0.6
@@ -33,16 +34,12 @@ def latent_port(ports: Ports) -> Port:
 
 def first_latents(selection: Selection, channels: int) -> np.ndarray:
     """Unit normal latents (1, channels, rows, columns) that every engine starts the image from."""
-    import numpy as np
-
     shape = (1, channels, selection.rows, selection.columns)
     return np.random.default_rng(selection.seed).standard_normal(shape, dtype=np.float32)
 
 
 def control_images(selection: Selection, nets: int, scale: int) -> list[np.ndarray]:
     """What ControlNets are told, (1, 3, height, width) in [0, 1] for each: black and white squares. scale: pixels per latent."""
-    import numpy as np
-
     random = np.random.default_rng(selection.seed + 4)
     squares = random.integers(0, 2, (nets, 1, 1, selection.rows, selection.columns)).astype(np.float32)
     return list(squares.repeat(3, 2).repeat(scale, 3).repeat(scale, 4))
@@ -50,7 +47,6 @@ def control_images(selection: Selection, nets: int, scale: int) -> list[np.ndarr
 
 def shown_images(selection: Selection, adapters: int) -> list[Image]:
     """What IP-Adapters are shown, one image for each: colored squares, of no size that an image processor leaves as it is."""
-    import numpy as np
     from PIL.Image import fromarray
 
     random = np.random.default_rng(selection.seed + 5)
@@ -60,8 +56,6 @@ def shown_images(selection: Selection, adapters: int) -> list[Image]:
 
 def prompter_cases(selection: Selection, pixels: Sequence[np.ndarray], prompter: Network) -> Cases:
     """Each image that is shown, (1, 3, size, size) as the processor makes it; none; noise and none as one batch."""
-    import numpy as np
-
     cases = Cases()
     read, shown = (port.name for port in prompter.ports.inputs)
     one, none = np.ones(1, np.float32), np.zeros(1, np.float32)
@@ -79,8 +73,6 @@ def further_denoiser_cases(cases: Cases, selection: Selection, network: Network)
 
     Also of a ControlNet, which takes what the denoiser takes, and an image.
     """
-    import numpy as np
-
     first, last = cases.get(0, "inputs"), cases.get(len(cases.cases) - 1, "inputs")
     time = network.whole_batch
     assert time is not None
@@ -132,8 +124,6 @@ def decoder_cases(
     selection: Selection, denoiser_cases: Cases, denoiser: Network, decoder: Network, latents: Latents
 ) -> Cases:
     """Latents of the trajectory's middle and end, scaled as the pipeline scales them, and normal ones of other shapes."""
-    import numpy as np
-
     cases = Cases()
     latents_input, port = latent_port(denoiser.ports).name, latent_port(decoder.ports)
     trajectory = [index for index, case in denoiser_cases if case.group == "trajectory"]
@@ -150,8 +140,6 @@ def decoder_cases(
 
 def encoder_cases(selection: Selection, image: np.ndarray, encoder: Network) -> Cases:
     """The image that was drawn, (1, height, width, 3) in [0, 1], and noise of other shapes."""
-    import numpy as np
-
     cases = Cases()
     (port,) = encoder.ports.inputs
     cases.add(Case("the image drawn", "trajectory"), {port.name: 2 * image.transpose(0, 3, 1, 2) - 1})
@@ -165,8 +153,6 @@ def encoder_cases(selection: Selection, image: np.ndarray, encoder: Network) -> 
 
 def checker_cases(selection: Selection, recorded: Mapping[str, np.ndarray], checker: Network) -> Cases:
     """What diffusers fed the checker for the image, and as a batch of 2: of inputs of one size the second is noise."""
-    import numpy as np
-
     cases = Cases()
     cases.add(Case("the image drawn", "trajectory"), recorded)
     random = np.random.default_rng(selection.seed + 3)

@@ -1,9 +1,8 @@
 """LoRAs merged into the reference's modules by diffusers and PEFT themselves, never by sdflow's own reader.
 
-diffusers gives the tensors of a file their places, PEFT injects and merges them. Two things are settled before, in a few lines
-that share nothing with the reader: names that diffusers does not know are spelled as kohya or PEFT spell them, and the alpha that
-a file keeps beside a layer goes into its factors, W + scale * (alpha / rank) * up @ down, as trainers mean it: diffusers gives
-some layers the alpha of others (docs/baking.md). Nothing is dropped: a tensor without a place is an error.
+Two things are settled before: names that diffusers does not know are spelled as kohya or PEFT spell them, and the alpha that a
+file keeps beside a layer goes into its factors, W + scale * (alpha / rank) * up @ down, as diffusers gives some layers the
+alpha of others (docs/baking.md). Nothing is dropped: a tensor without a place is an error.
 """
 
 from __future__ import annotations
@@ -117,12 +116,8 @@ def merge_lora(
     return _count(own)
 
 
-def _is_down(name: str) -> bool:
-    return name.endswith(tuple(down for down, _ in _FACTORS))
-
-
 def _count(tensors: Mapping[str, Any]) -> int:
-    return sum(map(_is_down, tensors))
+    return sum(name.endswith(tuple(down for down, _ in _FACTORS)) for name in tensors)
 
 
 def _from_peft(tensors: Tensors, path: Path, family: Family) -> tuple[Tensors, dict[str, Any] | None]:

@@ -1,12 +1,9 @@
 """The reference: the PyTorch model in fp32, and plain fp16 PyTorch beside it, on inputs from a real denoising run.
 
-The pipeline is diffusers' own, its modules are loaded as sdflow loads checkpoints; nothing of what builds an artifact
-(tracing, recipes, passes) takes part. What a submodel is compared on is what diffusers fed it, recorded on the way. The
-fp16 modules then get the very same inputs; their text encoders compute attention operator by operator ("eager"), as the
-exported graph does where nothing is fused.
-
-One stage of the pipeline is in memory at a time: the text encoders, then the denoiser with the decoder, then each
-submodel that draws nothing. A module becomes float16 in place.
+The pipeline is diffusers' own; nothing of what builds an artifact (tracing, recipes, passes) takes part. A submodel is compared
+on what diffusers fed it, recorded on the way, and the fp16 modules get the same inputs. Text encoders compute attention operator
+by operator ("eager"), as an exported graph without fusions does. One stage is in memory at a time: the text encoders, then the
+denoiser with the decoder, then each submodel that draws nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +12,10 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from sdflow.families import FAMILIES
 from sdflow.families.shared.base import Family
@@ -26,9 +26,9 @@ from sdflow.runtime.denoiser.schedule import named_scheduler
 from sdflow.runtime.files.folder import SCHEDULER
 from sdflow.samples.canvas import canvas
 from sdflow.sources.load import load_companion
-from sdflow.verify.plain import to_plain
+from sdflow.verify.as_json import as_json
 from sdflow.verify.reference.cases import Cases, write_cases
-from sdflow.verify.reference.forwards import Network, run_cases
+from sdflow.verify.reference.forwards import Network, recording, run_cases, trajectory
 from sdflow.verify.reference.half import quick_halves
 from sdflow.verify.reference.inputs import (
     IMAGE_SCALE,
@@ -43,7 +43,6 @@ from sdflow.verify.reference.inputs import (
     shown_images,
     text_cases,
 )
-from sdflow.verify.reference.recording import recording, trajectory
 from sdflow.verify.reference.reference_request import ReferenceRequest
 from sdflow.verify.reference.streamed import RowsOnce
 from sdflow.verify.reference.torch_images import (
@@ -58,7 +57,6 @@ from sdflow.verify.reference.torch_images import (
 from sdflow.verify.reference.torch_module import LoraMerge, TorchModule
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 VERSION = 5
@@ -88,7 +86,7 @@ def compute(request: ReferenceRequest, progress: Progress) -> dict[str, Any]:
                 results[submodel] = cases_of(submodel)
                 gc.collect()
     kept = {name: cases for name, cases in results.items() if name in selection.submodels}
-    write_cases(request.out, kept, {"selection": to_plain(selection), "merged": run.merged})
+    write_cases(request.out, kept, {"selection": as_json(selection), "merged": run.merged})
     return {"cases": {name: len(cases.cases) for name, cases in kept.items()}}
 
 
@@ -114,9 +112,11 @@ class ReferenceRun:
     """The stages of a reference. Each loads what it needs and lets go of it."""
 
     def __init__(self, request: ReferenceRequest, progress: Progress) -> None:
-        self.request = request
-        self.progress = progress
+        self.request, self.selection, self.progress = request, request.selection, progress
         self.family: Family = FAMILIES[request.family]
+        self.configs: dict[str, Any] = {name: load["config"] for name, load in request.loads.items()}
+        self.nets = list(self.family.nets(request.loads).values())  # the ControlNets, in order
+        self.guided: bool = self.family.guided(self.configs, self.selection.guidance_scale)
         self.merged: dict[str, int] = {}
         self.companions = {
             name: load_companion(self.family.companions[name], folder, str(folder))
@@ -126,9 +126,13 @@ class ReferenceRun:
             own = self.companions[SCHEDULER]
             self.companions[SCHEDULER] = named_scheduler(request.scheduler, own.config, self.family.noising)
 
+    @cached_property
+    def latents(self) -> Latents:
+        return self.family.latents(self.configs)
+
     def encode(self) -> tuple[dict[str, Cases], _Texts]:
         """The cases of the text encoders, and the prompts that are drawn."""
-        selection = self.request.selection
+        selection = self.selection
         networks, pipeline = self.stage(self.family.text_of(self.request.loads))
         rows = [RowsOnce(each.module) for each in networks.values() if each.weights is not None]
 
@@ -140,48 +144,43 @@ class ReferenceRun:
                 encoded(prompts, guided=False)
             return {name: inputs for name, inputs, _ in calls}
 
-        guided = self.family.guided(self.configs(), selection.guidance_scale)
         if rows:
             self.progress("reference: all prompts in float32")
             encoded(selection.prompts, guided=False)
         results = text_cases(recorded, selection)
-        exact = encoded(selection.prompts[:1], guided)
-        sample = encoded([case.prompt for case in sample_cases(selection)], guided) if selection.sample_cases else None
+        exact = encoded(selection.prompts[:1], self.guided)
+        sample = (
+            encoded([case.prompt for case in sample_cases(selection)], self.guided) if selection.sample_cases else None
+        )
         self._run_float32(networks, results)
         for each in rows:
             each.forget()
         with self.in_half(networks, results):
-            half = encoded(selection.prompts[:1], guided)
+            half = encoded(selection.prompts[:1], self.guided)
         return results, _Texts(exact, half, sample)
-
-    @property
-    def nets(self) -> list[str]:
-        """The ControlNets, in order."""
-        return list(self.family.nets(self.request.loads).values())
 
     def encoded(self, pipeline: Any, prompts: Sequence[str], *, guided: bool) -> Embeddings:
         """The prompts as diffusers' pipeline encodes them."""
-        return self.family.encode_reference(pipeline, prompts, self.configs(), guided=guided)
+        return self.family.encode_reference(pipeline, prompts, self.configs, guided=guided)
 
     def show(self) -> tuple[Shown, dict[str, Cases]]:
         """The image prompts as the denoiser takes them, and the cases of what reads them."""
         import torch
 
-        family, selection = self.family, self.request.selection
-        count = adapter_count(self.configs()[family.denoiser])
+        family, selection = self.family, self.selection
+        count = adapter_count(self.configs[family.denoiser])
         if not count:
             return Shown({}, {}), {}
         (name,) = family.prompters(self.request.loads)
         networks, pipeline = self.stage((name,))
-        network, guided = networks[name], family.guided(self.configs(), selection.guidance_scale)
-        images = shown_images(selection, count)
+        network, images = networks[name], shown_images(selection, count)
 
         def tokens() -> dict[str, Any]:
             embeds = []
             for image, projection in zip(images, network.module.image_proj, strict=True):
                 found = pipeline.encode_image(image, "cpu", 1, reads_layers(projection))
                 positive, negative = (projection(each)[None] for each in found)
-                embeds.append(torch.cat([negative, positive]) if guided else positive)
+                embeds.append(torch.cat([negative, positive]) if self.guided else positive)
             return {"ip_adapter_image_embeds": embeds}
 
         exact = tokens()
@@ -200,16 +199,15 @@ class ReferenceRun:
 
     def denoise(self, texts: _Texts, shown: Shown) -> dict[str, Cases]:
         """The cases of the denoiser and the decoder; the image goes to IMAGE_FILE."""
-        import numpy as np
         import torch
 
-        family, selection = self.family, self.request.selection
+        family, selection = self.family, self.selection
         nets = self.nets
         networks, pipeline = self.stage((family.denoiser, family.decoder, *nets))
         denoiser, decoder = networks[family.denoiser], networks[family.decoder]
         self.progress("reference: denoising in float32")
-        latents = first_latents(selection, self.latents().channels)
-        controls = control_images(selection, len(nets), self.latents().scale)
+        latents = first_latents(selection, self.latents.channels)
+        controls = control_images(selection, len(nets), self.latents.scale)
         start = {**self._start(pipeline, torch.from_numpy(latents)), **control_arguments(controls)}
         self.set_scales(pipeline, shown)
         with recording({name: networks[name] for name in (family.denoiser, *nets)}) as calls:
@@ -218,7 +216,7 @@ class ReferenceRun:
         for name, cases in stepped.items():
             further_denoiser_cases(cases, selection, networks[name])
         denoiser_cases = stepped[family.denoiser]
-        of_decoder = decoder_cases(selection, denoiser_cases, denoiser, decoder, self.latents())
+        of_decoder = decoder_cases(selection, denoiser_cases, denoiser, decoder, self.latents)
         results = {**stepped, family.decoder: of_decoder}
         self._run_float32(networks, results)
         if texts.sample is not None:
@@ -239,7 +237,7 @@ class ReferenceRun:
     def encoder(self, submodel: str) -> Cases:
         """The cases of what turns images into latents."""
         network = self.stage((submodel,))[0][submodel]
-        return self._both(encoder_cases(self.request.selection, self._image(), network), submodel, network)
+        return self._both(encoder_cases(self.selection, self._image(), network), submodel, network)
 
     def checker(self, submodel: str) -> Cases:
         """The cases of the filter of images."""
@@ -247,9 +245,7 @@ class ReferenceRun:
         with recording(networks) as calls:
             pipeline.run_safety_checker(self._image(), "cpu", networks[submodel].module.dtype)
         ((_, inputs, _),) = calls
-        return self._both(
-            checker_cases(self.request.selection, inputs, networks[submodel]), submodel, networks[submodel]
-        )
+        return self._both(checker_cases(self.selection, inputs, networks[submodel]), submodel, networks[submodel])
 
     def _both(self, cases: Cases, submodel: str, network: Network) -> Cases:
         networks, results = {submodel: network}, {submodel: cases}
@@ -281,7 +277,7 @@ class ReferenceRun:
         for submodel in submodels:
             self.progress(f"reference: loading {submodel}")
             part, load = self.family.part(submodel), self.request.loads[submodel]
-            denoiser, most = self.configs()[self.family.denoiser], self.request.most.get(submodel)
+            denoiser, most = self.configs[self.family.denoiser], self.request.most.get(submodel)
             module = TorchModule(submodel, load, self.request.loras, denoiser, most=most)
             networks[submodel] = module.network(self._note_merged)
             modules[part.component] = networks[submodel].module
@@ -292,22 +288,14 @@ class ReferenceRun:
     def _note_merged(self, lora: LoraMerge, layers: int) -> None:
         self.merged[lora.path.name] = self.merged.get(lora.path.name, 0) + layers
 
-    def configs(self) -> dict[str, Any]:
-        return {name: load["config"] for name, load in self.request.loads.items()}
-
-    def latents(self) -> Latents:
-        return self.family.latents(self.configs())
-
     def _start(self, pipeline: Any, noise: torch.Tensor) -> dict[str, Any]:
         """What diffusers' pipeline is given besides the prompt."""
-        selection, scale = self.request.selection, self.latents().scale
-        given = canvas(self.family.task(self.configs()), selection.rows * scale, selection.columns * scale)
+        selection, scale = self.selection, self.latents.scale
+        given = canvas(self.family.task(self.configs), selection.rows * scale, selection.columns * scale)
         return torch_start(pipeline, noise, selection.steps, pack=self.family.packed, scale=scale, **given)
 
     def _image(self) -> np.ndarray:
         """The image drawn, (1, height, width, 3) in [0, 1]."""
-        import numpy as np
-
         with np.load(self.request.out / IMAGE_FILE) as stored:
             image: np.ndarray = stored["float32"][None]
         return image

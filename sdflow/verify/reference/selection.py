@@ -10,7 +10,7 @@ from sdflow.config.workflow import ImageSpec, VerifySpec
 from sdflow.errors import UsageError
 from sdflow.families.shared.base import Family
 from sdflow.sources import Checkpoint
-from sdflow.verify.plain import from_plain
+from sdflow.verify.as_json import from_json
 from sdflow.verify.reference.cases import read_description
 
 LARGE_CHANNELS = 512
@@ -76,7 +76,7 @@ class Selection:
 
 def read_selection(reference: Path) -> Selection:
     """What a reference was computed on. reference: the folder that it wrote its cases to."""
-    return from_plain(Selection, read_description(reference)["selection"])
+    return from_json(Selection, read_description(reference)["selection"])
 
 
 def _listed(shapes: Sequence[tuple[int, int, int]]) -> str:

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from sdflow.samples import prompts
 from sdflow.verify.reference.selection import Selection
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 IMAGE_FILE = "image.npz"
@@ -37,7 +39,6 @@ def type_of(texts: Embeddings) -> torch.dtype:
 def draw_by_torch(pipeline: Any, selection: Selection, texts: Embeddings, start: Mapping[str, Any]) -> np.ndarray:
     """The image, float32 (rows, columns, 3) in [0, 1]. start: latents and images, as arguments: of `torch_start` and of
     `control_arguments`."""
-    import numpy as np
     import torch
 
     image: np.ndarray = pipeline(
@@ -59,17 +60,12 @@ def control_arguments(controls: Sequence[np.ndarray]) -> dict[str, Any]:
 
 
 def sample_cases(selection: Selection) -> Any:
-    from sdflow.samples import prompts
-
     return prompts.evaluation_set()[: selection.sample_cases]
 
 
 def draw_sample(pipeline: Any, selection: Selection, texts: Embeddings, given: Mapping[str, Any], out: Path) -> None:
     """Images of the sample's own evaluation set, for its measure of meaning."""
-    import numpy as np
     import torch
-
-    from sdflow.samples import prompts
 
     images = pipeline(
         **texts,

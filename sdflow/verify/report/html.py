@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
@@ -14,11 +15,19 @@ from sdflow.page import images as show
 from sdflow.tolerances import EXACT_AT_MOST, EXACT_LIMIT, FLOAT16_RATIO, FLOAT32_AT_MOST, FLOAT32_LIMIT
 from sdflow.verify.check import Verified
 from sdflow.verify.ensemble import PREFIX
-from sdflow.verify.finding import LEVELS
+from sdflow.verify.finding import LEVELS, Kind, kinds
 from sdflow.verify.images import AMPLIFIED
-from sdflow.verify.kinds import Kind, kinds
-from sdflow.verify.report.plot import plot_steps
-from sdflow.verify.result import ImageVerdict, SubmodelVerdict, Verification, spell_limit, worst_output
+from sdflow.verify.report.rows import (
+    DEVICES,
+    NUMBERS,
+    OUTPUTS,
+    SUBMODELS,
+    Rows,
+    device_rows,
+    output_rows,
+    submodel_rows,
+)
+from sdflow.verify.result import CaseDistance, ImageVerdict, SubmodelVerdict, Verification
 
 
 def write_reports(verified: Verified, folder: Path) -> Path:
@@ -46,6 +55,7 @@ def page(result: Verification, images: Mapping[str, bytes]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in sorted(result.versions.items()))
     artifacts = listed(f"{escape(name)} <small>{escape(digest)}</small>" for name, digest in result.artifacts.items())
     problems = len(result.problems)
+    tuned, on_device = device_rows(result)
     sentence = (
         f"Every submodel matches the PyTorch model within its limit, for target {result.target}."
         if result.passed
@@ -58,11 +68,11 @@ def page(result: Verification, images: Mapping[str, bytes]) -> str:
     ]
     sections = [
         _problems(result),
-        section("Submodels", _summary(result)),
+        section("Submodels", _coloured(SUBMODELS, submodel_rows(result))),
         _images(result, images),
         *(_steps(part) for part in result.submodels.values()),
-        section("Outputs", _verdicts(result), _LEGEND),
-        _devices(result),
+        section("Outputs", _coloured(OUTPUTS, output_rows(result)), _LEGEND),
+        section(f"With the provider's own kernels{escape(tuned)}", _coloured(DEVICES, on_device)) if on_device else "",
         _findings(result),
         _operators(result),
         section("Coverage", coverage),
@@ -73,6 +83,8 @@ def page(result: Verification, images: Mapping[str, bytes]) -> str:
     return document(f"Verification of {result.name}", verdict, sentence, facts, sections)
 
 
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 720, 260, 70, 40, 16
+
 _LEGEND = (
     '<p class="soft">Distance: relative L2 to the fp32 PyTorch model; ratio: to the distance of plain fp16 PyTorch, as the root '
     f"mean square over cases. Limits: a ratio of {FLOAT16_RATIO} for float16 artifacts; a distance of {FLOAT32_LIMIT:.0e} for "
@@ -82,25 +94,14 @@ _LEGEND = (
 )
 
 
-def _verdict(passed: bool, words: str = "passed") -> str:
-    return f'<span class="passed">{words}</span>' if passed else '<span class="failed">FAILED</span>'
+def _coloured(columns: Sequence[str], rows: Rows) -> str:
+    """A table whose last column are verdicts."""
+    cells = [(*map(escape, row[:-1]), _verdict(row[-1])) for row in rows]
+    return table((*columns[:-1], "verdict"), cells, NUMBERS)
 
 
-def _summary(result: Verification) -> str:
-    """A row for each submodel: its worst output."""
-    rows = []
-    for part in result.submodels.values():
-        words = f"within the limit for {part.precision}" if part.quantized else "passed"
-        verdict = _verdict(part.passed, words)
-        if not part.outputs:
-            rows.append((part.name, verdict, part.precision, "", "", ""))
-            continue
-        worst = worst_output(part.outputs)
-        more = f" <small>({len(part.outputs)} outputs)</small>" if len(part.outputs) > 1 else ""
-        limit = spell_limit(part, worst)
-        rows.append((part.name, verdict, part.precision, f"{escape(worst.name)}{more}", f"{worst.distance:.2e}", limit))
-    numbers = ("distance", "at most")
-    return table(("submodel", "verdict", "type", "worst output", *numbers), rows, numbers)
+def _verdict(words: str) -> str:
+    return f'<span class="{"failed" if words == "FAILED" else "passed"}">{escape(words)}</span>'
 
 
 def _problems(result: Verification) -> str:
@@ -119,44 +120,6 @@ def _problems(result: Verification) -> str:
     return section("What does not pass", found, listed(gone))
 
 
-def _verdicts(result: Verification) -> str:
-    numbers = ("unrounded", "distance", "fp16 PyTorch", "ratio", "at most", "weights computed again")
-    rows: list[tuple[str, ...]] = []
-    for part in result.submodels.values():
-        exact = {each.name: each for each in part.exact}
-        for output in part.outputs:
-            ratio = f"{output.ratio:.2f}" if output.yardstick else ""
-            unrounded = f"{exact[output.name].distance:.1e}" if output.name in exact else ""
-            plain = "" if part.quantized else f"{output.yardstick:.2e}"
-            cells = (unrounded, f"{output.distance:.2e}", plain, ratio, spell_limit(part, output))
-            passed = output.passed and (output.name not in exact or exact[output.name].passed)
-            verdict = _verdict(passed, f"within the limit for {part.precision}" if part.quantized else "passed")
-            rows.append((part.name, output.name, part.precision, part.ran, *cells, str(part.weights), verdict))
-        if not part.outputs:
-            rows.append((part.name, "", part.precision, part.ran, *[""] * len(numbers), _verdict(False)))
-    return table(("submodel", "output", "precision", "run", *numbers, "verdict"), rows, numbers)
-
-
-def _devices(result: Verification) -> str:
-    """What the provider's own kernels gave."""
-    rows: list[tuple[str, ...]] = []
-    for part in result.submodels.values():
-        if (device := part.device) is None:
-            continue
-        for output in device.outputs:
-            ratio = f"{output.ratio:.2f}" if output.yardstick else ""
-            cells = (f"{output.distance:.2e}", ratio, spell_limit(part, output), _verdict(output.passed))
-            rows.append((part.name, output.name, device.target, *cells))
-        if not device.outputs:
-            rows.append((part.name, "", device.target, "", "", "", _verdict(False)))
-    if not rows:
-        return ""
-    numbers = ("distance", "ratio", "at most")
-    tuned = next((part.device.tuned for part in result.submodels.values() if part.device and part.device.tuned), "")
-    title = f"With the provider's own kernels{f', tuned: {escape(tuned)}' if tuned else ''}"
-    return section(title, table(("submodel", "output", "on", *numbers, "verdict"), rows, numbers))
-
-
 def _steps(part: SubmodelVerdict) -> str:
     """The error along the denoising steps, of a submodel that is run at each."""
     steps = [case for case in part.cases if case.group == "trajectory" and case.step is not None]
@@ -165,9 +128,47 @@ def _steps(part: SubmodelVerdict) -> str:
     limit = FLOAT16_RATIO if part.precision == "float16" else None
     return section(
         f"{escape(part.name)} along the denoising steps",
-        plot(plot_steps(steps, limit)),
+        plot(_plot_of(steps, limit)),
         '<p class="soft">Relative L2 distance.</p>',
     )
+
+
+def _plot_of(steps: Sequence[CaseDistance], ratio: float | None) -> str:
+    """Distances on a logarithmic axis over the steps, as SVG. ratio: also a line at so many times fp16 PyTorch's distance."""
+    lines = {
+        "artifact": ("#0b57d0", [case.distance for case in steps]),
+        "fp16 PyTorch": ("#8a8a8a", [case.yardstick for case in steps]),
+    }
+    if ratio is not None:
+        lines[f"{ratio:g} times fp16 PyTorch"] = ("#b00020", [ratio * case.yardstick for case in steps])
+    values = [value for _, line in lines.values() for value in line if 0 < value < math.inf]
+    if not values:
+        return "<p>There is no finite distance to plot.</p>"
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    high = max(high, low + 1)
+
+    def point(index: int, value: float) -> tuple[float, float]:
+        x = LEFT + (WIDTH - LEFT - 20) * index / max(1, len(steps) - 1)
+        return x, TOP + (HEIGHT - TOP - BOTTOM) * (high - math.log10(value)) / (high - low)
+
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" font-size="12" font-family="sans-serif">']
+    for power in range(low, high + 1):
+        _, y = point(0, 10.0**power)
+        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - 20}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
+        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">1e{power}</text>')
+    for index, case in enumerate(steps):
+        x, _ = point(index, 10.0**low)
+        label = f"{case.timestep:g}" if case.timestep is not None else str(index + 1)
+        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{label}</text>')
+    parts.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 6}" text-anchor="middle">timestep</text>')
+    for number, (name, (colour, line)) in enumerate(lines.items()):
+        points = [point(index, value) for index, value in enumerate(line) if 0 < value < math.inf]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        dashes = ' stroke-dasharray="5 4"' if number == 2 else ""
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>')
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in points if number < 2]
+        parts.append(f'<text x="{LEFT + 10 + 170 * number}" y="{TOP - 3}" fill="{colour}">{name}</text>')
+    return "".join(parts) + "</svg>"
 
 
 def _images(result: Verification, images: Mapping[str, bytes]) -> str:
@@ -199,7 +200,7 @@ def _image(title: str, verdict: ImageVerdict | None, images: Mapping[str, bytes]
     text = f"<p>{escape(verdict.prompt)}; {verdict.steps} steps, {verdict.height}x{verdict.width} pixels, the same latents.</p>"
     figures_of_both = table(("against fp32 PyTorch", "PSNR", "SSIM", "largest difference"), rows)
     words = f"{verdict.quantized}, held to no limit" if verdict.quantized else "passed"
-    return section(f"{title}: {_verdict(not verdict.problems, words)}", text, figures, figures_of_both)
+    return section(f"{title}: {_verdict('FAILED' if verdict.problems else words)}", text, figures, figures_of_both)
 
 
 def _findings(result: Verification) -> str:
@@ -207,13 +208,13 @@ def _findings(result: Verification) -> str:
         return ""
     rows = [
         (
-            f'<span class="{kind.level}">{kind.level}</span>',
-            kind.check,
-            f'{escape(kind.what)}<br><span class="remedy">{escape(kind.remedy)}</span>',
-            f"{kind.count:,}",
+            f'<span class="{kind.first.level}">{kind.first.level}</span>',
+            kind.first.check,
+            f'{escape(kind.first.what)}<br><span class="remedy">{escape(kind.first.remedy)}</span>',
+            f"{sum(kind.counts.values()):,}",
             _places(kind),
         )
-        for kind in sorted(kinds(result.findings), key=lambda kind: LEVELS.index(kind.level))
+        for kind in sorted(kinds(result.findings), key=lambda kind: LEVELS.index(kind.first.level))
     ]
     columns = ("level", "check", "what, and what to do", "places", "where")
     return section(
@@ -223,24 +224,21 @@ def _findings(result: Verification) -> str:
 
 def _places(kind: Kind) -> str:
     """Where a kind was found, folded away where there are several places; what is said there, if it is not the same."""
-    shown = {kind.remedy}
+    shown = {kind.first.remedy}
     lines = []
     for finding in kind.findings:
-        line = escape(" ".join(filter(None, (finding["submodel"], finding["node"]))))
-        if finding["count"] > 1:
-            line += f" and {finding['count'] - 1:,} more"
-        if finding["what"] != kind.what:
-            line += f": {escape(finding['what'])}"
-        if finding["remedy"] not in shown:
-            shown.add(finding["remedy"])
-            line += f'<br><span class="remedy">{escape(finding["remedy"])}</span>'
+        line = escape(" ".join(filter(None, (finding.submodel, finding.node))))
+        if finding.count > 1:
+            line += f" and {finding.count - 1:,} more"
+        if finding.what != kind.first.what:
+            line += f": {escape(finding.what)}"
+        if finding.remedy not in shown:
+            shown.add(finding.remedy)
+            line += f'<br><span class="remedy">{escape(finding.remedy)}</span>'
         lines.append(line)
     if len(lines) == 1:
         return lines[0]
-    submodels = {finding["submodel"]: 0 for finding in kind.findings}
-    for finding in kind.findings:
-        submodels[finding["submodel"]] += finding["count"]
-    summary = ", ".join(f"{escape(name) or 'the pipeline'} {count:,}" for name, count in submodels.items())
+    summary = ", ".join(f"{escape(name) or 'the pipeline'} {count:,}" for name, count in kind.counts.items())
     return f"<details><summary>{summary}</summary>{listed(lines)}</details>"
 
 

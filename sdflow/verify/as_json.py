@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+from pydantic import TypeAdapter
+
 Kind = TypeVar("Kind")
 
 
-def to_plain(value: object) -> Any:
+def as_json(value: object) -> Any:
     """JSON of a dataclass, in which paths are texts."""
-    from pydantic import TypeAdapter
-
     return TypeAdapter(type(value)).dump_python(value, mode="json")
 
 
-def from_plain(kind: type[Kind], value: Any) -> Kind:
-    """What `to_plain` was given. Raises ValueError for JSON of something else."""
-    from pydantic import TypeAdapter
-
+def from_json(kind: type[Kind], value: Any) -> Kind:
+    """What `as_json` was given. Raises ValueError for JSON of something else."""
     return TypeAdapter(kind).validate_python(value)

@@ -1,10 +1,5 @@
-"""A pipeline with its refiner: each by itself, what the refiner has of its own, and the image that they draw together.
-
-    verification of the base           as of every pipeline
-    verification of the refiner        its submodels that are not the base's, down to the bytes
-    image of both                      key: artifacts, what lies beside them, checkpoints, LoRAs, target, selection
-
-Each is an entry of the cache.
+"""A pipeline with its refiner: each by itself, of the refiner only what the base does not have too, and the image that they draw
+together. Each is an entry of the cache.
 """
 
 from __future__ import annotations
@@ -26,19 +21,10 @@ from sdflow.manifest import MANIFEST_FILE, REFINER, read_manifest
 from sdflow.store import Cache
 from sdflow.verify import ensemble
 from sdflow.verify.artifact import judge
-from sdflow.verify.check import (
-    How,
-    Verified,
-    image_files,
-    run_facts,
-    run_worker_on,
-    stamps_of_folder,
-    unheard,
-    verify_alone,
-)
+from sdflow.verify.as_json import as_json
+from sdflow.verify.check import How, Verified, image_files, keep, run_worker_on, stamps_of_folder, verify_alone
 from sdflow.verify.ensemble import EnsembleRequest
 from sdflow.verify.keys import ACTION_FORMAT, digest_of_other_files, tree_digest
-from sdflow.verify.plain import to_plain
 from sdflow.verify.reference import reference
 from sdflow.verify.reference.selection import Selection, select
 from sdflow.verify.requests import wanted_of
@@ -99,10 +85,7 @@ def _named(verified: Verified) -> Verified:
         return {f"{REFINER}/{name}": each for name, each in found.items()}
 
     result = verified.result
-    findings = tuple(
-        {**each, "submodel": f"{REFINER}/{each['submodel']}" if each["submodel"] else REFINER}
-        for each in result.findings
-    )
+    findings = tuple(replace(each, submodel=f"{REFINER}/{each.submodel}".removesuffix("/")) for each in result.findings)
     submodels = {name: replace(each, name=name) for name, each in named(result.submodels).items()}
     changed = replace(
         result,
@@ -161,16 +144,12 @@ def both(
         )
         stop.check()
         stamps = [*subject.stamps, *refiner.stamps]
-        worker = run_worker_on({"ensemble": to_plain(request)}, stamps, how.get("progress", unheard), how.get("group"))
+        worker = run_worker_on({"ensemble": as_json(request)}, stamps, how)
         check_stamps(folder_stamps, "its verification began")
         (scratch / RESULT_FILE).write_text(json.dumps(worker.value["image"]), encoding="utf-8")
         verdict, images = _read(scratch), image_files(scratch)
         if cache.writable and not verdict.problems:
-            with cache.staging(action) as staging:
-                for path in scratch.iterdir():
-                    (staging.files / path.name).write_bytes(path.read_bytes())
-                cache.forget(action)
-                staging.publish({"passed": True}, run_facts(worker))
+            keep(scratch, action, worker, cache)
         return verdict, images, False
 
 
@@ -200,7 +179,7 @@ def _action(subject: Subject, refiner: Subject, selection: Selection, cache: Cac
             "format": ACTION_FORMAT,
             "pass": {"name": "VerifyEnsemble", "version": ensemble.VERSION},
             "submodel": "pipeline",
-            "config": {"target": subject.target, "hand_over": HAND_OVER, "selection": to_plain(selection)},
+            "config": {"target": subject.target, "hand_over": HAND_OVER, "selection": as_json(selection)},
             "inputs": {"base": drawn_by(subject), "refiner": drawn_by(refiner)},
             "uses": {name: distribution_version(name) for name in sorted(uses)},
             "salt": cache.salt,

@@ -9,6 +9,8 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from sdflow.bench.engines import Engine
 from sdflow.bench.sweep import Settings, SweepPoint, call_options, latents
 from sdflow.errors import UsageError
@@ -18,6 +20,7 @@ from sdflow.families.shared.torch_start import torch_start
 from sdflow.manifest import REFINER
 from sdflow.processes.patched import patched
 from sdflow.runtime.denoiser.schedule import named_scheduler
+from sdflow.runtime.ensemble import Ensemble, hand_over
 from sdflow.runtime.files.folder import (
     folder_adapters,
     folder_configs,
@@ -29,16 +32,16 @@ from sdflow.runtime.files.folder import (
     read_options,
     refiner_of,
 )
+from sdflow.runtime.files.recorded_tuning import Recorded, recorded_tuning
+from sdflow.runtime.kernels.library import kernel_library
+from sdflow.runtime.pipeline import Pipeline
+from sdflow.runtime.sessions.tuning import UNTUNED
 from sdflow.samples.canvas import canvas, references, shown
 from sdflow.stop import end_children_when_told
 from sdflow.targets import TARGETS
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
-
-    from sdflow.runtime.ensemble import Ensemble
-    from sdflow.runtime.pipeline import Pipeline
 
 Mark = Callable[[], None]
 """Called when the text is encoded, and after every step."""
@@ -51,13 +54,8 @@ def ignore() -> None:
     return None
 
 
-def onnxruntime_drawer(folder: Path, engine: Engine, settings: Settings) -> tuple[Draw, str]:
+def onnxruntime_draw(folder: Path, engine: Engine, settings: Settings) -> tuple[Draw, str]:
     """sdflow's pipeline on one target, and a note on how it was tuned and whose kernels run."""
-    from sdflow.runtime.ensemble import Ensemble
-    from sdflow.runtime.files.recorded_tuning import Recorded, recorded_tuning
-    from sdflow.runtime.kernels.library import kernel_library
-    from sdflow.runtime.sessions.tuning import UNTUNED
-
     target = TARGETS[engine.target]
     recorded = recorded_tuning(folder, target) if settings.tuning else Recorded(UNTUNED)
     pipeline = Ensemble.of_folder(
@@ -73,10 +71,10 @@ def onnxruntime_drawer(folder: Path, engine: Engine, settings: Settings) -> tupl
     if target.name == "cuda":
         own = recorded.tuning.own_kernels and kernel_library() is not None
         notes.append("sdflow's own kernels where they fit" if own else "ONNX Runtime's kernels only")
-    return pipeline_drawer(pipeline, folder, settings, engine.fewer), "; ".join(note for note in notes if note)
+    return pipeline_draw(pipeline, folder, settings, engine.fewer), "; ".join(note for note in notes if note)
 
 
-def tensorrt_drawer(folder: Path, settings: Settings) -> Draw:
+def tensorrt_draw(folder: Path, settings: Settings) -> Draw:
     """sdflow's pipeline on engines of TensorRT's own."""
     from sdflow.bench.tensorrt import tensorrt_pipeline
 
@@ -85,17 +83,14 @@ def tensorrt_drawer(folder: Path, settings: Settings) -> Draw:
         pipeline.scheduler = named_scheduler(
             settings.scheduler, pipeline.scheduler.config, folder_family(folder).noising
         )
-    return pipeline_drawer(pipeline, folder, settings)
+    return pipeline_draw(pipeline, folder, settings)
 
 
-def pipeline_drawer(
+def pipeline_draw(
     pipeline: Pipeline | Ensemble, folder: Path, settings: Settings, fewer: Approximation = EXACT
 ) -> Draw:
     """sdflow's pipeline of a folder, or its ensemble, as it is called. fewer: what it leaves out."""
-    import numpy as np
     import torch
-
-    from sdflow.runtime.ensemble import Ensemble
 
     base = pipeline.base if isinstance(pipeline, Ensemble) else pipeline
 
@@ -115,7 +110,7 @@ def pipeline_drawer(
     return draw
 
 
-def torch_drawer(
+def torch_draw(
     folder: Path, modules: Mapping[str, torch.nn.Module], engine: Engine, settings: Settings, device: str, dtype: str
 ) -> Draw:
     """diffusers' pipeline over copies of these modules, with the tokenizer and the scheduler of the folder; and that of its
@@ -124,8 +119,6 @@ def torch_drawer(
     On a GPU, and wherever it compiles, convolutions are laid out channels last; plain eager is as diffusers loads it.
     """
     import torch
-
-    from sdflow.runtime.ensemble import hand_over
 
     element = getattr(torch, dtype)
     # torch's own `to`: diffusers' has something to say about modules kept in float32, of which there are none here.
@@ -205,7 +198,11 @@ def _torch_pipeline(folder: Path, parts: dict[str, Any], engine: Engine, setting
     pipeline = family.torch_pipeline(parts, companions, read_options(folder))
     pipeline.set_progress_bar_config(disable=True)
     if adapters := folder_adapters(folder):
-        _require_adapters(engine)
+        if engine.attention != "sdpa" or engine.fused_qkv:  # put in the place of what reads image prompts
+            raise UsageError(
+                f"{engine.name} has no attention for IP-Adapters",
+                remedy="Take torch-sdpa, or torch-compile: theirs has.",
+            )
         pipeline.set_ip_adapter_scale([1.0] * adapters)
     _specialize(pipeline, family, engine)
     return pipeline
@@ -255,14 +252,6 @@ def _own(module: torch.nn.Module) -> torch.nn.Module:
 def _convolutional(family: Family) -> list[str]:
     """The components that work on images and latents: those of denoiser and decoder."""
     return [family.part(name).component for name in (family.denoiser, family.decoder)]
-
-
-def _require_adapters(engine: Engine) -> None:
-    """Raises UsageError for an engine that puts other attention in the place of what reads image prompts."""
-    if engine.attention != "sdpa" or engine.fused_qkv:
-        raise UsageError(
-            f"{engine.name} has no attention for IP-Adapters", remedy="Take torch-sdpa, or torch-compile: theirs has."
-        )
 
 
 def _specialize(pipeline: Any, family: Family, engine: Engine) -> None:
