@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
-from sdflow.config.nodes import Node, YamlList, YamlMap
 from sdflow.config.patch import patch_chain, patch_each
 from sdflow.config.problems import Problems
+from sdflow.config.tree import Node, YamlList, YamlMap
 
 Path = tuple[str, ...]
 

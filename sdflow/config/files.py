@@ -8,11 +8,11 @@ from pathlib import Path, PurePath
 
 from sdflow.config.documents import chains_of, merge_documents, overlay
 from sdflow.config.fields import WORKFLOW
-from sdflow.config.merge import expect_kind
-from sdflow.config.nodes import MAX_BYTES, Node, YamlList, YamlMap, YamlScalar, decode, parse
+from sdflow.config.nodes import MAX_BYTES, decode, parse
 from sdflow.config.not_workflows import not_a_file, weights
 from sdflow.config.patch import names_of
 from sdflow.config.problems import Problems, nearest
+from sdflow.config.tree import Node, YamlList, YamlMap, expect_kind, text_of
 from sdflow.config.workflow import Mark
 from sdflow.disk.alike import alike
 from sdflow.disk.input_file import is_regular, is_there, open_input
@@ -177,8 +177,8 @@ class Files:
         extends = root.entries.get("extends", YamlList((), root.mark))
         bases = []
         for reference in extends.items if isinstance(extends, YamlList) else (extends,):
-            if isinstance(reference, YamlScalar) and isinstance(reference.value, str) and reference.value:
-                bases.append(self._read(_found(path.parent, reference.value), reference.mark, above))
+            if (written := text_of(reference)) is not None:
+                bases.append(self._read(_found(path.parent, written), reference.mark, above))
             else:
                 expect_kind(reference, "a YAML file or a list of them", "`extends`", self.problems)
         return tuple(base for base in bases if base is not None)

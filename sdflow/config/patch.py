@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from sdflow.config.merge import expect_kind, merge
-from sdflow.config.nodes import Node, YamlList, YamlMap, YamlScalar
 from sdflow.config.problems import Problems, nearest
+from sdflow.config.tree import Node, YamlList, YamlMap, YamlScalar, expect_kind, is_null, merge, text_of
 from sdflow.config.workflow import Mark
 
 BEFORE, AFTER = "insert_before", "insert_after"
@@ -35,8 +34,7 @@ class Insertion:
 
 def pass_name(step: Node) -> str | None:
     """The pass that a step names, or None where it is not written as it should be."""
-    named = step.entries.get("pass") if isinstance(step, YamlMap) else None
-    return named.value if isinstance(named, YamlScalar) and isinstance(named.value, str) else None
+    return text_of(step.entries.get("pass")) if isinstance(step, YamlMap) else None
 
 
 def names_of(chain: YamlList) -> list[str]:
@@ -68,9 +66,9 @@ def patch_chain(
     steps = _insert(list(chain.items), insertions, problems, where)
     for name, options in changes.items():
         if name not in map(pass_name, steps):
-            if not lenient and not (_is_null(options) and name in gone) and not _places(options):
+            if not lenient and not (is_null(options) and name in gone) and not _places(options):
                 _tell_missing(name, options, patch.keys[name], steps, problems, where)
-        elif _is_null(options):
+        elif is_null(options):
             steps = [step for step in steps if pass_name(step) != name]
         elif isinstance(options, YamlMap):
             # The step keeps the place where it was written; each option has its own.
@@ -89,7 +87,7 @@ def patch_each(
     used = {key for each in found.values() for key in each.entries}
     known = [name for chain in chains.values() for name in names_of(chain)]
     for name, options in patch.entries.items():
-        if name in used or (_is_null(options) and name in gone):
+        if name in used or (is_null(options) and name in gone):
             continue
         check_change(name, options, problems)
         insertion = insertion_of(name, options, patch.keys[name])
@@ -104,7 +102,7 @@ def patch_each(
 def check_change(name: str, options: Node, problems: Problems) -> None:
     """Reports what is wrong with a change to a step, or with an insertion, whatever the chain."""
     if not isinstance(options, YamlMap):
-        if not _is_null(options):
+        if not is_null(options):
             expect_kind(options, "a map of options, or null", f"the change to {name}", problems)
         return
     if "pass" in options.entries:
@@ -112,7 +110,7 @@ def check_change(name: str, options: Node, problems: Problems) -> None:
     given = _places(options)
     for key in given:
         anchor = options.entries[key]
-        if not isinstance(anchor, YamlScalar) or not isinstance(anchor.value, str) or not anchor.value:
+        if text_of(anchor) is None:
             expect_kind(anchor, "the name of a pass in the chain", f"`{key}`", problems)
     if len(given) > 1:
         problems.add(
@@ -123,7 +121,7 @@ def check_change(name: str, options: Node, problems: Problems) -> None:
 def _places(options: Node) -> list[str]:
     """Those of INSERTING that say something, right or wrong."""
     entries = options.entries if isinstance(options, YamlMap) else {}
-    return [key for key in INSERTING if key in entries and not _is_null(entries[key])]
+    return [key for key in INSERTING if key in entries and not is_null(entries[key])]
 
 
 def insertion_of(name: str, options: Node, mark: Mark) -> Insertion | None:
@@ -210,7 +208,3 @@ def _patched(step: Node, options: YamlMap) -> Node:
     merged = merge(step, without_places(options))
     assert isinstance(step, YamlMap) and isinstance(merged, YamlMap)
     return YamlMap({**merged.entries, "pass": step.entries["pass"]}, merged.keys, step.mark)
-
-
-def _is_null(node: Node) -> bool:
-    return isinstance(node, YamlScalar) and node.value is None

@@ -10,8 +10,7 @@ from sdflow.errors import CheckpointError
 from sdflow.sources.checkpoint import Access, Checkpoint, FileDigests
 from sdflow.sources.components.adapters import with_adapters
 from sdflow.sources.components.component import require_omittable, with_component
-from sdflow.sources.components.nets import with_nets
-from sdflow.sources.components.nets_in_folder import has_nets
+from sdflow.sources.components.nets import has_nets, with_nets
 from sdflow.sources.folder import open_folder
 from sdflow.sources.headers import require_loadable
 from sdflow.sources.hub import open_hub
