@@ -28,6 +28,13 @@ class PlannedStep:
     reasons: tuple[str, ...]
     failure: Failure | None = None
 
+    def seconds(self, cache: Cache) -> float | None:
+        """That the pass took when this step was last built, if that result is still in the cache."""
+        record = self.record
+        if record is None and (action := cache.notes.last_action(self.step.id)) is not None:
+            record = cache.lookup(action)
+        return None if record is None else float(record.built["seconds"])
+
 
 def look_up(chain: Chain, cache: Cache) -> list[PlannedStep]:
     """A chain's steps, as the cache has them now; those that carry the weights, where one without is known to look at them."""

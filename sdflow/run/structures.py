@@ -15,7 +15,6 @@ from typing import Any
 
 from sdflow import __version__
 from sdflow.artifact import Record
-from sdflow.build.buildable import require_buildable
 from sdflow.build.execute import Executor
 from sdflow.build.listener import Listener, Steps
 from sdflow.build.plan import PipelinePlan, Plan, make_plan
@@ -148,7 +147,7 @@ def _unverified(workflow: Workflow, cache: Cache, listener: Listener, jobs: int 
     plan = make_plan(workflow, cache, download=True)
     _require_structures(plan)
     graphs = replace(plan, pipelines=tuple(map(_without_weights, plan.pipelines)))
-    require_buildable(graphs, cache)
+    graphs.require_buildable(cache)
     executor = Executor(cache, listener, jobs=jobs)
     return [_Made(each.pipeline, executor.run(each)) for each in graphs.pipelines]
 
