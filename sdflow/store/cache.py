@@ -20,7 +20,7 @@ from sdflow.store.gc import Entry, GcReport, clean, collect, entries
 from sdflow.store.layout import FULL, READ_ONLY, Layout, cache_error, log, reading, writing
 from sdflow.store.locks import file_lock, held
 from sdflow.store.notes import Notes, note
-from sdflow.store.objects import AbsentObject, BadTree, check, find
+from sdflow.store.objects import AbsentObject, BadTree, find
 from sdflow.store.pins import Pin, files_put, note_output_folder, write_pin
 from sdflow.store.publish import Staging
 from sdflow.store.quarantine import put_aside
@@ -144,7 +144,7 @@ class Cache:
         """
         with reading(self.root):
             try:
-                check(self._layout, self.stat, artifact.digest)
+                find(self._layout, self.stat, artifact.digest, anew=True)
             except BadTree as error:
                 if not isinstance(error, AbsentObject):
                     self._quarantine(artifact.digest, str(error))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,11 +52,18 @@ def held(
 ) -> Iterator[None]:
     """Hold the lock at `path`. If another process has it, `waiting` is called once, and `meanwhile` again and again:
     what that raises ends the waiting."""
+    from filelock import Timeout
+
     lock = try_lock(path)
     if lock is None:
         if waiting:
             waiting()
-        lock = _acquired(file_lock(path), meanwhile)
+        lock = file_lock(path)
+        while not lock.is_locked:
+            try:
+                lock.acquire(timeout=0.2)
+            except Timeout:
+                meanwhile()
     try:
         yield
     finally:
@@ -66,26 +73,10 @@ def held(
 @contextmanager
 def held_if_possible(path: Path) -> Iterator[None]:
     """Hold the lock at `path`; on a read-only cache, for those who change nothing, go on without."""
-    try:
-        lock = _acquired(file_lock(path), lambda: None)
-    except OSError as error:
-        if error.errno not in READ_ONLY:
-            raise
-        yield
-        return
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _acquired(lock: BaseFileLock, meanwhile: Callable[[], None]) -> BaseFileLock:
-    from filelock import Timeout
-
-    while True:
+    with ExitStack() as stack:
         try:
-            lock.acquire(timeout=0.2)
-        except Timeout:
-            meanwhile()
-        else:
-            return lock
+            stack.enter_context(held(path))
+        except OSError as error:
+            if error.errno not in READ_ONLY:
+                raise
+        yield

@@ -51,12 +51,8 @@ class Notes:
 
     def last_action(self, step_id: str) -> Action | None:
         """The action that the step had when it was last run; None if that is not known."""
-        try:
-            body = load(read_record(self._step(step_id)))
-            return Action(body["action"]) if body["step"] == step_id else None
-        except (OSError, BadRecord, KeyError) as error:
-            log.debug("no last action of %s: %s", step_id, error)
-            return None
+        body = self._body(self._step(step_id), step_id, "action")
+        return None if body is None else Action(body["action"])
 
     def remember_failure(self, step_id: str, action: Action, error: str) -> None:
         """Note that a step failed, for `explain`: no result, and part of no key. Skipped on a read-only cache."""
@@ -70,12 +66,17 @@ class Notes:
 
     def last_failure(self, step_id: str) -> Failure | None:
         """How a step failed since it was last built; None if it did not, or that is not known."""
+        body = self._body(self._failure(step_id), step_id, "action", "at", "error")
+        return None if body is None else Failure(Action(body["action"]), body["at"], body["error"])
+
+    def _body(self, path: Path, step_id: str, *keys: str) -> dict[str, Any] | None:
+        """What was noted of the step, with all of these keys."""
         try:
-            body = load(read_record(self._failure(step_id)))
-            return Failure(Action(body["action"]), body["at"], body["error"]) if body["step"] == step_id else None
-        except (OSError, BadRecord, KeyError) as error:
-            log.debug("no failure of %s: %s", step_id, error)
+            body = load(read_record(path))
+        except (OSError, BadRecord) as error:
+            log.debug("nothing is noted of %s: %s", step_id, error)
             return None
+        return body if body.get("step") == step_id and all(key in body for key in keys) else None
 
     def _step(self, step_id: str) -> Path:
         return self._layout.steps / f"{digest_json(step_id)}.json"

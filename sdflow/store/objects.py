@@ -114,43 +114,24 @@ def read_manifest(directory: Path, digest: str) -> tuple[FileEntry, ...]:
     return entries
 
 
-def find(layout: Layout, stats: StatCache, digest: str) -> Artifact:
+def find(layout: Layout, stats: StatCache, digest: str, *, anew: bool = False) -> Artifact:
     """The object, if each of its files has the right size and, by its stat, the content that was hashed before.
 
-    Files whose stat is not known are hashed again. Raises AbsentObject, BadTree.
+    Files whose stat is not known are hashed again, and with `anew` all. Raises AbsentObject, BadTree, also for a file that the
+    manifest does not list, or that is not plain or has a second link.
     """
     directory = layout.object(digest)
     with _being_there(directory):
         entries = read_manifest(directory, digest)
-        there = _require_listed(directory / FILES, entries)
+        there = dict(scan(directory / FILES))
+        if difference := there.keys() ^ {entry.path for entry in entries}:
+            raise BadTree(f"missing or not listed in the manifest: {', '.join(sorted(difference))}")
         for entry in entries:
             path, found = directory / FILES / entry.path, there[entry.path]
-            if found.st_size != entry.size:
+            if not anew and found.st_size != entry.size:
                 raise BadTree(f"{entry.path} does not have {entry.size} bytes")
-            if stats.recall(path, SHA256, identity(found)) != entry.sha256:
+            if anew or stats.recall(path, SHA256, identity(found)) != entry.sha256:
                 _rehash(path, entry, stats)
-    return Artifact(digest, directory / FILES, entries)
-
-
-def _require_listed(files: Path, entries: tuple[FileEntry, ...]) -> dict[str, os.stat_result]:
-    """The files that are there, which must be those of the manifest, each plain and with one link. Raises BadTree."""
-    there = dict(scan(files))
-    if difference := there.keys() ^ {entry.path for entry in entries}:
-        raise BadTree(f"missing or not listed in the manifest: {', '.join(sorted(difference))}")
-    return there
-
-
-def check(layout: Layout, stats: StatCache, digest: str) -> Artifact:
-    """The object, with every byte read and hashed again and nothing beside what the manifest lists.
-
-    Raises AbsentObject, BadTree.
-    """
-    directory = layout.object(digest)
-    with _being_there(directory):
-        entries = read_manifest(directory, digest)
-        _require_listed(directory / FILES, entries)
-        for entry in entries:
-            _rehash(directory / FILES / entry.path, entry, stats)
     return Artifact(digest, directory / FILES, entries)
 
 

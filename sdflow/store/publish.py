@@ -21,7 +21,7 @@ from sdflow.disk.replace_folder import sync_directory
 from sdflow.errors import PassError
 from sdflow.store.layout import Layout, discard, log, make_folder, move, write_file, writing
 from sdflow.store.leases import Lease
-from sdflow.store.objects import FILES, MANIFEST, READERS, AbsentObject, BadTree, check, seal, write_manifest
+from sdflow.store.objects import FILES, MANIFEST, READERS, AbsentObject, BadTree, find, seal, write_manifest
 from sdflow.store.quarantine import put_aside
 from sdflow.store.records import Stored, dump_action
 from sdflow.store.stat_cache import SHA256, Known, StatCache
@@ -124,7 +124,7 @@ class Staging:
             write_manifest(self.path, entries)
         while True:
             try:
-                artifact = check(self._layout, self._stats, digest)
+                artifact = find(self._layout, self._stats, digest, anew=True)
                 log.debug("object %s is there already", digest)
                 return artifact
             except AbsentObject:

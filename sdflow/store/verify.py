@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sdflow.store.layout import Layout, reading
-from sdflow.store.objects import AbsentObject, BadTree, check
+from sdflow.store.objects import AbsentObject, BadTree, find
 from sdflow.store.quarantine import put_aside
 from sdflow.store.records import BadRecord, load_action, read_record
 from sdflow.store.stat_cache import StatCache
@@ -52,7 +52,7 @@ def verify(layout: Layout, stats: StatCache, progress: Callable[[str, int], None
             actions += 1
         for path in sorted(layout.objects.glob("*/*")):
             try:
-                artifact = check(layout, stats, path.name)
+                artifact = find(layout, stats, path.name, anew=True)
             except AbsentObject:  # collected just now
                 continue
             except BadTree as error:

@@ -13,13 +13,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from sdflow.store.records import BadRecord
+from sdflow.store.records import BadRecord, Stored
 from sdflow.store.remote.claims import FOLDER as CLAIMS
 from sdflow.store.remote.claims import named as claimed
 from sdflow.store.remote.entry import (
     MOST_OF_ENTRY,
     MOST_OF_MANIFEST,
-    RemoteEntry,
     RemoteObject,
     object_path,
     read_entry,
@@ -38,7 +37,7 @@ class Listed:
     """A finished action of the remote. bytes: of its object; None when its manifest is gone or wrong. pushed: by the store's
     clock, seconds since 1970."""
 
-    entry: RemoteEntry
+    entry: Stored
     bytes: int | None
     pushed: float | None
 
@@ -133,10 +132,10 @@ def _digest(file: Found) -> str:
     return file.path.rpartition("/")[2].removesuffix(".json")
 
 
-def _entries(share: Share, files: list[Found], meanwhile: Callable[[], None]) -> list[tuple[Found, RemoteEntry]]:
+def _entries(share: Share, files: list[Found], meanwhile: Callable[[], None]) -> list[tuple[Found, Stored]]:
     """Those of these actions that can be read."""
 
-    def read(file: Found) -> tuple[Found, RemoteEntry] | None:
+    def read(file: Found) -> tuple[Found, Stored] | None:
         with suppress(Absent, BadRecord):
             return file, read_entry(share.read(file.path, MOST_OF_ENTRY), _digest(file))
         return None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sdflow.artifact import Action
 from sdflow.digest import FileEntry, digest_tree, inside
-from sdflow.store.records import BadRecord, dump, load, load_action
+from sdflow.store.records import BadRecord, Stored, dump, load, load_action
 from sdflow.store.remote.pieces import MOST, Piece
 
 MOST_OF_ENTRY = 2 << 20
@@ -16,16 +15,6 @@ MOST_OF_ENTRY = 2 << 20
 MOST_OF_MANIFEST = 8 << 20
 """Bytes of a manifest at most: 100,000 pieces, which is 100 GB and more."""
 _HEX = frozenset("0123456789abcdef")
-
-
-@dataclass(frozen=True)
-class RemoteEntry:
-    """A finished action that the remote has."""
-
-    action: Action
-    object: str
-    facts: Mapping[str, Any]
-    built: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -51,7 +40,7 @@ def object_path(digest: str) -> str:
     return f"objects/{digest[:2]}/{digest}.json"
 
 
-def read_entry(data: bytes, digest: str) -> RemoteEntry:
+def read_entry(data: bytes, digest: str) -> Stored:
     """The entry of the action that was asked for. Raises BadRecord."""
     from sdflow.store.remote.entry_form import require_entry  # pydantic, which planning does without
 
@@ -59,7 +48,7 @@ def read_entry(data: bytes, digest: str) -> RemoteEntry:
     if stored.action.digest != digest:
         raise BadRecord("it belongs to another action")
     require_entry({**vars(stored), "action": stored.action.content})
-    return RemoteEntry(stored.action, stored.object, stored.facts, stored.built)
+    return stored
 
 
 def require_files(files: Sequence[FileEntry], tree: str) -> None:

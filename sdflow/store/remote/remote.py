@@ -18,13 +18,12 @@ from sdflow.artifact import Action, Record
 from sdflow.store.layout import Layout, free_bytes, log, remove_tree
 from sdflow.store.objects import BadTree, read_manifest
 from sdflow.store.quarantine import keep_bytes
-from sdflow.store.records import BadRecord
+from sdflow.store.records import BadRecord, Stored
 from sdflow.store.remote.claims import Claim, claim, claims
 from sdflow.store.remote.down import WrongBytes, bring
 from sdflow.store.remote.entry import (
     MOST_OF_ENTRY,
     MOST_OF_MANIFEST,
-    RemoteEntry,
     action_path,
     object_path,
     read_entry,
@@ -66,7 +65,7 @@ class Remote:
         self._layout = layout
         self._cuts = cuts
         self._signer = signer
-        self._known: dict[str, RemoteEntry] = {}
+        self._known: dict[str, Stored] = {}
         self._mend: set[str] = set()  # actions whose entry is not whole or wrong: the next push replaces it,
         self._wrongs: set[str] = set()  # and of these all that it is made of
         self._said: set[str] = set()
@@ -80,7 +79,7 @@ class Remote:
 
     # Down
 
-    def look(self, action: Action, meanwhile: Callable[[], None] = lambda: None) -> RemoteEntry | None:
+    def look(self, action: Action, meanwhile: Callable[[], None] = lambda: None) -> Stored | None:
         """What the remote says that the action gave; None when it has none, or cannot be asked."""
         if not self._read_from or action.digest in self._mend:
             return None
@@ -113,7 +112,7 @@ class Remote:
                 return None
         return self._known[action.digest]
 
-    def bring(self, entry: RemoteEntry, folder: Path, meanwhile: Callable[[], None] = lambda: None) -> bool:
+    def bring(self, entry: Stored, folder: Path, meanwhile: Callable[[], None] = lambda: None) -> bool:
         """Make the files of an entry in `folder`, or go on with what an earlier attempt left there.
 
         False, and said why, when they cannot be had. The caller checks the tree: `disbelieve` if it is another.
@@ -153,7 +152,7 @@ class Remote:
             return True
         return False
 
-    def disbelieve(self, entry: RemoteEntry) -> None:
+    def disbelieve(self, entry: Stored) -> None:
         """The files of an entry are, all in all, not those that it names."""
         self._wrong(entry.action.digest, object_path(entry.object), b"", "its pieces do not make up its files")
 
@@ -343,7 +342,7 @@ def _written(folder: Path) -> int:
     return sum(512 * path.stat().st_blocks for path in folder.rglob("*") if path.is_file()) if os.name != "nt" else 0
 
 
-def incoming(layout: Layout, entry: RemoteEntry) -> Path:
+def incoming(layout: Layout, entry: Stored) -> Path:
     """The folder that an object comes into. It outlives the process, so that the next goes on from there."""
     folder = layout.incoming / entry.object
     if any(not (path.is_dir() or path.is_file()) or path.is_symlink() for path in (folder, *folder.rglob("*"))):
