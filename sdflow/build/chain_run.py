@@ -37,7 +37,7 @@ from sdflow.processes.worker_group import MEMORY_PER_WORKER, Needs, WorkerGroup
 from sdflow.processes.workers import WorkerResult
 from sdflow.store import Cache, CorruptArtifactError, Staging
 from sdflow.weights.finite import words_beyond_float16
-from sdflow.weights.page_sums import PAGE_SUMS
+from sdflow.weights.stream import PAGE_SUMS
 
 WORKER = "sdflow.passes.worker"
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sdflow.config.fields import AdapterFields, LoraFields
-from sdflow.config.files import nearest_sibling
-from sdflow.config.not_workflows import hub_repository
+from sdflow.config.files import hub_repository, nearest_sibling
 from sdflow.config.options import check
 from sdflow.config.problems import Problems, nearest
 from sdflow.config.tree import Node, as_map, expect_kind, shortened, text_of

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import sdflow
 from sdflow.disk.input_file import is_regular
+from sdflow.errors import CheckpointError
 
 _FAMILY_PACKAGES = ("sdflow.families", "sdflow_families")
 """Where families are found: those that ship, and a namespace package of others, which tests define. The import path
@@ -58,3 +59,16 @@ def shipped_workflow(reference: str) -> Path | None:
 def shipped_workflows() -> tuple[str, ...]:
     """The names of all workflows that ship with sdflow to be extended."""
     return tuple(sorted(name for name, _ in _bases()))
+
+
+def sample_folder(name: str) -> Path:
+    """The folder of a sample: in the installed package's data, or beside the package in a checkout."""
+    folders = [folder / name for folder in sample_folders()]
+    for folder in folders:
+        if (folder / "model_index.json").is_file():
+            return folder
+    raise CheckpointError(
+        f"no sample of the name {name!r} is installed",
+        where=f"sample:{name}",
+        remedy=f"Looked in {' and '.join(str(folder) for folder in folders)}. Use a checkout of the repository.",
+    )

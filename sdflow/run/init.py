@@ -11,13 +11,13 @@ import yaml
 
 from sdflow.artifact import INDEX_FILE
 from sdflow.config import load_workflow
+from sdflow.config.files import hub_repository
 from sdflow.config.matrix import slug
-from sdflow.config.not_workflows import hub_repository
 from sdflow.config.problems import nearest
 from sdflow.config.workflow import LoraSpec
 from sdflow.disk.atomic_write import write_whole
 from sdflow.disk.input_file import is_regular, is_there, read_input
-from sdflow.disk.shipped import shipped_workflow, shipped_workflows
+from sdflow.disk.shipped import sample_folder, shipped_workflow, shipped_workflows
 from sdflow.errors import SdflowError, UsageError
 from sdflow.families import FAMILIES, any_family
 from sdflow.inspection import Description, inspect
@@ -30,7 +30,6 @@ from sdflow.sources.checkpoint import listing
 from sdflow.sources.hub import HubUnreachable, describe_repository
 from sdflow.sources.recognition import CHECKPOINT, LORA
 from sdflow.sources.reference import HubReference, LocalReference, SampleReference, SyntheticReference, parse_reference
-from sdflow.sources.sample import sample_folder
 from sdflow.sources.synthetic import require_model
 from sdflow.targets import TARGETS, find_target
 

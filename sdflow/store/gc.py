@@ -17,12 +17,10 @@ from typing import Any
 from sdflow.disk.locked_folder import remove_abandoned_scratch
 from sdflow.errors import CacheError
 from sdflow.onnx_model.quantized import quantized_to
-from sdflow.store.layout import READ_ONLY, Layout, move, remove_tree, writing
-from sdflow.store.leases import GUARD, leased, live_leases
-from sdflow.store.locks import held, held_if_possible, try_lock
+from sdflow.store.layout import READ_ONLY, Layout, move, put_aside, remove_tree, writing
+from sdflow.store.locks import GUARD, held, held_if_possible, leased, live_leases, try_lock
 from sdflow.store.objects import BadTree, read_manifest
 from sdflow.store.pins import pins, remove_abandoned_staging, tidy
-from sdflow.store.quarantine import put_aside
 from sdflow.store.records import BadRecord, load_action, read_record
 from sdflow.store.stat_cache import StatCache
 

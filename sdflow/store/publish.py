@@ -19,10 +19,9 @@ from sdflow.digest import FileEntry, canonical_json, digest_tree
 from sdflow.disk.atomic_write import unfinished
 from sdflow.disk.replace_folder import sync_directory
 from sdflow.errors import PassError
-from sdflow.store.layout import Layout, discard, log, make_folder, move, write_file, writing
-from sdflow.store.leases import Lease
+from sdflow.store.layout import Layout, discard, log, make_folder, move, put_aside, write_file, writing
+from sdflow.store.locks import Lease
 from sdflow.store.objects import FILES, MANIFEST, READERS, AbsentObject, BadTree, find, seal, write_manifest
-from sdflow.store.quarantine import put_aside
 from sdflow.store.records import Stored, dump_action
 from sdflow.store.stat_cache import SHA256, Known, StatCache
 

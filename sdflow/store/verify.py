@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sdflow.store.layout import Layout, reading
+from sdflow.store.layout import Layout, put_aside, reading
 from sdflow.store.objects import AbsentObject, BadTree, find
-from sdflow.store.quarantine import put_aside
 from sdflow.store.records import BadRecord, load_action, read_record
 from sdflow.store.stat_cache import StatCache
 

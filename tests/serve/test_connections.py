@@ -17,8 +17,8 @@ from sdflow.serve.http.connection import Connection
 from sdflow.serve.http.guard import Access
 from sdflow.serve.http.loras import Loras
 from sdflow.serve.http.server import listen
+from sdflow.serve.jobs import WorkerOptions
 from sdflow.serve.limits import Limits
-from sdflow.serve.worker_options import WorkerOptions
 
 HEAD = b"POST /v1/images/generations HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 900\r\n"
 LARGE = 64 << 20

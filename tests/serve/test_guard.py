@@ -19,8 +19,8 @@ from sdflow.serve.http.connection import Connection
 from sdflow.serve.http.guard import LOOPBACK, Access, log_line
 from sdflow.serve.http.loras import Loras
 from sdflow.serve.http.server import access_of, listen
+from sdflow.serve.jobs import WorkerOptions
 from sdflow.serve.limits import Limits
-from sdflow.serve.worker_options import WorkerOptions
 
 PAGE = "https://page.example"
 FIRST = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}

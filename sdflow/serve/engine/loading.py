@@ -20,7 +20,7 @@ from sdflow.targets import find_target
 
 if TYPE_CHECKING:
     from sdflow.serve.engine.served_pipeline import ServedPipeline
-    from sdflow.serve.worker_options import WorkerOptions
+    from sdflow.serve.jobs import WorkerOptions
 
 WARM_UP = "warm-up"
 

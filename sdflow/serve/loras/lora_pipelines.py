@@ -21,9 +21,8 @@ from sdflow.errors import CheckpointError, os_errors_as
 from sdflow.families import DEFAULT
 from sdflow.serve.engine.served_pipeline import ServedPipeline
 from sdflow.serve.jobs import LoraFile
-from sdflow.serve.loras.live_loras import Layers, LiveLoras, Names, Structure
+from sdflow.serve.loras.live_loras import Layers, LiveLoras, Names, SharedValues, Structure
 from sdflow.serve.loras.lora_structures import read_structures
-from sdflow.serve.loras.shared_values import SharedValues
 from sdflow.sources import Checkpoint
 from sdflow.sources.loras.lora import LoraLayer, read_lora, require_made_for
 from sdflow.weights.lora import LoraInput, read_loras

@@ -13,8 +13,8 @@ from sdflow.serve.engine.served_pipeline import ServedPipeline
 from sdflow.serve.jobs import Job
 
 if TYPE_CHECKING:
+    from sdflow.serve.loras.live_loras import SharedValues
     from sdflow.serve.loras.lora_pipelines import LoraPipelines, Made, Wanted
-    from sdflow.serve.loras.shared_values import SharedValues
 
 log = logging.getLogger("sdflow.serve")
 

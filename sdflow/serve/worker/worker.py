@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 from sdflow.errors import SdflowError
 from sdflow.processes.workers import deny_network
 from sdflow.serve.engine.pulse import Pulse, Pulses
-from sdflow.serve.jobs import Cancel, End, Job, Lost, Message, Ready
-from sdflow.serve.worker_options import WorkerOptions
+from sdflow.serve.jobs import Cancel, End, Job, Lost, Message, Ready, WorkerOptions
 
 if TYPE_CHECKING:
     from sdflow.serve.engine.engine import Engine
@@ -77,7 +76,7 @@ def _draw(connection: Connection, options: WorkerOptions, tell: Tell, pulses: Pu
     from sdflow.serve.engine.lanes import Lanes
     from sdflow.serve.engine.loading import load_lanes, patience_of
     from sdflow.serve.engine.room import Room
-    from sdflow.serve.loras.shared_values import SharedValues
+    from sdflow.serve.loras.live_loras import SharedValues
     from sdflow.serve.worker.ready_pipelines import ReadyPipelines
 
     # What torch computes here is small. Each thread that draws would have more of torch's own, which spin beside ONNX Runtime's.

@@ -11,9 +11,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from sdflow.serve.engine.pulse import Pulse, Watchdog
-from sdflow.serve.jobs import Cancel, End, Job, Lost, Message, Ready
+from sdflow.serve.jobs import Cancel, End, Job, Lost, Message, Ready, WorkerOptions
 from sdflow.serve.worker.worker import work
-from sdflow.serve.worker_options import WorkerOptions
 
 WAITS = (0.0, 1.0, 5.0, 15.0, 60.0)
 """Seconds before a start, by how many ended in a row before they were ready; the last for all further ones."""

@@ -17,6 +17,7 @@ from typing import Any
 from sdflow.digest import digest_json
 from sdflow.disk.file_stamp import file_stamp
 from sdflow.disk.input_file import is_regular, no_file
+from sdflow.disk.shipped import sample_folder
 from sdflow.errors import CheckpointError
 from sdflow.families import COMPONENT_ARCHITECTURES
 from sdflow.families.shared.part import Part
@@ -41,7 +42,6 @@ from sdflow.sources.reference import (
     parse_reference,
 )
 from sdflow.sources.safetensors_file import digest_tensors, read_header
-from sdflow.sources.sample import sample_folder
 from sdflow.sources.single_file import part_of_file, under
 from sdflow.sources.synthetic import open_synthetic, synthetic_identity, synthetic_provenance
 from sdflow.sources.weight_files import refuse_pickle

@@ -17,8 +17,7 @@ from sdflow.errors import CheckpointError
 from sdflow.families import DEFAULT, FAMILIES, any_family
 from sdflow.sources.checkpoint import Checkpoint, FileDigests, listing
 from sdflow.sources.hub import choose_file, hub_file
-from sdflow.sources.loras.lora_family import made_for, misfit
-from sdflow.sources.loras.lora_header import read_lora_header
+from sdflow.sources.loras.lora_header import made_for, misfit, read_lora_header
 from sdflow.sources.loras.lora_names import Places, Role, peft_module, spellings
 from sdflow.sources.loras.peft_metadata import METADATA_KEY, peft_config_file
 from sdflow.sources.reference import PICKLE_SUFFIXES, HubReference, LocalReference, parse_reference

@@ -15,9 +15,8 @@ from pathlib import Path
 
 from sdflow import stop
 from sdflow.disk.input_file import open_input
-from sdflow.store.remote.entry import RemoteObject
+from sdflow.store.remote.entry import Piece, RemoteObject
 from sdflow.store.remote.parallel import for_each
-from sdflow.store.remote.pieces import Piece
 from sdflow.store.remote.reading import TooLong
 from sdflow.store.remote.share import Unusable
 from sdflow.units import spell_bytes

@@ -15,22 +15,22 @@ from queue import SimpleQueue
 
 from sdflow import stop
 from sdflow.artifact import Action, Record
-from sdflow.store.layout import Layout, free_bytes, log, remove_tree
+from sdflow.store.layout import Layout, free_bytes, keep_bytes, log, remove_tree
 from sdflow.store.objects import BadTree, read_manifest
-from sdflow.store.quarantine import keep_bytes
 from sdflow.store.records import BadRecord, Stored
 from sdflow.store.remote.claims import Claim, claim, claims
 from sdflow.store.remote.down import WrongBytes, bring
 from sdflow.store.remote.entry import (
     MOST_OF_ENTRY,
     MOST_OF_MANIFEST,
+    Cuts,
     action_path,
+    no_cuts,
     object_path,
     read_entry,
     read_object,
 )
 from sdflow.store.remote.parallel import one
-from sdflow.store.remote.pieces import Cuts, no_cuts
 from sdflow.store.remote.share import Absent, Refused, Share, Unusable
 from sdflow.store.remote.spec import RemoteSpec
 from sdflow.store.remote.trust import Signer, Untrusted, require_cryptography, require_signed

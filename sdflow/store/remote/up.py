@@ -14,13 +14,15 @@ from sdflow.store.records import Stored, dump_action
 from sdflow.store.remote.entry import (
     MOST_OF_ENTRY,
     MOST_OF_MANIFEST,
+    Cuts,
+    Piece,
     RemoteObject,
     action_path,
+    cut,
     dump_object,
     object_path,
 )
 from sdflow.store.remote.parallel import for_each, one
-from sdflow.store.remote.pieces import Cuts, Piece, cut
 from sdflow.store.remote.reading import TooLong
 from sdflow.store.remote.share import Absent, Share
 from sdflow.store.remote.trust import Signer, is_signed
