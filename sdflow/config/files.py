@@ -9,15 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from sdflow.artifact import INDEX_FILE
-from sdflow.config.documents import chains_of, merge_documents, overlay
 from sdflow.config.fields import WORKFLOW
 from sdflow.config.nodes import MAX_BYTES, decode, parse
-from sdflow.config.patch import names_of
+from sdflow.config.patch import chains_of, merge_documents, names_of, overlay
 from sdflow.config.problems import Problems, nearest
 from sdflow.config.tree import Node, YamlList, YamlMap, expect_kind, text_of
 from sdflow.config.workflow import Mark
-from sdflow.disk.alike import alike
-from sdflow.disk.input_file import is_regular, is_there, open_input
+from sdflow.disk.input_file import alike, is_regular, is_there, open_input
 from sdflow.disk.shipped import shipped_workflow, shipped_workflows
 from sdflow.manifest import MANIFEST_FILE
 from sdflow.sources.reference import PICKLE_SUFFIXES

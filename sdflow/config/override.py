@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sdflow.config.documents import merge_documents
 from sdflow.config.fields import WORKFLOW
 from sdflow.config.nodes import MAX_DEPTH, parse, plain
-from sdflow.config.patch import INSERTING, pass_name, patch_chain
+from sdflow.config.patch import INSERTING, merge_documents, pass_name, patch_chain
 from sdflow.config.problems import Problems, nearest
 from sdflow.config.tree import Node, YamlList, YamlMap, YamlScalar, describe, is_null, to_data
 from sdflow.config.workflow import Mark

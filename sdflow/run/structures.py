@@ -29,7 +29,7 @@ from sdflow.machine.packages import REFERENCE, require_packages, versions
 from sdflow.passes.registry import APPENDED, OWN, catalog, find_pass
 from sdflow.run.options import RunOptions
 from sdflow.run.run import run_workflow
-from sdflow.sources.same_architecture import config_defaults
+from sdflow.sources.config_recognition import config_defaults
 from sdflow.store import Cache
 from sdflow.store.archive import Archive, import_archive, write_archive
 from sdflow.verify import Verification

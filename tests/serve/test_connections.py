@@ -27,8 +27,8 @@ LARGE = 64 << 20
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sdflow.serve.http.body.STALL_SECONDS", 0.5)
-    monkeypatch.setattr("sdflow.serve.http.body.SLOWEST", 1 << 40)
+    monkeypatch.setattr("sdflow.serve.http.guard.STALL_SECONDS", 0.5)
+    monkeypatch.setattr("sdflow.serve.http.guard.SLOWEST", 1 << 40)
     monkeypatch.setattr("sdflow.serve.http.connection.HEAD_SECONDS", 0.5)
 
 
@@ -168,7 +168,7 @@ def test_a_connection_too_many_is_told_so_and_closed(monkeypatch: pytest.MonkeyP
 
 def test_all_bodies_together_stay_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight of the largest; what was answered counts no more."""
-    monkeypatch.setattr("sdflow.serve.http.body.STALL_SECONDS", PATIENCE)
+    monkeypatch.setattr("sdflow.serve.http.guard.STALL_SECONDS", PATIENCE)
 
     async def tried() -> None:
         with application(body=1000) as app:

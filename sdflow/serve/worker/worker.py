@@ -74,8 +74,7 @@ def _draw(connection: Connection, options: WorkerOptions, tell: Tell, pulses: Pu
     import torch
 
     from sdflow.serve.engine.lanes import Lanes
-    from sdflow.serve.engine.loading import load_lanes, patience_of
-    from sdflow.serve.engine.room import Room
+    from sdflow.serve.engine.loading import Room, load_lanes, patience_of
     from sdflow.serve.loras.live_loras import SharedValues
     from sdflow.serve.worker.ready_pipelines import ReadyPipelines
 

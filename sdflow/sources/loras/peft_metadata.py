@@ -21,13 +21,13 @@ from typing import Any
 from sdflow.disk.input_file import read_input, require_shallow
 from sdflow.errors import CheckpointError
 from sdflow.sources.loras.adapter_kinds import (
+    LORA_CONFIG,
     MERGE_ELSEWHERE,
     MERGE_WITH_PEFT,
     PEFT_TYPES,
     USE_A_LORA,
     kind_of_config,
 )
-from sdflow.sources.loras.peft_fields import LORA_CONFIG
 from sdflow.sources.safetensors_file import read_metadata
 from sdflow.sources.weight_files import ADAPTER_CONFIG
 
