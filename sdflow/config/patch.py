@@ -1,8 +1,9 @@
 """How one workflow is laid over another, and the changes for a target over a workflow: as any YAML tree, but for one place.
 
 Over the `passes` of a submodel, a list of steps, a map from pass name to options changes single steps, removes them and inserts
-new ones, so that neither a workflow nor a target need repeat a chain to change one option. Insertions come first, so that a step can be inserted beside one that the same map removes: that replaces it. They may refer to
-one another, in any order. Several at the same place stand in the order in which they are written.
+new ones, so that neither a workflow nor a target need repeat a chain to change one option. Insertions come first, so that a step
+can be inserted beside one that the same map removes: that replaces it. They may refer to one another, in any order. Several at
+the same place stand in the order in which they are written.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 and `inspect` name it alike.
 
 A plain LoRA adds scale * up @ down to a weight. Everything else is refused by name: as a LoRA it would be merged wrongly, or only
-in part. Of PEFT's LoraConfig every field is honoured, refused by name, or without effect on a merge: tests hold both tables to the
-PEFT that is installed, so that what is new there fails them until it is decided here.
+in part. Of PEFT's LoraConfig every field is honoured, refused by name, or without effect on a merge. Tests hold both tables to
+the PEFT that is installed, so that what is new there fails them until it is decided here.
 """
 
 from __future__ import annotations
