@@ -107,40 +107,39 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Begun:
-    """An image is being drawn."""
+class OfImage:
+    """Of an image: the request that it belongs to, and the how-manieth of that it is."""
 
     request: str
     index: int
 
 
 @dataclass(frozen=True)
-class Stepped:
+class Begun(OfImage):
+    """It is being drawn."""
+
+
+@dataclass(frozen=True)
+class Stepped(OfImage):
     """Steps of an image that are done, and in all."""
 
-    request: str
-    index: int
     done: int
     total: int
 
 
 @dataclass(frozen=True)
-class Preview:
+class Preview(OfImage):
     """What an image will be like, as a file. number: counts up from 0."""
 
-    request: str
-    index: int
     number: int
     file: bytes
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Drawn(OfImage):
     """An image, as a file. flagged: what the safety checker said; None without one. seconds: by stage. replica: which drew
     it, where there are several."""
 
-    request: str
-    index: int
     file: bytes
     size: tuple[int, int]
     flagged: bool | None
@@ -149,11 +148,9 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class Failed:
+class Failed(OfImage):
     """An image that was not drawn. kind: the class of the error; the rest as of SdflowError."""
 
-    request: str
-    index: int
     kind: str
     what: str
     where: str | None = None
@@ -181,7 +178,7 @@ class Lost:
     remedy: str | None = None
 
 
-Message = Lost | Ready | Begun | Stepped | Preview | Drawn | Failed | Turned
+Message = Lost | Ready | OfImage | Turned
 
 
 @dataclass(frozen=True)

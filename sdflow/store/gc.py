@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +127,7 @@ def collect(layout: Layout, stats: StatCache, max_size: int | None, *, dry_run: 
                 remove_tree(path)
             _remove_idle_locks(layout)
             stats.prune()
-    return GcReport(**{**vars(report), "rubbish": len(rubbish) + removed})
+    return replace(report, rubbish=len(rubbish) + removed)
 
 
 def _collect_objects(layout: Layout, max_size: int | None, *, dry_run: bool) -> GcReport:
@@ -252,8 +252,7 @@ def clean(layout: Layout) -> None:
             )
         # The actions first: from then on nothing of the rest counts.
         remove_abandoned_staging(layout)
-        doomed = [layout.actions, layout.objects, layout.steps, layout.pins, layout.imported, layout.outputs]
-        doomed += [layout.quarantine, layout.staging, layout.incoming]
+        doomed = [layout.actions, *layout.contents, layout.quarantine, layout.staging, layout.incoming]
         for path in (*doomed, layout.stat, Path(f"{layout.stat}-journal")):
             with suppress(FileNotFoundError):
                 move(path, layout.trash / f"{path.name}-{time.time_ns()}")

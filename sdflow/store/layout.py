@@ -46,18 +46,11 @@ class Layout:
         self.root = root
         self.tag = root / "CACHEDIR.TAG"
         self.own = root / "v1"
-        self.objects = self.own / "objects"
-        self.actions = self.own / "actions"
-        self.steps = self.own / "steps"
-        self.staging = self.own / "staging"
+        self.contents = [self.own / name for name in ("objects", "actions", "steps", "pins", "imported", "outputs")]
+        self.objects, self.actions, self.steps, self.pins, self.imported, self.outputs = self.contents
+        self.services = [self.own / name for name in ("staging", "quarantine", "trash", "locks", "leases")]
+        self.staging, self.quarantine, self.trash, self.locks, self.leases = self.services
         self.incoming = self.own / "incoming"
-        self.quarantine = self.own / "quarantine"
-        self.trash = self.own / "trash"
-        self.locks = self.own / "locks"
-        self.leases = self.own / "leases"
-        self.pins = self.own / "pins"
-        self.imported = self.own / "imported"
-        self.outputs = self.own / "outputs"
         self.stat = self.own / "stat.sqlite"
 
     def object(self, digest: str) -> Path:
@@ -86,19 +79,7 @@ class Layout:
         with writing(self.root):
             if not self.is_ours():
                 self._adopt()
-            for folder in (
-                self.objects,
-                self.actions,
-                self.steps,
-                self.staging,
-                self.quarantine,
-                self.trash,
-                self.locks,
-                self.leases,
-                self.pins,
-                self.imported,
-                self.outputs,
-            ):
+            for folder in (*self.contents, *self.services):
                 make_folder(folder)
 
     def foreign(self) -> list[str]:

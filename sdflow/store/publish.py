@@ -10,6 +10,7 @@ import errno
 import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,28 +27,23 @@ from sdflow.store.records import Stored, dump_action
 from sdflow.store.stat_cache import SHA256, Known, StatCache
 
 
+@dataclass
 class Staging:
     """Where a pass writes. `files` is an empty directory; `publish` makes it an entry of the cache."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        stats: StatCache,
-        action: Action,
-        path: Path,
-        lease: Lease,
-        lookup: Callable[[Action], Record | None],
-    ) -> None:
-        self.action = action
-        self.path = path
-        self.files = path / FILES
-        self.kept: Path | None = None
-        self._published = False
-        self._layout = layout
-        self._stats = stats
-        self._lease = lease
-        self._lookup = lookup
-        self._sealed: tuple[tuple[FileEntry, ...], list[tuple[str, str, str]]] | None = None
+    _layout: Layout
+    _stats: StatCache
+    action: Action
+    path: Path
+    _lease: Lease
+    _lookup: Callable[[Action], Record | None]
+    kept: Path | None = None
+    _published: bool = False
+    _sealed: tuple[tuple[FileEntry, ...], list[tuple[str, str, str]]] | None = None
+
+    @property
+    def files(self) -> Path:
+        return self.path / FILES
 
     def clear(self, *, keep: bool) -> None:
         """Clear the directory away; after a failure, `keep` leaves it as `<name>-failed`, where `kept` says."""

@@ -10,11 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sdflow.serve.api_error import ApiError, of_failure
-from sdflow.serve.jobs import Begun, Cancel, Drawn, Failed, Job, Lost, Message, Preview, Ready, Stepped
+from sdflow.serve.jobs import Begun, Cancel, Drawn, Failed, Job, Lost, Message, OfImage, Ready
 from sdflow.serve.limits import Limits
 from sdflow.serve.metrics import Metrics
-
-OfRequest = Begun | Stepped | Preview | Drawn | Failed
 
 RESTART_SECONDS = 5
 """What is told of when the worker will be back."""
@@ -28,10 +26,10 @@ class _OpenRequest:
     jobs: Sequence[Job]
     open: set[int]
     begun: set[int] = field(default_factory=set)
-    queue: asyncio.Queue[OfRequest | Lost] = field(default_factory=asyncio.Queue)
+    queue: asyncio.Queue[OfImage | Lost] = field(default_factory=asyncio.Queue)
     survived: bool = False
 
-    def hear(self, message: OfRequest) -> None:
+    def hear(self, message: OfImage) -> None:
         if isinstance(message, Begun):
             self.begun.add(message.index)
         elif isinstance(message, Drawn | Failed):
@@ -79,7 +77,7 @@ class Drawing:
                 if waiting.begun or waiting.survived:
                     waiting.queue.put_nowait(message)
                 waiting.survived = True
-        elif isinstance(message, OfRequest):
+        elif isinstance(message, OfImage):
             if isinstance(message, Drawn):
                 self._note_pace()
             if message.request in self._requests:
@@ -124,7 +122,7 @@ class Drawing:
         self._metrics.refusals.labels(reason).inc()
         return ApiError(status, message, **more)
 
-    async def draw(self, jobs: Sequence[Job]) -> AsyncIterator[OfRequest]:
+    async def draw(self, jobs: Sequence[Job]) -> AsyncIterator[OfImage]:
         """What happens to the images of one request, until the last is drawn.
 
         Raises ApiError when there is no place for them, one fails, the worker dies, or it takes too long. However it ends,

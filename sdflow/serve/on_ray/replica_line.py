@@ -15,7 +15,7 @@ from typing import Any
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, TaskCancelledError
 
 from sdflow.serve.http.app import Hear
-from sdflow.serve.jobs import Begun, Cancel, Drawn, Failed, Job, Lost, Message, Preview, Ready, Stepped, Turned
+from sdflow.serve.jobs import Begun, Cancel, Drawn, Failed, Job, Lost, Message, OfImage, Ready, Turned
 from sdflow.serve.on_ray.replica import loras_id
 
 ATTEMPTS = 4
@@ -126,7 +126,7 @@ class ReplicaLine:
         if isinstance(message, Begun):
             self._waiting.discard(place)
             self._drawing.add(place)
-        if isinstance(message, Begun | Stepped | Preview | Drawn | Failed):
+        if isinstance(message, OfImage):
             self._hear(replace(message, request=job.request, index=job.index))
 
     def _count(self, batches: tuple[tuple[int, int, float], ...]) -> None:

@@ -43,7 +43,7 @@ from sdflow.sources.reference import (
 )
 from sdflow.sources.safetensors_file import digest_tensors, read_header
 from sdflow.sources.single_file import part_of_file, under
-from sdflow.sources.synthetic import open_synthetic, synthetic_identity, synthetic_provenance
+from sdflow.sources.synthetic import open_synthetic, synthetic_provenance, synthetic_submodel
 from sdflow.sources.weight_files import refuse_pickle
 
 
@@ -121,10 +121,7 @@ class Source:
 
     def synthetic_part(self, part: Part, config: Mapping[str, Any], seed: int) -> SubmodelCheckpoint:
         """With random weights."""
-        return SubmodelCheckpoint(
-            identity=synthetic_identity(part.of(config).model, config, seed),
-            load={"kind": "synthetic", "family": self.checkpoint.family.name, "config": config, "seed": seed},
-        )
+        return synthetic_submodel(part.of(config).model, config, seed, self.checkpoint.family.name)
 
     def _folder(self, folder: Path, origin: Mapping[str, Any]) -> Found:
         """From a folder that is the component, or a pipeline's that has it."""
