@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from sdflow.digest import digest_json
 from sdflow.errors import UsageError
 from sdflow.store.records import BadRecord, dump, load
-from sdflow.store.remote.parallel import found, one
-from sdflow.store.remote.share import LISTING, Absent, Found, Share
+from sdflow.store.remote.parallel import Lines
+from sdflow.store.remote.share import Absent, Found, Share
 from sdflow.store.remote.trust import Signer, Untrusted, require_signed, signatures
 
 FOLDER = "verified"
@@ -67,15 +67,14 @@ def claim(share: Share, objects: Iterable[str], said: Claim, signer: Signer | No
             if share.size(path) is None:
                 share.write(path, data)
 
-        one(write, timeout=share.spec.timeout, meanwhile=lambda: None)
+        Lines(share).one(write)
 
 
 def claims(
     share: Share, trust: Sequence[str], objects: Iterable[str], meanwhile: Callable[[], None] = lambda: None
 ) -> dict[str, list[Claim]]:
     """What is said of these objects. A claim that is none, or whose signature does not hold, is left out. Raises Unusable."""
-    wanted = set(objects)
-    files = one(lambda: list(share.list(FOLDER)), timeout=LISTING * share.spec.timeout, meanwhile=meanwhile)
+    wanted, lines = set(objects), Lines(share, meanwhile)
 
     def read(file: Found) -> tuple[str, Claim] | None:
         object_digest = named(file)
@@ -85,12 +84,12 @@ def claims(
 
     counts: dict[str | None, int] = defaultdict(int)
     chosen = []
-    for file in files:
+    for file in lines.listed(FOLDER):
         if (digest := named(file)) in wanted and counts[digest] < _MOST:
             counts[digest] += 1
             chosen.append(file)
     by_object = defaultdict(list)
-    for object_digest, each in found(chosen, read, timeout=share.spec.timeout, meanwhile=meanwhile):
+    for object_digest, each in lines.found(chosen, read):
         by_object[object_digest].append(each)
     return {digest: sorted(each, key=lambda claim: claim.words) for digest, each in by_object.items()}
 

@@ -30,7 +30,7 @@ from sdflow.store.remote.entry import (
     read_entry,
     read_object,
 )
-from sdflow.store.remote.parallel import one
+from sdflow.store.remote.parallel import Lines
 from sdflow.store.remote.share import Absent, Refused, Share, Unusable
 from sdflow.store.remote.spec import RemoteSpec
 from sdflow.store.remote.trust import Signer, Untrusted, require_cryptography, require_signed
@@ -132,10 +132,9 @@ class Remote:
                 content,
                 folder,
                 self._tried_read,
-                timeout=self.spec.timeout,
+                Lines(self.share, meanwhile),
                 patience=max(PATIENCE, 20 * float(entry.built["seconds"])),
                 like=self._like,
-                meanwhile=meanwhile,
             )
         except Absent as error:
             self._mend.add(entry.action.digest)
@@ -158,7 +157,7 @@ class Remote:
 
     def _read(self, path: str, limit: int, meanwhile: Callable[[], None]) -> bytes:
         """An action or a manifest: all tries together take no longer than the timeout."""
-        return one(lambda: self._tried_read(path, limit), timeout=self.spec.timeout, meanwhile=meanwhile)
+        return Lines(self.share, meanwhile).one(lambda: self._tried_read(path, limit))
 
     def _tried_read(self, path: str, size: int) -> bytes:
         """Read a file; a line that breaks is tried again."""
