@@ -15,11 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sdflow import sources
-from sdflow.build.chain import Chain, make_chain
+from sdflow.build.chain import Chain, PlannedStep, look_up, make_chain
 from sdflow.build.imported import not_here, notes_for
 from sdflow.build.listener import Expected
 from sdflow.build.model_check import require_buildable_model
-from sdflow.build.planned_step import PlannedStep, look_up
 from sdflow.build.step import LoraFile
 from sdflow.config.workflow import LoraSpec, PipelineSpec, Workflow
 from sdflow.disk.file_stamp import file_stamp

@@ -11,8 +11,8 @@ from sdflow.report.output import print_json, print_table, put
 from sdflow.store.remote.up import FROM
 
 if TYPE_CHECKING:
+    from sdflow.build.chain import PlannedStep
     from sdflow.build.plan import Plan
-    from sdflow.build.planned_step import PlannedStep
     from sdflow.errors import Problem
     from sdflow.store import Cache
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from sdflow.build.assemble import assemble
 from sdflow.build.execute import Executor
-from sdflow.build.finished_plan import origin_of
 from sdflow.build.listener import Listener
+from sdflow.build.pipeline_folder import origin_of
 from sdflow.build.plan import make_plan
 from sdflow.config.workflow import StepSpec, VerifySpec, Workflow
 from sdflow.disk.locked_folder import scratch_folder

@@ -18,8 +18,8 @@ from sdflow.bench.evaluate import evaluate
 from sdflow.bench.evaluation import EvaluationResult
 from sdflow.build.assemble import assemble, require_replaceable
 from sdflow.build.execute import Executor
-from sdflow.build.finished_plan import content_of, of_refiner
 from sdflow.build.listener import Listener, Steps
+from sdflow.build.pipeline_folder import content_of, of_refiner
 from sdflow.build.plan import PipelinePlan, Plan, make_plan
 from sdflow.config.workflow import Workflow
 from sdflow.disk.atomic_write import require_makable

@@ -160,12 +160,12 @@ class Failed(OfImage):
 @dataclass(frozen=True)
 class Turned:
     """One turn of the loop. batches: (images, places, seconds) of each run of the denoiser. drawing: images that go through their
-    steps. memory: resident bytes."""
+    steps. memory: resident bytes of the process."""
 
     batches: tuple[tuple[int, int, float], ...]
     drawing: int
     waiting: int
-    memory: int
+    memory: int = 0
 
 
 @dataclass(frozen=True)

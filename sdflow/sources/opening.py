@@ -14,8 +14,8 @@ from sdflow.sources.checkpoint import Access, Checkpoint, FileDigests
 from sdflow.sources.components.adapters import with_adapters
 from sdflow.sources.components.component import require_omittable, with_component
 from sdflow.sources.components.nets import has_nets, with_nets
+from sdflow.sources.fitting import require_loadable
 from sdflow.sources.folder import open_folder
-from sdflow.sources.headers import require_loadable
 from sdflow.sources.hub import open_hub
 from sdflow.sources.reference import (
     AdapterReference,

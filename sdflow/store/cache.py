@@ -20,7 +20,7 @@ from sdflow.store.gc import Entry, GcReport, clean, collect, entries
 from sdflow.store.layout import FULL, READ_ONLY, Layout, cache_error, log, put_aside, reading, writing
 from sdflow.store.locks import file_lock, held
 from sdflow.store.notes import Notes, note
-from sdflow.store.objects import AbsentObject, BadTree, find
+from sdflow.store.objects import AbsentObject, BadTree, VerifyReport, find, verify
 from sdflow.store.pins import Pin, files_put, note_output_folder, write_pin
 from sdflow.store.publish import Staging
 from sdflow.store.records import BadRecord, load_action, read_record
@@ -30,7 +30,6 @@ from sdflow.store.remote.spec import RemoteSpec
 from sdflow.store.remote.trust import Signer
 from sdflow.store.remote.up import FROM
 from sdflow.store.stat_cache import StatCache
-from sdflow.store.verify import VerifyReport, verify
 
 
 class CorruptArtifactError(CacheError):

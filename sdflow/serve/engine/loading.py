@@ -15,9 +15,8 @@ from sdflow.machine.memory import HOST, available_bytes
 from sdflow.manifest import read_manifest
 from sdflow.processes.workers import limit_memory
 from sdflow.runtime.memory_limit import most_pixels_of
-from sdflow.serve.engine.batch_plan import worthwhile_sizes
 from sdflow.serve.engine.pulse import LEAST_SECONDS, TIMES, Patience
-from sdflow.serve.engine.waiting import Waiting
+from sdflow.serve.engine.waiting import Waiting, worthwhile_sizes
 from sdflow.serve.jobs import Failed, Image, Job, Message
 from sdflow.targets import find_target
 
