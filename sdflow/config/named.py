@@ -23,7 +23,6 @@ from sdflow.config.fields import (
     RemoteFields,
     VerifyFields,
     evaluate_spec,
-    verify_spec,
 )
 from sdflow.config.files import Files
 from sdflow.config.options import check
@@ -200,4 +199,4 @@ def verify_of(node: Node | None, problems: Problems) -> VerifySpec | None:
     kinds = "quick, full, false, or a map of level, steps, height and width"
     written = as_map(node, kinds, "`verify`", problems)
     fields = None if written is None else check(VerifyFields, written, "verify", problems)
-    return verify_spec(fields) if fields else None
+    return VerifySpec(**fields.model_dump()) if fields else None

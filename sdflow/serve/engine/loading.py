@@ -161,7 +161,8 @@ def spent(lanes: Sequence[LoadedLane], name: str, images: int) -> Spent:
         waiting.add(replace(job, index=number, arguments=steps))
 
     def draw(lane: LoadedLane) -> None:
-        engine = Engine(lambda job: lane.pipelines[name], {name: lane.seconds[name]}, _nobody, waiting=waiting)
+        seconds = {name: lane.seconds[name]}
+        engine = Engine(lambda job: lane.pipelines[name], seconds, lambda message: None, waiting=waiting)
         while engine.busy:
             engine.turn()
 
@@ -169,10 +170,6 @@ def spent(lanes: Sequence[LoadedLane], name: str, images: int) -> Spent:
     with ThreadPoolExecutor(len(lanes)) as pool:
         list(pool.map(draw, lanes))
     return Spent(time.perf_counter() - begun, time.process_time() - used)
-
-
-def _nobody(message: Message) -> None:
-    """Drops it."""
 
 
 def warm(name: str, pipeline: ServedPipeline, options: WorkerOptions) -> dict[int, float]:

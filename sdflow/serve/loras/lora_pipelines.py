@@ -58,7 +58,7 @@ class Wanted:
 class LoraPipelines:
     """The pipeline of a folder with any LoRAs. Those that were asked for last stay, up to so many bytes of weights.
 
-    `make` may be called from another thread than the rest.
+    `read` and `carry_out` may be called from another thread than the rest.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class LoraPipelines:
     def served(self, loras: tuple[LoraFile, ...]) -> ServedPipeline:
         """The pipeline with these, in this order: made if it is not there. Raises CheckpointError for one that does not fit."""
         found = self.get(loras)
-        return self.keep(self.make(loras)) if found is None else found
+        return self.keep(self.carry_out(self.read(loras))) if found is None else found
 
     def get(self, loras: tuple[LoraFile, ...]) -> ServedPipeline | None:
         """The pipeline with these if it is there: kept, or in use."""
@@ -123,10 +123,6 @@ class LoraPipelines:
     def kept(self) -> list[tuple[LoraFile, ...]]:
         """Which are there, the last one asked for at the end."""
         return list(self._made)
-
-    def make(self, loras: tuple[LoraFile, ...]) -> Made:
-        """The pipeline with these, in this order, which is not there. Raises CheckpointError for one that does not fit."""
-        return self.carry_out(self.read(loras))
 
     def read(self, loras: tuple[LoraFile, ...]) -> Wanted:
         """What these change. Nothing is done on the device. Raises CheckpointError for one that does not fit."""

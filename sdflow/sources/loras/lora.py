@@ -19,7 +19,7 @@ from sdflow.sources.checkpoint import Checkpoint, FileDigests, listing
 from sdflow.sources.hub import choose_file, hub_file
 from sdflow.sources.loras.lora_header import made_for, misfit, read_lora_header
 from sdflow.sources.loras.lora_names import Places, Role, peft_module, spellings
-from sdflow.sources.loras.peft_metadata import METADATA_KEY, peft_config_file
+from sdflow.sources.loras.peft_metadata import BESIDE, METADATA_KEY
 from sdflow.sources.reference import PICKLE_SUFFIXES, HubReference, LocalReference, parse_reference
 from sdflow.sources.safetensors_file import read_float_tensors, read_numbers
 
@@ -91,7 +91,7 @@ def lora_digest(path: Path, digests: FileDigests) -> str:
     whole = digests.digest(path)
     if not read_lora_header(path).beside:
         return whole
-    return digest_json({"file": whole, "config": digests.digest(peft_config_file(path))})
+    return digest_json({"file": whole, "config": digests.digest(path.with_name(BESIDE))})
 
 
 def require_made_for(path: Path, checkpoint: Checkpoint) -> None:

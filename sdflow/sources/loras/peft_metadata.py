@@ -123,14 +123,9 @@ def read_peft_configs(path: Path, submodels: Sequence[str], own: Collection[str]
     return configs
 
 
-def peft_config_file(path: Path) -> Path:
-    """What PEFT's save_pretrained writes beside a file of tensors."""
-    return path.with_name(BESIDE)
-
-
 def peft_fields_of(path: Path) -> dict[str, Any] | None:
     """The fields of the configuration beside a file; None where there is none. Raises CheckpointError for what is none."""
-    file = peft_config_file(path)
+    file = path.with_name(BESIDE)
     try:
         text = read_input(file).decode("utf-8")
     except FileNotFoundError:

@@ -14,8 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from sdflow.store.records import BadRecord, Stored
-from sdflow.store.remote.claims import FOLDER as CLAIMS
-from sdflow.store.remote.claims import named as claimed
 from sdflow.store.remote.entry import (
     MOST_OF_ENTRY,
     MOST_OF_MANIFEST,
@@ -26,6 +24,8 @@ from sdflow.store.remote.entry import (
 )
 from sdflow.store.remote.parallel import Lines
 from sdflow.store.remote.share import UNFINISHED, Absent, Found, Share
+from sdflow.store.remote.trust import FOLDER as CLAIMS
+from sdflow.store.remote.trust import named as claimed
 
 GRACE = 24 * 3600.0
 """Seconds for which a manifest and a piece stay that nothing refers to: an action that does may be on its way."""

@@ -18,7 +18,6 @@ from sdflow.artifact import Action, Record
 from sdflow.store.layout import Layout, free_bytes, keep_bytes, log, remove_tree
 from sdflow.store.objects import BadTree, read_manifest
 from sdflow.store.records import BadRecord, Stored
-from sdflow.store.remote.claims import Claim, claim, claims
 from sdflow.store.remote.down import WrongBytes, bring
 from sdflow.store.remote.entry import (
     MOST_OF_ENTRY,
@@ -33,7 +32,7 @@ from sdflow.store.remote.entry import (
 from sdflow.store.remote.parallel import Lines
 from sdflow.store.remote.share import Absent, Refused, Share, Unusable
 from sdflow.store.remote.spec import RemoteSpec
-from sdflow.store.remote.trust import Signer, Untrusted, require_cryptography, require_signed
+from sdflow.store.remote.trust import Claim, Signer, Untrusted, claim, claims, require_cryptography, require_signed
 from sdflow.store.remote.up import DamagedHere, Sent, send
 from sdflow.units import spell_bytes
 
