@@ -190,11 +190,12 @@ def transfer_seconds(size: int) -> float:
     return STALL_SECONDS + size / SLOWEST
 
 
+@dataclass
 class Bodies:
-    """Those that are being received or answered, of all requests."""
+    """Those that are being received or answered, of all requests. held: their bytes that are in memory."""
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits, self.held = limits, 0
+    limits: Limits
+    held: int = 0
 
 
 class Body:
