@@ -140,7 +140,7 @@ def load_companion(companion: Companion, folder: Path, where: str) -> Any:
 
 
 @contextmanager
-def rejections(where: str, what: str, remedy: str | None = None) -> Iterator[None]:
+def rejections(where: str, what: str) -> Iterator[None]:
     """Raises CheckpointError for what a library raises of a configuration or a file that it cannot make sense of."""
     from huggingface_hub.errors import StrictDataclassError  # of transformers' configurations
 
@@ -150,7 +150,7 @@ def rejections(where: str, what: str, remedy: str | None = None) -> Iterator[Non
         if not isinstance(error, (StrictDataclassError, *_REJECTIONS)) and type(error) is not Exception:
             raise
         # (tokenizers raises a bare Exception)
-        raise CheckpointError(f"{what}: {_brief(error)}", where=where, remedy=remedy) from error
+        raise CheckpointError(f"{what}: {_brief(error)}", where=where) from error
 
 
 def _brief(error: Exception) -> str:

@@ -94,7 +94,7 @@ def _open(reference: str, access: Access, left_out: Collection[str]) -> Checkpoi
     )
 
 
-def reopen_checkpoint(origin: Origin, where: str, *, digests: FileDigests, download: bool = False) -> Checkpoint:
+def reopen_checkpoint(origin: Origin, where: str, *, digests: FileDigests) -> Checkpoint:
     """The checkpoint with its exchanged components; those of the hub at the commits that were used.
 
     where: of the manifest, for messages. Raises UsageError when the manifest does not name it, or when its content is no
@@ -104,7 +104,7 @@ def reopen_checkpoint(origin: Origin, where: str, *, digests: FileDigests, downl
     checkpoint = open_checkpoint(
         model,
         digests=digests,
-        download=download,
+        download=False,
         allow_pickle=origin.allow_pickle,
         components=origin.pinned_components(),
         nets=origin.pinned_nets(),

@@ -25,8 +25,8 @@ class ReadyPipelines:
     """A pipeline without LoRAs, and with them. One is made at a time.
 
     On a GPU only files are read beside the engine: its one stream may be captured meanwhile.
-    folder: of the pipeline. cache, memory, values: as of `LoraPipelines`. changed: is called, in another thread, when what was being
-    made is there.
+    folder: of the pipeline. cache, memory, values: as of `LoraPipelines`. changed: is called, in another thread, when what was
+    being made is there.
     """
 
     folder: Path
