@@ -152,9 +152,12 @@ def _own_routes(app: FastAPI, drawing: Drawing, metrics: Metrics) -> None:
 def _errors(app: FastAPI) -> None:
     """All of them in OpenAI's form."""
 
+    def answer(error: ApiError) -> Response:
+        return JSONResponse(error.body(), error.status, error.headers())
+
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
-        return JSONResponse(error.body(), error.status, error.headers())
+        return answer(error)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
@@ -164,10 +167,8 @@ def _errors(app: FastAPI) -> None:
         kind = request.headers.get("content-type", "")
         if problem["loc"] == ("body",) and "json" not in kind:
             words = f"the body is to be JSON: Content-Type application/json, not {kind or 'nothing'}."
-            unread = ApiError(400, words, code="unsupported_content_type")
-            return JSONResponse(unread.body(), unread.status)
-        found = of_problem(problem)
-        return JSONResponse(found.body(), found.status)
+            return answer(ApiError(400, words, code="unsupported_content_type"))
+        return answer(of_problem(problem))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
@@ -179,5 +180,4 @@ def _errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> Response:
-        found = ApiError(500, "The server failed at this request; its log says why.")
-        return JSONResponse(found.body(), 500)
+        return answer(ApiError(500, "The server failed at this request; its log says why."))

@@ -105,22 +105,15 @@ class Drawing:
     def require_place(self, images: int) -> None:
         """Raises ApiError when so many more images cannot be taken now."""
         if self.found is None:
-            raise self._refusal(
-                "not_ready", 503, "The pipelines are being loaded.", code="not_ready", retry_after=RESTART_SECONDS
-            )
+            raise self._refusal("not_ready", 503, "The pipelines are being loaded.", RESTART_SECONDS)
         if self.images + images > self._limits.queue:
             seconds = max(1, math.ceil(self.seconds_per_image * (self.images + images - self._limits.queue)))
-            raise self._refusal(
-                "queue_full",
-                429,
-                f"{self.images} images are drawn or wait, and {self._limits.queue} may. Try again in {seconds} s.",
-                code="queue_full",
-                retry_after=seconds,
-            )
+            words = f"{self.images} images are drawn or wait, and {self._limits.queue} may. Try again in {seconds} s."
+            raise self._refusal("queue_full", 429, words, seconds)
 
-    def _refusal(self, reason: str, status: int, message: str, **more: Any) -> ApiError:
-        self._metrics.refusals.labels(reason).inc()
-        return ApiError(status, message, **more)
+    def _refusal(self, code: str, status: int, message: str, retry_after: int) -> ApiError:
+        self._metrics.refusals.labels(code).inc()
+        return ApiError(status, message, code=code, retry_after=retry_after)
 
     async def draw(self, jobs: Sequence[Job]) -> AsyncIterator[OfImage]:
         """What happens to the images of one request, until the last is drawn.
@@ -140,21 +133,15 @@ class Drawing:
                 ):  # not around `yield`: it would end whoever asks, wherever that is then
                     message = await waiting.queue.get()
                 if isinstance(message, Lost):
-                    raise self._refusal(
-                        "worker_lost",
-                        503,
-                        f"The process that draws ended: {message.what}. It is started again.",
-                        code="worker_lost",
-                        retry_after=RESTART_SECONDS,
-                    )
+                    words = f"The process that draws ended: {message.what}. It is started again."
+                    raise self._refusal("worker_lost", 503, words, RESTART_SECONDS)
                 if isinstance(message, Failed):
                     raise of_failure(message)
                 drawn += isinstance(message, Drawn)
                 yield message
         except TimeoutError as error:
-            raise self._refusal(
-                "deadline", 504, f"It was not drawn within {self._limits.seconds:g} s.", code="deadline", retry_after=1
-            ) from error
+            words = f"It was not drawn within {self._limits.seconds:g} s."
+            raise self._refusal("deadline", 504, words, 1) from error
         finally:
             del self._requests[request]
             if waiting.open:
