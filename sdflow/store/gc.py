@@ -17,8 +17,8 @@ from typing import Any
 from sdflow.disk.locked_folder import remove_abandoned_scratch
 from sdflow.errors import CacheError
 from sdflow.onnx_model.quantized import quantized_to
-from sdflow.store.layout import READ_ONLY, Layout, move, put_aside, remove_tree, writing
-from sdflow.store.locks import GUARD, held, held_if_possible, leased, live_leases, try_lock
+from sdflow.store.layout import Layout, move, put_aside, remove_tree, writing
+from sdflow.store.locks import GUARD, held, held_if_possible, leased, live_leases, try_lock, try_lock_if_possible
 from sdflow.store.objects import BadTree, read_manifest
 from sdflow.store.pins import pins, remove_abandoned_staging, tidy
 from sdflow.store.records import BadRecord, load_action, read_record
@@ -206,17 +206,11 @@ def _rubbish(layout: Layout) -> Iterator[Path]:
 
 
 def _is_idle(path: Path) -> bool:
-    """Whether nobody holds a lock. On a read-only cache that is not known, and counts as held."""
-    try:
-        lock = try_lock(path)
-    except OSError as error:
-        if error.errno not in READ_ONLY:
-            raise
-        return False
-    if lock is None:
-        return False
-    lock.release()
-    return True
+    """Whether nobody holds a lock, as far as is known."""
+    lock = try_lock_if_possible(path)
+    if lock is not None:
+        lock.release()
+    return lock is not None
 
 
 def _remove_idle_locks(layout: Layout) -> None:

@@ -54,6 +54,16 @@ def try_lock(path: Path) -> BaseFileLock | None:
     return lock
 
 
+def try_lock_if_possible(path: Path) -> BaseFileLock | None:
+    """The same; on a read-only cache it is not known whether another holds it, and counts as held."""
+    try:
+        return try_lock(path)
+    except OSError as error:
+        if error.errno not in READ_ONLY:
+            raise
+        return None
+
+
 @contextmanager
 def held(
     path: Path, waiting: Callable[[], None] | None = None, meanwhile: Callable[[], None] = lambda: None
@@ -128,18 +138,11 @@ def leased(layout: Layout, *, tidy: bool = True) -> dict[str, int]:
     users: dict[str, int] = {}
     for path in layout.leases.glob("*.lock"):
         listed = path.with_suffix(".txt")
-        try:
-            lock = try_lock(path)
-        except OSError as error:
-            if tidy or error.errno not in READ_ONLY:
-                raise
-            lock = None
-        if lock is not None and not tidy:
-            lock.release()
-            continue
+        lock = try_lock(path) if tidy else try_lock_if_possible(path)
         if lock is not None:
-            listed.unlink(missing_ok=True)
-            path.unlink(missing_ok=True)
+            if tidy:
+                listed.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
             lock.release()
             continue
         with suppress(FileNotFoundError):  # it ended just now

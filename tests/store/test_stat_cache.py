@@ -226,9 +226,7 @@ def test_a_corrupt_database_is_made_anew(cache: Cache, old_file: Path, harm: Cal
     assert count.calls == 1
 
 
-def test_many_processes_share_the_database(
-    cache: Cache, old_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_processes_share_the_database(cache: Cache, old_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = old_file.parent
     monkeypatch.setattr(stat_cache, "SETTLED_NS", -(10**9))  # files of this moment are kept, too
 

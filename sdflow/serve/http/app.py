@@ -29,7 +29,7 @@ from sdflow.serve.http.webui_api import webui_routes
 from sdflow.serve.jobs import Cancel, Job, Lost, Message, Ready, WorkerOptions
 from sdflow.serve.limits import Limits
 from sdflow.serve.metrics import Metrics
-from sdflow.serve.worker.worker_line import WorkerLine
+from sdflow.serve.worker.worker import WorkerLine
 
 PAGE_FOLDER = Path(__file__).parents[1] / "page"
 """What `/` shows, as files: index.html, and what it names as /page/FILE."""

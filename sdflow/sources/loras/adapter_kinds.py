@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 Decision = Literal["honoured", "refused", "without effect"]
@@ -148,22 +149,12 @@ class Field:
     merges: bool = True
 
 
-def _honoured(why: str) -> Field:
-    return Field("honoured", why)
-
-
 def _refused(why: str, *plain: Any) -> Field:
     return Field("refused", why, plain)
 
 
-def _unmergeable(why: str) -> Field:
-    return Field("refused", why, merges=False)
-
-
-def _no_effect(why: str) -> Field:
-    return Field("without effect", why)
-
-
+_honoured, _no_effect = partial(Field, "honoured"), partial(Field, "without effect")
+_unmergeable = partial(Field, "refused", merges=False)
 _TENSORS_SAY = "Which modules are changed, the names of the tensors say."
 _ORIGIN = "It says where the model or the file is from."
 _BESIDE_INIT = "It is read by a way to begin that init_lora_weights names, and that is refused there where it matters."
