@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,7 @@ class ReadyPipelines:
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "loras"))
     _coming: tuple[Job, Future[Made | Wanted]] | None = None
 
-    @property
+    @cached_property
     def _in_background(self) -> bool:
         return self.base.base.place.stream is None
 
