@@ -26,6 +26,7 @@ class Parameter:
     included; above: excluded. default, otherwise: what applies where nothing is given, as a value and in words.
     options: on the command line, where they are not `--NAME`. metavar: of the option's value. read: makes the value of a text.
     call: the keyword of `Pipeline.__call__`, where it is not the name. webui: the field of A1111's API, if it has one.
+    infotext, invokeai: what the text of a PNG calls it, as A1111's webui and InvokeAI write it (`sdflow.families.image_text`).
     many: whether the option is repeatable, and the value a sequence of what each gives. needs: what must be given for it to
     mean anything. recorded: whether the text of a PNG has it under its name. served: whether a server takes it. workflow:
     whether a workflow's `generate` does.
@@ -43,6 +44,8 @@ class Parameter:
     read: Callable[[str], Any] | None = None
     call: str = ""
     webui: str = ""
+    infotext: str = ""
+    invokeai: str = ""
     many: bool = False
     needs: Needs | None = None
     recorded: bool = True

@@ -204,10 +204,10 @@ def workflows(root: Path) -> Case:
     from sdflow.disk.shipped import shipped_workflow
     from sdflow.passes.registry import catalog
 
-    shipped, base = Path(__file__).parents[2] / "workflows", shipped_workflow("base/stable_diffusion_1.yaml")
-    assert base is not None
-    names = ("tiny_cpu.yaml", "sd15_controlnet_cpu.yaml", "sdxl_with_refiner_tiny_cpu.yaml")
-    texts = [path.read_text() for path in (*(shipped / name for name in names), base)]
+    names = ("tiny_controlnet", "sd15_controlnet", "sdxl_with_refiner_tiny", "stable_diffusion_1")
+    paths = [shipped_workflow(f"base/{name}.yaml") for name in names]
+    texts = [path.read_text() for path in paths if path is not None]
+    assert len(texts) == len(names)
     texts += [texts[-1] + WHOLE] * 3
     known = catalog()
     known.names()

@@ -4,9 +4,9 @@
     sdflow run workflows/shapes_int8_cpu.yaml --no-evaluate
     python benchmarks/cpu/quantized_pipeline.py pipelines/shapes_cpu pipelines/shapes_int8_cpu [--cases 240] [--steps 20]
 
-    sdflow run workflows/shapes_cuda.yaml --no-evaluate
+    sdflow run shapes --target cuda --no-evaluate
     sdflow run workflows/shapes_float8_cuda.yaml --no-evaluate
-    python benchmarks/cpu/quantized_pipeline.py pipelines/shapes_cuda pipelines/shapes_float8_cuda
+    python benchmarks/cpu/quantized_pipeline.py pipelines/shapes-cuda pipelines/shapes_float8_cuda
 
 Both draw the fixed cases of the sample's evaluation from the same latents, a batch each in turn, in one process with one thread.
 Prints the share of images that show what was asked for, PSNR and SSIM of the second pipeline's images to the first's, processor

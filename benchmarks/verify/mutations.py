@@ -1,6 +1,6 @@
 """Plants faults in a built pipeline, from a seed, and counts which `sdflow verify --quick` finds.
 
-    python benchmarks/verify/mutations.py pipelines/shapes_cuda --cache cache --out mutations.jsonl [--count 50] [--seed 0]
+    python benchmarks/verify/mutations.py pipelines/shapes-cuda --cache cache --out mutations.jsonl [--count 50] [--seed 0]
         [--first 0] [--minutes 5] [--kinds epsilon scaled ...]
 
 The kinds are those of `mutation_kinds.py` and `mutation_kinds_wiring.py`, in turn; place and size come from the seed and the

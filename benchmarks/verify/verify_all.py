@@ -1,13 +1,12 @@
 """No false alarm: what the repository's workflows build, at small size and for every target, is verified and must pass.
 
-    python benchmarks/verify/verify_all.py SCRATCH [--full] [--targets cuda cpu ...] [--only shapes_cpu tiny_cpu ...]
+    python benchmarks/verify/verify_all.py SCRATCH [--full] [--targets cuda cpu ...] [--only shapes_cpu tiny ...]
         [--jobs 16] [--minutes 5] [--threads 1] [--out lines.jsonl]
     python benchmarks/verify/verify_all.py SCRATCH --take GRAPHS ...
     python benchmarks/verify/verify_all.py SCRATCH --graphs GRAPHS ...
 
-The tiny workflow stands for those of Stable Diffusion 1.5: it has their chains and what each target changes. For CUDA all but the
-sample's are built without BiasSplitGelu and BiasAdd, whose kernels take the widths of Stable Diffusion alone. The sample's
-workflows are built as they are, with and without LoRAs. Each is built, then verified as `sdflow verify` does it, --jobs processes
+The tiny workflow stands for those of Stable Diffusion 1.5: it has their chains and what each target changes. The sample's
+workflows are built with and without LoRAs. Each is built, then verified as `sdflow verify` does it, --jobs processes
 at a time. --take: nothing is verified; the pipelines are left in GRAPHS without their weights. --graphs: on a machine that builds
 nothing: what was taken so, or by benchmarks/gpu/structures.py, is filled with its weights and verified, whatever it is.
 
@@ -44,26 +43,17 @@ from sdflow.verify import Verification
 
 WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
 FAMILIES = (
-    "tiny_cpu", "shapes_cpu", "shapes_lora_cpu", "sd15_inpainting_tiny_cpu", "sd15_taesd_tiny_cpu", "sd21_tiny_cpu",
-    "sd_turbo_tiny_cpu", "lcm_tiny_cpu", "tiny_controlnet_cpu", "tiny_ip_adapter_cpu", "sdxl_tiny_cpu",
-    "sdxl_refiner_tiny_cpu", "sdxl_turbo_tiny_cpu", "lcm_sdxl_tiny_cpu", "sdxl_tiny_controlnet_cpu",
-    "sdxl_tiny_ip_adapter_cpu", "sdxl_with_refiner_tiny_cpu",
+    "tiny", "shapes_cpu", "shapes_lora_cpu", "sd15_inpainting_tiny", "sd15_taesd_tiny", "sd21_tiny",
+    "sd_turbo_tiny", "lcm_tiny", "tiny_controlnet", "tiny_ip_adapter", "sdxl_tiny",
+    "sdxl_refiner_tiny", "sdxl_turbo_tiny", "lcm_sdxl_tiny", "sdxl_tiny_controlnet",
+    "sdxl_tiny_ip_adapter", "sdxl_with_refiner_tiny",
 )  # fmt: skip
-NARROW: dict[str, Any] = {"passes": {"OrtTransformersOptimization": {"optimization_options": dict.fromkeys(
-    ("enable_bias_splitgelu", "enable_bias_add"), False
-)}}}  # fmt: skip
-"""What CUDA's kernels ask of a model that is a few channels wide."""
-
-
-def changed(name: str, target: str) -> dict[str, Any]:
-    """What a workflow for the CPU needs besides, to be built for another target."""
-    return NARROW if target == "cuda" and not name.startswith("shapes") else {}
 
 
 @dataclass(frozen=True)
 class Task:
-    """A pipeline to verify. source: a workflow's name, or the folder of a pipeline without its weights. shared: the cache that
-    is built in; none for a pipeline without its weights, which gets one of its own."""
+    """A pipeline to verify. source: a workflow's file or name, or the folder of a pipeline without its weights. shared: the cache
+    that is built in; none for a pipeline without its weights, which gets one of its own."""
 
     name: str
     source: Path
@@ -77,12 +67,8 @@ class Task:
 def tasks_of_workflows(names: Sequence[str], targets: Sequence[str], **more: Any) -> Iterator[Task]:
     for target in targets:
         for name in names:
-            path, shared = WORKFLOWS / f"{name}.yaml", more["scratch"] / "cache"
-            if change := changed(name, target):
-                content = {"extends": str(path), "targets": {target: change}}
-                path = more["scratch"] / target / path.name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(content))  # which is YAML too
+            own, shared = WORKFLOWS / f"{name}.yaml", more["scratch"] / "cache"
+            path = own if own.is_file() else Path(name)  # a base that ships with sdflow is loaded by its name
             for pipeline in load(path, target).pipelines:
                 yield Task(pipeline.name, path, target, shared=shared, **more)
 
@@ -90,7 +76,7 @@ def tasks_of_workflows(names: Sequence[str], targets: Sequence[str], **more: Any
 def tasks_of_graphs(graphs: Path, names: Sequence[str], targets: Sequence[str], **more: Any) -> Iterator[Task]:
     for path in sorted(each.parent for each in graphs.glob(f"*/{MANIFEST_FILE}")):
         target = json.loads((path / MANIFEST_FILE).read_text())["target"]
-        if target in targets and path.name.startswith(tuple(names)):
+        if target in targets and path.name.startswith(tuple(f"{name}-" for name in names)):
             yield Task(path.name, path, target, shared=None, **more)
 
 

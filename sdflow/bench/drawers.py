@@ -29,7 +29,7 @@ from sdflow.runtime.files.folder import (
     read_options,
     refiner_of,
 )
-from sdflow.samples.canvas import canvas, shown
+from sdflow.samples.canvas import canvas, references, shown
 from sdflow.stop import end_children_when_told
 from sdflow.targets import TARGETS
 
@@ -173,6 +173,8 @@ def torch_drawer(
             "callback_on_step_end": on_step if mark else None,
             **family.reference_arguments_of(folder_configs(folder)),
         }
+        if settings.references and family.references is not None:
+            both |= family.references.of_diffusers(references(settings.references, case.height, case.width))
         place = hand_over(case.steps)
         ends = {"output_type": "np"} if refining is None else {"output_type": "latent", "denoising_end": place}
         # Convolutions of float32 without TensorFloat-32, which rounds to 10 bits; the rest of PyTorch has it off.

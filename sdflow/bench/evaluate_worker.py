@@ -216,7 +216,7 @@ def _evaluate_pipeline(
     steps = max(1 + len(refiner), image.steps or 1)
     assert image.height and image.width and image.guidance_scale is not None, "settled"
     case = SweepPoint(1, image.height, image.width, steps)
-    settings = Settings(image.prompt, image.negative_prompt, image.guidance_scale)
+    settings = Settings(image.prompt, image.negative_prompt, image.guidance_scale, references=image.references)
     drawn: list[Images] = []
 
     def draw(prompt: str = image.prompt, seed: int = image.seed) -> Any:
@@ -232,7 +232,7 @@ def _evaluate_pipeline(
         latency = measure(draw, warmup=request.spec.latency.warmup, runs=request.spec.latency.runs)
     if request.spec.image is not None and request.image is not None:
         recorded = {
-            **asdict(image),
+            **{name: value for name, value in asdict(image).items() if name != "references" or value},
             **{key: value for key, value in call_options(pipeline, case, settings).items() if key == "refiner_start"},
             "steps": steps,
             "scheduler": type(base.scheduler).__name__,

@@ -116,7 +116,7 @@ def bench(request: BenchRequest, say: Say) -> BenchResult:
         machine={**describe_device(built_for), **_accelerator(device)},
         versions={**versions(), **installed_versions(*OPTIONAL_PACKAGES)},
         settings={
-            **asdict(request.settings),
+            **{name: value for name, value in asdict(request.settings).items() if name != "references" or value},
             **_approximation_settings(request.fewer),
             "device": device.kind,
             "cases": [asdict(case) for case in request.cases],

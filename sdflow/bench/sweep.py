@@ -35,6 +35,7 @@ class Settings:
 
     warmup: images drawn, after the first, before the counted ones. rounds: how often every engine has its turn.
     threads: of the CPU, for every engine; None: as each engine has it. tuning: whether `sdflow tune`'s choice is used.
+    references: how many reference images are drawn with.
     """
 
     prompt: str = "a photo of an astronaut riding a horse on mars"
@@ -46,6 +47,7 @@ class Settings:
     rounds: int = 5
     threads: int | None = None
     tuning: bool = True
+    references: int = 0
 
 
 def sweep(batches: Sequence[int], sizes: Sequence[int], steps: Sequence[int]) -> Iterator[SweepPoint]:
@@ -65,12 +67,13 @@ def latents(case: SweepPoint, seed: int, what: Latents) -> torch.Tensor:
 def call_options(pipeline: Pipeline | Ensemble, case: SweepPoint, settings: Settings) -> dict[str, Any]:
     """What a pipeline of sdflow's is called with to draw a case; the first latents, or what draws them, come beside it."""
     from sdflow.runtime.ensemble import Ensemble, hand_over
-    from sdflow.samples.canvas import canvas
+    from sdflow.samples.canvas import canvas, references
 
     base = pipeline.base if isinstance(pipeline, Ensemble) else pipeline
     return {
         "prompt": [settings.prompt] * case.batch,
         **canvas(base.task, case.height, case.width),
+        **({"references": shown} if (shown := references(settings.references, case.height, case.width)) else {}),
         "whole": True,
         "negative_prompt": settings.negative_prompt,
         "height": case.height,

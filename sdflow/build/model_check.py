@@ -111,7 +111,7 @@ def _require_parts(pipeline: PipelineSpec, checkpoint: sources.Checkpoint) -> No
         raise UsageError(
             f"{pipeline.model} reads prompts with {unread[0]} too, and the workflow has no chain for it",
             where=str(pipeline.model_mark),
-            remedy=f"Add the chain, or draw without it: `components: {{{component}: null}}`.",
+            remedy=f"Add the chain, or build without it: `components: {{{component}: null}}`.",
         )
 
 

@@ -33,7 +33,7 @@ Jobs = Annotated[
     typer.Option(
         "--jobs",
         min=1,
-        help="Most steps to run in parallel, memory permitting. Default: 2, and 1 for steps that carry weights.",
+        help="Maximum number of steps to run in parallel, memory permitting. Default: 2, and 1 for steps that carry weights.",
         show_default=False,
     ),
 ]
@@ -41,6 +41,6 @@ Rehash = Annotated[
     bool,
     typer.Option("--rehash", help="Hash every file again instead of trusting digests recorded for unchanged files."),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, and only the result in a line.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress; print only the result, on one line.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show every step, output and column.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]

@@ -51,6 +51,9 @@ def bench(
     scheduler: Annotated[
         str | None, typer.Option(help="Scheduler, as for `sdflow generate`. Default: the pipeline's.")
     ] = None,
+    references: Annotated[
+        int, typer.Option(min=0, help="Number of reference images of the image's size (FLUX.2-klein).")
+    ] = 0,
     warmup: Annotated[int, typer.Option(min=1, help="Untimed calls after the first.")] = 1,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds per engine.")] = 5,
     threads: Annotated[
@@ -70,7 +73,7 @@ def bench(
         float | None,
         typer.Option(
             min=1,
-            help="Skip engines that take longer than this to load or to draw the first image.",
+            help="Skip engines that take longer than this to load or to generate the first image.",
             metavar="SECONDS",
             show_default=False,
         ),
@@ -122,10 +125,12 @@ def bench(
     if pipeline is None:
         raise UsageError("there is no pipeline to measure", where="sdflow bench", remedy="Give its folder, or --list.")
     cases = _cases(pipeline, batch, size, steps, scheduler)
+    if references:
+        _require_references(pipeline, references)
     from sdflow.bench.sweep import Settings
 
     guidance = _own(pipeline).guidance_scale if guidance_scale is None else guidance_scale
-    settings = Settings(prompt, negative_prompt, guidance, seed, scheduler, warmup, rounds, threads, tuning)
+    settings = Settings(prompt, negative_prompt, guidance, seed, scheduler, warmup, rounds, threads, tuning, references)
     given = (
         None if text is None else parse(option, text)
         for option, text in (("--reuse", reuse), ("--guidance-interval", guidance_interval))
@@ -138,9 +143,9 @@ def bench(
     print_bench(result, files, as_json=json, quiet=quiet, verbose=verbose)
     if result.wrong:
         raise VerificationError(
-            f"{', '.join(result.wrong)}: not the image that PyTorch draws in float32",
+            f"{', '.join(result.wrong)}: not the image that PyTorch generates in float32",
             where=str(pipeline),
-            remedy="Its figures are of no use. `sdflow verify` finds the operator; `--no-tuning` leaves tuned options out.",
+            remedy="Ignore its timings. `sdflow verify` finds the operator; `--no-tuning` runs without tuned options.",
         )
 
 
@@ -233,6 +238,13 @@ def _numbers(option: str, text: str) -> list[int]:
     if 0 in numbers:
         raise UsageError(f"{text!r} is not a list of whole numbers", where=option, remedy=f"Write {option} 1,8.")
     return list(dict.fromkeys(numbers))
+
+
+def _require_references(pipeline: Path, count: int) -> None:
+    from sdflow.runtime.drawing.references import require_references
+    from sdflow.runtime.files.folder import folder_family, onnx_submodels
+
+    require_references(folder_family(pipeline), onnx_submodels(pipeline), count, "--references")
 
 
 def _own(pipeline: Path) -> Defaults:

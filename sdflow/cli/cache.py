@@ -142,7 +142,9 @@ def export_(
         bool,
         typer.Option("--verify/--no-verify", help="Verify each against PyTorch first, with weights bound."),
     ] = True,
-    jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Most steps to run in parallel.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", min=1, help="Maximum number of steps to run in parallel.")
+    ] = None,
     cache: CacheDir = None,
     json: AsJson = False,
 ) -> None:
@@ -286,7 +288,7 @@ def gc(
         from sdflow.store.remote.catalog import sweep
 
         if older_than is None or max_size is not None:
-            raise UsageError("a remote cache shrinks by age", where="--remote", remedy="Give --older-than 30d.")
+            raise UsageError("a remote cache is shrunk by age", where="--remote", remedy="Give --older-than 30d.")
         remote_cache = _shared(cache_folder(cache), url)
         with _must_answer(remote_cache):
             swept = sweep(remote_cache.share, parse_age(older_than), dry_run=dry_run, meanwhile=stop.check)
@@ -344,7 +346,7 @@ def _must_agree(what: str, *, yes: bool, command: str) -> None:
 
     if not yes and not sys.stdin.isatty():
         raise UsageError(
-            f"removing {what} wants a yes, and there is no terminal to ask", where=command, remedy="Write it: --yes."
+            f"removing {what} needs a confirmation, and there is no terminal to ask", where=command, remedy="Add --yes."
         )
     if not yes:
         typer.confirm(f"Remove {what}?", abort=True)

@@ -91,10 +91,14 @@ def query(
     mask: Annotated[
         Path | None,
         typer.Option(
-            help="Mask: draw only where it is transparent, or white if it has no alpha channel.",
+            help="Mask: repaint where it is transparent, or white if it has no alpha channel.",
             metavar="FILE",
             show_default=False,
         ),
+    ] = None,
+    reference: Annotated[
+        list[Path] | None,
+        typer.Option(help="Reference image that the model edits or combines. Repeatable.", metavar="FILE"),
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="Pipeline to use, where the server has several.", show_default=False)
@@ -111,13 +115,14 @@ def query(
     needing = [SERVED[each].option(each) for each in said if SERVED[each].needs is not None]
     if image is None and (mask is not None or needing):
         where = needing[0] if needing else "--mask"
-        raise UsageError("belongs to an image to start from", where=where, remedy="Add --image FILE.")
+        raise UsageError("needs an image to start from", where=where, remedy="Add --image FILE.")
     fields = {
         "n": images,
         "size": size,
         "loras": [_lora(each) for each in lora or ()] or None,
         "image": image,
         "mask": mask,
+        "references": reference or None,
         "model": model,
         **said,
     }

@@ -78,7 +78,9 @@ def export(
         raise UsageError(f"{one_file} does not end in .onnx", where="--one-file", remedy=f"Write {one_file}.onnx.")
     if one_file is not None and schedule_file is not None and schedule_file.name == f"{one_file.name}.json":
         raise UsageError(
-            "the file that tells of the graph has this name", where="--schedule-file", remedy="Name another file."
+            "this is the name of the file that describes the graph",
+            where="--schedule-file",
+            remedy="Name another file.",
         )
     name, steps = (None, None) if schedule is None else parse_schedule(schedule)
     wanted = Wanted(

@@ -24,6 +24,15 @@ def generate(
     pipeline: Annotated[Path, typer.Argument(help="Pipeline folder.", metavar="PIPELINE")],
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="Prompt. Repeatable.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="Text file with one prompt per line.", metavar="FILE")] = None,
+    settings_from: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            help="Prompt and settings of an image of sdflow, A1111's webui, or InvokeAI; options override them.",
+            metavar="IMAGE",
+            show_default=False,
+        ),
+    ] = None,
     json: AsJson = False,
     interactive: Annotated[
         bool, typer.Option("--interactive", help="Use a page in the browser instead; the server runs until Ctrl-C.")
@@ -36,14 +45,20 @@ def generate(
         return
     quiet_libraries()
     from sdflow.cli.image_progress import image_progress
+    from sdflow.cli.settings_from import with_settings_of
     from sdflow.manifest import read_manifest
     from sdflow.report.generate import print_generate
     from sdflow.runtime.generate import generate as draw
 
     read_manifest(pipeline)  # a folder that is none is told before a bar is drawn
     wanted = [*(prompt or ()), *(read_prompts(prompts) if prompts is not None else ())]
-    request = GenerateRequest(pipeline, wanted, **settings_of(read_options(OPTIONS, given).items()))
+    values, notes = read_options(OPTIONS, given), tuple[str, ...]()
+    if settings_from is not None:
+        wanted, values, notes = with_settings_of(settings_from, context, OPTIONS, values, wanted)
+    request = GenerateRequest(pipeline, wanted, **settings_of(values.items()))
     with errors_name_options(OPTIONS), image_progress() as progress:
+        for note in notes:
+            progress.phase(note)
         result = draw(request, progress)
     print_generate(result, as_json=json)
 
@@ -62,7 +77,7 @@ def _on_a_page(context: typer.Context, pipeline: Path) -> None:
     ]
     if given:
         raise UsageError(
-            f"--interactive takes no other option, and there is --{given[0].replace('_', '-')}",
+            f"--interactive cannot be combined with --{given[0].replace('_', '-')}",
             remedy="Set it on the page. `sdflow serve --open` has the options of a server.",
         )
     serve([pipeline], port=0, open_page=True)

@@ -21,23 +21,23 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "init": "sdflow init --model dreamshaper.safetensors --target cuda",
         "validate": "sdflow validate workflow.yaml",
         "plan": "sdflow plan workflow.yaml",
-        "run": "sdflow run workflows/sd15_cuda.yaml",
-        "verify": "sdflow verify pipelines/sd15_cuda --html report.html",
+        "run": "sdflow run sd15 --target cuda",
+        "verify": "sdflow verify pipelines/sd15-cuda --html report.html",
         "explain": "sdflow explain workflow.yaml --step BindWeights",
         "bake": "sdflow bake --base pipelines/sd15 --lora ink.safetensors --out pipelines/ink",
-        "export": "sdflow export pipelines/sd15_cuda --one-file sd15.onnx",
+        "export": "sdflow export pipelines/sd15-cuda --one-file sd15.onnx",
     },
     "Generate and serve": {
-        "generate": 'sdflow generate pipelines/sd15_cuda -p "a red fox in the snow" --seed 7',
-        "serve": "sdflow serve pipelines/sd15_cuda --port 8000",
-        "deploy": "sdflow deploy fox pipelines/sd15_cuda",
+        "generate": 'sdflow generate pipelines/sd15-cuda -p "a red fox in the snow" --seed 7',
+        "serve": "sdflow serve pipelines/sd15-cuda --port 8000",
+        "deploy": "sdflow deploy fox pipelines/sd15-cuda",
         "query": 'sdflow query fox "a red fox in the snow" --images 4',
         "status": "sdflow status",
         "terminate": "sdflow terminate fox",
     },
     "Measure": {
-        "bench": "sdflow bench pipelines/sd15_cuda --steps 20 --out results",
-        "tune": "sdflow tune pipelines/sd15_cuda",
+        "bench": "sdflow bench pipelines/sd15-cuda --steps 20 --out results",
+        "tune": "sdflow tune pipelines/sd15-cuda",
         "selftest": "sdflow selftest --target cuda --report mine",
         "doctor": "sdflow doctor",
     },
@@ -69,13 +69,15 @@ CACHE_GROUPS: Mapping[str, Mapping[str, str]] = {
 }
 
 PANELS: Mapping[str, str] = {
-    "Prompt": "prompt prompts negative_prompt prompt_syntax embeddings prompt_2 negative_prompt_2 prompt_3 negative_prompt_3 "
-    "max_sequence_length clip_skip allow_pickle",
-    "Image": "images size height width seed steps guidance_scale scheduler eta batch",
+    "Prompt": "prompt prompts negative_prompt prompt_syntax wildcards embeddings embedding_folder prompt_2 "
+    "negative_prompt_2 prompt_3 negative_prompt_3 max_sequence_length clip_skip allow_pickle",
+    "Image": "settings_from images size height width seed steps guidance_scale scheduler eta batch",
     "Starting from an image": "image mask mask_blur strength whole",
+    "Reference images": "references reference",
     "ControlNet and IP-Adapter": "controls guess_mode image_prompts",
     "SDXL": "original_size crops_coords_top_left target_size refiner refiner_start aesthetic_score negative_aesthetic_score",
     "Stable Diffusion 3": "skip_guidance_layers skip_layer_guidance_scale skip_layer_guidance_start skip_layer_guidance_stop",
+    "Z-Image": "cfg_truncation cfg_normalization",
     "Approximations": "reuse guidance_interval",
     "Model": "model lora base submodel structures pipeline show",
     "Build": "overrides copy jobs rebuild evaluate keep_failed require_target",
@@ -89,7 +91,7 @@ PANELS: Mapping[str, str] = {
     "Graph": "one_file schedule schedule_file open_schedule negative text embed",
     "Hardware": "target on threads low_memory vae_tiles",
     "Cache": "cache rehash engine_cache remote url older_than max_size dry_run",
-    "Output": "out results html report sheet preview previews log_prompts interactive quiet verbose json",
+    "Output": "out overwrite results html report sheet preview previews log_prompts interactive quiet verbose json",
 }
 """Group of options -> names of parameters, in the order in which they are shown. What is in none is under "Options"."""
 

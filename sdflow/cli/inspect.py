@@ -47,11 +47,11 @@ def init(
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="File to write.", metavar="FILE")] = Path("workflow.yaml"),
-    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
+    overwrite: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Write a commented workflow for a model, target and LoRAs."""
     from sdflow.report.output import put
     from sdflow.run.init import InitRequest, write_workflow
 
-    written = write_workflow(InitRequest(out, model, target, lora or (), base, force))
+    written = write_workflow(InitRequest(out, model, target, lora or (), base, overwrite))
     put(f"{written}: written. Next: sdflow run {shlex.quote(str(written))}", wrap=False)

@@ -45,7 +45,7 @@ def selftest(
 
     if show is not None:
         if any(each is not None for each in (target, pipeline, report)):
-            raise UsageError("it tests nothing, so it takes no other option but --json", where="--show")
+            raise UsageError("it only prints a report, so --json is the only other option", where="--show")
         print_selftest(read_report(show), as_json=json)
         return
     from sdflow.cli.opened import open_cache

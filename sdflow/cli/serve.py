@@ -20,7 +20,7 @@ KeyFile = Annotated[
         help="File whose first line is the API key that requests must send.", metavar="FILE", show_default=False
     ),
 ]
-NoAuth = Annotated[bool, typer.Option("--no-auth", help="Listen on other than loopback addresses without an API key.")]
+NoAuth = Annotated[bool, typer.Option("--no-auth", help="Allow addresses other than loopback without an API key.")]
 RequireVerified = Annotated[
     bool, typer.Option("--require-verified", help="Refuse pipelines that were not verified when built.")
 ]
@@ -36,6 +36,23 @@ def serve(
     loras: Annotated[
         Path | None,
         typer.Option(help="Folder of LoRAs (.safetensors) that requests may use.", metavar="DIR", show_default=False),
+    ] = None,
+    embedding_folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--embeddings",
+            help="Folder of textual inversion files (.safetensors) that prompts may name.",
+            metavar="DIR",
+            show_default=False,
+        ),
+    ] = None,
+    wildcards: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of text files: __NAME__ in a prompt becomes a line of NAME.txt.",
+            metavar="DIR",
+            show_default=False,
+        ),
     ] = None,
     lora_memory: Annotated[
         float,
@@ -58,7 +75,7 @@ def serve(
         ),
     ] = None,
     max_queue: Annotated[
-        int, typer.Option(min=1, help="Most images running or queued; further requests get 429.")
+        int, typer.Option(min=1, help="Maximum number of images running or queued; further requests get 429.")
     ] = 64,
     deadline: Annotated[
         float, typer.Option(min=0.1, help="Timeout of a request in seconds, including queueing.")
@@ -72,28 +89,30 @@ def serve(
             show_default=False,
         ),
     ] = None,
-    max_images: Annotated[int, typer.Option(min=1, help="Most images per request.")] = 10,
-    max_steps: Annotated[int, typer.Option(min=1, help="Most steps per image.")] = 150,
+    max_images: Annotated[int, typer.Option(min=1, help="Maximum number of images per request.")] = 10,
+    max_steps: Annotated[int, typer.Option(min=1, help="Maximum number of steps per image.")] = 150,
     max_pixels: Annotated[
         int | None,
         typer.Option(
             min=64,
-            help="Most pixels per image. Default: 16 times the model's native size, or what fits in memory as "
+            help="Maximum number of pixels per image. Default: 16 times the model's native size, or what fits in memory as "
             "measured at startup (shown in the log and /v1/models); 4194304 for uploaded images.",
             show_default=False,
         ),
     ] = None,
-    max_body: Annotated[int, typer.Option(min=1024, help="Most bytes per request.")] = 32 << 20,
-    max_connections: Annotated[int, typer.Option(min=1, help="Most open connections; further ones get 503.")] = 512,
+    max_body: Annotated[int, typer.Option(min=1024, help="Maximum number of bytes per request.")] = 32 << 20,
+    max_connections: Annotated[
+        int, typer.Option(min=1, help="Maximum number of open connections; further ones get 503.")
+    ] = 512,
     max_uploads: Annotated[
         int,
-        typer.Option(min=0, help="Most uploaded LoRAs; each is kept until deleted or the server stops."),
+        typer.Option(min=0, help="Maximum number of uploaded LoRAs; each is kept until deleted or the server stops."),
     ] = 32,
     max_upload_gb: Annotated[float, typer.Option(min=0, help="Disk space for uploaded LoRAs in GB.")] = 8.0,
     batch_sizes: Annotated[
         str | None,
         typer.Option(
-            help="Batch sizes of the denoiser. Default: those that pay off in a measurement at startup.",
+            help="Batch sizes of the denoiser. Default: measured at startup.",
             metavar="1,2,4",
             show_default=False,
         ),
@@ -144,6 +163,7 @@ def serve(
 
     A web page at /, OpenAI's images API at /v1, metrics at /metrics. Concurrent requests are batched.
     """
+    from sdflow.prompts.wildcards import Wildcards
     from sdflow.serve.http.app import Settings
     from sdflow.serve.http.loras import Loras
     from sdflow.serve.http.served_model import read_all_served
@@ -153,6 +173,7 @@ def serve(
     from sdflow.serve.loras.lora_structures import LoraFit
     from sdflow.serve.on_ray.server import serve_on_ray
     from sdflow.serve.on_ray.spread import read_spread
+    from sdflow.sources.embedding_folder import embeddings_in
 
     spread = read_spread(on, port, replicas, gpus, queue, take_over)
     if spread is not None:
@@ -184,6 +205,7 @@ def serve(
             lanes=lanes,
             deadline=deadline,
             stall=stall,
+            embeddings=None if embedding_folder is None else embedding_folder.absolute(),
         ),
         access_of(host, api_key_file, cors_origin or (), no_auth=no_auth),
         limits,
@@ -194,7 +216,10 @@ def serve(
             limits,
         ),
         log_prompts,
+        None if wildcards is None else Wildcards(wildcards),
     )
+    if embedding_folder is not None:
+        embeddings_in(embedding_folder)  # one that is none is told before anything is loaded
 
     for name, model in models.items():
         if model.left_aside:

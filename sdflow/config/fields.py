@@ -11,38 +11,39 @@ from sdflow.config.parameter_fields import field_of, with_fields
 from sdflow.config.workflow import EvaluateSpec, ImageSpec, LatencySpec, VerifySpec
 from sdflow.families.settings import COMMON
 from sdflow.families.shared.approximation import MOST_EVERY, MOST_LAYERS, Interval, Reuse
+from sdflow.families.shared.references import MOST_REFERENCES
 
 WORKFLOW: Mapping[str, str] = {
-    "extends": "A workflow file, or a list of them, that this one builds on. Relative to this file; base/NAME.yaml that "
-    "is not there is the one that ships with sdflow. Maps merge, lists and values replace; later files win, and this file "
-    "over all of them, their `targets` included.",
-    "name": "The pipeline's name and its output folder's; without it, the name of the workflow's file.",
+    "extends": "A workflow file, or a list of them, that this one builds on. Relative to this file; a missing "
+    "base/NAME.yaml is the one that ships with sdflow. Maps are merged, lists and values replaced; later files override earlier "
+    "ones, and this file overrides all of them, including their `targets`.",
+    "name": "The name of the pipeline and its folder. Default: the name of the workflow's file.",
     "model": "The checkpoint: a diffusers folder, a .safetensors file, FILE#ARCHITECTURE for one that does not say what it "
     "is, or contradicts itself (model.safetensors#sdxl-v), hf:owner/name[@revision], "
     "synthetic:sd15[?seed=N], synthetic:sd15-tiny[?seed=N], or sample:shapes. Paths are relative to this file.",
-    "components": "Components from elsewhere, in place of the model's own. null: its own; of one that it can lack: none.",
-    "controlnets": "ControlNets beside the model: a map from a name for each to where it comes from. Written like `model`.",
+    "components": "Components from elsewhere instead of the model's own. null: its own; for an optional component: none.",
+    "controlnets": "ControlNets for the model: a map from a name to each net, written like `model`.",
     "ip_adapters": "IP-Adapters, for image prompts: a list of them. Each reads the image encoder of the first.",
-    "refiner": "A model that goes the last part of the way from noise to image, built into the folder `refiner` of the "
-    "pipeline, without the LoRAs. A map of `extends`, a workflow of its own, and `model`; or written like `model`: then by the "
-    "same chains, without the counts of `expect`. null: none.",
+    "refiner": "A model that takes over for the last steps, built into the folder `refiner` of the "
+    "pipeline, without the LoRAs. A map of `extends`, its own workflow, and `model`; or written like `model`, which "
+    "uses the same chains without the counts of `expect`. null: none.",
     "target": "The target, or a list of targets, to build for.",
-    "targets": "What is different for each target, laid upon the workflow when that target is built.",
+    "targets": "Changes for each target, applied when that target is built.",
     "loras": "LoRAs that LoraMerge merges into the submodels that they change. Each must be made for the model's family.",
     "matrix": "Lists of models, LoRAs and targets; every combination is a pipeline of its own.",
     "submodels": "The chain of passes for each submodel. A submodel that is left out, null or false is not built.",
     "evaluate": "What is measured after the build. null: nothing.",
-    "generate": "How the pipeline draws where nobody says it, in place of what the model and its LoRAs say.",
+    "generate": "Defaults for generating. They override those of the model and its LoRAs.",
     "verify": "How the artifacts are verified against the PyTorch model before the pipeline is assembled: `quick` (the default), "
     "`full`, a map of options, or false, null or `off`: not at all.",
-    "carry_weights": "Run every pass with the weights, in place of building the graph without them and filling it at "
+    "carry_weights": "Run every pass with the weights instead of building the graph without them and filling it in at "
     "the end. Slower; the result is the same, byte for byte.",
     "allow_pickle": "Accept pickled weights (.bin, .ckpt), loaded with weights_only=True.",
     "cache": "A cache that is shared with other machines. null: none. $SDFLOW_REMOTE_CACHE names another.",
 }
 REFINER: Mapping[str, str] = {
     "extends": "The workflow of the refiner: its chains, with their counts of `expect`, for the same target.",
-    "model": "The checkpoint, in place of that workflow's.",
+    "model": "The checkpoint, instead of that workflow's.",
 }
 NET_NAME = "[a-z0-9][a-z0-9_-]{0,31}"
 """A ControlNet's name, a regular expression: it becomes a part of a folder's name."""
@@ -61,8 +62,8 @@ MATRIX: Mapping[str, str] = {
 SUBMODEL: Mapping[str, str] = {
     "passes": "The chain: a list of steps, or, over a file that has the list, a map from pass name to changed options; null "
     "removes the step, insert_before or insert_after among its options adds one.",
-    "precision": "What its weights and values are: float32 leaves OnnxFloatToFloat16 out of the chain, float16 and bfloat16 are "
-    "what that pass converts to. Without it, the chain is as written.",
+    "precision": "Type of its weights and values: float32 leaves OnnxFloatToFloat16 out of the chain; that pass converts to "
+    "float16 or bfloat16. Default: the chain as written.",
 }
 PRECISIONS = ("float32", "float16", "bfloat16")
 STEP: Mapping[str, str] = {
@@ -89,9 +90,9 @@ class LoraFields(_Fields):
     """A LoRA."""
 
     file: Annotated[str, Field(min_length=1, description="A .safetensors file, a folder, or hf:owner/name[@revision].")]
-    scale: Annotated[
-        float, Field(ge=-100, le=100, allow_inf_nan=False, description="How strongly it is merged; 1.0 is in full.")
-    ] = 1.0
+    scale: Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False, description="Scale at which it is merged.")] = (
+        1.0
+    )
     weight_name: Annotated[
         str | None, Field(description="The .safetensors file within a folder or a repository of several.")
     ] = None
@@ -110,13 +111,11 @@ class AdapterFields(_Fields):
     weight_name: Annotated[
         str | None, Field(description="The file within a folder or a repository: models/ip-adapter_sd15.safetensors.")
     ] = None
-    encoder: Annotated[
-        str | None, Field(description="The image encoder, where it lies elsewhere. Written like `model`.")
-    ] = None
+    encoder: Annotated[str | None, Field(description="An image encoder from elsewhere, written like `model`.")] = None
     encoder_folder: Annotated[
         str | None,
         Field(
-            description="The image encoder's folder: beside the file, or, with a slash, in the folder or repository. null: the "
+            description="The image encoder's folder: next to the file, or, with a slash, in the folder or repository. null: the "
             "one that diffusers looks for, which is called as the submodel is."
         ),
     ] = None
@@ -132,7 +131,7 @@ class LatencyFields(_Fields):
 class ImageFields(_Fields):
     """The image to draw."""
 
-    prompt: Annotated[str, Field(description="What to draw.")] = ImageSpec.prompt
+    prompt: Annotated[str, Field(description="Prompt.")] = ImageSpec.prompt
     negative_prompt: str | None = field_of(COMMON["negative_prompt"], ImageSpec.negative_prompt)
     steps: Annotated[
         Steps | None, Field(description="Denoising steps; null: 20, or the model's where it needs fewer.")
@@ -144,13 +143,21 @@ class ImageFields(_Fields):
     prompts: Annotated[
         list[str], Field(max_length=1000, description="Draw a sheet of all of these; the seed counts up from `seed`.")
     ] = list(ImageSpec.prompts)
+    references: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=MOST_REFERENCES,
+            description="Reference images of the image's size (FLUX.2-klein); always the same.",
+        ),
+    ] = ImageSpec.references
 
 
 class EvaluateFields(_Fields):
     """What is measured after the build."""
 
     latency: Annotated[LatencyFields | None, Field(description="Timed runs; null: none.")] = LatencyFields()
-    image: Annotated[ImageFields | None, Field(description="The image to draw; null: none.")] = ImageFields()
+    image: Annotated[ImageFields | None, Field(description="The image to generate; null: none.")] = ImageFields()
     allow_fallback: Annotated[
         bool, Field(description="Nodes may run on another execution provider than the target's.")
     ] = EvaluateSpec.allow_fallback

@@ -142,7 +142,7 @@ def _targets(node: Node | None, where: Mark, chosen: Sequence[str], problems: Pr
         elif item.value not in TARGETS:
             problems.add(item.mark, f"unknown target {item.value!r}", nearest(item.value, TARGETS))
         elif item.value in written:
-            problems.add(item.mark, f"the target {item.value!r} is there twice")
+            problems.add(item.mark, f"the target {item.value!r} is listed twice")
         else:
             written.append(item.value)
     for name in chosen:

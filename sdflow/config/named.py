@@ -147,7 +147,7 @@ class Named:
         for name, each in node.entries.items():
             if not re.fullmatch(NET_NAME, name):
                 kind = "up to 32 of a-z, 0-9, _ and -, of which the first is a letter or a digit"
-                self._problems.add(node.keys[name], f"{name!r} is no name for a ControlNet", kind)
+                self._problems.add(node.keys[name], f"{name!r} is not a valid name for a ControlNet", kind)
             elif not is_null(each):
                 found[name] = self._reference(each, f"`controlnets.{name}`")
         return {name: reference for name, reference in found.items() if reference is not None}

@@ -206,7 +206,7 @@ class _Builder:
 
     def _refuse_tag(self, tag: str | None, mark: Mark) -> None:
         if tag not in (None, "!"):
-            self.problems.add(mark, f"YAML tags are not used here ({tag})", "leave the tag out; quote what is text")
+            self.problems.add(mark, f"YAML tags are not supported ({tag})", "leave the tag out; quote what is text")
 
     def _scalar(self, event: yaml.ScalarEvent, mark: Mark) -> bool:
         self._refuse_tag(event.tag, mark)
@@ -214,7 +214,7 @@ class _Builder:
             key = event.value
             frame = self.stack[-1]
             if key == "<<" and event.implicit[0]:
-                self.problems.add(mark, "merge keys (<<) are not used here", "put what is shared into a file to extend")
+                self.problems.add(mark, "merge keys (<<) are not supported", "put what is shared into a file to extend")
             elif key in frame.keys:
                 first = frame.keys[key]
                 self.problems.add(mark, f"the key {key!r} is written twice", f"first at {first}")

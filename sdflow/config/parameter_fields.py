@@ -18,7 +18,7 @@ def _encodable(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"there is half of a character at place {error.start}") from error
+        raise ValueError(f"there is half of a character at position {error.start}") from error
     return text
 
 

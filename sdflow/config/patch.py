@@ -178,8 +178,8 @@ def _insert(steps: list[Node], insertions: list[Insertion], problems: Problems, 
     for each in waiting:
         remedy: str | None
         if each.anchor in {other.name for other in waiting}:
-            text = f"{each.name} and {each.anchor} are each inserted beside the other"
-            remedy = f"insert one of them beside a step of the chain: {', '.join(names)}"
+            text = f"{each.name} and {each.anchor} are each inserted next to the other"
+            remedy = f"insert one of them next to a step of the chain: {', '.join(names)}"
         else:
             text = f"the chain{where} has no step {each.anchor!r} {each.words}"
             remedy = nearest(each.anchor, [*names, *(other.name for other in insertions if other is not each)])

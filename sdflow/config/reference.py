@@ -15,7 +15,7 @@ from sdflow.config.workflow import LoraSpec, Mark
 from sdflow.families import ADAPTER_ARCHITECTURES, ARCHITECTURES, COMPONENT_ARCHITECTURES
 from sdflow.sources.reference import PICKLE_SUFFIXES, AdapterReference, split_architecture
 
-SAMPLES = ("shapes",)
+SAMPLES = ("shapes", "shapes-klein")
 _SCHEMES = ("hf", "synthetic", "sample")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+-]+):(.*)", re.DOTALL)  # two letters at least: C: is a drive
 _HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w][\w./-]*)?", re.ASCII)
@@ -81,7 +81,7 @@ def adapter_reference(
     assert file is not None
     if fields.weight_name is None and (file.startswith("hf:") or Path(file).is_dir()):
         problems.add(
-            mark, "which file of it is not said", "add weight_name: models/ip-adapter_sd15.safetensors, or another"
+            mark, "it does not say which file", "add weight_name: models/ip-adapter_sd15.safetensors, or another"
         )
         return None
     return AdapterReference(file, fields.weight_name, found.get("encoder"), fields.encoder_folder)
@@ -139,7 +139,7 @@ def _model_path(text: str, folder: Path, allow_pickle: bool, mark: Mark, problem
     text, architecture = split_architecture(text)
     if architecture is not None and architecture not in ARCHITECTURES:
         problems.add(
-            mark, f"unknown architecture {shortened(architecture)!r} behind #", nearest(architecture, ARCHITECTURES)
+            mark, f"unknown architecture {shortened(architecture)!r} after #", nearest(architecture, ARCHITECTURES)
         )
         return None
     path = _resolve(text, folder, mark, problems)
@@ -147,7 +147,9 @@ def _model_path(text: str, folder: Path, allow_pickle: bool, mark: Mark, problem
         return None
     suffix = path.suffix.lower()
     if path.is_dir() and architecture is not None:
-        problems.add(mark, f"{path.name!r} is a folder, which says itself what it is", f"leave out #{architecture}")
+        problems.add(
+            mark, f"{path.name!r} is a folder, which names its architecture itself", f"leave out #{architecture}"
+        )
         return None
     if path.is_dir():
         return str(path)

@@ -73,6 +73,7 @@ class ImageSpec:
 
     prompts: when there are any, the image is a sheet of them all, the seed counting up from `seed`; `prompt` is then
         only what is timed.
+    references: how many reference images it is drawn with.
     """
 
     prompt: str = "a photo of an astronaut riding a horse on mars"
@@ -83,6 +84,7 @@ class ImageSpec:
     height: int | None = None
     width: int | None = None
     prompts: tuple[str, ...] = ()
+    references: int = 0
 
     def settled(self, own: Defaults) -> ImageSpec:
         """With the model's own steps and guidance scale where none are named."""

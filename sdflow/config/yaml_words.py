@@ -44,7 +44,7 @@ def in_words(text: str, error: yaml.MarkedYAMLError) -> Said:
     if "parsing a flow" in context and opened is not None:
         return Said(*_bracket(place, context, opened.line + 1), here)
     if "block sequence" in problem or "sequence entries" in problem:
-        return Said("a list cannot begin behind a key in its line", "begin it in the next line, or write [a, b]", here)
+        return Said("a list cannot begin on the line of its key", "begin it on the next line, or write [a, b]", here)
     if "parsing a block collection" in context and opened is not None:
         first = opened.line + 1
         message = f"this line is no item of the list that begins in line {first}, and is indented like one"
@@ -94,15 +94,15 @@ def _colon(place: _Place) -> tuple[str, str]:
             "indent it like that line, or leave that line without a value",
         )
     if glued := re.match(r"\s*([\w.-]+):\S", above):
-        return f"line {number} has no space behind '{glued[1]}:'", f"write '{glued[1]}: ...'"
+        return f"line {number} has no space after '{glued[1]}:'", f"write '{glued[1]}: ...'"
     return f"a ':' where none can be: line {number} is not finished", "write every key as 'key: value'"
 
 
 def _no_colon(place: _Place) -> tuple[str, str]:
     word = place.rest.strip()[:60]
     if glued := re.match(r"([\w.-]+):\S", word):
-        return f"no space behind '{glued[1]}:'", f"write '{glued[1]}: ...'"
-    return f"{word!r} has no ':' behind it", f"write {word}: VALUE; begin an item of a list with '- '"
+        return f"no space after '{glued[1]}:'", f"write '{glued[1]}: ...'"
+    return f"{word!r} has no ':' after it", f"write {word}: VALUE; begin an item of a list with '- '"
 
 
 def _bracket(place: _Place, context: str, line: int) -> tuple[str, str]:
@@ -118,7 +118,7 @@ def _key(place: _Place) -> tuple[str, str]:
     if place.rest[:1] in ("]", "}"):
         return f"{place.rest[0]!r} closes nothing", "remove it"
     if place.own[: place.column].strip():
-        return "text behind a value that is complete", "put all of it in quotes"
+        return "text after a complete value", "put all of it in quotes"
     if place.rest.startswith("- "):
         return "an item of a list where a key should be", "indent it below the key of its list"
     return f"this line is indented by {place.column} spaces, like none of the keys above", _INDENT
@@ -132,5 +132,5 @@ def _start(place: _Place, problem: str, context: str) -> tuple[str, str | None]:
     if "tag" in problem or "tag" in context:
         return "text cannot begin with '!'", _QUOTE_IT
     if "block scalar" in context:
-        return "text behind '|' or '>'", f"begin it in the next line, indented, or {_QUOTE_IT}"
+        return "text after '|' or '>'", f"begin it on the next line, indented, or {_QUOTE_IT}"
     return f"{problem or 'syntax error'}{f' ({context})' if context else ''}", None

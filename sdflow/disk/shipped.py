@@ -1,4 +1,4 @@
-"""What ships with sdflow beside its code: sample checkpoints, and what the families' folders hold."""
+"""Files that come with sdflow: sample checkpoints, and what the families' folders hold."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ def family_data(name: str) -> tuple[Path, ...]:
 
 
 def sample_folders() -> tuple[Path, ...]:
-    """Where samples may lie: in the installed package's data, or beside the package in a checkout."""
-    package = Path(sdflow.__file__).parent
-    return package / "data/samples", package.parent / "samples"
+    """Where samples may be: beside the package in a checkout, and in the distribution sdflow-samples."""
+    spec = find_spec("sdflow_samples")
+    installed = () if spec is None else tuple(spec.submodule_search_locations or ())
+    return Path(sdflow.__file__).parents[1] / "samples", *map(Path, installed)
 
 
 def _bases() -> Iterator[tuple[str, Path]]:
@@ -62,13 +63,13 @@ def shipped_workflows() -> tuple[str, ...]:
 
 
 def sample_folder(name: str) -> Path:
-    """The folder of a sample: in the installed package's data, or beside the package in a checkout."""
-    folders = [folder / name for folder in sample_folders()]
-    for folder in folders:
-        if (folder / "model_index.json").is_file():
-            return folder
-    raise CheckpointError(
-        f"no sample of the name {name!r} is installed",
-        where=f"sample:{name}",
-        remedy=f"Looked in {' and '.join(str(folder) for folder in folders)}. Use a checkout of the repository.",
-    )
+    """The folder of a sample: beside the package in a checkout, or in the installed distribution sdflow-samples."""
+    indexes = [index for place in sample_folders() for index in place.glob("*/model_index.json")]
+    found = {index.parent.name: index.parent for index in indexes}
+    if name not in found:
+        raise CheckpointError(
+            f"there is no sample {name!r}" if found else "needs sdflow-samples, which is not installed",
+            where=f"sample:{name}",
+            remedy=f"known: {', '.join(sorted(found))}" if found else "pip install 'sdflow[samples]'",
+        )
+    return found[name]

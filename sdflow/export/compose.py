@@ -85,11 +85,12 @@ class Form:
 @dataclass(frozen=True)
 class Composed:
     """model: a ModelProto. ids: its inputs of token ids -> the companion that makes them, and whether they are the negative
-    prompts'. lengths: of these companions -> tokens of a text."""
+    prompts'. lengths: of these companions -> tokens of a text. templates: of these companions: halves of a chat template."""
 
     model: onnx.ModelProto
     ids: Mapping[str, tuple[str, bool]]
     lengths: Mapping[str, int]
+    templates: Mapping[str, tuple[str, str]]
 
 
 def compose(source: Source, form: Form, data_files: Mapping[str, str]) -> Composed:
@@ -107,11 +108,6 @@ def compose(source: Source, form: Form, data_files: Mapping[str, str]) -> Compos
     models = {name: _read(source.folder / name / MODEL_FILE, data_files.get(name)) for name in source.submodels}
     opsets = _opsets(models)
     latents = family.latents(source.configs)
-    sizes = None
-    if form.size is not None:
-        axes = _axes(source, form.size, latents.scale)
-        models[family.decoder] = specialize(models[family.decoder], {**axes, "batch": form.size.images})
-        sizes = {**axes, "batch": (1 + form.guided) * form.size.images}
     traced = trace_conditions(
         family,
         source.configs,
@@ -121,6 +117,11 @@ def compose(source: Source, form: Form, data_files: Mapping[str, str]) -> Compos
         negative=form.negative,
         opset=opsets[""],
     )
+    sizes = None
+    if form.size is not None:
+        axes = {**_axes(source, form.size, latents.scale), **traced.tokens}
+        models[family.decoder] = specialize(models[family.decoder], {**axes, "batch": form.size.images})
+        sizes = {**axes, "batch": (1 + form.guided) * form.size.images}
     graph = Builder("pipeline")
     if not form.open_schedule:
         graph.initializers += _baked(form.schedule)
@@ -131,7 +132,18 @@ def compose(source: Source, form: Form, data_files: Mapping[str, str]) -> Compos
     ports = {name: family.part(name).ports(source.configs[name]) for name in source.submodels}
     moving = Moving.of(ports[family.denoiser])
     shape = () if form.size is None else (form.size.images, latents.channels, form.size.rows, form.size.columns)
-    loop = Loop(denoiser, family.denoiser, moving, output, conditions, form.guided, form.draws, shape, sizes)
+    loop = Loop(
+        denoiser,
+        family.denoiser,
+        moving,
+        output,
+        conditions,
+        form.guided,
+        form.draws,
+        shape,
+        sizes,
+        family.guidance_offset,
+    )
     result = add_loop(graph, loop)
     decoder = models[family.decoder]
     images = add_decoder(graph, decoder, family.decoder, ports[family.decoder], result, latents)
@@ -156,7 +168,7 @@ def compose(source: Source, form: Form, data_files: Mapping[str, str]) -> Compos
         ir_version=max(model.ir_version for model in models.values()),
         producer_name="sdflow",
     )
-    return Composed(model, traced.ids, traced.lengths)
+    return Composed(model, traced.ids, traced.lengths, traced.templates)
 
 
 def _axes(source: Source, size: Size, scale: int) -> dict[str, int]:
@@ -228,8 +240,9 @@ def _conditions(
             continue
         name = next(attribute.s.decode() for attribute in node.attribute if attribute.name == PART)
         outputs = read_outputs(source.family, name, source.configs[name])
-        (port,) = (item.name for item in models[name].graph.input)
-        text = inlined(models[name], name, {port: node.input[0]}, outputs)
+        read = source.family.part(name).ports(source.configs[name]).inputs
+        fed = {port.name: value for port, value in zip(read, node.input, strict=True)}
+        text = inlined(models[name], name, fed, outputs)
         graph.nodes.extend(text.nodes)
         graph.initializers.extend(text.initializers)
         for output, value in zip(outputs, node.output, strict=True):

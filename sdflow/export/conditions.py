@@ -1,7 +1,8 @@
 """How a prompt becomes what the denoiser reads, as a graph: the family's own `condition`, traced.
 
 In the trace the tokenizers give the graph's inputs, and a text encoder is one node, `sdflow.Run`, for which its graph is put in
-afterwards. So a family needs nothing besides what it needs for drawing.
+afterwards. So a family needs nothing besides what it needs for drawing. The mask of a text is computed from its ids. A chat
+template stays outside: programs put its two halves around the text.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import io
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from sdflow.families.shared.base import Family
@@ -31,11 +31,14 @@ TOKENIZER = "tokenizer"
 class Traced:
     """model: a ModelProto whose inputs are of `ids`, height and width of the image in pixels, and the guidance scale, numbers;
     its outputs are the denoiser's inputs. ids: of the token ids, an input each -> the companion that makes them, and whether
-    they are the negative prompts'. lengths: companion -> the tokens of a text that the family has it make."""
+    they are the negative prompts'. lengths: companion -> the tokens of a text that the family has it make. templates: companion
+    -> what its chat template puts before and behind a text, if it has one. tokens: sizes of the denoiser's token axes."""
 
     model: Any
     ids: Mapping[str, tuple[str, bool]]
     lengths: Mapping[str, int]
+    templates: Mapping[str, tuple[str, str]]
+    tokens: Mapping[str, int]
 
 
 def trace_conditions(
@@ -85,7 +88,8 @@ def trace_conditions(
 
     sizes = {HEIGHT: torch.tensor(64), WIDTH: torch.tensor(96), SCALE: torch.tensor(2.0 if guided else 1.0)}
     measured = {name: _MeasuringTokenizer(each) for name, each in tokenizers.items()}
-    conditions(tuple(sizes.values()), measured)
+    shapes = {name: tuple(each.shape) for name, each in conditions(tuple(sizes.values()), measured).items()}
+    tokens = family.part(family.denoiser).model.token_sizes(configs[family.denoiser], shapes)
     lengths = {name: each.length for name, each in measured.items()}
     rows = [torch.zeros(2, lengths[name], dtype=torch.int32) for name, _ in ids.values()]
     module, stream = Conditions(), io.BytesIO()
@@ -105,7 +109,8 @@ def trace_conditions(
     for value, name in zip(model.graph.output, module.outputs, strict=True):
         model.graph.node.append(onnx.helper.make_node("Identity", [value.name], [f"condition/{name}"]))
         value.name = f"condition/{name}"
-    return Traced(model, ids, lengths)
+    templates = {name: each.template for name, each in measured.items() if each.template is not None}
+    return Traced(model, ids, lengths, templates, tokens)
 
 
 def condition_names(traced: Traced) -> dict[str, str]:
@@ -118,6 +123,12 @@ def _input(companion: str, of_negative: bool) -> str:
     return f"{'negative_' if of_negative else ''}input_ids{companion.removeprefix(TOKENIZER)}"
 
 
+class _Encoded(dict[str, Any]):
+    """What a tokenizer gives: entries that are attributes too, as transformers has it."""
+
+    __getattr__ = dict.__getitem__
+
+
 class _Tokenizer:
     """Gives the graph's inputs for the texts that stand for them, for others what the real one gives, a row for each image."""
 
@@ -125,31 +136,59 @@ class _Tokenizer:
         self._real, self._blocks = real, blocks
         self.model_max_length = real.model_max_length
 
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> str:
+        """The ids of a text that stands for an input are of the whole chat."""
+        (message,) = messages
+        text = message["content"]
+        return text if text in self._blocks else str(self._real.apply_chat_template(messages, **options))
+
     def __call__(self, texts: list[str], **options: Any) -> Any:
         import torch
 
         images = next(iter(self._blocks.values())).shape[0]
-        rows = [
-            self._blocks[text]
-            if text in self._blocks
-            else self._real([text], **options).input_ids.to(torch.int32).expand(images, -1)
-            for text in texts
-        ]
-        return SimpleNamespace(input_ids=torch.cat(rows))
+        ids, masks = [], []
+        for text in texts:
+            if text in self._blocks:
+                ids.append(self._blocks[text])
+                masks.append(_mask(ids[-1], self._real.pad_token_id))
+                continue
+            found = self._real([text], **{**options, "padding": "max_length", "return_tensors": "pt"})
+            for rows, made in ((ids, found.input_ids), (masks, found.attention_mask)):
+                rows.append(made.to(torch.int32).expand(images, -1))
+        return _Encoded(input_ids=torch.cat(ids), attention_mask=torch.cat(masks))
+
+
+def _mask(ids: torch.Tensor, pad: int) -> torch.Tensor:
+    """1 up to the last token that is not the one for padding, 0 behind it; int32. Texts are padded on the right."""
+    import torch
+
+    places = torch.arange(ids.shape[1], dtype=torch.int32)
+    length = ((ids != pad) * (places + 1)).amax(dim=1, keepdim=True)
+    return (places < length).to(torch.int32)
 
 
 class _MeasuringTokenizer:
-    """Gives zeros. length: the tokens of a text that it was asked for."""
+    """Gives zeros. length: the tokens of a text that it was asked for. template: what its chat template puts around a text."""
 
     def __init__(self, real: Any) -> None:
+        self._real = real
         self.model_max_length = real.model_max_length
         self.length = 0
+        self.template: tuple[str, str] | None = None
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> str:
+        marked = [{**message, "content": _PROMPT} for message in messages]
+        chat = str(self._real.apply_chat_template(marked, **options))
+        before, _, behind = chat.partition(_PROMPT)
+        self.template = before, behind
+        return chat
 
     def __call__(self, texts: list[str], *, max_length: int, **options: Any) -> Any:
         import torch
 
         self.length = max_length
-        return SimpleNamespace(input_ids=torch.zeros(len(texts), max_length, dtype=torch.int32))
+        zeros = torch.zeros(len(texts), max_length, dtype=torch.int32)
+        return _Encoded(input_ids=zeros, attention_mask=zeros)
 
 
 def _runner(family: Family, configs: Mapping[str, Mapping[str, Any]]) -> Any:
@@ -158,25 +197,26 @@ def _runner(family: Family, configs: Mapping[str, Mapping[str, Any]]) -> Any:
 
     def run(name: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         part, config = family.part(name), configs[name]
-        ports = part.model.ports(config)
+        model, ports = part.of(config).model, part.ports(config)
         names = read_outputs(family, name, config)
         wanted = [port for port in ports.outputs if port.name in names]
-        (read,) = (port.name for port in ports.inputs)
+        read = [port.name for port in ports.inputs]
 
         class Run(torch.autograd.Function):  # type: ignore[misc]
             @staticmethod
-            def forward(context: Any, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                sizes = {"batch": ids.shape[0], **part.model.token_sizes(config, {read: ids.shape})}
+            def forward(context: Any, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                shapes = {port: value.shape for port, value in zip(read, given, strict=True)}
+                sizes = {"batch": given[0].shape[0], **model.token_sizes(config, shapes)}
                 return tuple(torch.zeros(port.shape(sizes)) for port in wanted)
 
             @staticmethod
-            def symbolic(graph: Any, ids: Any) -> Any:
-                made = graph.op("sdflow::Run", ids, part_s=name, outputs=len(wanted))
+            def symbolic(graph: Any, *given: Any) -> Any:
+                made = graph.op("sdflow::Run", *given, part_s=name, outputs=len(wanted))
                 for value, port in zip(made if len(wanted) > 1 else (made,), wanted, strict=True):
-                    value.setType(ids.type().with_dtype(torch.float32).with_sizes([None] * len(port.axes)))
+                    value.setType(given[0].type().with_dtype(torch.float32).with_sizes([None] * len(port.axes)))
                 return made
 
-        found = Run.apply(inputs[read])
+        found = Run.apply(*(inputs[port] for port in read))
         return dict(zip((port.name for port in wanted), found, strict=True))
 
     return run
@@ -185,5 +225,5 @@ def _runner(family: Family, configs: Mapping[str, Mapping[str, Any]]) -> Any:
 def read_outputs(family: Family, name: str, config: Mapping[str, Any]) -> list[str]:
     """The outputs of a text encoder's node, in order."""
     part = family.part(name)
-    ports = part.model.ports(config).outputs
+    ports = part.ports(config).outputs
     return [port.name for port in ports if part.read is None or port.name in part.read(config)]

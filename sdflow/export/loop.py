@@ -22,7 +22,7 @@ class Loop:
     """model: the denoiser's ModelProto; moving, output: of it. conditions: its inputs beside latents and timestep -> values, a
     row for each image or one for all; with guidance a row for each negative prompt in front. draws: the scheduler draws noises.
     shape: of the latents, where it is always the same; sizes: then of all of the model's axes. With them no shape is worked out
-    in a round, and nothing is computed twice (`sdflow.export.once`)."""
+    in a round, and nothing is computed twice (`sdflow.export.once`). offset: added to the guidance scale."""
 
     model: Any
     name: str
@@ -33,6 +33,7 @@ class Loop:
     draws: bool
     shape: tuple[int, ...] = ()
     sizes: Mapping[str, int] | None = None
+    offset: float = 0.0
 
 
 def add_loop(graph: Builder, loop: Loop) -> str:
@@ -61,7 +62,8 @@ def add_loop(graph: Builder, loop: Loop) -> str:
     )
     places = graph.add("Reshape", graph.cast(every, TensorProto.INT32), graph.whole(-1, 1))
     if loop.guided:
-        scale = graph.add("Max", SCALE, graph.constant(1.0, "float32"))  # up to 1 there is no guidance
+        weight = graph.add("Add", SCALE, graph.constant(loop.offset, "float32")) if loop.offset else SCALE
+        scale = graph.add("Max", weight, graph.constant(1.0, "float32"))  # up to 1 there is no guidance
         rows = graph.add("Mul", images, graph.whole(2))
     else:
         scale, rows = "", images

@@ -104,12 +104,6 @@ def export_one_file(folder: Path, out: Path, wanted: Wanted) -> Exported:
             where=str(folder),
             remedy="One file draws from text alone: give a pipeline for text to image.",
         )
-    if family.texts_vary:
-        raise UsageError(
-            f"{family.title} reads as many tokens as a prompt has, which one file with prompts inside does not support yet",
-            where=str(folder),
-            remedy="Take the folder: `sdflow generate`, `sdflow serve`, or its graphs one by one.",
-        )
     kinds = {"ControlNets": family.nets(there), "IP-Adapters": folder_adapters(folder)}
     if images := [kind for kind, found in kinds.items() if found]:
         raise UsageError(
@@ -145,7 +139,7 @@ def export_one_file(folder: Path, out: Path, wanted: Wanted) -> Exported:
         "latents": _latents(family.latents(configs), size),
         "guidance_scale": scale if SCALE in [item.name for item in model.graph.input] else None,
         "schedule": schedule.to_json(),
-        "tokenizers": tokenizer_tables(source.companions, composed.ids, composed.lengths),
+        "tokenizers": tokenizer_tables(source.companions, composed.ids, composed.lengths, composed.templates),
     }
     contents = {out: model.SerializeToString(deterministic=True), beside: compact(program_data)}
     with (

@@ -48,15 +48,21 @@ def _clip_table(tokenizer: Any) -> dict[str, Any] | None:
 
 
 def tokenizer_tables(
-    companions: Mapping[str, Any], ids: Mapping[str, tuple[str, bool]], lengths: Mapping[str, int]
+    companions: Mapping[str, Any],
+    ids: Mapping[str, tuple[str, bool]],
+    lengths: Mapping[str, int],
+    templates: Mapping[str, tuple[str, str]],
 ) -> dict[str, Any]:
     """Input of the graph -> the table of its tokenizer; the negative prompts' inputs take that of the prompts'. One that is not
-    CLIP's is given as the tokenizers library reads it. lengths: companion -> tokens of a text."""
+    CLIP's is given as the tokenizers library reads it, with what a program puts before and behind a text, if there is a chat
+    template. lengths: companion -> tokens of a text. templates: companion -> what is put there."""
 
     def table(companion: str) -> dict[str, Any]:
         tokenizer = companions[companion]
         content = json.loads(tokenizer.backend_tokenizer.to_str())
         other = {"length": lengths[companion], "pad": tokenizer.pad_token_id, "tokenizer": content}
+        if companion in templates:
+            other |= dict(zip(("before", "behind"), templates[companion], strict=True))
         return _clip_table(tokenizer) or other
 
     return {name: table(companion) for name, (companion, negative) in ids.items() if not negative}

@@ -28,7 +28,9 @@ PromptSyntax = Literal["plain", "a1111"]
 class Settings:
     """How an image is drawn. None: the model's own. more: the family's own arguments (`Family.arguments`), by name."""
 
-    negative_prompt: Annotated[str | None, Parameter("Negative prompt.", served=True, webui="negative_prompt")] = None
+    negative_prompt: Annotated[
+        str | None, Parameter("Negative prompt.", served=True, webui="negative_prompt", invokeai="negative_prompt")
+    ] = None
     prompt_syntax: Annotated[
         PromptSyntax,
         Parameter(
@@ -45,12 +47,14 @@ class Settings:
             least=0,
             most=30,
             served=True,
+            infotext="Clip skip",
+            invokeai="clip_skip",
         ),
     ] = None
     reuse: Annotated[
         Mapping[str, float] | None,
         Parameter(
-            "Approximation: compute the deep layers only every so many steps and reuse them in between. layers=1 sets how "
+            "Approximation: compute the deep layers only in every N-th step and reuse them in between. layers=1 sets how "
             "many of the outermost layers run in every step.",
             otherwise="the workflow's, else off",
             metavar="every=2,from=0.1,to=0.9|off",
@@ -74,9 +78,11 @@ class Settings:
             "Denoising steps.",
             least=1,
             most=10_000,  # the free memory may allow fewer (`sdflow.runtime.denoiser.schedule`)
-            otherwise="the model's, 50, or 1 to 8 of few-step models",
+            otherwise="the model's: 50, or 1 to 8 for few-step models",
             call="num_inference_steps",
             webui="steps",
+            infotext="Steps",
+            invokeai="steps",
             served=True,
             workflow=True,
         ),
@@ -87,8 +93,10 @@ class Settings:
             "Guidance scale; at most 1 (Z-Image: 0) turns guidance off.",
             least=0,
             most=1000,
-            otherwise="the model's, 7.5 or for SDXL 5",
+            otherwise="the model's: 7.5, or 5 for SDXL",
             webui="cfg_scale",
+            infotext="CFG scale",
+            invokeai="cfg_scale",
             served=True,
             workflow=True,
         ),
@@ -99,8 +107,10 @@ class Settings:
             "Fraction of the steps to run on the image.",
             above=0,
             most=1,
-            otherwise="the model's, 0.8 or for SDXL 0.3; 1 with a mask",
+            otherwise="the model's: 0.8, or 0.3 for SDXL; 1 with a mask",
             webui="denoising_strength",
+            infotext="Denoising strength",
+            invokeai="strength",
             needs="image",
             served=True,
             workflow=True,
@@ -114,6 +124,7 @@ class Settings:
             most=1,
             otherwise="the model's",
             webui="eta",
+            infotext="Eta",
             served=True,
             workflow=True,
         ),
@@ -125,6 +136,8 @@ class Settings:
             otherwise="the pipeline's",
             call="-",
             recorded=False,
+            infotext="Sampler",
+            invokeai="scheduler",
             served=True,
             workflow=True,
         ),
@@ -138,14 +151,18 @@ class Settings:
             otherwise="a random one",
             call="-",
             recorded=False,
+            infotext="Seed",
+            invokeai="seed",
             served=True,
         ),
     ] = None
     height: Annotated[
-        int | None, Parameter("Height in pixels.", least=1, otherwise="the model's own", recorded=False)
+        int | None,
+        Parameter("Height in pixels.", least=1, otherwise="the model's own", recorded=False, invokeai="height"),
     ] = None
     width: Annotated[
-        int | None, Parameter("Width in pixels.", least=1, otherwise="the model's own", recorded=False)
+        int | None,
+        Parameter("Width in pixels.", least=1, otherwise="the model's own", recorded=False, invokeai="width"),
     ] = None
     mask_blur: Annotated[
         float,
@@ -155,6 +172,7 @@ class Settings:
             most=MOST_BLUR,
             metavar="PIXELS",
             webui="mask_blur",
+            infotext="Mask blur",
             needs="mask",
             served=True,
         ),

@@ -22,6 +22,7 @@ EXTRAS = {
     "gs": ("gcsfs",),
     "az": ("adlfs",),
     "ray": ("ray",),
+    "samples": ("sdflow-samples",),
     "bench": ("nvidia-ml-py", "torchao"),
     "export-text": ("onnxruntime-extensions",),
 }  # fmt: skip

@@ -31,7 +31,7 @@ def why_weights_are_carried(chain: Sequence[ChainStep]) -> str | None:
         if not vars(step.implementation).get("moves_weights", False):
             return f"{name} may look at the weights"
         if step.implementation.takes_loras and index != 1:
-            return f"{name} does not stand right behind {first}"
+            return f"{name} is not right after {first}"
         for option, effect in step.implementation.weights_read_by.items():
             if step.config.get(option):
                 return f"{name} with {option} {step.config[option]} {effect}"

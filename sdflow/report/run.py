@@ -61,7 +61,8 @@ def print_run(
         _print_pipelines(result.pipelines)
     every = [step for pipeline in result.pipelines for chain in pipeline.steps.values() for step in chain]
     ran = sum(step.ran for step in every)
-    put(f"{ran} of {len(every)} steps ran, the others came from the cache; {spell_seconds(result.seconds)} in all")
+    others = "" if ran == len(every) else ", the others came from the cache"
+    put(f"{ran} of {len(every)} steps ran{others}; {spell_seconds(result.seconds)} in all")
 
 
 def _print_pipelines(pipelines: Sequence[PipelineResult]) -> None:

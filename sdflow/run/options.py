@@ -27,7 +27,7 @@ class RunOptions:
     jobs: Annotated[
         int | None,
         Parameter(
-            "Most steps to run in parallel, memory permitting.",
+            "Maximum number of steps to run in parallel, memory permitting.",
             least=1,
             otherwise="2, and 1 for steps that carry weights",
         ),

@@ -196,7 +196,7 @@ def _evaluate(pipeline: PipelineResult, executor: Executor, options: RunOptions)
         return pipeline
     if absent := missing(*DRAWS):
         executor.listener.note(
-            f"{planned.name}: not measured: what draws needs {', '.join(absent)}, which this machine does not have "
+            f"{planned.name}: not measured: generating needs {', '.join(absent)}, which this machine does not have "
             f"({how_to_install(*absent)})"
         )
         return pipeline

@@ -25,6 +25,16 @@ class GenerateRequest(Settings):
     images: Annotated[int, Parameter("Images per prompt.", least=1)] = 1
     image: Annotated[Path | None, Parameter("Image to start from.", metavar="FILE")] = None
     mask: Annotated[Path | None, Parameter("Mask: draw only where it is white.", metavar="FILE")] = None
+    references: Annotated[
+        Sequence[Path],
+        Parameter(
+            "Reference image that the model edits or combines (FLUX.2-klein). Repeatable.",
+            options=("--reference",),
+            metavar="FILE",
+            read=Path,
+            many=True,
+        ),
+    ] = ()
     controls: Annotated[
         Sequence[ControlFile],
         Parameter(
@@ -55,6 +65,21 @@ class GenerateRequest(Settings):
             many=True,
         ),
     ] = ()
+    embedding_folder: Annotated[
+        Path | None,
+        Parameter(
+            "Folder of textual inversion files; a file's name in a prompt stands for it.",
+            options=("--embeddings",),
+            metavar="DIR",
+        ),
+    ] = None
+    wildcards: Annotated[
+        Path | None,
+        Parameter(
+            "Folder of text files: __NAME__ in a prompt becomes a line of NAME.txt, chosen by the image's seed.",
+            metavar="DIR",
+        ),
+    ] = None
     allow_pickle: Annotated[bool, Parameter("Read pickled embeddings (.pt, .bin) without executing code in them.")] = (
         False
     )

@@ -120,6 +120,9 @@ class Ensemble:
         base = self.base.drawing(prompt, image, num_inference_steps=steps, denoising_end=refiner_start, **first)
         yield base
         more = {name: value for name, value in given.items() if name in OF_BOTH or name in known}
-        yield self.refiner.drawing(
+        drawing = self.refiner.drawing(
             prompt, base.latents(), num_inference_steps=steps, denoising_start=refiner_start, **more
         )
+        refined = {"refiner": {**self.refiner.record, "start": refiner_start}}
+        drawing.records = [{**record, **refined} for record in base.records]
+        yield drawing

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -11,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.digest import digest_file
 from sdflow.errors import os_errors_as
+from sdflow.families.image_text import APPROXIMATION
 from sdflow.families.shared.approximation import Approximation
 from sdflow.families.shared.few_steps import spelled
 from sdflow.machine.packages import versions
 from sdflow.manifest import MANIFEST_FILE, Manifest, read_manifest
 from sdflow.runtime.draw_request import GenerateRequest
 from sdflow.runtime.drawing.preview import Preview
+from sdflow.runtime.drawing.record import scheduler_settings
 from sdflow.runtime.ensemble import REFINER_START, Ensemble
 from sdflow.runtime.files.folder import folder_adapters
 from sdflow.runtime.files.image_files import open_image
@@ -25,10 +26,12 @@ from sdflow.runtime.files.recorded_tuning import recorded_tuning
 from sdflow.runtime.files.words import recorded_embeddings
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.request_check import (
+    Wanted,
     check_request,
     control_of,
     read_whole,
     require_sound_folders,
+    wanted_of,
     with_approximation,
     with_refiner,
     words_of,
@@ -41,8 +44,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SHEET_FILE = "sheet.png"
-APPROXIMATION = "approximation"
-"""In an image's settings, where it is one: what was left out."""
 PREVIEWS = "previews"
 """The folder for them: one a step, NNN-SEED/STEP.png."""
 
@@ -91,10 +92,13 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
     request = with_refiner(request, built)
     check_request(request)
     request, fewer = with_approximation(request, built)
-    words = words_of(request)
+    wanted = wanted_of(request)
+    words = words_of(request, [text for each in wanted for text in (each.prompt, each.negative_prompt or "")])
     image, mask = (None if path is None else open_image(path) for path in (request.image, request.mask))
     controls = {each.name: control_of(each, open_image(each.path)) for each in request.controls}
     shown = for_adapters(request.image_prompts, folder_adapters(request.folder), open_image)
+    if request.references:
+        shown["references"] = [open_image(path) for path in request.references]
     if request.target is not None:
         target = find_target(request.target, "--target")
     else:
@@ -109,8 +113,6 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
     pipeline = _load(request, target, recorded.tuning, words)
     loaded = time.perf_counter()
 
-    first = random.SystemRandom().randrange(2**32) if request.seed is None else request.seed
-    wanted = [prompt for prompt in request.prompts for _ in range(request.images)]
     drawing = pipeline.base if isinstance(pipeline, Ensemble) else pipeline
     settings = _recorded(request, drawing, built, target, words, fewer)
     notes = (*_notes_of_defaults(drawing, built, settings), *_notes_of(fewer))
@@ -119,8 +121,8 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
     images: list[Image] = []
     drawn: list[Drawn] = []
     for begin in range(0, len(wanted), request.batch):
-        prompts = wanted[begin : begin + request.batch]
-        seeds = [first + begin + index for index in range(len(prompts))]
+        batch_of = wanted[begin : begin + request.batch]
+        prompts, seeds = [each.prompt for each in batch_of], [each.seed for each in batch_of]
         label = (
             f"{begin + 1} of {len(wanted)}"
             if len(prompts) == 1
@@ -133,15 +135,14 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
         batch, flags, tiles = _draw(
             pipeline,
             request,
-            prompts,
-            seeds,
+            batch_of,
             {"image": image, "mask_image": mask, "control": controls, **shown, **callbacks},
         )
         tiled = {} if tiles is None else {"vae_tiles": tiles}
-        for name, made, prompt, seed, flagged in zip(names, batch, prompts, seeds, flags, strict=True):
+        for name, made, each, flagged in zip(names, batch, batch_of, flags, strict=True):
             file = request.out / f"{name}.png"
-            _write(made, file, {**settings, **tiled, "prompt": prompt, "seed": seed, "size": list(made.size)})
-            drawn.append(Drawn(str(file), prompt, seed, flagged))
+            _write(made, file, {**settings, **tiled, **asdict(each), "size": list(made.size)})
+            drawn.append(Drawn(str(file), each.prompt, each.seed, flagged))
         images += batch
     sheet = None
     if request.sheet and len(images) > 1:
@@ -173,18 +174,19 @@ def _load(request: GenerateRequest, target: Target, tuning: Tuning, words: Seque
 def _draw(
     pipeline: Pipeline | Ensemble,
     request: GenerateRequest,
-    prompts: list[str],
-    seeds: list[int],
+    wanted: Sequence[Wanted],
     more: Mapping[str, Any],
 ) -> tuple[list[Image], list[bool | None], int | None]:
     """The images, what the checker said of each, and the tiles that they were decoded in. more: of the call, besides the
     settings."""
     import torch
 
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    result = pipeline(prompts, generator=generators, **more, **request.call_arguments())
+    arguments = request.call_arguments() | {"generator": [torch.Generator().manual_seed(each.seed) for each in wanted]}
+    if request.negative_prompt is not None:
+        arguments["negative_prompt"] = [each.negative_prompt for each in wanted]
+    result = pipeline([each.prompt for each in wanted], **more, **arguments)
     flags: list[bool | None] = (
-        [None] * len(prompts) if result.nsfw_content_detected is None else [*result.nsfw_content_detected]
+        [None] * len(wanted) if result.nsfw_content_detected is None else [*result.nsfw_content_detected]
     )
     return list(result.images), flags, result.vae_tiles
 
@@ -235,7 +237,7 @@ def _recorded(
         "eta": own.eta if request.eta is None else request.eta,
         **recorded_embeddings(words),
         **{name: {"name": path.name, "sha256": digest_file(path)} for name, path in given.items() if path is not None},
-        "scheduler": type(pipeline.scheduler).__name__,
+        **scheduler_settings(pipeline.scheduler),
         "target": target.name,
         "pipeline": built.origin.name,
         "artifacts": built.artifacts,
@@ -245,6 +247,8 @@ def _recorded(
         found["mask_blur"] = request.mask_blur
     if request.controls:
         found["controls"] = {each.name: each.settings() for each in request.controls}
+    if request.references:
+        found["references"] = [{"name": path.name, "sha256": digest_file(path)} for path in request.references]
     if request.image_prompts:
         found["image_prompts"] = [each.settings() for each in request.image_prompts]
     if request.refiner is not None:

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import UsageError
 from sdflow.families.shared.approximation import GUIDANCE_INTERVAL, Approximation, Interval, Reuse
+from sdflow.families.shared.guidance_limits import NORMALIZATION, TRUNCATION, UNLIMITED, GuidanceLimits
 from sdflow.families.shared.image_prompts import adapter_count, token_axes
+from sdflow.families.shared.references import token_count
 from sdflow.families.shared.request import Conditions, Request
 from sdflow.families.shared.skipped_layers import LAYERS, SkippedLayers
 from sdflow.prompts.reading import Reading
@@ -36,6 +38,8 @@ from sdflow.runtime.drawing.image_prompts import image_prompts
 from sdflow.runtime.drawing.kept import Kept, require_blur
 from sdflow.runtime.drawing.parts import Images, PipelineParts
 from sdflow.runtime.drawing.preview import Preview
+from sdflow.runtime.drawing.record import records, scheduler_settings
+from sdflow.runtime.drawing.references import read_references, require_reference_room
 
 if TYPE_CHECKING:
     import numpy as np
@@ -96,6 +100,7 @@ class Pipeline(PipelineParts):
         guess_mode: bool = False,
         ip_adapter_image: Any = None,
         ip_adapter_scale: float | Sequence[float] = 1.0,
+        references: Any = None,
         denoising_start: float | None = None,
         denoising_end: float | None = None,
         prompt_syntax: str = "plain",
@@ -117,7 +122,8 @@ class Pipeline(PipelineParts):
         their names in `nets`; those that are not named do nothing. control_scale, control_guidance_start,
         control_guidance_end: of all nets, or of each by name. guess_mode: as in diffusers. ip_adapter_image: an image
         prompt for each IP-Adapter, or a list of several; without any the image is drawn as without adapters. ip_adapter_scale:
-        how much they count, all or each. denoising_start, denoising_end: the
+        how much they count, all or each. references: PIL images that the model edits or combines, one or several; without
+        height, width and image, the first sets the size. denoising_start, denoising_end: the
         part of the way from noise to image that is gone, between 0 and 1; from a place on it, image is the latents that another
         pipeline left there. prompt_syntax: how prompts are read
         (`sdflow.prompts.reading.SYNTAXES`). clip_skip: how many of the text encoders' last layers are left out for the prompt,
@@ -163,10 +169,20 @@ class Pipeline(PipelineParts):
                     where=LAYERS,
                     remedy="Leave it out." if image is not None else "Take a guidance scale above 1.",
                 )
+            limits = GuidanceLimits.of(more)
+            if limits != UNLIMITED and not guided:
+                raise UsageError(
+                    "it limits the guidance of the prompt, and there is none",
+                    where=next(name for name in (TRUNCATION, NORMALIZATION) if more.get(name) is not None),
+                    remedy="Leave it out, or take a higher guidance scale.",
+                )
             if image is not None:
                 image = read_image(image, height, width, self.latents.granularity)
                 scale = self.latents.scale if image.shape[1] == self.latents.channels else 1
                 height, width = (int(size) * scale for size in image.shape[2:])
+            referenced = read_references(references, self.family, self.submodels, self.latents.granularity)
+            if referenced:
+                height, width = height or referenced[0].shape[2], width or referenced[0].shape[3]
             controls = read_controls(controls, len(prompts), height, width, self.latents.granularity)
             for each in controls.values():
                 height, width = each.image.shape[2:]
@@ -191,13 +207,14 @@ class Pipeline(PipelineParts):
                 guidance_scale=self.family.guidance_weight(guidance_scale) if guided else None,
                 fewer=fewer,
                 skipped=skipped,
+                limits=limits,
                 span=(denoising_start, denoising_end),
             )
             require_room(schedule, shape, self.place.device)
             first = latents if denoising_start is None else torch.zeros(shape)  # no noise is added on the way
             noises = [self.place.placed(each) for each in draw_noises(shape, schedule.draws, first, generator)]
             beside = self.task == "inpaint"
-            start = make_start(noises, image, mask, self._encoded, beside=beside, from_image=from_image)
+            start = make_start(noises, image, mask, self.encode, beside=beside, from_image=from_image)
             request = Request(
                 prompts,
                 negatives,
@@ -210,6 +227,8 @@ class Pipeline(PipelineParts):
                 denoised,
             )
             rows = len(prompts) * (2 if guided else 1)
+            encoded = [self.encode(self.place.placed(pixels)) for pixels in referenced]
+            require_reference_room(self.submodels[self.family.denoiser], shape, rows, token_count(encoded))
             wanted = DenoiserRequest(
                 (len(prompts), shape[1] + (0 if start.context is None else start.context.shape[1]), *shape[2:]),
                 rows,
@@ -218,10 +237,34 @@ class Pipeline(PipelineParts):
                 guess=guess_mode,
                 fewer=fewer,
                 skipped=() if skipped is None else skipped.layers,
+                references=token_count(encoded),
             )
             denoiser, conditions = self._conditioned_denoiser(wanted, request, clip_skip or 0)
             given = {**conditions.inputs, **self._image_conditions(shown, rows, guided)}
-            return Drawing(self, denoiser, DenoiserInputs(given, schedule, start.context), start, kept)
+            if encoded and self.family.references is not None:
+                given |= self.family.references.inputs(encoded, rows)
+            said = records(
+                {**self.record, **scheduler_settings(self.scheduler)},
+                request,
+                fewer,
+                generator,
+                {
+                    "image": image is not None,
+                    "mask": mask is not None,
+                    "controls": bool(controls),
+                    "image_prompts": ip_adapter_image is not None,
+                    "references": bool(encoded),
+                },
+                steps=steps,
+                guidance_scale=guidance_scale,
+                strength=None if image is None else strength,
+                eta=own.eta if eta is None else eta,
+                clip_skip=clip_skip,
+                mask_blur=mask_blur,
+                whole=whole,
+                guess_mode=guess_mode,
+            )
+            return Drawing(self, denoiser, DenoiserInputs(given, schedule, start.context), start, kept, said)
 
     def _conditioned_denoiser(
         self, wanted: DenoiserRequest, request: Request, clip_skip: int

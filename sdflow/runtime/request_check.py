@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +16,12 @@ from sdflow.families.shared.schedulers import require_known
 from sdflow.manifest import Manifest, read_manifest
 from sdflow.parameter import require_values
 from sdflow.prompts.reading import Reading
+from sdflow.prompts.wildcards import Wildcards
 from sdflow.runtime.denoiser.control import Control, require_controls
 from sdflow.runtime.denoiser.start import require_size, require_start
 from sdflow.runtime.draw_request import PARAMETERS, GenerateRequest
 from sdflow.runtime.drawing.kept import require_blur
+from sdflow.runtime.drawing.references import require_references
 from sdflow.runtime.files.control_files import ControlFile, require_distinct
 from sdflow.runtime.files.folder import (
     folder_adapters,
@@ -104,6 +108,9 @@ def check_request(request: GenerateRequest) -> None:
             where = PARAMETERS[name].option(name)
             raise UsageError(f"it means nothing without {_NEEDED[needs]}", where=where, remedy=f"Add --{needs} FILE.")
     require_blur(request.mask_blur, request.mask is not None, request.whole, ("--mask-blur", "--mask FILE", "--whole"))
+    require_references(
+        folder_family(request.folder), onnx_submodels(request.folder), len(request.references), "--reference"
+    )
     require_distinct(request.controls)
     nets = folder_family(request.folder).nets(onnx_submodels(request.folder))
     require_controls({each.name: control_of(each, None) for each in request.controls}, list(nets))
@@ -143,9 +150,34 @@ def control_of(file: ControlFile, image: Image | None) -> Control:
     return Control(image, file.scale, file.start, file.end)
 
 
-def words_of(request: GenerateRequest) -> list[Embedding]:
-    """The learned vectors that the prompts may name. Raises UsageError for files that are none."""
-    more = [text for text in request.more.values() if isinstance(text, str)]
-    texts = [*request.prompts, request.negative_prompt or "", *more]
+def words_of(request: GenerateRequest, prompts: Sequence[str]) -> list[Embedding]:
+    """The learned vectors that the prompts may name. prompts: of all images, the negative ones too, as they are drawn. Raises
+    UsageError for files that are none."""
+    texts = [*prompts, *(text for text in request.more.values() if isinstance(text, str))]
     reading = Reading(request.prompt_syntax)
-    return read_words(request.embeddings, texts, reading, allow_pickle=request.allow_pickle)
+    return read_words(
+        request.embeddings, texts, reading, folder=request.embedding_folder, allow_pickle=request.allow_pickle
+    )
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """An image that is to be drawn: its prompts, wildcards resolved, and its seed."""
+
+    prompt: str
+    negative_prompt: str | None
+    seed: int
+
+
+def wanted_of(request: GenerateRequest) -> list[Wanted]:
+    """The images of a request. Raises UsageError for wildcards that cannot be resolved."""
+    first = random.SystemRandom().randrange(2**32) if request.seed is None else request.seed
+    prompts = [prompt for prompt in request.prompts for _ in range(request.images)]
+    negative = request.negative_prompt
+    if request.wildcards is None:
+        return [Wanted(prompt, negative, first + index) for index, prompt in enumerate(prompts)]
+    chosen = Wildcards(request.wildcards)
+    return [
+        Wanted(chosen.resolve(prompt, seed), None if negative is None else chosen.resolve(negative, seed), seed)
+        for seed, prompt in enumerate(prompts, first)
+    ]

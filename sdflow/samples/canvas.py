@@ -25,6 +25,11 @@ def shown(adapters: int) -> dict[str, Any]:
     return {"ip_adapter_image": [_waves(96, 144)] * adapters} if adapters else {}
 
 
+def references(count: int, height: int, width: int) -> list[Image]:
+    """So many reference images for an image of these pixels: of its size, at least 64 pixels a side. Always the same."""
+    return [_waves(max(64, height), max(64, width)).rotate(180 * (number % 2)) for number in range(count)]
+
+
 def _waves(height: int, width: int) -> Image:
     import numpy as np
     from PIL import Image

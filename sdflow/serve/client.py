@@ -15,7 +15,7 @@ import json
 import urllib.error
 import urllib.request
 import uuid
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,7 +59,8 @@ def _as_options(name: str, value: Any) -> list[str]:
 
 def query(name: str, prompt: str, **fields: Any) -> list[Image]:
     """Images from a deployed server. fields: of `/v1/images/generations`. With image, and mask, which are files' paths or what
-    is in them: of `/v1/images/edits`. Raises UsageError as the server refuses, and for a file that cannot be read."""
+    is in them: of `/v1/images/edits`. references: such files too. Raises UsageError as the server refuses, and for a file that
+    cannot be read."""
     import PIL.Image
 
     return [PIL.Image.open(io.BytesIO(content)) for content, _ in query_files(name, prompt, **fields)]
@@ -69,6 +70,8 @@ def query_files(name: str, prompt: str, **fields: Any) -> list[tuple[bytes, int]
     """The same as files, each with its seed."""
     deployed = find_deployment(name)
     files = {each: _content(each, fields.pop(each)) for each in ("image", "mask") if fields.get(each) is not None}
+    if references := fields.pop("references", None):
+        fields["references"] = [b64encode(_content("references", each)).decode() for each in references]
     request = {"prompt": prompt, **fields, "response_format": "b64_json"}
     path, kind, body = _form(request, files) if files else _json(request)
     headers = {"Content-Type": kind}

@@ -55,6 +55,7 @@ class ConditioningImages:
 
     controls: tuple[ControlImage, ...] = ()
     prompts: tuple[ImagePrompt, ...] = ()
+    references: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,8 @@ class WorkerOptions:
     the CPU. checker: whether the safety checkers see the images. cache: that the pipelines were built with; lora_memory: bytes
     of weights with LoRAs that are kept; loras: whether requests will name some. lanes: how many images are drawn side by side,
     each by its part of the CPU's threads; None: as a measurement finds best. deadline: seconds of a request. stall: seconds after
-    which an image that does not go on is given up, and the process with it; None: as follows from a measurement."""
+    which an image that does not go on is given up, and the process with it; None: as follows from a measurement. embeddings: a
+    folder of textual inversion files."""
 
     pipelines: Mapping[str, Path]
     batch_sizes: tuple[int, ...] | None = None
@@ -199,3 +201,4 @@ class WorkerOptions:
     lanes: int | None = None
     deadline: float = 600.0
     stall: float | None = None
+    embeddings: Path | None = None

@@ -80,7 +80,7 @@ def _open(reference: str, access: Access, left_out: Collection[str]) -> Checkpoi
     if is_there(path) and path.is_dir():
         if parsed.architecture is not None:
             raise CheckpointError(
-                "is a folder, which says itself what it is",
+                "is a folder, which names its architecture itself",
                 where=str(path),
                 remedy=f"Leave out #{parsed.architecture}.",
             )

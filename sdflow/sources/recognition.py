@@ -38,7 +38,10 @@ _OTHERS = (
     ("body.0.rdb1.", "upscaler (ESRGAN)"),
 )
 # Networks of a family's kind in sizes that no shipped architecture has.
-_UNKNOWN_SIZES = (("double_blocks.", "denoiser of Flux"),)
+_UNKNOWN_SIZES = (
+    *(relative for family in FAMILIES.values() for relative in family.relatives),
+    ("double_blocks.", "denoiser of Flux"),
+)
 # What else is in a file that is no whole checkpoint, so that the refusal can name it.
 _PARTIAL = (
     ("lora_", "a LoRA: name it under `loras`"),

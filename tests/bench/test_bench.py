@@ -197,7 +197,7 @@ def test_a_fast_engine_that_draws_something_else_is_wrong_in_every_output(
     quick = ["--size", "64", "--steps", "2", "--rounds", "1", "--threads", "1", "--out", "out"]
     done = sdflow("bench", str(folder), "-e", "ort-cpu", "-e", "torch-sdpa", *quick, folder=tmp_path)
     assert done.returncode == 4, done.stderr
-    assert "not the image that PyTorch draws in float32" in done.stderr
+    assert "not the image that PyTorch generates in float32" in done.stderr
     assert done.stdout.endswith("WRONG images: ort-cpu (1 x 64x64, 2 steps)\n")
     files = {path.suffix: path.read_text() for path in (tmp_path / "out").iterdir()}
     assert json.loads(files[".json"])["engines"][0]["cases"][0]["verdict"] == "WRONG"

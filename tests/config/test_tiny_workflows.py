@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from shell import ROOT
 
 from sdflow.config import load_workflow
+from sdflow.disk.shipped import shipped_workflows
 from sdflow.passes.registry import catalog
 
-TINY = sorted(path.name for path in (ROOT / "workflows").glob("*tiny*.yaml"))
+TINY = [name.removesuffix(".yaml") for name in shipped_workflows() if "tiny" in name]
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_a_small_model_is_built_for_cuda_without_what_has_the_widths_of_stable_diffusion_alone(name: str) -> None:
-    (base,) = load_workflow(ROOT / "workflows" / name, catalog=catalog(), targets=["cuda"]).pipelines
+    (base,) = load_workflow(name, catalog=catalog(), targets=["cuda"]).pipelines
     for pipeline in filter(None, (base, base.refiner)):
         narrow = [
             chain for name, chain in pipeline.submodels.items() if name == "unet" or name.startswith("controlnet")

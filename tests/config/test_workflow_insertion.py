@@ -268,7 +268,7 @@ def test_steps_that_are_inserted_beside_each_other_are_a_mistake(tmp_path: Path)
         tmp_path, unet("{SubpixelConv: {insert_after: NhwcResize}, NhwcResize: {insert_after: SubpixelConv}}")
     )
     assert len(found) == 2
-    assert all("each inserted beside the other" in each.message for each in found)
+    assert all("each inserted next to the other" in each.message for each in found)
 
 
 def test_an_anchor_that_a_target_removes_is_a_mistake_for_that_target(tmp_path: Path) -> None:

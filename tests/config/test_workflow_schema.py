@@ -36,6 +36,7 @@ MODELS = {
     "sd35": "sd35-medium",
     "sd3": "sd3-medium",
     "stable_diffusion_3": "sd35-medium",
+    "stable_diffusion_xl_refiner": "sdxl-refiner",
     "stable_diffusion_xl": "sdxl",
     "sd2": "sd21",
     "sd_turbo": "sd21",
@@ -108,7 +109,27 @@ def test_every_base_is_valid_for_every_target(name: str, target: str) -> None:
     assert not [name for name, found in passes.items() if never.get(target) in found]
 
 
-def test_planning_the_workflows_of_the_repository_reads_each_file_once_and_imports_nothing_heavy(
+def here(workflow: str) -> list[str]:
+    """What makes a workflow's models synthetic, of the same architectures, so that planning needs no download."""
+    if "tiny" in workflow or "shapes" in workflow:
+        return []
+    model = f"synthetic:{architecture_of(workflow)}"
+    changes = {
+        "controlnet": f"controlnets={{canny: '{model}'}}",
+        "ip_adapter": "ip_adapters=[{file: 'synthetic:ip-adapter'}]",
+        "with_lcm": "components.unet=synthetic:lcm-sdxl",
+        "with_refiner": "refiner.model=synthetic:sdxl-refiner",
+        "lora": "loras=[]",  # it fits the published model alone
+    }
+    return [f"model={model}", *(change for part, change in changes.items() if part in workflow)]
+
+
+PLANNED = [(name, []) for name in COMPLETE] + [
+    (name.removesuffix(".yaml"), [target]) for name in BASES if name not in UPON_OTHERS for target in TARGETS
+]
+
+
+def test_every_workflow_is_planned_and_every_base_for_every_target_reading_each_file_once_and_importing_nothing_heavy(
     tmp_path: Path,
 ) -> None:
     """What keeps `sdflow plan` quick: each YAML file is opened once for a workflow, and modules come when needed."""
@@ -119,34 +140,29 @@ def test_planning_the_workflows_of_the_repository_reads_each_file_once_and_impor
         from sdflow.passes.registry import catalog
         from sdflow.build.plan import make_plan
         from sdflow.store import Cache
-        opened, steps, current = {}, {}, None
-        models = json.loads(sys.argv[2])
+        opened, found = [], []
         def hook(event, arguments):
             if event == "open" and str(arguments[0]).endswith(".yaml"):
-                opened[current].append(str(Path(arguments[0]).resolve()))
+                opened.append(str(Path(arguments[0]).resolve()))
         sys.addaudithook(hook)
         cache = Cache(Path(sys.argv[1]))
-        for current in models:
-            opened[current] = []
-            model = "model=synthetic:" + models[current]
-            # The sample's LoRAs fit the sample alone, which is there without a download.
-            overrides = [] if "shapes" in current else [model]
-            if "controlnet" in current:  # of the model's own size, and here
-                overrides.append("controlnets={canny: '%s'}" % model.partition("=")[2])
-            if "ip_adapter" in current:
-                overrides.append("ip_adapters=[{file: 'synthetic:ip-adapter'}]")
-            workflow = load_workflow(current, catalog=catalog(), overrides=overrides)
-            assert sorted(map(str, workflow.files)) == sorted(opened[current]), current
-            steps[current] = sum(len(list(each.steps(cache))) for each in make_plan(workflow, cache).pipelines)
-        print(json.dumps([opened, steps, list(sys.modules)]))
+        for name, targets, overrides in json.load(sys.stdin):
+            opened.clear()
+            workflow = load_workflow(name, catalog=catalog(), overrides=overrides, targets=targets)
+            assert sorted(map(str, workflow.files)) == sorted(opened), name
+            steps = [len(list(each.steps(cache))) for each in make_plan(workflow, cache).pipelines]
+            found.append([name, targets, [each.target for each in workflow.pipelines], list(opened), steps])
+        print(json.dumps([found, list(sys.modules)]))
     """
-    models = json.dumps({name: architecture_of(name) for name in COMPLETE})
-    command = [sys.executable, "-c", code, str(tmp_path / "cache"), models]
-    run = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    opened, steps, modules = json.loads(run.stdout)
-    for name in COMPLETE:
-        assert len(opened[name]) == len(set(opened[name])) >= 2  # its own, and what it extends
-        assert steps[name] > 6
+    wanted = json.dumps([(name, targets, here(name)) for name, targets in PLANNED])
+    command = [sys.executable, "-c", code, str(tmp_path / "cache")]
+    run = subprocess.run(command, cwd=ROOT, input=wanted, check=True, capture_output=True, text=True)
+    found, modules = json.loads(run.stdout)
+    assert [(name, targets) for name, targets, *_ in found] == PLANNED
+    for name, targets, built_for, opened, steps in found:
+        assert set(built_for) == set(targets or built_for), name
+        assert len(opened) == len(set(opened)) >= (1 if targets else 2), name  # a file extends a base at least
+        assert all(count > 6 for count in steps), (name, targets, steps)
     heavy = {"torch", "onnx", "onnxruntime", "olive", "numpy", "diffusers", "transformers", "sdflow.passes.olive_pass"}
     assert not heavy & set(modules)
 

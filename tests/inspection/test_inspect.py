@@ -180,7 +180,7 @@ def test_a_refiner_of_diffusers_is_no_xl_that_lacks_a_text_encoder(tmp_path: Pat
     assert index["text_encoder"] == [None, None]
     found = only(tmp_path / "refiner")
     assert (found.architecture, found.missing, found.notes) == ("sdxl-refiner-tiny", (), ())
-    assert found.of == ("the refiner of Stable Diffusion XL",) and found.workflow is not None
+    assert found.of == ("Stable Diffusion XL refiner",) and found.workflow is not None
     (pipeline,) = plan_of(found.workflow, tmp_path).pipelines
     assert {chain.submodel for chain in pipeline.chains} == set(checkpoint.submodels)
 
@@ -413,6 +413,7 @@ def test_a_pickled_embedding_and_checkpoint_are_named_too(tmp_path: Path) -> Non
         "control_model.input_blocks.0.0.weight": "ControlNet",
         "ip_adapter.1.to_k_ip.weight": "IP-Adapter",
         "double_blocks.0.img_attn.qkv.weight": "denoiser of Flux",
+        "double_stream_modulation_img.lin.weight": "denoiser of FLUX.2",
     }.items(),
 )
 def test_other_networks_are_named(name: str, kind: str, tmp_path: Path) -> None:

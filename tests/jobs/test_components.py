@@ -68,7 +68,7 @@ def test_only_the_steps_of_the_vae_have_other_keys(tmp_path: Path, file: Path) -
 def test_the_plan_says_where_the_vae_comes_from(tmp_path: Path) -> None:
     workflow = load_workflow(TINY, catalog=registry.catalog(), overrides=[f"components.vae={OTHER}"])
     (plan,) = make_plan(workflow, Cache(tmp_path / "cache")).pipelines
-    assert f"vae: {OTHER} in place of the checkpoint's own." in plan.notes
+    assert f"vae: {OTHER} instead of the checkpoint's own." in plan.notes
     assert any("latents are scaled by 0.13025" in note and "own by 0.18215" in note for note in plan.notes)
 
 

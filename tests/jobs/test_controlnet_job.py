@@ -14,13 +14,13 @@ from drawing_jobs import (
     drawn,
 )
 from PIL import Image
-from shell import ROOT, Shell
+from shell import Shell
 
 from sdflow.manifest import read_manifest
 
 pytestmark = pytest.mark.slow
-WORKFLOW = str(ROOT / "workflows/tiny_controlnet_cpu.yaml")
-FOLDER = "pipelines/tiny_controlnet_cpu"
+WORKFLOW = "tiny_controlnet"
+FOLDER = "pipelines/tiny_controlnet"
 NETS = {"controlnet_depth", "controlnet_edges"}
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from shell import ROOT, Shell
+from shell import Shell
 
 pytestmark = pytest.mark.slow
-WORKFLOW = str(ROOT / "workflows/sdxl_tiny_cpu.yaml")
-FOLDER = "pipelines/sdxl_tiny_cpu"
+WORKFLOW = "sdxl_tiny"
+FOLDER = "pipelines/sdxl_tiny"
 PARTS = {"text_encoder", "text_encoder_2", "unet", "vae_encoder", "vae_decoder"}
 DRAW = ("--prompt", "an otter", "--steps", "2", "--seed", "1", "--height", "64", "--width", "64", "--threads", "1")
 
@@ -38,7 +38,7 @@ def test_the_workflow_builds_five_submodels_and_draws(shell: Shell, first: Any) 
     assert {step["outcome"] for step in first["steps"]} == {"built"}
     assert set(first["evaluation"]["submodels"]) == PARTS
     assert not (shell.folder / "recorder/reached").exists(), "nothing was looked up on the network"
-    with Image.open(shell.folder / "results/sdxl_tiny_cpu.png") as image:
+    with Image.open(shell.folder / "results/sdxl_tiny.png") as image:
         assert image.size == (64, 64)
 
 

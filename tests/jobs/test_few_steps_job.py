@@ -14,10 +14,10 @@ from small_lora import write_lora
 
 pytestmark = pytest.mark.slow
 MODELS = {  # workflow: steps, guidance, steps and strength from an image, scheduler
-    "sd_turbo_tiny_cpu": (1, 0.0, 2, 0.5, "EulerDiscreteScheduler"),
-    "sdxl_turbo_tiny_cpu": (1, 0.0, 2, 0.5, "EulerAncestralDiscreteScheduler"),
-    "lcm_tiny_cpu": (4, 8.5, 4, 0.8, "LCMScheduler"),
-    "lcm_sdxl_tiny_cpu": (4, 8.5, 4, 0.3, "LCMScheduler"),
+    "sd_turbo_tiny": (1, 0.0, 2, 0.5, "EulerDiscreteScheduler"),
+    "sdxl_turbo_tiny": (1, 0.0, 2, 0.5, "EulerAncestralDiscreteScheduler"),
+    "lcm_tiny": (4, 8.5, 4, 0.8, "LCMScheduler"),
+    "lcm_sdxl_tiny": (4, 8.5, 4, 0.3, "LCMScheduler"),
 }
 
 
@@ -35,7 +35,7 @@ def settings_of(path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_command_draws_as_the_model_does(shell: Shell, name: str) -> None:
     steps, guidance, from_image, strength, scheduler = MODELS[name]
-    (built,) = shell.json("run", str(ROOT / f"workflows/{name}.yaml"))["pipelines"]
+    (built,) = shell.json("run", name)["pipelines"]
     assert built["verification"]["passed"] and built["verification"]["image"]["steps"] == min(steps, 3)
     drawn = built["evaluation"]["settings"]
     assert (drawn["steps"], drawn["guidance_scale"], drawn["denoiser_batch"]) == (steps, guidance, 1)

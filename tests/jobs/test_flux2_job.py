@@ -15,8 +15,9 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from beside_diffusers import PROMPT, assert_equal, generator
+from beside_diffusers import PROMPT, assert_equal, generator, pattern
 from flux2_layout import flux2_tensors
+from one_file_program import draw_by_one_file
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from PIL import Image
 from safetensors.torch import save_file
@@ -25,6 +26,8 @@ from shell import Shell
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from until import PATIENCE
 
+from sdflow.digest import digest_file
+from sdflow.errors import UsageError
 from sdflow.families import FAMILIES
 from sdflow.runtime.denoiser.schedule import trace
 from sdflow.runtime.pipeline import Pipeline
@@ -34,7 +37,7 @@ WORKFLOW = """
 extends: base/flux2.yaml
 model: {model}
 target: cpu
-evaluate: {{latency: null, image: {{steps: 2, height: 32, width: 32}}}}
+evaluate: {{latency: null, image: {{steps: 2, height: 32, width: 32, references: 1}}}}
 """
 SIZE = ("--height", "32", "--width", "48", "--steps", "2", "--seed", "1", "--threads", "1")
 LAYERS = ("to_q", "add_k_proj", "to_qkv_mlp_proj", "linear_out")
@@ -99,6 +102,42 @@ def test_an_image_from_text_is_diffusers(
     assert_equal(ours(prompt, **given).images, theirs(prompt=prompt, **given).images)
 
 
+@pytest.mark.parametrize(
+    ("references", "size", "length"),
+    [
+        ([(72, 64)], None, None),
+        ([(101, 83), (64, 130)], (32, 48), 96),
+    ],
+    ids=["one, which sets the size", "two of other sizes, with a shorter text"],
+)
+def test_an_image_from_references_is_diffusers(
+    ours: Pipeline, theirs: Any, references: list[tuple[int, int]], size: tuple[int, int] | None, length: int | None
+) -> None:
+    """References of sizes that the model cannot take whole are cropped, as there. None of it is in the graph that was built."""
+    images = [pattern(seed, height, width) for seed, (width, height) in enumerate(references)]
+    height, width = size or (references[0][1], references[0][0])
+    given: dict[str, Any] = {"num_inference_steps": 2, "output_type": "np"}
+    given |= {} if size is None else {"height": height, "width": width}
+    given |= {} if length is None else {"max_sequence_length": length}
+    given["latents"] = torch.randn((1, 32, height // 4, width // 4), generator=generator())
+    drawn = ours(PROMPT, references=images, **given).images
+    assert_equal(drawn, theirs(prompt=PROMPT, image=images, **given).images)
+    plain = ours(PROMPT, **{**given, "height": height, "width": width}).images
+    assert np.abs(drawn - plain).max() > 0.01, "they count"
+
+
+def test_references_that_the_model_does_not_take_are_refused(ours: Pipeline) -> None:
+    for references, says in (
+        (Image.new("RGB", (63, 80)), "too small"),
+        (Image.new("RGB", (64, 600)), "ratio"),
+        (torch.zeros(1, 3, 64, 64), "PIL"),
+        ([pattern(1)] * 9, "9 reference images"),
+    ):
+        with pytest.raises(UsageError, match=says) as error:
+            ours(PROMPT, references=references, num_inference_steps=1)
+        assert error.value.where == "references"
+
+
 def test_the_schedule_is_that_of_diffusers_for_every_size() -> None:
     from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 
@@ -131,8 +170,17 @@ def test_a_model_that_is_not_distilled_is_guided_as_in_diffusers(shell: Shell, f
     ours, theirs = Pipeline.load(shell.folder / "pipelines/base", "cpu"), diffusers_own(base)
     assert (ours.defaults["text"].steps, ours.defaults["text"].guidance_scale) == (50, 4.0)
     given = {"height": 32, "width": 48, "num_inference_steps": 3, "output_type": "np"}
-    latents = torch.randn((1, 32, 8, 12), generator=generator())
-    assert_equal(ours(PROMPT, latents=latents, **given).images, theirs(prompt=PROMPT, latents=latents, **given).images)
+    latents, reference = torch.randn((1, 32, 8, 12), generator=generator()), pattern(5)
+    given["latents"] = latents
+    assert_equal(ours(PROMPT, **given).images, theirs(prompt=PROMPT, **given).images)
+    drawn = ours(PROMPT, references=reference, **given).images
+    assert_equal(drawn, theirs(prompt=PROMPT, image=reference, **given).images)
+    size = ("--height", "32", "--width", "48", "--schedule", "flow_euler,3")
+    done = shell.run("export", "pipelines/base", "--one-file", "one/base.onnx", *size)
+    assert done.returncode == 0, done.stderr
+    expected = ours(PROMPT, negative_prompt="a heron " * 70, **given).images
+    graph = shell.folder / "one/base.onnx"
+    assert_equal(draw_by_one_file(graph, PROMPT, latents.numpy(), "a heron " * 70, 4.0), expected)
 
 
 def test_diffusers_converter_agrees_on_every_name_of_the_original_layout(theirs: Any, tmp_path: Path) -> None:
@@ -205,6 +253,17 @@ def test_generate_starts_from_an_image_and_keeps_what_a_mask_keeps(shell: Shell,
     assert (masked[16:] == (200, 30, 90)).all() and (masked[:16] != (200, 30, 90)).any()
 
 
+def test_generate_takes_references_and_their_file_says_so(shell: Shell, built: Path) -> None:
+    for seed, name in enumerate(("one.png", "other.png")):
+        pattern(seed, 64, 80).save(shell.folder / name)
+    both = pixels(shell, str(built), "both", "--reference", "one.png", "--reference", "other.png")
+    assert both.shape == (32, 48, 3)
+    with Image.open(shell.folder / "both/001-1.png") as image:
+        said = json.loads(image.info["sdflow"])["references"]
+    assert [each["name"] for each in said] == ["one.png", "other.png"]
+    assert said[0]["sha256"] == digest_file(shell.folder / "one.png")
+
+
 def test_inspect_and_init_know_it(shell: Shell, folder: Path) -> None:
     assert "flux2-tiny" in shell.run("inspect", str(folder)).stdout
     done = shell.run("init", "--model", str(folder), "--target", "cpu", "--out", "mine.yaml")
@@ -214,8 +273,9 @@ def test_inspect_and_init_know_it(shell: Shell, folder: Path) -> None:
 
 
 def test_bench_compares_it_with_diffusers(shell: Shell, built: Path) -> None:
-    settings = ("--size", "32", "--steps", "2", "--rounds", "1", "--threads", "1")
+    settings = ("--size", "32", "--steps", "2", "--rounds", "1", "--threads", "1", "--references", "1")
     measured = shell.json("bench", str(built), *settings, "-e", "ort-cpu", "-e", "torch-sdpa")
+    assert measured["settings"]["references"] == 1
     verdicts = {each["name"]: each["cases"][0]["verdict"] for each in measured["engines"] if each["cases"]}
     assert verdicts == {"ort-cpu": "right", "torch-sdpa": "right"}
 
@@ -225,5 +285,35 @@ def test_a_server_draws_with_it(shell: Shell, built: Path) -> None:
         wanted = {"prompt": "an otter", "size": "32x48", "steps": 2, "response_format": "b64_json"}
         answer = httpx.post(f"{server.url}/v1/images/generations", json=wanted, timeout=PATIENCE)
         assert answer.status_code == 200, answer.text
-        with Image.open(io.BytesIO(base64.b64decode(answer.json()["data"][0]["b64_json"]))) as image:
-            assert image.size == (32, 48)
+        assert decoded(answer).size == (32, 48)
+        (model,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+        assert model["sdflow"]["references"] == 8
+        files = [png(pattern(seed, 64, 80)) for seed in range(2)]
+        own = {
+            "prompt": "an otter",
+            "steps": 2,
+            "seed": 1,
+            "references": [base64.b64encode(each).decode() for each in files],
+        }
+        drawn = decoded(httpx.post(f"{server.url}/v1/images/generations", json=own, timeout=PATIENCE))
+        form = {"prompt": "an otter", "steps": "2", "seed": "1"}
+        several = [("image[]", (f"{number}.png", each, "image/png")) for number, each in enumerate(files)]
+        edit = httpx.post(f"{server.url}/v1/images/edits", data=form, files=several, timeout=PATIENCE)
+        assert drawn.size == (80, 64) and decoded(edit).tobytes() == drawn.tobytes()
+        from_first = {**form, "strength": "0.9"}
+        other = httpx.post(f"{server.url}/v1/images/edits", data=from_first, files=several, timeout=PATIENCE)
+        assert decoded(other).tobytes() != drawn.tobytes()
+        small = {**own, "references": [base64.b64encode(png(pattern(1, 32, 80))).decode()]}
+        refused = httpx.post(f"{server.url}/v1/images/generations", json=small, timeout=PATIENCE)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "references")
+
+
+def png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def decoded(answer: httpx.Response) -> Image.Image:
+    assert answer.status_code == 200, answer.text
+    return Image.open(io.BytesIO(base64.b64decode(answer.json()["data"][0]["b64_json"])))

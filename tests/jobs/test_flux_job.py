@@ -20,7 +20,7 @@ from original_layout import flux_tensors
 from PIL import Image
 from safetensors.torch import save_file
 from serve.conftest import running_server
-from shell import ROOT, Shell
+from shell import Shell
 from until import PATIENCE
 
 from sdflow.families.flux.packing import packed
@@ -209,7 +209,7 @@ def test_a_server_draws_with_it(shell: Shell, built: str) -> None:
 
 @pytest.mark.slow
 def test_the_workflow_of_schnell_is_built_and_evaluated(shell: Shell) -> None:
-    (pipeline,) = shell.json("run", str(ROOT / "workflows/flux1_schnell_tiny_cpu.yaml"))["pipelines"]
+    (pipeline,) = shell.json("run", "flux1_schnell_tiny")["pipelines"]
     assert pipeline["verification"]["passed"]
-    settings = shell.json("generate", "pipelines/flux1_schnell_tiny_cpu", *DRAW)["settings"]
+    settings = shell.json("generate", "pipelines/flux1_schnell_tiny", *DRAW)["settings"]
     assert settings["guidance_scale"] == 0.0

@@ -15,13 +15,13 @@ from drawing_jobs import (
 )
 from ip_adapter_files import save_adapter, save_encoder, tensors
 from PIL import Image
-from shell import ROOT, Shell
+from shell import Shell
 
 from sdflow.manifest import read_manifest
 
 pytestmark = pytest.mark.slow
-WORKFLOW = str(ROOT / "workflows/tiny_ip_adapter_cpu.yaml")
-FOLDER, READS = "pipelines/tiny_ip_adapter_cpu", "image_encoder"
+WORKFLOW = "tiny_ip_adapter"
+FOLDER, READS = "pipelines/tiny_ip_adapter", "image_encoder"
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,9 @@ def test_another_adapter_of_the_same_shape_builds_no_graph_of_the_denoiser_again
     save_encoder(shell.folder / "image_encoder")
     save_adapter(shell.folder / "own.safetensors", tensors("sd15-tiny"))
     own = shell.folder / "own.yaml"
-    own.write_text(f"extends: {WORKFLOW}\nname: own\nip_adapters: [{{file: own.safetensors}}]\n", encoding="utf-8")
+    own.write_text(
+        f"extends: base/{WORKFLOW}.yaml\nname: own\nip_adapters: [{{file: own.safetensors}}]\n", encoding="utf-8"
+    )
     (pipeline,) = shell.json("run", str(own), "--no-verify", "--no-evaluate")["pipelines"]
     built = {step["pass"] for step in pipeline["steps"] if step["outcome"] == "built" and "/unet/" in step["step"]}
     assert built == {"BindWeights"}

@@ -25,8 +25,7 @@ from sdflow.store import Cache
 from sdflow.targets import TARGETS
 from sdflow.verify import subject_of_folder, whole
 
-WORKFLOW = ROOT / "workflows/sdxl_with_refiner_tiny_cpu.yaml"
-NAME = WORKFLOW.stem
+WORKFLOW = NAME = "sdxl_with_refiner_tiny"
 DRAW = ("--prompt", "an otter", "--steps", "4", "--seed", "1", "--height", "64", "--width", "64", "--threads", "1")
 
 
@@ -65,10 +64,8 @@ def test_with_null_there_is_none() -> None:
 
 @pytest.mark.parametrize("target", list(TARGETS))
 def test_a_refiner_with_a_workflow_of_its_own_has_its_chains_and_their_promises(target: str) -> None:
-    both = ROOT / f"workflows/sdxl_with_refiner_{target}.yaml"
-    alone = ROOT / f"workflows/sdxl_refiner_{target}.yaml"
-    (base,) = load_workflow(both, catalog=catalog()).pipelines
-    (expected,) = load_workflow(alone, catalog=catalog()).pipelines
+    (base,) = load_workflow("sdxl_with_refiner", catalog=catalog(), targets=[target]).pipelines
+    (expected,) = load_workflow("sdxl_refiner", catalog=catalog(), targets=[target]).pipelines
     refiner = base.refiner
     assert refiner is not None and refiner.model == expected.model and refiner.target == base.target == target
 
@@ -89,9 +86,7 @@ def test_its_checkpoint_may_be_another_and_components_but_the_denoiser_are_of_bo
         "refiner.model=synthetic:sdxl-refiner-tiny?seed=3",
         "components={vae: synthetic:sdxl?seed=4, unet: synthetic:lcm-sdxl}",
     ]
-    (base,) = load_workflow(
-        ROOT / "workflows/sdxl_with_refiner_cuda.yaml", catalog=catalog(), overrides=written
-    ).pipelines
+    (base,) = load_workflow("sdxl_with_refiner", catalog=catalog(), overrides=written, targets=["cuda"]).pipelines
     refiner = base.refiner
     assert refiner is not None and refiner.model == "synthetic:sdxl-refiner-tiny?seed=3"
     assert base.components == {"vae": "synthetic:sdxl?seed=4", "unet": "synthetic:lcm-sdxl"}
@@ -144,7 +139,7 @@ def test_a_lora_for_the_base_is_refused_by_the_refiner(tmp_path: Path) -> None:
         for name in ("sdxl-tiny", "sdxl-refiner-tiny")
     )
     require_made_for(lora, base)
-    with pytest.raises(CheckpointError, match="the refiner of Stable Diffusion XL"):
+    with pytest.raises(CheckpointError, match="Stable Diffusion XL refiner"):
         require_made_for(lora, refiner)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from shell import ROOT, Shell
+from shell import Shell
 
 from sdflow.families.shared.text import token_ids
 from sdflow.families.stable_diffusion_3.original_names import sd3_names
@@ -22,8 +22,8 @@ from sdflow.sources.architectures import architecture_config
 from sdflow.sources.load import parameter_shapes
 
 pytestmark = pytest.mark.slow
-WORKFLOW = str(ROOT / "workflows/sd35_tiny_cpu.yaml")
-FOLDER = "pipelines/sd35_tiny_cpu"
+WORKFLOW = "sd35_tiny"
+FOLDER = "pipelines/sd35_tiny"
 DRAW = ("--prompt", "an otter", "--steps", "2", "--seed", "1", "--height", "64", "--width", "64", "--threads", "1")
 
 

@@ -18,6 +18,7 @@ import torch
 from beside_diffusers import generator, pattern
 from diffusers import ZImageImg2ImgPipeline, ZImagePipeline
 from diffusers.pipelines.z_image import pipeline_z_image_img2img
+from one_file_program import draw_by_one_file
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from PIL import Image
 from safetensors.torch import save_file
@@ -26,6 +27,7 @@ from shell import Shell
 from tiny_z_image import tiny_z_image
 from until import PATIENCE
 
+from sdflow.errors import UsageError
 from sdflow.runtime.pipeline import Pipeline
 
 SIZE = ("--height", "64", "--width", "48", "--steps", "2", "--seed", "1", "--threads", "1")
@@ -99,6 +101,22 @@ def test_images_from_text_are_those_of_diffusers(
     both |= {"latents": latents, "output_type": "np"}
     expected = theirs(list(prompts), negative_prompt=None if negative is None else [negative], **both).images
     assert largest(ours(prompts, negative_prompt=negative, **both).images, expected) < 1e-4
+
+
+@pytest.mark.parametrize("limits", [{"cfg_truncation": 0.2}, {"cfg_truncation": 0.2, "cfg_normalization": 0.6}])
+def test_limits_of_guidance_are_those_of_diffusers(
+    theirs: ZImagePipeline, ours: Pipeline, limits: dict[str, float]
+) -> None:
+    """Two of the four steps are guided."""
+    prompts, latents = [PROMPT, "a heron"], torch.randn((2, 16, 6, 8), generator=generator())
+    both: dict[str, Any] = {"height": 48, "width": 64, "num_inference_steps": 4, "guidance_scale": 4.0}
+    both |= {"latents": latents, "output_type": "np"}
+    found = ours(prompts, **both, **limits).images
+    assert largest(found, theirs(prompts, **both, **limits).images) < 1e-4
+    with_fewer = {name: value for name, value in limits.items() if len(limits) > 1 and name == "cfg_truncation"}
+    assert np.abs(found - ours(prompts, **both, **with_fewer).images).max() > 1e-3
+    with pytest.raises(UsageError, match="there is none"):
+        ours(PROMPT, guidance_scale=0.0, **limits)
 
 
 def test_an_image_from_an_image_is_that_of_diffusers(
@@ -207,9 +225,15 @@ def test_a_server_draws_prompts_of_different_lengths(shell: Shell, built: str) -
                 assert image.size == (64, 64)
 
 
-def test_one_file_is_refused(shell: Shell, built: str) -> None:
-    refused = shell.run("export", built, "--one-file", "one.onnx")
-    assert refused.returncode == 2 and "as many tokens as a prompt has" in refused.stderr
+def test_one_file_draws_the_same(shell: Shell, built: str, ours: Pipeline) -> None:
+    """With guidance, which counts as in diffusers there too, and prompts of different lengths, each padded to 512 tokens."""
+    size = ("--height", "64", "--width", "48", "--schedule", "flow_euler,2", "--guidance-scale", "4")
+    done = shell.run("export", built, "--one-file", "one/z.onnx", *size)
+    assert done.returncode == 0, done.stderr
+    latents = torch.randn((1, 16, 8, 6), generator=generator())
+    both: dict[str, Any] = {"height": 64, "width": 48, "num_inference_steps": 2, "guidance_scale": 4.0}
+    expected = ours(PROMPT, negative_prompt=LONG, latents=latents, output_type="np", **both).images
+    assert largest(draw_by_one_file(shell.folder / "one/z.onnx", PROMPT, latents.numpy(), LONG, 4.0), expected) < 1e-4
 
 
 def test_for_cuda_it_is_bfloat16_and_verified(shell: Shell, theirs: ZImagePipeline, built: str) -> None:

@@ -61,7 +61,8 @@ def _overflowing(folder: Path) -> Path:
 def test_a_pipeline_that_overflows_is_fixed_by_the_lines_that_are_printed(tmp_path: Path) -> None:
     path = tmp_path / "large.yaml"
     content = {
-        "extends": str(ROOT / "workflows/shapes_cuda.yaml"),
+        "extends": "base/shapes.yaml",
+        "target": "cuda",
         "model": str(_overflowing(tmp_path / "checkpoint")),
         "submodels": dict.fromkeys(("unet", "vae_encoder", "vae_decoder")),
         "evaluate": {"image": None, "latency": None},

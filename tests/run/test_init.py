@@ -85,7 +85,7 @@ def test_a_refiner_gets_the_workflow_of_a_refiner(tmp_path: Path) -> None:
     load_pipeline(checkpoint).save_pretrained(tmp_path / "model")
     written = write_workflow(InitRequest(tmp_path / "w.yaml", str(tmp_path / "model")))
     assert loaded(written).model == str(tmp_path / "model")
-    assert written.read_text().startswith("# The refiner of Stable Diffusion XL for cpu")
+    assert written.read_text().startswith("# Stable Diffusion XL refiner for cpu")
 
 
 def test_the_workflow_runs(shell: Shell) -> None:

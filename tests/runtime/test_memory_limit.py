@@ -151,11 +151,11 @@ def test_where_memory_is_short_the_vae_works_in_tiles_as_diffusers_and_says_so(
 def test_an_image_starts_from_an_encoding_in_tiles_too(tiny_pipeline: Path, short: Callable[[int], None]) -> None:
     pipeline = Pipeline.load(tiny_pipeline, "cpu", threads=1, checker=False)
     image = torch.rand(1, 3, 192, 256, generator=torch.Generator().manual_seed(1)) * 2 - 1
-    whole = pipeline._encoded(image)
+    whole = pipeline.encode(image)
     pipeline.submodels["vae_encoder"].unload()
     short(2**20)
     with pytest.warns(TiledWarning, match="vae encoder works in tiles of 128 pixels"):
-        tiled = pipeline._encoded(image)
+        tiled = pipeline.encode(image)
     assert tiled.shape == whole.shape and (tiled - whole).abs().max() > 0
 
 

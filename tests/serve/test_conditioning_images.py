@@ -50,10 +50,11 @@ def test_what_means_nothing_is_told(tiny_pipeline: Path, fields: dict[str, Any],
 def test_a_pipeline_without_them_says_so_and_the_size_is_that_of_what_it_follows(tiny_pipeline: Path) -> None:
     model, image = read_served(tiny_pipeline, check=False), b64encode(png()).decode()
     told = model.to_json()["sdflow"]
-    assert (told["control"], told["image_prompts"]) == ([], 0)
+    assert (told["control"], told["image_prompts"], told["references"]) == ([], 0, 0)
     for given, says in (
         ({"control": [{"name": "edges", "image": image}]}, "it was built without any"),
         ({"image_prompts": [{"image": image}]}, "has no IP-Adapter"),
+        ({"references": [image]}, "takes no reference images"),
     ):
         with pytest.raises(ApiError, match=says):
             read_conditioning_images(Generation(prompt="a", **given), model, Limits())

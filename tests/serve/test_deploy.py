@@ -74,7 +74,7 @@ def test_it_is_deployed_queried_and_terminated(tiny_pipeline: Path, tmp_path: Pa
     for wrong, says in (
         (("--lora", "ink:much"), "'much' is no scale"),
         (("--lora", "ink:0.5", "--lora", "pen"), "no LoRA is named 'ink' here"),
-        (("--mask", "m.png"), "belongs to an image to start from"),
+        (("--mask", "m.png"), "needs an image to start from"),
         (("--image", "m.png"), "cannot be read"),
     ):
         with pytest.raises(UsageError, match=says):

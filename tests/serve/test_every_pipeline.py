@@ -13,14 +13,14 @@ import numpy as np
 import PIL.Image
 import pytest
 from serve.conftest import RunningServer, running_server
-from shell import ROOT, Shell
+from shell import Shell
 from until import PATIENCE
 
 pytestmark = pytest.mark.slow  # each builds a pipeline, and starts a server of it
 EDGES = "edges.png", "other.png"
 FILES = ("image", "mask")
 WANTED: dict[str, list[tuple[dict[str, Any], tuple[str, ...]]]] = {
-    "tiny_controlnet_cpu": [
+    "tiny_controlnet": [
         ({}, ()),
         (
             {"control": [{"name": "edges", "image": "edges.png", "scale": 0.8, "end": 0.6}]},
@@ -36,7 +36,7 @@ WANTED: dict[str, list[tuple[dict[str, Any], tuple[str, ...]]]] = {
             ("--control", "edges=other.png", "--control", "depth=edges.png:0.5"),
         ),
     ],
-    "tiny_ip_adapter_cpu": [
+    "tiny_ip_adapter": [
         ({}, ()),
         ({"image_prompts": [{"image": "edges.png", "scale": 0.8}]}, ("--ip-image", "edges.png:0.8")),
         (
@@ -44,7 +44,7 @@ WANTED: dict[str, list[tuple[dict[str, Any], tuple[str, ...]]]] = {
             ("--ip-image", "edges.png", "--ip-image", "other.png"),
         ),
     ],
-    "sdxl_with_refiner_tiny_cpu": [
+    "sdxl_with_refiner_tiny": [
         ({}, ()),
         (
             {"prompt_2": "a moon", "negative_prompt": "blurred"},
@@ -52,29 +52,29 @@ WANTED: dict[str, list[tuple[dict[str, Any], tuple[str, ...]]]] = {
         ),
         ({"guidance_scale": 1.0}, ("--guidance-scale", "1")),
     ],
-    "sdxl_refiner_tiny_cpu": [
+    "sdxl_refiner_tiny": [
         ({"image": "edges.png", "strength": 0.7}, ("--image", "edges.png", "--strength", "0.7")),
         ({"image": "other.png", "strength": 1.0}, ("--image", "other.png", "--strength", "1")),
     ],
-    "sd15_inpainting_tiny_cpu": [
+    "sd15_inpainting_tiny": [
         ({"image": "edges.png", "mask": "mask.png"}, ("--image", "edges.png", "--mask", "mask.png")),
         (
             {"image": "other.png", "mask": "mask.png", "strength": 0.7},
             ("--image", "other.png", "--mask", "mask.png", "--strength", "0.7"),
         ),
     ],
-    "sd21_tiny_cpu": [
+    "sd21_tiny": [
         ({}, ()),
         ({"scheduler": "ddim", "negative_prompt": "blurred"}, ("--scheduler", "ddim", "--negative-prompt", "blurred")),
         ({"image": "edges.png", "strength": 0.7}, ("--image", "edges.png", "--strength", "0.7")),
     ],
-    "sd15_taesd_tiny_cpu": [({}, ()), ({"negative_prompt": "blurred"}, ("--negative-prompt", "blurred"))],
-    "sd_turbo_tiny_cpu": [
+    "sd15_taesd_tiny": [({}, ()), ({"negative_prompt": "blurred"}, ("--negative-prompt", "blurred"))],
+    "sd_turbo_tiny": [
         ({}, ()),
         ({"image": "edges.png", "strength": 0.7}, ("--image", "edges.png", "--strength", "0.7")),
     ],
-    "lcm_tiny_cpu": [({}, ()), ({"guidance_scale": 3.0}, ("--guidance-scale", "3"))],
-    "sd35_tiny_cpu": [
+    "lcm_tiny": [({}, ()), ({"guidance_scale": 3.0}, ("--guidance-scale", "3"))],
+    "sd35_tiny": [
         ({}, ()),
         (
             {"prompt_3": "oil on canvas", "guidance_scale": 4.5},
@@ -151,7 +151,7 @@ def test_it_draws_what_generate_draws(name: str, tmp_path: Path) -> None:
     for file, turned in zip(EDGES, (0, 40), strict=True):
         (tmp_path / file).write_bytes(png(turned))
     (tmp_path / "mask.png").write_bytes(half())
-    shell.json("run", str(ROOT / f"workflows/{name}.yaml"), "--no-verify", "--no-evaluate")
+    shell.json("run", name, "--no-verify", "--no-evaluate")
     assert_same(shell, f"pipelines/{name}", WANTED[name])
 
 

@@ -128,7 +128,7 @@ def test_what_takes_too_long_is_given_up(tiny_pipeline: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"host": "0.0.0.0"}, "whoever reaches this machine could draw"),
+        ({"host": "0.0.0.0"}, "everyone who reaches this machine could generate images"),
         ({"require_verified": True}, "it was not verified when it was built"),
         ({"pipeline": 2}, "another pipeline is named tiny too"),
         ({"batch_sizes": "1,x"}, "are no sizes"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
 import shutil
 import subprocess
@@ -25,6 +26,7 @@ from started_python import Command
 from until import PATIENCE, until
 
 from sdflow.errors import CheckpointError, PassError, UsageError, VerificationError
+from sdflow.prompts.wildcards import Wildcards
 from sdflow.runtime.denoiser.split import split
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.sessions.live_weights import own_values
@@ -33,6 +35,7 @@ from sdflow.serve.engine.engine import Engine
 from sdflow.serve.engine.served_pipeline import ServedPipeline
 from sdflow.serve.http.loras import Loras
 from sdflow.serve.jobs import Drawn, Failed, Job, LoraFile, Message, Turned
+from sdflow.serve.local import LocalPipeline
 from sdflow.serve.loras import live_loras
 from sdflow.serve.loras.lora_pipelines import LoraPipelines, Made, Wanted
 from sdflow.serve.loras.lora_structures import LoraFit
@@ -57,7 +60,13 @@ def built(sdflow: Command, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(built: Path) -> Iterator[RunningServer]:
-    arguments = ("--batch-sizes", "1", "--loras", str(SAMPLES), "--cache", str(built / "cache"))
+    width = json.loads((built / "pipelines/shapes_cpu/text_encoder/config.json").read_text())["hidden_size"]
+    for name in ("embeddings", "cards"):
+        (built / name).mkdir()
+    save_file({"emb_params": np.ones((2, width), np.float32)}, built / "embeddings/my-style.safetensors")
+    (built / "cards/color.txt").write_text("red\nblue\n")
+    folders = ("--embeddings", str(built / "embeddings"), "--wildcards", str(built / "cards"))
+    arguments = ("--batch-sizes", "1", "--loras", str(SAMPLES), "--cache", str(built / "cache"), *folders)
     with running_server(str(built / "pipelines/shapes_cpu"), *arguments) as made:
         yield made
 
@@ -103,6 +112,65 @@ def test_the_weights_are_those_that_bake_writes_and_go_back_to_their_own(built: 
     assert [other.base.submodels[submodel].session for submodel in changed] == sessions
     assert pipelines.served(of_samples(*BOTH)) is made
     assert pipelines.served(of_samples(("stripes", 0.0))) is base
+
+
+def test_a_local_pipeline_draws_with_loras_what_the_baked_pipeline_draws(built: Path) -> None:
+    """As ComfyUI's nodes do: in one process, under inference mode, LoRAs added one by one."""
+    plain = LocalPipeline.load(built / "pipelines/shapes_cpu", built / "cache", threads=1)
+    both = plain
+    for name, scale in BOTH:
+        both = both.with_lora(SAMPLES / f"{name}.safetensors", scale)
+    given = {"num_inference_steps": 2, "guidance_scale": 3.0}
+    with torch.inference_mode():
+        drawn = [each.sample("a large red circle", None, (64, 64), [3, 4], **given) for each in (both, plain, both)]
+    for folder, latents in (("baked", drawn[0]), ("shapes_cpu", drawn[1]), ("baked", drawn[2])):
+        pipe = Pipeline.load(built / "pipelines" / folder, "cpu", threads=1)
+        seeds = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
+        prompts, size = ["a large red circle"] * 2, {"height": 64, "width": 64}
+        expected = pipe(prompts, generator=seeds, output_type="latent", **size, **given).images
+        np.testing.assert_allclose(pipe.latents.from_vae(latents).numpy(), expected, atol=2e-3)
+    assert (drawn[0] - drawn[1]).abs().max() > 0.1
+    with pytest.raises(UsageError, match=r"absent\.safetensors: no such file"):
+        plain.with_lora(SAMPLES / "absent.safetensors", 1.0)
+
+
+def test_a_file_of_the_server_says_what_it_was_drawn_with(built: Path, server: RunningServer) -> None:
+    """LoRAs, a word of the folder of embeddings, and a wildcard, chosen by the seed."""
+    fields = {"prompt": "a __color__ circle in my-style", "size": "64x64", "steps": 1, "seed": 7, "n": 2}
+    loras = [{"name": "stripes", "scale": 0.8}]
+    answer = httpx.post(f"{server.url}/v1/images/generations", json={**fields, "loras": loras}, timeout=PATIENCE)
+    assert answer.status_code == 200, answer.text
+    for data, seed in zip(answer.json()["data"], (7, 8), strict=True):
+        info = PIL.Image.open(io.BytesIO(b64decode(data["b64_json"]))).info
+        said = json.loads(info["sdflow"])
+        color = Wildcards(built / "cards").resolve("__color__", seed)
+        assert (said["prompt"], said["seed"]) == (f"a {color} circle in my-style", seed)
+        assert said["loras"] == loras and said["embeddings"] == {"my-style": {}} and said["pipeline"] == "shapes_cpu"
+        assert info["parameters"].startswith(
+            f"a {color} circle in my-style <lora:stripes:0.8>\nNegative prompt: \nSteps: 1, "
+        )
+    refused = httpx.post(
+        f"{server.url}/v1/images/generations", json={**fields, "prompt": "__colour__"}, timeout=PATIENCE
+    )
+    assert refused.status_code == 400 and "did you mean 'color'?" in refused.json()["error"]["message"]
+
+
+def test_words_of_a_folder_of_embeddings_are_known_with_loras_too(built: Path, tmp_path: Path) -> None:
+    width = ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1).base.configs["text_encoder"]["hidden_size"]
+    torch.manual_seed(0)
+    save_file({"emb_params": torch.randn(3, width).numpy()}, tmp_path / "my-style.safetensors")
+    base = ServedPipeline.load(built / "pipelines/shapes_cpu", 1, embeddings=tmp_path)
+    pipelines = LoraPipelines.open(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
+    for folder, served in (("shapes_cpu", base), ("baked", pipelines.served(of_samples(*BOTH)))):
+        pipe = Pipeline.load(built / "pipelines" / folder, "cpu", threads=1, embeddings=[tmp_path])
+        given = {"num_inference_steps": 2, "height": 64, "width": 64}
+        (drawing,) = served.drawings(Job("a", 0, "", "a circle in my-style", 1, arguments=given))
+        while not drawing.done:
+            served.step([drawing], 1)
+        drawn = [np.asarray(each.images[0], int) for each in (
+            drawing.finish(), pipe("a circle in my-style", generator=[torch.Generator().manual_seed(1)], **given)
+        )]  # fmt: skip
+        assert np.abs(drawn[0] - drawn[1]).max() <= 1
 
 
 def test_weights_that_cannot_be_changed_in_a_session_are_written(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:

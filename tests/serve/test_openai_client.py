@@ -212,7 +212,7 @@ def test_what_is_wrong_is_told_in_openais_form(
             "v1/images/generations",
             b'{"prompt": "a\\ud800"}',
             "application/json",
-            "prompt: there is half of a character at place 1.",
+            "prompt: there is half of a character at position 1.",
         ),
         (
             "v1/images/generations",

@@ -14,6 +14,8 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from sd_parsers import ParserManager
+from sd_parsers.parsers import AUTOMATIC1111Parser
 from serve.conftest import RunningServer
 from until import PATIENCE, until
 
@@ -51,6 +53,11 @@ def test_images_are_those_of_the_pipeline(server: RunningServer, tiny_pipeline: 
     for image, seed in zip(drawn, (5, 6), strict=True):
         expected = pipeline(SMALL["prompt"], generator=[torch.Generator().manual_seed(seed)], **options).images[0]
         np.testing.assert_allclose(image, np.asarray(expected, np.int16), atol=1)
+    (sampler,) = (
+        ParserManager(managed_parsers=[AUTOMATIC1111Parser]).parse(io.BytesIO(b64decode(answer["images"][1]))).samplers
+    )
+    assert (sampler.name, sampler.parameters["seed"], sampler.parameters["cfg_scale"]) == ("Euler a", "6", "7")
+    assert [text.value for text in sampler.prompts] == [SMALL["prompt"]]
     start = b64encode(png(PIL.Image.fromarray(drawn[0].astype(np.uint8)))).decode()
     again = ask(server, "img2img", {**SMALL, "init_images": [f"data:image/png;base64,{start}"]}).json()
     assert pixels(again["images"][0]).shape == (64, 64, 3)

@@ -17,6 +17,7 @@ from sdflow.families import (
     MARKED_ARCHITECTURES,
     family_of_architecture,
 )
+from sdflow.sources import PlainDigests, open_checkpoint
 from sdflow.sources.architectures import architecture_config, architecture_index, companion_folder
 
 MODELS = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.components))
@@ -94,6 +95,15 @@ def test_every_folder_is_a_whole_pipeline() -> None:
                 assert companion_folder(architecture, name).is_dir()
         scheduler = json.loads((companion_folder(architecture, "scheduler") / "scheduler_config.json").read_text())
         assert scheduler["_class_name"] == architecture_index(architecture)["scheduler"][1]
+
+
+@pytest.mark.parametrize("architecture", FAMILIES["flux2"].architectures)
+def test_base_models_of_flux2_are_guided_and_distilled_ones_are_not(architecture: str) -> None:
+    loaded = open_checkpoint(f"synthetic:{architecture}", digests=PlainDigests(), download=False)
+    configs = {name: submodel.load["config"] for name, submodel in loaded.submodels.items()}
+    family = FAMILIES["flux2"]
+    assert family.guided(configs, 4.0) == ("base" in architecture)
+    assert family.defaults_of(configs, {}, {})["text"].steps == (50 if "base" in architecture else 4)
 
 
 @pytest.mark.parametrize("architecture", FAMILIES["stable_diffusion_3"].architectures)

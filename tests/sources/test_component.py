@@ -129,7 +129,7 @@ def test_every_tensor_of_the_vae_is_the_other_ones_and_nothing_else_changes(
     assert {**found.facts, "scaling_factor": None} == {**own.facts, "scaling_factor": None}
     assert {key: value for key, value in found.provenance.items() if key != "components"} == own.provenance
     assert json.loads(json.dumps(found.provenance)) == found.provenance
-    assert f"vae: {reference} in place of the checkpoint's own." in found.notes
+    assert f"vae: {reference} instead of the checkpoint's own." in found.notes
 
 
 def test_a_vae_has_the_identity_that_it_has_at_home(tmp_path: Path, vae: Any, other: Checkpoint) -> None:

@@ -264,5 +264,5 @@ def test_an_architecture_that_the_file_does_not_have_is_refused(written: Written
         )
     named = tmp_path / "odd.safetensors"
     named.symlink_to(written.folder)
-    with pytest.raises(CheckpointError, match="is a folder, which says itself what it is"):
+    with pytest.raises(CheckpointError, match="is a folder, which names its architecture itself"):
         opened(f"{named}#{architecture}")

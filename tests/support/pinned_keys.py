@@ -83,7 +83,7 @@ def contents_now(folder: Path) -> dict[str, dict[str, Any]]:
                 plan = _plan(tiny, cache, f"target={target}", *overrides)
             cases[f"tiny, {target}{also}"] = _steps(plan) | _verification(plan, folder)
     cases["shapes"] = _steps(plan := _plan(ROOT / "workflows/shapes_cpu.yaml", cache)) | _verification(plan, folder)
-    sd3 = _plan(ROOT / "workflows/sd35_tiny_cpu.yaml", cache, "target=cuda")
+    sd3 = _plan(Path("sd35_tiny"), cache, "target=cuda")
     cases["Stable Diffusion 3.5, cuda"] = _steps(sd3) | _verification(sd3, folder)
     sdxl = ("target=cuda", "model=synthetic:sdxl-tiny", "verify=false", "evaluate.image=null", *UNET_ALONE)
     cases["the UNet of SDXL, cuda"] = _steps(_plan(tiny, cache, *sdxl))

@@ -77,10 +77,10 @@ def code_cache(request: pytest.FixtureRequest) -> Cache:
     return Cache(root)
 
 
-def build(cache: Cache, folder: Path, workflow: str, *overrides: str) -> Sample:
-    """Build the submodels that draw images."""
+def build(cache: Cache, folder: Path, target: str, *overrides: str) -> Sample:
+    """Build the sample's submodels that draw images."""
     off = ("submodels.vae_encoder=null", "evaluate.image=null", *overrides)
-    loaded = load_workflow(ROOT / "workflows" / workflow, catalog=registry.catalog(), overrides=off)
+    loaded = load_workflow("shapes", catalog=registry.catalog(), overrides=off, targets=[target])
     (plan,) = make_plan(loaded, cache).pipelines
     assert plan.checkpoint is not None
     return Sample(dict(Executor(cache, Events()).run(plan)), plan.checkpoint, folder)
@@ -97,7 +97,7 @@ def cuda(code_cache: Cache, tmp_path_factory: pytest.TempPathFactory) -> Sample:
         }.items()
         for name in names
     ]
-    return build(code_cache, tmp_path_factory.mktemp("cuda"), "shapes_cuda.yaml", *without)
+    return build(code_cache, tmp_path_factory.mktemp("cuda"), "cuda", *without)
 
 
 @pytest.fixture(scope="session")

@@ -42,7 +42,7 @@ def drawn(cuda: Sample, tmp_path_factory: pytest.TempPathFactory) -> Draw:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["rocm", "directml", "tensorrt"])
 def test_a_graph_for_any_target_draws_what_its_submodels_draw(target: str, code_cache: Cache, tmp_path: Path) -> None:
-    sample = build(code_cache, tmp_path, "shapes_cuda.yaml", f"target={target}")
+    sample = build(code_cache, tmp_path, target)
     require_same(draw_of(sample, target, tmp_path / "sample"), tmp_path)
 
 

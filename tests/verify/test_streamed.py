@@ -150,7 +150,7 @@ def pieces_of(graph: RunnableGraph) -> PieceSession:
 @pytest.fixture(scope="module")
 def cpu(code_cache: Cache, tmp_path_factory: pytest.TempPathFactory) -> Sample:
     """As built for the CPU, whose graphs are run as they are: a graph for CUDA has operators that only CUDA has."""
-    return build(code_cache, tmp_path_factory.mktemp("cpu"), "shapes_cpu.yaml")
+    return build(code_cache, tmp_path_factory.mktemp("cpu"), "cpu")
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_other_chains_carry_their_weights_and_say_why() -> None:
     for steps, reason in (
         ([], "does not begin with a pass that exports"),
         ([fuse, half], "does not begin with a pass that exports"),
-        ([conversion, fuse, merge], "LoraMerge does not stand right behind OnnxConversion"),
+        ([conversion, fuse, merge], "LoraMerge is not right after OnnxConversion"),
         ([conversion, ChainStep(Own, {}), half], "MyPass may look at the weights"),
         ([conversion, ChainStep(fuse.implementation, {**fuse.config, "opt_level": 1})], "opt_level 1"),
     ):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from sdflow.families.flux2.references import Flux2References
 from sdflow.families.flux2.transformer import DISTILLED, Flux2Transformer
 from sdflow.families.flux2.vae import Flux2VaeDecoder, Flux2VaeEncoder, folded_channels, folded_scale
 from sdflow.families.shared.architecture import Architecture
@@ -100,6 +101,7 @@ class Flux2(Family):
         "scheduler": Companion("diffusers", None, "scheduler_config.json"),
     }
     noising = _Noising()
+    references = Flux2References()
     scheduler_config: ClassVar[Mapping[str, Any]] = {}
     options: ClassVar[Mapping[str, Any]] = {DISTILLED: False}
     arguments: ClassVar[Mapping[str, Parameter]] = {
@@ -115,11 +117,15 @@ class Flux2(Family):
         "inpaint": Defaults(steps=50, guidance_scale=4.0, strength=0.8),
     }
     embeddings = ("prompt_embeds", "negative_prompt_embeds")
+    relatives = (("double_stream_modulation_img.", "denoiser of FLUX.2"),)
     assembled_as: ClassVar[Mapping[Task, str]] = {"text": "ORTFlux2KleinPipeline"}
     architectures: ClassVar[Mapping[str, Architecture]] = {
         "flux2-klein-4b": Architecture(),
         "flux2-klein-9b": Architecture(like="flux2-klein-4b"),
+        "flux2-klein-base-4b": Architecture(like="flux2-klein-4b", marked=True),
+        "flux2-klein-base-9b": Architecture(like="flux2-klein-9b", marked=True),
         "flux2-tiny": Architecture(borrowed={"tokenizer": "flux2-klein-4b/tokenizer"}),
+        "flux2-base-tiny": Architecture(like="flux2-tiny", marked=True),
     }
 
     def fingerprint(self, configs: Mapping[str, Config]) -> dict[str, tuple[int, ...] | None]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from sdflow.errors import PassError
 from sdflow.families.flux2.names import flux2_names
 from sdflow.families.flux2.parameters import flux2_parameters
+from sdflow.families.flux2.references import EXTENDED, reference_ports
 from sdflow.models.base import Config, Model, Original, Port, Ports, Role, Shapes, Sizes, timestep_port
 from sdflow.models.qwen3_text import TOKENS
 
@@ -50,7 +51,7 @@ class Flux2Transformer(Model):
     def empty(self, config: Config) -> torch.nn.Module:
         from diffusers import Flux2Transformer2DModel
 
-        own = {name: value for name, value in config.items() if name != DISTILLED}
+        own = {name: value for name, value in config.items() if name not in (DISTILLED, EXTENDED)}
         module: torch.nn.Module = Flux2Transformer2DModel.from_config(own)
         return module
 
@@ -70,6 +71,7 @@ class Flux2Transformer(Model):
                 Port("sample", "float32", axes, Role.LATENTS),
                 timestep_port(),
                 Port("encoder_hidden_states", "float32", ("batch", TOKENS, config["joint_attention_dim"])),
+                *reference_ports(config),
             ),
             outputs=(Port("out_sample", "float32", axes, Role.PREDICTION),),
         )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 class Architecture:
     """like: the architecture that it equals but for the entries of the JSON files in its own folder; "": it is complete.
     borrowed: companion -> `ARCHITECTURE/FOLDER` where it lies. marked: it differs from `like` only in what the denoiser
-    predicts, so a file is taken for it only where the file or its user says so.
+    predicts or how it is guided, so a file is taken for it only where the file or its user says so.
     """
 
     like: str = ""

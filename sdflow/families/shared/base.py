@@ -18,6 +18,7 @@ from sdflow.families.shared.defaults import Defaults, Task, settled
 from sdflow.families.shared.latents import Latents
 from sdflow.families.shared.noising import DIFFUSION, Noising
 from sdflow.families.shared.part import Companion, Part
+from sdflow.families.shared.references import References
 from sdflow.families.shared.request import Conditions, Request, Run
 from sdflow.models.base import Config, halved
 from sdflow.parameter import Parameter
@@ -37,6 +38,7 @@ class Family:
     denoiser, decoder, encoder, checker: names of parts; the checker may be None. companions: tokenizers, schedulers, ...
     net: a part that may occur any number of times, each under its own name (a ControlNet), or None.
     prompter: the part that encodes image prompts for IP-Adapters, or None.
+    references: how its denoiser reads reference images, or None.
     length_arguments: call arguments that change the number of text tokens. of_one_length: tokenizers whose tokens the denoiser
     reads side by side, so they must produce equal lengths. texts_vary: the number of text tokens depends on the prompts.
     guidance_offset: what is added to a call's guidance scale to give the weight of the prompt in classifier-free guidance,
@@ -47,7 +49,8 @@ class Family:
     reference_arguments: arguments of a call of diffusers' pipeline whose defaults differ from this family's.
     embeddings: the outputs of diffusers' `encode_prompt`, in order, as arguments of its call that replace prompts.
     assembled_as: the class in an assembled model_index.json, by `task`.
-    architectures: shipped ones, by name; the first is the default. strength_spreads: whether image to image spreads all steps
+    architectures: shipped ones, by name; the first is the default. relatives: how a name begins in a file of a denoiser like its
+    own in a size that none of them has -> what that file is. strength_spreads: whether image to image spreads all steps
     over the part that the strength leaves, if the scheduler supports it, rather than skipping steps. defaults: call arguments
     per task, from the signatures of diffusers' pipelines. colors: RGB factors of the latents, for previews; None if unpublished.
     """
@@ -63,6 +66,7 @@ class Family:
     checker: str | None
     net: Part | None = None
     prompter: Part | None = None
+    references: ClassVar[References | None] = None
     companions: ClassVar[Mapping[str, Companion]]
     scheduler_config: ClassVar[Mapping[str, Any]]
     options: ClassVar[Mapping[str, Any]]
@@ -77,6 +81,7 @@ class Family:
     reference_arguments: ClassVar[Mapping[str, Any]] = {}
     embeddings: tuple[str, ...]
     colors: ClassVar[LatentColors | None] = None
+    relatives: tuple[tuple[str, str], ...] = ()
     assembled_as: ClassVar[Mapping[Task, str]]
     architectures: ClassVar[Mapping[str, Architecture]]
 

@@ -18,16 +18,16 @@ _SCALE, _STOP, _START = "skip_layer_guidance_scale", "skip_layer_guidance_stop",
 
 ARGUMENTS: Mapping[str, Parameter] = {
     LAYERS: Parameter(
-        "Blocks that skip-layer guidance leaves out, counted from 0; 3.5-medium's card names 7,8,9. Text to image only.",
+        "Blocks that skip-layer guidance skips, counted from 0; 3.5-medium's model card uses 7,8,9. Text to image only.",
         list[int],
         least=0,
         otherwise="none",
         metavar="7,8,9",
         read=numbers,
     ),
-    _SCALE: Parameter("How strongly skip-layer guidance counts.", float, least=0, most=1000, otherwise="2.8"),
-    _STOP: Parameter("The part of the steps before which it applies.", float, least=0, most=1, otherwise="0.2"),
-    _START: Parameter("The part of the steps behind which it applies.", float, least=0, most=1, otherwise="0.01"),
+    _SCALE: Parameter("Scale of skip-layer guidance.", float, least=0, most=1000, otherwise="2.8"),
+    _STOP: Parameter("Fraction of the steps up to which it applies.", float, least=0, most=1, otherwise="0.2"),
+    _START: Parameter("Fraction of the steps after which it applies.", float, least=0, most=1, otherwise="0.01"),
 }
 """The arguments of a family that has it, as diffusers names them."""
 

@@ -17,14 +17,14 @@ LAYERS = {"output_hidden_states": True}
 
 SIZES: Mapping[str, Parameter] = {
     "original_size": Parameter(
-        "The size that the image was scaled from, as HEIGHTxWIDTH.",
+        "Original size to condition on, as HEIGHTxWIDTH.",
         tuple[int, int],
         least=1,
         otherwise="its own",
         read=pair,
     ),
     "crops_coords_top_left": Parameter(
-        "The corner that the image was cropped at, as TOPxLEFT.",
+        "Crop to condition on, as TOPxLEFT.",
         tuple[int, int],
         least=0,
         otherwise="0x0",

@@ -82,7 +82,7 @@ class StableDiffusionXL(Family):
         **SECOND_PROMPTS,
         **xl_parts.SIZES,
         "target_size": Parameter(
-            "The size that the image is for, as HEIGHTxWIDTH.", tuple[int, int], least=1, otherwise="its own", read=pair
+            "Target size to condition on, as HEIGHTxWIDTH.", tuple[int, int], least=1, otherwise="its own", read=pair
         ),
     }
     defaults: ClassVar[Mapping[Task, Defaults]] = xl_parts.DEFAULTS

@@ -24,9 +24,9 @@ from sdflow.models.unet import RefinerUNet
 from sdflow.parameter import Parameter
 
 _SCORES = {
-    "aesthetic_score": Parameter("The aesthetic score to draw for.", float, default=6.0, otherwise="6"),
+    "aesthetic_score": Parameter("Aesthetic score to condition on.", float, default=6.0, otherwise="6"),
     "negative_aesthetic_score": Parameter(
-        "The aesthetic score of the negative prompt.", float, default=2.5, otherwise="2.5"
+        "Aesthetic score for the negative prompt.", float, default=2.5, otherwise="2.5"
     ),
 }
 """With diffusers' defaults."""
@@ -34,7 +34,7 @@ _SCORES = {
 
 class StableDiffusionXLRefiner(Family):
     name = "stable_diffusion_xl_refiner"
-    title = "the refiner of Stable Diffusion XL"
+    title = "Stable Diffusion XL refiner"
     classes = ("StableDiffusionXLImg2ImgPipeline",)
     lacks = ("text_encoder", "tokenizer")
     parts = (

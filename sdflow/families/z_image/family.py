@@ -1,7 +1,6 @@
 """Z-Image and Z-Image-Turbo: a transformer that reads image and text as one sequence, flow matching, and Qwen3 as text encoder.
 
-After diffusers' ZImagePipeline; https://arxiv.org/abs/2511.22699. Its `cfg_normalization` and `cfg_truncation`, which are off
-there by default, are not supported.
+After diffusers' ZImagePipeline; https://arxiv.org/abs/2511.22699.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from sdflow.families.shared import guidance_limits
 from sdflow.families.shared.architecture import Architecture
 from sdflow.families.shared.base import Family
 from sdflow.families.shared.defaults import Defaults, Task, settled
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 LENGTH = 512
-"""Most tokens that are read of a prompt, with its chat template, as in diffusers."""
+"""Maximum number of prompt tokens, including the chat template, as in diffusers."""
 SIDE = 1024
 """Height and width of the images that the model was made for, in pixels."""
 
@@ -77,12 +77,13 @@ class ZImage(Family):
     options: ClassVar[Mapping[str, Any]] = {}
     arguments: ClassVar[Mapping[str, Parameter]] = {
         "max_sequence_length": Parameter(
-            "Most tokens that are read of a prompt, with its chat template.",
+            "Maximum number of prompt tokens, including the chat template.",
             int,
             least=1,
             most=512,
             otherwise=str(LENGTH),
         ),
+        **guidance_limits.ARGUMENTS,
     }
     texts_vary = True
     guidance_offset = 1.0
@@ -187,7 +188,10 @@ def _tokens(tokenizer: Any, texts: Sequence[str], length: int) -> tuple[torch.Te
         )
         for text in texts
     ]
-    rows: list[list[int]] = tokenizer(asked, max_length=length, truncation=True).input_ids
+    found = tokenizer(asked, max_length=length, truncation=True)
+    if isinstance(found.input_ids, torch.Tensor):  # inputs of a graph that is exported, padded already
+        return found.input_ids, found.attention_mask
+    rows: list[list[int]] = found.input_ids
     size = -(-max(map(len, rows)) // MULTIPLE) * MULTIPLE
     ids = [[*row, *[tokenizer.pad_token_id] * (size - len(row))] for row in rows]
     mask = [[1] * len(row) + [0] * (size - len(row)) for row in rows]

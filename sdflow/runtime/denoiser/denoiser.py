@@ -14,7 +14,6 @@ from sdflow.runtime.denoiser.moving import Moving
 from sdflow.runtime.denoiser.schedule import Schedule
 from sdflow.runtime.denoiser.time_values import TimeValues, table
 from sdflow.runtime.sessions.bound import Bound, empty_inputs
-from sdflow.runtime.sessions.session import read_graph
 from sdflow.runtime.sessions.submodel import Submodel
 
 if TYPE_CHECKING:
@@ -99,11 +98,10 @@ class PartedDenoiser:
         from sdflow.runtime.denoiser.skipped_blocks import without_blocks
         from sdflow.runtime.denoiser.split import split
 
-        assert model.path is not None, "only a submodel of a pipeline folder is taken apart"
         ports = model.part.ports(model.config)
         self._moving, self._prediction = Moving.of(ports), ports.of(Role.PREDICTION)
         guidance = sizes["batch"] == 2 * shape[0]
-        graph = read_graph(model.path)
+        graph = model.graph()
         if skipped:
             graph = without_blocks(graph, model.part.model.blocks or "", skipped, LAYERS)
         parts = split(graph, sizes, moving=self._moving, guidance=guidance)

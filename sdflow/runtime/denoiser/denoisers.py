@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from sdflow.errors import PassError, SlowerWarning, UsageError
 from sdflow.families.shared.approximation import EXACT, REUSE, Approximation
+from sdflow.families.shared.references import REFERENCE_TOKENS, with_references
 from sdflow.families.shared.request import Conditions
 from sdflow.families.shared.skipped_layers import LAYERS
 from sdflow.machine.memory import available_bytes
@@ -43,7 +44,8 @@ class DenoiserRequest:
     shape: of what it reads in a step, latents and context: (images, channels, rows, columns). rows: of the batch, with guidance
     twice the images. axes: the sizes of the denoiser's further axes. conditions: where they are known already; without them, the
     texts are as long as the model reads at once. controls, guess: for the nets. fewer: what is left out.
-    skipped: the blocks that skip-layer guidance leaves out; none: there is no such guidance.
+    skipped: the blocks that skip-layer guidance leaves out; none: there is no such guidance. references: the number of tokens of
+    reference images.
     """
 
     shape: tuple[int, int, int, int]
@@ -54,6 +56,7 @@ class DenoiserRequest:
     guess: bool = False
     fewer: Approximation = EXACT
     skipped: tuple[int, ...] = ()
+    references: int = 0
 
 
 class DenoiserSource(Protocol):
@@ -72,7 +75,7 @@ class Denoisers:
     model: the denoiser's graph. nets: the ControlNets by name. texts, decoder: what an image needs besides. scale: image pixels
     per latent pixel. tokens: the sizes of the axes of text tokens, for texts of the usual length. split: take it apart
     (`sdflow.runtime.denoiser.split`); with nets it stays whole. low_memory: make nothing beside it. tiles: of the decoder, as of
-    `sdflow.runtime.vae.tile_side`.
+    `sdflow.runtime.vae.tile_side`. referencing: the denoiser's graph with inputs for reference images; None: it takes none.
     """
 
     def __init__(
@@ -87,8 +90,10 @@ class Denoisers:
         split: bool,
         low_memory: bool,
         tiles: bool | None = None,
+        referencing: Submodel | None = None,
     ) -> None:
-        self._model, self._nets, self._texts, self._decoder = model, nets, texts, decoder
+        self._model, self._referencing, self._nets = model, referencing, nets
+        self._texts, self._decoder = texts, decoder
         self._scale, self._split, self._low_memory, self._tiles = scale, split, low_memory, tiles
         self._tokens = tokens
         self.kept: OrderedDict[Key, Denoiser] = OrderedDict()
@@ -98,8 +103,9 @@ class Denoisers:
         """Give back the memory of all that are kept, and the sessions of the graphs that they are made of."""
         self.kept.clear()
         self._taken.clear()
-        for submodel in (self._model, *self._nets.values()):
-            submodel.unload()
+        for submodel in (self._model, self._referencing, *self._nets.values()):
+            if submodel is not None:
+                submodel.unload()
 
     def get(self, request: DenoiserRequest) -> Denoiser:
         """That of an earlier image of this size, number and text length, or a new one: whole or in parts, with nets, with
@@ -109,12 +115,15 @@ class Denoisers:
             self._require_parts([*fewer.settings(), *([LAYERS] if request.skipped else [])])
         tokens = self._tokens if conditions is None else token_sizes(self._model, conditions)
         sizes = {"batch": rows, **tokens, "latent_height": shape[2], "latent_width": shape[3], **request.axes}
+        if request.references:
+            sizes[REFERENCE_TOKENS] = request.references
+        model = self._reading(sizes)
         if self._nets:  # also without an image for any: what the last call added is there still
             sizes |= {"height": shape[2] * self._scale, "width": shape[3] * self._scale}
-            whole = WholeDenoiser(self._model, shape, sizes)
+            whole = WholeDenoiser(model, shape, sizes)
             return ControlledDenoiser(whole, self._nets, request.controls, sizes, shape[0], guess=request.guess)
-        if self._model.path is None or not self._split:
-            return WholeDenoiser(self._model, shape, sizes)
+        if model.path is None or not self._split:
+            return WholeDenoiser(model, shape, sizes)
         layers = 0 if fewer.reuse is None else fewer.reuse.layers
         texts = self._texts if conditions is None else ()
         half = {**sizes, "batch": rows // 2}
@@ -128,6 +137,13 @@ class Denoisers:
             without = self._parted(shape, half, 0, (), needed=needed, skipped=request.skipped)
             denoiser = SkippingDenoiser(denoiser, without, rows)
         return denoiser
+
+    def _reading(self, sizes: Mapping[str, int]) -> Submodel:
+        """The denoiser that has the axes of these sizes."""
+        if REFERENCE_TOKENS not in sizes:
+            return self._model
+        assert self._referencing is not None, "a family with reference images"
+        return self._referencing
 
     def _require_parts(self, settings: Sequence[str]) -> None:
         """Raises UsageError where the denoiser is not taken apart. settings: what needs it."""
@@ -158,18 +174,19 @@ class Denoisers:
         """needed: those that the present image takes besides. skipped: the blocks that this one is without."""
         key = _key(shape, layers, sizes, skipped)
         if key not in self.kept:
-            taken = self._bytes(shape, sizes["batch"])
+            taken = self._bytes(shape, sizes)
             self._make_room(taken, needed)
             self.kept[key], self._taken[key] = self._made(shape, sizes, layers, texts, skipped), taken
         self.kept.move_to_end(key)
         return self.kept[key]
 
-    def _bytes(self, shape: tuple[int, ...], rows: int) -> int:
+    def _bytes(self, shape: tuple[int, ...], sizes: Mapping[str, int]) -> int:
         """What a denoiser in parts takes."""
-        model, (height, width) = self._model, shape[2:]
+        model = self._model
         assert model.path is not None, "only a submodel of a pipeline folder is taken apart"
         weights = 0 if model.weights is not None else sum(each.stat().st_size for each in model.path.parent.iterdir())
-        return weights + rows * row_bytes(model.part.model, model.config, (height, width), model.place.device)
+        size = with_references((shape[2], shape[3]), sizes.get(REFERENCE_TOKENS, 0))
+        return weights + sizes["batch"] * row_bytes(model.part.model, model.config, size, model.place.device)
 
     def _make_room(self, wanted: int, needed: Container[Key]) -> None:
         """Let those go that were not used for the longest time, until so many bytes are within the share."""
@@ -191,7 +208,7 @@ class Denoisers:
     ) -> Denoiser:
         """texts: that are not encoded yet."""
         with ThreadPoolExecutor(max_workers=2 + len(texts)) as pool:
-            parted = pool.submit(_parted_or_whole, self._model, shape, sizes, layers, skipped)
+            parted = pool.submit(_parted_or_whole, self._reading(sizes), shape, sizes, layers, skipped)
             others: list[Future[Bound]] = []
             if not self._low_memory:
                 others += [pool.submit(text.bound, **text.shapes({**sizes, "batch": 2})) for text in texts]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import UsageError
 from sdflow.families.shared.approximation import Interval, Reuse
+from sdflow.families.shared.guidance_limits import UNLIMITED, GuidanceLimits
 from sdflow.families.shared.noising import DIFFUSION, Noising
 from sdflow.families.shared.schedulers import require_known
 from sdflow.families.shared.skipped_layers import SkippedLayers
@@ -45,7 +46,8 @@ class Schedule:
     row of inputs, of its output, and of the next row. weights: how much each column of an output counts, float32 (R, halves).
     draws: how many noises the scheduler draws. halves: columns per output, two with guidance, three with skip-layer guidance.
     made: how many of them each run gives, the last ones; empty: all. reused: which runs take the deep features of one before;
-    empty: none.
+    empty: none. norms: how large the norm of a run's guided output may be, as a multiple of the conditional half's; 0 or
+    empty: any.
     """
 
     numbers: tuple[int, ...]
@@ -58,6 +60,7 @@ class Schedule:
     halves: int = 1
     made: tuple[int, ...] = ()
     reused: tuple[bool, ...] = ()
+    norms: tuple[float, ...] = ()
 
     @property
     def runs(self) -> int:
@@ -68,12 +71,19 @@ class Schedule:
         """How many terms are there before run `index`."""
         return FIRST_DRAWN + self.draws + self.halves * index
 
-    def guided(self, scale: float, interval: Interval | None = None, skipped: SkippedLayers | None = None) -> Schedule:
+    def guided(
+        self,
+        scale: float,
+        interval: Interval | None = None,
+        skipped: SkippedLayers | None = None,
+        limits: GuidanceLimits = UNLIMITED,
+    ) -> Schedule:
         """With classifier-free guidance folded in: two columns per output, the unconditional half's first.
 
         unconditional + scale * (conditional - unconditional): https://arxiv.org/abs/2207.12598. interval: the runs that have
         it, None: all; of the others the conditional half alone is made, and counts in full. skipped: skip-layer guidance, with
-        a third column, the first, for what is made without the layers.
+        a third column, the first, for what is made without the layers. limits: runs without guidance then make both halves, of
+        which the conditional one counts in full.
         """
         import torch
 
@@ -83,7 +93,9 @@ class Schedule:
         more = 0.0 if skipped is None else skipped.scale
         rows = {1: [0.0, 0.0, 1.0], 2: [0.0, 1 - scale, scale], 3: [-more, 1 - scale, scale + more]}
         halves = 2 if skipped is None else 3
-        weights = torch.tensor([rows[count][-halves:] for count in made])
+        weighed = limits.guided(self.timesteps)
+        weights = torch.tensor([rows[n if on else 1][-halves:] for n, on in zip(made, weighed, strict=True)])
+        norms = [limits.normalization if n > 1 and on else 0.0 for n, on in zip(made, weighed, strict=True)]
 
         def split(rows: torch.Tensor) -> torch.Tensor:
             outputs = rows[:, self.known(0) :, None] * weights
@@ -95,6 +107,7 @@ class Schedule:
             weights=weights,
             halves=halves,
             made=() if interval is None and skipped is None else tuple(made),
+            norms=tuple(norms) if limits.normalization else (),
         )
 
     def clean_row(self, index: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ small kernels beside it, and nothing waits. Drawings of one pipeline may take tu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from sdflow.runtime.denoiser.denoiser import Denoiser, DenoiserInputs
@@ -20,6 +20,7 @@ from sdflow.runtime.denoiser.start import Start
 from sdflow.runtime.drawing.kept import Kept
 from sdflow.runtime.drawing.parts import Images, PipelineParts
 from sdflow.runtime.drawing.preview import Preview
+from sdflow.runtime.drawing.record import Record, with_record
 from sdflow.runtime.drawing.waits import Fetch, Waits, complete
 
 if TYPE_CHECKING:
@@ -38,12 +39,13 @@ class Drawing:
         inputs: DenoiserInputs,
         start: Start,
         kept: Kept | None = None,
+        records: Sequence[Record] = (),
     ) -> None:
-        """kept: what a mask keeps of the image to start from."""
+        """kept: what a mask keeps of the image to start from. records: the settings of each image, which its file will have."""
         import torch
 
         self.denoiser, self.inputs, self.index = denoiser, inputs, 0
-        self._pipeline, self._start, self._kept = pipeline, start, kept
+        self._pipeline, self._start, self._kept, self.records = pipeline, start, kept, records
         schedule = inputs.schedule
         self.runs = schedule.runs
         with pipeline.place.current():
@@ -86,6 +88,8 @@ class Drawing:
         schedule = self.inputs.schedule
         halves = schedule.made[self.index] if schedule.made else schedule.halves
         end = schedule.known(self.index + 1)
+        if schedule.norms and schedule.norms[self.index]:
+            output = _limited(output, schedule.weights[self.index], schedule.norms[self.index])
         self._terms[end - halves : end].copy_(output.reshape(halves, -1))
         self.index += 1
         if self.done and self._pipeline.low_memory:
@@ -128,4 +132,20 @@ class Drawing:
         if output_type == "latent":
             (found,) = yield Fetch(self._pipeline.place, [latents])
             return Images(found.numpy(), None)
-        return (yield from self._pipeline.finishing(latents, output_type, finite=output_type == "pil", kept=self._kept))
+        made = yield from self._pipeline.finishing(latents, output_type, finite=output_type == "pil", kept=self._kept)
+        if output_type == "pil":
+            for image, record in zip(made.images, self.records, strict=False):
+                with_record(image, record)
+        return made
+
+
+def _limited(output: torch.Tensor, weights: torch.Tensor, most: float) -> torch.Tensor:
+    """What the denoiser made, scaled for each image so that the norm of its guided prediction is at most `most` times that of the
+    prompt's. output: (rows of the batch, channels, rows, columns). weights: of its halves."""
+    import torch
+
+    halves = output.float().unflatten(0, (len(weights), -1))
+    guided = torch.einsum("h,hi...->i...", weights, halves)
+    norm, own = (torch.linalg.vector_norm(each.flatten(1), dim=1) for each in (guided, halves[-1]))
+    factor = torch.where(norm > most * own, most * own / norm, 1.0)
+    return (halves * factor.view(1, -1, 1, 1, 1)).flatten(0, 1)

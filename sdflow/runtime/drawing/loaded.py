@@ -17,7 +17,8 @@ from sdflow.runtime.denoiser.denoisers import Denoisers, DenoiserSource
 from sdflow.runtime.denoiser.schedule import Schedule, named_scheduler
 from sdflow.runtime.denoiser.start import require_size
 from sdflow.runtime.drawing.preview import previewer, previewer_of
-from sdflow.runtime.drawing.text import with_words, without_last_layers
+from sdflow.runtime.drawing.record import Record, folder_record
+from sdflow.runtime.drawing.text import learned_words, with_words, without_last_layers
 from sdflow.runtime.files.folder import (
     SCHEDULER,
     TAKEN_APART,
@@ -32,7 +33,7 @@ from sdflow.runtime.files.folder import (
 from sdflow.runtime.sessions.session import LoadOptions
 from sdflow.runtime.sessions.submodel import Submodel
 from sdflow.runtime.sessions.tuning import UNTUNED, Tuning
-from sdflow.sources.embedding import Embedding, read_embedding, require_different, split_word
+from sdflow.sources.embedding import Embedding, require_different
 from sdflow.targets import Target
 
 
@@ -43,7 +44,7 @@ class LoadedPipeline:
     vae_tiles: whether it does; None: where the memory that is free would not do for the whole image, which TiledWarning tells.
     options: of model_index.json, as the family reads them. defaults: of a call, for each task; None: what the configs say.
     split: take the denoiser apart, so that nothing is computed twice (`sdflow.runtime.denoiser.split`).
-    words: that stand in prompts for learned vectors.
+    words: that stand in prompts for learned vectors. record: what the text of all its images says of it.
     """
 
     def __init__(
@@ -66,7 +67,9 @@ class LoadedPipeline:
         self.family = family
         texts = {name: with_words(submodels[name], family, words) for name in family.text_of(submodels)}
         self.submodels = {**submodels, **texts}
+        self.learned = words
         self.words = {word.word: word.count for word in words}
+        self.record: Record = {}
         self._shortened: dict[str, tuple[int, Submodel]] = {}
         self.companions = companions
         self.scheduler = companions[SCHEDULER]
@@ -82,8 +85,11 @@ class LoadedPipeline:
         self.defaults = family.defaults_of(self.configs, scheduler, {}) if defaults is None else defaults
         self.draw_preview = previewer(family, submodels[family.decoder], self.latents)
         self.schedules: dict[tuple[Any, ...], Schedule] = {}
+        denoiser, referencing = submodels[family.denoiser], None
+        if family.references is not None:
+            referencing = denoiser.changed(family.references.extend, family.references.config(denoiser.config))
         self.denoisers: DenoiserSource = Denoisers(
-            submodels[family.denoiser],
+            denoiser,
             self.nets,
             [self.submodels[name] for name in family.text_of(submodels)],
             submodels[family.decoder],
@@ -92,6 +98,7 @@ class LoadedPipeline:
             split=split,
             low_memory=low_memory,
             tiles=self.vae_tiles,
+            referencing=referencing,
         )
 
     @classmethod
@@ -117,7 +124,8 @@ class LoadedPipeline:
         target: cpu, cuda, ...; None: the one that it was built for. scheduler: one of `families.schedulers.SCHEDULERS`
         instead of the folder's. checker: whether the family's checker, if it is there, sees the images. cuda_graphs: the
         submodels that may be captured, None: all. tuning: what `sdflow tune` chose for this machine: `recorded_tuning(folder,
-        target).tuning`. embeddings: files of textual inversion, FILE or FILE:WORD; their words may stand in prompts. shared:
+        target).tuning`. embeddings: files of textual inversion, FILE or FILE:WORD, and folders of them, whose files go by their
+        names; their words may stand in prompts. shared:
         submodels that another pipeline has loaded of the same artifacts. previews: a pipeline folder whose tiny VAE decodes
         previews; None: the pipeline's own, if it is one.
         Raises UsageError when the folder is no pipeline, TargetUnavailableError when the provider is not there.
@@ -127,7 +135,6 @@ class LoadedPipeline:
         onnxruntime_for(target)
         family = folder_family(folder)
         names = [name for name in onnx_submodels(folder) if checker or name != family.checker]
-        words = [each if isinstance(each, Embedding) else read_embedding(*split_word(str(each))) for each in embeddings]
 
         def load(name: str) -> Submodel:
             if name in shared:
@@ -135,7 +142,9 @@ class LoadedPipeline:
             # The encoder and the nets are for images: loaded when the first one comes. The denoiser is taken apart then.
             late = (family.encoder, *family.optional_parts(names))
             late = (*late, family.denoiser) if target.name in TAKEN_APART else late
-            lazy = low_memory or target.session.static_shapes or name in late or bool(words and name in family.text)
+            lazy = (
+                low_memory or target.session.static_shapes or name in late or bool(embeddings and name in family.text)
+            )
             graphs = () if low_memory else cuda_graphs
             options = LoadOptions(engine_cache, threads, tuning)
             return load_submodel(folder, name, target, cuda_graphs=graphs, lazy=lazy, options=options)
@@ -150,8 +159,9 @@ class LoadedPipeline:
             defaults=folder_defaults(folder),
             low_memory=low_memory,
             vae_tiles=vae_tiles,
-            words=words,
+            words=learned_words(embeddings, family, submodels),
         )
+        pipeline.record = folder_record(folder, target.name)
         if scheduler is not None:
             pipeline.scheduler = named_scheduler(scheduler, pipeline.scheduler.config, family.noising)
         if previews is not None:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from sdflow.families.shared.approximation import EXACT, Approximation
+from sdflow.families.shared.guidance_limits import UNLIMITED, GuidanceLimits
 from sdflow.families.shared.image_prompts import ImagePrompt, adapter_count, image_conditions, token_axes
 from sdflow.families.shared.request import Conditions, Request, Tensors
 from sdflow.families.shared.skipped_layers import SkippedLayers
@@ -171,13 +172,15 @@ class PipelineParts(LoadedPipeline):
         guidance_scale: float | None,
         fewer: Approximation = EXACT,
         skipped: SkippedLayers | None = None,
+        limits: GuidanceLimits = UNLIMITED,
         **options: Any,
     ) -> Schedule:
         """The factors of the scheduler for so many steps, on the device. shape: of the latents. guidance_scale: None without
-        guidance. fewer: what is left out. skipped: skip-layer guidance. options: as of `schedule.trace`."""
+        guidance. fewer: what is left out. skipped: skip-layer guidance. limits: of guidance. options: as
+        of `schedule.trace`."""
         noising, tokens = self.family.noising, self.latents.tokens(*shape[-2:])
         own = (type(self.scheduler), repr(self.scheduler.config), noising.key(self.scheduler, tokens))
-        key = (*own, steps, guidance_scale, fewer, skipped, *options.items())
+        key = (*own, steps, guidance_scale, fewer, skipped, limits, *options.items())
         if key not in self.schedules:
             schedule = trace(
                 self.scheduler,
@@ -188,7 +191,9 @@ class PipelineParts(LoadedPipeline):
                 tokens=tokens,
                 **options,
             )
-            guided = schedule if guidance_scale is None else schedule.guided(guidance_scale, fewer.guidance, skipped)
+            guided = schedule
+            if guidance_scale is not None:
+                guided = schedule.guided(guidance_scale, fewer.guidance, skipped, limits)
             guided = guided if fewer.reuse is None else guided.reusing(fewer.reuse)
             while len(self.schedules) >= SCHEDULES_KEPT:
                 self.schedules.pop(next(iter(self.schedules)))
@@ -196,6 +201,7 @@ class PipelineParts(LoadedPipeline):
         self.schedules[key] = self.schedules.pop(key)  # the latest used is the last to go
         return self.schedules[key]
 
-    def _encoded(self, images: torch.Tensor) -> torch.Tensor:
-        with self._using(self.family.encoder) as encoder:
+    def encode(self, images: torch.Tensor) -> torch.Tensor:
+        """Latents from images, (images, 3, rows, columns) in [-1, 1] on the device: the mean of the encoder's distribution."""
+        with self.place.current(), self._using(self.family.encoder) as encoder:
             return encode(encoder, images, self.latents, tiles=self.vae_tiles)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sdflow.errors import UsageError
+from sdflow.errors import CheckpointError, UsageError
 from sdflow.families.shared.base import Family
 from sdflow.runtime.drawing.text_graph import add_vectors, leave_out_layers
 from sdflow.runtime.sessions.submodel import Submodel
-from sdflow.sources.embedding import Embedding, vectors_for
+from sdflow.sources.embedding import Embedding, read_embedding, split_word, vectors_for
+from sdflow.sources.embedding_folder import embeddings_in
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +28,39 @@ def with_words(submodel: Submodel, family: Family, words: Sequence[Embedding]) -
     width, parts = submodel.config["hidden_size"], [family.part(name) for name in family.text]
     vectors = np.concatenate([vectors_for(word, submodel.part, parts, width) for word in words])
     return submodel.changed(partial(add_vectors, vectors=vectors, config=submodel.config))
+
+
+def learned_words(
+    given: Sequence[Path | str | Embedding], family: Family, submodels: Mapping[str, Submodel]
+) -> list[Embedding]:
+    """Embeddings as a caller gives them: read, files as FILE or FILE:WORD, or folders. Of a folder those that are for this kind
+    of model; the others are left out with a warning. Raises CheckpointError and UsageError for files."""
+    found = []
+    for each in given:
+        if isinstance(each, Embedding):
+            found.append(each)
+        elif Path(each).is_dir():
+            found += _fitting(Path(each), family, submodels)
+        else:
+            found.append(read_embedding(*split_word(str(each))))
+    return found
+
+
+def _fitting(folder: Path, family: Family, submodels: Mapping[str, Submodel]) -> Iterator[Embedding]:
+    names = family.text_of(submodels)
+    parts = [family.part(name) for name in names]
+    widths = [submodels[name].config.get("hidden_size") for name in names]
+    for word, path in embeddings_in(folder).items():
+        try:
+            if not names or None in widths:  # T5 reads no learned words
+                raise UsageError(f"{family.title} takes no textual inversion", where=str(path))
+            read = read_embedding(path, word)
+            for part, width in zip(parts, widths, strict=True):
+                vectors_for(read, part, parts, int(width or 0))
+        except (CheckpointError, UsageError) as error:
+            warnings.warn(f"left out: {error}", stacklevel=2)
+        else:
+            yield read
 
 
 def without_last_layers(submodel: Submodel, count: int) -> Submodel:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.disk.atomic_write import replacing
 from sdflow.errors import VerificationError
+from sdflow.families.image_text import CHUNKS, SETTINGS, image_text
 
 if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
+    from PIL.PngImagePlugin import PngInfo
 
-SETTINGS_CHUNK = "sdflow"
+SETTINGS_CHUNK = SETTINGS
 
 
 def to_pil(images: torch.Tensor) -> list[Image]:
@@ -52,10 +53,19 @@ def require_finite(count: int, of: int, submodel: str) -> None:
 
 
 def write_png(image: Image, path: Path, settings: Mapping[str, Any]) -> None:
-    """A PNG file with the settings as JSON in a text chunk named `sdflow`; replaced in one step."""
+    """A PNG file with the settings in its text (`sdflow.families.image_text`); replaced in one step."""
+    with replacing(path) as temporary:
+        image.save(temporary, format="PNG", pnginfo=png_text(image_text(settings)))
+
+
+def png_text(chunks: Mapping[str, Any]) -> PngInfo:
+    """The chunks of a text, for PIL. What is not ASCII is UTF-8: ComfyUI does not read Latin-1, which PIL prefers."""
     from PIL.PngImagePlugin import PngInfo
 
-    chunk = PngInfo()
-    chunk.add_itxt(SETTINGS_CHUNK, json.dumps(settings, ensure_ascii=False, sort_keys=True))
-    with replacing(path) as temporary:
-        image.save(temporary, format="PNG", pnginfo=chunk)
+    text = PngInfo()
+    for keyword in CHUNKS:
+        content = chunks.get(keyword)
+        if isinstance(content, str):
+            add = text.add_text if content.isascii() and keyword != SETTINGS else text.add_itxt
+            add(keyword, content)
+    return text

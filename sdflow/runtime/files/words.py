@@ -4,33 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from sdflow.digest import digest_file
 from sdflow.errors import UsageError
 from sdflow.prompts.reading import Reading
 from sdflow.sources.embedding import Embedding, read_embedding, require_different, split_word
+from sdflow.sources.embedding_folder import embeddings_in
 
 
 def read_words(
-    embeddings: Sequence[str], texts: Sequence[str], reading: Reading, *, allow_pickle: bool
+    embeddings: Sequence[str], texts: Sequence[str], reading: Reading, *, folder: Path | None, allow_pickle: bool
 ) -> list[Embedding]:
-    """The embeddings, each FILE or FILE:WORD. texts: all that is read.
+    """The embeddings, each FILE or FILE:WORD, and those of the folder that a text names. texts: all that is read.
 
     Raises CheckpointError for a file that is none, UsageError for two of one word, and for one that no text names.
     """
     words = [read_embedding(*split_word(each), allow_pickle=allow_pickle) for each in embeddings]
     require_different(words)
+    own = {word.word.lower() for word in words}
+    there = (
+        {}
+        if folder is None
+        else {word: path for word, path in embeddings_in(folder).items() if word.lower() not in own}
+    )
+    named = words_named(texts, replace(reading, words=dict.fromkeys(there, 1)))
+    words += [read_embedding(there[word], word, allow_pickle=allow_pickle) for word in named]
     reading = replace(reading, words={word.word: word.count for word in words})
-    named = {piece for text in texts for piece in reading.pieces(text) if isinstance(piece, tuple)}
+    used = words_named(texts, reading)
     for word in words:
-        if not named.intersection(reading.pieces(word.word)):
+        if word.word not in used:
             raise UsageError(
                 f"no prompt names {word.word!r}",
                 where=str(word.path),
                 remedy="Write the word where the embedding belongs, in a prompt or in the negative one.",
             )
     return words
+
+
+def words_named(texts: Sequence[str], reading: Reading) -> list[str]:
+    """The words of a reading that the texts name, in its order."""
+    named = {piece for text in texts for piece in reading.pieces(text) if isinstance(piece, tuple)}
+    return [word for word in reading.words if named.intersection(reading.pieces(word))]
 
 
 def recorded_embeddings(words: Sequence[Embedding]) -> Mapping[str, Any]:

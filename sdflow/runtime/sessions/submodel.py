@@ -105,6 +105,11 @@ class Submodel:
             self._session, self._profile = self._load(None, edits=self._edits, profile=profile), profile
         return self._session
 
+    def graph(self) -> onnx.ModelProto:
+        """The model of a pipeline folder without its external data, as it is loaded."""
+        assert self.path is not None, "only a submodel of a pipeline folder has a graph"
+        return read_edited(self.path, self._edits)
+
     def changed(self, edit: Edit | None = None, config: Mapping[str, Any] | None = None) -> Submodel:
         """The same submodel with one more change of its graph, or read by another config; it loads sessions of its own."""
         config = self.config if config is None else config
@@ -187,7 +192,7 @@ class Submodel:
         if not self._fixed or self.path is None:
             return self.load(shapes)
         try:
-            graph = read_edited(self.path, self._edits)
+            graph = self.graph()
             sizes = free_dimensions(graph, shapes, str(self.path))
             return self.part_session(specialize(graph, sizes, self._outputs))
         except PassError as error:

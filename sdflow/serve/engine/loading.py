@@ -90,7 +90,8 @@ def _load(options: WorkerOptions, threads: int | None) -> LoadedLane:
 
     begun = time.perf_counter()
     pipelines = {
-        name: ServedPipeline.load(folder, threads, options.checker) for name, folder in options.pipelines.items()
+        name: ServedPipeline.load(folder, threads, options.checker, options.embeddings)
+        for name, folder in options.pipelines.items()
     }
     seconds = {name: warm(name, each, options) for name, each in pipelines.items()}
     return LoadedLane(pipelines, seconds, time.perf_counter() - begun)

@@ -15,6 +15,8 @@ from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.runtime.denoiser.control import Control
 from sdflow.runtime.denoiser.schedule import named_scheduler
 from sdflow.runtime.drawing.drawing import Drawing
+from sdflow.runtime.drawing.record import with_more
+from sdflow.runtime.drawing.text import with_words
 from sdflow.runtime.drawing.waits import Compute, Fetch
 from sdflow.runtime.ensemble import Ensemble
 from sdflow.runtime.files.folder import folder_family, load_submodel
@@ -81,13 +83,17 @@ class ServedPipeline:
         self._ahead = OneAhead(self.base.place)
 
     @classmethod
-    def load(cls, folder: Path, threads: int | None = None, checker: bool = True) -> ServedPipeline:
-        """Load a pipeline folder on the target that it was built for. Raises as `Pipeline.load`."""
+    def load(
+        cls, folder: Path, threads: int | None = None, checker: bool = True, embeddings: Path | None = None
+    ) -> ServedPipeline:
+        """Load a pipeline folder on the target that it was built for. embeddings: a folder of textual inversion files. Raises as
+        `Pipeline.load`."""
         origin = read_manifest(folder).origin
         target = find_target(origin.target, str(folder / MANIFEST_FILE))
         recorded, family = recorded_tuning(folder, target).tuning, folder_family(folder)
         tuning = replace(recorded, session={**RESTING, **recorded.session})
         options: dict[str, Any] = {"threads": threads, "checker": checker, "tuning": tuning}
+        options["embeddings"] = [] if embeddings is None else [embeddings]
 
         def reload(other: Path, name: str, live: LiveWeights | None, shared: DeviceWeights | None) -> Submodel:
             how = LoadOptions(threads=threads, tuning=tuning)
@@ -104,7 +110,8 @@ class ServedPipeline:
         base, reload = self.base, self._reload
 
         def loaded(name: str, weights: LiveWeights | None) -> Submodel:
-            return reload(folder, name, weights, None if weights is None else base.submodels[name].weights)
+            made = reload(folder, name, weights, None if weights is None else base.submodels[name].weights)
+            return with_words(made, base.family, base.learned) if name in base.family.text else made
 
         pipeline = Pipeline(
             base.family,
@@ -113,7 +120,8 @@ class ServedPipeline:
             base.options,
             defaults=base.defaults,
         )
-        pipeline.scheduler = base.scheduler
+        pipeline.scheduler, pipeline.record = base.scheduler, base.record
+        pipeline.learned, pipeline.words = base.learned, base.words
         whole = pipeline if isinstance(self.pipeline, Pipeline) else Ensemble(pipeline, self.pipeline.refiner)
         return type(self)(whole, self._reload, self._cuts)
 
@@ -136,7 +144,7 @@ class ServedPipeline:
         """Load what the first step of a job like this waits for, in a batch of this size. May be in another thread than the one
         that draws, before that has this pipeline; on a GPU not: its one stream may be captured meanwhile."""
         base = self.base
-        if self.why_alone is not None:
+        if self.why_alone is not None or job.conditioning.references:
             return
         for name in base.family.text_of(base.submodels):
             base.submodels[name].load()
@@ -165,7 +173,7 @@ class ServedPipeline:
     def draw(self, job: Job, progress: Progress = Progress()) -> Work:
         """One image, by a generator that says what it waits for. Raises UsageError as a pipeline does."""
         number = 0
-        for drawing in self._drawings(job):
+        for drawing in self.drawings(job):
             previewed = preview_steps(job.previews, drawing.runs)
             while not drawing.done:
                 yield drawing
@@ -177,6 +185,8 @@ class ServedPipeline:
                     number += 1
         drawn = yield from drawing.finishing()
         (image,), flags = drawn.images, drawn.nsfw_content_detected
+        if job.loras:
+            image = with_more(image, {"loras": [{"name": each.name, "scale": each.scale} for each in job.loras]})
         file = yield Compute(partial(encoded, image, job))
         return Finished(file, image.size, None if flags is None else flags[0])
 
@@ -199,20 +209,22 @@ class ServedPipeline:
                     drawing.take(output)
             self._ahead.queued()
 
-    def _drawings(self, job: Job) -> Iterator[Drawing]:
-        """That of the pipeline, then that of its refiner, if it has one."""
+    def drawings(self, job: Job, **more: Any) -> Iterator[Drawing]:
+        """That of the pipeline, then that of its refiner, if it has one. more: arguments of a call that no job has, latents to
+        start from for one."""
         import torch
 
         with self.base.place.current():
             self._hold()  # for the text encoders
         stages = [self._for_one_image(*each, job) for each in zip(self.stages, self._denoisers, strict=True)]
-        image = None if job.image is None else _pil(job.image)
+        image = more.pop("image", None) if job.image is None else _pil(job.image)
         settings: dict[str, Any] = {
             **({} if job.mask is None else {"mask_image": _pil(job.mask)}),
             "negative_prompt": job.negative_prompt,
             "generator": [torch.Generator().manual_seed(job.seed)],
             **_conditioning_arguments(job.conditioning),
             **job.arguments,
+            **more,
         }
         if isinstance(self.pipeline, Pipeline):
             yield stages[0].drawing([job.prompt], image, **settings)
@@ -248,13 +260,15 @@ def encoded(image: PIL.Image.Image, job: Job) -> bytes:
 
 
 def _conditioning_arguments(images: ConditioningImages) -> dict[str, Any]:
-    """The arguments of a call: an image for each ControlNet, and for each IP-Adapter its images."""
+    """The arguments of a call: an image for each ControlNet, for each IP-Adapter its images, and the references."""
     controls = {each.name: Control(_pil(each.image), each.scale, each.start, each.end) for each in images.controls}
     given: dict[str, Any] = {"control": controls} if controls else {}
     if images.prompts:
         scales = {each.adapter: each.scale for each in images.prompts}
         shown = [[_pil(each.image) for each in images.prompts if each.adapter == adapter] for adapter in scales]
         given |= {"ip_adapter_image": shown, "ip_adapter_scale": list(scales.values())}
+    if images.references:
+        given["references"] = [_pil(each) for each in images.references]
     return given
 
 

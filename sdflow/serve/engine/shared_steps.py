@@ -245,7 +245,7 @@ class SharedDenoisers(DenoiserSource):
     def get(self, request: DenoiserRequest) -> Denoiser:
         images, _, rows, columns = request.shape
         assert images == 1 and not request.fewer, "a server draws exact images, each by itself"
-        if request.skipped:  # its further runs are shared with none
+        if request.skipped or request.references:  # its further runs, or its graph, are shared with none
             return self._own.get(request)
         steps = self.of(rows, columns, request.conditions, request.axes)
         return self._own.get(request) if steps is None else SharedDenoiser(steps, request.rows)

@@ -40,6 +40,7 @@ MODEL = {
         "checker": False,
         "control": [],
         "image_prompts": 0,
+        "references": 0,
         "size": "128x128",
         "multiple": 32,
         "max_pixels": 262144,

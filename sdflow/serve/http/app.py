@@ -17,6 +17,7 @@ from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
 from sdflow import __version__
+from sdflow.prompts.wildcards import Wildcards
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.http.api_document import describe
 from sdflow.serve.http.drawing import Drawing
@@ -45,6 +46,7 @@ class Settings:
     limits: Limits
     loras: Loras
     log_prompts: bool = False
+    wildcards: Wildcards | None = None
     log: Callable[..., None] = log_line
 
 
@@ -102,7 +104,7 @@ def make_app(settings: Settings, make_line: Callable[[Hear], Line] | None = None
         docs_url=None,  # FastAPI's is loaded from elsewhere, and could not send the key
         redoc_url=None,
     )
-    served = Served(settings.models, drawing, settings.limits, settings.loras, settings.log_prompts)
+    served = Served(settings.models, drawing, settings.limits, settings.loras, settings.log_prompts, settings.wildcards)
     app.include_router(openai_routes(served))
     app.include_router(lora_routes(settings.loras))
     app.include_router(webui_routes(served))

@@ -130,9 +130,9 @@ class Guard:
         host, origin = (headers.get(name, b"").decode("latin-1") for name in (b"host", b"origin"))
         hosts = self._access.hosts
         if hosts is not None and _parts(f"//{host}").hostname not in hosts:
-            raise ApiError(403, f"this server is not known as {host!r}.", code="host")
+            raise ApiError(403, f"this server does not accept the Host {host!r}.", code="host")
         if origin and origin not in self._access.origins and _parts(origin).netloc != host:
-            raise ApiError(403, f"pages of {origin} may not ask here: see --cors-origin.", code="origin")
+            raise ApiError(403, f"requests from pages of {origin} are not allowed: see --cors-origin.", code="origin")
 
     def _asks_first(self, method: str, headers: dict[bytes, bytes]) -> bool:
         """Whether a browser asks for a page of an allowed server if it may send a key: it sends none with that."""

@@ -17,13 +17,14 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
 
 from sdflow.families.shared.approximation import GUIDANCE_INTERVAL, REUSE
+from sdflow.prompts.wildcards import Wildcards
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.http.drawing import Drawing
 from sdflow.serve.http.loras import Loras
 from sdflow.serve.http.openai_fields import Edit, Fields, Generation, as_openai_edit_form
 from sdflow.serve.http.requested import find_model, jobs_of, size_of
 from sdflow.serve.http.served_model import ServedModel
-from sdflow.serve.http.uploads import as_mask, as_rgb, read_conditioning_images, read_upload
+from sdflow.serve.http.uploads import as_mask, as_rgb, read_conditioning_images, read_upload, start_and_references
 from sdflow.serve.jobs import Drawn, Image, Job, Preview, Stepped
 from sdflow.serve.limits import Limits
 
@@ -47,6 +48,7 @@ class Served:
     limits: Limits
     loras: Loras
     log_prompts: bool = False
+    wildcards: Wildcards | None = None
 
 
 def openai_routes(served: Served) -> APIRouter:
@@ -66,7 +68,7 @@ def openai_routes(served: Served) -> APIRouter:
 
     @routes.post("/images/generations", tags=["OpenAI"], summary="Draw from text")
     async def generations(request: Request, fields: Generation) -> Response:
-        return await drawn(served, request, fields, None, None, "image_generation")
+        return await drawn(served, request, fields, (), None, "image_generation")
 
     form = {"content": {"multipart/form-data": {"schema": as_openai_edit_form()}}, "required": True}
 
@@ -77,21 +79,21 @@ def openai_routes(served: Served) -> APIRouter:
         openapi_extra={"requestBody": form},
     )
     async def edits(request: Request) -> Response:
-        fields, image, mask = await read_form(request, served.limits)
-        return await drawn(served, request, fields, image, mask, "image_edit")
+        fields, images, mask = await read_form(request, served.limits)
+        return await drawn(served, request, fields, images, mask, "image_edit")
 
     return routes
 
 
-async def read_form(request: Request, limits: Limits) -> tuple[Edit, Image, Image | None]:
-    """The fields of an edit, its image, and its mask: where there is none, the transparent part of the image.
+async def read_form(request: Request, limits: Limits) -> tuple[Edit, list[Image], Image | None]:
+    """The fields of an edit, its images, and its mask: where there is none, the transparent part of the first image.
 
     Raises ApiError.
     """
     require_form(request)
     texts: dict[str, Any] = {}
     files: dict[str, list[bytes]] = {"image": [], "mask": []}
-    async with request.form(max_files=4, max_fields=100, max_part_size=1 << 20) as form:
+    async with request.form(max_files=limits.conditioning_images + 4, max_fields=100, max_part_size=1 << 20) as form:
         for name, value in form.multi_items():
             name = name.removesuffix("[]")
             if isinstance(value, UploadFile) and name in files:
@@ -100,20 +102,23 @@ async def read_form(request: Request, limits: Limits) -> tuple[Edit, Image, Imag
                 raise ApiError(400, f"{name} is {'a file' if name not in files else 'no file'}.", param=name)
             else:
                 texts[name] = value
-    for name, most in (("image", 1), ("mask", 1)):
+    for name, most in (("image", limits.conditioning_images + 1), ("mask", 1)):
         if len(files[name]) > most:
-            raise ApiError(400, f"there are {len(files[name])} of {name}, and may be one.", param=name)
+            raise ApiError(400, f"there are {len(files[name])} of {name}, and may be {most}.", param=name)
     if not files["image"]:
         raise ApiError(400, "there is no image.", param="image", code="missing")
     try:
         fields = Edit.model_validate(texts)
     except (ValidationError, ValueError) as error:
         raise of_validation(error) from error
-    read = {name: await run_in_threadpool(read_upload, files[name][0], name, limits) for name in files if files[name]}
-    image, mask = read["image"], read.get("mask")
-    if mask is None and image.mode == "RGBA":
-        mask = image
-    return fields, as_rgb(image), None if mask is None else as_mask(mask)
+    read = {
+        name: [await run_in_threadpool(read_upload, content, name, limits) for content in contents]
+        for name, contents in files.items()
+    }
+    images, mask = read["image"], next(iter(read["mask"]), None)
+    if mask is None and images[0].mode == "RGBA":
+        mask = images[0]
+    return fields, [as_rgb(each) for each in images], None if mask is None else as_mask(mask)
 
 
 def require_form(request: Request) -> None:
@@ -148,23 +153,23 @@ def of_problem(problem: Mapping[str, Any]) -> ApiError:
 
 
 async def drawn(
-    served: Served, request: Request, fields: Fields, image: Image | None, mask: Image | None, kind: str
+    served: Served, request: Request, fields: Fields, images: Sequence[Image], mask: Image | None, kind: str
 ) -> Response:
-    """The answer to a request: JSON, or events as they come."""
+    """The answer to a request: JSON, or events as they come. images: of an edit's files."""
     model = find_model(served.models, fields.model)
+    image, references = start_and_references(fields, model, images, mask)
     wanted = [(lora.name, lora.scale) for lora in fields.loras]
     loras = await run_in_threadpool(served.loras.find, wanted) if wanted else ()
-    conditioning = await run_in_threadpool(read_conditioning_images, fields, model, served.limits)
-    jobs = jobs_of(
-        fields, model, served.limits, served.drawing.most_pixels(model.name), image, mask, loras, conditioning
-    )
+    conditioning = await run_in_threadpool(read_conditioning_images, fields, model, served.limits, references)
+    most = served.drawing.most_pixels(model.name)
+    jobs = jobs_of(fields, model, served.limits, most, image, mask, loras, conditioning, served.wildcards)
     note(request, served, model, jobs)
     served.drawing.require_place(len(jobs))
     if fields.stream:
         events = _events(served, model, fields, jobs, kind)
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-    images = await wanted_still(request, _all(served.drawing, jobs))
-    data = [_datum(fields, job, images[job.index]) for job in jobs]
+    done = await wanted_still(request, _all(served.drawing, jobs))
+    data = [_datum(fields, job, done[job.index]) for job in jobs]
     return JSONResponse({"created": int(time.time()), "data": data, **_shared_fields(jobs, model), "usage": NO_USAGE})
 
 

@@ -56,7 +56,7 @@ class Fields(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    prompt: Text = Field(description="What to draw.")
+    prompt: Text = Field(description="Prompt.")
     model: str | None = Field(None, description="A pipeline of `/v1/models`. Default: the first.")
     n: int | None = Field(1, ge=1, description="How many images.")
     size: str | None = Field(None, description='"auto", or width and height as "512x768". Default: the model\'s own.')
@@ -81,6 +81,9 @@ class Fields(BaseModel):
     )
     image_prompts: Annotated[list[ImagePromptField], BeforeValidator(_from_json)] = Field(
         default_factory=list, description="Images for its IP-Adapters: all for the only one, or one for each in order."
+    )
+    references: Annotated[list[str], BeforeValidator(_from_json)] = Field(
+        default_factory=list, description="Reference images in base64, for a pipeline that edits with them."
     )
     progress: bool | None = Field(False, description="With `stream`: an event for every step, too.")
 
@@ -117,7 +120,11 @@ def as_openai_edit_form() -> dict[str, Any]:
     schema.pop("$defs", None)
     file = {"type": "string", "format": "binary"}
     schema["properties"] = {
-        "image": {**file, "description": "PNG, JPEG or WEBP."},
+        "image": {
+            **file,
+            "description": "PNG, JPEG or WEBP. A pipeline with reference images takes several (`image[]`), as references: with a "
+            "mask or `strength`, those behind the first.",
+        },
         "mask": {
             **file,
             "description": "Its transparent pixels are drawn; of one without transparency, the white ones.",
@@ -126,6 +133,7 @@ def as_openai_edit_form() -> dict[str, Any]:
         "loras": {"type": "string", "description": 'As JSON: [{"name": "ink", "scale": 0.8}].'},
         "control": {"type": "string", "description": 'As JSON: [{"name": "canny", "image": "BASE64"}].'},
         "image_prompts": {"type": "string", "description": 'As JSON: [{"image": "BASE64", "scale": 0.6}].'},
+        "references": {"type": "string", "description": 'As JSON: ["BASE64"].'},
     }
     schema["required"] = ["image", "prompt"]
     schema["examples"] = [{"prompt": "a green square", "strength": 0.6, "steps": 20, "seed": 7}]

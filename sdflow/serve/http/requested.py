@@ -6,7 +6,10 @@ import random
 import uuid
 from collections.abc import Mapping
 
+from sdflow.errors import UsageError
 from sdflow.families.settings import ALL, FAMILY_ARGUMENTS, MOST_SEED, Settings
+from sdflow.prompts.wildcards import Wildcards
+from sdflow.runtime.files.folder import folder_family
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.http.openai_fields import Fields
 from sdflow.serve.http.served_model import ServedModel
@@ -35,9 +38,10 @@ def jobs_of(
     mask: Image | None,
     loras: tuple[LoraFile, ...] = (),
     conditioning: ConditioningImages = NOTHING,
+    wildcards: Wildcards | None = None,
 ) -> list[Job]:
     """The images of a request. most_pixels: of each. image, mask: what it begins with. loras, conditioning: of the fields,
-    found and read.
+    found and read. wildcards: that its prompts may name.
 
     Raises ApiError for what cannot be.
     """
@@ -51,19 +55,30 @@ def jobs_of(
     limits.require_at_most("loras", len(loras), limits.loras)
     _require_start(model, image, mask)
     _require_settings(settings, model, image, mask)
-    start = image or next((each.image for each in conditioning.controls), None)
+    start = _start_size(image, conditioning, model)
     arguments = {**settings.call_arguments(), **_size(fields, model, limits, most_pixels, start)}
     negative = arguments.pop("negative_prompt", None)
     first = random.SystemRandom().randrange(2**32) if settings.seed is None else settings.seed
     request = uuid.uuid4().hex
+
+    def resolved(param: str, text: str | None, seed: int) -> str | None:
+        if wildcards is None or text is None:
+            return text
+        try:
+            found = wildcards.resolve(text, seed)
+        except UsageError as error:
+            raise ApiError(400, f"{error.where}: {error.what}.", param=param, code="invalid_value") from error
+        limits.require_short(param, found)
+        return found
+
     return [
         Job(
             request,
             index,
             model.name,
-            fields.prompt,
-            (first + index) % (MOST_SEED + 1),
-            negative,
+            resolved("prompt", fields.prompt, seed) or "",
+            seed,
+            resolved("negative_prompt", negative, seed),
             arguments,
             image,
             mask,
@@ -74,7 +89,7 @@ def jobs_of(
             90 if fields.output_compression is None else max(1, fields.output_compression),
             conditioning,
         )
-        for index in range(images)
+        for index, seed in enumerate((first + index) % (MOST_SEED + 1) for index in range(images))
     ]
 
 
@@ -109,14 +124,29 @@ def _require_start(model: ServedModel, image: Image | None, mask: Image | None) 
         raise ApiError(400, f"{model.name} has a refiner, which would not keep what is behind a mask.", param="mask")
 
 
-def _size(fields: Fields, model: ServedModel, limits: Limits, most: int | None, image: Image | None) -> dict[str, int]:
-    """Height and width of the image, as a call takes them; those of the image to start from or to follow where none are said."""
+def _start_size(image: Image | None, conditioning: ConditioningImages, model: ServedModel) -> tuple[int, int] | None:
+    """Width and height of the image to start from, else of that for a ControlNet, else that the first reference is read at."""
+    if start := image or next((each.image for each in conditioning.controls), None):
+        return start.size
+    references = folder_family(model.folder).references
+    if references is None or not conditioning.references:
+        return None
+    width, height = conditioning.references[0].size
+    height, width = references.size(width, height, model.latents.granularity)
+    return width, height
+
+
+def _size(
+    fields: Fields, model: ServedModel, limits: Limits, most: int | None, start: tuple[int, int] | None
+) -> dict[str, int]:
+    """Height and width of the image, as a call takes them; where none are said those of the image to start from, to follow or to
+    edit. start: its width and height."""
     wanted, multiple = read_size(fields.size), model.latents.granularity
-    if wanted is None and image is None:
+    if wanted is None and start is None:
         return {}
     if wanted is None:
-        assert image is not None
-        width, height = (max(multiple, side - side % multiple) for side in image.size)
+        assert start is not None
+        width, height = (max(multiple, side - side % multiple) for side in start)
         wanted = height, width
     limits.require_size(*wanted, multiple, most)
     return {"height": wanted[0], "width": wanted[1]}

@@ -13,6 +13,7 @@ from sdflow.families.shared.defaults import Defaults, Task
 from sdflow.families.shared.image_prompts import adapter_count
 from sdflow.families.shared.latents import Latents
 from sdflow.manifest import NOT_SAID, Manifest, read_manifest
+from sdflow.runtime.drawing.references import most_references
 from sdflow.runtime.files.folder import (
     folder_defaults,
     folder_family,
@@ -29,7 +30,8 @@ from sdflow.runtime.files.soundness import require_sound_pipeline
 class ServedModel:
     """A pipeline that is served. checker: whether it has a safety checker. created: when it was built, in seconds since 1970.
     arguments: the names of what its family, and its refiner's, take besides the common settings. nets: its ControlNets by name.
-    adapters: how many IP-Adapters it has. schedulers: the names of those that it may be given."""
+    adapters: how many IP-Adapters it has. schedulers: the names of those that it may be given. references: how many reference
+    images it takes at most."""
 
     name: str
     folder: Path
@@ -45,6 +47,7 @@ class ServedModel:
     nets: tuple[str, ...] = ()
     adapters: int = 0
     schedulers: tuple[str, ...] = ()
+    references: int = 0
 
     @property
     def verified(self) -> str | None:
@@ -85,6 +88,7 @@ class ServedModel:
                 "checker": self.checker,
                 "control": list(self.nets),
                 "image_prompts": self.adapters,
+                "references": self.references,
                 "size": f"{latents.image_size}x{latents.image_size}",
                 "multiple": latents.granularity,
                 "max_pixels": most_pixels,
@@ -124,6 +128,7 @@ def read_served(folder: Path, *, require_verified: bool = False, check: bool = T
         tuple(family.nets(onnx_submodels(folder))),
         adapter_count(submodel_config(folder, family.denoiser)),
         tuple(family.noising.schedulers),
+        most_references(family, onnx_submodels(folder)),
     )
     if require_verified and model.verified is None:
         raise UsageError(

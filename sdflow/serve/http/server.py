@@ -92,8 +92,8 @@ def access_of(host: str, key_file: Path | None, origins: Sequence[str], *, no_au
     own = host in LOOPBACK
     if key is None and not own and not no_auth:
         raise UsageError(
-            f"at {host} whoever reaches this machine could draw",
+            f"at {host}, everyone who reaches this machine could generate images",
             where="--host",
-            remedy="Give --api-key-file FILE, or say --no-auth.",
+            remedy="Add --api-key-file FILE, or --no-auth.",
         )
     return Access(key, tuple(origin.rstrip("/") for origin in origins), LOOPBACK if own else None)

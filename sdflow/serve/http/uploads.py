@@ -1,4 +1,5 @@
-"""Images that a request brings along: looked at before they are unpacked. For ControlNets and IP-Adapters they come in base64."""
+"""Images that a request brings along: looked at before they are unpacked. For ControlNets and
+IP-Adapters, and as references, they come in base64; the files of an edit may be references too."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import binascii
 import io
 import warnings
 from base64 import b64decode
+from collections.abc import Sequence
 
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.http.openai_fields import Fields
@@ -82,8 +84,24 @@ def as_rgb(image: Image) -> Image:
     return Image("RGB", opened.size, opened.tobytes())
 
 
-def read_conditioning_images(fields: Fields, model: ServedModel, limits: Limits) -> ConditioningImages:
-    """What a request brings along. Raises ApiError for what is no image, and for what this pipeline has no use for."""
+def start_and_references(
+    fields: Fields, model: ServedModel, images: Sequence[Image], mask: Image | None
+) -> tuple[Image | None, tuple[Image, ...]]:
+    """Of the image files of an edit, the one to start from and those that are references: without mask and strength, all are.
+    Raises ApiError for several images where the pipeline takes one."""
+    if model.references and mask is None and getattr(fields, "strength", None) is None:
+        return None, tuple(images)
+    if len(images) > 1 and not model.references:
+        raise ApiError(400, f"there are {len(images)} of image, and may be one.", param="image")
+    return (images[0] if images else None), tuple(images[1:])
+
+
+def read_conditioning_images(
+    fields: Fields, model: ServedModel, limits: Limits, references: tuple[Image, ...] = ()
+) -> ConditioningImages:
+    """What a request brings along. references: that came as files. Raises ApiError for what is no image, and for what this
+    pipeline has no use for."""
+    _require_references(fields, model, limits, len(references) + len(fields.references))
     limits.require_at_most("control", len(fields.control), limits.conditioning_images)
     limits.require_at_most("image_prompts", len(fields.image_prompts), limits.conditioning_images)
     names = [each.name for each in fields.control]
@@ -106,7 +124,15 @@ def read_conditioning_images(fields: Fields, model: ServedModel, limits: Limits)
             ImagePrompt(_read(each.image, "image_prompts", limits), each.scale, number)
             for number, each in zip(_adapters(fields, model), fields.image_prompts, strict=True)
         ),
+        (*references, *(_read(each, "references", limits) for each in fields.references)),
     )
+
+
+def _require_references(fields: Fields, model: ServedModel, limits: Limits, count: int) -> None:
+    param = "references" if fields.references else "image"
+    if count and not model.references:
+        raise ApiError(400, f"{model.name} takes no reference images.", param=param)
+    limits.require_at_most(param, count, min(model.references, limits.conditioning_images))
 
 
 def _require_fitting(fields: Fields, model: ServedModel) -> None:

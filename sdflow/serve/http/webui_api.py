@@ -7,7 +7,6 @@ no effect.
 from __future__ import annotations
 
 import json
-import re
 from base64 import b64encode
 from collections.abc import Collection
 from typing import Any
@@ -16,6 +15,8 @@ from fastapi import APIRouter, Request
 from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 
+from sdflow.families.image_text_reading import LORA
+from sdflow.families.shared.sampler_names import SAMPLERS
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.http.openai_api import Served, note, of_validation, wanted_still
 from sdflow.serve.http.openai_fields import Edit
@@ -25,32 +26,18 @@ from sdflow.serve.http.uploads import as_mask, as_rgb, read_base64
 from sdflow.serve.http.webui_fields import FromImage, Options, Text
 from sdflow.serve.jobs import Drawn, Image, Job, Stepped
 
-SAMPLERS = {
-    "Euler": "euler",
-    "Euler a": "euler_a",
-    "DDIM": "ddim",
-    "DPM++ 2M": "dpm++_2m",
-    "UniPC": "unipc",
-    "LCM": "lcm",
-    "PLMS": "pndm",
-    "TCD": "tcd",
-}
-"""What the webui calls a sampler -> the scheduler."""
-
-_LORA = re.compile(r"<lora:([^:<>]+)(?::([^<>]*))?>")
-
 
 def loras_in(prompt: str) -> tuple[str, list[LoraField]]:
     """The prompt without `<lora:NAME:SCALE>`, and what these name. Raises ApiError for a scale that is no number."""
     found = []
-    for name, scale in _LORA.findall(prompt):
+    for name, scale in LORA.findall(prompt):
         try:
             found.append(LoraField(name=name, scale=float(scale) if scale else 1.0))
         except ValidationError as error:
             raise ApiError(400, f"<lora:{name}:{scale}>: {of_validation(error).message}", param="prompt") from error
         except ValueError as error:
             raise ApiError(400, f"{scale!r} is no scale of the LoRA {name}.", param="prompt") from error
-    return _LORA.sub("", prompt).strip() if found else prompt, found
+    return LORA.sub("", prompt).strip() if found else prompt, found
 
 
 class _Now:
@@ -89,12 +76,14 @@ def webui_routes(served: Served) -> APIRouter:
         )
         names = [(lora.name, lora.scale) for lora in wanted]
         loras = await run_in_threadpool(served.loras.find, names) if names else ()
-        jobs = jobs_of(fields, model, served.limits, served.drawing.most_pixels(model.name), image, mask, loras)
+        most, wildcards = served.drawing.most_pixels(model.name), served.wildcards
+        jobs = jobs_of(fields, model, served.limits, most, image, mask, loras, wildcards=wildcards)
         note(request, served, model, jobs)
         found = await wanted_still(request, _watched(served, jobs, now))
         seeds = [job.seed for job in jobs]
         info = {
             "prompt": asked.prompt,
+            "all_prompts": [job.prompt for job in jobs],
             "negative_prompt": asked.negative_prompt,
             "seed": seeds[0],
             "all_seeds": seeds,

@@ -36,7 +36,7 @@ def with_component(checkpoint: Checkpoint, component: str, reference: str, acces
     _require_equal_ports(checkpoint, source.parts, found, reference)
     changed = replace(checkpoint, submodels={**checkpoint.submodels, **found.submodels})
     facts = _facts(changed, reference)
-    notes = [f"{component}: {reference} in place of the checkpoint's own.", *found.notes]
+    notes = [f"{component}: {reference} instead of the checkpoint's own.", *found.notes]
     part = source.parts[0]
     of_its_class = part.of(found.submodels[part.name].load["config"]).model is part.model
     if of_its_class and facts["scaling_factor"] != checkpoint.facts["scaling_factor"]:

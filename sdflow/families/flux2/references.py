@@ -1,0 +1,212 @@
+"""Reference images for FLUX.2: their latents follow the image's as further tokens, each image at a time of its own.
+
+After diffusers' Flux2KleinPipeline (0.42): `prepare_image_latents`, `_prepare_image_ids`. The rotary embedding reads the time on
+the first of its four axes; an image that is drawn is at time 0, the references at 10, 20, ...
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sdflow.errors import UsageError
+from sdflow.families.shared.references import REFERENCE_TOKENS, REFERENCES, References
+from sdflow.models.base import Config, Port
+
+if TYPE_CHECKING:
+    import torch
+
+    from sdflow.families.shared.request import Tensors
+
+EXTENDED = "reads_references"
+"""The config entry of a denoiser whose graph has the inputs for reference images; no config.json has it."""
+TOKENS, PLACES = "reference_hidden_states", "reference_ids"
+"""Names of the added inputs."""
+_TIME_APART = 10
+_MOST_AREA = 1024 * 1024
+_CARRIED = ("Cast", "Reshape", "Flatten", "Transpose")
+"""Operators between the graph's latents and its tokens, on either end."""
+
+
+def reference_ports(config: Config) -> tuple[Port, ...]:
+    """The added inputs, if the config says that the graph has them."""
+    if not config.get(EXTENDED):
+        return ()
+    return (
+        Port(TOKENS, "float32", ("batch", REFERENCE_TOKENS, config["in_channels"])),
+        Port(PLACES, "int64", (1, REFERENCE_TOKENS, 4)),
+    )
+
+
+class Flux2References(References):
+    """Reference images as tokens behind the image's."""
+
+    def config(self, denoiser: Config) -> Config:
+        return {**denoiser, EXTENDED: True}
+
+    def size(self, width: int, height: int, multiple: int) -> tuple[int, int]:
+        width, height = _within_area(width, height)
+        return height - height % multiple, width - width % multiple
+
+    def pixels(self, image: Any, multiple: int) -> torch.Tensor:
+        """As diffusers: scaled down to 1024 x 1024 pixels in area, then cropped in the middle to a multiple."""
+        from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
+        from PIL.Image import Resampling
+
+        reader = Flux2ImageProcessor(vae_scale_factor=multiple)
+        try:
+            reader.check_image_input(image)
+        except ValueError as error:
+            remedy = (
+                "Give PIL images of at least 64 pixels a side, and at most 8 times as long as wide or as wide as long."
+            )
+            raise UsageError(str(error), where=REFERENCES, remedy=remedy) from error
+        height, width = self.size(image.width, image.height, multiple)
+        if (within := _within_area(*image.size)) != image.size:
+            image = image.resize(within, Resampling.LANCZOS)
+        found: torch.Tensor = reader.preprocess(image, height=height, width=width, resize_mode="crop")
+        return found
+
+    def inputs(self, latents: Sequence[torch.Tensor], rows: int) -> Tensors:
+        import torch
+
+        tokens = torch.cat([each.flatten(2).transpose(1, 2) for each in latents], dim=1)
+        places = [_places(number, *each.shape[2:]) for number, each in enumerate(latents)]
+        return {TOKENS: tokens.expand(rows, -1, -1), PLACES: torch.cat(places)[None]}
+
+    def of_diffusers(self, images: Sequence[Any]) -> dict[str, Any]:
+        return {"image": list(images)}
+
+    def extend(self, graph: Any) -> None:
+        """Three places change: tokens and their places on the rotary embedding's axes are joined to the image's, and what comes
+        out for them is cut off."""
+        from onnx import TensorProto, helper
+
+        _Extension(graph.graph, TensorProto, helper).make()
+
+
+def _within_area(width: int, height: int) -> tuple[int, int]:
+    """Width and height, scaled down to the area that a reference may have."""
+    if width * height <= _MOST_AREA:
+        return width, height
+    scale = math.sqrt(_MOST_AREA / (width * height))
+    return int(width * scale), int(height * scale)
+
+
+def _places(number: int, rows: int, columns: int) -> torch.Tensor:
+    """(rows * columns, 4): time, row, column, and token of a text."""
+    import torch
+
+    found = torch.zeros(rows, columns, 4, dtype=torch.int64)
+    found[..., 0] = _TIME_APART * (1 + number)
+    found[..., 1] = torch.arange(rows)[:, None]
+    found[..., 2] = torch.arange(columns)
+    return found.flatten(0, 1)
+
+
+class _Extension:
+    """A graph that gets the inputs."""
+
+    def __init__(self, graph: Any, types: Any, helper: Any) -> None:
+        self._graph, self._types, self._helper = graph, types, helper
+        self._producers = {name: node for node in graph.node for name in node.output if name}
+        self._readers: dict[str, list[Any]] = {}
+        for node in graph.node:
+            for name in node.input:
+                self._readers.setdefault(name, []).append(node)
+
+    def make(self) -> None:
+        (sample,) = (item for item in self._graph.input if item.name == "sample")
+        tokens, element = self._tokens(sample)
+        places, out = self._image_places(), self._out()
+        axes = {TOKENS: ["batch", REFERENCE_TOKENS, sample.type.tensor_type.shape.dim[1].dim_value]}
+        axes[PLACES] = [1, REFERENCE_TOKENS, 4]
+        for name, kind in ((TOKENS, element), (PLACES, self._types.INT64)):
+            self._graph.input.append(self._helper.make_tensor_value_info(name, kind, axes[name]))
+        self._constant("references/place", [0])
+        self._constant("references/token_axis", [1])
+        node = self._helper.make_node
+        self._behind(tokens, [node("Concat", [tokens, TOKENS], ["references/tokens"], "references/Concat", axis=1)])
+        flat = node("Squeeze", [PLACES, "references/place"], ["references/ids"], "references/Squeeze")
+        joined = node("Concat", [places, "references/ids"], ["references/places"], "references/Concat_1", axis=0)
+        self._behind(places, [flat, joined])
+        size = node("Shape", [tokens], ["references/shape"], "references/Shape")
+        count = node("Gather", ["references/shape", "references/token_axis"], ["references/count"], "references/Gather")
+        span = [out, "references/place", "references/count", "references/token_axis"]
+        self._behind(out, [size, count, node("Slice", span, ["references/image"], "references/Slice")])
+        del self._graph.value_info[:]  # of values with as many tokens as the image has
+
+    def _constant(self, name: str, values: list[int]) -> None:
+        self._graph.initializer.append(self._helper.make_tensor(name, self._types.INT64, [len(values)], values))
+
+    def _behind(self, value: str, nodes: Sequence[Any]) -> None:
+        """What read a value reads what the last of these nodes gives."""
+        for reader in self._readers.get(value, ()):
+            reader.input[:] = [nodes[-1].output[0] if name == value else name for name in reader.input]
+        made = self._producers[value]
+        index = next(i for i, node in enumerate(self._graph.node) if node.output == made.output)
+        for node in reversed(nodes):
+            self._graph.node.insert(index + 1, node)
+
+    def _tokens(self, sample: Any) -> tuple[str, int]:
+        """The image's tokens (batch, tokens, channels), and their element type: what the latents become before they meet a
+        weight."""
+        name, element = sample.name, sample.type.tensor_type.elem_type
+        while True:
+            following = [node for node in self._readers.get(name, ()) if node.op_type in _CARRIED]
+            if not following:
+                break
+            node = _only(following)
+            if node.op_type == "Cast":
+                element = next(item.i for item in node.attribute if item.name == "to")
+            name = node.output[0]
+        if name == sample.name:
+            raise _changed()
+        return name, element
+
+    def _image_places(self) -> str:
+        """The image's places (tokens, 4): four columns side by side, made of the latents' size, which are read one by one."""
+        found = [
+            node.output[0]
+            for node in self._graph.node
+            if node.op_type == "Concat"
+            and len(node.input) == 4
+            and len(self._readers.get(node.output[0], ())) == 4
+            and all(reader.op_type == "Gather" for reader in self._readers[node.output[0]])
+            and self._comes_from(node, "sample")
+        ]
+        return str(_only(found))
+
+    def _comes_from(self, node: Any, name: str) -> bool:
+        coming, seen = [*node.input], set[str]()
+        while coming:
+            each = coming.pop()
+            if each == name:
+                return True
+            if each not in seen and each in self._producers:
+                seen.add(each)
+                coming += self._producers[each].input
+        return False
+
+    def _out(self) -> str:
+        """What the last weight gives, (batch, tokens, channels), before it is folded to latents."""
+        name = str(self._graph.output[0].name)
+        while self._producers[name].op_type in _CARRIED:
+            name = self._producers[name].input[0]
+        return name
+
+
+def _only(found: Iterable[Any]) -> Any:
+    listed = list(found)
+    if len(listed) != 1:
+        raise _changed()
+    return listed[0]
+
+
+def _changed() -> UsageError:
+    return UsageError(
+        "the denoiser's graph was changed so that reference images cannot be added to it",
+        where=REFERENCES,
+        remedy="Leave out passes that replace how it begins and ends, and build the pipeline again.",
+    )

@@ -1,0 +1,116 @@
+"""The text of a PNG: how its image was drawn, for sdflow and in the forms that other programs read back.
+
+`sdflow` holds the settings as JSON, under the names of `sdflow.families.settings`. From these are derived `parameters`, which
+A1111's webui and its forks write, and ComfyUI imports; and `invokeai_metadata`. What each calls a setting is declared with the
+setting (`Parameter.infotext`, `Parameter.invokeai`). `sdflow.families.image_text_reading` reads all three.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import sdflow
+from sdflow.families.settings import COMMON
+from sdflow.families.shared.sampler_names import INVOKEAI, SAMPLERS, SGM_UNIFORM, TRAILING, name_elsewhere
+
+SETTINGS, PARAMETERS, INVOKEAI_METADATA = "sdflow", "parameters", "invokeai_metadata"
+CHUNKS = (SETTINGS, PARAMETERS, INVOKEAI_METADATA)
+"""The keywords of the chunks."""
+
+NEGATIVE = "Negative prompt:"
+APPROXIMATION = "approximation"
+"""In the settings of an image that is one: what was left out."""
+SCHEDULER_NAME = "scheduler_name"
+"""In the settings, the scheduler as options name it; `scheduler` is its class."""
+
+
+def image_text(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The chunks of an image by keyword. settings: as JSON has them; those without a prompt, of a contact sheet for one, are
+    for sdflow alone."""
+    chunks = {SETTINGS: json.dumps(settings, ensure_ascii=False, sort_keys=True)}
+    if "prompt" in settings:
+        chunks[PARAMETERS] = infotext(settings)
+        chunks[INVOKEAI_METADATA] = json.dumps(invokeai_metadata(settings))
+    return chunks
+
+
+def infotext(settings: Mapping[str, Any]) -> str:
+    """As the webui writes it: the prompt, the negative prompt, and a line of settings. LoRAs of a request are named in the
+    prompt. The line of the negative prompt is there without one too: ComfyUI imports nothing else."""
+    loras = "".join(f" <lora:{each['name']}:{_spelled(each['scale'])}>" for each in settings.get("loras", ()))
+    values = {COMMON[name].infotext: value for name, value in _declared(settings, "infotext").items()}
+    if (skipped := settings.get("clip_skip")) is not None:
+        values[COMMON["clip_skip"].infotext] = skipped + 1  # there, 1 leaves out none
+    if not values.get("Eta"):
+        values.pop("Eta", None)
+    scheduler = settings.get(SCHEDULER_NAME)
+    if scheduler is not None and (sampler := name_elsewhere(scheduler, SAMPLERS)) is not None:
+        values["Sampler"] = sampler
+        if scheduler.endswith(TRAILING):
+            values["Schedule type"] = SGM_UNIFORM
+    if size := _size(settings):
+        values["Size"] = f"{size[0]}x{size[1]}"
+    if model := settings.get("pipeline"):
+        values["Model"] = model
+    values["Version"] = f"sdflow {sdflow.__version__}"
+    first = [label for label in _FIRST if label in values]
+    line = ", ".join(f"{label}: {_quoted(values[label])}" for label in [*first, *(values.keys() - {*first})])
+    plain = settings.get("prompt_syntax", "plain") == "plain"
+    prompt, negative = (
+        _escaped(text) if plain else text for text in (settings["prompt"], settings.get("negative_prompt") or "")
+    )
+    return f"{prompt}{loras}\n{NEGATIVE} {negative}\n{line}"
+
+
+_FIRST = (
+    *("Steps", "Sampler", "Schedule type", "CFG scale", "Seed", "Size", "Model"),
+    *("Denoising strength", "Clip skip", "Mask blur", "Eta", "Version"),
+)
+"""The labels in the webui's order. ComfyUI finds the line by `Steps`."""
+
+
+def invokeai_metadata(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """As InvokeAI's `core_metadata` has it, without the model: that would be one of InvokeAI's own, by its key."""
+    found = {COMMON[name].invokeai: value for name, value in _declared(settings, "invokeai").items()}
+    scheduler = settings.get(SCHEDULER_NAME)
+    if scheduler is not None and (theirs := name_elsewhere(scheduler, INVOKEAI)) is not None:
+        found["scheduler"] = theirs
+    if size := _size(settings):
+        found["width"], found["height"] = size
+    version = f"sdflow {sdflow.__version__}"
+    return {"positive_prompt": settings["prompt"], **found, "created_by": "sdflow", "app_version": version}
+
+
+def _size(settings: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Width and height; `size` is that of the image itself."""
+    width, height = settings.get("size") or (settings.get("width"), settings.get("height"))
+    return (width, height) if width and height else None
+
+
+def _declared(settings: Mapping[str, Any], program: str) -> dict[str, Any]:
+    """The settings that a program has a name for. The scheduler and the size are spelled otherwise there."""
+    return {
+        name: settings[name]
+        for name, parameter in COMMON.items()
+        if getattr(parameter, program)
+        and name not in ("scheduler", "height", "width")
+        and settings.get(name) is not None
+    }
+
+
+def _escaped(text: str) -> str:
+    """A text whose every character is meant, in the webui's syntax."""
+    return re.sub(r"([\\()\[\]])", r"\\\1", text)
+
+
+def _spelled(value: Any) -> str:
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def _quoted(value: Any) -> str:
+    """As JSON where it would end the value."""
+    text = _spelled(value)
+    return json.dumps(text, ensure_ascii=False) if any(mark in text for mark in ",:\n") else text

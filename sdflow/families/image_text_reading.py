@@ -1,0 +1,197 @@
+"""Reads how an image was drawn from the text of its file: written by sdflow, A1111's webui (and its forks), or InvokeAI."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sdflow.disk.input_file import parse_json
+from sdflow.errors import UsageError
+from sdflow.families.image_text import APPROXIMATION, INVOKEAI_METADATA, NEGATIVE, PARAMETERS, SCHEDULER_NAME, SETTINGS
+from sdflow.families.settings import ALL, COMMON, Settings, settings_of
+from sdflow.families.shared.approximation import GUIDANCE_INTERVAL, REUSE
+from sdflow.families.shared.sampler_names import INVOKEAI, SAMPLERS, SGM_UNIFORM, TRAILING
+from sdflow.parameter import require_values
+
+LORA = re.compile(r"<lora:([^:<>]+)(?::([^<>]*))?>")
+"""What names a LoRA and its scale in prompts of A1111's webui."""
+
+OTHER_INPUTS = ("image", "mask", "controls", "image_prompts", "references", "embeddings")
+"""What an image may have been drawn from besides; its text only names it."""
+
+
+@dataclass(frozen=True)
+class ImageSettings:
+    """How an image was drawn. program: that wrote the text. settings: by the names of `Settings`, without what it does not say.
+    inputs: what else it was drawn from, of OTHER_INPUTS. notes: what cannot be taken over."""
+
+    program: str
+    prompt: str
+    settings: Mapping[str, Any]
+    inputs: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def seed(self) -> int | None:
+        """Of the image's noise."""
+        seed: int | None = self.settings.get("seed")
+        return seed
+
+    def call_arguments(self) -> dict[str, Any]:
+        """The keyword arguments of a pipeline's call: `pipe(found.prompt, **found.call_arguments())`, with a generator of the
+        seed for the same image."""
+        given = {name: value for name, value in self.settings.items() if value != {} and name != "refiner_start"}
+        return Settings(**settings_of(given.items())).call_arguments()
+
+
+def read_image_settings(path: Path | str) -> ImageSettings:
+    """How the image in a file was drawn. Raises UsageError for a file without such a text, or with one that cannot be read."""
+    from PIL import Image
+
+    where = str(path)
+    try:
+        with Image.open(path) as image:
+            chunks = {name: text for name, text in image.info.items() if isinstance(text, str)}
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UsageError(f"cannot be read as an image: {error}", where=where, remedy="Check the path.") from error
+    for name, (program, read) in _READERS.items():
+        if name in chunks:
+            try:
+                found = read(program, chunks[name])
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                words = f"its text {name!r} is not as {program} writes it: {error!r:.80}"
+                raise UsageError(words, where=where, remedy="Give the settings as options.") from error
+            require_values(ALL, found.settings)
+            return found
+    raise UsageError(
+        "its file does not say how it was drawn",
+        where=where,
+        remedy="Take the PNG that sdflow, A1111's webui, or InvokeAI wrote: editors and websites remove the text.",
+    )
+
+
+def _from_sdflow(program: str, text: str) -> ImageSettings:
+    said = parse_json(text)
+    if "prompt" not in said:
+        raise ValueError("no prompt; a contact sheet has several")
+    found = {name: value for name, value in said.items() if name in ALL and name != "scheduler"}
+    found |= {name: said.get(APPROXIMATION, {}).get(name, {}) for name in (REUSE, GUIDANCE_INTERVAL)}
+    found["refiner_start"] = said["refiner"]["start"] if "refiner" in said else 1.0
+    if SCHEDULER_NAME in said:
+        found["scheduler"] = said[SCHEDULER_NAME]
+    if "size" in said:
+        found["width"], found["height"] = said["size"]
+    notes = _without_loras(each["name"] for each in said.get("loras", ()))
+    given = {name: value for name, value in found.items() if value is not None}
+    return ImageSettings(program, said["prompt"], given, tuple(each for each in OTHER_INPUTS if each in said), notes)
+
+
+def _from_webui(program: str, text: str) -> ImageSettings:
+    prompts, _, line = text.strip().rpartition("\n")
+    prompt, found, negative = f"\n{prompts}".rpartition(f"\n{NEGATIVE}")
+    if not found:
+        prompt, negative = negative, ""
+    values = {each["label"]: _unquoted(each["value"].strip()) for each in _VALUE.finditer(line)}
+    numbers = {
+        COMMON[name].infotext: name for name in ("steps", "guidance_scale", "strength", "eta", "mask_blur", "seed")
+    }
+    settings: dict[str, Any] = {
+        name: _number(values[label], COMMON[name].kind) for label, name in numbers.items() if label in values
+    }
+    if "steps" not in settings:
+        raise ValueError("no steps")
+    notes: tuple[str, ...] = ()
+    if any(label.startswith("Hires ") for label in values):  # whose strength it is
+        settings.pop("strength", None)
+        notes = ("it was enlarged (hires fix), which sdflow does not do",)
+    if int(values.get("Clip skip", 1)) > 1:
+        settings["clip_skip"] = int(values["Clip skip"]) - 1
+    if "Size" in values:
+        settings["width"], settings["height"] = map(int, values["Size"].split("x"))
+    scheduler, unknown = _scheduler_of(values.get("Sampler"), values.get("Schedule type"))
+    if scheduler is not None:
+        settings["scheduler"] = scheduler
+    names = [name for name, _ in LORA.findall(prompt)]
+    if negative := LORA.sub("", negative).strip():
+        settings["negative_prompt"] = negative
+    inputs = ("mask", "image") if "mask_blur" in settings else ("image",) if "strength" in settings else ()
+    return ImageSettings(
+        program,
+        LORA.sub("", prompt).strip(),
+        {**settings, "prompt_syntax": "a1111"},
+        inputs,
+        (*notes, *unknown, *_without_loras(names)),
+    )
+
+
+_VALUE = re.compile(r'(?P<label>\w[\w /-]*):(?P<value>\s*"(?:[^"\\]|\\.)*"|[^,]*)(?:,\s*|$)')
+
+
+def _unquoted(text: str) -> str:
+    return str(json.loads(text)) if len(text) > 1 and text[0] == text[-1] == '"' else text
+
+
+def _number(text: str, kind: Any) -> float | int:
+    return int(text) if kind is int else float(text)
+
+
+def _scheduler_of(sampler: str | None, schedule: str | None) -> tuple[str | None, tuple[str, ...]]:
+    """The scheduler that a sampler of the webui is, and what cannot be said of it here."""
+    if sampler is None:
+        return None, ()
+    plain, karras, _ = sampler.partition(" Karras")
+    found = SAMPLERS.get(plain)
+    if found is None:
+        return None, (f"there is no sampler {sampler!r} here: the pipeline's own scheduler draws",)
+    if schedule == SGM_UNIFORM and found in ("euler", "euler_a", "ddim"):
+        return f"{found}{TRAILING}", ()
+    other = "Karras" if karras else schedule
+    if other in (None, "Automatic", "Uniform", "Normal"):
+        return found, ()
+    return found, (f"the schedule {other!r} is not taken over: timesteps are the pipeline's",)
+
+
+def _from_invokeai(program: str, text: str) -> ImageSettings:
+    said = parse_json(text)
+    named = {name: said.get(parameter.invokeai) for name, parameter in COMMON.items() if parameter.invokeai}
+    settings = {name: value for name, value in named.items() if value is not None}
+    notes: tuple[str, ...] = ()
+    if (theirs := settings.pop("scheduler", None)) is not None:
+        plain = str(theirs).removesuffix("_k")
+        if plain in INVOKEAI:
+            settings["scheduler"] = INVOKEAI[plain]
+            if plain != theirs:
+                notes = ("the schedule 'Karras' is not taken over: timesteps are the pipeline's",)
+        else:
+            notes = (f"there is no scheduler {theirs!r} here: the pipeline's own draws",)
+    if not settings.get("clip_skip"):
+        settings.pop("clip_skip", None)
+    loras = [each["model"]["name"] for each in said.get("loras") or ()]
+    return ImageSettings(
+        program,
+        str(said["positive_prompt"]),
+        settings,
+        ("image",) if "strength" in settings else (),
+        (*notes, *_without_loras(loras)),
+    )
+
+
+def _without_loras(names: Any) -> tuple[str, ...]:
+    spelled = ", ".join(names)
+    return (
+        (f"drawn without the image's LoRAs ({spelled}): merge them into the pipeline first, sdflow bake",)
+        if spelled
+        else ()
+    )
+
+
+_READERS: Mapping[str, tuple[str, Callable[[str, str], ImageSettings]]] = {
+    SETTINGS: ("sdflow", _from_sdflow),
+    INVOKEAI_METADATA: ("InvokeAI", _from_invokeai),
+    PARAMETERS: ("A1111's webui", _from_webui),
+}
+"""By chunk, the first that is there: sdflow's own says the most."""

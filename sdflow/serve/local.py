@@ -1,0 +1,168 @@
+"""A pipeline folder in this process, with LoRAs chosen per call and latents in and out: what ComfyUI's nodes draw with.
+
+It draws as the server does (`sdflow.serve.engine.served_pipeline`): LoRAs change weights of sessions that stay, and images of
+one call share the denoiser's runs. Latents here are the VAE's own, unscaled, as ComfyUI passes them between nodes.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdflow.digest import digest_file
+from sdflow.errors import UsageError
+from sdflow.runtime.drawing.drawing import Drawing
+from sdflow.serve.engine.served_pipeline import ServedPipeline, shared_steps
+from sdflow.serve.jobs import Job, LoraFile
+from sdflow.serve.loras.lora_pipelines import LoraPipelines
+from sdflow.store.default import default_cache
+
+if TYPE_CHECKING:
+    import torch
+
+LORA_MEMORY = 8 << 30
+"""Bytes of weights with LoRAs that are kept."""
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """What all combinations of LoRAs share. cache: that the folder was built with."""
+
+    folder: Path
+    base: ServedPipeline
+    cache: Path
+
+    @cached_property
+    def with_loras(self) -> LoraPipelines:
+        return LoraPipelines.open(self.folder, self.base, self.cache, LORA_MEMORY)
+
+
+@dataclass(frozen=True)
+class LocalPipeline:
+    """A loaded pipeline, and the LoRAs that it draws with."""
+
+    loaded: _Loaded
+    loras: tuple[LoraFile, ...] = field(default=())
+
+    @classmethod
+    def load(cls, folder: Path | str, cache: Path | None = None, threads: int | None = None) -> LocalPipeline:
+        """Load a pipeline folder on the target that it was built for. cache: that it was built with, which LoRAs need; None: the
+        user's. Raises as `Pipeline.load`."""
+        folder = Path(folder).absolute()
+        return cls(_Loaded(folder, ServedPipeline.load(folder, threads), default_cache() if cache is None else cache))
+
+    def with_lora(self, file: Path | str, scale: float) -> LocalPipeline:
+        """With one more LoRA, which weighs in when something is drawn. Raises UsageError for a file that is not there."""
+        path = Path(file)
+        if not path.is_file():
+            raise UsageError("no such file", where=str(path), remedy="Check the path of the LoRA.")
+        added = LoraFile(path.stem, str(path), digest_file(path), scale)
+        return LocalPipeline(self.loaded, (*self.loras, added))
+
+    @property
+    def latents(self) -> Any:
+        """Channels, scale and sizes of its latents (`sdflow.families.shared.latents`)."""
+        return self.loaded.base.base.latents
+
+    @property
+    def schedulers(self) -> tuple[str, ...]:
+        """The names of those that it can draw with."""
+        return tuple(self.loaded.base.base.family.noising.schedulers)
+
+    def sample(
+        self,
+        prompt: str,
+        negative_prompt: str | None,
+        size: tuple[int, int],
+        seeds: Sequence[int],
+        *,
+        scheduler: str | None = None,
+        start: torch.Tensor | None = None,
+        noise: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+        on_step: Callable[[int, int], None] = lambda done, total: None,
+        **arguments: Any,
+    ) -> torch.Tensor:
+        """Latents of an image for each seed, (images, channels, rows, columns) float32.
+
+        size: height and width in pixels. start, noise: latents to start from, and standard normal ones to begin with, one for
+        each image. mask: (1 or images, 1, height, width), 1 where it is drawn. on_step: called with steps done and in all.
+        arguments: of `Pipeline.drawing`. Raises as that, and for LoRAs that do not fit as `sdflow bake`.
+        """
+        import torch
+
+        served = self.loaded.with_loras.served(self.loras) if self.loras else self.loaded.base
+        request = uuid.uuid4().hex
+        height, width = size
+        given: dict[str, Any] = {"height": height, "width": width, **arguments}
+        works = []
+        for index, seed in enumerate(seeds):
+            job = Job(request, index, "", prompt, seed, negative_prompt, given, scheduler=scheduler, loras=self.loras)
+            works.append(served.drawings(job, **self._of_image(index, start=start, noise=noise, mask=mask)))
+        found: list[Drawing] = []
+        for found in _together(works):
+            _run(served, found, on_step)
+        with torch.no_grad():
+            return torch.cat([self.latents.to_vae(each.latents().float().cpu()) for each in found])
+
+    def _of_image(self, index: int, **given: torch.Tensor | None) -> Mapping[str, Any]:
+        """The arguments of a call for one image."""
+        one = {name: value[index % len(value)][None].clone() for name, value in given.items() if value is not None}
+        named: dict[str, Any] = {}
+        if "start" in one:
+            named["image"] = self.latents.from_vae(one["start"].float())
+        if "noise" in one:
+            named["latents"] = one["noise"].float()
+        if "mask" in one:
+            named["mask_image"] = one["mask"].float()
+        return named
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Images of latents, (images, height, width, 3) in [0, 1]."""
+        import torch
+
+        pipeline = self.loaded.base.base
+        with torch.no_grad():
+            images = [
+                pipeline.decode(self.latents.from_vae(each.float()).to(pipeline.place.device)).float().cpu()
+                for each in latents.split(1)
+            ]
+            return torch.cat(images)
+
+    def encode(self, images: torch.Tensor) -> torch.Tensor:
+        """Latents of images, (images, height, width, 3) in [0, 1], sides a multiple of `latents.granularity`."""
+        import torch
+
+        pipeline = self.loaded.base.base
+        if pipeline.family.encoder not in pipeline.submodels:
+            raise UsageError(f"the pipeline has no {pipeline.family.encoder}, so it cannot encode images")
+        with torch.no_grad():
+            pixels = images[..., :3].permute(0, 3, 1, 2).float() * 2 - 1
+            encoded = [
+                pipeline.encode(each.contiguous().to(pipeline.place.device)).float().cpu() for each in pixels.split(1)
+            ]
+            return torch.cat([self.latents.to_vae(each) for each in encoded])
+
+
+def _together(works: Sequence[Iterator[Drawing]]) -> Iterator[list[Drawing]]:
+    """The first drawing of each, then those of the refiner."""
+    while found := [drawing for work in works if (drawing := next(work, None)) is not None]:
+        yield found
+
+
+def _run(served: ServedPipeline, drawings: Sequence[Drawing], on_step: Callable[[int, int], None]) -> None:
+    """To the end, in runs of the denoiser that they share where they can."""
+    shared = shared_steps(drawings[0])
+    alike = shared is not None and all(shared_steps(each) is shared for each in drawings)
+    groups = [list(drawings)] if alike else [[each] for each in drawings]
+    total = sum(group[0].runs for group in groups)
+    done = 0
+    for group in groups:
+        while not group[0].done:
+            served.step(group, len(group))
+            done += 1
+            on_step(done, total)
