@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from sdflow.store.remote.pieces import sizes
+from sdflow.store.remote.entry import sizes
 from sdflow.units import spell_bytes
 
 LORAS = 20

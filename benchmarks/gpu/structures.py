@@ -88,7 +88,7 @@ def build(workflow: Path, overrides: list[str], cache: Path, out: Path) -> None:
     """The pipelines of a workflow without their weights, each a folder in `out`."""
     from sdflow.build.assemble import assemble
     from sdflow.build.execute import Executor
-    from sdflow.build.finished_plan import content_of, of_refiner
+    from sdflow.build.pipeline_folder import content_of, of_refiner
     from sdflow.build.plan import make_plan
     from sdflow.config import load_workflow
     from sdflow.passes.registry import catalog

@@ -22,11 +22,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sdflow.artifact import WEIGHTS_FILE, Action, Facts, Record
-from sdflow.build.chain import Chain
+from sdflow.build.chain import Chain, reads_weights, remember_reading
 from sdflow.build.compared_base import ComparedBase, compared_base
 from sdflow.build.imported import not_here
 from sdflow.build.listener import FinishedStep, Listener
-from sdflow.build.planned_step import reads_weights, remember_reading
 from sdflow.build.step import Step
 from sdflow.disk.file_stamp import check_stamps
 from sdflow.disk.locked_folder import scratch_folder
@@ -37,7 +36,7 @@ from sdflow.processes.worker_group import MEMORY_PER_WORKER, Needs, WorkerGroup
 from sdflow.processes.workers import WorkerResult
 from sdflow.store import Cache, CorruptArtifactError, Staging
 from sdflow.weights.finite import words_beyond_float16
-from sdflow.weights.page_sums import PAGE_SUMS
+from sdflow.weights.stream import PAGE_SUMS
 
 WORKER = "sdflow.passes.worker"
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from sdflow.artifact import WEIGHTS_FILE, Record
 from sdflow.disk.file_stamp import Stamp, check_stamps, file_stamp
 from sdflow.store.stat_cache import Known, StatCache, stamp_identity
-from sdflow.weights.page_sums import PAGE_SUMS
+from sdflow.weights.stream import PAGE_SUMS
 
 
 @dataclass(frozen=True)

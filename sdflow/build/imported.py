@@ -17,7 +17,7 @@ from sdflow.families import FAMILIES, part_of
 from sdflow.machine.packages import found_version, how_to_install, lacks
 from sdflow.sources.architectures import architecture_config
 from sdflow.sources.checkpoint import config_digest
-from sdflow.sources.same_architecture import same_architecture
+from sdflow.sources.config_recognition import same_architecture
 from sdflow.store import Cache
 
 

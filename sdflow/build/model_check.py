@@ -6,33 +6,37 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from sdflow import sources
-from sdflow.config.workflow import PipelineSpec, Workflow
+from sdflow.config.workflow import Mark, PipelineSpec, Workflow
 from sdflow.errors import CheckpointError, Problem, UsageError
 from sdflow.families import any_family
 
 
-def model_problems(workflow: Workflow) -> list[Problem]:
-    """What is wrong with the models of a workflow that are on this machine, from their headers and configurations alone."""
+def input_problems(workflow: Workflow) -> list[Problem]:
+    """What is wrong with the models and the LoRAs of a workflow that are on this machine, from their headers and configurations
+    alone."""
     found: dict[Problem, None] = {}
     for pipeline in _with_refiners(workflow):
-        mark = pipeline.model_mark
         try:
-            checkpoint = sources.open_checkpoint(
-                pipeline.model,
-                digests=_HeadersAlone(),
-                download=False,
-                allow_pickle=pipeline.allow_pickle,
-                components=pipeline.components,
-                nets=pipeline.controlnets,
-                adapters=pipeline.ip_adapters,
-            )
+            digests = _HeadersAlone()
+            checkpoint = sources.open_checkpoint(pipeline.model, digests=digests, download=False, **pipeline.opening)
             require_buildable_model(pipeline, checkpoint)
         except sources.CheckpointNotLocal:
-            continue
+            pass
         except (CheckpointError, UsageError) as error:
-            where = f"{error.where}: " if error.where and error.where != str(mark) else ""
-            found[Problem(mark.file, mark.line, mark.column, f"{where}{error.what}", error.remedy)] = None
+            found[_problem(pipeline.model_mark, error)] = None
+        for spec in pipeline.loras:
+            try:
+                sources.lora_submodels(sources.find_lora(spec.reference, spec.weight_name, download=False))
+            except sources.CheckpointNotLocal:
+                continue
+            except CheckpointError as error:
+                found[_problem(spec.mark, error)] = None
     return list(found)
+
+
+def _problem(mark: Mark, error: CheckpointError | UsageError) -> Problem:
+    where = f"{error.where}: " if error.where and error.where != str(mark) else ""
+    return mark.problem(f"{where}{error.what}", error.remedy)
 
 
 def require_buildable_model(pipeline: PipelineSpec, checkpoint: sources.Checkpoint) -> None:

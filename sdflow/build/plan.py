@@ -15,16 +15,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sdflow import sources
-from sdflow.build.chain import Chain, make_chain
-from sdflow.build.imported import notes_for
+from sdflow.build.chain import Chain, PlannedStep, look_up, make_chain
+from sdflow.build.imported import not_here, notes_for
+from sdflow.build.listener import Expected
 from sdflow.build.model_check import require_buildable_model
-from sdflow.build.planned_step import PlannedStep, look_up
 from sdflow.build.step import LoraFile
 from sdflow.config.workflow import LoraSpec, PipelineSpec, Workflow
-from sdflow.digest import digest_json
 from sdflow.disk.file_stamp import file_stamp
-from sdflow.errors import CheckpointError, Problem, WorkflowError
+from sdflow.errors import CheckpointError, WorkflowError
 from sdflow.families.shared.few_steps import spelled
+from sdflow.machine.packages import lacks
 from sdflow.manifest import REFINER
 from sdflow.passes import registry
 from sdflow.store import Cache
@@ -82,6 +82,38 @@ class Plan:
         for pipeline in self.pipelines:
             yield from (pipeline,) if pipeline.refiner is None else (pipeline, pipeline.refiner)
 
+    def steps(self, cache: Cache) -> list[PlannedStep]:
+        """Each step of them all as cached or to run, looked up in `cache` now."""
+        return [step for pipeline in self.every for step in pipeline.steps(cache)]
+
+    def require_buildable(self, cache: Cache, *, rebuild: bool = False) -> None:
+        """Raises UsageError, naming all of them, for steps that are to run and whose packages (torch, olive-ai, ...) are not
+        installed. rebuild: steps that are cached are run, too."""
+        lacking = [each for each in self.steps(cache) if each.step.lacks]
+        missing = [each.step for each in lacking if rebuild or each.state == "to run"]
+        if missing and rebuild:
+            absent = sorted({package for step in missing for package in step.lacks})
+            raise lacks("building every step anew, the structures too,", absent, "Leave out --clean_cache and --check.")
+        if missing:
+            targets = {name: target for each in self.pipelines for name, target in each.targets.items()}
+            raise not_here(missing, targets)
+
+    def expected(self, cache: Cache, *, anew: bool = False) -> Expected:
+        """What a run is about to do, as far as the cache knows. anew: cached steps run as well. A remote cache is not asked: then
+        what is cached is not known."""
+        chains = {
+            (step.pipeline, step.submodel): tuple(each.id for each in chain.steps)
+            for pipeline in self.every
+            for chain in pipeline.chains
+            for step in chain.steps[:1]
+        }
+        if cache.remote is not None:
+            return Expected(chains)
+        planned = self.steps(cache)
+        cached = frozenset(each.step.id for each in planned if each.state == "cached" and not anew)
+        others = {each.step.id: each.seconds(cache) for each in planned if each.step.id not in cached}
+        return Expected(chains, cached, {step: took for step, took in others.items() if took is not None})
+
 
 def make_plan(workflow: Workflow, cache: Cache, *, download: bool = False) -> Plan:
     """Plan a workflow against a cache.
@@ -91,20 +123,12 @@ def make_plan(workflow: Workflow, cache: Cache, *, download: bool = False) -> Pl
 
     Raises CheckpointError for a checkpoint or LoRA that cannot be used.
     """
-    opened: dict[str, sources.Checkpoint | None] = {}
+    opened: dict[tuple[str, str], sources.Checkpoint | None] = {}
     loras: dict[tuple[str, str | None], LoraFile | None] = {}
-    checked: set[tuple[str, str, str | None]] = set()
+    checked: set[tuple[tuple[str, str], str, str | None]] = set()
 
     def planned(pipeline: PipelineSpec) -> PipelinePlan:
-        key = digest_json(
-            [
-                pipeline.model,
-                pipeline.allow_pickle,
-                dict(pipeline.components),
-                dict(pipeline.controlnets),
-                [adapter.to_json() for adapter in pipeline.ip_adapters],
-            ]
-        )
+        key = (pipeline.model, repr(pipeline.opening))
         if key not in opened:
             opened[key] = _open(pipeline, cache, download)
         for spec in pipeline.loras:
@@ -123,15 +147,7 @@ def make_plan(workflow: Workflow, cache: Cache, *, download: bool = False) -> Pl
 
 def _open(pipeline: PipelineSpec, cache: Cache, download: bool) -> sources.Checkpoint | None:
     try:
-        return sources.open_checkpoint(
-            pipeline.model,
-            digests=cache.stat,
-            download=download,
-            allow_pickle=pipeline.allow_pickle,
-            components=pipeline.components,
-            nets=pipeline.controlnets,
-            adapters=pipeline.ip_adapters,
-        )
+        return sources.open_checkpoint(pipeline.model, digests=cache.stat, download=download, **pipeline.opening)
     except sources.CheckpointNotLocal:
         if download:
             raise
@@ -202,25 +218,9 @@ def _require_merge(lora: LoraFile, spec: LoraSpec, pipeline: PipelineSpec) -> No
         if submodel in pipeline.submodels and not any(
             registry.tried_pass(step.pass_name, step.folder).takes_loras for step in steps
         ):
-            mark = spec.mark
             problem = f"the LoRA {spec.reference} changes the {submodel}, whose chain has no step that merges LoRAs"
             remedy = f"add {{pass: LoraMerge}} behind OnnxConversion in submodels.{submodel}.passes"
-            raise WorkflowError([Problem(mark.file, mark.line, mark.column, problem, remedy)])
-
-
-def lora_problems(workflow: Workflow) -> list[Problem]:
-    """What is wrong with the LoRAs of a workflow that are on this machine, from their headers and configurations alone."""
-    found: dict[Problem, None] = {}
-    for pipeline in workflow.pipelines:
-        for spec in (*pipeline.loras, *(pipeline.refiner.loras if pipeline.refiner else ())):
-            try:
-                sources.lora_submodels(sources.find_lora(spec.reference, spec.weight_name, download=False))
-            except sources.CheckpointNotLocal:
-                continue
-            except CheckpointError as error:
-                what = f"{error.where}: {error.what}" if error.where else error.what
-                found[Problem(spec.mark.file, spec.mark.line, spec.mark.column, what, error.remedy)] = None
-    return list(found)
+            raise WorkflowError([spec.mark.problem(problem, remedy)])
 
 
 def _open_lora(spec: LoraSpec, cache: Cache, download: bool) -> LoraFile | None:

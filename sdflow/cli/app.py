@@ -225,8 +225,7 @@ def validate(workflow: Workflows, target: Targets = None, overrides: Overrides =
 
     Reports every mistake with file, line and column.
     """
-    from sdflow.build.model_check import model_problems
-    from sdflow.build.plan import lora_problems
+    from sdflow.build.model_check import input_problems
     from sdflow.errors import Problem, WorkflowError
     from sdflow.report.build import print_validation
 
@@ -238,7 +237,7 @@ def validate(workflow: Workflows, target: Targets = None, overrides: Overrides =
         except WorkflowError as error:
             problems.extend(error.problems)
         else:
-            if found := [*model_problems(loaded), *lora_problems(loaded)]:
+            if found := input_problems(loaded):
                 problems.extend(found)
             else:
                 valid[str(path)] = [pipeline.name for pipeline in loaded.pipelines]

@@ -16,7 +16,7 @@ from sdflow.cli.opened import cache_folder, open_cache
 from sdflow.cli.quiet import say
 
 if TYPE_CHECKING:
-    from sdflow.build.planned_step import PlannedStep
+    from sdflow.build.chain import PlannedStep
     from sdflow.store import Cache
     from sdflow.store.remote import Remote
 

@@ -168,11 +168,11 @@ def serve(
     from sdflow.serve.http.loras import Loras
     from sdflow.serve.http.served_model import read_all_served
     from sdflow.serve.http.server import access_of, serve
+    from sdflow.serve.jobs import WorkerOptions
     from sdflow.serve.limits import Limits
     from sdflow.serve.loras.lora_structures import LoraFit
     from sdflow.serve.on_ray.server import serve_on_ray
     from sdflow.serve.on_ray.spread import read_spread
-    from sdflow.serve.worker_options import WorkerOptions
     from sdflow.sources.embedding_folder import embeddings_in
 
     spread = read_spread(on, port, replicas, gpus, queue, take_over)

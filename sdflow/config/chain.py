@@ -9,11 +9,10 @@ from pathlib import Path
 from sdflow.config.catalog import PassCatalog, PassInfo, PassNotFound
 from sdflow.config.fields import OVERLAY, PRECISIONS, SUBMODEL, EvaluateFields, VerifyFields
 from sdflow.config.files import Files
-from sdflow.config.merge import expect_kind
-from sdflow.config.nodes import Node, YamlList, YamlMap, YamlScalar, to_data
 from sdflow.config.options import check
 from sdflow.config.patch import INSERTING, check_change, pass_name, without_places
 from sdflow.config.problems import Problems, nearest
+from sdflow.config.tree import Node, YamlList, YamlMap, YamlScalar, as_map, expect_kind, is_null, text_of, to_data
 from sdflow.config.workflow import Mark, StepSpec
 from sdflow.families import any_family
 from sdflow.targets import TARGETS
@@ -32,44 +31,41 @@ class Chains:
 
     def submodels(self, node: Node, target: str) -> dict[str, Chain]:
         """The chain of every submodel that is not switched off, in the order of the families'. target: "" for none."""
-        if not isinstance(node, YamlMap):
-            expect_kind(node, "a map from submodel to its passes", "`submodels`", self.problems)
-            return {}
-        unknown_keys(node, any_family.submodels(), "submodel", self.problems)
+        submodels = self._submodels(node)
         return {
-            name: self._in_precision(name, node.entries[name], self._chain(name, node.entries[name]), target)
+            name: self._in_precision(name, submodels[name], self._chain(name, submodels[name]), target)
             for name in any_family.submodels()
-            if name in node.entries and not is_off(node.entries[name])
+            if name in submodels and not is_off(submodels[name])
         }
+
+    def _submodels(self, node: Node) -> Mapping[str, Node]:
+        written = as_map(node, "a map from submodel to its passes", "`submodels`", self.problems)
+        if written is None:
+            return {}
+        unknown_keys(written, any_family.submodels(), "submodel", self.problems)
+        return written.entries
 
     def overlays(self, node: Node) -> None:
         """Checks every target's changes as far as they can be without the chains that they change."""
-        if not isinstance(node, YamlMap):
-            expect_kind(node, "a map from target to what is different for it", "`targets`", self.problems)
+        targets = as_map(node, "a map from target to what is different for it", "`targets`", self.problems)
+        if targets is None:
             return
-        unknown_keys(node, TARGETS, "target", self.problems)
-        for overlay in node.entries.values():
-            if not isinstance(overlay, YamlMap):
-                expect_kind(overlay, f"a map of {', '.join(OVERLAY)}", "a target's changes", self.problems)
+        unknown_keys(targets, TARGETS, "target", self.problems)
+        for each in targets.entries.values():
+            overlay = as_map(each, f"a map of {', '.join(OVERLAY)}", "a target's changes", self.problems)
+            if overlay is None:
                 continue
             unknown_keys(overlay, OVERLAY, "key", self.problems)
             if "passes" in overlay.entries:
                 self._patch(overlay.entries["passes"])
             if "submodels" in overlay.entries:
                 self._overlay_submodels(overlay.entries["submodels"])
-            evaluate = overlay.entries.get("evaluate")
-            if isinstance(evaluate, YamlMap):
-                check(EvaluateFields, evaluate, "evaluate", self.problems, partial=True)
-            verify = overlay.entries.get("verify")
-            if isinstance(verify, YamlMap):
-                check(VerifyFields, verify, "verify", self.problems, partial=True)
+            for key, fields in (("evaluate", EvaluateFields), ("verify", VerifyFields)):
+                if isinstance(written := overlay.entries.get(key), YamlMap):
+                    check(fields, written, key, self.problems, partial=True)
 
     def _overlay_submodels(self, node: Node) -> None:
-        if not isinstance(node, YamlMap):
-            expect_kind(node, "a map from submodel to its passes", "`submodels`", self.problems)
-            return
-        unknown_keys(node, any_family.submodels(), "submodel", self.problems)
-        for name, submodel in node.entries.items():
+        for name, submodel in self._submodels(node).items():
             passes = submodel.entries.get("passes") if isinstance(submodel, YamlMap) else None
             if isinstance(passes, YamlList):
                 self._chain(name, submodel)
@@ -82,11 +78,11 @@ class Chains:
                 expect_kind(submodel, "a map with `passes`, or null", f"submodel {name!r}", self.problems)
 
     def _patch(self, node: Node) -> None:
-        if not isinstance(node, YamlMap):
-            expect_kind(node, "a map from pass name to changed options", "`passes`", self.problems)
+        passes = as_map(node, "a map from pass name to changed options", "`passes`", self.problems)
+        if passes is None:
             return
-        for name, options in node.entries.items():
-            info = self._find(name, node.keys[name])
+        for name, options in passes.entries.items():
+            info = self._find(name, passes.keys[name])
             check_change(name, options, self.problems)
             if isinstance(options, YamlMap) and info is not None:
                 self._step(info, without_places(options), options.mark, partial=True)
@@ -120,18 +116,17 @@ class Chains:
         """The value of a submodel's `precision`; None where it says nothing, or nothing that is known, which is reported."""
         if node is None or is_null(node):
             return None
-        value = node.value if isinstance(node, YamlScalar) else None
-        if isinstance(value, str) and value in PRECISIONS:
+        if (value := text_of(node)) in PRECISIONS:
             return value
         expect_kind(node, " or ".join(PRECISIONS), "`precision`", self.problems)
         return None
 
     def _chain(self, submodel: str, node: Node) -> Chain:
-        if not isinstance(node, YamlMap):
-            expect_kind(node, "a map with `passes`, or null", f"submodel {submodel!r}", self.problems)
+        written = as_map(node, "a map with `passes`, or null", f"submodel {submodel!r}", self.problems)
+        if written is None:
             return ()
-        unknown_keys(node, SUBMODEL, "key", self.problems)
-        passes = node.entries.get("passes")
+        unknown_keys(written, SUBMODEL, "key", self.problems)
+        passes = written.entries.get("passes")
         if isinstance(passes, YamlMap):
             mark = next(iter(passes.keys.values()), passes.mark)
             self.problems.add(
@@ -157,22 +152,21 @@ class Chains:
         return tuple(chain)
 
     def _read(self, node: Node) -> tuple[StepSpec, PassInfo] | None:
-        if not isinstance(node, YamlMap):
-            expect_kind(node, "a map like {pass: OnnxConversion}", "a step", self.problems)
+        step = as_map(node, "a map like {pass: OnnxConversion}", "a step", self.problems)
+        if step is None:
             return None
-        named = node.entries.get("pass")
-        name = pass_name(node)
+        named, name = step.entries.get("pass"), pass_name(step)
         if named is None:
-            self.problems.add(node.mark, "the step names no pass", "pass: one of `sdflow passes`")
+            self.problems.add(step.mark, "the step names no pass", "pass: one of `sdflow passes`")
             return None
         if not name:
             expect_kind(named, "the name of a pass", "`pass`", self.problems)
             return None
         info = self._find(name, named.mark)
         if info is None:
-            self._expect(node)
+            self._expect(step)
             return None
-        return self._step(info, node, node.mark, partial=False), info
+        return self._step(info, step, step.mark, partial=False), info
 
     def _step(self, info: PassInfo, node: YamlMap, mark: Mark, *, partial: bool) -> StepSpec:
         named = node.entries.get("pass")
@@ -189,13 +183,11 @@ class Chains:
 
     def _expect(self, node: YamlMap) -> dict[str, int]:
         expect = node.entries.get("expect")
-        if expect is None or (isinstance(expect, YamlScalar) and expect.value is None):
-            return {}
-        if not isinstance(expect, YamlMap):
-            expect_kind(expect, "a map from operator type to a count", "`expect`", self.problems)
+        if expect is None or is_null(expect):
             return {}
         counts = {}
-        for operator, count in expect.entries.items():
+        written = as_map(expect, "a map from operator type to a count", "`expect`", self.problems)
+        for operator, count in written.entries.items() if written else ():
             value = count.value if isinstance(count, YamlScalar) else ""
             if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
                 counts[operator] = value
@@ -260,11 +252,6 @@ class Chains:
 def is_off(node: Node) -> bool:
     """Whether a submodel is switched off."""
     return isinstance(node, YamlScalar) and (node.value is None or node.value is False)
-
-
-def is_null(node: Node) -> bool:
-    """Whether nothing is written there, or null."""
-    return isinstance(node, YamlScalar) and node.value is None
 
 
 def unknown_keys(node: YamlMap, known: Mapping[str, object], what: str, problems: Problems) -> None:

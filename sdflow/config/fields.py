@@ -246,19 +246,12 @@ class CacheFields(_Fields):
     push: Annotated[bool, Field(description="Send what is built here there as well.")] = False
 
 
-def _image_spec(fields: ImageFields) -> ImageSpec:
-    return ImageSpec(**fields.model_dump() | {"prompts": tuple(fields.prompts)})
-
-
 def evaluate_spec(fields: EvaluateFields) -> EvaluateSpec:
     """The checked fields as the plain dataclass that the rest of the program uses."""
     return EvaluateSpec(
         latency=LatencySpec(**fields.latency.model_dump()) if fields.latency else None,
-        image=_image_spec(fields.image) if fields.image else None,
+        image=ImageSpec(**fields.image.model_dump() | {"prompts": tuple(fields.image.prompts)})
+        if fields.image
+        else None,
         allow_fallback=fields.allow_fallback,
     )
-
-
-def verify_spec(fields: VerifyFields) -> VerifySpec:
-    """The checked fields as the plain dataclass that the rest of the program uses."""
-    return VerifySpec(**fields.model_dump())

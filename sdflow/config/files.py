@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from sdflow.config.documents import chains_of, merge_documents, overlay
+from sdflow.artifact import INDEX_FILE
 from sdflow.config.fields import WORKFLOW
-from sdflow.config.merge import expect_kind
-from sdflow.config.nodes import MAX_BYTES, Node, YamlList, YamlMap, YamlScalar, decode, parse
-from sdflow.config.not_workflows import not_a_file, weights
-from sdflow.config.patch import names_of
+from sdflow.config.nodes import MAX_BYTES, decode, parse
+from sdflow.config.patch import chains_of, merge_documents, names_of, overlay
 from sdflow.config.problems import Problems, nearest
+from sdflow.config.tree import Node, YamlList, YamlMap, expect_kind, text_of
 from sdflow.config.workflow import Mark
-from sdflow.disk.alike import alike
-from sdflow.disk.input_file import is_regular, is_there, open_input
+from sdflow.disk.input_file import alike, is_regular, is_there, open_input
 from sdflow.disk.shipped import shipped_workflow, shipped_workflows
+from sdflow.manifest import MANIFEST_FILE
+from sdflow.sources.reference import PICKLE_SUFFIXES
+
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w][\w./-]*)?", re.ASCII)
+"""owner/name, as the hub names a repository."""
+
+_ZIP = b"PK\x03\x04"
 
 _MAX_EXTENDS = 32  # files above one another
 _SUFFIXES = (".yaml", ".yml")
@@ -177,8 +184,8 @@ class Files:
         extends = root.entries.get("extends", YamlList((), root.mark))
         bases = []
         for reference in extends.items if isinstance(extends, YamlList) else (extends,):
-            if isinstance(reference, YamlScalar) and isinstance(reference.value, str) and reference.value:
-                bases.append(self._read(_found(path.parent, reference.value), reference.mark, above))
+            if (written := text_of(reference)) is not None:
+                bases.append(self._read(_found(path.parent, written), reference.mark, above))
             else:
                 expect_kind(reference, "a YAML file or a list of them", "`extends`", self.problems)
         return tuple(base for base in bases if base is not None)
@@ -229,3 +236,42 @@ def nearest_sibling(path: Path, *, workflow: bool = False) -> str | None:
         return f"did you mean {found!r}?" if found else ships and f"did you mean {ships!r}, which ships with sdflow?"
     except (OSError, ValueError):
         return None
+
+
+def not_a_file(path: Path) -> tuple[str, str] | None:
+    """What a command's argument is where it is no file that could be read, and what to do with it."""
+    written = shlex.quote(str(path))
+    if path.is_dir():
+        if (path / MANIFEST_FILE).is_file():
+            return (
+                "this is a built pipeline, not a workflow",
+                f'Generate with it: sdflow generate {written} --prompt "..."',
+            )
+        if (path / INDEX_FILE).is_file():
+            return "this is a model, not a workflow", _init(written)
+        return None
+    if not is_there(path) and not is_there(path.parent) and (repository := hub_repository(path.as_posix())):
+        return "this is no file, and a repository of the hub is not a workflow", _init(f"hf:{repository}")
+    return None
+
+
+def weights(path: Path, start: bytes) -> tuple[str, str] | None:
+    """The same for a file of weights: by its ending, or by how safetensors and PyTorch's archives begin."""
+    length = int.from_bytes(start[:8], "little")
+    begins = start.startswith(_ZIP) or (start[8:9] == b"{" and 2 <= length < 1 << 40)
+    if not begins and path.suffix.lower() not in (".safetensors", *PICKLE_SUFFIXES):
+        return None
+    return "this is a file of weights, not a workflow", _init(shlex.quote(str(path)))
+
+
+def _init(model: str) -> str:
+    return f"Write a workflow for it: sdflow init --model {model}"
+
+
+def hub_repository(text: str) -> str | None:
+    """The repository that a text is meant for: hf:owner/name, or without the hf: where it looks like no file."""
+    name = text.removeprefix("hf:")
+    if REPOSITORY.fullmatch(name) is None:
+        return None
+    looks_like_file = name.lower().endswith((".yaml", ".yml", ".safetensors", *PICKLE_SUFFIXES))
+    return None if looks_like_file and name == text else name

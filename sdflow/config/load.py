@@ -12,20 +12,15 @@ from os import PathLike
 from pathlib import Path
 
 from sdflow.config.catalog import PassCatalog
-from sdflow.config.chain import Chain, Chains, is_null, unknown_keys
-from sdflow.config.evaluation import evaluate_of, verify_of
-from sdflow.config.fields import (
-    REFINER,
-    WORKFLOW,
-)
+from sdflow.config.chain import Chain, Chains, unknown_keys
+from sdflow.config.fields import REFINER, WORKFLOW
 from sdflow.config.files import Files, workflow_file
 from sdflow.config.matrix import Cell, cells
-from sdflow.config.merge import expect_kind
-from sdflow.config.named import Named
-from sdflow.config.nodes import YamlMap, YamlScalar
+from sdflow.config.named import Named, evaluate_of, verify_of
 from sdflow.config.override import Override, apply, parse_overrides
 from sdflow.config.problems import Problems
 from sdflow.config.reference import model_reference
+from sdflow.config.tree import YamlMap, expect_kind, is_null, text_of
 from sdflow.config.workflow import EvaluateSpec, PipelineSpec, VerifySpec, Workflow
 from sdflow.families import any_family
 
@@ -167,11 +162,12 @@ class _Loader:
         """A refiner with a workflow of its own: its chains, with what they promise, for the target of the pipeline."""
         unknown_keys(node, REFINER, "key of `refiner`", self.problems)
         written = node.entries.get("extends")
-        if not isinstance(written, YamlScalar) or not isinstance(written.value, str) or not written.value:
+        reference = text_of(written)
+        if written is None or reference is None:
             expect_kind(written or node, "a workflow file", "`refiner.extends`", self.problems)
             return None
         files = Files(self.problems, beside=self.files)
-        document = files.load(self.files.found(written.value, written.mark), written.mark)
+        document = files.load(self.files.found(reference, written.mark), written.mark)
         self.files.read.extend(files.read)
         for key in ("matrix", "refiner", "loras"):
             if key in document.entries:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import PurePosixPath
 
+from sdflow.config.chain import unknown_keys
 from sdflow.config.fields import MATRIX
-from sdflow.config.merge import expect_kind
-from sdflow.config.nodes import Node, YamlList, YamlMap, YamlScalar, to_data
 from sdflow.config.problems import Problems, nearest
+from sdflow.config.tree import Node, YamlList, YamlMap, YamlScalar, as_map, expect_kind, text_of, to_data
 from sdflow.config.workflow import Mark
 from sdflow.sources.reference import PICKLE_SUFFIXES
 from sdflow.targets import TARGETS
@@ -40,13 +40,11 @@ class Cell:
 
 def cells(workflow: YamlMap, stem: str, targets: Sequence[str], problems: Problems) -> list[Cell]:
     """Every combination, named. targets: replaces the workflow's own unless empty."""
-    axes = workflow.entries.get("matrix", YamlMap({}, {}, workflow.mark))
-    if not isinstance(axes, YamlMap):
-        expect_kind(axes, f"a map of {', '.join(MATRIX)}", "`matrix`", problems)
+    written = workflow.entries.get("matrix", YamlMap({}, {}, workflow.mark))
+    axes = as_map(written, f"a map of {', '.join(MATRIX)}", "`matrix`", problems)
+    if axes is None:
         return []
-    for key in axes.entries:
-        if key not in MATRIX:
-            problems.add(axes.keys[key], f"unknown axis {key!r}", nearest(key, MATRIX))
+    unknown_keys(axes, MATRIX, "axis", problems)
     name = _name(workflow.entries.get("name"), stem, problems)
     models = _axis(axes, "model", workflow.entries.get("model"), problems)
     loras = _axis(axes, "loras", workflow.entries.get("loras"), problems)
@@ -81,8 +79,8 @@ def slug(text: str) -> str:
 def _name(node: Node | None, stem: str, problems: Problems) -> str:
     if node is None:
         return slug(stem) or "pipeline"
-    if isinstance(node, YamlScalar) and isinstance(node.value, str) and node.value and slug(node.value) == node.value:
-        return node.value
+    if (name := text_of(node)) is not None and slug(name) == name:
+        return name
     kind = f"up to {_MAX_LABEL} letters, digits and . _ + -, with none of . and - at its ends"
     expect_kind(node, kind, "`name`", problems)
     return "pipeline"

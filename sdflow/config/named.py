@@ -1,4 +1,4 @@
-"""What a workflow names beside its chains: the same for every target.
+"""What a workflow names beside its chains: the same for every target, but for `evaluate` and `verify`.
 
 Models, LoRAs, components from elsewhere, ControlNets, IP-Adapters, what `generate` takes, the cache of others. What is wrong is
 told to `Problems`, and left out.
@@ -9,22 +9,33 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from sdflow.config.chain import is_null, unknown_keys
-from sdflow.config.fields import MOST_ADAPTERS, MOST_LORAS, MOST_NETS, NET_NAME, GenerateFields
+from sdflow.config.chain import unknown_keys
+from sdflow.config.fields import (
+    MOST_ADAPTERS,
+    MOST_LORAS,
+    MOST_NETS,
+    NET_NAME,
+    CacheFields,
+    EvaluateFields,
+    GenerateFields,
+    RemoteFields,
+    VerifyFields,
+    evaluate_spec,
+)
 from sdflow.config.files import Files
-from sdflow.config.merge import expect_kind
-from sdflow.config.nodes import Node, YamlList, YamlMap, YamlScalar
 from sdflow.config.options import check
 from sdflow.config.problems import Problems
 from sdflow.config.reference import adapter_reference, lora_spec, model_reference
-from sdflow.config.remote import remote_spec
-from sdflow.config.workflow import LoraSpec, Mark
+from sdflow.config.tree import Node, YamlList, YamlMap, YamlScalar, as_map, expect_kind, is_null
+from sdflow.config.workflow import EvaluateSpec, LoraSpec, Mark, VerifySpec
 from sdflow.families import any_family
-from sdflow.sources.components.nets_in_folder import nets_in_folder
+from sdflow.sources.components.nets import nets_in_folder
 from sdflow.sources.reference import AdapterReference
-from sdflow.store.remote.spec import RemoteSpec
+from sdflow.store.remote.spec import TIMEOUT, RemoteSpec, is_url, unknown_scheme, without_secrets
+
+Kind = TypeVar("Kind", YamlMap, YamlList)
 
 
 class Named:
@@ -38,10 +49,10 @@ class Named:
         self._loras: dict[int, tuple[LoraSpec, ...]] = {}
         self.allow_pickle = self._flag("allow_pickle")
         self.carry_weights = self._flag("carry_weights")
-        self.components = self._components(document.entries.get("components"))
-        self.controlnets = self._controlnets(document.entries.get("controlnets"))
-        self.ip_adapters = self._ip_adapters(document.entries.get("ip_adapters"))
-        self.generate = self._generate(document.entries.get("generate"))
+        self.components = self._components()
+        self.controlnets = self._controlnets()
+        self.ip_adapters = self._ip_adapters()
+        self.generate = self._generate()
 
     def nets(self, model: str) -> dict[str, str]:
         """The ControlNets that the workflow names, and those in the model's folder that it says nothing of."""
@@ -53,37 +64,52 @@ class Named:
     def model(self, node: Node) -> str | None:
         """The reference of a model; None where it is none, which is then said."""
         if id(node) not in self._models:
-            self._models[id(node)] = model_reference(
-                node, self._files.folder(node.mark), self.allow_pickle, self._problems
-            )
+            self._models[id(node)] = self._reference(node, "`model`")
         return self._models[id(node)]
 
     def loras(self, node: Node | None) -> tuple[LoraSpec, ...]:
         """A list of LoRAs, but for those that are none, which are then said."""
-        if node is None or is_null(node):
+        written = self._written(node, YamlList, "a list of LoRAs like {file: …, scale: 1.0}", "`loras`")
+        if written is None:
             return ()
-        if not isinstance(node, YamlList):
-            expect_kind(node, "a list of LoRAs like {file: …, scale: 1.0}", "`loras`", self._problems)
-            return ()
-        if id(node) not in self._loras:
-            within = self._within("LoRAs", [item.mark for item in node.items], MOST_LORAS)
-            items = node.items if within else []
+        if id(written) not in self._loras:
+            items = written.items if self._within("LoRAs", [item.mark for item in written.items], MOST_LORAS) else ()
             specs = [lora_spec(item, self._lora_folder(item), self._problems) for item in items]
-            self._loras[id(node)] = tuple(spec for spec in specs if spec is not None)
-        return self._loras[id(node)]
+            self._loras[id(written)] = tuple(spec for spec in specs if spec is not None)
+        return self._loras[id(written)]
 
     def remote(self) -> RemoteSpec | None:
-        """The cache of others that it takes artifacts from, if it names one."""
-        node = self._entries.get("cache")
+        """The cache of others that it takes artifacts from, if it names one; a folder's path made absolute."""
+        node = self._map("cache", "a map like {remote: s3://bucket/prefix}, or null")
+        fields = None if node is None else check(CacheFields, node, "cache", self._problems)
+        if node is None or fields is None or fields.remote is None:
+            return None
+        remote = RemoteFields(url=fields.remote) if isinstance(fields.remote, str) else fields.remote
+        place = node.entries["remote"]
+        if (remedy := unknown_scheme(remote.url)) is not None:
+            self._problems.add(place.mark, f"{without_secrets(remote.url)!r} is no URL of a remote cache", remedy)
+            return None
+        url = remote.url
+        if not is_url(url):
+            written = place.entries["url"] if isinstance(place, YamlMap) else place
+            url = str((self._files.folder(written.mark) / Path(url).expanduser()).resolve())
+        timeout = TIMEOUT if remote.timeout is None else remote.timeout
+        return RemoteSpec(url, push=fields.push, timeout=timeout, trust=tuple(remote.trust))
+
+    def _written(self, node: Node | None, kind: type[Kind], words: str, what: str) -> Kind | None:
+        """What is written there; None for nothing, and for what is of another kind, which is then said."""
         if node is None or is_null(node):
             return None
-        if not isinstance(node, YamlMap):
-            expect_kind(node, "a map like {remote: s3://bucket/prefix}, or null", "`cache`", self._problems)
-            return None
-        where = node.entries.get("remote", node)
-        if isinstance(where, YamlMap):
-            where = where.entries.get("url", where)
-        return remote_spec(node, self._files.folder(where.mark), self._problems)
+        if isinstance(node, kind):
+            return node
+        expect_kind(node, words, what, self._problems)
+        return None
+
+    def _map(self, key: str, words: str) -> YamlMap | None:
+        return self._written(self._entries.get(key), YamlMap, words, f"`{key}`")
+
+    def _reference(self, node: Node, what: str) -> str | None:
+        return model_reference(node, self._files.folder(node.mark), self.allow_pickle, self._problems, what)
 
     def _flag(self, key: str) -> bool:
         node = self._entries.get(key)
@@ -94,42 +120,28 @@ class Named:
         expect_kind(node, "true or false", f"`{key}`", self._problems)
         return False
 
-    def _components(self, node: Node | None) -> dict[str, str | None]:
+    def _components(self) -> dict[str, str | None]:
         """Component -> where it comes from; None: it is left out. Of one that no model can lack, null says nothing."""
-        if node is None or is_null(node):
-            return {}
         exchangeable, omittable = any_family.exchangeable_components(), any_family.omittable_components()
-        if not isinstance(node, YamlMap):
-            example = f"a map like {{{next(iter(exchangeable))}: hf:owner/name}}, or null"
-            expect_kind(node, example, "`components`", self._problems)
+        node = self._map("components", f"a map like {{{next(iter(exchangeable))}: hf:owner/name}}, or null")
+        if node is None:
             return {}
         unknown_keys(node, {**exchangeable, **omittable}, "component", self._problems)
         found: dict[str, str | None] = {}
         for name, each in node.entries.items():
+            what = f"`components.{name}`"
             if name in omittable:
                 if is_null(each):
                     found[name] = None
                 else:
-                    expect_kind(
-                        each,
-                        "null, which leaves it out: it comes with the model",
-                        f"`components.{name}`",
-                        self._problems,
-                    )
-            elif name in exchangeable and not is_null(each):
-                reference = model_reference(
-                    each, self._files.folder(each.mark), self.allow_pickle, self._problems, f"`components.{name}`"
-                )
-                found |= {} if reference is None else {name: reference}
+                    expect_kind(each, "null, which leaves it out: it comes with the model", what, self._problems)
+            elif name in exchangeable and not is_null(each) and (reference := self._reference(each, what)) is not None:
+                found[name] = reference
         return found
 
-    def _controlnets(self, node: Node | None) -> dict[str, str]:
-        if node is None or is_null(node):
-            return {}
-        if not isinstance(node, YamlMap):
-            expect_kind(node, "a map like {canny: hf:owner/name}, or null", "`controlnets`", self._problems)
-            return {}
-        if not self._within("ControlNets", list(node.keys.values()), MOST_NETS):
+    def _controlnets(self) -> dict[str, str]:
+        node = self._map("controlnets", "a map like {canny: hf:owner/name}, or null")
+        if node is None or not self._within("ControlNets", list(node.keys.values()), MOST_NETS):
             return {}
         found = {}
         for name, each in node.entries.items():
@@ -137,18 +149,13 @@ class Named:
                 kind = "up to 32 of a-z, 0-9, _ and -, of which the first is a letter or a digit"
                 self._problems.add(node.keys[name], f"{name!r} is not a valid name for a ControlNet", kind)
             elif not is_null(each):
-                found[name] = model_reference(
-                    each, self._files.folder(each.mark), self.allow_pickle, self._problems, f"`controlnets.{name}`"
-                )
+                found[name] = self._reference(each, f"`controlnets.{name}`")
         return {name: reference for name, reference in found.items() if reference is not None}
 
-    def _ip_adapters(self, node: Node | None) -> tuple[AdapterReference, ...]:
-        if node is None or is_null(node):
-            return ()
-        if not isinstance(node, YamlList):
-            expect_kind(node, "a list of IP-Adapters like {file: …}, or null", "`ip_adapters`", self._problems)
-            return ()
-        if not self._within("IP-Adapters", [item.mark for item in node.items], MOST_ADAPTERS):
+    def _ip_adapters(self) -> tuple[AdapterReference, ...]:
+        words = "a list of IP-Adapters like {file: …}, or null"
+        node = self._written(self._entries.get("ip_adapters"), YamlList, words, "`ip_adapters`")
+        if node is None or not self._within("IP-Adapters", [item.mark for item in node.items], MOST_ADAPTERS):
             return ()
         found = [adapter_reference(item, self._files.folder, self.allow_pickle, self._problems) for item in node.items]
         return tuple(each for each in found if each is not None)
@@ -159,15 +166,37 @@ class Named:
             self._problems.add(marks[most], f"{len(marks):,} {what}", f"at most {most} go into a pipeline")
         return len(marks) <= most
 
-    def _generate(self, node: Node | None) -> dict[str, Any]:
-        if node is None or is_null(node):
-            return {}
-        if not isinstance(node, YamlMap):
-            expect_kind(node, "a map of steps, guidance_scale and scheduler, or null", "`generate`", self._problems)
-            return {}
-        fields = check(GenerateFields, node, "generate", self._problems)
+    def _generate(self) -> dict[str, Any]:
+        node = self._map("generate", "a map of steps, guidance_scale and scheduler, or null")
+        fields = None if node is None else check(GenerateFields, node, "generate", self._problems)
         return fields.model_dump(exclude_none=True, by_alias=True) if fields else {}
 
     def _lora_folder(self, item: Node) -> Path:
         written = item.entries.get("file", item) if isinstance(item, YamlMap) else item
         return self._files.folder(written.mark)
+
+
+def evaluate_of(node: Node | None, problems: Problems) -> EvaluateSpec:
+    """What is measured once a pipeline is built; null: nothing. What is wrong is told to `problems`."""
+    if node is None:
+        return EvaluateSpec()
+    if is_null(node):
+        return EvaluateSpec(latency=None, image=None)
+    written = as_map(node, "a map of latency, image and allow_fallback, or null", "`evaluate`", problems)
+    fields = None if written is None else check(EvaluateFields, written, "evaluate", problems)
+    return evaluate_spec(fields) if fields else EvaluateSpec()
+
+
+def verify_of(node: Node | None, problems: Problems) -> VerifySpec | None:
+    """How the pipeline is proved; None: it is not."""
+    if node is None:
+        return VerifySpec()
+    if isinstance(node, YamlScalar):
+        if node.value in (None, False, "off"):
+            return None
+        if node.value in (True, "quick", "full"):
+            return VerifySpec(level="full" if node.value == "full" else "quick")
+    kinds = "quick, full, false, or a map of level, steps, height and width"
+    written = as_map(node, kinds, "`verify`", problems)
+    fields = None if written is None else check(VerifyFields, written, "verify", problems)
+    return VerifySpec(**fields.model_dump()) if fields else None

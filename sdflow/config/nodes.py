@@ -12,11 +12,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import yaml
 
 from sdflow.config.problems import Problems
+from sdflow.config.tree import Node, Value, YamlList, YamlMap, YamlScalar
 from sdflow.config.workflow import Mark
 from sdflow.config.yaml_words import in_words
 
@@ -24,36 +25,6 @@ MAX_BYTES = 1 << 20
 MAX_NODES = 20_000
 MAX_DEPTH = 48
 _MAX_DIGITS = 40
-
-Value: TypeAlias = "str | int | float | bool | None"
-
-
-@dataclass(frozen=True, slots=True)
-class YamlScalar:
-    """One value: text, a number, true, false or null."""
-
-    value: Value
-    mark: Mark
-
-
-@dataclass(frozen=True, slots=True)
-class YamlList:
-    """A list."""
-
-    items: tuple[Node, ...]
-    mark: Mark
-
-
-@dataclass(frozen=True, slots=True)
-class YamlMap:
-    """A map. `keys` holds the place of each key; the place of its value is in the value."""
-
-    entries: Mapping[str, Node]
-    keys: Mapping[str, Mark]
-    mark: Mark
-
-
-Node: TypeAlias = "YamlScalar | YamlList | YamlMap"
 
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9]+")
@@ -277,32 +248,3 @@ class _Builder:
                 frame.entries[key] = node
                 frame.keys[key] = mark
         return True
-
-
-def to_data(node: Node) -> Any:
-    """The tree as plain Python values."""
-    if isinstance(node, YamlMap):
-        return {key: to_data(value) for key, value in node.entries.items()}
-    if isinstance(node, YamlList):
-        return [to_data(item) for item in node.items]
-    return node.value
-
-
-def describe(node: Node) -> str:
-    """What a value is, in words for a message."""
-    if isinstance(node, YamlMap):
-        return "a map"
-    if isinstance(node, YamlList):
-        return "a list"
-    if node.value is None:
-        return "null"
-    if isinstance(node.value, bool):
-        return str(node.value).lower()
-    if isinstance(node.value, str):
-        return f"the text {shortened(node.value)!r}"
-    return f"the number {node.value}"
-
-
-def shortened(text: str) -> str:
-    """Text that fits into a message."""
-    return text if len(text) <= 60 else text[:57] + "..."

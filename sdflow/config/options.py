@@ -10,8 +10,8 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from sdflow.config.nodes import Node, YamlList, YamlMap, describe, to_data
 from sdflow.config.problems import Problems, nearest
+from sdflow.config.tree import Node, YamlList, YamlMap, describe, to_data
 from sdflow.config.workflow import Mark
 
 M = TypeVar("M", bound=BaseModel)

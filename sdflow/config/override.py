@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sdflow.config.documents import merge_documents
 from sdflow.config.fields import WORKFLOW
-from sdflow.config.nodes import MAX_DEPTH, Node, YamlList, YamlMap, YamlScalar, describe, parse, plain, to_data
-from sdflow.config.patch import INSERTING, pass_name, patch_chain
+from sdflow.config.nodes import MAX_DEPTH, parse, plain
+from sdflow.config.patch import INSERTING, merge_documents, pass_name, patch_chain
 from sdflow.config.problems import Problems, nearest
+from sdflow.config.tree import Node, YamlList, YamlMap, YamlScalar, describe, is_null, to_data
 from sdflow.config.workflow import Mark
 from sdflow.families import any_family
 
@@ -81,7 +81,7 @@ def _put(node: Node | None, override: Override, depth: int, problems: Problems) 
         if node is not None and depth == 3 and path[0] == "submodels":
             return merge_documents(node, override.value, problems, path=path)
         return override.value
-    if node is None or (isinstance(node, YamlScalar) and node.value is None):
+    if node is None or is_null(node):
         node = YamlMap({}, {}, mark)
     here = ".".join(path[:depth])
     if isinstance(node, YamlMap):

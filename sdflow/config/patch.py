@@ -1,18 +1,22 @@
-"""A map from pass name to options, laid over a chain of passes: it changes steps, removes them and inserts new ones.
+"""How one workflow is laid over another, and the changes for a target over a workflow: as any YAML tree, but for one place.
 
-Insertions come first, so that a step can be inserted beside one that the same map removes: that replaces it. They may refer to
-one another, in any order. Several at the same place stand in the order in which they are written.
+Over the `passes` of a submodel, a list of steps, a map from pass name to options changes single steps, removes them and inserts
+new ones, so that neither a workflow nor a target need repeat a chain to change one option. Insertions come first, so that a step
+can be inserted beside one that the same map removes: that replaces it. They may refer to one another, in any order. Several at
+the same place stand in the order in which they are written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from sdflow.config.merge import expect_kind, merge
-from sdflow.config.nodes import Node, YamlList, YamlMap, YamlScalar
 from sdflow.config.problems import Problems, nearest
+from sdflow.config.tree import Node, YamlList, YamlMap, YamlScalar, expect_kind, is_null, merge, text_of
 from sdflow.config.workflow import Mark
+
+Path = tuple[str, ...]
 
 BEFORE, AFTER = "insert_before", "insert_after"
 INSERTING = (BEFORE, AFTER)
@@ -35,8 +39,7 @@ class Insertion:
 
 def pass_name(step: Node) -> str | None:
     """The pass that a step names, or None where it is not written as it should be."""
-    named = step.entries.get("pass") if isinstance(step, YamlMap) else None
-    return named.value if isinstance(named, YamlScalar) and isinstance(named.value, str) else None
+    return text_of(step.entries.get("pass")) if isinstance(step, YamlMap) else None
 
 
 def names_of(chain: YamlList) -> list[str]:
@@ -68,9 +71,9 @@ def patch_chain(
     steps = _insert(list(chain.items), insertions, problems, where)
     for name, options in changes.items():
         if name not in map(pass_name, steps):
-            if not lenient and not (_is_null(options) and name in gone) and not _places(options):
+            if not lenient and not (is_null(options) and name in gone) and not _places(options):
                 _tell_missing(name, options, patch.keys[name], steps, problems, where)
-        elif _is_null(options):
+        elif is_null(options):
             steps = [step for step in steps if pass_name(step) != name]
         elif isinstance(options, YamlMap):
             # The step keeps the place where it was written; each option has its own.
@@ -89,7 +92,7 @@ def patch_each(
     used = {key for each in found.values() for key in each.entries}
     known = [name for chain in chains.values() for name in names_of(chain)]
     for name, options in patch.entries.items():
-        if name in used or (_is_null(options) and name in gone):
+        if name in used or (is_null(options) and name in gone):
             continue
         check_change(name, options, problems)
         insertion = insertion_of(name, options, patch.keys[name])
@@ -104,7 +107,7 @@ def patch_each(
 def check_change(name: str, options: Node, problems: Problems) -> None:
     """Reports what is wrong with a change to a step, or with an insertion, whatever the chain."""
     if not isinstance(options, YamlMap):
-        if not _is_null(options):
+        if not is_null(options):
             expect_kind(options, "a map of options, or null", f"the change to {name}", problems)
         return
     if "pass" in options.entries:
@@ -112,7 +115,7 @@ def check_change(name: str, options: Node, problems: Problems) -> None:
     given = _places(options)
     for key in given:
         anchor = options.entries[key]
-        if not isinstance(anchor, YamlScalar) or not isinstance(anchor.value, str) or not anchor.value:
+        if text_of(anchor) is None:
             expect_kind(anchor, "the name of a pass in the chain", f"`{key}`", problems)
     if len(given) > 1:
         problems.add(
@@ -123,7 +126,7 @@ def check_change(name: str, options: Node, problems: Problems) -> None:
 def _places(options: Node) -> list[str]:
     """Those of INSERTING that say something, right or wrong."""
     entries = options.entries if isinstance(options, YamlMap) else {}
-    return [key for key in INSERTING if key in entries and not _is_null(entries[key])]
+    return [key for key in INSERTING if key in entries and not is_null(entries[key])]
 
 
 def insertion_of(name: str, options: Node, mark: Mark) -> Insertion | None:
@@ -212,5 +215,85 @@ def _patched(step: Node, options: YamlMap) -> Node:
     return YamlMap({**merged.entries, "pass": step.entries["pass"]}, merged.keys, step.mark)
 
 
-def _is_null(node: Node) -> bool:
-    return isinstance(node, YamlScalar) and node.value is None
+def merge_documents(
+    base: Node,
+    over: Node,
+    problems: Problems,
+    *,
+    lenient: bool = False,
+    where: str = "",
+    gone: Mapping[str, Collection[str]] = MappingProxyType({}),
+    path: Path = (),
+) -> Node:
+    """`over` laid upon `base`, workflows or parts of them at `path`. lenient, where: as of `patch_chain`; gone too, by
+    submodel."""
+    if _is_chain(path) and isinstance(base, YamlList) and isinstance(over, YamlMap):
+        return patch_chain(base, over, problems, lenient=lenient, where=where, gone=gone.get(path[-2], ()))
+    if not (isinstance(base, YamlMap) and isinstance(over, YamlMap)):
+        return over
+    entries = dict(base.entries)
+    for key, value in over.entries.items():
+        if key in entries:
+            further = (*path, key)
+            value = merge_documents(
+                entries[key], value, problems, lenient=lenient, where=where, gone=gone, path=further
+            )
+        entries[key] = value
+    return YamlMap(entries, {**base.keys, **over.keys}, over.mark)
+
+
+def _is_chain(path: Path) -> bool:
+    if path[:1] == ("targets",):
+        path = path[2:]
+    return len(path) == 3 and path[0] == "submodels" and path[2] == "passes"
+
+
+def overlay(
+    workflow: YamlMap,
+    changes: YamlMap,
+    problems: Problems,
+    *,
+    inherited: bool,
+    where: str = "",
+    gone: Mapping[str, Collection[str]] = MappingProxyType({}),
+) -> YamlMap:
+    """The workflow with the changes for a target: `passes` in every submodel that has them first, then the rest.
+
+    inherited: a base's changes are for many chains: those to steps that a chain does not have change nothing. In the workflow
+    itself they are problems. where, gone: as of `merge_documents`.
+    """
+    result: Node = workflow
+    everywhere = changes.entries.get("passes")
+    if isinstance(everywhere, YamlMap):
+        found = chains_of(workflow)
+        ignored = Problems()
+        every = {name for each in gone.values() for name in each}
+        patched = patch_each(found, everywhere, ignored if inherited else problems, where=where, gone=every)
+        result = _with_chains(workflow, patched)
+    rest = {key: value for key, value in changes.entries.items() if key in ("submodels", "evaluate", "verify")}
+    keys = {key: changes.keys[key] for key in rest}
+    over = YamlMap(rest, keys, workflow.mark)
+    result = merge_documents(result, over, problems, lenient=inherited, where=where, gone=gone)
+    assert isinstance(result, YamlMap)
+    return result
+
+
+def chains_of(workflow: YamlMap) -> dict[str, YamlList]:
+    """The chains that are written as lists, by submodel."""
+    submodels = workflow.entries.get("submodels")
+    named = submodels.entries if isinstance(submodels, YamlMap) else {}
+    found = {name: each.entries.get("passes") for name, each in named.items() if isinstance(each, YamlMap)}
+    return {name: chain for name, chain in found.items() if isinstance(chain, YamlList)}
+
+
+def _with_chains(workflow: YamlMap, chains: dict[str, YamlList]) -> YamlMap:
+    submodels = workflow.entries.get("submodels")
+    if not isinstance(submodels, YamlMap):
+        return workflow
+    entries = dict(submodels.entries)
+    for name, chain in chains.items():
+        submodel = entries[name]
+        assert isinstance(submodel, YamlMap), "as chains_of found it"
+        entries[name] = YamlMap({**submodel.entries, "passes": chain}, submodel.keys, submodel.mark)
+    changed = YamlMap(entries, submodels.keys, submodels.mark)
+    return YamlMap({**workflow.entries, "submodels": changed}, workflow.keys, workflow.mark)

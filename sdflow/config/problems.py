@@ -25,7 +25,7 @@ class Problems:
 
     def add(self, mark: Mark, message: str, remedy: str | None = None) -> None:
         shown = message if len(message) <= MOST_SAID else f"{message[:MOST_SAID]}..."
-        self._found.append(Problem(mark.file, mark.line, mark.column, shown, remedy))
+        self._found.append(mark.problem(shown, remedy))
 
     def extend(self, others: Problems, *, elsewhere: bool = False) -> None:
         """elsewhere: only those at places where none was found yet."""

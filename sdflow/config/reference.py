@@ -7,12 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sdflow.config.fields import AdapterFields, LoraFields
-from sdflow.config.files import nearest_sibling
-from sdflow.config.merge import expect_kind
-from sdflow.config.nodes import Node, YamlMap, YamlScalar, shortened
-from sdflow.config.not_workflows import hub_repository
+from sdflow.config.files import hub_repository, nearest_sibling
 from sdflow.config.options import check
 from sdflow.config.problems import Problems, nearest
+from sdflow.config.tree import Node, as_map, expect_kind, shortened, text_of
 from sdflow.config.workflow import LoraSpec, Mark
 from sdflow.families import ADAPTER_ARCHITECTURES, ARCHITECTURES, COMPONENT_ARCHITECTURES
 from sdflow.sources.reference import PICKLE_SUFFIXES, AdapterReference, split_architecture
@@ -31,10 +29,10 @@ def model_reference(
 
     folder: where the path starts. what: the key that it stands at, for messages.
     """
-    if not (isinstance(node, YamlScalar) and isinstance(node.value, str) and node.value):
+    text, mark = text_of(node), node.mark
+    if text is None:
         expect_kind(node, "a reference to a checkpoint", what, problems)
         return None
-    text, mark = node.value, node.mark
     scheme = _SCHEME.fullmatch(text)
     if scheme is None:
         return _model_path(text, folder, allow_pickle, mark, problems)
@@ -68,20 +66,18 @@ def adapter_reference(
     node: Node, folders: Callable[[Mark], Path], allow_pickle: bool, problems: Problems
 ) -> AdapterReference | None:
     """The checked IP-Adapter with its paths made absolute, or None and problems. folders: where the path at a mark starts."""
-    if not isinstance(node, YamlMap):
-        expect_kind(node, "a map like {file: …}", "an IP-Adapter", problems)
-        return None
-    fields = check(AdapterFields, node, "IP-Adapter", problems)
-    if fields is None:
+    written = as_map(node, "a map like {file: …}", "an IP-Adapter", problems)
+    fields = None if written is None else check(AdapterFields, written, "IP-Adapter", problems)
+    if written is None or fields is None:
         return None
     found: dict[str, str | None] = {}
     for key in ("file", "encoder"):
         if getattr(fields, key) is not None:
-            written = node.entries[key]
-            found[key] = model_reference(written, folders(written.mark), allow_pickle, problems, f"`ip_adapters.{key}`")
+            place = written.entries[key]
+            found[key] = model_reference(place, folders(place.mark), allow_pickle, problems, f"`ip_adapters.{key}`")
             if found[key] is None:
                 return None
-    file, mark = found["file"], node.entries["file"].mark
+    file, mark = found["file"], written.entries["file"].mark
     assert file is not None
     if fields.weight_name is None and (file.startswith("hf:") or Path(file).is_dir()):
         problems.add(
@@ -93,13 +89,11 @@ def adapter_reference(
 
 def lora_spec(node: Node, folder: Path, problems: Problems) -> LoraSpec | None:
     """The checked LoRA with its path made absolute, or None and problems. folder: where the path starts."""
-    if not isinstance(node, YamlMap):
-        expect_kind(node, "a map like {file: …, scale: 1.0}", "a LoRA", problems)
+    written = as_map(node, "a map like {file: …, scale: 1.0}", "a LoRA", problems)
+    fields = None if written is None else check(LoraFields, written, "LoRA", problems)
+    if written is None or fields is None:
         return None
-    fields = check(LoraFields, node, "LoRA", problems)
-    if fields is None:
-        return None
-    mark = node.entries["file"].mark
+    mark = written.entries["file"].mark
     scheme = _SCHEME.fullmatch(fields.file)
     if scheme is None:
         reference = _lora_path(fields, folder, mark, problems)

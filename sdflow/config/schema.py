@@ -48,7 +48,7 @@ def json_schema(catalog: PassCatalog) -> Schema:
     defs: Schema = {}
     lora = _model(LoraFields, "lora", defs, partial=False)
     adapter = _model(AdapterFields, "ip_adapter", defs, partial=False)
-    evaluate = {"anyOf": [_model(EvaluateFields, "evaluate", defs), {"type": "null"}]}
+    evaluate = _or_null(_model(EvaluateFields, "evaluate", defs))
     level = {"enum": ["quick", "full", "off", True, False, None]}
     verify = {"anyOf": [_model(VerifyFields, "verify", defs), level]}
     count = {"type": ["integer", "null"], "minimum": 0}
@@ -57,7 +57,7 @@ def json_schema(catalog: PassCatalog) -> Schema:
     options = {name: _model(catalog.find(name, Path()).options, name, defs) for name in names}
     a_pass: list[Schema] = [{"enum": names}, {"type": "string", "pattern": _OWN_PASS}]
     for key in INSERTING:
-        defs[key] = {"anyOf": [*a_pass, {"type": "null"}], "description": STEP[key]}
+        defs[key] = {**_or_null(*a_pass), "description": STEP[key]}
     defs["inserted_twice"] = {"properties": dict.fromkeys(INSERTING, _TEXT), "required": list(INSERTING)}
     more = {"expect": expect, **{key: _ref(key) for key in INSERTING}}
     changed = {name: _change(schema, more) for name, schema in options.items()}
@@ -102,62 +102,38 @@ def json_schema(catalog: PassCatalog) -> Schema:
             "target": {"type": "array", "minItems": 1, "items": _ref("target")},
         },
     )
+    exchangeable, omittable = any_family.exchangeable_components(), any_family.omittable_components()
+    components = {name: {**_or_null(_TEXT), "description": about} for name, about in exchangeable.items()}
+    components |= {name: {"type": "null", "description": about} for name, about in omittable.items()}
+    nets = {
+        "type": "object",
+        "additionalProperties": False,
+        "maxProperties": MOST_NETS,
+        "patternProperties": {f"^{NET_NAME}$": _or_null(_TEXT)},
+    }
     top = _described(
         WORKFLOW,
         {
             "extends": _one_or_list(_TEXT),
             "name": _TEXT,
             "model": _TEXT,
-            "components": {
-                "anyOf": [
-                    _object(
-                        {
-                            name: {"anyOf": [_TEXT, {"type": "null"}], "description": about}
-                            for name, about in any_family.exchangeable_components().items()
-                        }
-                        | {
-                            name: {"type": "null", "description": about}
-                            for name, about in any_family.omittable_components().items()
-                        }
-                    ),
-                    {"type": "null"},
-                ]
-            },
-            "controlnets": {
-                "anyOf": [
-                    {
-                        "type": "object",
-                        "additionalProperties": False,
-                        "maxProperties": MOST_NETS,
-                        "patternProperties": {f"^{NET_NAME}$": {"anyOf": [_TEXT, {"type": "null"}]}},
-                    },
-                    {"type": "null"},
-                ]
-            },
-            "ip_adapters": {
-                "anyOf": [{"type": "array", "maxItems": MOST_ADAPTERS, "items": adapter}, {"type": "null"}]
-            },
-            "refiner": {
-                "anyOf": [
-                    _TEXT,
-                    {
-                        **_described(REFINER, {"extends": _TEXT, "model": _TEXT}),
-                        "required": ["extends"],
-                    },
-                    {"type": "null"},
-                ]
-            },
+            "components": _or_null(_object(components)),
+            "controlnets": _or_null(nets),
+            "ip_adapters": _or_null({"type": "array", "maxItems": MOST_ADAPTERS, "items": adapter}),
+            "refiner": _or_null(
+                _TEXT, {**_described(REFINER, {"extends": _TEXT, "model": _TEXT}), "required": ["extends"]}
+            ),
             "target": _one_or_list(_ref("target")),
             "targets": _object({name: {**_ref("overlay"), "description": t.title} for name, t in TARGETS.items()}),
-            "loras": {"anyOf": [_ref("loras"), {"type": "null"}]},
+            "loras": _or_null(_ref("loras")),
             "matrix": _ref("matrix"),
             "submodels": _ref("submodels"),
             "evaluate": evaluate,
-            "generate": {"anyOf": [_model(GenerateFields, "generate", defs), {"type": "null"}]},
+            "generate": _or_null(_model(GenerateFields, "generate", defs)),
             "verify": verify,
             "carry_weights": {"type": "boolean"},
             "allow_pickle": {"type": "boolean"},
-            "cache": {"anyOf": [_model(CacheFields, "cache", defs), {"type": "null"}]},
+            "cache": _or_null(_model(CacheFields, "cache", defs)),
         },
     )
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "sdflow workflow", **top, "$defs": defs}
@@ -165,6 +141,10 @@ def json_schema(catalog: PassCatalog) -> Schema:
 
 def _ref(name: str) -> Schema:
     return {"$ref": f"#/$defs/{name}"}
+
+
+def _or_null(*schemas: Schema) -> Schema:
+    return {"anyOf": [*schemas, {"type": "null"}]}
 
 
 def _object(properties: Mapping[str, Schema], description: str | None = None) -> Schema:
@@ -209,4 +189,4 @@ def _model(model: type[BaseModel], name: str, defs: Schema, *, partial: bool = T
 
 def _change(options: Schema, more: Schema) -> Schema:
     """Options of which any may be missing."""
-    return {"anyOf": [{**options, **_ONCE, "properties": {**more, **options["properties"]}}, {"type": "null"}]}
+    return _or_null({**options, **_ONCE, "properties": {**more, **options["properties"]}})

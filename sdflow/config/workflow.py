@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from sdflow.errors import Problem
 from sdflow.families.shared.defaults import Defaults
 from sdflow.sources.reference import AdapterReference
 from sdflow.store.remote.spec import RemoteSpec
@@ -22,6 +23,10 @@ class Mark:
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}:{self.column}" if self.line else self.file
+
+    def problem(self, message: str, remedy: str | None = None) -> Problem:
+        """Something that is wrong there."""
+        return Problem(self.file, self.line, self.column, message, remedy)
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,16 @@ class PipelineSpec:
     ip_adapters: tuple[AdapterReference, ...] = ()
     generate: Mapping[str, Any] = field(default_factory=dict)
     refiner: PipelineSpec | None = None
+
+    @property
+    def opening(self) -> dict[str, Any]:
+        """What `open_checkpoint` takes besides the model."""
+        return {
+            "allow_pickle": self.allow_pickle,
+            "components": self.components,
+            "nets": self.controlnets,
+            "adapters": self.ip_adapters,
+        }
 
 
 @dataclass(frozen=True)

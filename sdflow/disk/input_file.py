@@ -10,9 +10,11 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Iterable
 from contextlib import suppress
+from difflib import get_close_matches
 from io import BufferedReader
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NoReturn
 
 TEXT_LIMIT = 16 << 20
@@ -150,3 +152,17 @@ def _refuse_others(mode: int, path: Path) -> None:
         raise IsADirectoryError(errno.EISDIR, "a folder, not a file", str(path))
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "a pipe, a socket or a device, not a file", str(path))
+
+
+def alike(name: str, known: Iterable[str]) -> str | None:
+    """The file name that is most similar to one that is not there, endings aside; None where none is similar.
+
+    An ending that two names share says nothing about them: m9.yaml is not what nope.yaml was meant to be.
+    """
+    others = [each for each in dict.fromkeys(known) if each != name]
+    stems = {PurePath(each).stem.casefold(): each for each in reversed(others)}
+    stem = PurePath(name[:200]).stem.casefold()
+    close = get_close_matches(stem, stems, n=1, cutoff=0.6)
+    if not close and len(stem) > 2:
+        close = [each for each in stems if stem in each][:1]
+    return stems[close[0]] if close else None

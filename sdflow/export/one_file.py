@@ -13,7 +13,7 @@ from typing import Any
 
 from sdflow.artifact import WEIGHTS_FILE
 from sdflow.build.assemble import copy_file
-from sdflow.disk.replace_files import replacing_all
+from sdflow.disk.atomic_write import replacing_all
 from sdflow.errors import CacheError, UsageError, os_errors_as
 from sdflow.export.compose import Form, Size, Source, compose
 from sdflow.export.loop import SCALE

@@ -16,8 +16,7 @@ from sdflow.inspection.lines import architecture_for, lora_lines
 from sdflow.sources.few_steps import few_steps_of_file
 from sdflow.sources.loras.adapter_kinds import module_of_tensor
 from sdflow.sources.loras.lora import lora_submodels
-from sdflow.sources.loras.lora_family import made_for
-from sdflow.sources.loras.lora_header import other_kinds
+from sdflow.sources.loras.lora_header import made_for, other_kinds
 from sdflow.sources.loras.lora_names import LoraName, parse_name
 from sdflow.sources.recognition import LORA
 from sdflow.sources.safetensors_file import TensorEntry, read_numbers

@@ -10,8 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sdflow.disk.alike import alike
-from sdflow.disk.input_file import read_json
+from sdflow.disk.input_file import alike, read_json
 from sdflow.errors import UsageError
 from sdflow.families import DEFAULT
 from sdflow.manifest.content import NOT_SAID, REBUILD, Chain, FinishedPass, Manifest, WrittenPass

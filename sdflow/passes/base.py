@@ -58,7 +58,7 @@ class PassInputs:
     loras: in the order of the workflow; empty unless the pass has `takes_loras`.
     base: for BindWeights, the artifact that the same step gives without LoRAs, where there is one.
     base_sha256: what its data file must have; None without a base.
-    base_sums: what its pages must sum up to (`sdflow.weights.page_sums`); None where that is not known.
+    base_sums: what its pages must sum up to (`sdflow.weights.stream`); None where that is not known.
     progress: call it with a short phrase when a new phase begins.
     hashed: BindWeights calls it with the name and the SHA-256 of a file that it hashed while writing it.
     summed: BindWeights calls it with the sums of the pages of its data file, and of the base's if it hashed that.

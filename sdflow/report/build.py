@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from sdflow.build.chain import PlannedStep
 from sdflow.build.plan import Plan
-from sdflow.build.planned_step import PlannedStep
 from sdflow.errors import Problem, UsageError
 from sdflow.report.output import print_json, print_table, put
 from sdflow.store import Cache

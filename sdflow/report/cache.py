@@ -12,7 +12,7 @@ from sdflow.report.output import print_json, print_table, put
 from sdflow.runtime.sessions.kept_engines import KeptEngines
 from sdflow.store import Entry, GcReport, VerifyReport
 from sdflow.store.remote.catalog import Listed, Swept
-from sdflow.store.remote.claims import Claim
+from sdflow.store.remote.trust import Claim
 from sdflow.store.remote.up import Sent
 from sdflow.units import spell_bytes
 

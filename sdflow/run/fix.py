@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 
 from sdflow.build.assemble import assemble
 from sdflow.build.execute import Executor
-from sdflow.build.finished_plan import origin_of
 from sdflow.build.listener import Listener
+from sdflow.build.pipeline_folder import origin_of
 from sdflow.build.plan import make_plan
 from sdflow.config.workflow import StepSpec, VerifySpec, Workflow
 from sdflow.disk.locked_folder import scratch_folder
 from sdflow.errors import VerificationError
-from sdflow.manifest import MANIFEST_FILE, REFINER, read_manifest
+from sdflow.manifest import MANIFEST_FILE, REFINER, Origin, read_manifest
 from sdflow.run.bake import workflow_of
 from sdflow.store import Cache
 from sdflow.verify.check import verify_alone
@@ -64,29 +64,26 @@ def fix(subject: Subject, spec: VerifySpec, verification: Verification, cache: C
     own = [name for name in both if not name.startswith(f"{REFINER}/")]
     if subject.refiner is not None and len(own) < len(both):
         listener.note(f"{REFINER}: by itself, sdflow verify {subject.refiner.folder} --fix")
-    found = [
-        _fix(subject, spec, verification, name, cache, listener) for name in own if name in verification.overflowing
-    ]
-    quantized = [name for name in own if name in verification.beyond_stated]
-    return found + [_fix_quantized(subject, spec, verification, name, cache, listener) for name in quantized]
+    origin = read_manifest(subject.folder).origin
+    workflow = workflow_of(subject.folder / MANIFEST_FILE, origin, [], subject.name)
+    trials = _Trials(subject, spec, origin, workflow, cache, listener)
+    found = [_fix(trials, verification, name) for name in own if name in verification.overflowing]
+    return found + [_fix_quantized(trials, verification, name) for name in own if name in verification.beyond_stated]
 
 
-def _fix(
-    subject: Subject, spec: VerifySpec, before: Verification, submodel: str, cache: Cache, listener: Listener
-) -> Fix:
-    workflow = workflow_of(subject.folder / MANIFEST_FILE, read_manifest(subject.folder).origin, [], subject.name)
-    tried = {frozenset[str](): before}
+def _fix(trials: _Trials, before: Verification, submodel: str) -> Fix:
+    tried, name = {frozenset[str](): before}, trials.subject.name
 
     def verified(nodes: Sequence[str]) -> Verification:
         if frozenset(nodes) not in tried:
-            listener.note(f"{subject.name} {submodel}: {len(nodes)} nodes in fp32")
-            tried[frozenset(nodes)] = _rebuilt(subject, spec, workflow, submodel, nodes, cache, listener)
+            trials.listener.note(f"{name} {submodel}: {len(nodes)} nodes in fp32")
+            tried[frozenset(nodes)] = trials.verified(submodel, nodes, CONVERSION, BLOCKED)
         return tried[frozenset(nodes)]
 
     found = list(before.overflowing[submodel])
     for _ in range(ROUNDS):
         result = verified(found)
-        more = [name for name in result.overflowing.get(submodel, ()) if name not in found]
+        more = [node for node in result.overflowing.get(submodel, ()) if node not in found]
         if result.passed or not more:
             break
         found += more
@@ -94,20 +91,17 @@ def _fix(
         problems = verified(found).failure()
         raise VerificationError(
             f"{submodel} does not pass with {len(found)} nodes in fp32 either: {problems}",
-            where=subject.name,
+            where=name,
             remedy="Keep the whole submodel in fp32 (take its OnnxFloatToFloat16 out), or take weights made for fp16.",
         )
     return Fix(submodel, tuple(smallest((), found, lambda nodes: verified(nodes).passed)), len(tried) - 1)
 
 
-def _fix_quantized(
-    subject: Subject, spec: VerifySpec, before: Verification, submodel: str, cache: Cache, listener: Listener
-) -> Fix:
-    origin = read_manifest(subject.folder).origin
-    workflow = workflow_of(subject.folder / MANIFEST_FILE, origin, [], subject.name)
-    quantization = origin.chains[submodel].quantized
+def _fix_quantized(trials: _Trials, before: Verification, submodel: str) -> Fix:
+    chain, name = trials.origin.chains[submodel], trials.subject.name
+    quantization = chain.quantized
     assert quantization is not None, "it is beyond a limit that its manifest states"
-    step = next(each for each in origin.chains[submodel].steps if each.name == quantization.by)
+    step = next(each for each in chain.steps if each.name == quantization.by)
     tried = {frozenset[str](): before.submodels[submodel].passed}
     layers = tuple(step.facts["quantized"]["layers"])
 
@@ -115,9 +109,8 @@ def _fix_quantized(
         if len(kept) == len(layers):
             return True  # as it is without quantization, the first part of the proof has shown
         if frozenset(kept) not in tried:
-            listener.note(f"{subject.name} {submodel}: {len(kept)} of {len(layers)} layers as they are")
-            how = step.name, KEPT
-            tried[frozenset(kept)] = _rebuilt(subject, spec, workflow, submodel, kept, cache, listener, how).passed
+            trials.listener.note(f"{name} {submodel}: {len(kept)} of {len(layers)} layers as they are")
+            tried[frozenset(kept)] = trials.verified(submodel, kept, step.name, KEPT).passed
         return tried[frozenset(kept)]
 
     found = smallest((), layers, passes)
@@ -125,7 +118,7 @@ def _fix_quantized(
         raise VerificationError(
             f"{submodel} is not within the workflow's limit of {quantization.limit:g} with any of its layers in "
             f"{quantization.to}",
-            where=subject.name,
+            where=name,
             remedy=f"State a larger limit, or take its {step.name} out.",
         )
     return Fix(submodel, tuple(found), len(tried) - 1, step.name, KEPT, tuple(step.config[KEPT]))
@@ -146,42 +139,45 @@ def smallest(needed: Sequence[str], suspects: Sequence[str], passes: Callable[[S
     return smallest([*needed, *of_second], first, passes) + of_second
 
 
-def _rebuilt(
-    subject: Subject,
-    spec: VerifySpec,
-    workflow: Workflow,
-    submodel: str,
-    nodes: Sequence[str],
-    cache: Cache,
-    listener: Listener,
-    how: tuple[str, str] = (CONVERSION, BLOCKED),
-) -> Verification:
-    """The verification of one submodel, built with these nodes in fp32 besides those that it has there already. how: the pass
-    that is told, and its option."""
-    (pipeline,) = workflow.pipelines
-    chain, (by, option) = pipeline.submodels[submodel], how
-    if not any(step.pass_name == by for step in chain):
-        raise VerificationError(f"{submodel} is not made by {by}", remedy=f"Only its {option} can be proposed.")
-    changed = tuple(_keeping(step, option, nodes) if step.pass_name == by else step for step in chain)
-    only = replace(workflow, pipelines=(replace(pipeline, submodels={submodel: changed}),))
-    (plan,) = make_plan(only, cache).pipelines
-    with scratch_folder("fix") as scratch, cache.lease():
-        steps = Executor(cache, listener).run(plan)
-        folder = scratch.resolve() / "trial" / subject.name  # the scratch itself stays locked
-        assemble(
-            folder,
-            options=subject.checkpoint.options,
-            changed=subject.checkpoint.changed_companions(),
-            parts={submodel: steps[submodel][-1].record.artifact},
-            companions=subject.checkpoint.companions,
-            origin=origin_of(plan, steps),
-        )
-        return verify_alone(
-            replace(subject, folder=folder),
-            spec,
-            cache,
-            progress=lambda phrase: listener.doing(f"{subject.name} verify", phrase),
-        ).result
+@dataclass(frozen=True)
+class _Trials:
+    """Builds of single submodels of a pipeline, each verified. workflow: that it was built by, as its manifest says."""
+
+    subject: Subject
+    spec: VerifySpec
+    origin: Origin
+    workflow: Workflow
+    cache: Cache
+    listener: Listener
+
+    def verified(self, submodel: str, nodes: Sequence[str], by: str, option: str) -> Verification:
+        """The verification of one submodel, built with these nodes kept besides those that are already. by, option: the pass that
+        is told, and how."""
+        (pipeline,) = self.workflow.pipelines
+        chain = pipeline.submodels[submodel]
+        if not any(step.pass_name == by for step in chain):
+            raise VerificationError(f"{submodel} is not made by {by}", remedy=f"Only its {option} can be proposed.")
+        changed = tuple(_keeping(step, option, nodes) if step.pass_name == by else step for step in chain)
+        only = replace(self.workflow, pipelines=(replace(pipeline, submodels={submodel: changed}),))
+        (plan,) = make_plan(only, self.cache).pipelines
+        name, checkpoint = self.subject.name, self.subject.checkpoint
+        with scratch_folder("fix") as scratch, self.cache.lease():
+            steps = Executor(self.cache, self.listener).run(plan)
+            folder = scratch.resolve() / "trial" / name  # the scratch itself stays locked
+            assemble(
+                folder,
+                options=checkpoint.options,
+                changed=checkpoint.changed_companions(),
+                parts={submodel: steps[submodel][-1].record.artifact},
+                companions=checkpoint.companions,
+                origin=origin_of(plan, steps),
+            )
+            return verify_alone(
+                replace(self.subject, folder=folder),
+                self.spec,
+                self.cache,
+                progress=lambda phrase: self.listener.doing(f"{name} verify", phrase),
+            ).result
 
 
 def _keeping(step: StepSpec, option: str, nodes: Sequence[str]) -> StepSpec:

@@ -11,8 +11,8 @@ import yaml
 
 from sdflow.artifact import INDEX_FILE
 from sdflow.config import load_workflow
+from sdflow.config.files import hub_repository
 from sdflow.config.matrix import slug
-from sdflow.config.not_workflows import hub_repository
 from sdflow.config.problems import nearest
 from sdflow.config.workflow import LoraSpec
 from sdflow.disk.atomic_write import write_whole

@@ -16,11 +16,9 @@ from typing import Any
 
 from sdflow.bench.evaluate import EvaluationResult, evaluate
 from sdflow.build.assemble import assemble, require_replaceable
-from sdflow.build.buildable import require_buildable
 from sdflow.build.execute import Executor
-from sdflow.build.expected import expected
-from sdflow.build.finished_plan import content_of, of_refiner
 from sdflow.build.listener import Listener, Steps
+from sdflow.build.pipeline_folder import content_of, of_refiner
 from sdflow.build.plan import PipelinePlan, Plan, make_plan
 from sdflow.config.workflow import Workflow
 from sdflow.disk.atomic_write import require_makable
@@ -95,8 +93,9 @@ def run_workflow(
     plan = make_plan(workflow, cache, download=True)
     for each in plan.pipelines:
         require_replaceable(options.out / each.pipeline.name, cache)
-    require_buildable(plan, cache, rebuild=options.rebuild or options.check)
-    listener.expected(expected(plan, cache, anew=options.rebuild or options.check))
+    anew = options.rebuild or options.check
+    plan.require_buildable(cache, rebuild=anew)
+    listener.expected(plan.expected(cache, anew=anew))
     planned(plan)
     executor = Executor(
         cache,

@@ -15,7 +15,6 @@ from typing import Any
 
 from sdflow import __version__
 from sdflow.artifact import Record
-from sdflow.build.buildable import require_buildable
 from sdflow.build.execute import Executor
 from sdflow.build.listener import Listener, Steps
 from sdflow.build.plan import PipelinePlan, Plan, make_plan
@@ -30,7 +29,7 @@ from sdflow.machine.packages import REFERENCE, require_packages, versions
 from sdflow.passes.registry import APPENDED, OWN, catalog, find_pass
 from sdflow.run.options import RunOptions
 from sdflow.run.run import run_workflow
-from sdflow.sources.same_architecture import config_defaults
+from sdflow.sources.config_recognition import config_defaults
 from sdflow.store import Cache
 from sdflow.store.archive import Archive, import_archive, write_archive
 from sdflow.verify import Verification
@@ -148,7 +147,7 @@ def _unverified(workflow: Workflow, cache: Cache, listener: Listener, jobs: int 
     plan = make_plan(workflow, cache, download=True)
     _require_structures(plan)
     graphs = replace(plan, pipelines=tuple(map(_without_weights, plan.pipelines)))
-    require_buildable(graphs, cache)
+    graphs.require_buildable(cache)
     executor = Executor(cache, listener, jobs=jobs)
     return [_Made(each.pipeline, executor.run(each)) for each in graphs.pipelines]
 

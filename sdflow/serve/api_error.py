@@ -9,14 +9,10 @@ from sdflow import errors
 from sdflow.serve.jobs import Failed
 
 KINDS = {
-    400: "invalid_request_error",
+    **dict.fromkeys((400, 405, 408, 409, 413), "invalid_request_error"),
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
-    408: "invalid_request_error",
-    409: "invalid_request_error",
-    413: "invalid_request_error",
     429: "rate_limit_error",
 }
 """`type` of an error by status; all others are the server's."""

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 from sdflow.disk.input_file import read_input
 from sdflow.errors import UsageError, os_errors_as
 from sdflow.serve import deployments
-from sdflow.serve.deployments import Deployment, find_deployment, terminate
-from sdflow.serve.key_file import read_key
+from sdflow.serve.deployments import Deployment, find_deployment, read_key, terminate
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from sdflow import __version__
 from sdflow.disk.atomic_write import replacing
+from sdflow.disk.input_file import read_input
 from sdflow.disk.locked_folder import alone_in
 from sdflow.disk.user_folder import user_folder
 from sdflow.errors import UsageError
@@ -213,3 +214,16 @@ def _end_of(log: Path, lines: int = 15) -> str:
     with suppress(OSError):
         return "\n".join(f"  | {line}" for line in log.read_text(errors="replace").splitlines()[-lines:])
     return "  | (it is gone)"
+
+
+def read_key(path: Path) -> str:
+    """The key in a file: its first line. Raises UsageError."""
+    try:
+        key = read_input(path).decode("utf-8").partition("\n")[0].strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"cannot be read: {error}", where=str(path), remedy="A file with the key on its first line."
+        ) from error
+    if not key:
+        raise UsageError("there is no key in it", where=str(path), remedy="Write one on its first line.")
+    return key

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from sdflow.store.default import default_cache
 
 
 @dataclass(frozen=True)
@@ -105,40 +108,39 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Begun:
-    """An image is being drawn."""
+class OfImage:
+    """Of an image: the request that it belongs to, and the how-manieth of that it is."""
 
     request: str
     index: int
 
 
 @dataclass(frozen=True)
-class Stepped:
+class Begun(OfImage):
+    """It is being drawn."""
+
+
+@dataclass(frozen=True)
+class Stepped(OfImage):
     """Steps of an image that are done, and in all."""
 
-    request: str
-    index: int
     done: int
     total: int
 
 
 @dataclass(frozen=True)
-class Preview:
+class Preview(OfImage):
     """What an image will be like, as a file. number: counts up from 0."""
 
-    request: str
-    index: int
     number: int
     file: bytes
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Drawn(OfImage):
     """An image, as a file. flagged: what the safety checker said; None without one. seconds: by stage. replica: which drew
     it, where there are several."""
 
-    request: str
-    index: int
     file: bytes
     size: tuple[int, int]
     flagged: bool | None
@@ -147,11 +149,9 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class Failed:
+class Failed(OfImage):
     """An image that was not drawn. kind: the class of the error; the rest as of SdflowError."""
 
-    request: str
-    index: int
     kind: str
     what: str
     where: str | None = None
@@ -161,12 +161,12 @@ class Failed:
 @dataclass(frozen=True)
 class Turned:
     """One turn of the loop. batches: (images, places, seconds) of each run of the denoiser. drawing: images that go through their
-    steps. memory: resident bytes."""
+    steps. memory: resident bytes of the process."""
 
     batches: tuple[tuple[int, int, float], ...]
     drawing: int
     waiting: int
-    memory: int
+    memory: int = 0
 
 
 @dataclass(frozen=True)
@@ -179,4 +179,26 @@ class Lost:
     remedy: str | None = None
 
 
-Message = Lost | Ready | Begun | Stepped | Preview | Drawn | Failed | Turned
+Message = Lost | Ready | OfImage | Turned
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """pipelines: folders by name. batch_sizes: images of a batch; None: those that a measurement finds worth it. threads: of
+    the CPU. checker: whether the safety checkers see the images. cache: that the pipelines were built with; lora_memory: bytes
+    of weights with LoRAs that are kept; loras: whether requests will name some. lanes: how many images are drawn side by side,
+    each by its part of the CPU's threads; None: as a measurement finds best. deadline: seconds of a request. stall: seconds after
+    which an image that does not go on is given up, and the process with it; None: as follows from a measurement. embeddings: a
+    folder of textual inversion files."""
+
+    pipelines: Mapping[str, Path]
+    batch_sizes: tuple[int, ...] | None = None
+    threads: int | None = None
+    checker: bool = True
+    cache: Path = field(default_factory=default_cache)
+    lora_memory: int = 4 << 30
+    loras: bool = False
+    lanes: int | None = None
+    deadline: float = 600.0
+    stall: float | None = None
+    embeddings: Path | None = None

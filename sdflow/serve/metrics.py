@@ -2,47 +2,37 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from sdflow.serve.jobs import Drawn, Failed, Lost, Message, Ready, Turned
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
+BATCHES = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
 class Metrics:
     """The figures of one server."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
-        self.requests = Counter(
-            "sdflow_requests", "Requests, by path and status.", ["path", "status"], registry=registry
-        )
-        self.seconds = Histogram(
-            "sdflow_request_seconds", "Seconds of a request.", ["path"], buckets=SECONDS, registry=registry
-        )
-        self.refusals = Counter(
-            "sdflow_refusals", "Requests that were refused, by reason.", ["reason"], registry=registry
-        )
-        self.images = Counter("sdflow_images", "Images drawn.", registry=registry)
-        self.replicas = Counter(
-            "sdflow_replica_images", "Images drawn, by replica of a cluster.", ["replica"], registry=registry
-        )
-        self.failures = Counter("sdflow_image_failures", "Images that failed.", ["kind"], registry=registry)
-        self.stages = Histogram(
-            "sdflow_stage_seconds", "Seconds of an image, by stage.", ["stage"], buckets=SECONDS, registry=registry
-        )
-        self.batches = Histogram(
-            "sdflow_batch_images",
-            "Images of a run of the denoiser.",
-            buckets=(1, 2, 3, 4, 6, 8, 12, 16),
-            registry=registry,
-        )
-        self.places = Counter("sdflow_batch_places", "Places of the batches that were run.", registry=registry)
-        self.waiting = Gauge("sdflow_waiting_images", "Images that wait.", registry=registry)
-        self.drawing = Gauge("sdflow_drawing_images", "Images that are drawn.", registry=registry)
-        self.memory = Gauge("sdflow_worker_resident_bytes", "Memory of the process that draws.", registry=registry)
-        self.ready = Gauge("sdflow_ready", "1 while requests are taken.", registry=registry)
-        self.restarts = Counter("sdflow_worker_losses", "How often the process that draws ended.", registry=registry)
+        self.registry = CollectorRegistry()
+        counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
+        self.requests = counter("sdflow_requests", "Requests, by path and status.", ["path", "status"])
+        self.seconds = histogram("sdflow_request_seconds", "Seconds of a request.", ["path"], buckets=SECONDS)
+        self.refusals = counter("sdflow_refusals", "Requests that were refused, by reason.", ["reason"])
+        self.images = counter("sdflow_images", "Images drawn.")
+        self.replicas = counter("sdflow_replica_images", "Images drawn, by replica of a cluster.", ["replica"])
+        self.failures = counter("sdflow_image_failures", "Images that failed.", ["kind"])
+        self.stages = histogram("sdflow_stage_seconds", "Seconds of an image, by stage.", ["stage"], buckets=SECONDS)
+        self.batches = histogram("sdflow_batch_images", "Images of a run of the denoiser.", buckets=BATCHES)
+        self.places = counter("sdflow_batch_places", "Places of the batches that were run.")
+        self.waiting = gauge("sdflow_waiting_images", "Images that wait.")
+        self.drawing = gauge("sdflow_drawing_images", "Images that are drawn.")
+        self.memory = gauge("sdflow_worker_resident_bytes", "Memory of the process that draws.")
+        self.ready = gauge("sdflow_ready", "1 while requests are taken.")
+        self.restarts = counter("sdflow_worker_losses", "How often the process that draws ended.")
 
     def hear(self, message: Message) -> None:
         """What the worker says."""

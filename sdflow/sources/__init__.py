@@ -19,8 +19,7 @@ from sdflow.sources.loras.lora import (
     read_lora,
     require_made_for,
 )
-from sdflow.sources.opening import open_checkpoint
-from sdflow.sources.reopening import reopen_checkpoint, require_same_checkpoint
+from sdflow.sources.opening import open_checkpoint, reopen_checkpoint, require_same_checkpoint
 
 __all__ = [
     "Checkpoint",

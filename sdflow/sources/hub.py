@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -77,7 +77,9 @@ def open_snapshot(
     if not download or _COMMIT.fullmatch(hub.revision):
         local = _local_snapshot(hub)
         if local is not None:
-            found = _if_complete(local, with_origin)
+            found = None
+            with suppress(MissingFile):
+                found = with_origin(local)
             # Second choices (variants, pickles) may only mean that another program fetched a part of the repository.
             if found is not None and (not download or len(found.notes) == 0):
                 return found
@@ -98,17 +100,15 @@ def hub_file(hub: HubReference, weight_name: str | None, *, download: bool) -> P
         config = PurePosixPath(file).with_name(ADAPTER_CONFIG).as_posix()
         return [file, config] if config in names else [file]
 
-    if not download or _offline() or _COMMIT.fullmatch(hub.revision):
+    download = download and not _offline()
+    if not download or _COMMIT.fullmatch(hub.revision):
         local = _local_snapshot(hub)
         if local is not None and weight_name is not None and (local / weight_name).is_file():
             return local / weight_name
-        if not download or _offline():
+        if not download:
             names = [] if local is None else [path.relative_to(local).as_posix() for path in local.rglob("*.*")]
-            if (
-                local is None
-                or weight_name is not None
-                or not any(name.lower().endswith(".safetensors") for name in names)
-            ):
+            there = any(name.lower().endswith(".safetensors") for name in names)
+            if local is None or weight_name is not None or not there:
                 raise _not_local(hub)
             return local / wanted(names)[0]
     fetched: list[str] = []
@@ -245,13 +245,6 @@ def _local_snapshot(hub: HubReference) -> Path | None:
     return snapshot if commit and snapshot.is_dir() else None
 
 
-def _if_complete(snapshot: Path, opened: Callable[[Path], Opened]) -> Opened | None:
-    try:
-        return opened(snapshot)
-    except MissingFile:
-        return None
-
-
 def _not_local(hub: HubReference) -> CheckpointNotLocal:
     return CheckpointNotLocal(
         "is not in the local hub cache, or not all of it",
@@ -273,13 +266,9 @@ def _fetch(hub: HubReference, wanted: Callable[[Collection[str]], list[str]]) ->
         patterns = [re.sub(r"([*?\[])", r"[\1]", name) for name in names] or ["model_index.json"]
         snapshot = Path(snapshot_download(hub.repository, revision=info.sha, allow_patterns=patterns))
     if hub.revision != info.sha:
-        _write_ref(_repository_folder(hub) / "refs" / hub.revision, info.sha)
+        # The revision's commit, where huggingface_hub would remember it.
+        write_whole(_repository_folder(hub) / "refs" / hub.revision, info.sha.encode("ascii"))
     return snapshot
-
-
-def _write_ref(path: Path, commit: str) -> None:
-    """Remember the revision's commit where huggingface_hub would."""
-    write_whole(path, commit.encode("ascii"))
 
 
 @contextmanager

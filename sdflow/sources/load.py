@@ -16,7 +16,7 @@ from sdflow.families.shared.part import Companion, Part
 from sdflow.models.base import Config, Model
 from sdflow.sources.checkpoint import Checkpoint, files_of, listing
 from sdflow.sources.companions import require_small
-from sdflow.sources.fitting import apart, fit
+from sdflow.sources.fitting import apart, fit, require_size
 from sdflow.sources.pickle_scan import MOST_UNFOLDED, require_small_pickle
 from sdflow.sources.synthetic import tensors_for
 
@@ -140,7 +140,7 @@ def load_companion(companion: Companion, folder: Path, where: str) -> Any:
 
 
 @contextmanager
-def rejections(where: str, what: str, remedy: str | None = None) -> Iterator[None]:
+def rejections(where: str, what: str) -> Iterator[None]:
     """Raises CheckpointError for what a library raises of a configuration or a file that it cannot make sense of."""
     from huggingface_hub.errors import StrictDataclassError  # of transformers' configurations
 
@@ -150,7 +150,7 @@ def rejections(where: str, what: str, remedy: str | None = None) -> Iterator[Non
         if not isinstance(error, (StrictDataclassError, *_REJECTIONS)) and type(error) is not Exception:
             raise
         # (tokenizers raises a bare Exception)
-        raise CheckpointError(f"{what}: {_brief(error)}", where=where, remedy=remedy) from error
+        raise CheckpointError(f"{what}: {_brief(error)}", where=where) from error
 
 
 def _brief(error: Exception) -> str:
@@ -291,26 +291,6 @@ def _refusal(error: Exception) -> str:
     if found is not None:
         return found[1]
     return f"{type(error).__name__}" if "weights_only" in str(error) or not str(error) else str(error).splitlines()[0]
-
-
-MOST_LAYERS = 512
-"""Layers that an entry of a config may ask for. The largest of these networks have 48."""
-
-
-def require_size(config: Any, where: str, key: str = "") -> None:
-    """Raises CheckpointError, before anything is made, for what would take for ever to make."""
-    if isinstance(config, Mapping):
-        for name, value in config.items():
-            require_size(value, where, str(name))
-    elif isinstance(config, list | tuple):
-        if len(config) > MOST_LAYERS and key.endswith(("_types", "_channels", "_block", "_dim", "_heads")):
-            raise CheckpointError(f"{key} has {len(config)} entries", where=where, remedy="Download the config again.")
-        for value in config:
-            require_size(value, where, key)
-    elif isinstance(config, int) and "layers" in key and config > MOST_LAYERS:
-        raise CheckpointError(
-            f"{key} is {config}, more than {MOST_LAYERS}", where=where, remedy="Download the config again."
-        )
 
 
 def _weights(file: Path, value: Any) -> dict[str, torch.Tensor]:

@@ -47,10 +47,7 @@ def open_synthetic(reference: str, architecture: str, seed: int, *, left_out: Co
     }
 
     def build(part: Part, config: Mapping[str, Any]) -> SubmodelCheckpoint:
-        return SubmodelCheckpoint(
-            identity=synthetic_identity(part.model, config, seed),
-            load={"kind": "synthetic", "family": family.name, "config": config, "seed": seed},
-        )
+        return synthetic_submodel(part.model, config, seed, family.name)
 
     submodels = submodels_of(family, configs, read_options(family, index), build)
     return Checkpoint(
@@ -86,15 +83,18 @@ def synthetic_provenance(architecture: str, seed: int) -> dict[str, Any]:
     return {"kind": "synthetic", "architecture": architecture, "seed": seed, "generator": GENERATOR_VERSION}
 
 
-def synthetic_identity(model: Model, config: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """What tells random weights apart, for the cache key."""
-    return {
-        "kind": "synthetic",
-        "class": model.class_name,
-        "config": config_digest(config),
-        "seed": seed,
-        "generator": GENERATOR_VERSION,
-    }
+def synthetic_submodel(model: Model, config: Mapping[str, Any], seed: int, family: str) -> SubmodelCheckpoint:
+    """With random weights."""
+    return SubmodelCheckpoint(
+        identity={
+            "kind": "synthetic",
+            "class": model.class_name,
+            "config": config_digest(config),
+            "seed": seed,
+            "generator": GENERATOR_VERSION,
+        },
+        load={"kind": "synthetic", "family": family, "config": config, "seed": seed},
+    )
 
 
 def synthetic_tensors(

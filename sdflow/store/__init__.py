@@ -1,12 +1,11 @@
 """The content-addressed cache. It knows files, digests and actions, and nothing of models or passes."""
 
 from sdflow.store.cache import Cache, CorruptArtifactError
-from sdflow.store.explanation import explain
 from sdflow.store.gc import Entry, GcReport
-from sdflow.store.notes import Failure
+from sdflow.store.notes import Failure, explain
+from sdflow.store.objects import VerifyReport
 from sdflow.store.publish import Staging
 from sdflow.store.stat_cache import StatCache
-from sdflow.store.verify import VerifyReport
 
 __all__ = [
     "Cache",

@@ -31,7 +31,7 @@ from sdflow.errors import UsageError, os_errors_as
 from sdflow.store.cache import Cache
 from sdflow.store.layout import writing
 from sdflow.store.records import BadRecord, Stored, dump, dump_action, load
-from sdflow.store.remote.entry import RemoteEntry, read_entry, require_files
+from sdflow.store.remote.entry import read_entry, require_files
 
 FORMAT = 1
 LIST = "structures.json"
@@ -49,7 +49,7 @@ class Archive:
     """What an archive says of itself. about: JSON of whoever wrote it. objects: tree digest -> files."""
 
     about: Mapping[str, Any]
-    entries: tuple[RemoteEntry, ...]
+    entries: tuple[Stored, ...]
     objects: Mapping[str, tuple[FileEntry, ...]]  # sorted
 
     @property
@@ -125,7 +125,7 @@ def import_archive(path: Path, cache: Cache, accept: Callable[[Archive], None]) 
     return archive, new
 
 
-def _publish(cache: Cache, entry: RemoteEntry, files: Sequence[FileEntry], folder: Path) -> Record:
+def _publish(cache: Cache, entry: Stored, files: Sequence[FileEntry], folder: Path) -> Record:
     with cache.staging(entry.action) as staging:
         with writing(cache.root):
             for file in files:

@@ -15,23 +15,21 @@ from pathlib import Path
 from sdflow import stop
 from sdflow.artifact import Action, Artifact, Record
 from sdflow.errors import CacheError, PassError, UsageError
-from sdflow.store import leases
+from sdflow.store import locks
 from sdflow.store.gc import Entry, GcReport, clean, collect, entries
-from sdflow.store.layout import FULL, READ_ONLY, Layout, cache_error, log, reading, writing
+from sdflow.store.layout import FULL, READ_ONLY, Layout, cache_error, log, put_aside, reading, writing
 from sdflow.store.locks import file_lock, held
 from sdflow.store.notes import Notes, note
-from sdflow.store.objects import AbsentObject, BadTree, check, find
+from sdflow.store.objects import AbsentObject, BadTree, VerifyReport, find, verify
 from sdflow.store.pins import Pin, files_put, note_output_folder, write_pin
 from sdflow.store.publish import Staging
-from sdflow.store.quarantine import put_aside
 from sdflow.store.records import BadRecord, load_action, read_record
-from sdflow.store.remote.pieces import Cuts, no_cuts
+from sdflow.store.remote.entry import Cuts, no_cuts
 from sdflow.store.remote.remote import Remote, incoming, settle
 from sdflow.store.remote.spec import RemoteSpec
 from sdflow.store.remote.trust import Signer
 from sdflow.store.remote.up import FROM
 from sdflow.store.stat_cache import StatCache
-from sdflow.store.verify import VerifyReport, verify
 
 
 class CorruptArtifactError(CacheError):
@@ -66,7 +64,7 @@ class Cache:
         self.stat = StatCache(self._layout, rehash=rehash)
         self.notes = Notes(self._layout)
         self.remote = None if remote is None else Remote(remote, self._layout, cuts, signer)
-        self._lease: leases.Lease | None = None
+        self._lease: locks.Lease | None = None
         self._damaged: set[str] = set()  # objects that could not be moved to quarantine
 
     def lookup(self, action: Action) -> Record | None:
@@ -144,7 +142,7 @@ class Cache:
         """
         with reading(self.root):
             try:
-                check(self._layout, self.stat, artifact.digest)
+                find(self._layout, self.stat, artifact.digest, anew=True)
             except BadTree as error:
                 if not isinstance(error, AbsentObject):
                     self._quarantine(artifact.digest, str(error))
@@ -219,11 +217,11 @@ class Cache:
         if self._lease is not None:  # inside another one
             yield
             return
-        made: list[leases.Lease] = []
+        made: list[locks.Lease] = []
 
         def make() -> None:
             self._layout.ensure()
-            made.append(leases.Lease(self._layout))
+            made.append(locks.Lease(self._layout))
 
         note(self._layout, make, "a lease")
         if self.remote is not None:
@@ -243,13 +241,13 @@ class Cache:
                 lease.close()
 
     @contextmanager
-    def _any_lease(self) -> Iterator[leases.Lease]:
+    def _any_lease(self) -> Iterator[locks.Lease]:
         """The lease of the whole run, or one of our own."""
         if self._lease is not None:
             yield self._lease
             return
         with writing(self.root):
-            lease = leases.Lease(self._layout)
+            lease = locks.Lease(self._layout)
         try:
             yield lease
         finally:
@@ -274,7 +272,7 @@ class Cache:
 
         def write() -> None:
             self._layout.ensure()
-            with held(self._layout.lock(leases.GUARD)):
+            with held(self._layout.lock(locks.GUARD)):
                 gone = [digest for digest in pin.objects if not self._layout.object(digest).exists()]
                 if gone:
                     raise CacheError(

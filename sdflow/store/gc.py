@@ -10,19 +10,17 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sdflow.disk.locked_folder import remove_abandoned_scratch
 from sdflow.errors import CacheError
 from sdflow.onnx_model.quantized import quantized_to
-from sdflow.store.layout import READ_ONLY, Layout, move, remove_tree, writing
-from sdflow.store.leases import GUARD, leased, live_leases
-from sdflow.store.locks import held, held_if_possible, try_lock
+from sdflow.store.layout import Layout, move, put_aside, remove_tree, writing
+from sdflow.store.locks import GUARD, held, held_if_possible, leased, live_leases, try_lock, try_lock_if_possible
 from sdflow.store.objects import BadTree, read_manifest
 from sdflow.store.pins import pins, remove_abandoned_staging, tidy
-from sdflow.store.quarantine import put_aside
 from sdflow.store.records import BadRecord, load_action, read_record
 from sdflow.store.stat_cache import StatCache
 
@@ -129,7 +127,7 @@ def collect(layout: Layout, stats: StatCache, max_size: int | None, *, dry_run: 
                 remove_tree(path)
             _remove_idle_locks(layout)
             stats.prune()
-    return GcReport(**{**vars(report), "rubbish": len(rubbish) + removed})
+    return replace(report, rubbish=len(rubbish) + removed)
 
 
 def _collect_objects(layout: Layout, max_size: int | None, *, dry_run: bool) -> GcReport:
@@ -208,17 +206,11 @@ def _rubbish(layout: Layout) -> Iterator[Path]:
 
 
 def _is_idle(path: Path) -> bool:
-    """Whether nobody holds a lock. On a read-only cache that is not known, and counts as held."""
-    try:
-        lock = try_lock(path)
-    except OSError as error:
-        if error.errno not in READ_ONLY:
-            raise
-        return False
-    if lock is None:
-        return False
-    lock.release()
-    return True
+    """Whether nobody holds a lock, as far as is known."""
+    lock = try_lock_if_possible(path)
+    if lock is not None:
+        lock.release()
+    return lock is not None
 
 
 def _remove_idle_locks(layout: Layout) -> None:
@@ -254,8 +246,7 @@ def clean(layout: Layout) -> None:
             )
         # The actions first: from then on nothing of the rest counts.
         remove_abandoned_staging(layout)
-        doomed = [layout.actions, layout.objects, layout.steps, layout.pins, layout.imported, layout.outputs]
-        doomed += [layout.quarantine, layout.staging, layout.incoming]
+        doomed = [layout.actions, *layout.contents, layout.quarantine, layout.staging, layout.incoming]
         for path in (*doomed, layout.stat, Path(f"{layout.stat}-journal")):
             with suppress(FileNotFoundError):
                 move(path, layout.trash / f"{path.name}-{time.time_ns()}")

@@ -19,6 +19,7 @@ import os
 import shutil
 import stat
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -45,18 +46,11 @@ class Layout:
         self.root = root
         self.tag = root / "CACHEDIR.TAG"
         self.own = root / "v1"
-        self.objects = self.own / "objects"
-        self.actions = self.own / "actions"
-        self.steps = self.own / "steps"
-        self.staging = self.own / "staging"
+        self.contents = [self.own / name for name in ("objects", "actions", "steps", "pins", "imported", "outputs")]
+        self.objects, self.actions, self.steps, self.pins, self.imported, self.outputs = self.contents
+        self.services = [self.own / name for name in ("staging", "quarantine", "trash", "locks", "leases")]
+        self.staging, self.quarantine, self.trash, self.locks, self.leases = self.services
         self.incoming = self.own / "incoming"
-        self.quarantine = self.own / "quarantine"
-        self.trash = self.own / "trash"
-        self.locks = self.own / "locks"
-        self.leases = self.own / "leases"
-        self.pins = self.own / "pins"
-        self.imported = self.own / "imported"
-        self.outputs = self.own / "outputs"
         self.stat = self.own / "stat.sqlite"
 
     def object(self, digest: str) -> Path:
@@ -85,19 +79,7 @@ class Layout:
         with writing(self.root):
             if not self.is_ours():
                 self._adopt()
-            for folder in (
-                self.objects,
-                self.actions,
-                self.steps,
-                self.staging,
-                self.quarantine,
-                self.trash,
-                self.locks,
-                self.leases,
-                self.pins,
-                self.imported,
-                self.outputs,
-            ):
+            for folder in (*self.contents, *self.services):
                 make_folder(folder)
 
     def foreign(self) -> list[str]:
@@ -242,3 +224,41 @@ def remove_tree(path: Path) -> None:
             raise info[1]
 
     shutil.rmtree(path, onerror=tolerate)
+
+
+def put_aside(layout: Layout, paths: list[Path], reason: str) -> bool:
+    """Move `paths` to quarantine with a note. Returns False, and says so, if the cache cannot be written."""
+    try:
+        place, moved = _place(layout), 0
+        for path in paths:
+            with suppress(FileNotFoundError):  # another process was first
+                move(path, place / path.name)
+                moved += 1
+        if not moved:
+            place.rmdir()
+            return True
+        (place / "reason.txt").write_text("\n".join([reason, *map(str, paths)]) + "\n")
+    except OSError as error:
+        log.warning("damaged: %s: %s; it cannot be moved to quarantine (%s)", paths[0], reason, error)
+        return False
+    log.warning("damaged: %s: %s; moved to %s, it will be built again", paths[0], reason, place)
+    return True
+
+
+def keep_bytes(layout: Layout, name: str, data: bytes, reason: str) -> Path | None:
+    """Keep what a remote gave in the place of something else. None if the cache cannot be written."""
+    try:
+        place = _place(layout)
+        (place / Path(name).name).write_bytes(data)
+        (place / "reason.txt").write_text(f"{reason}\n")
+    except OSError as error:
+        log.debug("%s is not kept: %s", name, error)
+        return None
+    return place
+
+
+def _place(layout: Layout) -> Path:
+    """A new folder. Raises OSError."""
+    place = layout.quarantine / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.urandom(4).hex()}"
+    place.mkdir(parents=True)
+    return place

@@ -1,17 +1,25 @@
-"""File locks. They spare double work and keep garbage collection off what is in use; no result rests on one."""
+"""File locks, and leases: what running builds use, which garbage collection must leave alone. No result rests on a lock."""
 
 from __future__ import annotations
 
+import os
 import stat
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sdflow.store.layout import READ_ONLY, remove_tree
+from sdflow.disk.input_file import read_input
+from sdflow.store.layout import READ_ONLY, Layout, remove_tree
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
+
+MOST_OF_A_LIST = 64 << 20
+"""Bytes of the list of a lease, at most: a million objects."""
+GUARD = "guard"
+"""The lock under which leases grow and under which garbage collection decides and moves: it sees every lease."""
 
 # filelock takes 80 ms to import, more than a fully cached plan: it is imported when a lock is first needed.
 
@@ -46,17 +54,34 @@ def try_lock(path: Path) -> BaseFileLock | None:
     return lock
 
 
+def try_lock_if_possible(path: Path) -> BaseFileLock | None:
+    """The same; on a read-only cache it is not known whether another holds it, and counts as held."""
+    try:
+        return try_lock(path)
+    except OSError as error:
+        if error.errno not in READ_ONLY:
+            raise
+        return None
+
+
 @contextmanager
 def held(
     path: Path, waiting: Callable[[], None] | None = None, meanwhile: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
     """Hold the lock at `path`. If another process has it, `waiting` is called once, and `meanwhile` again and again:
     what that raises ends the waiting."""
+    from filelock import Timeout
+
     lock = try_lock(path)
     if lock is None:
         if waiting:
             waiting()
-        lock = _acquired(file_lock(path), meanwhile)
+        lock = file_lock(path)
+        while not lock.is_locked:
+            try:
+                lock.acquire(timeout=0.2)
+            except Timeout:
+                meanwhile()
     try:
         yield
     finally:
@@ -66,26 +91,74 @@ def held(
 @contextmanager
 def held_if_possible(path: Path) -> Iterator[None]:
     """Hold the lock at `path`; on a read-only cache, for those who change nothing, go on without."""
-    try:
-        lock = _acquired(file_lock(path), lambda: None)
-    except OSError as error:
-        if error.errno not in READ_ONLY:
-            raise
-        yield
-        return
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _acquired(lock: BaseFileLock, meanwhile: Callable[[], None]) -> BaseFileLock:
-    from filelock import Timeout
-
-    while True:
+    with ExitStack() as stack:
         try:
-            lock.acquire(timeout=0.2)
-        except Timeout:
-            meanwhile()
-        else:
-            return lock
+            stack.enter_context(held(path))
+        except OSError as error:
+            if error.errno not in READ_ONLY:
+                raise
+        yield
+
+
+class Lease:
+    """Objects that this process uses. It counts for as long as its lock file is held: until `close`, or death."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        name = f"{os.getpid()}-{os.urandom(6).hex()}"
+        self._list = layout.leases / f"{name}.txt"
+        self._digests: set[str] = set()
+        self._thread_guard = threading.Lock()
+        with held(layout.lock(GUARD)):
+            self._lock: BaseFileLock | None = try_lock(layout.leases / f"{name}.lock")
+            self._list.touch()
+
+    def add(self, digest: str) -> None:
+        """Protect an object from now on, whether or not it is there yet."""
+        with self._thread_guard:
+            if digest in self._digests:
+                return
+            with held(self._layout.lock(GUARD)), self._list.open("a") as stream:
+                stream.write(f"{digest}\n")
+            self._digests.add(digest)
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._list.unlink(missing_ok=True)  # before its lock: a list without one would stay for ever
+            Path(self._lock.lock_file).unlink(missing_ok=True)
+            self._lock.release()
+            self._lock = None
+
+
+def leased(layout: Layout, *, tidy: bool = True) -> dict[str, int]:
+    """Object digest -> process that uses it. Call it under the guard lock. tidy: remove the leases of dead processes.
+
+    Where no lock can be tried, the cache being read-only, every lease counts.
+    """
+    users: dict[str, int] = {}
+    for path in layout.leases.glob("*.lock"):
+        listed = path.with_suffix(".txt")
+        lock = try_lock(path) if tidy else try_lock_if_possible(path)
+        if lock is not None:
+            if tidy:
+                listed.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
+            lock.release()
+            continue
+        with suppress(FileNotFoundError):  # it ended just now
+            users.update(
+                dict.fromkeys(read_input(listed, MOST_OF_A_LIST).decode(errors="replace").split(), _process(path))
+            )
+    return users
+
+
+def _process(path: Path) -> int:
+    """0 for a name that no lease has."""
+    number = path.name.split("-")[0]
+    return int(number) if number.isdecimal() and len(number) < 20 else 0
+
+
+def live_leases(layout: Layout) -> list[int]:
+    """The processes that hold a lease, with or without objects. Call it under the guard lock."""
+    leased(layout)
+    return sorted(_process(path) for path in layout.leases.glob("*.lock"))

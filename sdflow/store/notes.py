@@ -3,18 +3,22 @@ imported."""
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sdflow.artifact import Action
-from sdflow.digest import digest_json
+from sdflow.digest import canonical_json, digest_json
 from sdflow.errors import CacheError
 from sdflow.store.layout import FULL, READ_ONLY, Layout, log, reading, replace_file, writing
 from sdflow.store.locks import held
 from sdflow.store.records import BadRecord, dump, load, read_record
+
+Leaf = tuple[str | int, ...]
+_DIGEST = re.compile(r"[0-9a-f]{40,64}")
 
 
 @dataclass(frozen=True)
@@ -51,12 +55,8 @@ class Notes:
 
     def last_action(self, step_id: str) -> Action | None:
         """The action that the step had when it was last run; None if that is not known."""
-        try:
-            body = load(read_record(self._step(step_id)))
-            return Action(body["action"]) if body["step"] == step_id else None
-        except (OSError, BadRecord, KeyError) as error:
-            log.debug("no last action of %s: %s", step_id, error)
-            return None
+        body = self._body(self._step(step_id), step_id, "action")
+        return None if body is None else Action(body["action"])
 
     def remember_failure(self, step_id: str, action: Action, error: str) -> None:
         """Note that a step failed, for `explain`: no result, and part of no key. Skipped on a read-only cache."""
@@ -70,12 +70,17 @@ class Notes:
 
     def last_failure(self, step_id: str) -> Failure | None:
         """How a step failed since it was last built; None if it did not, or that is not known."""
+        body = self._body(self._failure(step_id), step_id, "action", "at", "error")
+        return None if body is None else Failure(Action(body["action"]), body["at"], body["error"])
+
+    def _body(self, path: Path, step_id: str, *keys: str) -> dict[str, Any] | None:
+        """What was noted of the step, with all of these keys."""
         try:
-            body = load(read_record(self._failure(step_id)))
-            return Failure(Action(body["action"]), body["at"], body["error"]) if body["step"] == step_id else None
-        except (OSError, BadRecord, KeyError) as error:
-            log.debug("no failure of %s: %s", step_id, error)
+            body = load(read_record(path))
+        except (OSError, BadRecord) as error:
+            log.debug("nothing is noted of %s: %s", step_id, error)
             return None
+        return body if body.get("step") == step_id and all(key in body for key in keys) else None
 
     def _step(self, step_id: str) -> Path:
         return self._layout.steps / f"{digest_json(step_id)}.json"
@@ -148,3 +153,74 @@ def note(layout: Layout, write: Callable[[], None], what: str, without: Set[int]
             return False
         raise
     return True
+
+
+def explain(old: Action | None, new: Action) -> tuple[str, ...]:
+    """The leaves of the action that differ, such as "option opt_level: 0 -> 1". Empty if the actions are the same."""
+    if old is None:
+        return ("first build",)
+    before, after = dict(_leaves(old.content)), dict(_leaves(new.content))
+    lines = []
+    for path in sorted(before.keys() | after.keys(), key=lambda path: [str(part) for part in path]):
+        if path not in before:
+            lines.append(f"{_name(path)}: added, {_words(after[path])}")
+        elif path not in after:
+            lines.append(f"{_name(path)}: removed, was {_words(before[path])}")
+        elif canonical_json(before[path]) != canonical_json(after[path]):  # in Python, 1 == 1.0 == True
+            lines.append(f"{_name(path)}: {_words(before[path])} -> {_words(after[path])}")
+    return tuple(lines)
+
+
+def _leaves(value: Any, path: Leaf = ()) -> Iterator[tuple[Leaf, Any]]:
+    """Maps and lists of maps are walked; scalars, and lists of scalars, are leaves, as are empty maps."""
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, (*path, str(key)))
+    elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
+        for index, item in enumerate(value):
+            yield from _leaves(item, (*path, index))
+    else:
+        yield path, value
+
+
+def _name(path: Leaf) -> str:
+    """What a user calls the leaf."""
+    match path:
+        case ("pass", "name"):
+            return "pass"
+        case ("pass", "version"):
+            return "version of the pass"
+        case ("config", *rest) if rest:
+            return f"option {_dotted(rest)}"
+        case ("inputs", "loras", int(index), *rest):
+            return " ".join(["lora", str(index + 1), _dotted(rest)]).strip()
+        case ("inputs", "loras"):
+            return "loras"
+        case ("inputs", "model"):
+            return "output of the step before"
+        case ("inputs", "model", "architecture"):
+            return "architecture"
+        case ("inputs", "checkpoint", *rest):
+            return f"checkpoint {_dotted(rest)}".strip()
+        case ("inputs", "model", *rest):
+            return f"checkpoint {_dotted(rest)}"
+        case ("uses", distribution):
+            return f"uses {distribution}"
+        case ("user_scripts", *rest) if rest:
+            return f"user script {_dotted(rest)}"
+        case ("format",):
+            return "format of the key"
+        case _:
+            return _dotted(path) or "the action"
+
+
+def _dotted(parts: Any) -> str:
+    return ".".join(str(part + 1) if isinstance(part, int) else part for part in parts)
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, str):
+        if _DIGEST.fullmatch(value):
+            return value[:12]
+        return value if value and value.isprintable() else repr(value)
+    return canonical_json(value).decode()

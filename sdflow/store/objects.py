@@ -1,4 +1,4 @@
-"""Objects: directories of files named by their tree digest, each with the manifest that lists them."""
+"""Objects: directories of files named by their tree digest, each with the manifest that lists them; and reading all of them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from sdflow.artifact import Artifact
 from sdflow.digest import FileEntry, canonical_json, digest_file, digest_tree
 from sdflow.disk.atomic_write import sync_file
 from sdflow.disk.replace_folder import sync_directory
-from sdflow.store.layout import Layout, write_file
-from sdflow.store.records import BadRecord, read_record
+from sdflow.store.layout import Layout, put_aside, reading, write_file
+from sdflow.store.records import BadRecord, load_action, read_record
 from sdflow.store.stat_cache import SHA256, Known, StatCache, identity
 
 READERS, FILE = 0o555, 0o444
@@ -114,43 +116,24 @@ def read_manifest(directory: Path, digest: str) -> tuple[FileEntry, ...]:
     return entries
 
 
-def find(layout: Layout, stats: StatCache, digest: str) -> Artifact:
+def find(layout: Layout, stats: StatCache, digest: str, *, anew: bool = False) -> Artifact:
     """The object, if each of its files has the right size and, by its stat, the content that was hashed before.
 
-    Files whose stat is not known are hashed again. Raises AbsentObject, BadTree.
+    Files whose stat is not known are hashed again, and with `anew` all. Raises AbsentObject, BadTree, also for a file that the
+    manifest does not list, or that is not plain or has a second link.
     """
     directory = layout.object(digest)
     with _being_there(directory):
         entries = read_manifest(directory, digest)
-        there = _require_listed(directory / FILES, entries)
+        there = dict(scan(directory / FILES))
+        if difference := there.keys() ^ {entry.path for entry in entries}:
+            raise BadTree(f"missing or not listed in the manifest: {', '.join(sorted(difference))}")
         for entry in entries:
             path, found = directory / FILES / entry.path, there[entry.path]
-            if found.st_size != entry.size:
+            if not anew and found.st_size != entry.size:
                 raise BadTree(f"{entry.path} does not have {entry.size} bytes")
-            if stats.recall(path, SHA256, identity(found)) != entry.sha256:
+            if anew or stats.recall(path, SHA256, identity(found)) != entry.sha256:
                 _rehash(path, entry, stats)
-    return Artifact(digest, directory / FILES, entries)
-
-
-def _require_listed(files: Path, entries: tuple[FileEntry, ...]) -> dict[str, os.stat_result]:
-    """The files that are there, which must be those of the manifest, each plain and with one link. Raises BadTree."""
-    there = dict(scan(files))
-    if difference := there.keys() ^ {entry.path for entry in entries}:
-        raise BadTree(f"missing or not listed in the manifest: {', '.join(sorted(difference))}")
-    return there
-
-
-def check(layout: Layout, stats: StatCache, digest: str) -> Artifact:
-    """The object, with every byte read and hashed again and nothing beside what the manifest lists.
-
-    Raises AbsentObject, BadTree.
-    """
-    directory = layout.object(digest)
-    with _being_there(directory):
-        entries = read_manifest(directory, digest)
-        _require_listed(directory / FILES, entries)
-        for entry in entries:
-            _rehash(directory / FILES / entry.path, entry, stats)
     return Artifact(digest, directory / FILES, entries)
 
 
@@ -186,3 +169,57 @@ def _rehash(path: Path, entry: FileEntry, stats: StatCache) -> None:
         stats.remember([Known(path, SHA256, now, sha256)])
     if sha256 != entry.sha256:
         raise BadTree(f"{entry.path} does not have the content that was published")
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """objects, actions, bytes: what was read and is sound. damaged: (path, what is wrong), now in quarantine; but for those
+    in `stuck`, which could not be moved there."""
+
+    objects: int
+    actions: int
+    bytes: int
+    damaged: tuple[tuple[Path, str], ...]
+    stuck: tuple[Path, ...] = ()
+
+
+def verify(layout: Layout, stats: StatCache, progress: Callable[[str, int], None] | None = None) -> VerifyReport:
+    """Hash everything again and put what is damaged aside. `progress` gets each object's digest and bytes when done.
+
+    Raises CacheError if the cache cannot be read.
+    """
+    damaged: list[tuple[Path, str]] = []
+    stuck: list[Path] = []
+    actions_of: defaultdict[str, list[Path]] = defaultdict(list)
+    sound_bytes = sound_objects = actions = 0
+    with reading(layout.root):
+        for path in sorted(layout.actions.glob("*/*.json")):
+            try:
+                stored = load_action(read_record(path))
+                if layout.action(stored.action.digest) != path:
+                    raise BadRecord("it belongs to another action")
+            except FileNotFoundError:
+                continue
+            except BadRecord as error:
+                damaged.append((path, str(error)))
+                if not put_aside(layout, [path], str(error)):
+                    stuck.append(path)
+                continue
+            actions_of[stored.object].append(path)
+            actions += 1
+        for path in sorted(layout.objects.glob("*/*")):
+            try:
+                artifact = find(layout, stats, path.name, anew=True)
+            except AbsentObject:  # collected just now
+                continue
+            except BadTree as error:
+                damaged.append((path, str(error)))
+                actions -= len(actions_of[path.name])
+                if not put_aside(layout, [path, *actions_of[path.name]], str(error)):
+                    stuck.append(path)
+                continue
+            sound_objects += 1
+            sound_bytes += artifact.bytes
+            if progress:
+                progress(path.name, artifact.bytes)
+    return VerifyReport(sound_objects, actions, sound_bytes, tuple(damaged), tuple(stuck))

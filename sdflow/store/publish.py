@@ -10,6 +10,7 @@ import errno
 import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,36 +20,30 @@ from sdflow.digest import FileEntry, canonical_json, digest_tree
 from sdflow.disk.atomic_write import unfinished
 from sdflow.disk.replace_folder import sync_directory
 from sdflow.errors import PassError
-from sdflow.store.layout import Layout, discard, log, make_folder, move, write_file, writing
-from sdflow.store.leases import Lease
-from sdflow.store.objects import FILES, MANIFEST, READERS, AbsentObject, BadTree, check, seal, write_manifest
-from sdflow.store.quarantine import put_aside
+from sdflow.store.layout import Layout, discard, log, make_folder, move, put_aside, write_file, writing
+from sdflow.store.locks import Lease
+from sdflow.store.objects import FILES, MANIFEST, READERS, AbsentObject, BadTree, find, seal, write_manifest
 from sdflow.store.records import Stored, dump_action
 from sdflow.store.stat_cache import SHA256, Known, StatCache
 
 
+@dataclass
 class Staging:
     """Where a pass writes. `files` is an empty directory; `publish` makes it an entry of the cache."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        stats: StatCache,
-        action: Action,
-        path: Path,
-        lease: Lease,
-        lookup: Callable[[Action], Record | None],
-    ) -> None:
-        self.action = action
-        self.path = path
-        self.files = path / FILES
-        self.kept: Path | None = None
-        self._published = False
-        self._layout = layout
-        self._stats = stats
-        self._lease = lease
-        self._lookup = lookup
-        self._sealed: tuple[tuple[FileEntry, ...], list[tuple[str, str, str]]] | None = None
+    _layout: Layout
+    _stats: StatCache
+    action: Action
+    path: Path
+    _lease: Lease
+    _lookup: Callable[[Action], Record | None]
+    kept: Path | None = None
+    _published: bool = False
+    _sealed: tuple[tuple[FileEntry, ...], list[tuple[str, str, str]]] | None = None
+
+    @property
+    def files(self) -> Path:
+        return self.path / FILES
 
     def clear(self, *, keep: bool) -> None:
         """Clear the directory away; after a failure, `keep` leaves it as `<name>-failed`, where `kept` says."""
@@ -124,7 +119,7 @@ class Staging:
             write_manifest(self.path, entries)
         while True:
             try:
-                artifact = check(self._layout, self._stats, digest)
+                artifact = find(self._layout, self._stats, digest, anew=True)
                 log.debug("object %s is there already", digest)
                 return artifact
             except AbsentObject:

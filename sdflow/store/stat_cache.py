@@ -6,8 +6,8 @@ as when the content was read. ctime cannot be set back, so a change with restore
 A file that changes twice within one tick of the clock keeps its stat, and one that is written through a memory map keeps
 it until the kernel next looks. As git does, an entry is therefore only kept if the file had been left alone for
 `SETTLED_NS` when reading began: a later write then shows, but for one through a map of a file system that never looks
-(tmpfs); `rehash` is for those. Objects of the cache are the exception (`settled=True`): they are made read-only before
-they are hashed, and are hashed again before use.
+(tmpfs); `rehash` is for those. Objects of the cache are the exception: they are made read-only before they are hashed,
+and are hashed again before use.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class StatCache:
         """SHA-256 of a file's content. Raises OSError if it cannot be read, CacheError if it keeps changing."""
         return self.value(path, SHA256, digest_file)
 
-    def value(self, path: Path, what: str, compute: Callable[[Path], str], *, settled: bool = False) -> str:
+    def value(self, path: Path, what: str, compute: Callable[[Path], str]) -> str:
         """`compute(path)`, or what it gave when the file had this stat. `what` names the computation and its version.
 
         Raises what `compute` raises, OSError for a missing file, CacheError for one that changes while it is read.
@@ -111,7 +111,7 @@ class StatCache:
             value = compute(path)
             after = path.stat()
             if identity(before) == identity(after):
-                if settled or file_stamp.changed_ns(before) < began - SETTLED_NS:
+                if file_stamp.changed_ns(before) < began - SETTLED_NS:
                     self.remember([Known(path, what, identity(after), value)])
                 return value
         raise CacheError(

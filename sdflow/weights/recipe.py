@@ -42,8 +42,8 @@ class Constant:
     dtype: str
 
 
-class _EachValue:
-    """What is done to each value where it is."""
+class _Of:
+    """Made of the values of another recipe; of their shape and type, where a class does not say otherwise."""
 
     of: Recipe
 
@@ -51,9 +51,27 @@ class _EachValue:
     def shape(self) -> Shape:
         return self.of.shape
 
+    @property
+    def dtype(self) -> str:
+        return self.of.dtype
+
+
+class _Parts:
+    """Made of parts, of the type of the first; of its shape, where a class does not say otherwise."""
+
+    parts: tuple[Recipe, ...]
+
+    @property
+    def shape(self) -> Shape:
+        return self.parts[0].shape
+
+    @property
+    def dtype(self) -> str:
+        return self.parts[0].dtype
+
 
 @dataclass(frozen=True)
-class Transpose:
+class Transpose(_Of):
     """Axes permuted as `numpy.transpose(values, axes)` does."""
 
     axes: tuple[int, ...]
@@ -62,10 +80,6 @@ class Transpose:
     @property
     def shape(self) -> Shape:
         return tuple(self.of.shape[axis] for axis in self.axes)
-
-    @property
-    def dtype(self) -> str:
-        return self.of.dtype
 
 
 @dataclass(frozen=True)
@@ -81,7 +95,7 @@ class Reshape:
 
 
 @dataclass(frozen=True)
-class Join:
+class Join(_Parts):
     """Parts one after the other along an axis, as `numpy.concatenate` does. `axis` is not negative."""
 
     axis: int
@@ -93,22 +107,15 @@ class Join:
         first[self.axis] = sum(part.shape[self.axis] for part in self.parts)
         return tuple(first)
 
-    @property
-    def dtype(self) -> str:
-        return self.parts[0].dtype
-
 
 @dataclass(frozen=True)
-class Float16(_EachValue):
+class Float16(_Of):
     """Rounded to float16; magnitudes below `smallest` (but 0) become it, finite ones above `largest` become it."""
 
     smallest: float
     largest: float
     of: Recipe
-
-    @property
-    def dtype(self) -> str:
-        return "float16"
+    dtype = "float16"
 
     def round(self, values: Array, counts: AtLimit | None) -> Array:
         """The values rounded; those that ended at the limits of the type are added to `counts`."""
@@ -116,14 +123,11 @@ class Float16(_EachValue):
 
 
 @dataclass(frozen=True)
-class Bfloat16(_EachValue):
+class Bfloat16(_Of):
     """Rounded to bfloat16."""
 
     of: Recipe
-
-    @property
-    def dtype(self) -> str:
-        return "bfloat16"
+    dtype = "bfloat16"
 
     def round(self, values: Array, counts: AtLimit | None) -> Array:
         """The values rounded; those that are not finite are added to `counts`."""
@@ -131,39 +135,28 @@ class Bfloat16(_EachValue):
 
 
 @dataclass(frozen=True)
-class Sum:
+class Sum(_Parts):
     """Parts of one shape and type added up in float32, from left to right, and rounded to their type at the end."""
 
     parts: tuple[Recipe, ...]
 
-    @property
-    def shape(self) -> Shape:
-        return self.parts[0].shape
-
-    @property
-    def dtype(self) -> str:
-        return self.parts[0].dtype
-
 
 @dataclass(frozen=True)
-class SumAlong:
+class SumAlong(_Of):
     """Along an axis, entry i is the sum of the entries that groups[i] names: float32, from left to right."""
 
     axis: int
     groups: tuple[tuple[int, ...], ...]
     of: Recipe
+    dtype = "float32"
 
     @property
     def shape(self) -> Shape:
         return (*self.of.shape[: self.axis], len(self.groups), *self.of.shape[self.axis + 1 :])
 
-    @property
-    def dtype(self) -> str:
-        return "float32"
-
 
 @dataclass(frozen=True)
-class Quantized(_EachValue):
+class Quantized(_Of):
     """The multiples of its channel's scale that values are rounded to. kind: of `sdflow.weights.quantized.KINDS`. axis: of the
     channels, not negative."""
 
@@ -177,20 +170,17 @@ class Quantized(_EachValue):
 
 
 @dataclass(frozen=True)
-class Scales:
+class Scales(_Of):
     """The scales of `Quantized` of the same kind, axis and values: float32, one for each channel."""
 
     kind: str
     axis: int
     of: Recipe
+    dtype = "float32"
 
     @property
     def shape(self) -> Shape:
         return (self.of.shape[self.axis],)
-
-    @property
-    def dtype(self) -> str:
-        return "float32"
 
 
 Rounded = Float16 | Bfloat16

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from small_workflows import Bench
 
-from sdflow.build.expected import expected
 from sdflow.build.listener import Expected
 from sdflow.build.plan import make_plan
 from sdflow.config import load_workflow
@@ -19,7 +18,7 @@ def told(bench: Bench, text: str, **how: bool) -> Expected:
     path = bench.workflow([{"pass": "Convert", "text": "a"}, {"pass": "Append", "text": text}])
     workflow = load_workflow(path, catalog=registry.catalog(), overrides=["verify=false"])
     plan = make_plan(workflow, bench.cache, download=True)
-    found = expected(plan, bench.cache, **how)
+    found = plan.expected(bench.cache, **how)
     options = RunOptions(bench.folder / "out", bench.folder / "results", evaluate=False)
     run_workflow(workflow, bench.cache, options, bench.events)
     return found

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from small_lora import write_lora
 from started_python import Command
 
-from sdflow.build.plan import lora_problems, make_plan
+from sdflow.build.model_check import input_problems
+from sdflow.build.plan import make_plan
 from sdflow.config import load_workflow
 from sdflow.errors import CheckpointError, WorkflowError
 from sdflow.passes.registry import catalog
@@ -63,7 +64,7 @@ def workflow(folder: Path, *loras: Path) -> Path:
 )
 def test_validate_and_plan_say_the_same(make: Callable[[Path], Path], told: str, tmp_path: Path) -> None:
     loaded = load_workflow(workflow(tmp_path, make(tmp_path / "lora")), catalog=catalog())
-    (problem,) = lora_problems(loaded)
+    (problem,) = input_problems(loaded)
     assert (problem.file, problem.line) == (str(tmp_path / "w.yaml"), 4)
     with pytest.raises(CheckpointError) as caught:
         make_plan(loaded, Cache(tmp_path / "cache"))
@@ -97,4 +98,4 @@ def test_the_command_names_every_such_lora_and_leaves_sound_ones_alone(tmp_path:
 
 def test_a_lora_on_the_hub_is_left_to_the_run(tmp_path: Path) -> None:
     path = workflow(tmp_path, Path("hf:somebody/ink"))
-    assert lora_problems(load_workflow(path, catalog=catalog())) == []
+    assert input_problems(load_workflow(path, catalog=catalog())) == []

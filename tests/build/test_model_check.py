@@ -17,7 +17,7 @@ from small_lora import write_lora
 from started_python import Command
 from walk import tiny
 
-from sdflow.build.model_check import model_problems
+from sdflow.build.model_check import input_problems
 from sdflow.build.plan import make_plan
 from sdflow.config import load_workflow
 from sdflow.errors import CheckpointError
@@ -66,7 +66,7 @@ def refusal(path: Path) -> str:
     loaded = load_workflow(path, catalog=catalog())
     with pytest.raises(CheckpointError) as caught:
         make_plan(loaded, Cache(path.parent / "cache"))
-    (problem,) = model_problems(loaded)
+    (problem,) = input_problems(loaded)
     assert (problem.file, problem.line) == (str(path), 2)
     assert problem.message.endswith(caught.value.what) and problem.remedy == caught.value.remedy
     assert caught.value.remedy is not None
@@ -150,7 +150,7 @@ def test_a_model_under_the_base_of_another_family_is_refused(
     model: str, base: str, told: str, suffix: str, models: Path, tmp_path: Path
 ) -> None:
     path = workflow(tmp_path, models / f"{model}{suffix}", base)
-    (problem,) = model_problems(load_workflow(path, catalog=catalog()))
+    (problem,) = input_problems(load_workflow(path, catalog=catalog()))
     assert told in problem.message and (problem.file, problem.line) == (str(path), 2)
     assert problem.remedy is not None and "Extend the workflow of that family" in problem.remedy
 
@@ -162,23 +162,23 @@ def test_an_image_needs_the_submodels_that_draw_it(architecture: str, tmp_path: 
     text = f"target: cpu\nmodel: synthetic:{architecture}\n"
     text += f"submodels:\n  {family.denoiser}: {{passes: [{{pass: OnnxConversion}}]}}\n"
     path.write_text(text)
-    (problem,) = model_problems(load_workflow(path, catalog=catalog()))
+    (problem,) = input_problems(load_workflow(path, catalog=catalog()))
     others = [name for name in family.drawing if name != family.denoiser]
     assert f"no image can be drawn without {' and '.join(others)}" in problem.message
     assert (problem.file, problem.line) == (str(path), 2)
     path.write_text(text + "evaluate: {image: null}")
-    assert not model_problems(load_workflow(path, catalog=catalog()))
+    assert not input_problems(load_workflow(path, catalog=catalog()))
 
 
 def test_a_text_encoder_without_a_chain_is_left_out_by_name(tmp_path: Path) -> None:
     path = tmp_path / "w.yaml"
     text = "extends: base/stable_diffusion_3.yaml\nmodel: synthetic:sd35-tiny\ntarget: cpu\nsubmodels: {text_encoder_3: false}\n"
     path.write_text(text)
-    (problem,) = model_problems(load_workflow(path, catalog=catalog()))
+    (problem,) = input_problems(load_workflow(path, catalog=catalog()))
     assert "reads prompts with text_encoder_3 too" in problem.message and problem.line == 2
     assert problem.remedy is not None and "components: {text_encoder_3: null}" in problem.remedy
     path.write_text(text + "components: {text_encoder_3: null}")
-    assert not model_problems(load_workflow(path, catalog=catalog()))
+    assert not input_problems(load_workflow(path, catalog=catalog()))
 
 
 def test_a_component_that_the_family_needs_cannot_be_left_out(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_component_that_the_family_needs_cannot_be_left_out(tmp_path: Path) ->
     path.write_text(
         "extends: base/sdxl.yaml\nmodel: synthetic:sdxl-tiny\ntarget: cpu\ncomponents: {text_encoder_3: null}\n"
     )
-    (problem,) = model_problems(load_workflow(path, catalog=catalog()))
+    (problem,) = input_problems(load_workflow(path, catalog=catalog()))
     assert "has no component 'text_encoder_3' that can be left out" in problem.message and problem.line == 2
 
 
@@ -195,13 +195,13 @@ def test_a_file_without_text_encoders_says_what_it_lacks(tmp_path: Path) -> None
     save_file(stable_diffusion_3(theirs.transformer, theirs.vae), tmp_path / "sd3.safetensors")
     path = tmp_path / "w.yaml"
     path.write_text("extends: base/stable_diffusion_3.yaml\nmodel: sd3.safetensors\ntarget: cpu\n")
-    (problem,) = model_problems(load_workflow(path, catalog=catalog()))
+    (problem,) = input_problems(load_workflow(path, catalog=catalog()))
     assert "holds no text_encoder and no text_encoder_2, which Stable Diffusion 3 needs" in problem.message
     file = tmp_path / "sd3.safetensors"
     lines = f"components: {{vae: {file}, transformer: {file}}}"
     assert problem.remedy is not None and lines in problem.remedy
     path.write_text(f"extends: base/stable_diffusion_3.yaml\nmodel: synthetic:sd35-tiny\ntarget: cpu\n{lines}\n")
-    assert not model_problems(load_workflow(path, catalog=catalog()))
+    assert not input_problems(load_workflow(path, catalog=catalog()))
 
 
 @pytest.mark.parametrize("kind", ["kohya", "peft", "folder", "component"])
@@ -228,7 +228,7 @@ def test_a_lora_or_a_component_as_model_is_named(kind: str, models: Path, tmp_pa
 def test_a_sound_model_is_valid(model: str, suffix: str, models: Path, tmp_path: Path) -> None:
     path = workflow(tmp_path, models / f"{model}{suffix}", BASES[model])
     loaded = load_workflow(path, catalog=catalog())
-    assert model_problems(loaded) == []
+    assert input_problems(loaded) == []
     assert len(make_plan(loaded, Cache(tmp_path / "cache")).pipelines) == 1
 
 
@@ -251,13 +251,13 @@ def test_looking_at_a_model_imports_no_torch(models: Path, tmp_path: Path) -> No
         import sys
         from pathlib import Path
         from sdflow.config import load_workflow
-        from sdflow.build.model_check import model_problems
+        from sdflow.build.model_check import input_problems
         from sdflow.passes.registry import catalog
         from sdflow.build.plan import make_plan
         from sdflow.store import Cache
         for path in sys.argv[1:]:
             loaded = load_workflow(path, catalog=catalog())
-            assert model_problems(loaded) == []
+            assert input_problems(loaded) == []
             make_plan(loaded, Cache(Path(path).parent / "cache"))
         print({"torch", "onnx", "diffusers", "transformers"} & set(sys.modules))
     """

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sdflow.config import load_workflow
-from sdflow.config.nodes import YamlList, YamlMap, parse, to_data
+from sdflow.config.nodes import parse
 from sdflow.config.patch import patch_chain
 from sdflow.config.problems import Problems
+from sdflow.config.tree import YamlList, YamlMap, to_data
 from sdflow.config.workflow import PipelineSpec
 from sdflow.errors import Problem, WorkflowError
 

@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sdflow.config import load_workflow
-from sdflow.config.documents import merge_documents
-from sdflow.config.merge import merge
-from sdflow.config.nodes import Node, YamlList, YamlMap, parse, to_data
-from sdflow.config.patch import patch_chain
+from sdflow.config.nodes import parse
+from sdflow.config.patch import merge_documents, patch_chain
 from sdflow.config.problems import Problems
+from sdflow.config.tree import Node, YamlList, YamlMap, merge, to_data
 from sdflow.config.workflow import PipelineSpec
 from sdflow.errors import WorkflowError
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sdflow.config import load_workflow
-from sdflow.config.nodes import to_data
 from sdflow.config.override import parse_overrides
 from sdflow.config.problems import Problems
+from sdflow.config.tree import to_data
 from sdflow.config.workflow import PipelineSpec
 
 from .workflow_catalog import SmallCatalog

@@ -11,8 +11,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sdflow.config.nodes import Node, YamlList, YamlMap, YamlScalar, parse, to_data
+from sdflow.config.nodes import parse
 from sdflow.config.problems import Problems
+from sdflow.config.tree import Node, YamlList, YamlMap, YamlScalar, to_data
 from sdflow.config.workflow import Mark
 
 LOADERS = [yaml.SafeLoader, getattr(yaml, "CSafeLoader", yaml.SafeLoader)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sdflow.disk.replace_files import replacing_all
+from sdflow.disk.atomic_write import replacing_all
 
 NAMES = ("graph", "weights", "told")
 

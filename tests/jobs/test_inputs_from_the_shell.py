@@ -21,7 +21,7 @@ from sdflow.run.init import InitRequest, write_workflow
 from sdflow.runtime.denoiser.start import MOST_PIXELS, require_size
 from sdflow.runtime.draw_request import read_prompts
 from sdflow.runtime.files.image_files import open_image
-from sdflow.serve.key_file import read_key
+from sdflow.serve.deployments import read_key
 from sdflow.sources import PlainDigests, open_checkpoint
 from sdflow.sources.checkpoint import LONGEST_NAME, listing
 from sdflow.sources.loras.lora import find_lora

@@ -17,7 +17,7 @@ from store.builds import make_action
 
 from sdflow.bench.evaluate import append_result
 from sdflow.build.assemble import assemble
-from sdflow.disk.replace_files import replacing_all
+from sdflow.disk.atomic_write import replacing_all
 from sdflow.manifest import Origin
 from sdflow.store import Cache
 

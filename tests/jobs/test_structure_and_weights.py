@@ -28,7 +28,7 @@ from sdflow.errors import InputChanged, PassError, WorkflowError
 from sdflow.processes.worker_server import WorkerServer
 from sdflow.store import Cache
 from sdflow.store.stat_cache import SHA256, Known, identity
-from sdflow.weights.page_sums import PAGE_SUMS
+from sdflow.weights.stream import PAGE_SUMS
 
 TEXT_ENCODER = "small/text_encoder"
 OPTIMIZE = {"pass": "OrtTransformersOptimization", "model_type": "clip"}

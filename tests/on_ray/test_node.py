@@ -9,7 +9,7 @@ import pytest
 from sdflow.errors import UsageError
 from sdflow.machine.packages import distribution_version
 from sdflow.processes.on_ray.cluster import ray_address
-from sdflow.processes.on_ray.node import Announcements, run_step
+from sdflow.processes.on_ray.group import Announcements, run_step
 
 
 def refused(request: dict[str, str], versions: dict[str, str]) -> dict[str, str]:

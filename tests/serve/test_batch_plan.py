@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from sdflow.serve.engine.batch_plan import next_batch, worthwhile_sizes
+from sdflow.serve.engine.waiting import next_batch, worthwhile_sizes
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ import PIL.Image
 import pytest
 
 from sdflow.serve.api_error import ApiError
-from sdflow.serve.http.conditioning_images import read_conditioning_images
 from sdflow.serve.http.openai_fields import Generation
 from sdflow.serve.http.requested import jobs_of
 from sdflow.serve.http.served_model import read_served
+from sdflow.serve.http.uploads import read_conditioning_images
 from sdflow.serve.limits import Limits
 
 

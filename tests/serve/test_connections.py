@@ -17,8 +17,8 @@ from sdflow.serve.http.connection import Connection
 from sdflow.serve.http.guard import Access
 from sdflow.serve.http.loras import Loras
 from sdflow.serve.http.server import listen
+from sdflow.serve.jobs import WorkerOptions
 from sdflow.serve.limits import Limits
-from sdflow.serve.worker_options import WorkerOptions
 
 HEAD = b"POST /v1/images/generations HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 900\r\n"
 LARGE = 64 << 20
@@ -27,8 +27,8 @@ LARGE = 64 << 20
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sdflow.serve.http.body.STALL_SECONDS", 0.5)
-    monkeypatch.setattr("sdflow.serve.http.body.SLOWEST", 1 << 40)
+    monkeypatch.setattr("sdflow.serve.http.guard.STALL_SECONDS", 0.5)
+    monkeypatch.setattr("sdflow.serve.http.guard.SLOWEST", 1 << 40)
     monkeypatch.setattr("sdflow.serve.http.connection.HEAD_SECONDS", 0.5)
 
 
@@ -168,7 +168,7 @@ def test_a_connection_too_many_is_told_so_and_closed(monkeypatch: pytest.MonkeyP
 
 def test_all_bodies_together_stay_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight of the largest; what was answered counts no more."""
-    monkeypatch.setattr("sdflow.serve.http.body.STALL_SECONDS", PATIENCE)
+    monkeypatch.setattr("sdflow.serve.http.guard.STALL_SECONDS", PATIENCE)
 
     async def tried() -> None:
         with application(body=1000) as app:

@@ -19,8 +19,8 @@ from sdflow.serve.http.connection import Connection
 from sdflow.serve.http.guard import LOOPBACK, Access, log_line
 from sdflow.serve.http.loras import Loras
 from sdflow.serve.http.server import access_of, listen
+from sdflow.serve.jobs import WorkerOptions
 from sdflow.serve.limits import Limits
-from sdflow.serve.worker_options import WorkerOptions
 
 PAGE = "https://page.example"
 FIRST = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
@@ -134,7 +134,7 @@ def test_a_request_that_is_too_large_is_refused(path: str) -> None:
 
 
 def test_a_body_that_does_not_go_on_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sdflow.serve.http.body.STALL_SECONDS", 0.1)
+    monkeypatch.setattr("sdflow.serve.http.guard.STALL_SECONDS", 0.1)
     sent: list[dict[str, Any]] = []
     loras = Loras(None)
     settings = Settings({}, WorkerOptions({}), Access(), Limits(), loras, log=lambda event, **fields: None)

@@ -19,9 +19,8 @@ from sdflow.serve.http.loras import Loras
 from sdflow.serve.http.openai_fields import Edit
 from sdflow.serve.http.served_model import read_served
 from sdflow.serve.http.webui_fields import ONE_PIXEL, FromImage
-from sdflow.serve.jobs import Cancel, Drawn, Job, Ready
+from sdflow.serve.jobs import Cancel, Drawn, Job, Ready, WorkerOptions
 from sdflow.serve.limits import Limits
-from sdflow.serve.worker_options import WorkerOptions
 
 Ask = Callable[..., tuple[int, dict[bytes, bytes], bytes]]
 """Method, path, headers, body -> status, headers, body."""

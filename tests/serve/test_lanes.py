@@ -16,9 +16,8 @@ from sdflow.serve.engine.lanes import Lanes, Tell
 from sdflow.serve.engine.loading import LoadedLane, Spent, load_lanes, sooner
 from sdflow.serve.engine.served_pipeline import ServedPipeline
 from sdflow.serve.engine.waiting import Waiting
-from sdflow.serve.jobs import Begun, Drawn, Job, LoraFile, Message, Turned
-from sdflow.serve.loras.shared_values import SharedValues, Values
-from sdflow.serve.worker_options import WorkerOptions
+from sdflow.serve.jobs import Begun, Drawn, Job, LoraFile, Message, Turned, WorkerOptions
+from sdflow.serve.loras.live_loras import SharedValues, Values
 
 Kind = TypeVar("Kind")
 

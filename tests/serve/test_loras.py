@@ -351,7 +351,7 @@ def test_they_are_made_beside_the_drawing_and_no_graph_is_taken_apart_for_them(
 def test_the_last_ones_stay_as_far_as_there_is_room(built: Path) -> None:
     base = ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1)
     whole = LoraPipelines.open(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
-    one = whole.make(of_samples(("stripes", 1.0))).size
+    one = whole.carry_out(whole.read(of_samples(("stripes", 1.0)))).size
     room = whole.size_of_sessions + 2 * one + one // 2
     pipelines = LoraPipelines.open(built / "pipelines/shapes_cpu", base, built / "cache", memory=room)
     first, second, third = (of_samples(("stripes", scale)) for scale in (0.1, 0.2, 0.3))

@@ -11,10 +11,10 @@ from sdflow.errors import UsageError
 from sdflow.serve.http.app import Settings
 from sdflow.serve.http.guard import Access
 from sdflow.serve.http.loras import Loras
+from sdflow.serve.jobs import WorkerOptions
 from sdflow.serve.limits import Limits
 from sdflow.serve.on_ray.server import serve_on_ray
 from sdflow.serve.on_ray.spread import Spread, read_replicas, read_spread
-from sdflow.serve.worker_options import WorkerOptions
 
 
 @pytest.mark.parametrize(("text", "read"), [("2", (2, 2)), ("1:4", (1, 4)), ("3:3", (3, 3))])

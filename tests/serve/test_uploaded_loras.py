@@ -19,8 +19,8 @@ from sdflow.serve.api_error import ApiError
 from sdflow.serve.http.app import Settings, make_app
 from sdflow.serve.http.guard import Access
 from sdflow.serve.http.loras import AT_ONCE, Loras
+from sdflow.serve.jobs import WorkerOptions
 from sdflow.serve.limits import Limits
-from sdflow.serve.worker_options import WorkerOptions
 
 FILE = Path(__file__).parents[2] / "samples/loras/stripes.safetensors"
 STRIPES = FILE.read_bytes()

@@ -19,9 +19,8 @@ from transformers import CLIPTokenizer
 from until import PATIENCE, until
 
 from sdflow.serve.engine.pulse import LEAST_SECONDS, Patience
-from sdflow.serve.jobs import Begun, Drawn, Job, Lost, Message, Ready
-from sdflow.serve.worker.worker_line import WorkerLine
-from sdflow.serve.worker_options import WorkerOptions
+from sdflow.serve.jobs import Begun, Drawn, Job, Lost, Message, Ready, WorkerOptions
+from sdflow.serve.worker.worker import WorkerLine
 
 STALL = 10.0
 LONG = {"prompt": "a", "steps": 150, "n": 4, "stream": True, "progress": True, "size": "256x256"}

@@ -25,7 +25,7 @@ from sdflow.sources import (
     read_lora,
     require_made_for,
 )
-from sdflow.sources.loras.peft_fields import LORA_CONFIG
+from sdflow.sources.loras.adapter_kinds import LORA_CONFIG
 from sdflow.sources.loras.peft_metadata import METADATA_KEY
 from sdflow.verify.reference.merged_loras import merge_lora
 
@@ -118,7 +118,7 @@ def change(folder: Path, **fields: Any) -> Path:
 
 
 def test_every_field_of_the_installed_peft_is_decided() -> None:
-    """A field that is new: look at what it does to a merge, then give it a row in sdflow/sources/loras/peft_fields.py."""
+    """A field that is new: look at what it does to a merge, then give it a row in sdflow/sources/loras/adapter_kinds.py."""
     fields = {field.name: field for field in dataclasses.fields(LoraConfig)}
     assert set(LORA_CONFIG) == set(fields)
     by_decision = {

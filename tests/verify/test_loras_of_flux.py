@@ -161,7 +161,7 @@ def test_kohya_of_the_published_width_is_divided_as_diffusers_divides_it() -> No
 
     from sdflow.families.flux.reference_loras import in_diffusers_names
     from sdflow.families.flux.transformer import FluxTransformer
-    from sdflow.sources.loras.lora_names import spellings
+    from sdflow.sources.loras.lora_names import rows_of, spellings
 
     config = {"attention_head_dim": 128, "num_attention_heads": 24, "num_layers": 1, "num_single_layers": 1}
     config |= {"joint_attention_dim": 4096, "pooled_projection_dim": 768, "in_channels": 64, "patch_size": 1}
@@ -189,8 +189,8 @@ def test_kohya_of_the_published_width_is_divided_as_diffusers_divides_it() -> No
     for name in rows:
         for place in table[name]:
             up = file[f"lora_unet_{name}.lora_up.weight"].numpy()
-            stem = f"transformer.{place.key.removesuffix('.weight')}"
-            assert torch.equal(torch.from_numpy(place.rows(up)), again.pop(f"{stem}.lora_B.weight"))
+            stem = f"transformer.{place.name.removesuffix('.weight')}"
+            assert torch.equal(torch.from_numpy(rows_of(up, place)), again.pop(f"{stem}.lora_B.weight"))
             again.pop(f"{stem}.lora_A.weight")
     assert not again
 

@@ -4,14 +4,17 @@ change weights alone."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Hashable, Mapping, MutableMapping
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from sdflow.runtime.denoiser.moving import Moving
 from sdflow.runtime.denoiser.split import Parts, split
 from sdflow.runtime.sessions.session import read_graph
-from sdflow.serve.engine.once import Once
+
+Value = TypeVar("Value")
 
 GRAPHS_KEPT, CUTS_KEPT = 4, 16
 
@@ -34,3 +37,40 @@ class Cuts:
             return split(graph, sizes, moving=moving, guidance=guidance)
 
         return self._cut.get((digest, tuple(sorted(sizes.items())), moving, guidance), cut)
+
+
+class Once(Generic[Value]):
+    """Values by key. For several threads; who asks for another key does not wait."""
+
+    def __init__(self, kept: MutableMapping[Hashable, Value], most: int | None = None) -> None:
+        """kept: where they stay. most: how many, the last ones asked for; None: any number."""
+        self._lock, self._kept, self._most = threading.Lock(), kept, most
+        self._coming: dict[Hashable, Future[Value]] = {}
+
+    def get(self, key: Hashable, compute: Callable[[], Value]) -> Value:
+        """The value of this key. Raises what `compute` raises, each time anew."""
+        with self._lock:
+            there, coming = self._kept.pop(key, None), self._coming.get(key)
+            if there is not None:
+                self._kept[key] = there
+                return there
+            if first := coming is None:
+                coming = self._coming[key] = Future()
+        if first:
+            self._compute(key, coming, compute)
+        return coming.result()
+
+    def _compute(self, key: Hashable, coming: Future[Value], compute: Callable[[], Value]) -> None:
+        try:
+            value = compute()
+        except BaseException as error:
+            with self._lock:
+                del self._coming[key]
+            coming.set_exception(error)
+            raise
+        with self._lock:
+            while self._most is not None and len(self._kept) >= self._most:
+                del self._kept[next(iter(self._kept))]
+            self._kept[key] = value
+            del self._coming[key]
+        coming.set_result(value)

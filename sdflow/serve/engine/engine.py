@@ -19,12 +19,10 @@ from dataclasses import dataclass, field
 from sdflow.errors import SdflowError
 from sdflow.runtime.drawing.drawing import Drawing
 from sdflow.runtime.drawing.waits import Compute, Fetch
-from sdflow.serve.engine.batch_plan import next_batch
 from sdflow.serve.engine.elsewhere import Pending, start
-from sdflow.serve.engine.resident import Resident
 from sdflow.serve.engine.served_pipeline import Finished, Progress, ServedPipeline, Work, shared_steps
-from sdflow.serve.engine.shared_denoisers import SIZES_KEPT
-from sdflow.serve.engine.waiting import Waiting
+from sdflow.serve.engine.shared_steps import SIZES_KEPT
+from sdflow.serve.engine.waiting import Waiting, next_batch
 from sdflow.serve.jobs import Begun, Drawn, Failed, Job, LoraFile, Message, Preview, Stepped, Turned
 
 MOST_OVERTAKEN = 2
@@ -79,7 +77,6 @@ class Engine:
         self.progress = 0
         """Changes whenever an image goes on."""
         self._counts = 0, 0
-        self._resident = Resident()
 
     @property
     def busy(self) -> bool:
@@ -117,7 +114,7 @@ class Engine:
         counts = len(self._stepping), len(self._waiting)
         if batches or counts != self._counts:  # while all that waits is being made, turns follow each other quickly
             self._counts = counts
-            self._tell(Turned(tuple(batches), *counts, self._resident.bytes()))
+            self._tell(Turned(tuple(batches), *counts))
         return any_drawn
 
     @property

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+
+import psutil
 
 from sdflow.serve.engine.engine import Engine
 from sdflow.serve.engine.waiting import Waiting
@@ -19,6 +22,8 @@ from sdflow.serve.jobs import Job, Message, Turned
 
 WAIT_SECONDS = 0.005
 """Between two looks whether what the only jobs wait for is there."""
+
+RESIDENT_SECONDS = 0.5
 
 Tell = Callable[[Message], None]
 
@@ -38,6 +43,7 @@ class Lanes:
         self._lanes: list[_Lane] = []
         self._drawing: list[int] = []
         self._ended = False
+        self._process, self._memory, self._looked = psutil.Process(), 0, 0.0
 
     def add(self, make: Callable[[Waiting, Tell], Engine]) -> None:
         """One more engine; only before they run."""
@@ -103,5 +109,11 @@ class Lanes:
         with self._one_at_a_time:
             if isinstance(message, Turned):
                 self._drawing[number] = message.drawing
-                message = replace(message, drawing=sum(self._drawing))
+                message = replace(message, drawing=sum(self._drawing), memory=self._resident())
             self._tell(message)
+
+    def _resident(self) -> int:
+        """Bytes of this process in memory, as of half a second ago at most: looking takes as long as several steps' messages."""
+        if (now := time.monotonic()) >= self._looked + RESIDENT_SECONDS:
+            self._memory, self._looked = int(self._process.memory_info().rss), now
+        return self._memory

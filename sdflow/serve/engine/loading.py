@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING
 
 from sdflow.errors import UsageError, VerificationError
 from sdflow.machine.device import cores
+from sdflow.machine.memory import HOST, available_bytes
 from sdflow.manifest import read_manifest
-from sdflow.serve.engine.batch_plan import worthwhile_sizes
+from sdflow.processes.workers import limit_memory
+from sdflow.runtime.memory_limit import most_pixels_of
 from sdflow.serve.engine.pulse import LEAST_SECONDS, TIMES, Patience
-from sdflow.serve.engine.waiting import Waiting
+from sdflow.serve.engine.waiting import Waiting, worthwhile_sizes
 from sdflow.serve.jobs import Failed, Image, Job, Message
 from sdflow.targets import find_target
 
 if TYPE_CHECKING:
     from sdflow.serve.engine.served_pipeline import ServedPipeline
-    from sdflow.serve.worker_options import WorkerOptions
+    from sdflow.serve.jobs import WorkerOptions
 
 WARM_UP = "warm-up"
 
@@ -160,7 +162,8 @@ def spent(lanes: Sequence[LoadedLane], name: str, images: int) -> Spent:
         waiting.add(replace(job, index=number, arguments=steps))
 
     def draw(lane: LoadedLane) -> None:
-        engine = Engine(lambda job: lane.pipelines[name], {name: lane.seconds[name]}, _nobody, waiting=waiting)
+        seconds = {name: lane.seconds[name]}
+        engine = Engine(lambda job: lane.pipelines[name], seconds, lambda message: None, waiting=waiting)
         while engine.busy:
             engine.turn()
 
@@ -168,10 +171,6 @@ def spent(lanes: Sequence[LoadedLane], name: str, images: int) -> Spent:
     with ThreadPoolExecutor(len(lanes)) as pool:
         list(pool.map(draw, lanes))
     return Spent(time.perf_counter() - begun, time.process_time() - used)
-
-
-def _nobody(message: Message) -> None:
-    """Drops it."""
 
 
 def warm(name: str, pipeline: ServedPipeline, options: WorkerOptions) -> dict[int, float]:
@@ -225,3 +224,47 @@ def warm_up_job(name: str, pipeline: ServedPipeline) -> Job:
     few = replace(base.defaults[task], steps=2 if len(pipeline.stages) == 1 else 10)
     steps = {"num_inference_steps": few.steps_at(few.strength)}
     return Job(WARM_UP, 0, name, "a warm-up", 0, arguments=steps, image=image, mask=mask)
+
+
+@dataclass(frozen=True)
+class Room:
+    """Pixels of an image by pipeline. own: that the model was made for. most: that one may have."""
+
+    own: Mapping[str, int]
+    most: Mapping[str, int]
+
+    @classmethod
+    def measured(cls, lanes: Sequence[LoadedLane]) -> Room:
+        """Of this process as it is now. On the CPU it gets no more memory from now on than there is: a run that wants more fails,
+        and none fails with it, as all would when the kernel kills the process."""
+        pipelines = lanes[0].pipelines
+        room = cls(
+            {name: each.base.latents.image_size**2 for name, each in pipelines.items()},
+            {
+                name: min(
+                    most_pixels_of(stage.family, stage.configs, device=stage.place.device) for stage in each.stages
+                )
+                for name, each in pipelines.items()
+            },
+        )
+        for lane in lanes:
+            for name, each in lane.pipelines.items():
+                each.keep_sizes(room.most[name] // len(lanes))
+        if all(each.base.place.device == HOST for each in pipelines.values()):
+            _limit_to_what_is_there()
+        return room
+
+    def share(self, job: Job) -> float:
+        """The part of the memory that an image takes; 0 of one that is no larger than the model's own: for these there is room
+        at all places."""
+        pixels = job.arguments.get("height", 0) * job.arguments.get("width", 0)
+        own, most = self.own[job.pipeline], self.most[job.pipeline]
+        return float(pixels / most) if pixels > own else 0.0
+
+
+def _limit_to_what_is_there() -> None:
+    import psutil
+
+    now = getattr(psutil.Process().memory_info(), "data", None)  # Linux
+    if now is not None:
+        limit_memory(now + available_bytes() + psutil.swap_memory().free)

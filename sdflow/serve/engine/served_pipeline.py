@@ -28,8 +28,7 @@ from sdflow.runtime.sessions.session import LoadOptions
 from sdflow.runtime.sessions.submodel import Submodel
 from sdflow.serve.engine.cuts import Cuts
 from sdflow.serve.engine.elsewhere import OneAhead
-from sdflow.serve.engine.shared_denoisers import SharedDenoisers
-from sdflow.serve.engine.shared_steps import SharedDenoiser, SharedSteps
+from sdflow.serve.engine.shared_steps import SharedDenoiser, SharedDenoisers, SharedSteps
 from sdflow.serve.jobs import ConditioningImages, Image, Job
 from sdflow.targets import find_target
 

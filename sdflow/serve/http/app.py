@@ -27,11 +27,10 @@ from sdflow.serve.http.loras_api import lora_routes
 from sdflow.serve.http.openai_api import Served, of_problem, openai_routes
 from sdflow.serve.http.served_model import ServedModel
 from sdflow.serve.http.webui_api import webui_routes
-from sdflow.serve.jobs import Cancel, Job, Lost, Message, Ready
+from sdflow.serve.jobs import Cancel, Job, Lost, Message, Ready, WorkerOptions
 from sdflow.serve.limits import Limits
 from sdflow.serve.metrics import Metrics
-from sdflow.serve.worker.worker_line import WorkerLine
-from sdflow.serve.worker_options import WorkerOptions
+from sdflow.serve.worker.worker import WorkerLine
 
 PAGE_FOLDER = Path(__file__).parents[1] / "page"
 """What `/` shows, as files: index.html, and what it names as /page/FILE."""
@@ -155,9 +154,12 @@ def _own_routes(app: FastAPI, drawing: Drawing, metrics: Metrics) -> None:
 def _errors(app: FastAPI) -> None:
     """All of them in OpenAI's form."""
 
+    def answer(error: ApiError) -> Response:
+        return JSONResponse(error.body(), error.status, error.headers())
+
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
-        return JSONResponse(error.body(), error.status, error.headers())
+        return answer(error)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
@@ -167,10 +169,8 @@ def _errors(app: FastAPI) -> None:
         kind = request.headers.get("content-type", "")
         if problem["loc"] == ("body",) and "json" not in kind:
             words = f"the body is to be JSON: Content-Type application/json, not {kind or 'nothing'}."
-            unread = ApiError(400, words, code="unsupported_content_type")
-            return JSONResponse(unread.body(), unread.status)
-        found = of_problem(problem)
-        return JSONResponse(found.body(), found.status)
+            return answer(ApiError(400, words, code="unsupported_content_type"))
+        return answer(of_problem(problem))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
@@ -182,5 +182,4 @@ def _errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> Response:
-        found = ApiError(500, "The server failed at this request; its log says why.")
-        return JSONResponse(found.body(), 500)
+        return answer(ApiError(500, "The server failed at this request; its log says why."))

@@ -9,7 +9,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sdflow.serve.api_error import ApiError
-from sdflow.serve.http.body import transfer_seconds
+from sdflow.serve.http.guard import transfer_seconds
 
 HEAD_SECONDS = 10.0
 """In which the head of a request must have come. uvicorn waits for ever, and each that waits takes a file descriptor."""

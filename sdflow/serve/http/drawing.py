@@ -10,11 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sdflow.serve.api_error import ApiError, of_failure
-from sdflow.serve.jobs import Begun, Cancel, Drawn, Failed, Job, Lost, Message, Preview, Ready, Stepped
+from sdflow.serve.jobs import Begun, Cancel, Drawn, Failed, Job, Lost, Message, OfImage, Ready
 from sdflow.serve.limits import Limits
 from sdflow.serve.metrics import Metrics
-
-OfRequest = Begun | Stepped | Preview | Drawn | Failed
 
 RESTART_SECONDS = 5
 """What is told of when the worker will be back."""
@@ -28,10 +26,10 @@ class _OpenRequest:
     jobs: Sequence[Job]
     open: set[int]
     begun: set[int] = field(default_factory=set)
-    queue: asyncio.Queue[OfRequest | Lost] = field(default_factory=asyncio.Queue)
+    queue: asyncio.Queue[OfImage | Lost] = field(default_factory=asyncio.Queue)
     survived: bool = False
 
-    def hear(self, message: OfRequest) -> None:
+    def hear(self, message: OfImage) -> None:
         if isinstance(message, Begun):
             self.begun.add(message.index)
         elif isinstance(message, Drawn | Failed):
@@ -79,7 +77,7 @@ class Drawing:
                 if waiting.begun or waiting.survived:
                     waiting.queue.put_nowait(message)
                 waiting.survived = True
-        elif isinstance(message, OfRequest):
+        elif isinstance(message, OfImage):
             if isinstance(message, Drawn):
                 self._note_pace()
             if message.request in self._requests:
@@ -107,24 +105,17 @@ class Drawing:
     def require_place(self, images: int) -> None:
         """Raises ApiError when so many more images cannot be taken now."""
         if self.found is None:
-            raise self._refusal(
-                "not_ready", 503, "The pipelines are being loaded.", code="not_ready", retry_after=RESTART_SECONDS
-            )
+            raise self._refusal("not_ready", 503, "The pipelines are being loaded.", RESTART_SECONDS)
         if self.images + images > self._limits.queue:
             seconds = max(1, math.ceil(self.seconds_per_image * (self.images + images - self._limits.queue)))
-            raise self._refusal(
-                "queue_full",
-                429,
-                f"{self.images} images are drawn or wait, and {self._limits.queue} may. Try again in {seconds} s.",
-                code="queue_full",
-                retry_after=seconds,
-            )
+            words = f"{self.images} images are drawn or wait, and {self._limits.queue} may. Try again in {seconds} s."
+            raise self._refusal("queue_full", 429, words, seconds)
 
-    def _refusal(self, reason: str, status: int, message: str, **more: Any) -> ApiError:
-        self._metrics.refusals.labels(reason).inc()
-        return ApiError(status, message, **more)
+    def _refusal(self, code: str, status: int, message: str, retry_after: int) -> ApiError:
+        self._metrics.refusals.labels(code).inc()
+        return ApiError(status, message, code=code, retry_after=retry_after)
 
-    async def draw(self, jobs: Sequence[Job]) -> AsyncIterator[OfRequest]:
+    async def draw(self, jobs: Sequence[Job]) -> AsyncIterator[OfImage]:
         """What happens to the images of one request, until the last is drawn.
 
         Raises ApiError when there is no place for them, one fails, the worker dies, or it takes too long. However it ends,
@@ -142,21 +133,15 @@ class Drawing:
                 ):  # not around `yield`: it would end whoever asks, wherever that is then
                     message = await waiting.queue.get()
                 if isinstance(message, Lost):
-                    raise self._refusal(
-                        "worker_lost",
-                        503,
-                        f"The process that draws ended: {message.what}. It is started again.",
-                        code="worker_lost",
-                        retry_after=RESTART_SECONDS,
-                    )
+                    words = f"The process that draws ended: {message.what}. It is started again."
+                    raise self._refusal("worker_lost", 503, words, RESTART_SECONDS)
                 if isinstance(message, Failed):
                     raise of_failure(message)
                 drawn += isinstance(message, Drawn)
                 yield message
         except TimeoutError as error:
-            raise self._refusal(
-                "deadline", 504, f"It was not drawn within {self._limits.seconds:g} s.", code="deadline", retry_after=1
-            ) from error
+            words = f"It was not drawn within {self._limits.seconds:g} s."
+            raise self._refusal("deadline", 504, words, 1) from error
         finally:
             del self._requests[request]
             if waiting.open:

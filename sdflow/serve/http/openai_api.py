@@ -19,13 +19,12 @@ from starlette.datastructures import UploadFile
 from sdflow.families.shared.approximation import GUIDANCE_INTERVAL, REUSE
 from sdflow.prompts.wildcards import Wildcards
 from sdflow.serve.api_error import ApiError
-from sdflow.serve.http.conditioning_images import read_conditioning_images, start_and_references
 from sdflow.serve.http.drawing import Drawing
 from sdflow.serve.http.loras import Loras
 from sdflow.serve.http.openai_fields import Edit, Fields, Generation, as_openai_edit_form
 from sdflow.serve.http.requested import find_model, jobs_of, size_of
 from sdflow.serve.http.served_model import ServedModel
-from sdflow.serve.http.uploads import as_mask, as_rgb, read_upload
+from sdflow.serve.http.uploads import as_mask, as_rgb, read_conditioning_images, read_upload, start_and_references
 from sdflow.serve.jobs import Drawn, Image, Job, Preview, Stepped
 from sdflow.serve.limits import Limits
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sdflow.errors import UsageError
+from sdflow.serve.deployments import read_key
 from sdflow.serve.http.guard import LOOPBACK, Access
-from sdflow.serve.key_file import read_key
 
 if TYPE_CHECKING:
     from sdflow.serve.http.app import Settings

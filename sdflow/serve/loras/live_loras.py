@@ -13,14 +13,15 @@ from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from sdflow.artifact import MODEL_FILE
 from sdflow.onnx_model.facts import tensor_bytes
 from sdflow.onnx_model.files import INLINE_BELOW
 from sdflow.onnx_model.reading import load_graph
 from sdflow.runtime.sessions.live_weights import LiveWeights, over_single_pixels, own_values
+from sdflow.serve.engine.cuts import Once
 from sdflow.serve.engine.served_pipeline import ServedPipeline
-from sdflow.serve.loras.shared_values import Values
 from sdflow.weights.half import AtLimit
 from sdflow.weights.lora import LoraInput, Loras, Merged
 from sdflow.weights.recipe import params
@@ -233,3 +234,14 @@ def _by_itself(values: torch.Tensor) -> torch.Tensor:
 
     alone = values.untyped_storage().nbytes() == values.numel() * values.element_size()
     return values.contiguous() if alone else values.clone(memory_format=torch.contiguous_format)
+
+
+class Values(dict[str, Mapping[str, "torch.Tensor"]]):
+    """By submodel and name of the initializer; a dict that can be referred to weakly."""
+
+
+class SharedValues(Once[Values]):
+    """The weights of a pipeline by LoRAs. They stay for as long as a lane keeps them."""
+
+    def __init__(self) -> None:
+        super().__init__(WeakValueDictionary())

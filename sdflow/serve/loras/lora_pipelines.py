@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from sdflow.digest import digest_file
@@ -21,9 +21,8 @@ from sdflow.errors import CheckpointError, os_errors_as
 from sdflow.families import DEFAULT
 from sdflow.serve.engine.served_pipeline import ServedPipeline
 from sdflow.serve.jobs import LoraFile
-from sdflow.serve.loras.live_loras import Layers, LiveLoras, Names, Structure
+from sdflow.serve.loras.live_loras import Layers, LiveLoras, Names, SharedValues, Structure
 from sdflow.serve.loras.lora_structures import read_structures
-from sdflow.serve.loras.shared_values import SharedValues
 from sdflow.sources import Checkpoint
 from sdflow.sources.loras.lora import LoraLayer, read_lora, require_made_for
 from sdflow.weights.lora import LoraInput, read_loras
@@ -56,31 +55,28 @@ class Wanted:
     live: bool
 
 
+@dataclass(eq=False)
 class LoraPipelines:
     """The pipeline of a folder with any LoRAs. Those that were asked for last stay, up to so many bytes of weights.
 
-    `make` may be called from another thread than the rest.
+    checkpoint, structures: what the folder was built from. values: of the same pipeline in all lanes.
+    `read` and `carry_out` may be called from another thread than the rest.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        base: ServedPipeline,
-        checkpoint: Checkpoint,
-        structures: Mapping[str, Structure],
-        memory: int,
-        values: SharedValues | None = None,
-    ) -> None:
-        """checkpoint, structures: what the folder was built from. values: of the same pipeline in all lanes."""
-        self._values = SharedValues() if values is None else values
-        self._folder, self._base, self._memory = folder, base, memory
-        self._checkpoint, self._structures = checkpoint, structures
-        self._live: LiveLoras | None = None
-        self._files_alone = False
-        self._read: dict[str, Mapping[str, Mapping[str, LoraLayer]]] = {}
-        self._own: dict[str, Layers] = {}
-        self._made: dict[tuple[LoraFile, ...], Made] = {}
-        self._alive: weakref.WeakValueDictionary[tuple[LoraFile, ...], ServedPipeline] = weakref.WeakValueDictionary()
+    _folder: Path
+    _base: ServedPipeline
+    _checkpoint: Checkpoint
+    _structures: Mapping[str, Structure]
+    _memory: int
+    _values: SharedValues = field(default_factory=SharedValues)
+    _live: LiveLoras | None = None
+    _files_alone: bool = False
+    _read: dict[str, Mapping[str, Mapping[str, LoraLayer]]] = field(default_factory=dict)
+    _own: dict[str, Layers] = field(default_factory=dict)
+    _made: dict[tuple[LoraFile, ...], Made] = field(default_factory=dict)
+    _alive: weakref.WeakValueDictionary[tuple[LoraFile, ...], ServedPipeline] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
 
     @classmethod
     def open(
@@ -88,12 +84,12 @@ class LoraPipelines:
     ) -> LoraPipelines:
         """Of a folder that was built with this cache. Raises UsageError when it was built in a way that LoRAs cannot be bound,
         or its graphs are not in the cache."""
-        return cls(folder, base, *read_structures(folder, cache), memory, values)
+        return cls(folder, base, *read_structures(folder, cache), memory, values or SharedValues())
 
     def served(self, loras: tuple[LoraFile, ...]) -> ServedPipeline:
         """The pipeline with these, in this order: made if it is not there. Raises CheckpointError for one that does not fit."""
         found = self.get(loras)
-        return self.keep(self.make(loras)) if found is None else found
+        return self.keep(self.carry_out(self.read(loras))) if found is None else found
 
     def get(self, loras: tuple[LoraFile, ...]) -> ServedPipeline | None:
         """The pipeline with these if it is there: kept, or in use."""
@@ -124,10 +120,6 @@ class LoraPipelines:
     def kept(self) -> list[tuple[LoraFile, ...]]:
         """Which are there, the last one asked for at the end."""
         return list(self._made)
-
-    def make(self, loras: tuple[LoraFile, ...]) -> Made:
-        """The pipeline with these, in this order, which is not there. Raises CheckpointError for one that does not fit."""
-        return self.carry_out(self.read(loras))
 
     def read(self, loras: tuple[LoraFile, ...]) -> Wanted:
         """What these change. Nothing is done on the device. Raises CheckpointError for one that does not fit."""

@@ -1,20 +1,31 @@
 """The application of Ray Serve: a front, which is the server's own application behind Ray Serve's proxy, and the replicas.
 
 All that requests share is the front's: the queue, LoRAs that were sent, metrics. So there is one, which needs no core of its own.
-How many replicas there are follows the images that are drawn or wait. Imports Ray.
+How many replicas there are follows the images that are drawn or wait. Each image is a request of its own to Ray Serve, which
+chooses the replica; one whose replica is lost is drawn again by another: a job says all that its image depends on. Imports Ray.
 """
 
 from __future__ import annotations
 
+import asyncio
+import uuid
+from collections.abc import Coroutine
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from ray import serve
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, TaskCancelledError
 
-from sdflow.serve.http.app import Settings, make_app
+from sdflow.serve.http.app import Hear, Settings, make_app
 from sdflow.serve.http.server import DRAIN_SECONDS
-from sdflow.serve.on_ray.replica import Replica
-from sdflow.serve.on_ray.replica_line import ReplicaLine
+from sdflow.serve.jobs import Begun, Cancel, Drawn, Failed, Job, Lost, Message, OfImage, Ready, Turned
+from sdflow.serve.on_ray.replica import Replica, loras_id
 from sdflow.serve.on_ray.spread import NAME, QUIET, Spread
+
+ATTEMPTS = 4
+"""So often an image is begun whose replica is lost."""
+LOST = (ActorDiedError, ActorUnavailableError, RayActorError)
 
 REPLICAS = "Replica"
 REQUESTS = 1000
@@ -59,3 +70,114 @@ def application(settings: Settings, spread: Spread) -> Any:
         ray_actor_options={"num_cpus": 0},
         logging_config=QUIET,
     ).bind(replicas)
+
+
+class ReplicaLine:
+    """A `Line` to the replicas. handle: Ray Serve's, of their deployment."""
+
+    def __init__(self, handle: Any, hear: Hear) -> None:
+        self._handle, self._hear = handle, hear
+        self._tasks: dict[str, set[asyncio.Task[None]]] = {}
+        self._asking: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiting: set[tuple[str, int]] = set()
+        self._drawing: set[tuple[str, int]] = set()
+        self._memory = 0
+
+    def start(self) -> None:
+        """In the event loop. What is said comes from it."""
+        self._loop = asyncio.get_running_loop()
+        self._asking = self._loop.create_task(self._ask())
+
+    def send(self, message: Job | Cancel) -> None:
+        """In the event loop's thread."""
+        if isinstance(message, Cancel):
+            for task in self._tasks.pop(message.request, ()):
+                task.cancel()
+        else:
+            self._begin(message.request, self._draw(message))
+
+    def end(self) -> None:
+        """From another thread. What is under way is cancelled."""
+        assert self._loop is not None, "it was started"
+
+        def cancel() -> None:
+            if self._asking is not None:
+                self._asking.cancel()
+            for task in [task for tasks in self._tasks.values() for task in tasks]:
+                task.cancel()
+
+        self._loop.call_soon_threadsafe(cancel)
+
+    def _begin(self, request: str, work: Coroutine[Any, Any, None]) -> None:
+        assert self._loop is not None, "it was started"
+        task = self._loop.create_task(work)
+        self._tasks.setdefault(request, set()).add(task)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            tasks = self._tasks.get(request, set())
+            tasks.discard(task)
+            if not tasks:
+                self._tasks.pop(request, None)
+
+        task.add_done_callback(ended)
+
+    async def _ask(self) -> None:
+        """Until the first replica answers."""
+        while True:
+            with suppress(*LOST):
+                self._hear(Ready(await self._handle.found.remote()))
+                return
+            await asyncio.sleep(0.5)
+
+    async def _draw(self, job: Job) -> None:
+        place, lost = (job.request, job.index), ""
+        self._waiting.add(place)
+        try:
+            for _ in range(ATTEMPTS):
+                try:
+                    async for message in self._drawn(job):
+                        if isinstance(message, Lost):
+                            lost = message.what
+                            break
+                        self._say(job, message)
+                        if isinstance(message, Drawn | Failed):
+                            return
+                except LOST as error:
+                    lost = f"its replica is gone ({type(error).__name__})"
+                except TaskCancelledError:  # by Ray Serve, at the end of the replica
+                    lost = "its replica ended"
+                self._drawing.discard(place)
+                self._waiting.add(place)
+            self._hear(Failed(job.request, job.index, "ReplicaLost", f"{lost}, {ATTEMPTS} times"))
+        finally:
+            self._waiting.discard(place)
+            self._drawing.discard(place)
+            self._count(())
+
+    async def _drawn(self, job: Job) -> Any:
+        """One attempt. The replica knows it by a name of its own: images of a request may meet there."""
+        known = loras_id(job)
+        handle = self._handle.options(stream=True, multiplexed_model_id=known)
+        response = handle.draw.remote(replace(job, request=uuid.uuid4().hex), known)
+        try:
+            async for message in response:
+                yield message
+        finally:
+            response.cancel()
+
+    def _say(self, job: Job, message: Message) -> None:
+        place = job.request, job.index
+        if isinstance(message, Turned):
+            self._memory = message.memory
+            self._count(message.batches)
+            return
+        if isinstance(message, Begun):
+            self._waiting.discard(place)
+            self._drawing.add(place)
+        if isinstance(message, OfImage):
+            self._hear(replace(message, request=job.request, index=job.index))
+
+    def _count(self, batches: tuple[tuple[int, int, float], ...]) -> None:
+        """What is drawn and waits in all replicas: each knows its own alone."""
+        self._hear(Turned(batches, len(self._drawing), len(self._waiting), self._memory))

@@ -16,9 +16,8 @@ from typing import Any
 from ray import serve
 
 from sdflow.serve.http.server import SILENT
-from sdflow.serve.jobs import Cancel, Drawn, Failed, Job, Lost, Message, Ready, Turned
-from sdflow.serve.worker.worker_line import WorkerLine
-from sdflow.serve.worker_options import WorkerOptions
+from sdflow.serve.jobs import Cancel, Drawn, Failed, Job, Lost, Message, Ready, Turned, WorkerOptions
+from sdflow.serve.worker.worker import WorkerLine
 
 LORAS_HELD = 32
 """Combinations of LoRAs that a replica counts as having; the last ones asked for. The worker keeps weights by bytes."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,35 +15,34 @@ from sdflow.serve.engine.served_pipeline import ServedPipeline
 from sdflow.serve.jobs import Job
 
 if TYPE_CHECKING:
+    from sdflow.serve.loras.live_loras import SharedValues
     from sdflow.serve.loras.lora_pipelines import LoraPipelines, Made, Wanted
-    from sdflow.serve.loras.shared_values import SharedValues
 
 log = logging.getLogger("sdflow.serve")
 
 
+@dataclass(eq=False)
 class ReadyPipelines:
     """A pipeline without LoRAs, and with them. One is made at a time.
 
     On a GPU only files are read beside the engine: its one stream may be captured meanwhile.
+    folder: of the pipeline. cache, memory, values: as of `LoraPipelines`. changed: is called, in another thread, when what was
+    being made is there.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        base: ServedPipeline,
-        cache: Path,
-        memory: int,
-        values: SharedValues | None = None,
-        changed: Callable[[], None] = lambda: None,
-    ) -> None:
-        """folder: of the pipeline. cache, memory, values: as of `LoraPipelines`. changed: is called, in another thread, when what
-        was being made is there."""
-        self._folder, self._base, self._cache, self._memory = folder, base, cache, memory
-        self._values, self._changed = values, changed
-        self._in_background = base.base.place.stream is None
-        self._loras: LoraPipelines | None = None
-        self._pool = ThreadPoolExecutor(1, "loras")
-        self._coming: tuple[Job, Future[Made | Wanted]] | None = None
+    folder: Path
+    base: ServedPipeline
+    cache: Path
+    memory: int
+    values: SharedValues | None = None
+    changed: Callable[[], None] = lambda: None
+    _loras: LoraPipelines | None = None
+    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "loras"))
+    _coming: tuple[Job, Future[Made | Wanted]] | None = None
+
+    @cached_property
+    def _in_background(self) -> bool:
+        return self.base.base.place.stream is None
 
     def prepare(self, job: Job, sizes: Sequence[int], warm: Callable[[ServedPipeline], object]) -> None:
         """Make what the first request with LoRAs would wait for, beside the engine; on a GPU now. What cannot be made, that
@@ -71,7 +72,7 @@ class ReadyPipelines:
     def find(self, job: Job) -> ServedPipeline:
         """Raises UsageError when LoRAs cannot be put into this pipeline, CheckpointError for one that does not fit."""
         if not job.loras:
-            return self._base
+            return self.base
         found = None if self._loras is None else self._loras.get(job.loras)
         if found is not None:
             return found
@@ -97,7 +98,7 @@ class ReadyPipelines:
             if isinstance(made := self._coming[1].result(), Made):
                 self._loras.keep(made)
         self._coming = job, self._pool.submit(self._make, job)
-        self._coming[1].add_done_callback(lambda made: self._changed())
+        self._coming[1].add_done_callback(lambda made: self.changed())
 
     def _kept(self, coming: Future[Made | Wanted]) -> ServedPipeline:
         from sdflow.serve.loras.lora_pipelines import Wanted
@@ -128,5 +129,5 @@ class ReadyPipelines:
         from sdflow.serve.loras.lora_pipelines import LoraPipelines
 
         if self._loras is None:
-            self._loras = LoraPipelines.open(self._folder, self._base, self._cache, self._memory, self._values)
+            self._loras = LoraPipelines.open(self.folder, self.base, self.cache, self.memory, self.values)
         return self._loras

@@ -2,7 +2,8 @@
 
 A folder or repository that is the component, as save_pretrained writes it; one that is a pipeline and has it; a synthetic
 checkpoint or a sample; one file with its tensors, in diffusers' names or the original ones. A file holds no configuration:
-the checkpoint's own is taken, with what the file's tensors tell, and the shapes must fit it.
+the checkpoint's own is taken, with what the file's tensors tell, and the shapes must fit it. The first files of TAESD hold a half
+each, in the original names: one of them is named, the other lies beside it under the same name, with the other half's in it.
 """
 
 from __future__ import annotations
@@ -30,10 +31,9 @@ from sdflow.sources.checkpoint import (
     SubmodelCheckpoint,
     side_by_side,
 )
-from sdflow.sources.components.halves import begins_of, files_of_halves
 from sdflow.sources.folder import open_component, pinned
 from sdflow.sources.hub import component_files, open_snapshot
-from sdflow.sources.recognition import component_alone
+from sdflow.sources.recognition import component_alone, half_of
 from sdflow.sources.reference import (
     PICKLE_SUFFIXES,
     HubReference,
@@ -43,7 +43,7 @@ from sdflow.sources.reference import (
 )
 from sdflow.sources.safetensors_file import digest_tensors, read_header
 from sdflow.sources.single_file import part_of_file, under
-from sdflow.sources.synthetic import open_synthetic, synthetic_identity, synthetic_provenance
+from sdflow.sources.synthetic import open_synthetic, synthetic_provenance, synthetic_submodel
 from sdflow.sources.weight_files import refuse_pickle
 
 
@@ -121,10 +121,7 @@ class Source:
 
     def synthetic_part(self, part: Part, config: Mapping[str, Any], seed: int) -> SubmodelCheckpoint:
         """With random weights."""
-        return SubmodelCheckpoint(
-            identity=synthetic_identity(part.of(config).model, config, seed),
-            load={"kind": "synthetic", "family": self.checkpoint.family.name, "config": config, "seed": seed},
-        )
+        return synthetic_submodel(part.of(config).model, config, seed, self.checkpoint.family.name)
 
     def _folder(self, folder: Path, origin: Mapping[str, Any]) -> Found:
         """From a folder that is the component, or a pipeline's that has it."""
@@ -278,3 +275,37 @@ def _shapes_as_json(path: Path) -> str:
     from sdflow.sources.load import pickled_shapes
 
     return json.dumps(pickled_shapes(path)[0])
+
+
+def files_of_halves(path: Path, halves: Mapping[str, Shapes], shapes_of: Callable[[Path], Shapes]) -> dict[str, Path]:
+    """Half -> its file. path: of one of them. Raises CheckpointError where another is not there or is something else."""
+    own = half_of(shapes_of(path), halves)
+    assert own is not None, "the file of a half"
+    return {half: path if half == own else _other(path, own, half, halves, shapes_of) for half in halves}
+
+
+def _other(path: Path, own: str, half: str, halves: Mapping[str, Shapes], shapes_of: Callable[[Path], Shapes]) -> Path:
+    before, found, after = path.name.rpartition(own)
+    if not found:
+        raise CheckpointError(
+            f"it is the {own} alone, and its name does not tell what the {half}'s is",
+            where=str(path),
+            remedy=f"Call the two files NAME_{own}{path.suffix} and NAME_{half}{path.suffix}, in one folder.",
+        )
+    other = path.with_name(f"{before}{half}{after}")
+    if not other.is_file():
+        raise CheckpointError(
+            f"it is the {own} alone, and {other.name} is not beside it",
+            where=str(path),
+            remedy=f"Download {other.name} into the same folder, or take the whole in diffusers' names.",
+        )
+    if half_of(shapes_of(other), halves) != half:
+        raise CheckpointError(
+            f"it is not the {half} that belongs to {path.name}", where=str(other), remedy="Download both again."
+        )
+    return other
+
+
+def begins_of(halves: Iterable[str]) -> list[str]:
+    """What the names of each half's tensors begin with in `Model.original_names`, and not in its file."""
+    return [f"{half}." for half in halves]

@@ -2,6 +2,7 @@
 
 A ControlNet comes from where a component may come from (`sdflow.sources.components.component_source`). A file in the
 original layout or in diffusers' names holds no configuration: that of the denoiser says what a ControlNet for it is like.
+Those that lie in a pipeline's folder lie there as diffusers saves them: `controlnet`, and of several also `controlnet_1`, ...
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.errors import CheckpointError
-from sdflow.families import family_of_architecture
+from sdflow.families import family_of_architecture, family_of_index
 from sdflow.families.shared.part import Part
 from sdflow.models.base import Role, Shapes
 from sdflow.models.residuals import is_residual
@@ -21,6 +22,10 @@ from sdflow.sources.checkpoint import Access, Checkpoint, SubmodelCheckpoint, co
 from sdflow.sources.components.component import axes, ports_of
 from sdflow.sources.components.component_source import Found, Source
 from sdflow.sources.reference import SyntheticReference
+from sdflow.sources.weight_files import read_config
+
+_SEVERAL = "Multi"
+"""How the class of several begins, in model_index.json."""
 
 
 def with_nets(checkpoint: Checkpoint, nets: Mapping[str, str], access: Access) -> Checkpoint:
@@ -134,3 +139,32 @@ def _require_fitting(checkpoint: Checkpoint, part: Part, net: SubmodelCheckpoint
     if wrong:
         remedy = f"Name a ControlNet that was made for {family.title}, of the same generation."
         raise CheckpointError(wrong[0], where=reference, remedy=remedy)
+
+
+def has_nets(index: Mapping[str, Any]) -> bool:
+    """Whether a pipeline with this model_index.json has ControlNets."""
+    family = family_of_index(index)
+    named = None if family is None or family.net is None else index.get(family.net.component)
+    return isinstance(named, list) and bool(named) and isinstance(named[-1], str)
+
+
+def nets_in_folder(model: str) -> dict[str, str]:
+    """Name -> where each lies; none for a model that is no local folder, or that has none.
+
+    A damaged folder is told when it is opened.
+    """
+    folder = Path(model).expanduser()
+    if not (folder / "model_index.json").is_file():
+        return {}
+    try:
+        index = read_config(folder / "model_index.json")
+    except CheckpointError:
+        return {}
+    family = family_of_index(index)
+    if family is None or family.net is None or not has_nets(index):
+        return {}
+    own = family.net.component
+    names = [own]
+    while index[own][-1].startswith(_SEVERAL) and (folder / f"{own}_{len(names)}").is_dir():
+        names.append(f"{own}_{len(names)}")
+    return {name: str(folder / name) for name in names}

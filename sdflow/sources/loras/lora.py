@@ -17,10 +17,9 @@ from sdflow.errors import CheckpointError
 from sdflow.families import DEFAULT, FAMILIES, any_family
 from sdflow.sources.checkpoint import Checkpoint, FileDigests, listing
 from sdflow.sources.hub import choose_file, hub_file
-from sdflow.sources.loras.lora_family import made_for, misfit
-from sdflow.sources.loras.lora_header import read_lora_header
-from sdflow.sources.loras.lora_names import Places, Role, peft_module, spellings
-from sdflow.sources.loras.peft_metadata import METADATA_KEY, peft_config_file
+from sdflow.sources.loras.lora_header import made_for, misfit, read_lora_header
+from sdflow.sources.loras.lora_names import Places, Role, peft_module, rows_of, spellings
+from sdflow.sources.loras.peft_metadata import BESIDE, METADATA_KEY
 from sdflow.sources.reference import PICKLE_SUFFIXES, HubReference, LocalReference, parse_reference
 from sdflow.sources.safetensors_file import read_float_tensors, read_numbers
 
@@ -92,7 +91,7 @@ def lora_digest(path: Path, digests: FileDigests) -> str:
     whole = digests.digest(path)
     if not read_lora_header(path).beside:
         return whole
-    return digest_json({"file": whole, "config": digests.digest(peft_config_file(path))})
+    return digest_json({"file": whole, "config": digests.digest(path.with_name(BESIDE))})
 
 
 def require_made_for(path: Path, checkpoint: Checkpoint) -> None:
@@ -162,10 +161,10 @@ def read_lora(
     for (submodel, places), group in groups.items():
         found: dict[Role, Floats] = {role: tensors[name] for role, name in group.items() if role != "alpha"}
         alpha = alphas.get(group.get("alpha", ""))
-        columns = shapes[submodel][places[0].key][1:]
-        rows = sum(shapes[submodel][place.key][0] for place in places)
+        columns = shapes[submodel][places[0].name][1:]
+        rows = sum(shapes[submodel][place.name][0] for place in places)
         problem = _problem(group, found, alpha, (rows, *columns))
-        problem = problem or _twice(group, [place.key for place in places if place.key in layers[submodel]])
+        problem = problem or _twice(group, [place.name for place in places if place.name in layers[submodel]])
         if problem:
             problems.append(problem)
             continue
@@ -179,7 +178,7 @@ def read_lora(
         scale = default if alpha is None else alpha / rank
         up, down = found["up"].reshape(-1, rank), found["down"].reshape(rank, -1)
         for place in places:
-            layers[submodel][place.key] = LoraLayer(place.rows(up), down, scale)
+            layers[submodel][place.name] = LoraLayer(rows_of(up, place), down, scale)
     if problems:
         others = " or ".join(made_for(names, header.entries))
         raise CheckpointError(

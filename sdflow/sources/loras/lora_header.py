@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.errors import CheckpointError
-from sdflow.families import FAMILIES, any_family
+from sdflow.families import ARCHITECTURES, FAMILIES, any_family, family_of_architecture
+from sdflow.families.shared.base import Family
+from sdflow.models.base import Config
+from sdflow.sources.architectures import architecture_config
 from sdflow.sources.checkpoint import listing
 from sdflow.sources.loras.adapter_kinds import (
     MERGE_ELSEWHERE,
@@ -148,3 +151,33 @@ def _of_class(name: str | None) -> str | None:
         for family in FAMILIES.values()
     ]
     return next((parts[0] for parts in sorted(found, key=len) if parts), None)
+
+
+def misfit(
+    family: Family, configs: Mapping[str, Config], names: Mapping[str, LoraName], header: Mapping[str, TensorEntry]
+) -> str | None:
+    """The first tensor that says that a LoRA is for another model, and why; None where none does.
+
+    configs: of the model, by part. names: the tensors of the file, parsed.
+    """
+    for name, parsed in names.items():
+        if parsed.submodel not in family.with_loras:
+            return f"{name}: {family.title} has no {parsed.submodel}"
+        shape = header[name].shape
+        if parsed.role != "down" or parsed.submodel not in configs or len(shape) < 2:
+            continue
+        model, module = family.part(parsed.submodel).model, parsed.module.replace(".", "_")
+        if why := model.lora_misfit(configs[parsed.submodel], module, shape[1]):
+            return f"{name}: {why}"
+    return None
+
+
+def made_for(names: Mapping[str, LoraName], header: Mapping[str, TensorEntry]) -> tuple[str, ...]:
+    """Titles of what sdflow knows and nothing in the LoRA speaks against; none where nothing tells them apart."""
+    fitting: dict[str, bool] = {}
+    for architecture in ARCHITECTURES:
+        family = family_of_architecture(architecture)
+        configs = {name: architecture_config(architecture, family.part(name).component) for name in family.with_loras}
+        title = family.title_of(configs)
+        fitting[title] = fitting.get(title, False) or misfit(family, configs, names, header) is None
+    return () if all(fitting.values()) else tuple(title for title, fits in fitting.items() if fits)

@@ -95,32 +95,21 @@ def peft_module(model: Model, places: Places, name: LoraName) -> str:
     """
     if len(places) > 1:
         return name.module
-    module = model.current_name(places[0].key.removesuffix(".weight"))
+    module = model.current_name(places[0].name.removesuffix(".weight"))
     return f"{_OLDER}{module}" if name.module.startswith(_OLDER) else module
 
 
-@dataclass(frozen=True)
-class Place:
-    """The weight of this state_dict key: what a module of a LoRA file changes, whole or by the part of this index out of so many
-    equal parts of its rows; taken: by so many parts from there on; swapped: with the halves of these rows swapped."""
-
-    key: str
-    part: int = 0
-    parts: int = 1
-    swapped: bool = False
-    taken: int = 1
-
-    def rows(self, up: NDArray[Any]) -> NDArray[Any]:
-        """Those of the factor `up` (rows, rank) that are for this weight, in its order."""
-        import numpy as np
-
-        size = len(up) // self.parts
-        own = up[self.part * size : (self.part + self.taken) * size]
-        return np.roll(own, len(own) // 2, axis=0) if self.swapped else own
+Places = tuple[Original, ...]
+"""What one module of a LoRA file changes: the weight of this name, a key of the state_dict, or several that share its rows."""
 
 
-Places = tuple[Place, ...]
-"""Of one module of a file: one place, or several that its rows are divided among."""
+def rows_of(up: NDArray[Any], place: Original) -> NDArray[Any]:
+    """Those of the factor `up` (rows, rank) that are for a weight, in its order."""
+    import numpy as np
+
+    size = len(up) // place.parts
+    own = up[place.part * size : (place.part + place.taken) * size]
+    return np.roll(own, len(own) // 2, axis=0) if place.swapped else own
 
 
 def spellings(model: Model, shapes: Shapes) -> dict[str, Places]:
@@ -133,14 +122,14 @@ def spellings(model: Model, shapes: Shapes) -> dict[str, Places]:
         for key, shape in shapes.items()
         if key.endswith(".weight") and len(shape) in (2, 4) and not key.endswith("_embedding.weight")
     }
-    found: dict[str, dict[int, Place]] = {}
+    found: dict[str, dict[int, Original]] = {}
     for module, names in model.lora_spellings(modules).items():
         for each in names:
             there = Original(each) if isinstance(each, str) else each
-            place = Place(modules[module], there.part, there.parts, there.swapped, there.taken)
+            place = Original(modules[module], there.part, there.parts, there.taken, swapped=there.swapped)
             for spelling in (there.name, there.name.replace(".", "_")):
                 if (other := found.setdefault(spelling, {}).setdefault(there.part, place)) != place:
-                    raise AssertionError(f"{spelling} stands for both {other.key} and {place.key}")
+                    raise AssertionError(f"{spelling} stands for both {other.name} and {place.name}")
     return {
         spelling: tuple(places[part] for part in sorted(places))
         for spelling, places in found.items()

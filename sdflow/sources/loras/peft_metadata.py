@@ -1,14 +1,18 @@
 """peft's configuration in the header of a LoRA file, where diffusers' save_lora_weights keeps it, or beside the file, where
 peft's own save_pretrained does.
 
-It says what the tensors do not: the alpha of each layer. It is read as peft and diffusers read it back.
+It says what the tensors do not: the alpha of each layer. It is read as peft and diffusers read it back. Its names of modules
+are regular expressions, and Python's engine may search for ever in one of a few characters: `(a+)+b`. Nothing ends a search but
+the end of its process, so those that are more than names are tried in a process of their own before they are used.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -17,16 +21,38 @@ from typing import Any
 from sdflow.disk.input_file import read_input, require_shallow
 from sdflow.errors import CheckpointError
 from sdflow.sources.loras.adapter_kinds import (
+    LORA_CONFIG,
     MERGE_ELSEWHERE,
     MERGE_WITH_PEFT,
     PEFT_TYPES,
     USE_A_LORA,
     kind_of_config,
 )
-from sdflow.sources.loras.peft_fields import LORA_CONFIG
-from sdflow.sources.loras.peft_patterns import PLAIN, SECONDS, end_soon
 from sdflow.sources.safetensors_file import read_metadata
 from sdflow.sources.weight_files import ADAPTER_CONFIG
+
+PLAIN = re.compile(r"\^?(?:[\w-]|\\?\.)*")
+"""A name: each character is looked at once."""
+
+SECONDS = 2
+"""Of the processor. The 800 modules of Stable Diffusion XL by 800 plain names take a third of one."""
+
+LONGEST = 60
+"""Seconds by the clock, of a process that hardly gets a processor."""
+
+TRIAL = f"""
+import json, re, sys
+try:
+    import resource
+    resource.setrlimit(resource.RLIMIT_CPU, ({SECONDS}, {SECONDS}))
+except ImportError:
+    pass
+patterns, modules = json.load(sys.stdin)
+for pattern in patterns:
+    found = re.compile(pattern)
+    for module in modules:
+        found.match(module)
+"""
 
 METADATA_KEY = "lora_adapter_metadata"
 BESIDE = ADAPTER_CONFIG
@@ -97,14 +123,9 @@ def read_peft_configs(path: Path, submodels: Sequence[str], own: Collection[str]
     return configs
 
 
-def peft_config_file(path: Path) -> Path:
-    """What PEFT's save_pretrained writes beside a file of tensors."""
-    return path.with_name(BESIDE)
-
-
 def peft_fields_of(path: Path) -> dict[str, Any] | None:
     """The fields of the configuration beside a file; None where there is none. Raises CheckpointError for what is none."""
-    file = peft_config_file(path)
+    file = path.with_name(BESIDE)
     try:
         text = read_input(file).decode("utf-8")
     except FileNotFoundError:
@@ -235,3 +256,23 @@ def _alpha(value: Any, field: str, at: _Where) -> float:
     if type(value) not in (int, float) or not -_LARGEST < value < _LARGEST:
         raise at.bad(field, "no number that can be an alpha")
     return float(value)
+
+
+def end_soon(patterns: Iterable[re.Pattern[str]], modules: Iterable[str]) -> bool:
+    """Whether it is known within SECONDS of the processor which of these patterns match which modules."""
+    given = json.dumps([[each.pattern for each in patterns], [*modules]])
+    limit = LONGEST if sys.platform != "win32" else SECONDS
+    try:
+        tried = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", TRIAL],
+            input=given,
+            text=True,
+            encoding="utf-8",
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=limit,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return tried.returncode == 0

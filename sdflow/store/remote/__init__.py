@@ -9,9 +9,8 @@ What can be seen is whole: pieces go up first, then the manifest, the action las
 alone. So a remote can be slow, gone, wrong or hostile, and costs time at most.
 """
 
-from sdflow.store.remote.claims import Claim
-from sdflow.store.remote.entry import RemoteEntry
 from sdflow.store.remote.remote import Remote
 from sdflow.store.remote.spec import RemoteSpec, remote_from_environment
+from sdflow.store.remote.trust import Claim
 
-__all__ = ["Claim", "Remote", "RemoteEntry", "RemoteSpec", "remote_from_environment"]
+__all__ = ["Claim", "Remote", "RemoteSpec", "remote_from_environment"]

@@ -13,20 +13,19 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from sdflow.store.records import BadRecord
-from sdflow.store.remote.claims import FOLDER as CLAIMS
-from sdflow.store.remote.claims import named as claimed
+from sdflow.store.records import BadRecord, Stored
 from sdflow.store.remote.entry import (
     MOST_OF_ENTRY,
     MOST_OF_MANIFEST,
-    RemoteEntry,
     RemoteObject,
     object_path,
     read_entry,
     read_object,
 )
-from sdflow.store.remote.parallel import for_each, found, one
-from sdflow.store.remote.share import LISTING, UNFINISHED, Absent, Found, Share
+from sdflow.store.remote.parallel import Lines
+from sdflow.store.remote.share import UNFINISHED, Absent, Found, Share
+from sdflow.store.remote.trust import FOLDER as CLAIMS
+from sdflow.store.remote.trust import named as claimed
 
 GRACE = 24 * 3600.0
 """Seconds for which a manifest and a piece stay that nothing refers to: an action that does may be on its way."""
@@ -38,7 +37,7 @@ class Listed:
     """A finished action of the remote. bytes: of its object; None when its manifest is gone or wrong. pushed: by the store's
     clock, seconds since 1970."""
 
-    entry: RemoteEntry
+    entry: Stored
     bytes: int | None
     pushed: float | None
 
@@ -56,8 +55,9 @@ class Swept:
 
 def listed(share: Share, meanwhile: Callable[[], None] = lambda: None) -> list[Listed]:
     """Every action of the remote that can be read. Raises Unusable."""
-    entries = _entries(share, _list(share, "actions", meanwhile), meanwhile)
-    contents = _manifests(share, sorted({entry.object for _, entry in entries}), meanwhile)
+    lines = Lines(share, meanwhile)
+    entries = _entries(lines, _list(lines, "actions"))
+    contents = _manifests(lines, sorted({entry.object for _, entry in entries}))
     return [
         Listed(entry, content.bytes if (content := contents.get(entry.object)) else None, file.changed)
         for file, entry in sorted(entries, key=lambda each: each[0].path)
@@ -71,9 +71,10 @@ def sweep(
 
     Actions go first, then manifests, pieces last: killed at any moment, what can be seen is whole. Raises Unusable.
     """
-    by_store = None if dry_run else _now(share, meanwhile)
+    lines = Lines(share, meanwhile)
+    by_store = None if dry_run else _now(lines)
     # Pieces before what refers to them: whatever is pushed from now on is not among them.
-    folders = [_all(share, folder, meanwhile) for folder in ("pieces", "objects", "actions")]
+    folders = [lines.listed(folder) for folder in ("pieces", "objects", "actions")]
     pieces, manifests, actions = ([file for file in files if _in_place(file)] for files in folders)
     left = [file for files in folders for file in files if file.path.endswith(UNFINISHED)]
     # Who only looks writes nothing: then it is at least as late as the last change that the store tells.
@@ -88,41 +89,34 @@ def sweep(
 
     def remove(files: list[Found]) -> None:
         if not dry_run:
-            for_each(files, lambda file: share.remove(file.path), timeout=share.spec.timeout, meanwhile=meanwhile)
+            lines.for_each(files, lambda file: share.remove(file.path))
 
     old = [file for file in actions if older(file, older_than)]
     gone = {file.path for file in old}
     kept_actions = [file for file in actions if file.path not in gone]
-    named = {entry.object for _, entry in _entries(share, kept_actions, meanwhile)}
+    named = {entry.object for _, entry in _entries(lines, kept_actions)}
     loose = [file for file in manifests if _digest(file) not in named and older(file, min(GRACE, older_than))]
     lost = {file.path for file in loose}
-    kept = _manifests(share, [_digest(file) for file in manifests if file.path not in lost], meanwhile)
+    kept = _manifests(lines, [_digest(file) for file in manifests if file.path not in lost])
     used = {sha256 for content in kept.values() for sha256 in content.pieces}
     unused = [file for file in pieces if _digest(file) not in used and older(file, min(GRACE, older_than))]
-    left += [
-        file for file in _all(share, CLAIMS, meanwhile) if (digest := claimed(file)) is not None and digest not in kept
-    ]
+    left += [file for file in lines.listed(CLAIMS) if (digest := claimed(file)) is not None and digest not in kept]
     for files in (old, loose, unused, [file for file in left if older(file, min(GRACE, older_than))]):
         remove(files)
     if not dry_run:
         known, gone_pieces = {file.path for file in actions} - gone, {_digest(file) for file in unused}
-        new = [file for file in _list(share, "actions", meanwhile) if file.path not in known]
-        come = [(file, entry.object) for file, entry in _entries(share, new, meanwhile)]
-        whole = _manifests(share, sorted({digest for _, digest in come}), meanwhile)
+        new = [file for file in _list(lines, "actions") if file.path not in known]
+        come = [(file, entry.object) for file, entry in _entries(lines, new)]
+        whole = _manifests(lines, sorted({digest for _, digest in come}))
         # Pushed meanwhile, on what was there still: whoever pushed it would take it for whole from now on.
         remove([file for file, digest in come if digest not in whole or gone_pieces & whole[digest].pieces.keys()])
     freed = sum(file.size for file in unused)
     return Swept(len(old), len(loose), len(unused), freed, sum(file.size for file in pieces) - freed)
 
 
-def _list(share: Share, folder: str, meanwhile: Callable[[], None]) -> list[Found]:
+def _list(lines: Lines, folder: str) -> list[Found]:
     """The files of a folder that have a place in it."""
-    return [file for file in _all(share, folder, meanwhile) if _in_place(file)]
-
-
-def _all(share: Share, folder: str, meanwhile: Callable[[], None]) -> list[Found]:
-    """A long list takes its time."""
-    return one(lambda: list(share.list(folder)), timeout=LISTING * share.spec.timeout, meanwhile=meanwhile)
+    return [file for file in lines.listed(folder) if _in_place(file)]
 
 
 def _in_place(file: Found) -> bool:
@@ -133,29 +127,29 @@ def _digest(file: Found) -> str:
     return file.path.rpartition("/")[2].removesuffix(".json")
 
 
-def _entries(share: Share, files: list[Found], meanwhile: Callable[[], None]) -> list[tuple[Found, RemoteEntry]]:
+def _entries(lines: Lines, files: list[Found]) -> list[tuple[Found, Stored]]:
     """Those of these actions that can be read."""
 
-    def read(file: Found) -> tuple[Found, RemoteEntry] | None:
+    def read(file: Found) -> tuple[Found, Stored] | None:
         with suppress(Absent, BadRecord):
-            return file, read_entry(share.read(file.path, MOST_OF_ENTRY), _digest(file))
+            return file, read_entry(lines.share.read(file.path, MOST_OF_ENTRY), _digest(file))
         return None
 
-    return found(files, read, timeout=share.spec.timeout, meanwhile=meanwhile)
+    return lines.found(files, read)
 
 
-def _manifests(share: Share, digests: list[str], meanwhile: Callable[[], None]) -> dict[str, RemoteObject]:
+def _manifests(lines: Lines, digests: list[str]) -> dict[str, RemoteObject]:
     def read(digest: str) -> tuple[str, RemoteObject] | None:
         with suppress(Absent, BadRecord):
-            return digest, read_object(share.read(object_path(digest), MOST_OF_MANIFEST), digest)
+            return digest, read_object(lines.share.read(object_path(digest), MOST_OF_MANIFEST), digest)
         return None
 
-    return dict(found(digests, read, timeout=share.spec.timeout, meanwhile=meanwhile))
+    return dict(lines.found(digests, read))
 
 
-def _now(share: Share, meanwhile: Callable[[], None]) -> float:
+def _now(lines: Lines) -> float:
     """What time it is by the store's clock: that of a file written just now."""
-    path = f"probe/{os.urandom(8).hex()}"
+    path, share = f"probe/{os.urandom(8).hex()}", lines.share
 
     def ask() -> float | None:
         share.write(path, b"probe")
@@ -164,5 +158,5 @@ def _now(share: Share, meanwhile: Callable[[], None]) -> float:
         finally:
             share.remove(path)
 
-    now = one(ask, timeout=share.spec.timeout, meanwhile=meanwhile)
+    now = lines.one(ask)
     return time.time() if now is None else now

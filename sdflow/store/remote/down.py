@@ -15,9 +15,8 @@ from pathlib import Path
 
 from sdflow import stop
 from sdflow.disk.input_file import open_input
-from sdflow.store.remote.entry import RemoteObject
-from sdflow.store.remote.parallel import for_each
-from sdflow.store.remote.pieces import Piece
+from sdflow.store.remote.entry import Piece, RemoteObject
+from sdflow.store.remote.parallel import Lines
 from sdflow.store.remote.reading import TooLong
 from sdflow.store.remote.share import Unusable
 from sdflow.units import spell_bytes
@@ -50,11 +49,10 @@ def bring(
     content: RemoteObject,
     folder: Path,
     read: Callable[[str, int], bytes],
+    lines: Lines,
     *,
-    timeout: float,
     patience: float,
     like: Callable[[str, int], Sequence[Path]] = lambda path, size: (),
-    meanwhile: Callable[[], None] = lambda: None,
 ) -> tuple[int, int]:
     """Make the object's files in `folder`. Returns the bytes that were fetched, and those that were here already.
 
@@ -87,7 +85,7 @@ def bring(
                 f"too slow: {spell_bytes(int((size - left) / passed))} in a second, {spell_bytes(left)} to go"
             )
 
-    for_each(wanted, fetch, timeout=timeout, meanwhile=meanwhile, done=count)
+    lines.for_each(wanted, fetch, count)
     return size, content.bytes - size
 
 

@@ -1,31 +1,38 @@
-"""What the remote says of an action and of an object: JSON that carries its own digest, and is checked against what was asked."""
+"""What the remote says of an action and of an object: JSON that carries its own digest, and is checked against what was asked.
+
+Files go in pieces, each named by its content, so that what two files have in common is kept and sent once. The cuts lie where
+tensors begin: a LoRA changes some of them, and the others stay the same pieces. Large tensors are cut further, small neighbours
+go together. The rule looks at places alone, never at content: a model and the same model with a LoRA are cut alike.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
-from sdflow.artifact import Action
+from sdflow import stop
 from sdflow.digest import FileEntry, digest_tree, inside
-from sdflow.store.records import BadRecord, dump, load, load_action
-from sdflow.store.remote.pieces import MOST, Piece
+from sdflow.store.records import BadRecord, Stored, dump, load, load_action
+
+MOST = 4 << 20
+"""Bytes of a piece at most: what is sent again when a line breaks, and what a reader holds in memory."""
+SMALL = 128 << 10
+"""Tensors of fewer bytes share a piece with their neighbours,"""
+TOGETHER = 1 << 20
+"""up to so many bytes."""
+
+Cuts = Callable[[Path], Mapping[str, Sequence[int]]]
+"""From an artifact's folder to the offsets, in bytes, at which tensors begin in its files."""
 
 MOST_OF_ENTRY = 2 << 20
 """Bytes of an action's file at most, signatures included. Those of real builds have some thousands."""
 MOST_OF_MANIFEST = 8 << 20
 """Bytes of a manifest at most: 100,000 pieces, which is 100 GB and more."""
 _HEX = frozenset("0123456789abcdef")
-
-
-@dataclass(frozen=True)
-class RemoteEntry:
-    """A finished action that the remote has."""
-
-    action: Action
-    object: str
-    facts: Mapping[str, Any]
-    built: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,7 @@ def object_path(digest: str) -> str:
     return f"objects/{digest[:2]}/{digest}.json"
 
 
-def read_entry(data: bytes, digest: str) -> RemoteEntry:
+def read_entry(data: bytes, digest: str) -> Stored:
     """The entry of the action that was asked for. Raises BadRecord."""
     from sdflow.store.remote.entry_form import require_entry  # pydantic, which planning does without
 
@@ -59,7 +66,7 @@ def read_entry(data: bytes, digest: str) -> RemoteEntry:
     if stored.action.digest != digest:
         raise BadRecord("it belongs to another action")
     require_entry({**vars(stored), "action": stored.action.content})
-    return RemoteEntry(stored.action, stored.object, stored.facts, stored.built)
+    return stored
 
 
 def require_files(files: Sequence[FileEntry], tree: str) -> None:
@@ -105,3 +112,53 @@ def read_object(data: bytes, tree: str) -> RemoteObject:
 
 def is_digest(text: Any) -> bool:
     return isinstance(text, str) and len(text) == 64 and set(text) <= _HEX
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes, and the SHA-256 of the content."""
+
+    size: int
+    sha256: str
+
+    @property
+    def path(self) -> str:
+        return f"pieces/{self.sha256[:2]}/{self.sha256}"
+
+
+def no_cuts(folder: Path) -> Mapping[str, Sequence[int]]:
+    return {}
+
+
+def sizes(size: int, cuts: Sequence[int]) -> Iterator[int]:
+    """The sizes of the pieces of a file, in order."""
+    begins = sorted({0, size, *(cut for cut in cuts if 0 < cut < size)})
+    waiting = 0
+    for begin, end in pairwise(begins):
+        span = end - begin
+        if waiting and (span >= SMALL or waiting + span > TOGETHER):
+            yield waiting
+            waiting = 0
+        if span < SMALL:
+            waiting += span
+            continue
+        while span > 0:
+            yield min(span, MOST)
+            span -= MOST
+    if waiting:
+        yield waiting
+
+
+def cut(path: Path, size: int, cuts: Sequence[int]) -> tuple[tuple[Piece, ...], str]:
+    """The pieces of a file, and the SHA-256 of the whole. Raises OSError, and EOFError when it is shorter."""
+    whole = hashlib.sha256()
+    pieces = []
+    with path.open("rb") as stream:
+        for length in sizes(size, cuts):
+            stop.check()
+            data = stream.read(length)
+            if len(data) != length:
+                raise EOFError(f"{path} is shorter than {size:,} bytes")
+            whole.update(data)
+            pieces.append(Piece(length, hashlib.sha256(data).hexdigest()))
+    return tuple(pieces), whole.hexdigest()

@@ -28,6 +28,9 @@ _CHUNK = 64 << 10
 class TooLong(BadRecord):
     """A file of the remote is longer than one of its kind can be."""
 
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"it is longer than the {limit:,} bytes that it can have")
+
 
 class Misled(Exception):
     """A server answers in a way that was not asked for: compressed, or by naming another host."""
@@ -92,7 +95,7 @@ def read_other(files: Any, path: str, limit: int) -> bytes:
     if encoding not in (None, "", "identity"):
         raise Misled(f"it keeps a file compressed that was not pushed so ({encoding:.40})")
     if int(info.get("size") or 0) > limit:
-        raise TooLong(_too_long(limit))
+        raise TooLong(limit)
     return _within(bytes(files.cat_file(path, start=0, end=limit + 1)), limit)
 
 
@@ -155,7 +158,7 @@ async def read_stream(stream: Any, limit: int) -> bytes:
     while chunk := await stream.read(min(_CHUNK, limit + 1 - len(data))):
         data += chunk
         if len(data) > limit:
-            raise TooLong(_too_long(limit))
+            raise TooLong(limit)
     return bytes(data)
 
 
@@ -191,12 +194,8 @@ class _BoundedSession:
 
 def _within(data: bytes, limit: int) -> bytes:
     if len(data) > limit:
-        raise TooLong(_too_long(limit))
+        raise TooLong(limit)
     return data
-
-
-def _too_long(limit: int) -> str:
-    return f"it is longer than the {limit:,} bytes that it can have"
 
 
 def _redirected(here: Any, location: str) -> Any:

@@ -15,26 +15,24 @@ from queue import SimpleQueue
 
 from sdflow import stop
 from sdflow.artifact import Action, Record
-from sdflow.store.layout import Layout, free_bytes, log, remove_tree
+from sdflow.store.layout import Layout, free_bytes, keep_bytes, log, remove_tree
 from sdflow.store.objects import BadTree, read_manifest
-from sdflow.store.quarantine import keep_bytes
-from sdflow.store.records import BadRecord
-from sdflow.store.remote.claims import Claim, claim, claims
+from sdflow.store.records import BadRecord, Stored
 from sdflow.store.remote.down import WrongBytes, bring
 from sdflow.store.remote.entry import (
     MOST_OF_ENTRY,
     MOST_OF_MANIFEST,
-    RemoteEntry,
+    Cuts,
     action_path,
+    no_cuts,
     object_path,
     read_entry,
     read_object,
 )
-from sdflow.store.remote.parallel import one
-from sdflow.store.remote.pieces import Cuts, no_cuts
+from sdflow.store.remote.parallel import Lines
 from sdflow.store.remote.share import Absent, Refused, Share, Unusable
 from sdflow.store.remote.spec import RemoteSpec
-from sdflow.store.remote.trust import Signer, Untrusted, require_cryptography, require_signed
+from sdflow.store.remote.trust import Claim, Signer, Untrusted, claim, claims, require_cryptography, require_signed
 from sdflow.store.remote.up import DamagedHere, Sent, send
 from sdflow.units import spell_bytes
 
@@ -66,7 +64,7 @@ class Remote:
         self._layout = layout
         self._cuts = cuts
         self._signer = signer
-        self._known: dict[str, RemoteEntry] = {}
+        self._known: dict[str, Stored] = {}
         self._mend: set[str] = set()  # actions whose entry is not whole or wrong: the next push replaces it,
         self._wrongs: set[str] = set()  # and of these all that it is made of
         self._said: set[str] = set()
@@ -80,7 +78,7 @@ class Remote:
 
     # Down
 
-    def look(self, action: Action, meanwhile: Callable[[], None] = lambda: None) -> RemoteEntry | None:
+    def look(self, action: Action, meanwhile: Callable[[], None] = lambda: None) -> Stored | None:
         """What the remote says that the action gave; None when it has none, or cannot be asked."""
         if not self._read_from or action.digest in self._mend:
             return None
@@ -113,7 +111,7 @@ class Remote:
                 return None
         return self._known[action.digest]
 
-    def bring(self, entry: RemoteEntry, folder: Path, meanwhile: Callable[[], None] = lambda: None) -> bool:
+    def bring(self, entry: Stored, folder: Path, meanwhile: Callable[[], None] = lambda: None) -> bool:
         """Make the files of an entry in `folder`, or go on with what an earlier attempt left there.
 
         False, and said why, when they cannot be had. The caller checks the tree: `disbelieve` if it is another.
@@ -133,10 +131,9 @@ class Remote:
                 content,
                 folder,
                 self._tried_read,
-                timeout=self.spec.timeout,
+                Lines(self.share, meanwhile),
                 patience=max(PATIENCE, 20 * float(entry.built["seconds"])),
                 like=self._like,
-                meanwhile=meanwhile,
             )
         except Absent as error:
             self._mend.add(entry.action.digest)
@@ -153,13 +150,13 @@ class Remote:
             return True
         return False
 
-    def disbelieve(self, entry: RemoteEntry) -> None:
+    def disbelieve(self, entry: Stored) -> None:
         """The files of an entry are, all in all, not those that it names."""
         self._wrong(entry.action.digest, object_path(entry.object), b"", "its pieces do not make up its files")
 
     def _read(self, path: str, limit: int, meanwhile: Callable[[], None]) -> bytes:
         """An action or a manifest: all tries together take no longer than the timeout."""
-        return one(lambda: self._tried_read(path, limit), timeout=self.spec.timeout, meanwhile=meanwhile)
+        return Lines(self.share, meanwhile).one(lambda: self._tried_read(path, limit))
 
     def _tried_read(self, path: str, size: int) -> bytes:
         """Read a file; a line that breaks is tried again."""
@@ -343,7 +340,7 @@ def _written(folder: Path) -> int:
     return sum(512 * path.stat().st_blocks for path in folder.rglob("*") if path.is_file()) if os.name != "nt" else 0
 
 
-def incoming(layout: Layout, entry: RemoteEntry) -> Path:
+def incoming(layout: Layout, entry: Stored) -> Path:
     """The folder that an object comes into. It outlives the process, so that the next goes on from there."""
     folder = layout.incoming / entry.object
     if any(not (path.is_dir() or path.is_file()) or path.is_symlink() for path in (folder, *folder.rglob("*"))):

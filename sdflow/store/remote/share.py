@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from sdflow.machine.packages import how_to_install, missing
 from sdflow.store.remote.reading import (
@@ -29,6 +29,8 @@ from sdflow.store.remote.reading import (
     read_s3,
 )
 from sdflow.store.remote.spec import RemoteSpec, is_url, packages_of, without_secrets
+
+Value = TypeVar("Value")
 
 FOLDER = "sdflow-v1"
 LISTING = 20
@@ -80,38 +82,36 @@ class Share:
 
         Raises Absent, Unusable, and TooLong, which is a BadRecord.
         """
-        files, whole = self._open(), f"{self._root}/{path}"
         within = self.spec.timeout if seconds is None else seconds
+
+        def read(files: Any, whole: str) -> bytes:
+            if self._protocol in LOCAL:
+                return read_local(whole, limit)
+            if self._protocol in HTTP:
+                return read_http(files, whole, limit, within)
+            if self._protocol in S3:
+                return read_s3(files, whole, limit, within)
+            return read_other(files, whole, limit)
+
+        return self._looked(path, read)
+
+    def size(self, path: str) -> int | None:
+        """Bytes of a file; None where there is none. Raises Unusable."""
+        with suppress(Absent):
+            return self._looked(path, lambda files, whole: int(files.info(whole)["size"] or 0))
+        return None
+
+    def _looked(self, path: str, look: Callable[[Any, str], Value]) -> Value:
+        """What is found at a path, of the store and by the whole path. Raises Absent, Unusable."""
+        files = self._open()
         try:
             with _usable():
-                return self._read(files, whole, limit, within)
+                return look(files, f"{self._root}/{path}")
         except FileNotFoundError as error:
             raise Absent(path) from error
         except Unusable as error:
             if self._may_be_absent(error.__cause__):
                 raise Refused(path) from error
-            raise
-
-    def _read(self, files: Any, whole: str, limit: int, seconds: float) -> bytes:
-        if self._protocol in LOCAL:
-            return read_local(whole, limit)
-        if self._protocol in HTTP:
-            return read_http(files, whole, limit, seconds)
-        if self._protocol in S3:
-            return read_s3(files, whole, limit, seconds)
-        return read_other(files, whole, limit)
-
-    def size(self, path: str) -> int | None:
-        """Bytes of a file; None where there is none. Raises Unusable."""
-        files = self._open()
-        try:
-            with _usable():
-                return int(files.info(f"{self._root}/{path}")["size"] or 0)
-        except FileNotFoundError:
-            return None
-        except Unusable as error:
-            if self._may_be_absent(error.__cause__):
-                return None
             raise
 
     def write(self, path: str, data: bytes) -> None:
@@ -149,13 +149,12 @@ class Share:
 
     def changed(self, path: str) -> float | None:
         """The store's own time of a file's last change; None where it tells none. Raises Absent, Unusable."""
-        files = self._open()
-        try:
-            with _usable():
-                files.invalidate_cache()
-                return _changed(files.info(f"{self._root}/{path}"))
-        except FileNotFoundError as error:
-            raise Absent(path) from error
+
+        def look(files: Any, whole: str) -> float | None:
+            files.invalidate_cache()
+            return _changed(files.info(whole))
+
+        return self._looked(path, look)
 
     def _may_be_absent(self, error: BaseException | None) -> bool:
         """Whether the store may mean that there is no such file: S3 answers 403 to who may not list a bucket. What is

@@ -7,14 +7,28 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sdflow.digest import canonical_json
+from sdflow.digest import canonical_json, digest_json
 from sdflow.disk.input_file import read_input
 from sdflow.errors import UsageError, os_errors_as
-from sdflow.store.records import BadRecord, load
+from sdflow.store.records import BadRecord, dump, load
+from sdflow.store.remote.parallel import Lines
+from sdflow.store.remote.share import Absent, Found, Share
+
+FOLDER = "verified"
+_NAME = re.compile(r"[0-9a-f]{2}/([0-9a-f]{64})\.[0-9a-f]{16}\.json")
+_MOST = 64
+"""Claims of one object that are read, and versions of one claim."""
+MOST_OF_CLAIM = 64 << 10
+"""Bytes of a claim's file at most."""
 
 KEY_VARIABLE = "SDFLOW_SIGNING_KEY"
 SIGNATURES = "signatures"
@@ -29,7 +43,7 @@ class Untrusted(Exception):
 
 def make_key(path: Path) -> str:
     """Make a private key and write it to a new file that only its owner reads. Returns the public one."""
-    serialization, ed25519 = _cryptography()
+    serialization, ed25519 = require_cryptography()
     key = ed25519.Ed25519PrivateKey.generate()
     data = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
@@ -45,7 +59,7 @@ class Signer:
     """Signs with the private key in a PEM file. Raises UsageError when that is none."""
 
     def __init__(self, path: Path) -> None:
-        serialization, ed25519 = _cryptography()
+        serialization, ed25519 = require_cryptography()
         remedy = f"{KEY_VARIABLE} names a PEM file with an Ed25519 private key; `sdflow cache key FILE` makes one."
         try:
             key = serialization.load_pem_private_key(read_input(path.expanduser()), None)
@@ -84,7 +98,7 @@ def signatures(data: bytes) -> list[tuple[str, str]]:
 
 def require_signed(data: bytes, trusted: Sequence[str]) -> None:
     """Raises Untrusted unless one of the keys has signed the record, BadRecord for what is none."""
-    _, ed25519 = _cryptography()
+    _, ed25519 = require_cryptography()
     from cryptography.exceptions import InvalidSignature
 
     content = canonical_json(load(data))
@@ -115,12 +129,8 @@ def is_signed(data: bytes, trusted: Sequence[str]) -> bool:
     return True
 
 
-def require_cryptography() -> None:
-    """Raises UsageError where signatures cannot be checked."""
-    _cryptography()
-
-
-def _cryptography() -> tuple[Any, Any]:
+def require_cryptography() -> tuple[Any, Any]:
+    """What serializes keys, and what signs. Raises UsageError where signatures cannot be made or checked."""
     try:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
@@ -131,3 +141,93 @@ def _cryptography() -> tuple[Any, Any]:
 
 def _spell(public: Any) -> str:
     return str(public.public_bytes_raw().hex())
+
+
+@dataclass(frozen=True)
+class Claim:
+    """level, target: as of a verification. versions: of the packages that it ran with. key: that has signed it; None: nobody.
+    trusted: whether that key is."""
+
+    level: str
+    target: str
+    versions: Mapping[str, str]
+    key: str | None = None
+    trusted: bool = False
+
+    @property
+    def words(self) -> str:
+        """In one line."""
+        who = "nobody signed it" if self.key is None else f"signed by {self.key[:16]}…"
+        doubt = "" if self.key is None or self.trusted else ", whom this machine does not name in trust"
+        versions = ", ".join(f"{name} {version}" for name, version in sorted(self.versions.items()))
+        return f"verified elsewhere ({self.level}, for {self.target}; {who}{doubt}): {versions}"
+
+
+def claim(share: Share, objects: Iterable[str], said: Claim, signer: Signer | None) -> None:
+    """Write that these were verified. What is said already is not said again. Raises Unusable."""
+    for object_digest in objects:
+        body = {
+            "format": 1,
+            "object": object_digest,
+            "level": said.level,
+            "target": said.target,
+            "versions": dict(said.versions),
+        }
+        name = digest_json({**body, "key": signer.public if signer else None})[:16]
+        path = f"{FOLDER}/{object_digest[:2]}/{object_digest}.{name}.json"
+        data = dump({**body, "verified": time.time()})
+
+        def write(path: str = path, data: bytes = signer.signed(data) if signer else data) -> None:
+            if share.size(path) is None:
+                share.write(path, data)
+
+        Lines(share).one(write)
+
+
+def claims(
+    share: Share, trust: Sequence[str], objects: Iterable[str], meanwhile: Callable[[], None] = lambda: None
+) -> dict[str, list[Claim]]:
+    """What is said of these objects. A claim that is none, or whose signature does not hold, is left out. Raises Unusable."""
+    wanted, lines = set(objects), Lines(share, meanwhile)
+
+    def read(file: Found) -> tuple[str, Claim] | None:
+        object_digest = named(file)
+        with suppress(Absent, BadRecord, Untrusted):
+            return str(object_digest), read_claim(share.read(file.path, MOST_OF_CLAIM), str(object_digest), trust)
+        return None
+
+    counts: dict[str | None, int] = defaultdict(int)
+    chosen = []
+    for file in lines.listed(FOLDER):
+        if (digest := named(file)) in wanted and counts[digest] < _MOST:
+            counts[digest] += 1
+            chosen.append(file)
+    by_object = defaultdict(list)
+    for object_digest, each in lines.found(chosen, read):
+        by_object[object_digest].append(each)
+    return {digest: sorted(each, key=lambda claim: claim.words) for digest, each in by_object.items()}
+
+
+def named(file: Found) -> str | None:
+    """The object that a claim's file is of; None for what is no claim."""
+    match = _NAME.fullmatch(file.path.partition("/")[2])
+    return None if match is None else match[1]
+
+
+def read_claim(data: bytes, object_digest: str, trust: Sequence[str]) -> Claim:
+    """Raises BadRecord for what is no claim of this object, Untrusted for a signature that does not hold."""
+    body = load(data)
+    level, target, versions = (body.get(name) for name in ("level", "target", "versions"))
+    if body.get("object") != object_digest or not isinstance(versions, dict) or len(versions) > _MOST:
+        raise BadRecord("it is no claim of this object")
+    texts = [level, target, *versions, *versions.values()]
+    if not all(isinstance(text, str) and len(text) < 100 and text.isprintable() for text in texts):
+        raise BadRecord("it says nothing that can be shown")
+    keys = {key for key, _ in signatures(data)}
+    if not keys:
+        return Claim(str(level), str(target), versions)
+    for key in sorted(keys, key=lambda key: key not in trust):
+        with suppress(Untrusted, UsageError):  # without the package nobody's signature can be told
+            require_signed(data, [key])
+            return Claim(str(level), str(target), versions, key, key in trust)
+    raise Untrusted("its signature does not hold")

@@ -14,13 +14,15 @@ from sdflow.store.records import Stored, dump_action
 from sdflow.store.remote.entry import (
     MOST_OF_ENTRY,
     MOST_OF_MANIFEST,
+    Cuts,
+    Piece,
     RemoteObject,
     action_path,
+    cut,
     dump_object,
     object_path,
 )
-from sdflow.store.remote.parallel import for_each, one
-from sdflow.store.remote.pieces import Cuts, Piece, cut
+from sdflow.store.remote.parallel import Lines
 from sdflow.store.remote.reading import TooLong
 from sdflow.store.remote.share import Absent, Share
 from sdflow.store.remote.trust import Signer, is_signed
@@ -61,11 +63,10 @@ def send(
 
     Raises Unusable, DamagedHere, OSError.
     """
-    timeout = share.spec.timeout
-    committed = action_path(record.action.digest)
+    lines, committed = Lines(share, meanwhile), action_path(record.action.digest)
 
     def is_there() -> bool:
-        return not mend and one(lambda: share.size(committed), timeout=timeout, meanwhile=meanwhile) is not None
+        return not mend and lines.one(lambda: share.size(committed)) is not None
 
     if is_there():
         return Sent()
@@ -101,19 +102,19 @@ def send(
         return Sent(bytes=piece.size)
 
     sent: list[Sent] = []
-    for_each(where, send_piece, timeout=timeout, meanwhile=meanwhile, done=sent.append)
+    lines.for_each(where, send_piece, sent.append)
     manifest = dump_object(artifact.digest, RemoteObject(tuple(files)))
     if len(manifest) > MOST_OF_MANIFEST:
         raise DamagedHere(f"{artifact.path} makes a manifest of {len(manifest):,} bytes, which nobody would read")
-    one(lambda: share.write(object_path(artifact.digest), manifest), timeout=timeout, meanwhile=meanwhile)
+    lines.one(lambda: share.write(object_path(artifact.digest), manifest))
     if not is_there():  # else another machine was first: the first result stands
         built = {key: value for key, value in record.built.items() if key != FROM}
         data = dump_action(Stored(record.action, artifact.digest, record.facts, built, time.time()))
         if signer is not None and FROM not in record.built:  # a signature says who has built it
             data = signer.signed(data)
-        if mend and one(lambda: _there(share, committed, data, trust), timeout=timeout, meanwhile=meanwhile):
+        if mend and lines.one(lambda: _there(share, committed, data, trust)):
             return sum(sent, Sent())
-        one(lambda: share.write(committed, data), timeout=timeout, meanwhile=meanwhile)
+        lines.one(lambda: share.write(committed, data))
     return sum(sent, Sent(results=1))
 
 

@@ -10,9 +10,8 @@ import pytest
 from sdflow.store import Cache
 from sdflow.store.records import BadRecord, dump
 from sdflow.store.remote import Claim, RemoteSpec, catalog
-from sdflow.store.remote.claims import claims, read_claim
 from sdflow.store.remote.share import FOLDER
-from sdflow.store.remote.trust import Signer, Untrusted, make_key
+from sdflow.store.remote.trust import Signer, Untrusted, claims, make_key, read_claim
 
 from .machines import Machine, make_action
 
