@@ -1,5 +1,6 @@
 """Every family from every source, every addition in every family, every addition from every source: built, verified and drawn as
-diffusers draws it. Which rows these are, the families' table says (`tests/support/walk.py`)."""
+diffusers draws it. Which rows these are, the families' table says (`tests/support/walk.py`). By
+default each family, source and addition is seen once; with `-m slow` in every pair."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from walk import Row, Written, every_row, few_rows, pairs_of, walk, written_in
+from walk import Row, Written, every_row, few_rows, fewest_rows, pairs_of, walk, written_in
 
 from sdflow.store import Cache
 
@@ -30,7 +31,11 @@ def test_the_rows_show_every_pair() -> None:
     assert len(few_rows()) < len(set(every_row())) / 2
 
 
-@pytest.mark.parametrize("row", few_rows(), ids=str)
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=() if row in fewest_rows() else pytest.mark.slow) for row in few_rows()],
+    ids=str,
+)
 def test_it_is_built_verified_and_drawn_as_diffusers_draws_it(
     row: Row, written: Written, store: Cache, tmp_path: Path
 ) -> None:

@@ -154,7 +154,12 @@ def cpu(code_cache: Cache, tmp_path_factory: pytest.TempPathFactory) -> Sample:
 
 
 @pytest.mark.parametrize(
-    ("submodel", "target"), [*((submodel, "cuda") for submodel in DRAWING), ("vae_decoder", "cpu")]
+    ("submodel", "target"),
+    [
+        *((submodel, "cuda") for submodel in DRAWING if submodel != "unet"),
+        pytest.param("unet", "cuda", marks=pytest.mark.slow),
+        ("vae_decoder", "cpu"),
+    ],
 )
 def test_a_graph_in_pieces_gives_what_the_whole_gives(
     submodel: str, target: str, request: pytest.FixtureRequest, sample_cases: dict[str, Cases]
@@ -193,7 +198,7 @@ def proofs(cuda: Sample, submodel: str, folder: Path, cases: dict[str, Cases]) -
     return whole, streamed
 
 
-@pytest.mark.parametrize("submodel", ["text_encoder", "unet"])
+@pytest.mark.parametrize("submodel", ["text_encoder", pytest.param("unet", marks=pytest.mark.slow)])
 def test_the_proof_of_a_good_artifact_is_the_same(submodel: str, cuda: Sample, sample_cases: dict[str, Cases]) -> None:
     whole, streamed = proofs(cuda, submodel, cuda.artifact(submodel), sample_cases)
     assert (streamed.findings, streamed.problems, streamed.missing) == ([], (), "")
@@ -222,7 +227,7 @@ def _names(graph: Graph, ending: str) -> list[str]:
     ("plant", "submodel"),
     [
         pytest.param(epsilon, "unet", marks=pytest.mark.slow),
-        (attention_scale, "unet"),
+        pytest.param(attention_scale, "unet", marks=pytest.mark.slow),
         pytest.param(timestep_clipped, "unet", marks=pytest.mark.slow),
         (quick_gelu, "text_encoder"),
         (blocks_swapped, "text_encoder"),
