@@ -1,5 +1,5 @@
 // What the kernels use of CUDA C++, on the CPU: the language, and in place of overlap.cuh, float16.cuh, float8.cuh, cluster.cuh,
-// mma.cuh and hopper.cuh, the primitives that are PTX on a GPU. threads.cpp runs a block's threads.
+// mma.cuh, hopper.cuh and rotary_types.cuh, the primitives that are PTX on a GPU. threads.cpp runs a block's threads.
 #pragma once
 
 #include <cmath>
@@ -87,6 +87,22 @@ static inline unsigned packed(float low, float high) {
     return __builtin_bit_cast(unsigned short, (_Float16)low) |
            (unsigned)__builtin_bit_cast(unsigned short, (_Float16)high) << 16;
 }
+
+struct RotaryFloat16 {
+    static float2 unpacked(unsigned pair) { return ::unpacked(pair); }
+    static unsigned packed(float low, float high) { return ::packed(low, high); }
+};
+
+struct RotaryBfloat16 {
+    static unsigned nearest(float value) {
+        const unsigned bits = __builtin_bit_cast(unsigned, value);
+        return value != value ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    }
+    static float2 unpacked(unsigned pair) {
+        return {__builtin_bit_cast(float, pair << 16), __builtin_bit_cast(float, pair & 0xffff0000u)};
+    }
+    static unsigned packed(float low, float high) { return nearest(low) | nearest(high) << 16; }
+};
 
 // E4M3 has a sign, four bits of exponent above 2^-6 and three of fraction; 0x7f is no number, 448 the largest.
 static inline unsigned eight(float value) {

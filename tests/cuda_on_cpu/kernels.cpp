@@ -56,6 +56,10 @@ const Kernel kernels[] = {
     {"geglu_in_turns", run<geglu_in_turns>, 3 * WARPGROUP, 90},
     {"float8_product", run<float8_product_kernel>, 3 * WARPGROUP, 90},
     {"float8_gated_product", run<float8_gated_product_kernel>, 3 * WARPGROUP, 90},
+    {"rotary_qkv_float16", run<rotary_qkv_float16>, ROTARY_THREADS, 80},
+    {"rotary_qkv_bfloat16", run<rotary_qkv_bfloat16>, ROTARY_THREADS, 80},
+    {"rotary_join_float16", run<rotary_join_float16>, ROTARY_JOIN_THREADS, 80},
+    {"rotary_join_bfloat16", run<rotary_join_bfloat16>, ROTARY_JOIN_THREADS, 80},
     {nullptr, nullptr, 0, 0},
 };
 #endif

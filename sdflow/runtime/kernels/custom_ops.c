@@ -97,6 +97,11 @@ static const char *load_locked(void) {
         if (function(&gpu.few_keys_attention[i], module, few_keys_names[i]) ||
             permit(gpu.few_keys_attention[i], 8 /* MAX_DYNAMIC_SHARED_SIZE_BYTES */, gpu.shared_memory))
             return "the kernels are not complete";
+    if (function(&gpu.rotary_qkv_float16, module, "rotary_qkv_float16") ||
+        function(&gpu.rotary_qkv_bfloat16, module, "rotary_qkv_bfloat16") ||
+        function(&gpu.rotary_join_float16, module, "rotary_join_float16") ||
+        function(&gpu.rotary_join_bfloat16, module, "rotary_join_bfloat16"))
+        return "the kernels are not complete";
     gpu.describe = dlsym(driver, "cuTensorMapEncodeTiled");
     void **products[] = {&gpu.geglu_wide, &gpu.geglu_in_turns, &gpu.float8_product, &gpu.float8_gated_product};
     const char *names[] = {"geglu_wide", "geglu_in_turns", "float8_product", "float8_gated_product"};
@@ -137,7 +142,8 @@ __attribute__((visibility("default"))) Status *RegisterCustomOps(void *options, 
     static void *domain = 0; /* sessions refer to it as long as they live */
     const Op *all[] = {&group_norm, &group_norm_single, &bias_split_gelu, &few_keys_attention, &interleave_phases,
                        &interleave_phases_single, &float8_rows, &float8_split_gelu,
-                       &float8_layer_norm, &float8_product, &float8_gated_product, &geglu};
+                       &float8_layer_norm, &float8_product, &float8_gated_product, &geglu,
+                       &op_rotary_qkv, &op_rotary_qkv_bfloat16, &op_rotary_join, &op_rotary_join_bfloat16};
     Api api = base->api(ORT_VERSION);
     Status *failed = 0;
     pthread_mutex_lock(&lock);

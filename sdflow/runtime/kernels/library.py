@@ -48,6 +48,9 @@ KERNELS = tuple(
         "hopper.cuh",
         "geglu.cu",
         "float8_product.cu",
+        "rotary_types.cuh",
+        "rotary_qkv.cu",
+        "rotary_join.cu",
     )
 )
 OPERATORS = tuple(
@@ -62,6 +65,8 @@ OPERATORS = tuple(
         "float8_tiles.c",
         "geglu.c",
         "few_keys_attention.c",
+        "rotary_qkv.c",
+        "rotary_join.c",
     )
 )
 HEADER = _FOLDER / "ort.h"
@@ -76,6 +81,9 @@ DEFINES = {
     "FLOAT8_WARPS": 8,
     "FLOAT8_HELD": 5,
     "FLOAT8_STAGES": 6,
+    "ROTARY_THREADS": 384,
+    "ROTARY_PER_PROCESSOR": 3,
+    "ROTARY_JOIN_THREADS": 256,
 }
 """Threads of a block, at most; and blocks of a kernel for each of the GPU's multiprocessors: measured on an H200.
 FLOAT8_STAGES: tiles along K that a block of float8_product.cu has in shared memory. OVERLAPS: 0: a kernel is launched only
