@@ -8,6 +8,7 @@ from typing import Any
 
 from sdflow.onnx_model.float8 import DOMAIN
 from sdflow.onnx_model.phases import INTERLEAVE, Interleaving, interleavings
+from sdflow.runtime.kernels import rotary
 
 VERSION = 1
 VECTOR, MAX_GROUPS, MAX_CHANNELS = 8, 32, 4096
@@ -45,7 +46,8 @@ def with_own_kernels(model: Any, *, hopper: bool = False) -> Any | None:
     wanted = [_is_ours(node, known) for node in model.graph.node]
     shapes = {name: shape for name, (_, shape) in known.items()}
     apart = [each for each in interleavings(model.graph, shapes) if _interleaves(*known[each.value])]
-    if not any(wanted) and not apart:
+    attentions = rotary.replacements(model.graph, known)
+    if not any(wanted) and not apart and not attentions:
         return None
     result = onnx.ModelProto()
     result.CopyFrom(model)
@@ -63,6 +65,7 @@ def with_own_kernels(model: Any, *, hopper: bool = False) -> Any | None:
     _put_between(result.graph, apart, known)
     for product in products.values():
         result.graph.node.remove(product)
+    rotary.replace(result.graph, attentions)
     if DOMAIN not in {entry.domain for entry in result.opset_import}:
         result.opset_import.append(onnx.helper.make_opsetid(DOMAIN, VERSION))
     return result
