@@ -30,8 +30,9 @@ BFLOAT16 = onnx.helper.tensor_dtype_to_np_dtype(onnx.TensorProto.BFLOAT16)
 PTX = ("overlap.cuh", "float16.cuh", "float8.cuh", "cluster.cuh", "mma.cuh", "hopper.cuh", "rotary_types.cuh")
 """What cuda.h has instead."""
 ATTENTION = ("few_keys_attention.h", "few_keys_attention.cu")
-BOTH = "halves.cuh"
-"""What the object `attention` is made of alone, since it takes long to compile; what `kernels` has, too."""
+ROTARY = ("rotary_qkv.cu", "rotary_join.cu")
+ALL = "halves.cuh"
+"""What the objects `attention` and `rotary` are made of alone, since `kernels` takes long to compile; what all of them have."""
 
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 PATTERN = "-ftrivial-auto-var-init=pattern"
@@ -61,13 +62,13 @@ def kernel_texts() -> dict[str, str]:
 
 def object_of(source: str) -> str:
     """Which of `compile_objects` has a source of kernels in it."""
-    return "attention" if source in ATTENTION else "kernels"
+    return "attention" if source in ATTENTION else "rotary" if source in ROTARY else "kernels"
 
 
 def compile_kernels(folder: Path, made: str, texts: dict[str, str], optimization: str = "-O1") -> Path:
     """The object `made`, of sources with these texts."""
     source = folder / f"{made}.cu"
-    parts = [f'#line 1 "{name}"\n{text}' for name, text in texts.items() if name == BOTH or object_of(name) == made]
+    parts = [f'#line 1 "{name}"\n{text}' for name, text in texts.items() if name == ALL or object_of(name) == made]
     source.write_text("\n".join(parts), encoding="utf-8")
     command = [
         *CPP,
@@ -86,11 +87,12 @@ def compile_operator(source: Path, folder: Path) -> Path:
 
 
 def compile_objects(folder: Path) -> dict[str, Path]:
-    """Source -> object: `kernels` and `attention`, those of the operators, threads.cpp, hopper.cpp, operators.cpp and
+    """Source -> object: `kernels`, `attention` and `rotary`, those of the operators, threads.cpp, hopper.cpp, operators.cpp and
     cublaslt.cpp."""
     with ThreadPoolExecutor(2) as pool:
         made = {"kernels": pool.submit(compile_kernels, folder, "kernels", kernel_texts())}
         made["attention"] = pool.submit(compile_kernels, folder, "attention", kernel_texts(), "-O0")
+        made["rotary"] = pool.submit(compile_kernels, folder, "rotary", kernel_texts())
         for name in ("threads.cpp", "hopper.cpp", "operators.cpp", "cublaslt.cpp"):
             made[name] = pool.submit(_compile, [*CPP, "-O1", str(CPU / name)], folder / f"{name}.o")
         for path in library.OPERATORS:

@@ -1,5 +1,5 @@
-// The kernels' sources, unchanged, and how each is called with a launch's arguments. KERNELS: a file with them, of attention or
-// all others.
+// The kernels' sources, unchanged, and how each is called with a launch's arguments. KERNELS: a file with those of
+// one object.
 #include "cuda.h"
 #define bias_split_gelu bias_split_gelu_kernel  // the operators have the names in the same program
 #define interleave interleave_kernel
@@ -39,6 +39,14 @@ const Kernel attention_kernels[] = {
     FEW_KEYS_KERNELS(KERNEL)
     {nullptr, nullptr, 0, 0},
 };
+#elif defined OBJECT_rotary
+const Kernel rotary_kernels[] = {
+    {"rotary_qkv_float16", run<rotary_qkv_float16>, ROTARY_THREADS, 80},
+    {"rotary_qkv_bfloat16", run<rotary_qkv_bfloat16>, ROTARY_THREADS, 80},
+    {"rotary_join_float16", run<rotary_join_float16>, ROTARY_JOIN_THREADS, 80},
+    {"rotary_join_bfloat16", run<rotary_join_bfloat16>, ROTARY_JOIN_THREADS, 80},
+    {nullptr, nullptr, 0, 0},
+};
 #else
 const Kernel kernels[] = {
     {"group_norm_sums", run<group_norm_sums>, THREADS, 80},
@@ -56,10 +64,6 @@ const Kernel kernels[] = {
     {"geglu_in_turns", run<geglu_in_turns>, 3 * WARPGROUP, 90},
     {"float8_product", run<float8_product_kernel>, 3 * WARPGROUP, 90},
     {"float8_gated_product", run<float8_gated_product_kernel>, 3 * WARPGROUP, 90},
-    {"rotary_qkv_float16", run<rotary_qkv_float16>, ROTARY_THREADS, 80},
-    {"rotary_qkv_bfloat16", run<rotary_qkv_bfloat16>, ROTARY_THREADS, 80},
-    {"rotary_join_float16", run<rotary_join_float16>, ROTARY_JOIN_THREADS, 80},
-    {"rotary_join_bfloat16", run<rotary_join_bfloat16>, ROTARY_JOIN_THREADS, 80},
     {nullptr, nullptr, 0, 0},
 };
 #endif

@@ -22,8 +22,8 @@ PARTS = 3
 
 @dataclass(frozen=True)
 class Replacement:
-    """Nodes that come where that one is whose first output is `at`. reads: the inputs that it has then in place of its first ones; None:
-    they take its place."""
+    """Nodes that come where the one is whose first output is `at`. reads: the inputs that it has then in place of its first
+    ones; None: they take its place."""
 
     nodes: tuple[Any, ...]
     at: str
@@ -115,7 +115,7 @@ def _of_attention(node: Any, reader: Reader) -> Replacement | None:
 
 
 def _of_softmax(node: Any, reader: Reader) -> Replacement | None:
-    """RotaryQkv and a MultiHeadAttention, for one that is products, a softmax and transposed tensors. The scores are then never in memory."""
+    """RotaryQkv and a MultiHeadAttention, for one that is products, a softmax and transposed tensors: no scores in memory."""
     import onnx
 
     ends = [reader.only_reader(node.output[0], "MatMul")]
@@ -129,7 +129,8 @@ def _of_softmax(node: Any, reader: Reader) -> Replacement | None:
         return None
     if added := reader.maker(scores, "Add"):
         scores, bias = added.input if reader.maker(added.input[0], "MatMul", "Mul", "Div") else reversed(added.input)
-        if len(reader.shape(bias)) != 4 or any(axis not in (1, full) for axis, full in zip(reader.shape(bias), shape)):
+        axes = zip(reader.shape(bias)[:2], shape[:2], strict=False)
+        if len(reader.shape(bias)) != 4 or any(axis not in (1, full) for axis, full in axes):
             return None
         if reader.shape(bias)[2:] != shape[2:] or reader.known[bias][0] != reader.known[product.input[1]][0]:
             return None
@@ -157,7 +158,10 @@ def _of_softmax(node: Any, reader: Reader) -> Replacement | None:
 
 
 def _heads_of(attention: _Attention, name: str, reader: Reader) -> tuple[Any, tuple[str, ...]] | None:
-    """RotaryQkv, and what an attention reads then; None where it is not for these heads, or nothing is gained. name: for outputs."""
+    """RotaryQkv, and what an attention reads then; None where it is not for these heads, or nothing is gained.
+
+    name: what those of its outputs begin with.
+    """
     count, size = attention.count, attention.size
     if size not in SIZES:
         return None
@@ -192,7 +196,9 @@ def _fit(heads: tuple[Heads, Heads, Heads], reader: Reader) -> bool:
             return False
     if len({stream.epsilon for each in heads for stream in each.streams if stream.weight}) > 1:
         return False
-    return len({reader.known.get(name, (0, []))[0] for name in _names(heads)}) == 1 and _type_of(heads, reader) is not None
+    return (
+        len({reader.known.get(name, (0, []))[0] for name in _names(heads)}) == 1 and _type_of(heads, reader) is not None
+    )
 
 
 def _names(heads: tuple[Heads, ...]) -> list[str]:
@@ -240,7 +246,7 @@ def _of_join(node: Any, reader: Reader) -> Replacement | None:
     """RotaryJoin for a value and silu(a) b side by side."""
     import onnx
 
-    rank = len(reader.shape(node.output[0]))
+    rank = len(reader.shape(node.input[0]))
     if len(node.input) != 2 or not rank or attribute(node, "axis", 0) not in (-1, rank - 1):
         return None
     front, behind = node.input
@@ -269,7 +275,7 @@ def _gated(name: str, reader: Reader) -> tuple[str, int, bool] | None:
         return None
     for activated, other in (node.input, reversed(node.input)):
         inner = reader.maker(activated, "Mul")
-        for gate, sigmoid in ((inner.input, reversed(inner.input)) if inner is not None else ()):
+        for gate, sigmoid in (inner.input, reversed(inner.input)) if inner is not None else ():
             made = reader.maker(sigmoid, "Sigmoid")
             if made is None or made.input[0] != gate:
                 continue

@@ -1,8 +1,8 @@
-"""What our operators around a transformer's attention compute, by numpy: cases, random inputs of each and the results by definition."""
+"""What our operators around a transformer's attention compute, by numpy: cases, random inputs and the results by definition."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,9 @@ EPSILON = 1e-6
 class QkvCase:
     """What an attention reads, of one or two streams.
 
-    tokens: of an image, for each stream. bias, norm, turned: whether there are biases, norms of heads, tables. tables: for how many
-    images they are, one or all. packed: columns that the products of query, key and value are part of, one after another behind eight
-    others; none: a product for each. value: whether there is one. bfloat16: in place of float16.
+    tokens: of an image, for each stream. bias, norm, turned: whether there are biases, norms of heads, tables. tables: for how
+    many images they are, one or all. packed: the width of the one product that query, key and value are columns of, side by side
+    behind eight others; 0: each has its own. value: whether there is one. bfloat16: in place of float16.
     """
 
     images: int
@@ -57,7 +57,7 @@ class QkvCase:
         }
 
 
-QKVS = (
+_QKVS = (
     QkvCase(2, (77, 33), 3, 64, turned=False),
     QkvCase(1, (19, 250), 24, 128, bias=False),
     QkvCase(1, (130,), 24, 128, bias=False, packed=9400),
@@ -67,13 +67,16 @@ QKVS = (
     QkvCase(2, (41, 40), 70, 64, tables=2),
     QkvCase(1, (1003,), 12, 8),
 )
-QKVS += tuple(QkvCase(**{**vars(case), "bfloat16": True}) for case in QKVS)
+QKVS = (*_QKVS, *(replace(case, bfloat16=True) for case in _QKVS))
 
 
 @dataclass(frozen=True)
 class JoinCase:
-    """Columns of a matrix and those of a gated product. before: of the matrix; columns: of the product, the last 2 width of which are
-    read; second: whether the sigmoid is of the latter of those."""
+    """Columns of a matrix and those of a gated product.
+
+    before: of the matrix. columns: of the product, the last 2 width of which are read. second: whether the sigmoid is of the
+    latter of those.
+    """
 
     rows: tuple[int, ...]
     before: int
@@ -93,12 +96,12 @@ class JoinCase:
         return {"column": self.columns - 2 * self.width, "width": self.width, "second": int(self.second)}
 
 
-JOINS = (
+_JOINS = (
     JoinCase((1, 300), 3072, 9216, 27648),
     JoinCase((2, 77), 64, 192, 384, second=True),
     JoinCase((2003,), 8, 2048, 4120),
 )
-JOINS += tuple(JoinCase(**{**vars(case), "bfloat16": True}) for case in JOINS)
+JOINS = (*_JOINS, *(replace(case, bfloat16=True) for case in _JOINS))
 
 
 def rounded(values: Any, bfloat16: bool) -> np.ndarray:
@@ -143,7 +146,11 @@ def qkv_expected(feeds: dict[str, np.ndarray], attributes: dict[str, float]) -> 
             values = values.reshape(*values.shape[:2], heads, size)
             if f"{name}_weight{stream}" in feeds:
                 squares = np.mean(values * values, -1, keepdims=True)
-                values = values / np.sqrt(squares + attributes["epsilon"]) * feeds[f"{name}_weight{stream}"].astype(np.float64)
+                values = (
+                    values
+                    / np.sqrt(squares + attributes["epsilon"])
+                    * feeds[f"{name}_weight{stream}"].astype(np.float64)
+                )
             joined.append(values)
         if not joined:
             continue

@@ -1,4 +1,4 @@
-"""What heads of an attention are made of, read backwards in a graph for fixed sizes: products, biases, norms, rotation, streams."""
+"""What heads of an attention are made of, read backwards in a graph for fixed sizes: products, biases, norms, rotation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKENS = {FLAT: 1, BY_TOKEN: 1, BY_HEAD: 2}
 
 @dataclass(frozen=True)
 class Stream:
-    """Heads of the tokens of a stream: from `column` on, a product's columns, plus a bias, RMS-normed. What is not there is ''."""
+    """Heads of the tokens of a stream: a product's columns from `column` on, plus a bias, RMS-normed. '' is what is not there."""
 
     product: str
     column: int
@@ -38,7 +38,10 @@ class Reader:
     """A graph, and how its values come about."""
 
     def __init__(self, graph: Any, known: Known) -> None:
-        self.known = known
+        self.known = known | {
+            item.name: (item.type.tensor_type.elem_type, [axis.dim_value for axis in item.type.tensor_type.shape.dim])
+            for item in graph.output
+        }
         self.made = {name: node for node in graph.node for name in node.output if name}
         self._readers: dict[str, list[Any]] = {item.name: [None] for item in graph.output}
         for node in graph.node:
@@ -51,15 +54,16 @@ class Reader:
 
     def shape(self, name: str) -> list[int]:
         """Empty where it is not known."""
-        return self.known.get(name, (0, []))[1]
+        shape: list[int] = self.known.get(name, (0, []))[1]
+        return shape
 
-    def maker(self, name: str, *op_types: str) -> Any | None:
-        """The node that makes a value, if it is of one of these types, of ONNX's own operators."""
+    def maker(self, name: str, *op_types: str) -> Any:
+        """The node that makes a value, None if it is not of one of these types, of ONNX's own operators."""
         node = self.made.get(name)
         return node if node is not None and node.domain in ("", "ai.onnx") and node.op_type in op_types else None
 
-    def only_reader(self, name: str, op_type: str) -> Any | None:
-        """The node that alone reads a value, if it is of this type, of ONNX's own operators."""
+    def only_reader(self, name: str, op_type: str) -> Any:
+        """The node that alone reads a value, None if it is not of this type, of ONNX's own operators."""
         node, *others = self._readers.get(name, [None])
         if node is None or others or node.domain not in ("", "ai.onnx") or node.op_type != op_type:
             return None
@@ -82,7 +86,10 @@ class Reader:
         tensor = self._constants.get(name)
         if tensor is None or tensor.external_data or math.prod(tensor.dims) > 8:
             return None
-        return [float(each) if each.dtype.kind not in "iu" else int(each) for each in numpy_helper.to_array(tensor).flatten()]
+        return [
+            float(each) if each.dtype.kind not in "iu" else int(each)
+            for each in numpy_helper.to_array(tensor).flatten()
+        ]
 
     def columns(self, name: str) -> tuple[str, int]:
         """The value that this one is columns of, and the first of them."""
