@@ -23,11 +23,12 @@ PARTS = 3
 @dataclass(frozen=True)
 class Replacement:
     """Nodes that come where the one is whose first output is `at`. reads: the inputs that it has then in place of its first
-    ones; None: they take its place."""
+    ones; None: they take its place. values: the types and shapes of what is new."""
 
     nodes: tuple[Any, ...]
     at: str
     reads: tuple[str, ...] | None = None
+    values: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ def replace(graph: Any, found: list[Replacement]) -> None:
     kept = [type(node).FromString(node.SerializeToString()) for node in kept]
     del graph.node[:]
     graph.node.extend(kept)
+    graph.value_info.extend(value for each in found for value in each.values)
 
 
 def _without_unread(nodes: list[Any], left: list[str], outputs: set[str]) -> list[Any]:
@@ -111,7 +113,7 @@ def _of_attention(node: Any, reader: Reader) -> Replacement | None:
     orders = [FLAT if len(shape) == 3 else BY_HEAD for shape in shapes]
     attention = _Attention(tuple(zip(given[:PARTS], orders, strict=True)), count, size)
     found = _heads_of(attention, node.output[0], reader)
-    return Replacement((found[0],), node.output[0], found[1]) if found else None
+    return Replacement((found.node,), node.output[0], found.reads, found.values) if found else None
 
 
 def _of_softmax(node: Any, reader: Reader) -> Replacement | None:
@@ -151,17 +153,28 @@ def _of_softmax(node: Any, reader: Reader) -> Replacement | None:
     found = _heads_of(_Attention(heads, count, size), name, reader)
     if found is None:
         return None
-    inputs = [*found[1], "", "", bias] if bias else list(found[1])
+    inputs = [*found.reads, "", "", bias] if bias else list(found.reads)
     attributes = {"num_heads": count, "scale": scale * of_query * of_key}
     made = onnx.helper.make_node("MultiHeadAttention", inputs, [name], name, domain="com.microsoft", **attributes)
-    return Replacement((found[0], made), name)
+    return Replacement((found.node, made), name, values=found.values)
 
 
-def _heads_of(attention: _Attention, name: str, reader: Reader) -> tuple[Any, tuple[str, ...]] | None:
-    """RotaryQkv, and what an attention reads then; None where it is not for these heads, or nothing is gained.
+@dataclass(frozen=True)
+class _Found:
+    """RotaryQkv; what an attention reads then; what of that the node makes."""
+
+    node: Any
+    reads: tuple[str, ...]
+    values: tuple[Any, ...]
+
+
+def _heads_of(attention: _Attention, name: str, reader: Reader) -> _Found | None:
+    """None where RotaryQkv is not for these heads, or nothing is gained.
 
     name: what those of its outputs begin with.
     """
+    import onnx
+
     count, size = attention.count, attention.size
     if size not in SIZES:
         return None
@@ -176,8 +189,11 @@ def _heads_of(attention: _Attention, name: str, reader: Reader) -> tuple[Any, tu
     if len(value.streams) == 1 and not only.bias and reader.shape(only.product)[2] == count * size:
         reads[2] = only.product  # as it is
         heads = heads[:2]
-    made = _qkv_node(name, heads, reads[: len(heads)], count, size, reader)
-    return made, tuple(reads)
+    outputs = reads[: len(heads)]
+    element, (images, _) = reader.known[only.product][0], reader.shape(only.product)[:2]
+    tokens = sum(reader.shape(stream.product)[1] for stream in value.streams)
+    values = [onnx.helper.make_tensor_value_info(each, element, [images, tokens, count * size]) for each in outputs]
+    return _Found(_qkv_node(name, heads, outputs, count, size, reader), tuple(reads), tuple(values))
 
 
 def _fit(heads: tuple[Heads, Heads, Heads], reader: Reader) -> bool:

@@ -98,7 +98,7 @@ class JoinCase:
 
 _JOINS = (
     JoinCase((1, 300), 3072, 9216, 27648),
-    JoinCase((2, 77), 64, 192, 384, second=True),
+    JoinCase((2, 75), 64, 192, 384, second=True),
     JoinCase((2003,), 8, 2048, 4120),
 )
 JOINS = (*_JOINS, *(replace(case, bfloat16=True) for case in _JOINS))
