@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -161,6 +162,19 @@ def packed(gate_second: bool = False) -> tuple[Net, list[str]]:
     return net, [net.add("Concat", attended, gated, axis=-1)]
 
 
+def three_products() -> tuple[Net, list[str]]:
+    """A product with a bias each, of one stream: FLUX.1's later blocks."""
+    net = Net()
+    x = net.input("x", IMAGES, IMAGE, WIDTH)
+    query, key, value = (
+        net.by_head(net.folded(net.product(x, WIDTH, WIDTH, bias=True), IMAGES, -1, HEADS, SIZE)) for _ in range(3)
+    )
+    (by_head,) = tables(net, IMAGE, (1,))
+    shape = (IMAGES, HEADS, IMAGE)
+    query, key = (turned(net, net.norm(each), by_head, shape, gathered_pairs) for each in (query, key))
+    return net, [net.attention(net.folded(net.by_head(query), 0, 0, -1), key, value)]
+
+
 def by_softmax(biased: bool) -> tuple[Net, list[str]]:
     """Scores in memory, with a bias: Z-Image's blocks."""
     net = Net()
@@ -188,6 +202,7 @@ KINDS = {
         two_streams(bias=True, rotated=True, image_first=False),
         {"RotaryQkv": 1, "MultiHeadAttention": 1, "Slice": 2},
     ),
+    "FLUX, one stream": (three_products(), {"RotaryQkv": 1, "MultiHeadAttention": 1}),
     "FLUX.2, packed": (packed(), {"RotaryQkv": 1, "MultiHeadAttention": 1, "RotaryJoin": 1}),
     "the other gate": (packed(gate_second=True), {"RotaryQkv": 1, "MultiHeadAttention": 1, "RotaryJoin": 1}),
     "Z-Image": (by_softmax(biased=True), {"RotaryQkv": 1, "MultiHeadAttention": 1}),
@@ -256,3 +271,50 @@ def test_what_surrounds_attention_is_replaced_and_computes_the_same(kind: str, e
     session = onnxruntime.InferenceSession(plain, options, providers=["CPUExecutionProvider"])
     for found, expected in zip(computed(net, replaced, outputs), session.run(outputs, feeds_of(net)), strict=True):
         np.testing.assert_allclose(found, expected, rtol=SAME, atol=10 * SAME)
+
+
+def changed(kind: str, op_type: str, change: Callable[[Any], None]) -> onnx.ModelProto:
+    """A graph of a kind, its first node of a type changed."""
+    (net, outputs), _ = KINDS[kind]
+    model = net.model(TensorProto.FLOAT16, *outputs)
+    change(next(node for node in model.graph.node if node.op_type == op_type))
+    return model
+
+
+def swap(node: Any) -> None:
+    first, second = node.input
+    node.input[0], node.input[1] = second, first
+
+
+def set_epsilon(node: Any) -> None:
+    next(item for item in node.attribute if item.name == "epsilon").f = 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "op_type", "change"),
+    [
+        ("FLUX", "SimplifiedLayerNormalization", set_epsilon),  # another one than the other heads
+        ("FLUX", "Split", lambda node: node.output.reverse()),  # the even channels for the odd ones
+        ("FLUX, one stream", "Concat", swap),  # (x0, -x1, ...)
+        ("FLUX", "MultiHeadAttention", lambda node: node.input.append("weight1")),  # a bias of its own
+        ("Z-Image", "Softmax", lambda node: node.attribute[0].__setattr__("i", 2)),
+        ("SD3", "Transpose", lambda node: node.attribute[0].ints.__setitem__(slice(None), [0, 2, 3, 1])),
+    ],
+    ids=["epsilon", "pairs", "direction", "bias", "softmax", "transposed"],
+)
+def test_what_computes_something_else_is_left(kind: str, op_type: str, change: Callable[[Any], None]) -> None:
+    assert with_own_kernels(changed(kind, op_type, change)) is None
+
+
+def test_float32_is_left() -> None:
+    for (net, outputs), _ in KINDS.values():
+        assert with_own_kernels(net.model(TensorProto.FLOAT, *outputs)) is None
+
+
+def test_what_others_read_is_still_there() -> None:
+    net, outputs = packed()
+    norm = next(node.output[0] for node in net.nodes if node.op_type == "SimplifiedLayerNormalization")
+    replaced = with_own_kernels(net.model(TensorProto.FLOAT16, *outputs, norm))
+    assert replaced is not None
+    left = Counter(node.op_type for node in replaced.graph.node)
+    assert left["SimplifiedLayerNormalization"] == left["RotaryQkv"] == left["Split"] == 1

@@ -43,11 +43,16 @@ def with_own_kernels(model: Any, *, hopper: bool = False) -> Any | None:
         for item in (*model.graph.input, *model.graph.value_info)
     }
     known |= {tensor.name: (tensor.data_type, list(tensor.dims)) for tensor in model.graph.initializer}
+    if attentions := rotary.replacements(model.graph, known):
+        surrounded = onnx.ModelProto()
+        surrounded.CopyFrom(model)
+        rotary.replace(surrounded.graph, attentions)
+        _import_domain(surrounded)
+        return with_own_kernels(surrounded, hopper=hopper) or surrounded
     wanted = [_is_ours(node, known) for node in model.graph.node]
     shapes = {name: shape for name, (_, shape) in known.items()}
     apart = [each for each in interleavings(model.graph, shapes) if _interleaves(*known[each.value])]
-    attentions = rotary.replacements(model.graph, known)
-    if not any(wanted) and not apart and not attentions:
+    if not any(wanted) and not apart:
         return None
     result = onnx.ModelProto()
     result.CopyFrom(model)
@@ -65,10 +70,16 @@ def with_own_kernels(model: Any, *, hopper: bool = False) -> Any | None:
     _put_between(result.graph, apart, known)
     for product in products.values():
         result.graph.node.remove(product)
-    rotary.replace(result.graph, attentions)
-    if DOMAIN not in {entry.domain for entry in result.opset_import}:
-        result.opset_import.append(onnx.helper.make_opsetid(DOMAIN, VERSION))
+    _import_domain(result)
     return result
+
+
+def _import_domain(model: Any) -> None:
+    """Let a model have operators of ours."""
+    import onnx
+
+    if DOMAIN not in {entry.domain for entry in model.opset_import}:
+        model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, VERSION))
 
 
 def _is_ours(node: Any, known: _Known) -> bool:
