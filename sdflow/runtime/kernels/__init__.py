@@ -15,7 +15,7 @@ and a warning says why.
     float8_product.cu, float8_tiles.c
                              on Hopper by our own where that is quicker, and with the GELU that gates them
     geglu.cu, .c             MatMul and BiasSplitGelu in one, float16, on Hopper
-    rotary_qkv.cu, .c       what a transformer's attention reads: biases, norms of heads, rotation, two streams joined;
+    rotary_qkv.cu, .c        what a transformer's attention reads: biases, norms of heads, rotation, two streams joined;
                              float16 and bfloat16
     rotary_join.cu, .c       its result and a gated product side by side, float16 and bfloat16
     overlap.cuh, float16.cuh, float8.cuh, cluster.cuh, mma.cuh, hopper.cuh, rotary_types.cuh
