@@ -20,12 +20,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 
 from sdflow.runtime.kernels import library
 
 CPU = Path(__file__).parent
-PTX = ("overlap.cuh", "float16.cuh", "float8.cuh", "cluster.cuh", "mma.cuh", "hopper.cuh")
+PTX = ("overlap.cuh", "float16.cuh", "float8.cuh", "cluster.cuh", "mma.cuh", "hopper.cuh", "bfloat16.cuh")
 """What cuda.h has instead."""
 ATTENTION = ("few_keys_attention.h", "few_keys_attention.cu")
 BOTH = "halves.cuh"
@@ -129,7 +130,7 @@ def run(
     """What was launched, and the outputs. Raises AssertionError with what the program said when it fails in one of the
     directions, or when the directions give different bits.
     """
-    types = {np.dtype(np.float32): 1, np.dtype(np.uint8): 2, np.dtype(np.float16): 10}
+    types = {np.dtype(np.float32): 1, np.dtype(np.uint8): 2, np.dtype(np.float16): 10, np.dtype(ml_dtypes.bfloat16): 16}
     tensors = []
     for i, value in enumerate(inputs):
         if value is not None:

@@ -56,6 +56,14 @@ const Kernel kernels[] = {
     {"geglu_in_turns", run<geglu_in_turns>, 3 * WARPGROUP, 90},
     {"float8_product", run<float8_product_kernel>, 3 * WARPGROUP, 90},
     {"float8_gated_product", run<float8_gated_product_kernel>, 3 * WARPGROUP, 90},
+    {"residual_norm_half", run<residual_norm_half>, RESIDUAL_THREADS, 80},
+    {"residual_norm_half_normed", run<residual_norm_half_normed>, RESIDUAL_THREADS, 80},
+    {"residual_norm_bfloat16", run<residual_norm_bfloat16>, RESIDUAL_THREADS, 80},
+    {"residual_norm_bfloat16_normed", run<residual_norm_bfloat16_normed>, RESIDUAL_THREADS, 80},
+    {"tanh_gelu_half", run<tanh_gelu_half>, ACTIVATION_THREADS, 80},
+    {"tanh_gelu_bfloat16", run<tanh_gelu_bfloat16>, ACTIVATION_THREADS, 80},
+    {"silu_gated_half", run<silu_gated_half>, ACTIVATION_THREADS, 80},
+    {"silu_gated_bfloat16", run<silu_gated_bfloat16>, ACTIVATION_THREADS, 80},
     {nullptr, nullptr, 0, 0},
 };
 #endif

@@ -48,6 +48,10 @@ KERNELS = tuple(
         "hopper.cuh",
         "geglu.cu",
         "float8_product.cu",
+        "bfloat16.cuh",
+        "sixteen_bits.cuh",
+        "residual_norm.cu",
+        "gated_activation.cu",
     )
 )
 OPERATORS = tuple(
@@ -62,6 +66,8 @@ OPERATORS = tuple(
         "float8_tiles.c",
         "geglu.c",
         "few_keys_attention.c",
+        "residual_norm.c",
+        "gated_activation.c",
     )
 )
 HEADER = _FOLDER / "ort.h"
@@ -76,6 +82,10 @@ DEFINES = {
     "FLOAT8_WARPS": 8,
     "FLOAT8_HELD": 5,
     "FLOAT8_STAGES": 6,
+    "RESIDUAL_THREADS": 512,
+    "RESIDUAL_HELD": 3,
+    "ACTIVATION_THREADS": 256,
+    "ACTIVATION_PER_PROCESSOR": 4,
 }
 """Threads of a block, at most; and blocks of a kernel for each of the GPU's multiprocessors: measured on an H200.
 FLOAT8_STAGES: tiles along K that a block of float8_product.cu has in shared memory. OVERLAPS: 0: a kernel is launched only

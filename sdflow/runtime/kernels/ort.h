@@ -15,7 +15,7 @@
 #define ORT_VERSION 16
 #define VECTOR 8 /* channels of a thread, in all kernels */
 
-enum { FLOAT = 1, UINT8 = 2, FLOAT16 = 10 };
+enum { FLOAT = 1, UINT8 = 2, FLOAT16 = 10, BFLOAT16 = 16 };
 enum { REQUIRED = 0, OPTIONAL = 1 };
 
 typedef const void *const *Api;
@@ -93,6 +93,7 @@ typedef struct {
     void *float8_rows, *float8_split_gelu, *float8_layer_norm, *geglu_wide, *geglu_in_turns;
     void *float8_product, *float8_gated_product;
     void *few_keys_attention[FEW_KEYS_COUNT];
+    void *residual_norm[4], *gated_activation[4];
     int shared_memory; /* bytes that a block may have */
     int processors, overlaps; /* overlaps: a kernel may be launched while the one before it runs */
     int (*launch)(const Launch *, void *, void **, void **);
@@ -156,6 +157,7 @@ typedef struct Op {
 
 extern const Op group_norm, group_norm_single, bias_split_gelu, geglu, few_keys_attention;
 extern const Op interleave_phases, interleave_phases_single;
+extern const Op residual_norms[6], gated_activations[4];
 extern const Op float8_rows, float8_split_gelu, float8_layer_norm, float8_product, float8_gated_product;
 
 static inline const char *on_cuda(const Op *op) { return (void)op, "CUDAExecutionProvider"; }
