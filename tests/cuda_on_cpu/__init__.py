@@ -29,8 +29,10 @@ CPU = Path(__file__).parent
 PTX = ("overlap.cuh", "float16.cuh", "float8.cuh", "cluster.cuh", "mma.cuh", "hopper.cuh", "bfloat16.cuh")
 """What cuda.h has instead."""
 ATTENTION = ("few_keys_attention.h", "few_keys_attention.cu")
+TRANSFORMERS = ("sixteen_bits.cuh", "residual_norm.cu", "gated_activation.cu")
 BOTH = "halves.cuh"
-"""What the object `attention` is made of alone, since it takes long to compile; what `kernels` has, too."""
+"""What the objects `attention` and `transformers` are made of alone, so that little is compiled for a change; what `kernels`
+has, too."""
 
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 PATTERN = "-ftrivial-auto-var-init=pattern"
@@ -60,7 +62,7 @@ def kernel_texts() -> dict[str, str]:
 
 def object_of(source: str) -> str:
     """Which of `compile_objects` has a source of kernels in it."""
-    return "attention" if source in ATTENTION else "kernels"
+    return "attention" if source in ATTENTION else "transformers" if source in TRANSFORMERS else "kernels"
 
 
 def compile_kernels(folder: Path, made: str, texts: dict[str, str], optimization: str = "-O1") -> Path:
@@ -85,11 +87,12 @@ def compile_operator(source: Path, folder: Path) -> Path:
 
 
 def compile_objects(folder: Path) -> dict[str, Path]:
-    """Source -> object: `kernels` and `attention`, those of the operators, threads.cpp, hopper.cpp, operators.cpp and
+    """Source -> object: `kernels`, `attention` and `transformers`, those of the operators, threads.cpp, hopper.cpp, operators.cpp and
     cublaslt.cpp."""
     with ThreadPoolExecutor(2) as pool:
         made = {"kernels": pool.submit(compile_kernels, folder, "kernels", kernel_texts())}
         made["attention"] = pool.submit(compile_kernels, folder, "attention", kernel_texts(), "-O0")
+        made["transformers"] = pool.submit(compile_kernels, folder, "transformers", kernel_texts())
         for name in ("threads.cpp", "hopper.cpp", "operators.cpp", "cublaslt.cpp"):
             made[name] = pool.submit(_compile, [*CPP, "-O1", str(CPU / name)], folder / f"{name}.o")
         for path in library.OPERATORS:
