@@ -87,8 +87,8 @@ def compile_operator(source: Path, folder: Path) -> Path:
 
 
 def compile_objects(folder: Path) -> dict[str, Path]:
-    """Source -> object: `kernels`, `attention` and `transformers`, those of the operators, threads.cpp, hopper.cpp, operators.cpp and
-    cublaslt.cpp."""
+    """Source -> object: `kernels`, `attention` and `transformers`, those of the operators, threads.cpp, hopper.cpp,
+    operators.cpp and cublaslt.cpp."""
     with ThreadPoolExecutor(2) as pool:
         made = {"kernels": pool.submit(compile_kernels, folder, "kernels", kernel_texts())}
         made["attention"] = pool.submit(compile_kernels, folder, "attention", kernel_texts(), "-O0")

@@ -15,7 +15,9 @@ and a warning says why.
     float8_product.cu, float8_tiles.c
                              on Hopper by our own where that is quicker, and with the GELU that gates them
     geglu.cu, .c             MatMul and BiasSplitGelu in one, float16, on Hopper
-    overlap.cuh, float16.cuh, float8.cuh, cluster.cuh, mma.cuh, hopper.cuh
+    residual_norm.cu, .c     residual sum, norm and modulation of a transformer, float16 and bfloat16
+    gated_activation.cu, .c  its gated SiLU and its GELU, with their biases, float16 and bfloat16
+    overlap.cuh, float16.cuh, float8.cuh, bfloat16.cuh, cluster.cuh, mma.cuh, hopper.cuh
                              what of it is PTX; tests/cuda_on_cpu runs all else without a GPU
     custom_ops.c, ort.h      what makes operators of ONNX Runtime of them
 """

@@ -64,14 +64,15 @@ def _gated(index: GraphIndex, sigmoid: int) -> Fused | None:
     (b,) = (name for name in index.nodes[last].input if name != middle)
     if index.shape(b) != index.shape(a):
         return None
-    return _made(index, "SiluGated", _columns(index, a), _columns(index, b), (sigmoid, silu, last))
+    nodes = (sigmoid, silu, last)
+    return _made(index, "SiluGated", _columns(index, a, nodes), _columns(index, b, nodes), nodes)
 
 
 def _gelu(index: GraphIndex, place: int) -> Fused | None:
     node = index.nodes[place]
     if not _is_ours(index, node.input[0]):
         return None
-    a = _columns(index, node.input[0])
+    a = _columns(index, node.input[0], (place,))
     if len(node.input) > 1 and node.input[1]:
         if a.bias is not None or index.shape(node.input[1]) != index.shape(node.input[0])[-1:]:
             return None
@@ -80,9 +81,13 @@ def _gelu(index: GraphIndex, place: int) -> Fused | None:
     return fused if a.bias or a.value != node.input[0] or len(fused.places) > 1 else None
 
 
-def _columns(index: GraphIndex, name: str) -> _Columns:
-    bias, nodes, plain = None, (), name
-    if set(index.readers(name)) and (found := without_bias(index, name)) is not None:
+def _columns(index: GraphIndex, name: str, readers: tuple[int, ...]) -> _Columns:
+    """readers: the places of those that may read `name` if its bias is to be left to us."""
+    bias: str | None = None
+    nodes: tuple[int, ...] = ()
+    plain = name
+    read = set(index.readers(name))
+    if read and read <= set(readers) and (found := without_bias(index, name)) is not None:
         plain, bias, nodes = found
     value, first = index.part(plain)
     if first % VECTOR or index.shape(value)[-1] % VECTOR:
@@ -97,12 +102,22 @@ def _made(index: GraphIndex, op_type: str, a: _Columns, b: _Columns | None, node
     result = index.nodes[nodes[-1]].output[0]
     channels, element = index.shape(result)[-1], index.element(result)
     places = {*nodes, *a.nodes, *(b.nodes if b else ())}
-    given = {"a": a.value, "b": b.value if b else "", "a_bias": a.bias or "", "b_bias": (b and b.bias) or "", "before": ""}
+    given = {
+        "a": a.value,
+        "b": b.value if b else "",
+        "a_bias": a.bias or "",
+        "b_bias": (b and b.bias) or "",
+        "before": "",
+    }
     behind = index.only_reader(result)
     if behind is not None and index.is_plain(behind, "Concat"):
         concat = index.nodes[behind]
         rank = len(index.shape(result))
-        if len(concat.input) == 2 and concat.input[1] == result and index.attribute(behind, "axis", 0) in (-1, rank - 1):
+        if (
+            len(concat.input) == 2
+            and concat.input[1] == result
+            and index.attribute(behind, "axis", 0) in (-1, rank - 1)
+        ):
             before = index.shape(concat.input[0])
             if before and before[-1] % VECTOR == 0:
                 given["before"], result = concat.input[0], concat.output[0]

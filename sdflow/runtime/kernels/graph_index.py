@@ -14,9 +14,12 @@ class GraphIndex:
 
     def __init__(self, graph: Any, known: Known) -> None:
         self.nodes = list(graph.node)
-        self._known = {
+        self._known: Known = {
             **{
-                item.name: (item.type.tensor_type.elem_type, [axis.dim_value for axis in item.type.tensor_type.shape.dim])
+                item.name: (
+                    item.type.tensor_type.elem_type,
+                    [axis.dim_value for axis in item.type.tensor_type.shape.dim],
+                )
                 for item in graph.output
             },
             **known,
@@ -31,7 +34,8 @@ class GraphIndex:
 
     def element(self, name: str) -> int:
         """ONNX's type of a value's elements; 0 if it is not known."""
-        return self._known.get(name, (0, []))[0]
+        element, _ = self._known.get(name, (0, []))
+        return element
 
     def shape(self, name: str) -> list[int]:
         """Empty if it is not known."""
@@ -106,13 +110,13 @@ class GraphIndex:
                 return None
             before = node.output[: list(node.output).index(name)]
             return node.input[0], sum(self.shape(each)[-1] for each in before)
-        starts, _, axes, *steps = (self.constant(each) for each in (*node.input[1:], "")[:5] if each)
-        if starts is None or axes is None or any(each is None for each in steps) or len(node.input) < 4:
+        bounds = [self.constant(each) for each in node.input[1:]]
+        if len(bounds) < 3 or any(each is None for each in bounds):
             return None
-        for start, axis in zip(starts.tolist(), axes.tolist(), strict=True):
-            if axis not in (-1, len(whole) - 1):
-                continue
-            if steps and set(steps[0].tolist()) != {1}:
-                return None
-            return node.input[0], start if start >= 0 else max(0, start + whole[-1])
+        starts, _, axes, *steps = (each.tolist() for each in bounds if each is not None)
+        if steps and set(steps[0]) != {1}:
+            return None
+        for start, axis in zip(starts, axes, strict=True):
+            if axis in (-1, len(whole) - 1):
+                return node.input[0], start if start >= 0 else max(0, start + whole[-1])
         return None

@@ -164,7 +164,12 @@ def _without_one(index: GraphIndex, name: str) -> str | None:
         return None
     for one, other in _both_ways(index, place):
         value = index.constant(one)
-        if value is not None and value.size == 1 and float(value.item()) == 1 and index.shape(other) == index.shape(name):
+        if (
+            value is not None
+            and value.size == 1
+            and float(value.item()) == 1
+            and index.shape(other) == index.shape(name)
+        ):
             return other
     return None
 
@@ -208,9 +213,16 @@ def _branch(index: GraphIndex, name: str, of: str) -> Branch | None:
                 value = inner
                 nodes.append(place)
                 break
-    if index.only_reader(value) is not None and (place := index.maker(value, "SimplifiedLayerNormalization")) is not None:
+    if (
+        index.only_reader(value) is not None
+        and (place := index.maker(value, "SimplifiedLayerNormalization")) is not None
+    ):
         node = index.nodes[place]
-        if _is_last_axis(index, place) and _is_channels(index, node.input[1], of) and index.shape(node.input[0]) == index.shape(of):
+        if (
+            _is_last_axis(index, place)
+            and _is_channels(index, node.input[1], of)
+            and index.shape(node.input[0]) == index.shape(of)
+        ):
             value, gamma, epsilon = node.input[0], node.input[1], index.attribute(place, "epsilon", 1e-5)
             nodes.append(place)
     if gate is None and gamma is None:
@@ -259,7 +271,8 @@ def _modulations(index: GraphIndex, taken: set[int]) -> dict[str, list[Modulatio
             scale = _row(index, row, result, plus_one=True) if index.shape(value) == index.shape(result) else None
             if scale is None:
                 continue
-            shift, nodes = None, (place,)
+            shift: Row | None = None
+            nodes: tuple[int, ...] = (place,)
             behind = index.only_reader(result)
             if behind is not None and behind not in taken and index.is_plain(behind, "Add"):
                 (other,) = (other for mine, other in _both_ways(index, behind) if mine == result)

@@ -77,7 +77,9 @@ RESIDUALS = (
     ResidualCase((2, 5, 1536), "branch branch_bias gate"),  # of the norm alone: no modulation
     ResidualCase((2, 333, 1536), "branch branch_bias gate scale shift", plus_one=1, parts=True),
     ResidualCase((2, 70, 1536), "scale shift scale2 shift2", kept=False, plus_one=3, parts=True),
-    ResidualCase((2, 70, 1536), "branch branch_bias gate branch2 branch2_bias gate2 scale shift", plus_one=1, parts=True),
+    ResidualCase(
+        (2, 70, 1536), "branch branch_bias gate branch2 branch2_bias gate2 scale shift", plus_one=1, parts=True
+    ),
     ResidualCase((2, 9, 1536), "branch branch_bias gate scale shift scale2 shift2", plus_one=3, parts=True),
     ResidualCase((1, 512, 3072), "branch gate scale shift", bfloat16=True),
     ResidualCase((1, 512, 3072), "branch gate", NO_NORM, bfloat16=True),

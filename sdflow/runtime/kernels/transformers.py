@@ -86,6 +86,12 @@ def _without_unread_parts(nodes: list[Any], index: GraphIndex) -> tuple[list[Any
                 continue
             first = sum(sizes[:number])
             bounds = {"starts": first, "ends": first + size, "axes": axis}
-            constants += [numpy_helper.from_array(np.array([value]), f"{name}/{what}") for what, value in bounds.items()]
-            made.append(helper.make_node("Slice", [node.input[0], *(f"{name}/{what}" for what in bounds)], [name], f"{name}/Slice"))
+            constants += [
+                numpy_helper.from_array(np.array([value]), f"{name}/{what}") for what, value in bounds.items()
+            ]
+            made.append(
+                helper.make_node(
+                    "Slice", [node.input[0], *(f"{name}/{what}" for what in bounds)], [name], f"{name}/Slice"
+                )
+            )
     return made, constants
