@@ -97,7 +97,7 @@ UNEVEN = ActivationCase((7,), 2056, bfloat16=True)
     [
         ("silu_gated_bfloat16 (1, 2, 1) (68, 3, 1)", BESIDE),
         ("silu_gated_half (3, 3, 1) (256, 1, 1)", WIDE),
-        ("silu_gated_half (1, 16, 1) (3, 85, 1)", ActivationCase((3000,), 16, "beside", before=8)),
+        ("silu_gated_half (1, 20, 1) (3, 85, 1)", ActivationCase((3000,), 16, "beside", before=8)),
         ("tanh_gelu_half (1, 1, 1) (2, 128, 1)", ActivationCase((2, 3), 16, biases=True)),
         ("tanh_gelu_bfloat16 (2, 7, 1) (256, 1, 1)", UNEVEN),
     ],

@@ -85,7 +85,7 @@ DEFINES = {
     "RESIDUAL_THREADS": 512,
     "RESIDUAL_HELD": 3,
     "ACTIVATION_THREADS": 256,
-    "ACTIVATION_PER_PROCESSOR": 4,
+    "ACTIVATION_PER_PROCESSOR": 5,
 }
 """Threads of a block, at most; and blocks of a kernel for each of the GPU's multiprocessors: measured on an H200.
 FLOAT8_STAGES: tiles along K that a block of float8_product.cu has in shared memory. OVERLAPS: 0: a kernel is launched only

@@ -44,12 +44,12 @@ def with_own_kernels(model: Any, *, hopper: bool = False) -> Any | None:
         for item in (*model.graph.input, *model.graph.value_info)
     }
     known |= {tensor.name: (tensor.data_type, list(tensor.dims)) for tensor in model.graph.initializer}
-    transformer = with_transformer_kernels(model, known)
-    model = model if transformer is None else transformer
+    between = with_transformer_kernels(model, known)
+    model = model if between is None else between
     wanted = [_is_ours(node, known) for node in model.graph.node]
     shapes = {name: shape for name, (_, shape) in known.items()}
     apart = [each for each in interleavings(model.graph, shapes) if _interleaves(*known[each.value])]
-    if not any(wanted) and not apart and transformer is None:
+    if not any(wanted) and not apart and between is None:
         return None
     result = onnx.ModelProto()
     result.CopyFrom(model)

@@ -28,8 +28,10 @@ from sdflow.runtime.kernels.transformer_definitions import (
     RMS_NORM,
 )
 
-VECTOR, MOST_CHANNELS, MOST_AXES = 8, 12288, 5
-"""As in residual_norm.c: channels come in vectors; RESIDUAL_THREADS with RESIDUAL_HELD of them each."""
+VECTOR, MOST_AXES = 8, 5
+"""As in residual_norm.c: channels of a vector; axes of a value."""
+MOST_CHANNELS = 12288
+"""Of a row: RESIDUAL_THREADS with RESIDUAL_HELD vectors each."""
 NORMS = {"LayerNormalization": LAYER_NORM, "SimplifiedLayerNormalization": RMS_NORM}
 
 
