@@ -1,10 +1,10 @@
-"""What surrounds a transformer's attention in ONNX Runtime, beside RotaryQkv and RotaryJoin: each kind of place in a built graph.
+"""What gives a transformer's attention its inputs in ONNX Runtime, beside RotaryQkv: each kind of attention in a built graph.
 
     python benchmarks/gpu/rotary.py transformer/model.onnx AXIS=SIZE...
 
-A place goes from the products to the attention's result, or from that to what it is joined with; of places with the same shapes,
-the first is measured. It needs no weights: inputs are random. Both ways are captured graphs and take turns. It prints medians in
-microseconds, how often the graph has the place, and how far apart the results are; exit status 1 if that is more than rounding.
+A place goes from the products to the attention's result; of places with the same shapes, the first is measured. It needs no
+weights: inputs are random. Both ways are captured graphs and take turns. It prints medians in microseconds, how often the graph
+has the place, and how far apart the results are; exit status 1 if that is more than rounding.
 """
 
 from __future__ import annotations
@@ -81,11 +81,10 @@ def places(model: onnx.ModelProto) -> Iterator[Place]:
         known[tensor.name] = helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
     readers = {name: node for node in replaced.graph.node for name in node.input}
     for node in replaced.graph.node:
-        if node.domain != DOMAIN or not node.op_type.startswith("Rotary"):
+        if node.domain != DOMAIN or not node.op_type.startswith("RotaryQkv"):
             continue
-        last = readers[node.output[0]] if node.op_type.startswith("RotaryQkv") else node
-        own = set(node.output) if last is not node else set()
-        names = [name for name in dict.fromkeys([*node.input, *last.input]) if name and name not in own]
+        last = readers[node.output[0]]
+        names = [name for name in dict.fromkeys([*node.input, *last.input]) if name and name not in node.output]
         inputs, output = {name: known[name] for name in names}, known[last.output[0]]
         before, after = (cut(graph, inputs, output) for graph in (model.graph, replaced.graph))
         yield Place(node.name, node.op_type, inputs, output, before, after)

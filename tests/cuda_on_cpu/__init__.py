@@ -20,19 +20,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
-import onnx
 
 from sdflow.runtime.kernels import library
 
 CPU = Path(__file__).parent
-BFLOAT16 = onnx.helper.tensor_dtype_to_np_dtype(onnx.TensorProto.BFLOAT16)
-PTX = ("overlap.cuh", "float16.cuh", "float8.cuh", "cluster.cuh", "mma.cuh", "hopper.cuh", "rotary_types.cuh")
+PTX = ("overlap.cuh", "float16.cuh", "float8.cuh", "cluster.cuh", "mma.cuh", "hopper.cuh", "bfloat16.cuh")
 """What cuda.h has instead."""
 ATTENTION = ("few_keys_attention.h", "few_keys_attention.cu")
-ROTARY = ("rotary_qkv.cu", "rotary_join.cu")
-ALL = "halves.cuh"
-"""What the objects `attention` and `rotary` are made of alone, since `kernels` takes long to compile; what all of them have."""
+TRANSFORMERS = ("sixteen_bits.cuh", "residual_norm.cu", "gated_activation.cu", "rotary_qkv.cu")
+BOTH = "halves.cuh"
+"""What the objects `attention` and `transformers` are made of alone, so that little is compiled for a change; what `kernels`
+has, too."""
 
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 PATTERN = "-ftrivial-auto-var-init=pattern"
@@ -62,13 +62,13 @@ def kernel_texts() -> dict[str, str]:
 
 def object_of(source: str) -> str:
     """Which of `compile_objects` has a source of kernels in it."""
-    return "attention" if source in ATTENTION else "rotary" if source in ROTARY else "kernels"
+    return "attention" if source in ATTENTION else "transformers" if source in TRANSFORMERS else "kernels"
 
 
 def compile_kernels(folder: Path, made: str, texts: dict[str, str], optimization: str = "-O1") -> Path:
     """The object `made`, of sources with these texts."""
     source = folder / f"{made}.cu"
-    parts = [f'#line 1 "{name}"\n{text}' for name, text in texts.items() if name == ALL or object_of(name) == made]
+    parts = [f'#line 1 "{name}"\n{text}' for name, text in texts.items() if name == BOTH or object_of(name) == made]
     source.write_text("\n".join(parts), encoding="utf-8")
     command = [
         *CPP,
@@ -87,12 +87,12 @@ def compile_operator(source: Path, folder: Path) -> Path:
 
 
 def compile_objects(folder: Path) -> dict[str, Path]:
-    """Source -> object: `kernels`, `attention` and `rotary`, those of the operators, threads.cpp, hopper.cpp, operators.cpp and
-    cublaslt.cpp."""
+    """Source -> object: `kernels`, `attention` and `transformers`, those of the operators, threads.cpp, hopper.cpp,
+    operators.cpp and cublaslt.cpp."""
     with ThreadPoolExecutor(2) as pool:
         made = {"kernels": pool.submit(compile_kernels, folder, "kernels", kernel_texts())}
         made["attention"] = pool.submit(compile_kernels, folder, "attention", kernel_texts(), "-O0")
-        made["rotary"] = pool.submit(compile_kernels, folder, "rotary", kernel_texts())
+        made["transformers"] = pool.submit(compile_kernels, folder, "transformers", kernel_texts())
         for name in ("threads.cpp", "hopper.cpp", "operators.cpp", "cublaslt.cpp"):
             made[name] = pool.submit(_compile, [*CPP, "-O1", str(CPU / name)], folder / f"{name}.o")
         for path in library.OPERATORS:
@@ -133,7 +133,7 @@ def run(
     """What was launched, and the outputs. Raises AssertionError with what the program said when it fails in one of the
     directions, or when the directions give different bits.
     """
-    types = {np.dtype(np.float32): 1, np.dtype(np.uint8): 2, np.dtype(np.float16): 10, BFLOAT16: 16}
+    types = {np.dtype(np.float32): 1, np.dtype(np.uint8): 2, np.dtype(np.float16): 10, np.dtype(ml_dtypes.bfloat16): 16}
     tensors = []
     for i, value in enumerate(inputs):
         if value is not None:

@@ -1,5 +1,5 @@
 // What the kernels use of CUDA C++, on the CPU: the language, and in place of overlap.cuh, float16.cuh, float8.cuh, cluster.cuh,
-// mma.cuh, hopper.cuh and rotary_types.cuh, the primitives that are PTX on a GPU. threads.cpp runs a block's threads.
+// mma.cuh, hopper.cuh and bfloat16.cuh, the primitives that are PTX on a GPU. threads.cpp runs a block's threads.
 #pragma once
 
 #include <cmath>
@@ -88,21 +88,13 @@ static inline unsigned packed(float low, float high) {
            (unsigned)__builtin_bit_cast(unsigned short, (_Float16)high) << 16;
 }
 
-struct RotaryFloat16 {
-    static float2 unpacked(unsigned pair) { return ::unpacked(pair); }
-    static unsigned packed(float low, float high) { return ::packed(low, high); }
-};
+// To the nearest one, to the even one of two: half of the last bit, less one where that is 0 already. Of numbers.
+static inline unsigned bfloat16(float value) {
+    const unsigned bits = __builtin_bit_cast(unsigned, value);
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
 
-struct RotaryBfloat16 {
-    static unsigned nearest(float value) {
-        const unsigned bits = __builtin_bit_cast(unsigned, value);
-        return value != value ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    }
-    static float2 unpacked(unsigned pair) {
-        return {__builtin_bit_cast(float, pair << 16), __builtin_bit_cast(float, pair & 0xffff0000u)};
-    }
-    static unsigned packed(float low, float high) { return nearest(low) | nearest(high) << 16; }
-};
+static inline unsigned packed_bfloat16(float low, float high) { return bfloat16(low) | bfloat16(high) << 16; }
 
 // E4M3 has a sign, four bits of exponent above 2^-6 and three of fraction; 0x7f is no number, 448 the largest.
 static inline unsigned eight(float value) {

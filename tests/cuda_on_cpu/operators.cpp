@@ -145,7 +145,7 @@ int device_attribute(int* value, int attribute, int) {
 }
 int module_load(void** module, const void*) { return *module = &a_module, 0; }
 int module_function(void** function, void*, const char* name) {
-    for (const Kernel* kernel : {kernels, attention_kernels, rotary_kernels})
+    for (const Kernel* kernel : {kernels, attention_kernels, transformer_kernels})
         for (; kernel->name; ++kernel)
             if (!std::strcmp(kernel->name, name) && kernel->capability <= capability)
                 return *function = const_cast<Kernel*>(kernel), 0;

@@ -308,7 +308,13 @@ def test_onnxruntime_takes_our_operators_and_knows_their_types(tmp_path: Path) -
 
     norm = group_norm("SkipGroupNorm", "x gamma beta skip bias", "y")
     gelu = helper.make_node("BiasSplitGelu", ["x", "bias"], ["y"], domain="com.microsoft")
-    for graph in (model([norm], 320), model([gelu], 320), put_between(8), gated([2, 1024, 1280], [1280, 10240])):
+    residual = [
+        helper.make_node("Mul", ["bias", "skip"], ["a"]),
+        helper.make_node("Add", ["x", "a"], ["b"]),
+        helper.make_node("Identity", ["b"], ["y"]),
+    ]
+    graphs = [model(nodes, 320) for nodes in ([norm], [gelu], residual)]
+    for graph in (*graphs, put_between(8), gated([2, 1024, 1280], [1280, 10240])):
         assert "not a registered function/op" in refusal(graph, registered=False)
         assert "tensor(double)" in refusal(graph, element=TensorProto.DOUBLE)
         assert "InsertedPrecisionFreeCast" in refusal(graph)

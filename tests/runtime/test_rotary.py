@@ -15,7 +15,8 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from sdflow.runtime.kernels.replace import DOMAIN, with_own_kernels
-from sdflow.runtime.kernels.rotary_definitions import INPUTS, join_expected, qkv_expected
+from sdflow.runtime.kernels.rotary_definitions import INPUTS, qkv_expected
+from sdflow.runtime.kernels.transformer_definitions import ACTIVATION_INPUTS
 from sdflow.runtime.sessions.specialize import specialize
 
 IMAGES, TEXT, IMAGE, HEADS, SIZE = 2, 5, 12, 3, 16
@@ -203,8 +204,8 @@ KINDS = {
         {"RotaryQkv": 1, "MultiHeadAttention": 1, "Slice": 2},
     ),
     "FLUX, one stream": (three_products(), {"RotaryQkv": 1, "MultiHeadAttention": 1}),
-    "FLUX.2, packed": (packed(), {"RotaryQkv": 1, "MultiHeadAttention": 1, "RotaryJoin": 1}),
-    "the other gate": (packed(gate_second=True), {"RotaryQkv": 1, "MultiHeadAttention": 1, "RotaryJoin": 1}),
+    "FLUX.2, packed": (packed(), {"RotaryQkv": 1, "MultiHeadAttention": 1, "SiluGated": 1}),
+    "the other gate": (packed(gate_second=True), {"RotaryQkv": 1, "MultiHeadAttention": 1, "SiluGated": 1}),
     "Z-Image": (by_softmax(biased=True), {"RotaryQkv": 1, "MultiHeadAttention": 1}),
     "no bias": (by_softmax(biased=False), {"RotaryQkv": 1, "MultiHeadAttention": 1}),
 }
@@ -219,11 +220,13 @@ class RotaryQkv(OpRun):
         return tuple(each.astype(np.float32) for each in qkv_expected(feeds, attributes))
 
 
-class RotaryJoin(OpRun):
+class SiluGated(OpRun):
     op_domain = DOMAIN
 
-    def _run(self, front: np.ndarray, product: np.ndarray, **attributes: Any) -> tuple[np.ndarray]:
-        return (join_expected({"front": front, "product": product}, attributes).astype(np.float32),)
+    def _run(self, *inputs: Any, channels: int = 0, a: int = 0, b: int = 0) -> tuple[np.ndarray]:
+        given = dict(zip(ACTIVATION_INPUTS, inputs, strict=False))
+        gate, value = (given[name][..., first : first + channels] for name, first in (("a", a), ("b", b)))
+        return (np.concatenate([given["before"], value * gate / (1 + np.exp(-gate))], -1).astype(np.float32),)
 
 
 class MultiHeadAttention(OpRun):
@@ -253,7 +256,7 @@ def computed(net: Net, replaced: onnx.ModelProto, outputs: list[str]) -> list[np
         node.op_type = node.op_type.removesuffix("Bfloat16")
     del whole.opset_import[:]
     whole.opset_import.extend(replaced.opset_import)
-    evaluator = ReferenceEvaluator(whole, new_ops=[RotaryQkv, RotaryJoin, MultiHeadAttention])
+    evaluator = ReferenceEvaluator(whole, new_ops=[RotaryQkv, SiluGated, MultiHeadAttention])
     return list(evaluator.run(outputs, feeds_of(net)))
 
 
@@ -317,4 +320,4 @@ def test_what_others_read_is_still_there() -> None:
     replaced = with_own_kernels(net.model(TensorProto.FLOAT16, *outputs, norm))
     assert replaced is not None
     left = Counter(node.op_type for node in replaced.graph.node)
-    assert left["SimplifiedLayerNormalization"] == left["RotaryQkv"] == left["Split"] == 1
+    assert left["SimplifiedLayerNormalization"] == left["RotaryQkv"] == 1

@@ -1,4 +1,4 @@
-"""Our kernels around a transformer's attention and how they are launched, on the CPU as test_kernels_on_cpu.py has it."""
+"""RotaryQkv's kernel and how it is launched, on the CPU as test_kernels_on_cpu.py has it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from cuda_on_cpu import Gpu, run
 from sdflow.distance import relative_l2
 from sdflow.runtime.kernels.rotary_definitions import (
     INPUTS,
-    JoinCase,
     QkvCase,
-    join_expected,
-    join_feeds,
     qkv_expected,
     qkv_feeds,
     rounded,
@@ -64,29 +61,6 @@ def test_qkv_is_right_however_it_is_planned(plan: str, gpu: Gpu, case: QkvCase, 
     assert qkv(program, tmp_path, gpu, case) == plan
 
 
-def join(program: Path, folder: Path, gpu: Gpu, case: JoinCase) -> str:
-    """Runs and checks it. Returns the grid."""
-    feeds = join_feeds(case)
-    (launch,), (content,) = run(program, folder, gpu, case.operator, list(feeds.values()), 1, case.attributes)
-    check(content, join_expected(feeds, case.attributes), case.bfloat16)
-    return launch[launch.index("(") : launch.index(")") + 1]
-
-
-@pytest.mark.parametrize(
-    ("grid", "gpu", "case"),
-    [
-        ("(2, 4, 1)", Gpu(1), JoinCase((1, 13), 64, 2304, 4800)),
-        ("(1, 9, 1)", Gpu(132), JoinCase((3, 3), 8, 192, 384, second=True, bfloat16=True)),
-        ("(1, 5, 1)", Gpu(132), JoinCase((5,), 1024, 1024, 2056, bfloat16=True)),
-    ],
-    ids=str,
-)
-def test_join_is_right_however_it_is_planned(
-    grid: str, gpu: Gpu, case: JoinCase, program: Path, tmp_path: Path
-) -> None:
-    assert join(program, tmp_path, gpu, case) == grid
-
-
 PLAIN = QkvCase(1, (4, 5), 3, 64)
 
 
@@ -117,22 +91,9 @@ def test_qkv_refuses_what_it_cannot_do(
         run(program, tmp_path, Gpu(4), "RotaryQkv", [feeds.get(name) for name in INPUTS], 3, case.attributes)
 
 
-@pytest.mark.parametrize(
-    ("front", "product", "width"),
-    [((4, 64), (5, 128), 64), ((4, 64), (4, 120), 64), ((4, 60), (4, 128), 64), ((4, 64), (4, 128), 60)],
-)
-def test_join_refuses_what_it_cannot_do(
-    front: tuple[int, ...], product: tuple[int, ...], width: int, program: Path, tmp_path: Path
-) -> None:
-    inputs: list[np.ndarray | None] = [np.ones(shape, np.float16) for shape in (front, product)]
-    with pytest.raises(AssertionError, match="its inputs do not fit together"):
-        run(program, tmp_path, Gpu(4), "RotaryJoin", inputs, 1, {"column": 0, "width": width, "second": 0})
-
-
 JOINED = Gpu(2), QkvCase(2, (9, 5), 3, 64, tables=2)
 PACKED = Gpu(4), QkvCase(1, (7,), 11, 128, bias=False, packed=4232, bfloat16=True)
 TOO_WIDE = Gpu(4), QkvCase(1, (3,), 49, 64, turned=False)
-SIDE_BY_SIDE = Gpu(1), JoinCase((1, 13), 64, 2304, 4800)
 OUT_OF_BOUNDS = "AddressSanitizer: heap-buffer-overflow"
 WRONG = "Mismatched elements"
 CU, C = "rotary_qkv.cu", "rotary_qkv.c"
@@ -153,8 +114,6 @@ FAULTS = {
     ),
     "the first columns": (C, "+ column * WIDTH", "", PACKED, WRONG),
     "one block less": (C, "i].blocks = ceil_div(", "i].blocks = -1 + ceil_div(", JOINED, "nan|Mismatched|cannot be"),
-    "a gate of other columns": ("rotary_join.cu", "from[all.width]", "from[0]", SIDE_BY_SIDE, WRONG),
-    "a lane too many": ("rotary_join.cu", "lane >= lanes", "lane > lanes", SIDE_BY_SIDE, "Mismatched|overflow"),
 }
 """What -> source, right, wrong, what shows it, how."""
 
@@ -164,7 +123,4 @@ def test_a_planted_fault_is_found(fault: str, faulty: Callable[[str, str, str], 
     source, right, wrong, (gpu, case), message = FAULTS[fault]
     program = faulty(source, right, wrong)
     with pytest.raises(AssertionError, match=message):
-        if isinstance(case, QkvCase):
-            qkv(program, tmp_path, gpu, case)
-        else:
-            join(program, tmp_path, gpu, case)
+        qkv(program, tmp_path, gpu, case)

@@ -17,8 +17,9 @@ and a warning says why.
     geglu.cu, .c             MatMul and BiasSplitGelu in one, float16, on Hopper
     rotary_qkv.cu, .c        what a transformer's attention reads: biases, norms of heads, rotation, two streams joined;
                              float16 and bfloat16
-    rotary_join.cu, .c       its result and a gated product side by side, float16 and bfloat16
-    overlap.cuh, float16.cuh, float8.cuh, cluster.cuh, mma.cuh, hopper.cuh, rotary_types.cuh
+    residual_norm.cu, .c     residual sum, norm and modulation of a transformer, float16 and bfloat16
+    gated_activation.cu, .c  its gated SiLU and its GELU, with their biases, float16 and bfloat16
+    overlap.cuh, float16.cuh, float8.cuh, bfloat16.cuh, cluster.cuh, mma.cuh, hopper.cuh
                              what of it is PTX; tests/cuda_on_cpu runs all else without a GPU
     custom_ops.c, ort.h      what makes operators of ONNX Runtime of them
 """

@@ -98,10 +98,15 @@ static const char *load_locked(void) {
             permit(gpu.few_keys_attention[i], 8 /* MAX_DYNAMIC_SHARED_SIZE_BYTES */, gpu.shared_memory))
             return "the kernels are not complete";
     if (function(&gpu.rotary_qkv_float16, module, "rotary_qkv_float16") ||
-        function(&gpu.rotary_qkv_bfloat16, module, "rotary_qkv_bfloat16") ||
-        function(&gpu.rotary_join_float16, module, "rotary_join_float16") ||
-        function(&gpu.rotary_join_bfloat16, module, "rotary_join_bfloat16"))
+        function(&gpu.rotary_qkv_bfloat16, module, "rotary_qkv_bfloat16"))
         return "the kernels are not complete";
+    const char *residuals[] = {"residual_norm_half", "residual_norm_half_normed", "residual_norm_bfloat16",
+                               "residual_norm_bfloat16_normed"};
+    const char *activations[] = {"tanh_gelu_half", "tanh_gelu_bfloat16", "silu_gated_half", "silu_gated_bfloat16"};
+    for (int i = 0; i < 4; ++i)
+        if (function(&gpu.residual_norm[i], module, residuals[i]) ||
+            function(&gpu.gated_activation[i], module, activations[i]))
+            return "the kernels are not complete";
     gpu.describe = dlsym(driver, "cuTensorMapEncodeTiled");
     void **products[] = {&gpu.geglu_wide, &gpu.geglu_in_turns, &gpu.float8_product, &gpu.float8_gated_product};
     const char *names[] = {"geglu_wide", "geglu_in_turns", "float8_product", "float8_gated_product"};
@@ -143,7 +148,10 @@ __attribute__((visibility("default"))) Status *RegisterCustomOps(void *options, 
     const Op *all[] = {&group_norm, &group_norm_single, &bias_split_gelu, &few_keys_attention, &interleave_phases,
                        &interleave_phases_single, &float8_rows, &float8_split_gelu,
                        &float8_layer_norm, &float8_product, &float8_gated_product, &geglu,
-                       &op_rotary_qkv, &op_rotary_qkv_bfloat16, &op_rotary_join, &op_rotary_join_bfloat16};
+                       &op_rotary_qkv, &op_rotary_qkv_bfloat16,
+                       &residual_norms[0], &residual_norms[1], &residual_norms[2], &residual_norms[3], &residual_norms[4],
+                       &residual_norms[5], &gated_activations[0], &gated_activations[1], &gated_activations[2],
+                       &gated_activations[3]};
     Api api = base->api(ORT_VERSION);
     Status *failed = 0;
     pthread_mutex_lock(&lock);

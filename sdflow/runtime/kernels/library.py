@@ -48,9 +48,11 @@ KERNELS = tuple(
         "hopper.cuh",
         "geglu.cu",
         "float8_product.cu",
-        "rotary_types.cuh",
+        "bfloat16.cuh",
+        "sixteen_bits.cuh",
         "rotary_qkv.cu",
-        "rotary_join.cu",
+        "residual_norm.cu",
+        "gated_activation.cu",
     )
 )
 OPERATORS = tuple(
@@ -66,7 +68,8 @@ OPERATORS = tuple(
         "geglu.c",
         "few_keys_attention.c",
         "rotary_qkv.c",
-        "rotary_join.c",
+        "residual_norm.c",
+        "gated_activation.c",
     )
 )
 HEADER = _FOLDER / "ort.h"
@@ -83,7 +86,10 @@ DEFINES = {
     "FLOAT8_STAGES": 6,
     "ROTARY_THREADS": 384,
     "ROTARY_PER_PROCESSOR": 3,
-    "ROTARY_JOIN_THREADS": 256,
+    "RESIDUAL_THREADS": 512,
+    "RESIDUAL_HELD": 3,
+    "ACTIVATION_THREADS": 256,
+    "ACTIVATION_PER_PROCESSOR": 5,
 }
 """Threads of a block, at most; and blocks of a kernel for each of the GPU's multiprocessors: measured on an H200.
 FLOAT8_STAGES: tiles along K that a block of float8_product.cu has in shared memory. OVERLAPS: 0: a kernel is launched only

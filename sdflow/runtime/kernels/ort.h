@@ -93,7 +93,8 @@ typedef struct {
     void *float8_rows, *float8_split_gelu, *float8_layer_norm, *geglu_wide, *geglu_in_turns;
     void *float8_product, *float8_gated_product;
     void *few_keys_attention[FEW_KEYS_COUNT];
-    void *rotary_qkv_float16, *rotary_qkv_bfloat16, *rotary_join_float16, *rotary_join_bfloat16;
+    void *rotary_qkv_float16, *rotary_qkv_bfloat16;
+    void *residual_norm[4], *gated_activation[4];
     int shared_memory; /* bytes that a block may have */
     int processors, overlaps; /* overlaps: a kernel may be launched while the one before it runs */
     int (*launch)(const Launch *, void *, void **, void **);
@@ -157,7 +158,8 @@ typedef struct Op {
 
 extern const Op group_norm, group_norm_single, bias_split_gelu, geglu, few_keys_attention;
 extern const Op interleave_phases, interleave_phases_single;
-extern const Op op_rotary_qkv, op_rotary_qkv_bfloat16, op_rotary_join, op_rotary_join_bfloat16;
+extern const Op op_rotary_qkv, op_rotary_qkv_bfloat16;
+extern const Op residual_norms[6], gated_activations[4];
 extern const Op float8_rows, float8_split_gelu, float8_layer_norm, float8_product, float8_gated_product;
 
 static inline const char *on_cuda(const Op *op) { return (void)op, "CUDAExecutionProvider"; }

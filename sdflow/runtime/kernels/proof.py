@@ -34,6 +34,7 @@ from sdflow.runtime.kernels.definitions import (
 )
 from sdflow.runtime.kernels.replace import VERSION
 from sdflow.runtime.kernels.rotary_proof import rotary_differences
+from sdflow.runtime.kernels.transformer_proof import transformer_differences
 from sdflow.tolerances import KERNEL_LIMIT
 
 
@@ -47,10 +48,10 @@ def prove(library: Path, *, hopper: bool = False) -> None:
         if hopper:
             found |= {f"Geglu, {shape}": geglu_difference(library, shape) for shape in GEGLU_SHAPES}
         found |= {f"FewKeysAttention, {case}": attention_difference(library, case) for case in ATTENTIONS}
-        rotary = rotary_differences(library)
+        limited = {name: (distance, KERNEL_LIMIT) for name, distance in found.items()}
+        limited |= transformer_differences(library) | rotary_differences(library)
     except onnxruntime_errors(onnxruntime) as error:
         raise TargetUnavailableError(f"our kernels do not run on this device: {error}") from error
-    limited = {name: (distance, KERNEL_LIMIT) for name, distance in found.items()} | rotary
     for name, (distance, limit) in limited.items():
         if not distance <= limit:
             raise TargetUnavailableError(f"our kernels are wrong on this device: {name} by {distance:.1e}")

@@ -9,6 +9,7 @@ from typing import Any
 from sdflow.onnx_model.float8 import DOMAIN
 from sdflow.onnx_model.phases import INTERLEAVE, Interleaving, interleavings
 from sdflow.runtime.kernels import rotary
+from sdflow.runtime.kernels.transformers import with_transformer_kernels
 
 VERSION = 1
 VECTOR, MAX_GROUPS, MAX_CHANNELS = 8, 32, 4096
@@ -33,7 +34,8 @@ def with_own_kernels(model: Any, *, hopper: bool = False) -> Any | None:
     by side, eight to a thread: a number of channels that is no multiple of eight, or has groups of 5 to 7 or below 4
     channels, stays with ONNX Runtime; so does an attention to many keys, with a mask or a bias, or with heads of another size;
     and what is not float16 (of a group normalization: or float32), or of a type or shape that is not known. The phases of
-    `SubpixelConv` are put between one another in one go. hopper: for a GPU of compute capability 9.0, where a product that
+    `SubpixelConv` are put between one another in one go. What lies between the products of a transformer is for
+    `with_transformer_kernels`. hopper: for a GPU of compute capability 9.0, where a product that
     BiasSplitGelu alone reads is computed with it, as Geglu.
     """
     import onnx
@@ -49,10 +51,12 @@ def with_own_kernels(model: Any, *, hopper: bool = False) -> Any | None:
         rotary.replace(surrounded.graph, attentions)
         _import_domain(surrounded)
         return with_own_kernels(surrounded, hopper=hopper) or surrounded
+    between = with_transformer_kernels(model, known)
+    model = model if between is None else between
     wanted = [_is_ours(node, known) for node in model.graph.node]
     shapes = {name: shape for name, (_, shape) in known.items()}
     apart = [each for each in interleavings(model.graph, shapes) if _interleaves(*known[each.value])]
-    if not any(wanted) and not apart:
+    if not any(wanted) and not apart and between is None:
         return None
     result = onnx.ModelProto()
     result.CopyFrom(model)

@@ -1,9 +1,7 @@
-"""Attentions of transformers: what gives query, key and value, and what is put beside the result, in operators of ours.
+"""Attentions of transformers, with RotaryQkv, an operator of ours, in place of what gives query, key and value.
 
-    RotaryQkv    products, biases, RMS norms of heads, rotation, and two streams joined, up to what MultiHeadAttention reads
-    RotaryJoin   its result beside silu(a) b, for a and b that are columns of one product
-
-They are found by what the nodes compute, in float16 and bfloat16. What other nodes read is left for those.
+It stands for biases, RMS norms of heads, rotation, and two streams joined, between the products and MultiHeadAttention. It is
+found by what the nodes compute, in float16 and bfloat16. What other nodes read is left for those.
 """
 
 from __future__ import annotations
@@ -49,8 +47,6 @@ def replacements(graph: Any, known: Known) -> list[Replacement]:
             each = _of_attention(node, reader)
         elif node.op_type == "Softmax" and node.domain in ("", "ai.onnx"):
             each = _of_softmax(node, reader)
-        elif node.op_type == "Concat" and node.domain in ("", "ai.onnx"):
-            each = _of_join(node, reader)
         else:
             continue
         found += [each] if each else []
@@ -256,47 +252,3 @@ def _qkv_node(name: str, heads: list[Heads], outputs: list[str], count: int, siz
     attributes |= {"num_heads": count, "head_size": size, "epsilon": float(epsilon)}
     op_type = f"RotaryQkv{_type_of(tuple(heads), reader)}"
     return onnx.helper.make_node(op_type, inputs, outputs, f"{name}_heads", domain=DOMAIN, **attributes)
-
-
-def _of_join(node: Any, reader: Reader) -> Replacement | None:
-    """RotaryJoin for a value and silu(a) b side by side."""
-    import onnx
-
-    rank = len(reader.shape(node.input[0]))
-    if len(node.input) != 2 or not rank or attribute(node, "axis", 0) not in (-1, rank - 1):
-        return None
-    front, behind = node.input
-    gated = _gated(behind, reader)
-    if gated is None or front not in reader.known:
-        return None
-    product, column, second = gated
-    before, width = reader.shape(front)[-1], reader.shape(behind)[-1]
-    elements = {reader.known.get(name, (0, []))[0] for name in (front, product)}
-    if any(each % VECTOR for each in (before, width, column, reader.shape(product)[-1])) or len(elements) != 1:
-        return None
-    ending = _ending(elements.pop())
-    if ending is None or reader.shape(product)[:-1] != reader.shape(front)[:-1]:
-        return None
-    attributes = {"column": column, "width": width, "second": int(second)}
-    made = onnx.helper.make_node(
-        f"RotaryJoin{ending}", [front, product], list(node.output), node.name, domain=DOMAIN, **attributes
-    )
-    return Replacement((made,), node.output[0])
-
-
-def _gated(name: str, reader: Reader) -> tuple[str, int, bool] | None:
-    """The product that a and b of silu(a) b, or of a silu(b), are columns of, side by side; the first of a's; which of both."""
-    node = reader.maker(name, "Mul")
-    if node is None:
-        return None
-    for activated, other in (node.input, reversed(node.input)):
-        inner = reader.maker(activated, "Mul")
-        for gate, sigmoid in (inner.input, reversed(inner.input)) if inner is not None else ():
-            made = reader.maker(sigmoid, "Sigmoid")
-            if made is None or made.input[0] != gate:
-                continue
-            (product, first), (also, last) = reader.columns(gate), reader.columns(other)
-            width = reader.shape(name)[-1:]
-            if product == also and reader.shape(gate)[-1:] == width and [abs(first - last)] == width:
-                return product, min(first, last), first > last
-    return None

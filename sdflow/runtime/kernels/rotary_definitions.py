@@ -1,4 +1,4 @@
-"""What our operators around a transformer's attention compute, by numpy: cases, random inputs and the results by definition."""
+"""What RotaryQkv computes, by numpy: cases, random inputs and the results by definition."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-QKV, JOIN = "RotaryQkv", "RotaryJoin"
+QKV = "RotaryQkv"
 PARTS = 3
 """Query, key and value."""
 STREAM = ("query", "key", "value", "query_bias", "key_bias", "value_bias", "query_weight", "key_weight")
@@ -70,40 +70,6 @@ _QKVS = (
 QKVS = (*_QKVS, *(replace(case, bfloat16=True) for case in _QKVS))
 
 
-@dataclass(frozen=True)
-class JoinCase:
-    """Columns of a matrix and those of a gated product.
-
-    before: of the matrix. columns: of the product, the last 2 width of which are read. second: whether the sigmoid is of the
-    latter of those.
-    """
-
-    rows: tuple[int, ...]
-    before: int
-    width: int
-    columns: int
-    second: bool = False
-    bfloat16: bool = False
-
-    @property
-    def operator(self) -> str:
-        """The name of the operator that computes it."""
-        return f"{JOIN}Bfloat16" if self.bfloat16 else JOIN
-
-    @property
-    def attributes(self) -> dict[str, float]:
-        """Of that operator."""
-        return {"column": self.columns - 2 * self.width, "width": self.width, "second": int(self.second)}
-
-
-_JOINS = (
-    JoinCase((1, 300), 3072, 9216, 27648),
-    JoinCase((2, 75), 64, 192, 384, second=True),
-    JoinCase((2003,), 8, 2048, 4120),
-)
-JOINS = (*_JOINS, *(replace(case, bfloat16=True) for case in _JOINS))
-
-
 def rounded(values: Any, bfloat16: bool) -> np.ndarray:
     """In float16 or bfloat16."""
     import onnx
@@ -161,22 +127,3 @@ def qkv_expected(feeds: dict[str, np.ndarray], attributes: dict[str, float]) -> 
             whole = whole * cosine + crossed * sine
         results.append(whole.reshape(*whole.shape[:2], heads * size))
     return results
-
-
-def join_feeds(case: JoinCase) -> dict[str, np.ndarray]:
-    """Random inputs, in the operator's order. Gates go far to both sides."""
-    random = np.random.default_rng(6)
-    front = random.normal(size=(*case.rows, case.before))
-    product = random.normal(size=(*case.rows, case.columns)) * 4
-    product[..., 0, -1], product[..., 0, -1 - case.width] = -100, -200
-    return {"front": rounded(front, case.bfloat16), "product": rounded(product, case.bfloat16)}
-
-
-def join_expected(feeds: dict[str, np.ndarray], attributes: dict[str, float]) -> np.ndarray:
-    """RotaryJoin by its definition."""
-    column, width = int(attributes["column"]), int(attributes["width"])
-    front, product = (feeds[name].astype(np.float64) for name in ("front", "product"))
-    gate, value = product[..., column : column + width], product[..., column + width : column + 2 * width]
-    if attributes["second"]:
-        gate, value = value, gate
-    return np.concatenate([front, value * gate / (1 + np.exp(-gate))], -1)

@@ -1,4 +1,4 @@
-"""Our operators around a transformer's attention, on the device at hand, against their definitions."""
+"""RotaryQkv on the device at hand against its definition."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ from sdflow.onnx_model.float8 import DOMAIN
 from sdflow.runtime.kernels.replace import VERSION
 from sdflow.runtime.kernels.rotary_definitions import (
     INPUTS,
-    JOINS,
     QKVS,
-    JoinCase,
     QkvCase,
-    join_expected,
-    join_feeds,
     qkv_expected,
     qkv_feeds,
 )
-from sdflow.tolerances import BFLOAT16_KERNEL_LIMIT, KERNEL_LIMIT
+from sdflow.tolerances import KERNEL_LIMIT, KERNEL_LIMIT_BFLOAT16
 
 
 def rotary_differences(library: Path) -> dict[str, tuple[float, float]]:
@@ -29,14 +25,12 @@ def rotary_differences(library: Path) -> dict[str, tuple[float, float]]:
     for case in QKVS:
         for name, distance in qkv_differences(library, case).items():
             found[f"{case.operator}, {name}, {case}"] = (distance, rounding_limit(case.bfloat16))
-    for join in JOINS:
-        found[f"{join.operator}, {join}"] = (join_difference(library, join), rounding_limit(join.bfloat16))
     return found
 
 
 def rounding_limit(bfloat16: bool) -> float:
     """What results in this type may be from their definition."""
-    return BFLOAT16_KERNEL_LIMIT if bfloat16 else KERNEL_LIMIT
+    return KERNEL_LIMIT_BFLOAT16 if bfloat16 else KERNEL_LIMIT
 
 
 def qkv_differences(library: Path, case: QkvCase) -> dict[str, float]:
@@ -52,17 +46,6 @@ def qkv_differences(library: Path, case: QkvCase) -> dict[str, float]:
     node = helper.make_node(case.operator, inputs, names, domain=DOMAIN, **case.attributes)
     found = _run(library, node, feeds, dict(zip(names, [each.shape for each in expected], strict=True)))
     return {name: relative_l2(each, whole) for name, each, whole in zip(names, found, expected, strict=True)}
-
-
-def join_difference(library: Path, case: JoinCase) -> float:
-    """Relative L2 distance of RotaryJoin to numpy's."""
-    from onnx import helper
-
-    feeds = join_feeds(case)
-    expected = join_expected(feeds, case.attributes)
-    node = helper.make_node(case.operator, list(feeds), ["y"], domain=DOMAIN, **case.attributes)
-    (found,) = _run(library, node, feeds, {"y": expected.shape})
-    return relative_l2(found, expected)
 
 
 def _run(library: Path, node: Any, feeds: dict[str, Any], outputs: dict[str, tuple[int, ...]]) -> list[Any]:

@@ -1,25 +1,6 @@
 // What an attention reads, of the products that give it: bias added, heads of query and key RMS-normed and rotated, the tokens of
 // one or two streams one after another. In float32, rounded once.
 
-template <class Type>
-static __device__ __forceinline__ Floats rotary_floats(uint4 vector) {
-    const unsigned pairs[4] = {vector.x, vector.y, vector.z, vector.w};
-    Floats result;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const float2 both = Type::unpacked(pairs[i]);
-        result.at[2 * i] = both.x;
-        result.at[2 * i + 1] = both.y;
-    }
-    return result;
-}
-
-template <class Type>
-static __device__ __forceinline__ uint4 rotary_vector(const Floats& values) {
-    return make_uint4(Type::packed(values.at[0], values.at[1]), Type::packed(values.at[2], values.at[3]),
-                      Type::packed(values.at[4], values.at[5]), Type::packed(values.at[6], values.at[7]));
-}
-
 enum { ROTARY_QUERY, ROTARY_KEY, ROTARY_VALUE, ROTARY_PARTS };
 
 // As in rotary_qkv.c. Sizes are in vectors of eight channels; pointers are null for what there is none of.
@@ -55,7 +36,7 @@ static __device__ __forceinline__ void rotary_norm(Floats& values, uint4 weight,
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j) squares += values.at[j] * values.at[j];
     const float factor = rsqrtf(rotary_sum(squares, head) * __fdividef(1.0f, (float)(head * VECTOR)) + epsilon);
-    const Floats weights = rotary_floats<Type>(weight);
+    const Floats weights = Type::floats_of(weight);
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j) values.at[j] *= factor * weights.at[j];
 }
@@ -100,21 +81,21 @@ static __device__ __forceinline__ void rotary_qkv(const RotaryAll& all) {
             cosine = all.cosine[at];
             sine = all.sine[at];
         }
-        Floats values = rotary_floats<Type>(next);
+        Floats values = Type::floats_of(next);
         if (used && row + deep < end) next = from[(size_t)(row + deep) * pitch];  // on its way while this one is computed
-        if (biases) add(values, rotary_floats<Type>(bias));
+        if (biases) add(values, Type::floats_of(bias));
         if (weights) rotary_norm<Type>(values, weight, all.head, all.epsilon);
-        if (turned) rotary_turn(values, rotary_floats<Type>(cosine), rotary_floats<Type>(sine));
-        if (there) all.to[part][((size_t)image * all.tokens + token) * all.lanes + lane] = rotary_vector<Type>(values);
+        if (turned) rotary_turn(values, Type::floats_of(cosine), Type::floats_of(sine));
+        if (there) all.to[part][((size_t)image * all.tokens + token) * all.lanes + lane] = Type::rounded(values);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(ROTARY_THREADS, ROTARY_PER_PROCESSOR)
 rotary_qkv_float16(const __grid_constant__ RotaryAll all) {
-    rotary_qkv<RotaryFloat16>(all);
+    rotary_qkv<Half>(all);
 }
 
 extern "C" __global__ void __launch_bounds__(ROTARY_THREADS, ROTARY_PER_PROCESSOR)
 rotary_qkv_bfloat16(const __grid_constant__ RotaryAll all) {
-    rotary_qkv<RotaryBfloat16>(all);
+    rotary_qkv<Bfloat16>(all);
 }
