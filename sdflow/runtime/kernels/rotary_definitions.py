@@ -58,7 +58,7 @@ class QkvCase:
 
 
 _QKVS = (
-    QkvCase(2, (77, 33), 3, 64, turned=False),
+    QkvCase(2, (75, 33), 3, 64, turned=False),
     QkvCase(1, (19, 250), 24, 128, bias=False),
     QkvCase(1, (130,), 24, 128, bias=False, packed=9400),
     QkvCase(2, (65,), 30, 128, bias=False, tables=2, value=False),
