@@ -1,10 +1,11 @@
 """What lies between the products of a transformer's block: ONNX Runtime's nodes beside our operators, at 1024x1024.
 
-    python benchmarks/gpu/transformer_kernels.py [PART-OF-A-NAME ...]
+    python benchmarks/gpu/transformer_kernels.py [PART-OF-A-NAME ...] [NAME=VALUE,... ...]
 
 Each in a captured graph of several with values of their own, more than the L2 holds; both take turns. Microseconds for one,
 medians; the memory that ours has to read and write and at what rate it does; and how far apart the results are, in L2. First the
-kernels are compiled and proved, as a session does it. A copy of the same number of bytes is the least that can be.
+kernels are compiled and proved, as a session does it. The rate of a copy is the most that can be. NAME=VALUE: other sizes of
+blocks than `library.DEFINES` has, RESIDUAL_HELD=2 for one, each set in turn after those.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from onnx import TensorProto, helper
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from sdflow.runtime.kernels.library import build
+from sdflow.runtime.kernels import library as library_module
+from sdflow.runtime.kernels.library import DEFINES, build
 from sdflow.runtime.kernels.replace import with_own_kernels
 from sdflow.runtime.sessions.specialize import specialize
 
@@ -223,9 +225,6 @@ def measure(library: Path, case: Case) -> str:
 
 
 def main() -> None:
-    begun = time.perf_counter()
-    library = build()
-    print(f"{torch.cuda.get_device_name()}: compiled and proved in {time.perf_counter() - begun:.1f} s", flush=True)
     copied = torch.empty(64 << 20, dtype=torch.float16, device="cuda")
     source = torch.randn(64 << 20, device="cuda").half()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -235,10 +234,20 @@ def main() -> None:
         copied.copy_(source)
     end.record()
     end.synchronize()
-    print(f"a copy: {10 * 2 * source.nbytes / begin.elapsed_time(end) / 1e9:.2f} TB/s", flush=True)
-    for case in CASES:
-        if len(sys.argv) == 1 or any(text in case.name for text in sys.argv[1:]):
-            print(f"{case.name}: {measure(library, case)}", flush=True)
+    print(
+        f"{torch.cuda.get_device_name()}, a copy: {10 * 2 * source.nbytes / begin.elapsed_time(end) / 1e9:.2f} TB/s",
+        flush=True,
+    )
+    texts = [text for text in sys.argv[1:] if "=" not in text]
+    for setting in ("", *(text for text in sys.argv[1:] if "=" in text)):
+        given = dict(each.split("=") for each in setting.split(",") if each)
+        library_module.DEFINES = DEFINES | {name: int(value) for name, value in given.items()}
+        begun = time.perf_counter()
+        library = build()
+        print(f"{setting or 'as shipped'}: compiled and proved in {time.perf_counter() - begun:.1f} s", flush=True)
+        for case in CASES:
+            if not texts or any(text in case.name for text in texts):
+                print(f"  {case.name}: {measure(library, case)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sdflow.onnx_model.float8 import DOMAIN
+from sdflow.runtime.kernels.channel_rows import MOST_AXES, VECTOR, without_bias
 from sdflow.runtime.kernels.graph_index import GraphIndex
-from sdflow.runtime.kernels.residuals import MOST_AXES, VECTOR, Fused, without_bias
+from sdflow.runtime.kernels.residuals import Fused
 from sdflow.runtime.kernels.transformer_definitions import ACTIVATION_INPUTS, BFLOAT16
 
 

@@ -13,11 +13,12 @@ operator reads that; where it is 1 + scale, the operator adds the 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from sdflow.onnx_model.float8 import DOMAIN
+from sdflow.runtime.kernels.channel_rows import Row, both_ways, has_rows, is_by_channel, row_of, without_bias
 from sdflow.runtime.kernels.graph_index import GraphIndex
 from sdflow.runtime.kernels.transformer_definitions import (
     BFLOAT16,
@@ -28,20 +29,7 @@ from sdflow.runtime.kernels.transformer_definitions import (
     RMS_NORM,
 )
 
-VECTOR, MOST_AXES = 8, 5
-"""As in residual_norm.c: channels of a vector; axes of a value."""
-MOST_CHANNELS = 12288
-"""Of a row: RESIDUAL_THREADS with RESIDUAL_HELD vectors each."""
 NORMS = {"LayerNormalization": LAYER_NORM, "SimplifiedLayerNormalization": RMS_NORM}
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row for each image: the last axis of `value` from channel `first` on, plus 1 where `plus_one`."""
-
-    value: str
-    first: int = 0
-    plus_one: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,105 +101,14 @@ def residual_operators(index: GraphIndex) -> Iterator[Fused]:
                 yield _made(index, value, None, pair)
 
 
-def _is_ours(index: GraphIndex, name: str) -> bool:
-    """Of a type and shape that the kernel reads as rows of channels."""
-    import onnx
-
-    shape = index.shape(name)
-    if index.element(name) not in (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16):
-        return False
-    if not 3 <= len(shape) <= MOST_AXES or not all(shape):
-        return False
-    return shape[-1] % VECTOR == 0 and shape[-1] <= MOST_CHANNELS
-
-
-def _row(index: GraphIndex, name: str, of: str, *, plus_one: bool = False) -> Row | None:
-    """`name` as a row for each image of `of`, or for all. plus_one: whether a 1 that is added may be left to the kernel."""
-    wanted, shape = index.shape(of), index.shape(name)
-    images, channels = wanted[0], wanted[-1]
-    padded = [1] * (len(wanted) - len(shape)) + shape
-    if not shape or len(padded) != len(wanted) or padded[-1] != channels or padded[0] not in (1, images):
-        return None
-    if any(axis != 1 for axis in padded[1:-1]) or index.element(name) != index.element(of):
-        return None
-    rows, best, first, added = padded[0], Row(name), 0, False
-    while True:
-        whole, start = index.part(name)
-        if start or whole != name:
-            name, first = whole, first + start
-        elif (inner := _unshaped(index, name)) is not None:
-            name = inner
-        elif plus_one and not added and (inner := _without_one(index, name)) is not None:
-            name, added = inner, True
-        else:
-            return best
-        shape = index.shape(name)
-        if _count(shape[:-1]) == rows and shape[-1] % VECTOR == 0 and first % VECTOR == 0:
-            best = Row(name, first, added)
-
-
-def _unshaped(index: GraphIndex, name: str) -> str | None:
-    """What a row was before axes of 1 were put in or taken out."""
-    place = index.maker(name, "Unsqueeze", "Squeeze", "Reshape")
-    if place is None:
-        return None
-    inner: str = index.nodes[place].input[0]
-    shape = index.shape(inner)
-    return inner if shape and shape[-1] == index.shape(name)[-1] else None
-
-
-def _without_one(index: GraphIndex, name: str) -> str | None:
-    place = index.maker(name, "Add")
-    if place is None:
-        return None
-    for one, other in _both_ways(index, place):
-        value = index.constant(one)
-        if (
-            value is not None
-            and value.size == 1
-            and float(value.item()) == 1
-            and index.shape(other) == index.shape(name)
-        ):
-            return other
-    return None
-
-
-def _count(axes: Iterable[int]) -> int:
-    product = 1
-    for axis in axes:
-        product *= axis
-    return product
-
-
-def _both_ways(index: GraphIndex, place: int) -> list[tuple[str, str]]:
-    a, b = index.nodes[place].input
-    return [(a, b), (b, a)]
-
-
-def _is_channels(index: GraphIndex, name: str, of: str) -> bool:
-    """One number for each channel."""
-    return index.shape(name) == index.shape(of)[-1:] and index.element(name) == index.element(of)
-
-
-def without_bias(index: GraphIndex, name: str) -> tuple[str, str, tuple[int, ...]] | None:
-    """Where a value that is read once, or in one place, is something plus a bias: that, the bias, the Add's place."""
-    place = index.maker(name, "Add")
-    if place is None:
-        return None
-    for bias, value in _both_ways(index, place):
-        if _is_channels(index, bias, name) and index.shape(value) == index.shape(name):
-            return value, bias, (place,)
-    return None
-
-
 def _branch(index: GraphIndex, name: str, of: str) -> Branch | None:
     """`name` as a branch of a sum of the shape of `of`; None where it is no more than a value."""
     value, nodes = name, []
     gate: Row | None = None
     gamma, epsilon = None, 0.0
     if index.only_reader(value) is not None and (place := index.maker(value, "Mul")) is not None:
-        for row, inner in _both_ways(index, place):
-            if index.shape(inner) == index.shape(of) and (gate := _row(index, row, of)) is not None:
+        for row, inner in both_ways(index, place):
+            if index.shape(inner) == index.shape(of) and (gate := row_of(index, row, of)) is not None:
                 value = inner
                 nodes.append(place)
                 break
@@ -222,7 +119,7 @@ def _branch(index: GraphIndex, name: str, of: str) -> Branch | None:
         node = index.nodes[place]
         if (
             _is_last_axis(index, place)
-            and _is_channels(index, node.input[1], of)
+            and is_by_channel(index, node.input[1], of)
             and index.shape(node.input[0]) == index.shape(of)
         ):
             value, gamma, epsilon = node.input[0], node.input[1], index.attribute(place, "epsilon", 1e-5)
@@ -240,10 +137,10 @@ def _sums(index: GraphIndex) -> dict[str, Sum]:
     """Result -> sum."""
     found: dict[str, Sum] = {}
     for place, node in enumerate(index.nodes):
-        if not index.is_plain(place, "Add") or not _is_ours(index, node.output[0]):
+        if not index.is_plain(place, "Add") or not has_rows(index, node.output[0]):
             continue
         result = node.output[0]
-        for x, other in _both_ways(index, place):
+        for x, other in both_ways(index, place):
             if index.shape(x) == index.shape(result) == index.shape(other):
                 branch = _branch(index, other, result)
                 if branch is not None:
@@ -266,19 +163,19 @@ def _modulations(index: GraphIndex, taken: set[int]) -> dict[str, list[Modulatio
     """Value -> how it is scaled and shifted, by image. taken: the places of other patterns' nodes."""
     found: dict[str, list[Modulation]] = {}
     for place, node in enumerate(index.nodes):
-        if place in taken or not index.is_plain(place, "Mul") or not _is_ours(index, node.output[0]):
+        if place in taken or not index.is_plain(place, "Mul") or not has_rows(index, node.output[0]):
             continue
         result = node.output[0]
-        for row, value in _both_ways(index, place):
-            scale = _row(index, row, result, plus_one=True) if index.shape(value) == index.shape(result) else None
+        for row, value in both_ways(index, place):
+            scale = row_of(index, row, result, plus_one=True) if index.shape(value) == index.shape(result) else None
             if scale is None:
                 continue
             shift: Row | None = None
             nodes: tuple[int, ...] = (place,)
             behind = index.only_reader(result)
             if behind is not None and behind not in taken and index.is_plain(behind, "Add"):
-                (other,) = (other for mine, other in _both_ways(index, behind) if mine == result)
-                if (shift := _row(index, other, result)) is not None:
+                (other,) = (other for mine, other in both_ways(index, behind) if mine == result)
+                if (shift := row_of(index, other, result)) is not None:
                     nodes, result = (place, behind), index.nodes[behind].output[0]
             found.setdefault(value, []).append(Modulation(result, scale, shift, nodes))
             break
@@ -294,9 +191,9 @@ def _norm(index: GraphIndex, place: int, before: Sum | None, behind: list[Modula
     """The norm at a place with the sum that it is of and what modulates it, if there is one of both at least."""
     node = index.nodes[place]
     value, result = node.input[0], node.output[0]
-    if not _is_ours(index, value) or not _is_last_axis(index, place):
+    if not has_rows(index, value) or not _is_last_axis(index, place):
         return None
-    if any(name and not _is_channels(index, name, value) for name in node.input[1:]):
+    if any(name and not is_by_channel(index, name, value) for name in node.input[1:]):
         return None
     if len(behind) > 2 or sorted(index.readers(result)) != sorted(each.nodes[0] for each in behind):
         behind = []
