@@ -24,6 +24,7 @@ import ml_dtypes
 import numpy as np
 
 from sdflow.runtime.kernels import library
+from sdflow.runtime.kernels.parts import FOLDER, SOURCES
 
 CPU = Path(__file__).parent
 PTX = ("overlap.cuh", "float16.cuh", "float8.cuh", "cluster.cuh", "mma.cuh", "hopper.cuh", "bfloat16.cuh")
@@ -40,7 +41,7 @@ PATTERN = "-ftrivial-auto-var-init=pattern"
 
 DEFINES = [f"-D{name}={value}" for name, value in library.DEFINES.items()]
 CPP = ["g++", "-std=c++20", "-mf16c", "-Wno-psabi"]
-C = ["gcc", "-Ddlopen=emulated_dlopen", "-Ddlsym=emulated_dlsym", f'-DCUBIN="{library.HEADER}"']
+C = ["gcc", "-Ddlopen=emulated_dlopen", "-Ddlsym=emulated_dlsym"]
 
 
 @functools.cache
@@ -57,7 +58,7 @@ def unavailable() -> str | None:
 
 def kernel_texts() -> dict[str, str]:
     """File -> text of the kernels' sources, without what is PTX."""
-    return {path.name: path.read_text(encoding="utf-8") for path in library.KERNELS if path.name not in PTX}
+    return {path.name: path.read_text(encoding="utf-8") for path in SOURCES if path.name not in PTX}
 
 
 def object_of(source: str) -> str:
@@ -101,7 +102,7 @@ def compile_objects(folder: Path) -> dict[str, Path]:
 
 
 def _compile(command: list[str], made: Path) -> Path:
-    flags = ["-g1", *SANITIZERS, PATTERN, *DEFINES, f"-I{library.HEADER.parent}"]
+    flags = ["-g1", *SANITIZERS, PATTERN, *DEFINES, f"-I{FOLDER}"]
     subprocess.run([*command, *flags, "-c", "-o", str(made)], check=True)
     return made
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 from sdflow.onnx_model.float8 import DOMAIN
@@ -27,7 +28,7 @@ _Known = dict[str, tuple[int, list[int]]]
 """Value -> its element type, its shape."""
 
 
-def with_own_kernels(model: Any, *, hopper: bool = False) -> Any | None:
+def with_own_kernels(model: Any, *, hopper: bool = False, without: Collection[str] = ()) -> Any | None:
     """A copy of a ModelProto in which our kernels compute what they can; None where that is nothing.
 
     model: with all shapes known, as `specialize` leaves it. Statistics of a group are taken over channels that lie side
@@ -36,7 +37,8 @@ def with_own_kernels(model: Any, *, hopper: bool = False) -> Any | None:
     and what is not float16 (of a group normalization: or float32), or of a type or shape that is not known. The phases of
     `SubpixelConv` are put between one another in one go. What lies between the products of a transformer is for
     `with_transformer_kernels`. hopper: for a GPU of compute capability 9.0, where a product that
-    BiasSplitGelu alone reads is computed with it, as Geglu.
+    BiasSplitGelu alone reads is computed with it, as Geglu. without: names of parts (`sdflow.runtime.kernels.parts`) that
+    cannot be used.
     """
     import onnx
 
@@ -45,22 +47,23 @@ def with_own_kernels(model: Any, *, hopper: bool = False) -> Any | None:
         for item in (*model.graph.input, *model.graph.value_info)
     }
     known |= {tensor.name: (tensor.data_type, list(tensor.dims)) for tensor in model.graph.initializer}
-    if attentions := rotary.replacements(model.graph, known):
+    if "rotary_qkv" not in without and (attentions := rotary.replacements(model.graph, known)):
         surrounded = onnx.ModelProto()
         surrounded.CopyFrom(model)
         rotary.replace(surrounded.graph, attentions)
         _import_domain(surrounded)
-        return with_own_kernels(surrounded, hopper=hopper) or surrounded
-    between = with_transformer_kernels(model, known)
+        return with_own_kernels(surrounded, hopper=hopper, without=without) or surrounded
+    between = with_transformer_kernels(model, known, without)
     model = model if between is None else between
-    wanted = [_is_ours(node, known) for node in model.graph.node]
+    wanted = [_is_ours(node, known, without) for node in model.graph.node]
     shapes = {name: shape for name, (_, shape) in known.items()}
     apart = [each for each in interleavings(model.graph, shapes) if _interleaves(*known[each.value])]
+    apart = [] if "interleave" in without else apart
     if not any(wanted) and not apart and between is None:
         return None
     result = onnx.ModelProto()
     result.CopyFrom(model)
-    products = _products_of_gates(result.graph, known) if hopper else {}
+    products = _products_of_gates(result.graph, known, without) if hopper and "geglu" not in without else {}
     for node, ours in zip(result.graph.node, wanted, strict=True):
         if not ours:
             continue
@@ -86,11 +89,12 @@ def _import_domain(model: Any) -> None:
         model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, VERSION))
 
 
-def _is_ours(node: Any, known: _Known) -> bool:
+def _is_ours(node: Any, known: _Known, without: Collection[str]) -> bool:
     if node.domain != "com.microsoft" or node.op_type not in _RULES:
         return False
+    part, rule = _RULES[node.op_type]
     axes = known.get(node.input[0], (0, []))[1]
-    return bool(axes) and all(axes) and _RULES[node.op_type](node, known)
+    return part not in without and bool(axes) and all(axes) and rule(node, known)
 
 
 def _is_gelu_ours(node: Any, known: _Known) -> bool:
@@ -124,14 +128,14 @@ def _is_group_norm_ours(node: Any, known: _Known) -> bool:
     return _are_groups_ours(node, row[0])
 
 
-def _products_of_gates(graph: Any, known: _Known) -> dict[str, Any]:
+def _products_of_gates(graph: Any, known: _Known, without: Collection[str]) -> dict[str, Any]:
     """Value that a BiasSplitGelu of ours alone reads -> the MatMul that gives it, where Geglu is quicker than both."""
     import onnx
 
     half = onnx.TensorProto.FLOAT16
     readers = Counter(name for node in graph.node for name in node.input)
     readers.update(item.name for item in graph.output)
-    gated = {node.input[0] for node in graph.node if node.op_type == "BiasSplitGelu" and _is_ours(node, known)}
+    gated = {node.input[0] for node in graph.node if node.op_type == "BiasSplitGelu" and _is_ours(node, known, without)}
     return {
         node.output[0]: node
         for node in graph.node
@@ -217,10 +221,10 @@ def _head_size(node: Any, known: _Known) -> int:
 
 
 _RULES = {
-    "GroupNorm": _is_group_norm_ours,
-    "SkipGroupNorm": _is_group_norm_ours,
-    "BiasSplitGelu": _is_gelu_ours,
-    "MultiHeadAttention": _is_attention_ours,
+    "GroupNorm": ("group_norm", _is_group_norm_ours),
+    "SkipGroupNorm": ("group_norm", _is_group_norm_ours),
+    "BiasSplitGelu": ("bias_split_gelu", _is_gelu_ours),
+    "MultiHeadAttention": ("few_keys_attention", _is_attention_ours),
 }
 
 

@@ -63,7 +63,7 @@ static const char *name(const Op *op) {
 
 static Status *create(const void *given, Api api, const void *info, void **result) {
     const Op *op = given;
-    const char *why = load_kernels();
+    const char *why = load_kernels(PART_residual_norm);
     if (why) return failure(api, name(op), why);
     Kernel *kernel = calloc(1, sizeof *kernel);
     if (!kernel) return failure(api, name(op), "out of memory");

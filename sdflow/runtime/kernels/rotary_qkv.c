@@ -49,7 +49,7 @@ typedef struct {
 } Kernel;
 
 static Status *create(Api api, const void *info, int bfloat16, void **result) {
-    const char *why = load_kernels();
+    const char *why = load_kernels(PART_rotary_qkv);
     if (why) return failure(api, "RotaryQkv cannot run", why);
     Kernel *kernel = calloc(1, sizeof *kernel);
     if (!kernel) return failure(api, "RotaryQkv: out of memory", 0);
@@ -154,7 +154,7 @@ static Status *run(const Kernel *kernel, All *all, int parts, void *stream) {
     void *arguments[] = {all};
     const unsigned blocks = all->streams[0].blocks + all->streams[1].blocks;
     const Launch config = {{columns, blocks, parts}, {threads, 1, 1}, 0, stream, 0, 0};
-    const char *why = launch(kernel->bfloat16 ? gpu.rotary_qkv_bfloat16 : gpu.rotary_qkv_float16, config, arguments);
+    const char *why = launch(kernel->bfloat16 ? gpu.rotary_qkv[1] : gpu.rotary_qkv[0], config, arguments);
     return why ? failure(kernel->api, "RotaryQkv cannot be launched", why) : 0;
 }
 

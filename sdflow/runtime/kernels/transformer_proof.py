@@ -28,16 +28,18 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-def transformer_differences(library: Path) -> dict[str, tuple[float, float]]:
+def all_residual_differences(library: Path) -> dict[str, tuple[float, float]]:
     """Operator, result and case -> relative L2 distance to numpy's, and what it may be."""
-    found = {}
-    for residual in RESIDUALS:
-        for name, distance in residual_differences(library, residual).items():
-            found[f"{residual.operator}, {name}, {residual}"] = (distance, _limit(residual))
-    for activation in ACTIVATIONS:
-        distance = activation_difference(library, activation)
-        found[f"{activation.operator}, {activation}"] = (distance, _limit(activation))
-    return found
+    return {
+        f"{case.operator}, {name}, {case}": (distance, _limit(case))
+        for case in RESIDUALS
+        for name, distance in residual_differences(library, case).items()
+    }
+
+
+def all_activation_differences(library: Path) -> dict[str, tuple[float, float]]:
+    """Operator and case -> relative L2 distance to numpy's, and what it may be."""
+    return {f"{case.operator}, {case}": (activation_difference(library, case), _limit(case)) for case in ACTIVATIONS}
 
 
 def _limit(case: ResidualCase | ActivationCase) -> float:

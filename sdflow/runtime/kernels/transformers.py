@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from sdflow.onnx_model.nodes import copied, in_order
 from sdflow.runtime.kernels.activations import activation_operators
 from sdflow.runtime.kernels.graph_index import GraphIndex, Known
+from sdflow.runtime.kernels.parts import PART_OF
 from sdflow.runtime.kernels.residuals import Fused, residual_operators
 
 
-def with_transformer_kernels(model: Any, known: Known) -> Any | None:
+def with_transformer_kernels(model: Any, known: Known, without: Collection[str] = ()) -> Any | None:
     """A copy of a ModelProto with our operators in the place of residual sums, norms, modulations and activations, in
     float16 and bfloat16; None where there are none. Whoever calls adds our domain to its opsets.
 
-    model: with all shapes known, as `specialize` leaves it. known: values -> their types and shapes.
+    model: with all shapes known, as `specialize` leaves it. known: values -> their types and shapes. without: names of parts
+    (`sdflow.runtime.kernels.parts`) that cannot be used.
     """
     import onnx
 
     index = GraphIndex(model.graph, known)
     found = [*residual_operators(index), *activation_operators(index)]
+    found = [each for each in found if PART_OF[each.node.op_type] not in without]
     if not found:
         return None
     result = onnx.ModelProto()
