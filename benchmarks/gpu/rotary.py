@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from sdflow.onnx_model.float8 import DOMAIN
 from sdflow.onnx_model.reading import load_graph
-from sdflow.runtime.kernels.library import build, on_hopper
+from sdflow.runtime.kernels.hopper import on_hopper
+from sdflow.runtime.kernels.library import build
 from sdflow.runtime.kernels.replace import VERSION, with_own_kernels
 from sdflow.runtime.sessions.specialize import specialize
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from sdflow.distance import relative_l2
 from sdflow.onnx_model.float8 import DOMAIN
 from sdflow.runtime.kernels.definitions import gelu_expected, gelu_feeds
-from sdflow.runtime.kernels.library import on_hopper
+from sdflow.runtime.kernels.hopper import on_hopper
 from sdflow.runtime.kernels.one_node import one_node_session
 from sdflow.tolerances import FLOAT8_PRODUCT_LIMIT, FLOAT8_ROWS_LIMIT
 

@@ -32,6 +32,7 @@ from sdflow.disk.user_folder import user_folder
 from sdflow.errors import SdflowError, SlowerWarning, TargetUnavailableError
 from sdflow.machine.device import driver_version
 from sdflow.machine.onnx_runtime import import_onnxruntime
+from sdflow.runtime.kernels.hopper import HOPPER, on_hopper
 from sdflow.runtime.kernels.kept import keep, read_kept
 from sdflow.runtime.kernels.nvrtc import Nvrtc
 from sdflow.runtime.kernels.parts import FLOAT8, FOLDER, PARTS
@@ -78,8 +79,6 @@ when the one before it has ended (overlap.cuh)."""
 FOLDER_VARIABLE = "SDFLOW_KERNELS"
 OLDEST = (8, 0)
 """The first compute capability that packs two floats into halves in one instruction, as float16.cuh does."""
-HOPPER = "90"
-"""Compiled with what this capability alone has (sm_90a): geglu.cu and float8_product.cu are there only."""
 SLOWEST = 300
 """Seconds that the C compiler may take; it takes one."""
 
@@ -246,16 +245,6 @@ class Kernels:
                     return made
         except OSError as error:
             raise TargetUnavailableError(f"{path.parent} cannot be written: {error}", remedy=_ELSEWHERE) from error
-
-
-def on_hopper() -> bool:
-    """Whether the GPU at hand is of the compute capability that the kernels of HOPPER are for."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return False
-    device = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return f"{device.major}{device.minor}" == HOPPER
 
 
 def kernel_folder() -> Path:

@@ -18,7 +18,8 @@ from sdflow.machine.providers import onnxruntime_for
 from sdflow.onnx_model.float8 import DOMAIN, has_float8
 from sdflow.onnx_model.reading import load_graph
 from sdflow.runtime.kernels.float8 import NEEDS, float8_library, with_float8
-from sdflow.runtime.kernels.library import kernel_library, on_hopper
+from sdflow.runtime.kernels.hopper import on_hopper
+from sdflow.runtime.kernels.library import kernel_library
 from sdflow.runtime.kernels.parts import parts_in
 from sdflow.runtime.kernels.replace import with_own_kernels
 from sdflow.runtime.sessions.cannot_run import MOST_SAID, cannot_run
