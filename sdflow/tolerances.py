@@ -74,6 +74,8 @@ wrong one was 0.07. quantized: which of two numbers a value is rounded to may di
 
 KERNEL_LIMIT = 5e-4
 """That our own kernels may be from their definition: rounding to float16 once makes 2e-4 of a result."""
+KERNEL_LIMIT_BFLOAT16 = 4e-3
+"""The same of those in bfloat16, with three bits less of fraction: 1.7e-3."""
 
 FLOAT8_ROWS_LIMIT = 2e-3
 """That rows of float8 may be from their definition: where another way to sum up tips a value over to its neighbour, it is 1/16

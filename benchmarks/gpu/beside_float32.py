@@ -37,6 +37,7 @@ import torch  # before ONNX Runtime
 
 from benchmarks.gpu.compiled_blocks import IN_A_ROW, captured, our_run, profiled, torch_runs
 from benchmarks.gpu.compiled_blocks import measure as measure_turns
+from benchmarks.gpu.image_latency import session_of
 from benchmarks.gpu.pipelines_on_gpu import PROMPT, distance, own_gigabytes, say, synchronize, used
 from benchmarks.gpu.random_weights import made_by
 from benchmarks.gpu.unattended import Results, device_alone, wait_for
@@ -293,7 +294,7 @@ def placements(pipeline: Any, folder: Path) -> dict[str, Any]:
         for attribute in ("_text", "_step"):
             if hasattr(denoiser, attribute):
                 label = f"{pipeline.family.denoiser} {attribute.strip('_')} {index}"
-                sessions.append((label, pipeline.family.denoiser, getattr(denoiser, attribute).session))
+                sessions.append((label, pipeline.family.denoiser, session_of(getattr(denoiser, attribute))))
     found = {}
     for label, name, session in sessions:
         placed = placement(session, (folder / name / "model.onnx").resolve())

@@ -25,7 +25,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.gpu.image_latency import bind, fill_at_random, say  # the same random weights and the same binding
+from benchmarks.gpu.image_latency import (  # the same random weights and the same binding
+    bind,
+    fill_at_random,
+    say,
+    session_of,
+)
 
 PROMPT = "a photo of an astronaut riding a horse on mars"
 
@@ -264,7 +269,9 @@ def main() -> None:
     denoiser = next(iter(pipeline.denoisers.kept.values()))
     for attribute in ("_text", "_step"):
         if hasattr(denoiser, attribute):
-            found = placement(getattr(denoiser, attribute).session, (folder / family.denoiser / "model.onnx").resolve())
+            found = placement(
+                session_of(getattr(denoiser, attribute)), (folder / family.denoiser / "model.onnx").resolve()
+            )
             say(f"{family.denoiser} {attribute}: {found}")
     if arguments.variants:
         compare_variants(

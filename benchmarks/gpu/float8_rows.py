@@ -20,7 +20,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from sdflow.runtime.kernels.library import DEFINES, KERNELS, Nvrtc
+from sdflow.runtime.kernels.library import DEFINES
+from sdflow.runtime.kernels.nvrtc import Nvrtc
+from sdflow.runtime.kernels.parts import FOLDER, PARTS
 
 COPIES = 40
 ROWS = ((2048, 1280, 120), (8192, 640, 30), (2048, 5120, 60), (8192, 2560, 10))
@@ -55,7 +57,8 @@ class Kernels:
 
     def __init__(self, defines: dict[str, int]) -> None:
         self.defines = defines
-        source = "\n".join(path.read_text(encoding="utf-8") for path in KERNELS)
+        names = dict.fromkeys((*PARTS["float8"].sources, *PARTS["bias_split_gelu"].sources))
+        source = "\n".join((FOLDER / name).read_text(encoding="utf-8") for name in names)
         major, minor = torch.cuda.get_device_capability()
         options = [f"-D{name}={value}" for name, value in defines.items()]
         cubin = Nvrtc().compile(source, [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17", *options])

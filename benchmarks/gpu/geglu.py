@@ -21,7 +21,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from sdflow.runtime.kernels.library import build, on_hopper
+from sdflow.runtime.kernels.hopper import on_hopper
+from sdflow.runtime.kernels.library import build
 from sdflow.runtime.kernels.replace import with_own_kernels
 
 SHAPES = (  # SDXL's at batch 2 and 1024x1024; at 512x512, of SD 1.5's: batch 2, 16 and 1

@@ -112,6 +112,11 @@ def modules(graphs: Path, device: str) -> dict[str, Any]:
     return made
 
 
+def session_of(part: Any) -> Any:
+    """Of a part of a denoiser: bound by itself, or as one of the sessions of a step."""
+    return getattr(part, "whole", part).session
+
+
 def bind(structure: Path, state: dict[str, torch.Tensor], out: Path) -> None:
     """model.onnx with its weights, each by its recipe, from a state dict."""
     import numpy as np

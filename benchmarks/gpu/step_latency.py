@@ -181,9 +181,9 @@ def measure(options: argparse.Namespace) -> None:
     ]
     if options.target == "cuda" and any(choice.tuning.own_kernels for _, choice in wanted):
         begun = time.perf_counter()
-        if library.kernel_library() is None:
+        if library.kernel_library() is None:  # the kernels themselves as a graph wants them
             raise SystemExit("our kernels cannot be used here")
-        print(f"library ready in {time.perf_counter() - begun:.1f} s", flush=True)
+        print(f"operators ready in {time.perf_counter() - begun:.1f} s", flush=True)
     variants = []
     for folder, choice in wanted:
         before, begun = used(), time.perf_counter()

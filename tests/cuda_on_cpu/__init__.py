@@ -20,16 +20,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 
 from sdflow.runtime.kernels import library
+from sdflow.runtime.kernels.parts import FOLDER, SOURCES
 
 CPU = Path(__file__).parent
-PTX = ("overlap.cuh", "float16.cuh", "float8.cuh", "cluster.cuh", "mma.cuh", "hopper.cuh")
+PTX = ("overlap.cuh", "float16.cuh", "float8.cuh", "cluster.cuh", "mma.cuh", "hopper.cuh", "bfloat16.cuh")
 """What cuda.h has instead."""
 ATTENTION = ("few_keys_attention.h", "few_keys_attention.cu")
+TRANSFORMERS = ("sixteen_bits.cuh", "residual_norm.cu", "gated_activation.cu", "rotary_qkv.cu")
 BOTH = "halves.cuh"
-"""What the object `attention` is made of alone, since it takes long to compile; what `kernels` has, too."""
+"""What the objects `attention` and `transformers` are made of alone, so that little is compiled for a change; what `kernels`
+has, too."""
 
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 PATTERN = "-ftrivial-auto-var-init=pattern"
@@ -37,7 +41,7 @@ PATTERN = "-ftrivial-auto-var-init=pattern"
 
 DEFINES = [f"-D{name}={value}" for name, value in library.DEFINES.items()]
 CPP = ["g++", "-std=c++20", "-mf16c", "-Wno-psabi"]
-C = ["gcc", "-Ddlopen=emulated_dlopen", "-Ddlsym=emulated_dlsym", f'-DCUBIN="{library.HEADER}"']
+C = ["gcc", "-Ddlopen=emulated_dlopen", "-Ddlsym=emulated_dlsym"]
 
 
 @functools.cache
@@ -54,12 +58,12 @@ def unavailable() -> str | None:
 
 def kernel_texts() -> dict[str, str]:
     """File -> text of the kernels' sources, without what is PTX."""
-    return {path.name: path.read_text(encoding="utf-8") for path in library.KERNELS if path.name not in PTX}
+    return {path.name: path.read_text(encoding="utf-8") for path in SOURCES if path.name not in PTX}
 
 
 def object_of(source: str) -> str:
     """Which of `compile_objects` has a source of kernels in it."""
-    return "attention" if source in ATTENTION else "kernels"
+    return "attention" if source in ATTENTION else "transformers" if source in TRANSFORMERS else "kernels"
 
 
 def compile_kernels(folder: Path, made: str, texts: dict[str, str], optimization: str = "-O1") -> Path:
@@ -84,11 +88,12 @@ def compile_operator(source: Path, folder: Path) -> Path:
 
 
 def compile_objects(folder: Path) -> dict[str, Path]:
-    """Source -> object: `kernels` and `attention`, those of the operators, threads.cpp, hopper.cpp, operators.cpp and
-    cublaslt.cpp."""
+    """Source -> object: `kernels`, `attention` and `transformers`, those of the operators, threads.cpp, hopper.cpp,
+    operators.cpp and cublaslt.cpp."""
     with ThreadPoolExecutor(2) as pool:
         made = {"kernels": pool.submit(compile_kernels, folder, "kernels", kernel_texts())}
         made["attention"] = pool.submit(compile_kernels, folder, "attention", kernel_texts(), "-O0")
+        made["transformers"] = pool.submit(compile_kernels, folder, "transformers", kernel_texts())
         for name in ("threads.cpp", "hopper.cpp", "operators.cpp", "cublaslt.cpp"):
             made[name] = pool.submit(_compile, [*CPP, "-O1", str(CPU / name)], folder / f"{name}.o")
         for path in library.OPERATORS:
@@ -97,7 +102,7 @@ def compile_objects(folder: Path) -> dict[str, Path]:
 
 
 def _compile(command: list[str], made: Path) -> Path:
-    flags = ["-g1", *SANITIZERS, PATTERN, *DEFINES, f"-I{library.HEADER.parent}"]
+    flags = ["-g1", *SANITIZERS, PATTERN, *DEFINES, f"-I{FOLDER}"]
     subprocess.run([*command, *flags, "-c", "-o", str(made)], check=True)
     return made
 
@@ -129,7 +134,7 @@ def run(
     """What was launched, and the outputs. Raises AssertionError with what the program said when it fails in one of the
     directions, or when the directions give different bits.
     """
-    types = {np.dtype(np.float32): 1, np.dtype(np.uint8): 2, np.dtype(np.float16): 10}
+    types = {np.dtype(np.float32): 1, np.dtype(np.uint8): 2, np.dtype(np.float16): 10, np.dtype(ml_dtypes.bfloat16): 16}
     tensors = []
     for i, value in enumerate(inputs):
         if value is not None:

@@ -1,5 +1,5 @@
 // What the kernels use of CUDA C++, on the CPU: the language, and in place of overlap.cuh, float16.cuh, float8.cuh, cluster.cuh,
-// mma.cuh and hopper.cuh, the primitives that are PTX on a GPU. threads.cpp runs a block's threads.
+// mma.cuh, hopper.cuh and bfloat16.cuh, the primitives that are PTX on a GPU. threads.cpp runs a block's threads.
 #pragma once
 
 #include <cmath>
@@ -87,6 +87,14 @@ static inline unsigned packed(float low, float high) {
     return __builtin_bit_cast(unsigned short, (_Float16)low) |
            (unsigned)__builtin_bit_cast(unsigned short, (_Float16)high) << 16;
 }
+
+// To the nearest one, to the even one of two: half of the last bit, less one where that is 0 already. Of numbers.
+static inline unsigned bfloat16(float value) {
+    const unsigned bits = __builtin_bit_cast(unsigned, value);
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+static inline unsigned packed_bfloat16(float low, float high) { return bfloat16(low) | bfloat16(high) << 16; }
 
 // E4M3 has a sign, four bits of exponent above 2^-6 and three of fraction; 0x7f is no number, 448 the largest.
 static inline unsigned eight(float value) {

@@ -1,5 +1,5 @@
-// The kernels' sources, unchanged, and how each is called with a launch's arguments. KERNELS: a file with them, of attention or
-// all others.
+// The kernels' sources, unchanged, and how each is called with a launch's arguments. KERNELS: a file with them, of attention, of
+// transformers or all others.
 #include "cuda.h"
 #define bias_split_gelu bias_split_gelu_kernel  // the operators have the names in the same program
 #define interleave interleave_kernel
@@ -37,6 +37,20 @@ const Kernel attention_kernels[] = {
 #define KERNEL(SIZE, PIECE, PIECES, WARPS, ...)                                                  \
     {"few_keys_attention_" #SIZE "_" #PIECE "_" #PIECES, run<few_keys_attention_##SIZE##_##PIECE##_##PIECES>, 32 * WARPS, 80},
     FEW_KEYS_KERNELS(KERNEL)
+    {nullptr, nullptr, 0, 0},
+};
+#elif defined OBJECT_transformers
+const Kernel transformer_kernels[] = {
+    {"residual_norm_half", run<residual_norm_half>, RESIDUAL_THREADS, 80},
+    {"residual_norm_half_normed", run<residual_norm_half_normed>, RESIDUAL_THREADS, 80},
+    {"residual_norm_bfloat16", run<residual_norm_bfloat16>, RESIDUAL_THREADS, 80},
+    {"residual_norm_bfloat16_normed", run<residual_norm_bfloat16_normed>, RESIDUAL_THREADS, 80},
+    {"tanh_gelu_half", run<tanh_gelu_half>, ACTIVATION_THREADS, 80},
+    {"tanh_gelu_bfloat16", run<tanh_gelu_bfloat16>, ACTIVATION_THREADS, 80},
+    {"silu_gated_half", run<silu_gated_half>, ACTIVATION_THREADS, 80},
+    {"silu_gated_bfloat16", run<silu_gated_bfloat16>, ACTIVATION_THREADS, 80},
+    {"rotary_qkv_float16", run<rotary_qkv_float16>, ROTARY_THREADS, 80},
+    {"rotary_qkv_bfloat16", run<rotary_qkv_bfloat16>, ROTARY_THREADS, 80},
     {nullptr, nullptr, 0, 0},
 };
 #else

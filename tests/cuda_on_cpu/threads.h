@@ -12,7 +12,7 @@ struct Kernel {
     int capability;         // that it takes: 80, 90
 };
 
-extern const Kernel kernels[], attention_kernels[];  // up to one without a name
+extern const Kernel kernels[], attention_kernels[], transformer_kernels[];  // up to one without a name
 
 // The thread that runs: its block's place in the cluster, its own in the block.
 struct Current {

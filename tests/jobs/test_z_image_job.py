@@ -29,6 +29,7 @@ from until import PATIENCE
 
 from sdflow.errors import UsageError
 from sdflow.runtime.pipeline import Pipeline
+from sdflow.runtime.sessions.submodel import Submodel
 
 SIZE = ("--height", "64", "--width", "48", "--steps", "2", "--seed", "1", "--threads", "1")
 PROMPT, LONG = "an otter", "an otter on a raft of reeds, " * 6
@@ -117,6 +118,47 @@ def test_limits_of_guidance_are_those_of_diffusers(
     assert np.abs(found - ours(prompts, **both, **with_fewer).images).max() > 1e-3
     with pytest.raises(UsageError, match="there is none"):
         ours(PROMPT, guidance_scale=0.0, **limits)
+
+
+def test_a_step_that_hides_no_text_has_no_mask_and_gives_the_same(
+    theirs: ZImagePipeline, ours: Pipeline, shell: Shell, built: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU each session has its own weights, and all steps keep the mask; here one does as on a GPU."""
+    masked: list[int] = []
+    create = Submodel.part_session
+
+    def recorded(self: Submodel, graph: onnx.ModelProto, **options: Any) -> Any:
+        if graph.graph.name == "step":
+            masked.append(
+                sum(node.op_type == "MultiHeadAttention" and len(node.input) == 6 for node in graph.graph.node)
+            )
+        return create(self, graph, **options)
+
+    monkeypatch.setattr(Submodel, "part_session", recorded)
+    pipeline = Pipeline.load(shell.folder / built, "cpu", threads=1)
+    pipeline.denoisers.shares_weights = True
+    latents = torch.randn((2, 16, 8, 6), generator=generator())
+    both: dict[str, Any] = {"height": 64, "width": 48, "num_inference_steps": 2, "guidance_scale": 0.0}
+    both |= {"latents": latents, "output_type": "np"}
+
+    def taken() -> list[int]:
+        return list(pipeline.denoisers._taken.values())
+
+    def differs(*prompts: str) -> float:
+        return largest(pipeline(list(prompts), **both).images, ours(list(prompts), **both).images)
+
+    assert differs(LONG, LONG) < 1e-5
+    assert masked.pop(0) == 0, "our step"
+    assert masked == [3], "the one with the mask, of the other pipeline"
+    (before,) = taken()
+    assert differs(PROMPT, LONG) < 1e-5
+    assert masked == [3, 3]
+    assert taken() == [2 * before], "it counts as one more"
+    expected = theirs([PROMPT, LONG], **both).images
+    assert largest(pipeline([PROMPT, LONG], **both).images, expected) < 1e-4
+    assert differs(LONG, LONG) < 1e-5
+    assert differs(LONG, PROMPT) < 1e-5
+    assert masked == [3, 3], "a session was made again"
 
 
 def test_an_image_from_an_image_is_that_of_diffusers(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cuda_on_cpu import compile_kernels, compile_objects, compile_operator, kernel_texts, link, object_of, unavailable
 
-from sdflow.runtime.kernels import library
+from sdflow.runtime.kernels.parts import FOLDER
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +30,7 @@ def faulty(objects: dict[str, Path], tmp_path: Path) -> Callable[[str, str, str]
     """Makes such a program with a fault: in this source, what is right becomes what is wrong."""
 
     def make(source: str, right: str, wrong: str) -> Path:
-        text = (library.HEADER.parent / source).read_text(encoding="utf-8")
+        text = (FOLDER / source).read_text(encoding="utf-8")
         assert right in text
         text = text.replace(right, wrong, 1)
         if source.endswith(".c"):

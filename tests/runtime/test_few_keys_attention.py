@@ -10,7 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from sdflow.runtime.kernels.library import HEADER
+from sdflow.runtime.kernels.parts import FOLDER
 from sdflow.runtime.kernels.replace import DOMAIN, FEW_KEYS, HEAD_SIZES, with_own_kernels
 
 HALF = TensorProto.FLOAT16
@@ -56,7 +56,7 @@ def test_attention_to_few_keys_becomes_ours(inputs: dict[str, list[int]]) -> Non
 
 
 def test_there_are_kernels_for_the_sizes_of_heads_that_are_taken_over_and_for_any_number_of_keys() -> None:
-    table = (HEADER.parent / "few_keys_attention.h").read_text(encoding="utf-8")
+    table = (FOLDER / "few_keys_attention.h").read_text(encoding="utf-8")
     assert tuple(map(int, re.findall(r"KERNEL\((\d+), \d+, more,", table))) == HEAD_SIZES
 
 

@@ -106,8 +106,8 @@ FAULTS = {
     "too little shared memory": (C, "shared = own + 2 *", "shared = own +", FLAT, OUT_OF_BOUNDS),
     "shared memory not asked for": (
         "custom_ops.c",
-        "*/, gpu.shared_memory)",
-        "*/, 48 << 10)",
+        "FEW_KEYS_COUNT, gpu.shared_memory)",
+        "FEW_KEYS_COUNT, 48 << 10)",
         WIDE,
         "cannot be launched: CUDA_ERROR_INVALID_VALUE",
     ),

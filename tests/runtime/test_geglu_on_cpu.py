@@ -16,8 +16,8 @@ import pytest
 from cuda_on_cpu import Gpu, run
 
 from sdflow.distance import relative_l2
-from sdflow.runtime.kernels import library
 from sdflow.runtime.kernels.definitions import geglu_expected, geglu_feeds
+from sdflow.runtime.kernels.parts import FOLDER
 from sdflow.tolerances import KERNEL_LIMIT
 
 
@@ -56,7 +56,7 @@ def test_geglu_is_right_however_it_is_planned(
 
 def test_the_gelu_is_off_by_less_than_half_of_rounding() -> None:
     """Its polynomial, as the source has it, in float32; and what float16 makes of the gate and of the result."""
-    source = (library.HEADER.parent / "geglu.cu").read_text(encoding="utf-8")
+    source = (FOLDER / "quick_gelu.cuh").read_text(encoding="utf-8")
     (line,) = (line for line in source.splitlines() if "const float q =" in line)
     coefficients = [np.float32(found) for found in re.findall(r"-?\d[\d.e-]*(?=f)", line)]
     assert len(coefficients) == 5

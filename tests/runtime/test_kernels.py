@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
+import re
 import subprocess
 import sys
+import warnings
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +19,11 @@ from onnx import TensorProto, helper
 
 from sdflow.errors import SlowerWarning, TargetUnavailableError
 from sdflow.onnx_model.phases import interleaved
-from sdflow.runtime.kernels import library
+from sdflow.runtime.kernels import library, proof
 from sdflow.runtime.kernels.definitions import CASES
+from sdflow.runtime.kernels.float8 import float8_library
+from sdflow.runtime.kernels.kept import keep
+from sdflow.runtime.kernels.parts import FLOAT8, FOLDER, PART_OF, PARTS, parts_in
 from sdflow.runtime.kernels.proof import differences, geglu_difference, gelu_difference, prove
 from sdflow.runtime.kernels.replace import DOMAIN, with_own_kernels
 from sdflow.runtime.sessions.specialize import specialize
@@ -231,8 +236,10 @@ def gated(
     return helper.make_model(graph, opset_imports=opsets, ir_version=8)
 
 
-def operators(graph: onnx.ModelProto, *, hopper: bool = True) -> list[tuple[str, list[str]]]:
-    replaced = with_own_kernels(graph, hopper=hopper)
+def operators(
+    graph: onnx.ModelProto, *, hopper: bool = True, without: Collection[str] = ()
+) -> list[tuple[str, list[str]]]:
+    replaced = with_own_kernels(graph, hopper=hopper, without=without)
     return [] if replaced is None else [(node.op_type, list(node.input)) for node in replaced.graph.node]
 
 
@@ -275,14 +282,47 @@ def test_products_that_geglu_does_not_make_quicker_stay(x: list[int], weight: li
 
 @LINUX
 @pytest.mark.parametrize("capability", ["80", "90"])
-def test_the_kernels_compile_for_a_gpu_that_is_not_here(capability: str, tmp_path: Path) -> None:
-    made = library.compile_library(
-        tmp_path, library.Nvrtc(), shutil.which("cc") or "cc", capability, ["-Wall", "-Wextra", "-Werror"]
-    )
-    symbols = subprocess.run(
-        ["nm", "-D", "--defined-only", str(made)], capture_output=True, text=True, check=True
-    ).stdout
-    assert symbols.split()[-1:] == ["RegisterCustomOps"], symbols
+@pytest.mark.parametrize("name", PARTS)
+def test_each_part_compiles_by_itself_for_a_gpu_that_is_not_here(name: str, capability: str) -> None:
+    code = library.compile_part(name, library.Nvrtc(), library.architecture(capability))
+    known = {match.decode() for match in re.findall(rb"\0\.text\.(\w+)", code)}
+    if capability == "90":
+        assert known == KERNELS_OF[name]
+    elif PARTS[name].hopper or name == FLOAT8:
+        assert not known
+    else:
+        assert known == {kernel for kernel in KERNELS_OF[name] if "held" not in kernel}
+
+
+def kernels_of() -> dict[str, set[str]]:
+    """Part -> the kernels that custom_ops.c looks for in it."""
+    text = (FOLDER / "custom_ops.c").read_text()
+    cases = re.split(r"case PART_(\w+):", text[text.index("switch (part)") : text.index("case PART_COUNT")])[1:]
+    found = {part: set(re.findall(r'"(\w+)"', body)) for part, body in zip(cases[::2], cases[1::2], strict=True)}
+    table = re.findall(r"KERNEL\((\d+), (\d+), (\w+),", (FOLDER / "few_keys_attention.h").read_text())
+    found["few_keys_attention"] = {"few_keys_attention_" + "_".join(row) for row in table}
+    return found
+
+
+KERNELS_OF = kernels_of()
+
+
+def test_each_operator_is_of_one_part_and_has_kernels() -> None:
+    text = "".join(path.read_text() for path in library.OPERATORS)
+    for part in PARTS.values():
+        assert KERNELS_OF[part.name]
+        assert f"load_kernels(PART_{part.name})" in text
+        for operator in part.operators:
+            assert PART_OF[operator] == part.name
+            assert f'"{operator}"' in text
+
+
+@LINUX
+def test_the_operators_compile_and_two_functions_are_to_be_seen(tmp_path: Path) -> None:
+    library.compile_operators(tmp_path, flags=["-Wall", "-Wextra", "-Werror"])
+    command = ["nm", "-D", "--defined-only", str(tmp_path / "libsdflow_kernels.so")]
+    symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert symbols.split()[2::3] == ["RegisterCustomOps", "sdflow_give_code"], symbols
 
 
 @LINUX
@@ -290,7 +330,8 @@ def test_onnxruntime_takes_our_operators_and_knows_their_types(tmp_path: Path) -
     """On the CPU, where they have no kernel: ONNX Runtime resolves them, and then looks for a kernel in float32."""
     import onnxruntime
 
-    made = library.compile_library(tmp_path, library.Nvrtc(), shutil.which("cc") or "cc", "90")
+    library.compile_operators(tmp_path)
+    made = tmp_path / "libsdflow_kernels.so"
 
     def refusal(graph: Any, *, registered: bool = True, element: int = TensorProto.FLOAT16) -> str:
         wanted = with_own_kernels(graph, hopper=True)
@@ -308,7 +349,13 @@ def test_onnxruntime_takes_our_operators_and_knows_their_types(tmp_path: Path) -
 
     norm = group_norm("SkipGroupNorm", "x gamma beta skip bias", "y")
     gelu = helper.make_node("BiasSplitGelu", ["x", "bias"], ["y"], domain="com.microsoft")
-    for graph in (model([norm], 320), model([gelu], 320), put_between(8), gated([2, 1024, 1280], [1280, 10240])):
+    residual = [
+        helper.make_node("Mul", ["bias", "skip"], ["a"]),
+        helper.make_node("Add", ["x", "a"], ["b"]),
+        helper.make_node("Identity", ["b"], ["y"]),
+    ]
+    graphs = [model(nodes, 320) for nodes in ([norm], [gelu], residual)]
+    for graph in (*graphs, put_between(8), gated([2, 1024, 1280], [1280, 10240])):
         assert "not a registered function/op" in refusal(graph, registered=False)
         assert "tensor(double)" in refusal(graph, element=TensorProto.DOUBLE)
         assert "InsertedPrecisionFreeCast" in refusal(graph)
@@ -331,7 +378,7 @@ def test_a_c_compiler_that_fails_is_told_as_that(
     path.write_text(compiler)
     path.chmod(0o755)
     with pytest.raises(TargetUnavailableError, match=f"compiler cannot compile the operators: .*{said}"):
-        library.compile_library(tmp_path, library.Nvrtc(), str(path), "90")
+        library.compile_operators(tmp_path, str(path))
 
 
 @LINUX
@@ -346,7 +393,7 @@ def test_without_a_device_a_warning_says_why_and_onnxruntimes_kernels_run() -> N
     if torch.cuda.is_available():
         pytest.skip("there is a device")
     with pytest.warns(SlowerWarning, match=r"ONNX Runtime's own kernels run.*(no CUDA device|for Linux)"):
-        assert library._kernel_library.__wrapped__() is None
+        assert library._process_kernels.__wrapped__() is None
 
 
 @pytest.fixture
@@ -365,32 +412,99 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "sdflow" / "kernels"
 
 
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"}
+
+
 @LINUX
 @pytest.mark.filterwarnings("ignore:Specified provider")
-def test_a_library_that_proves_wrong_is_not_kept_and_a_damaged_one_is_made_again(
-    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_only_what_is_wanted_is_compiled_and_what_proves_wrong_is_not_used(
+    cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(TargetUnavailableError, match="our kernels do not run on this device"):
-        library.build()
+    library._process_kernels.cache_clear()
+    try:
+        with pytest.warns(SlowerWarning, match=r"in place of BiasSplitGelu: our kernels do not run on this device"):
+            ready = library.kernel_library(["bias_split_gelu"])
+        assert ready is not None
+        assert ready.wrong.keys() == {"bias_split_gelu"}
+        kept = {f"{name}{end}" for name in ("libsdflow_kernels.so", "bias_split_gelu.cubin") for end in ("", ".json")}
+        assert names(cache) == kept
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert library.kernel_library(["bias_split_gelu"]) == ready, "proved again, or told again"
+    finally:
+        library._process_kernels.cache_clear()
+    with pytest.raises(TargetUnavailableError, match="BiasSplitGelu: our kernels do not run on this device"):
+        library.build(["bias_split_gelu"])
+    assert names(cache) == kept
     assert capsys.readouterr().out == ""
-    (folder,) = cache.iterdir()
-    assert [path.name for path in folder.iterdir()] == ["libsdflow_kernels.lock"]
 
-    (folder / "libsdflow_kernels.so").write_bytes(b"\x7fELF")
-    (folder / "unfinished-by-a-process-that-was-killed").mkdir()
+
+@LINUX
+@pytest.mark.filterwarnings("ignore:Specified provider")
+def test_what_is_kept_is_taken_without_compilers_and_what_is_damaged_is_made_again(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proved: list[str] = []
+
+    def right(_: Path, part: str) -> dict[str, float]:
+        proved.append(part)
+        return {part: 0.0}
+
+    monkeypatch.setattr(proof, "prove", right)  # there is no GPU to prove it on
+    made = library.build(["interleave"])
+    (cubin,) = cache.rglob("*.cubin")
+    (verdict,) = cache.rglob("*.proved")
+    contents = {path: path.read_bytes() for path in (made, cubin, verdict)}
     with monkeypatch.context() as patch:
         patch.setenv("PATH", "")
-        assert library.build() == folder / "libsdflow_kernels.so", "what is there is taken, without a compiler too"
-    with pytest.warns(SlowerWarning, match="our kernels do not run on this device"):
-        assert library._kernel_library.__wrapped__() is None
-    assert [path.name for path in folder.iterdir()] == ["libsdflow_kernels.lock"]
+        patch.setattr(library.Nvrtc, "compile", None)
+        assert library.build(["interleave"]) == made
+    assert proved == ["interleave"], "proved again in spite of the verdict"
+
+    (cubin.parent / "unfinished-by-a-process-that-was-killed").mkdir()
+    for path, content in contents.items():
+        changed = bytearray(content)
+        changed[len(changed) // 2] ^= 1
+        path.unlink()  # this process has the library open
+        path.write_bytes(changed)
+    library.build(["interleave"])
+    assert {path: path.read_bytes() for path in contents if path != made} == {
+        path: content for path, content in contents.items() if path != made
+    }
+    assert made.read_bytes()[:4] == b"\x7fELF"
+    assert len(proved) == 2
+    assert not list(cache.rglob("unfinished*"))
+    for path in contents:  # another's, with a record that is right for itself
+        keep(path, b"\x7fELF another's", "another key")
+    library.build(["interleave"])
+    assert cubin.read_bytes() == contents[cubin]
+    assert made.stat().st_size > 10000
+
+
+def test_a_part_that_is_wrong_is_left_to_onnxruntime_and_the_others_are_ours() -> None:
+    graph = gated([2, 1024, 1280], [1280, 10240])
+    assert operators(graph, without=["geglu"]) == [("MatMul", ["x", "w"]), ("BiasSplitGelu", ["h", "bias"])]
+    assert operators(graph, without=["bias_split_gelu"]) == []
+    assert with_own_kernels(put_between(8), without=["interleave"]) is None
+    nodes = [
+        group_norm("GroupNorm", "x gamma beta", "a"),
+        helper.make_node("BiasSplitGelu", ["a", "bias"], ["y"], domain="com.microsoft"),
+    ]
+    replaced = with_own_kernels(model(nodes, 320), without=["group_norm"])
+    assert replaced is not None
+    assert [(node.domain, node.op_type) for node in replaced.graph.node] == [
+        ("com.microsoft", "GroupNorm"),
+        (DOMAIN, "BiasSplitGelu"),
+    ]
+    assert parts_in(replaced.graph.node) == {"bias_split_gelu"}
 
 
 @LINUX
 def test_what_is_missing_is_told_with_what_to_do(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def warning() -> str:
         with pytest.warns(SlowerWarning, match="ONNX Runtime's own kernels run") as caught:
-            assert library._kernel_library.__wrapped__() is None
+            assert library._process_kernels.__wrapped__() is None
         return str(caught[0].message)
 
     with monkeypatch.context() as patch:
@@ -409,13 +523,15 @@ def test_what_is_missing_is_told_with_what_to_do(cache: Path, tmp_path: Path, mo
     with monkeypatch.context() as patch:
         patch.setattr(library, "OLDEST", (10, 0))
         assert "NVIDIA H200 has compute capability 9.0" in warning()
-    assert not cache.exists()
+    assert not names(cache)
 
 
 @pytest.mark.gpu
 def test_the_kernels_are_right_on_this_gpu() -> None:
     built = library.build()
-    prove(built, hopper=library.on_hopper())
+    for name in PARTS:
+        if library.on_hopper() or not PARTS[name].hopper:
+            assert prove(built, name) if name != FLOAT8 else prove(float8_library(), name)
     worst = max(max(differences(built, case).values()) for case in CASES)
     assert worst < 4e-4
     assert gelu_difference(built, (2, 4096, 2560)) < 4e-4

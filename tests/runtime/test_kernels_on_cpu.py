@@ -288,8 +288,8 @@ FAULTS = {
     "the first image alone": ("group_norm.c", "work->images}, {threads", "1}, {threads", UNBIASED, NOT_WRITTEN),
     "float32 as float16": (
         "group_norm.c",
-        "work->kernel->single ? gpu.apply_single : gpu.apply",
-        "gpu.apply",
+        "work->kernel->single ? gpu.apply[1] : gpu.apply[0]",
+        "gpu.apply[0]",
         (Gpu(4), GroupNormCase((1, 5, 7, 320), single=True)),
         NOT_WRITTEN,
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,6 +18,8 @@ from sdflow.runtime.sessions.submodel import Submodel
 
 if TYPE_CHECKING:
     import torch
+
+    from sdflow.runtime.denoiser.split import Parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,12 +91,15 @@ class PartedDenoiser:
         sizes: Mapping[str, int],
         layers: int = 0,
         skipped: Sequence[int] = (),
+        reserve: Callable[[], None] | None = None,
     ) -> None:
         """As of `WholeDenoiser`. layers: how many of the outermost run in the steps that take the deep features of one before
         (`sdflow.runtime.denoiser.shallow`); 0: there are no such steps. skipped: the blocks that are left out
-        (`sdflow.runtime.denoiser.skipped_blocks`). Raises PassError for a graph that cannot be taken apart, UsageError for one
+        (`sdflow.runtime.denoiser.skipped_blocks`). reserve: the step is made without what hides tokens from attention
+        (`sdflow.runtime.denoiser.score_biases`), and for a drawing where something is hidden another one with it, once this has
+        made room; None: it is made as it is. Raises PassError for a graph that cannot be taken apart, UsageError for one
         without as many layers, or without these blocks."""
-        from sdflow.runtime.denoiser.shallow import depths
+        from sdflow.runtime.denoiser.score_biases import score_biases, without_biases
         from sdflow.runtime.denoiser.skipped_blocks import without_blocks
         from sdflow.runtime.denoiser.split import split
 
@@ -105,28 +110,27 @@ class PartedDenoiser:
         if skipped:
             graph = without_blocks(graph, model.part.model.blocks or "", skipped, LAYERS)
         parts = split(graph, sizes, moving=self._moving, guidance=guidance)
-        cut = depths(parts, layers) if layers else None
+        self._biases = () if reserve is None else score_biases(parts)
+        self._model, self._layers, self._reserve = model, layers, reserve
+        self._whole_parts = parts if self._biases else None
         with ThreadPoolExecutor(max_workers=4) as pool:
             text = pool.submit(model.part_session, parts.text)
             timestep = pool.submit(model.part_session, parts.timestep, capture=False)  # for any number of steps
-            step = pool.submit(model.part_session, parts.step if cut is None else cut.whole)
-            shallow = None if cut is None else pool.submit(model.part_session, cut.shallow)
-        text_session, self._timestep_session, step_session = text.result(), timestep.result(), step.result()
+            sessions = _StepSessions(pool, model, without_biases(parts, self._biases), layers)
+        text_session, self._timestep_session = text.result(), timestep.result()
         self._place = model.place
         with self._place.current():
             self._text = _bind(text_session, model)
-            inputs = empty_inputs(step_session, model.place.device)
+            inputs = empty_inputs(sessions.whole, model.place.device)
             self._time_names = parts.time_values
             self._time_values = TimeValues({name: inputs[name] for name in parts.time_values}, 1)
             given = {**self._text.inputs, **self._text.outputs, **self._time_values.tensors}
-            self._step = _bind(step_session, model, given)
-            self._shallow = None
-            if cut is not None and shallow is not None:
-                kept = {cut.features: self._step.outputs[cut.features]}
-                self._shallow = _bind(shallow.result(), model, {**given, **self._step.inputs, **kept})
-        self._sample = self._step.inputs[self._moving.latents].view(-1, *shape)
-        self._features = None if cut is None else self._step.outputs[cut.features]
+            self._step = self._unmasked = sessions.bound(model, given)
+        self._masked: _Step | None = None
+        self._inputs = {**self._step.whole.inputs, **self._text.inputs}
+        self._sample = self._inputs[self._moving.latents].view(-1, *shape)
         self._left: WeakKeyDictionary[DenoiserInputs, torch.Tensor] = WeakKeyDictionary()
+        self._hides: WeakKeyDictionary[DenoiserInputs, bool] = WeakKeyDictionary()
         self._held: DenoiserInputs | None = None
         self._schedule: Schedule | None = None
 
@@ -138,24 +142,73 @@ class PartedDenoiser:
         self._sample[:, :, : latents.shape[1]].copy_(latents)
         self._time_values.put(self._times[index : index + 1])
         reused = inputs.schedule.reused[index : index + 1] == (True,)
-        bound = self._shallow if reused and self._shallow is not None else self._step
+        bound = self._step.shallow if reused and self._step.shallow is not None else self._step.whole
         return bound.run()[self._prediction]
 
     def _hold(self, inputs: DenoiserInputs) -> None:
         for name, value in inputs.conditions.items():
-            (self._text if name in self._text.inputs else self._step).inputs[name].copy_(value)
+            self._inputs[name].copy_(value)
         self._text.run()
         _put_context(self._sample, inputs)
         if inputs.schedule is not self._schedule:
             timesteps = inputs.schedule.timesteps.reshape(-1)
             times = Bound(self._timestep_session, self._place, {self._moving.timestep: timesteps})
             self._times, self._schedule = table(times.run(), self._time_names), inputs.schedule
-        if self._features is not None:  # its next step may read what its last one left
-            if self._held is not None:
-                self._left[self._held] = self._features.clone()
-            if inputs in self._left:
-                self._features.copy_(self._left.pop(inputs))
+        if self._step.features is not None and self._held is not None:  # its next step may read what its last one left
+            self._left[self._held] = self._step.features.clone()
+        self._step = self._step_for(inputs)
+        if self._step.features is not None and inputs in self._left:
+            self._step.features.copy_(self._left.pop(inputs))
         self._held = inputs
+
+    def _step_for(self, inputs: DenoiserInputs) -> _Step:
+        """That with the biases of attention's scores, if this drawing's are not all 0. They are looked at once for a drawing."""
+        if self._whole_parts is None or self._reserve is None:
+            return self._unmasked
+        if inputs not in self._hides:
+            self._hides[inputs] = any(bool(self._text.outputs[name].any()) for name in self._biases)
+        if not self._hides[inputs]:
+            return self._unmasked
+        if self._masked is None:
+            self._reserve()
+            with ThreadPoolExecutor(max_workers=2) as pool:
+                sessions = _StepSessions(pool, self._model, self._whole_parts, self._layers)
+            self._masked = sessions.bound(self._model, {**self._text.outputs, **self._unmasked.whole.inputs})
+        return self._masked
+
+
+@dataclass(frozen=True)
+class _Step:
+    """shallow: the step that takes the features of one before, and where those lie."""
+
+    whole: Bound
+    shallow: Bound | None = None
+    features: torch.Tensor | None = None
+
+
+class _StepSessions:
+    """The sessions of a step: whole and, where it has outer layers that run alone, of those."""
+
+    def __init__(self, pool: ThreadPoolExecutor, model: Submodel, parts: Parts, layers: int) -> None:
+        from sdflow.runtime.denoiser.shallow import depths
+
+        self._cut = depths(parts, layers) if layers else None
+        self._whole = pool.submit(model.part_session, parts.step if self._cut is None else self._cut.whole)
+        self._shallow = None if self._cut is None else pool.submit(model.part_session, self._cut.shallow)
+
+    @property
+    def whole(self) -> Any:
+        """The session of the whole step."""
+        return self._whole.result()
+
+    def bound(self, model: Submodel, given: Mapping[str, torch.Tensor]) -> _Step:
+        """The step with its tensors: those given, new ones for the other inputs."""
+        whole = _bind(self.whole, model, given)
+        if self._cut is None or self._shallow is None:
+            return _Step(whole)
+        features = whole.outputs[self._cut.features]
+        inputs = {**given, **whole.inputs, self._cut.features: features}
+        return _Step(whole, _bind(self._shallow.result(), model, inputs), features)
 
 
 class PartlyGuidedDenoiser:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from sdflow.errors import PassError, SlowerWarning, UsageError
@@ -96,6 +97,8 @@ class Denoisers:
         self._texts, self._decoder = texts, decoder
         self._scale, self._split, self._low_memory, self._tiles = scale, split, low_memory, tiles
         self._tokens = tokens
+        self.shares_weights = model.weights is not None
+        """Whether all sessions have one copy of the weights: only then is there a further step for drawings that hide tokens."""
         self.kept: OrderedDict[Key, Denoiser] = OrderedDict()
         self._taken: dict[Key, int] = {}
 
@@ -176,7 +179,8 @@ class Denoisers:
         if key not in self.kept:
             taken = self._bytes(shape, sizes)
             self._make_room(taken, needed)
-            self.kept[key], self._taken[key] = self._made(shape, sizes, layers, texts, skipped), taken
+            reserve = partial(self._reserve, key, taken, needed) if self.shares_weights else None
+            self.kept[key], self._taken[key] = self._made(shape, sizes, layers, texts, skipped, reserve), taken
         self.kept.move_to_end(key)
         return self.kept[key]
 
@@ -198,6 +202,12 @@ class Denoisers:
             del self.kept[key]
             held -= self._taken.pop(key)
 
+    def _reserve(self, key: Key, wanted: int, needed: Container[Key]) -> None:
+        """Make room for a further step of the denoiser with this key, and count what it takes."""
+        self._make_room(wanted, needed)
+        if key in self.kept:
+            self._taken[key] += wanted
+
     def _made(
         self,
         shape: tuple[int, ...],
@@ -205,10 +215,11 @@ class Denoisers:
         layers: int,
         texts: Sequence[Submodel],
         skipped: tuple[int, ...],
+        reserve: Callable[[], None] | None,
     ) -> Denoiser:
-        """texts: that are not encoded yet."""
+        """texts: that are not encoded yet. reserve: as of `PartedDenoiser`."""
         with ThreadPoolExecutor(max_workers=2 + len(texts)) as pool:
-            parted = pool.submit(_parted_or_whole, self._reading(sizes), shape, sizes, layers, skipped)
+            parted = pool.submit(_parted_or_whole, self._reading(sizes), shape, sizes, layers, skipped, reserve)
             others: list[Future[Bound]] = []
             if not self._low_memory:
                 others += [pool.submit(text.bound, **text.shapes({**sizes, "batch": 2})) for text in texts]
@@ -231,10 +242,15 @@ def token_sizes(denoiser: Submodel, conditions: Conditions) -> dict[str, int]:
 
 
 def _parted_or_whole(
-    model: Submodel, shape: tuple[int, ...], sizes: Mapping[str, int], layers: int, skipped: tuple[int, ...]
+    model: Submodel,
+    shape: tuple[int, ...],
+    sizes: Mapping[str, int],
+    layers: int,
+    skipped: tuple[int, ...],
+    reserve: Callable[[], None] | None,
 ) -> Denoiser:
     try:
-        return PartedDenoiser(model, shape, sizes, layers, skipped)
+        return PartedDenoiser(model, shape, sizes, layers, skipped, reserve)
     except PassError as error:
         if layers or skipped:
             where = REUSE if layers else LAYERS

@@ -8,7 +8,7 @@
 
 static Status *create(const void *op, Api api, const void *info, void **result) {
     (void)op, (void)info;
-    const char *why = load_kernels();
+    const char *why = load_kernels(PART_bias_split_gelu);
     if (why) return failure(api, "BiasSplitGelu cannot run", why);
     Api *kernel = malloc(sizeof *kernel);
     if (!kernel) return failure(api, "BiasSplitGelu: out of memory", 0);

@@ -2,6 +2,7 @@
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdio.h>
+#include <string.h>
 
 #include "ort.h"
 
@@ -42,10 +43,10 @@ Status *data(Api api, const void *value, void **pointer) {
     return value ? TENSOR_DATA(api)(value, pointer) : 0;
 }
 
-/* The kernels, loaded once into the context that is current when the first session is made. */
-
-__asm__(".section .rodata\n.balign 64\nsdflow_cubin:\n.incbin \"" CUBIN "\"\n.byte 0\n.previous");
-extern const char sdflow_cubin[] __attribute__((visibility("hidden")));
+/* The parts' machine code, from whoever opened this library, and which of it is loaded: into the context that is current when
+ * the first session is made. */
+static const void *codes[PART_COUNT];
+static int loaded[PART_COUNT];
 
 Gpu gpu;
 
@@ -59,8 +60,77 @@ static const char *name_of(int error) {
 
 static pthread_mutex_t loading = PTHREAD_MUTEX_INITIALIZER;
 
-static const char *load_locked(void) {
-    void *driver = dlopen("libcuda.so.1", RTLD_NOW), *context = 0, *module = 0;
+/* Gives a part, by name, its code (cubin), which stays where it is as long as this process. Returns 0 if there is such a part. */
+__attribute__((visibility("default"))) int sdflow_give_code(const char *part, const void *code) {
+#define NAME(NAME) #NAME,
+    static const char *const names[] = {PARTS(NAME)};
+    for (int i = 0; i < PART_COUNT; ++i) {
+        if (strcmp(names[i], part)) continue;
+        pthread_mutex_lock(&loading);
+        codes[i] = code;
+        pthread_mutex_unlock(&loading);
+        return 0;
+    }
+    return 1;
+}
+
+typedef struct {
+    void *module;
+    int (*function)(void **, void *, const char *);
+    int (*permit)(void *, int, int);
+} Driver;
+
+/* Kernels by name. Whether one is missing. */
+static int find(const Driver *driver, void **found, const char *const *names, int count) {
+    int missing = 0;
+    for (int i = 0; i < count; ++i)
+        if (driver->function(&found[i], driver->module, names[i])) found[i] = 0, missing = 1;
+    return missing;
+}
+
+/* As find, of kernels that take as much shared memory. One that the device does not let have it is missing. */
+static int find_large(const Driver *driver, void **found, const char *const *names, int count, int shared) {
+    int missing = find(driver, found, names, count);
+    for (int i = 0; i < count; ++i)
+        if (found[i] && driver->permit(found[i], 8 /* MAX_DYNAMIC_SHARED_SIZE_BYTES */, shared)) found[i] = 0, missing = 1;
+    return missing;
+}
+
+/* Whether a kernel is missing that each device has. */
+static int find_part(Part part, const Driver *driver) {
+#define FIND(INTO, ...)                                                                                              \
+    find(driver, INTO, (const char *const[]){__VA_ARGS__}, sizeof((const char *const[]){__VA_ARGS__}) / sizeof(char *))
+    switch (part) {
+    case PART_group_norm:
+        FIND(gpu.held, "group_norm_held_4", "group_norm_held_8");
+        if (!gpu.held[0] || !gpu.held[1]) gpu.held[0] = gpu.held[1] = 0;
+        return FIND(gpu.sums, "group_norm_sums", "group_norm_sums_single") |
+               FIND(gpu.apply, "group_norm_apply", "group_norm_apply_single");
+    case PART_bias_split_gelu: return FIND(&gpu.bias_split_gelu, "bias_split_gelu");
+    case PART_interleave: return FIND(&gpu.interleave, "interleave");
+    case PART_few_keys_attention:
+        return find_large(driver, gpu.few_keys_attention, few_keys_names, FEW_KEYS_COUNT, gpu.shared_memory);
+    case PART_geglu:
+        find_large(driver, gpu.geglu, (const char *const[]){"geglu_wide", "geglu_in_turns"}, 2, GEGLU_SHARED);
+        return 0;
+    case PART_float8:
+        if (FIND(gpu.float8_rows, "float8_rows", "float8_split_gelu", "float8_layer_norm")) gpu.float8_rows[0] = 0;
+        find_large(driver, gpu.float8_product, (const char *const[]){"float8_product", "float8_gated_product"}, 2,
+                   FLOAT8_SHARED);
+        return 0;
+    case PART_rotary_qkv: return FIND(gpu.rotary_qkv, "rotary_qkv_float16", "rotary_qkv_bfloat16");
+    case PART_residual_norm:
+        return FIND(gpu.residual_norm, "residual_norm_half", "residual_norm_half_normed", "residual_norm_bfloat16",
+                    "residual_norm_bfloat16_normed");
+    case PART_gated_activation:
+        return FIND(gpu.gated_activation, "tanh_gelu_half", "tanh_gelu_bfloat16", "silu_gated_half", "silu_gated_bfloat16");
+    case PART_COUNT: break;
+    }
+    return 1;
+}
+
+static const char *load_locked(Part part) {
+    void *driver = dlopen("libcuda.so.1", RTLD_NOW), *context = 0;
     static char refusal[160];
     int device = 0, error;
     if (!driver) return "libcuda.so.1 cannot be loaded";
@@ -68,51 +138,36 @@ static const char *load_locked(void) {
     int (*device_of)(int *) = dlsym(driver, "cuCtxGetDevice");
     int (*attribute)(int *, int, int) = dlsym(driver, "cuDeviceGetAttribute");
     int (*load)(void **, const void *) = dlsym(driver, "cuModuleLoadData");
-    int (*function)(void **, void *, const char *) = dlsym(driver, "cuModuleGetFunction");
-    int (*permit)(void *, int, int) = dlsym(driver, "cuFuncSetAttribute");
+    Driver from = {0, dlsym(driver, "cuModuleGetFunction"), dlsym(driver, "cuFuncSetAttribute")};
     gpu.launch = dlsym(driver, "cuLaunchKernelEx");
-    if (!current || !device_of || !attribute || !load || !function || !permit || !gpu.launch) return "the driver is too old";
+    if (!current || !device_of || !attribute || !load || !from.function || !from.permit || !gpu.launch)
+        return "the driver is too old";
     if (current(&context) || !context) return "there is no CUDA context";
-    if (gpu.context) return gpu.context == context ? 0 : "the kernels are in use on another device of this process";
-    if (device_of(&device) || attribute(&gpu.processors, 16 /* MULTIPROCESSOR_COUNT */, device) ||
-        attribute(&gpu.shared_memory, 97 /* MAX_SHARED_MEMORY_PER_BLOCK_OPTIN */, device))
-        return "no device";
-    if ((error = load(&module, sdflow_cubin))) { /* for another device, or by an NVRTC that is newer than the driver */
+    if (gpu.context && gpu.context != context) return "the kernels are in use on another device of this process";
+    if (loaded[part]) return 0;
+    if (!codes[part]) return "its kernels are not compiled";
+    if (!gpu.context) {
+        int major = 0;
+        if (device_of(&device) || attribute(&gpu.processors, 16 /* MULTIPROCESSOR_COUNT */, device) ||
+            attribute(&gpu.shared_memory, 97 /* MAX_SHARED_MEMORY_PER_BLOCK_OPTIN */, device))
+            return "no device";
+        gpu.overlaps = !attribute(&major, 75 /* COMPUTE_CAPABILITY_MAJOR */, device) && major >= 9 && OVERLAPS;
+        gpu.describe = dlsym(driver, "cuTensorMapEncodeTiled");
+        gpu.context = context;
+    }
+    if ((error = load(&from.module, codes[part]))) { /* for another device, or by an NVRTC that is newer than the driver */
         snprintf(refusal, sizeof refusal, "the driver does not load the kernels: %s", name_of(error));
         return refusal;
     }
-    if (function(&gpu.sums, module, "group_norm_sums") || function(&gpu.apply, module, "group_norm_apply") ||
-        function(&gpu.sums_single, module, "group_norm_sums_single") ||
-        function(&gpu.apply_single, module, "group_norm_apply_single") ||
-        function(&gpu.bias_split_gelu, module, "bias_split_gelu") ||
-        function(&gpu.interleave, module, "interleave"))
-        return "the kernels are not complete";
-    if (function(&gpu.held_4, module, "group_norm_held_4") || function(&gpu.held_8, module, "group_norm_held_8"))
-        gpu.held_4 = gpu.held_8 = 0;
-    if (function(&gpu.float8_rows, module, "float8_rows") ||
-        function(&gpu.float8_split_gelu, module, "float8_split_gelu") ||
-        function(&gpu.float8_layer_norm, module, "float8_layer_norm"))
-        gpu.float8_rows = 0;
-    for (int i = 0; i < FEW_KEYS_COUNT; ++i)
-        if (function(&gpu.few_keys_attention[i], module, few_keys_names[i]) ||
-            permit(gpu.few_keys_attention[i], 8 /* MAX_DYNAMIC_SHARED_SIZE_BYTES */, gpu.shared_memory))
-            return "the kernels are not complete";
-    gpu.describe = dlsym(driver, "cuTensorMapEncodeTiled");
-    void **products[] = {&gpu.geglu_wide, &gpu.geglu_in_turns, &gpu.float8_product, &gpu.float8_gated_product};
-    const char *names[] = {"geglu_wide", "geglu_in_turns", "float8_product", "float8_gated_product"};
-    for (int i = 0; i < 4; ++i)
-        if (!gpu.describe || function(products[i], module, names[i]) ||
-            permit(*products[i], 8 /* MAX_DYNAMIC_SHARED_SIZE_BYTES */, i < 2 ? GEGLU_SHARED : FLOAT8_SHARED))
-            *products[i] = 0;
-    int major = 0;
-    gpu.overlaps = !attribute(&major, 75 /* COMPUTE_CAPABILITY_MAJOR */, device) && major >= 9 && OVERLAPS;
-    gpu.context = context;
+    if (find_part(part, &from)) return "the kernels are not complete";
+    if (!gpu.describe) gpu.geglu[0] = gpu.geglu[1] = gpu.float8_product[0] = gpu.float8_product[1] = 0;
+    loaded[part] = 1;
     return 0;
 }
 
-const char *load_kernels(void) {
+const char *load_kernels(Part part) {
     pthread_mutex_lock(&loading);
-    const char *why = load_locked();
+    const char *why = load_locked(part);
     pthread_mutex_unlock(&loading);
     return why;
 }
@@ -137,7 +192,11 @@ __attribute__((visibility("default"))) Status *RegisterCustomOps(void *options, 
     static void *domain = 0; /* sessions refer to it as long as they live */
     const Op *all[] = {&group_norm, &group_norm_single, &bias_split_gelu, &few_keys_attention, &interleave_phases,
                        &interleave_phases_single, &float8_rows, &float8_split_gelu,
-                       &float8_layer_norm, &float8_product, &float8_gated_product, &geglu};
+                       &float8_layer_norm, &float8_product, &float8_gated_product, &geglu,
+                       &op_rotary_qkv, &op_rotary_qkv_bfloat16,
+                       &residual_norms[0], &residual_norms[1], &residual_norms[2], &residual_norms[3], &residual_norms[4],
+                       &residual_norms[5], &gated_activations[0], &gated_activations[1], &gated_activations[2],
+                       &gated_activations[3]};
     Api api = base->api(ORT_VERSION);
     Status *failed = 0;
     pthread_mutex_lock(&lock);

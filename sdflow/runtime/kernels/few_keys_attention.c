@@ -49,7 +49,7 @@ const char *const few_keys_names[FEW_KEYS_COUNT] = {
 
 static Status *create(const void *op, Api api, const void *info, void **result) {
     (void)op;
-    const char *why = load_kernels();
+    const char *why = load_kernels(PART_few_keys_attention);
     if (why) return failure(api, "FewKeysAttention cannot run", why);
     Kernel *kernel = calloc(1, sizeof *kernel);
     if (!kernel) return failure(api, "FewKeysAttention: out of memory", 0);

@@ -26,6 +26,7 @@ from sdflow.errors import TargetUnavailableError
 from sdflow.onnx_model.float8 import DOMAIN, reads_float8
 from sdflow.onnx_model.nodes import copied
 from sdflow.runtime.kernels.library import build
+from sdflow.runtime.kernels.parts import FLOAT8
 from sdflow.runtime.kernels.replace import VERSION
 
 OLDEST = (8, 9)
@@ -43,8 +44,6 @@ def float8_library() -> Path:
     """
     import torch
 
-    from sdflow.runtime.kernels.float8_proof import prove_float8
-
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
         if (device.major, device.minor) < OLDEST:
@@ -55,13 +54,11 @@ def float8_library() -> Path:
                 remedy=NEEDS,
             )
     try:
-        library = build()
-        prove_float8(library)
+        return build([FLOAT8])
     except TargetUnavailableError as error:
         raise TargetUnavailableError(
             f"float8 is computed by sdflow's own kernels, and {error}", where=WHERE, remedy=NEEDS
         ) from error
-    return library
 
 
 def with_float8(model: Any, *, hopper: bool = False) -> Any:

@@ -137,8 +137,8 @@ static const char *make_plan(Plan *plan, int64_t rows, int64_t n, int64_t k, con
 
 static Status *create(const void *op, Api api, const void *info, void **result) {
     (void)op, (void)info;
-    const char *why = load_kernels();
-    if (!why && !gpu.float8_rows) why = TOO_OLD_FOR_FLOAT8;
+    const char *why = load_kernels(PART_float8);
+    if (!why && !gpu.float8_rows[0]) why = TOO_OLD_FOR_FLOAT8;
     if (!why) why = load_blas();
     if (why) return failure(api, "Float8Product cannot run", why);
     Kernel *kernel = calloc(1, sizeof *kernel);

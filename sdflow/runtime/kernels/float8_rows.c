@@ -33,8 +33,8 @@ static size_t output_count(const Op *op) { return op == &float8_layer_norm ? 3 :
 
 static Status *create(const void *given, Api api, const void *info, void **result) {
     const Op *op = given;
-    const char *why = load_kernels();
-    if (!why && !gpu.float8_rows) why = TOO_OLD_FOR_FLOAT8;
+    const char *why = load_kernels(PART_float8);
+    if (!why && !gpu.float8_rows[0]) why = TOO_OLD_FOR_FLOAT8;
     if (why) return failure(api, name(op), why);
     Kernel *kernel = calloc(1, sizeof *kernel);
     if (!kernel) return failure(api, name(op), "out of memory");
@@ -83,7 +83,7 @@ static Status *compute(void *op_kernel, void *context) {
     while (all.warps * FLOAT8_HELD * 32 < all.lanes) all.warps *= 2;
     void *rows[] = {&at[0], &to, &scales, &all}, *split[] = {&at[0], &at[1], &to, &scales, &all};
     void *norm[] = {&at[0], &at[1], &at[2], &at[3], &at[4], &to, &scales, &sum, &all, &kernel->epsilon};
-    void *function = op == &float8_rows ? gpu.float8_rows : op == &float8_split_gelu ? gpu.float8_split_gelu : gpu.float8_layer_norm;
+    void *function = op == &float8_rows ? gpu.float8_rows[0] : op == &float8_split_gelu ? gpu.float8_rows[1] : gpu.float8_rows[2];
     void **arguments = op == &float8_rows ? rows : op == &float8_split_gelu ? split : norm;
     const Launch config = {{ceil_div(all.rows, FLOAT8_WARPS / all.warps), 1, 1}, {32, FLOAT8_WARPS, 1}, 0, stream, 0, 0};
     const char *why = launch(function, config, arguments);

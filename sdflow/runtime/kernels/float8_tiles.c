@@ -29,7 +29,7 @@ static int64_t tiles_of(int64_t rows, int64_t columns, int width) {
 /* Measured on an H200 (benchmarks/RESULTS.md, "Products in float8 of our own"): where the tiles leave few multiprocessors without one, and a
  * block has not so many that writing them, while nothing is multiplied, costs more than cuBLASLt's narrower choice of tiles does. */
 int float8_tiles_suit(int64_t rows, int64_t n, int64_t k) {
-    if (!gpu.float8_product || rows > LARGEST || n > LARGEST || k > LARGEST) return 0;
+    if (!gpu.float8_product[0] || rows > LARGEST || n > LARGEST || k > LARGEST) return 0;
     const int64_t tiles = tiles_of(rows, n, FLOAT8_COLUMNS), rounds = (tiles + gpu.processors - 1) / gpu.processors;
     return rounds <= MOST_ROUNDS && tiles * 10 >= rounds * gpu.processors * 9;
 }
@@ -55,7 +55,7 @@ static const char *multiply(const Float8Operands *of, int64_t rows, int64_t colu
     const Launch config = {{blocks, 1, 1}, {384, 1, 1}, FLOAT8_SHARED, stream, 0, 0};
     void *plain[] = {&row_map, &weight_map, &all.row_scales, &all.weight_scales, &all.to, &size};
     void *gated[] = {&row_map, &weight_map, &all.row_scales, &all.weight_scales, &all.bias, &all.to, &size};
-    return launch(gates ? gpu.float8_gated_product : gpu.float8_product, config, gates ? gated : plain);
+    return launch(gates ? gpu.float8_product[1] : gpu.float8_product[0], config, gates ? gated : plain);
 }
 
 const char *multiply_float8_tiles(const Float8Operands *of, int64_t rows, int64_t n, int64_t k, void *stream) {
@@ -66,8 +66,8 @@ enum { ROWS, ROW_SCALES, WEIGHT, WEIGHT_SCALES, BIAS, INPUTS };
 
 static Status *create(const void *op, Api api, const void *info, void **result) {
     (void)op, (void)info;
-    const char *why = load_kernels();
-    if (!why && !gpu.float8_gated_product) why = "it is for GPUs of compute capability 9.0";
+    const char *why = load_kernels(PART_float8);
+    if (!why && !gpu.float8_product[1]) why = "it is for GPUs of compute capability 9.0";
     if (why) return failure(api, "Float8GatedProduct cannot run", why);
     Api *kernel = malloc(sizeof *kernel);
     if (!kernel) return failure(api, "Float8GatedProduct: out of memory", 0);

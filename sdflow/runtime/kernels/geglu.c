@@ -26,8 +26,8 @@ typedef struct {
 
 static Status *create(const void *op, Api api, const void *info, void **result) {
     (void)op, (void)info;
-    const char *why = load_kernels();
-    if (!why && (!gpu.geglu_wide || !gpu.geglu_in_turns)) why = "it is for GPUs of compute capability 9.0";
+    const char *why = load_kernels(PART_geglu);
+    if (!why && (!gpu.geglu[0] || !gpu.geglu[1])) why = "it is for GPUs of compute capability 9.0";
     if (why) return failure(api, "Geglu cannot run", why);
     Api *kernel = malloc(sizeof *kernel);
     if (!kernel) return failure(api, "Geglu: out of memory", 0);
@@ -81,7 +81,7 @@ static Status *compute(void *op_kernel, void *context) {
     const unsigned blocks = (unsigned)(tiles < gpu.processors ? tiles : gpu.processors);
     const Launch config = {{blocks, 1, 1}, {384, 1, 1}, GEGLU_SHARED, stream, 0, 0};
     void *arguments[] = {&x_map, &weight_map, &y_map, &with, &size};
-    const char *why = launch(wide ? gpu.geglu_wide : gpu.geglu_in_turns, config, arguments);
+    const char *why = launch(wide ? gpu.geglu[0] : gpu.geglu[1], config, arguments);
     return why ? failure(api, "Geglu cannot be launched", why) : 0;
 }
 

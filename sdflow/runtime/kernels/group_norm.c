@@ -31,7 +31,7 @@ typedef struct {
 } Kernel;
 
 static Status *create(const void *op, Api api, const void *info, void **result) {
-    const char *why = load_kernels();
+    const char *why = load_kernels(PART_group_norm);
     if (why) return failure(api, "GroupNorm: cannot run", why);
     Kernel *kernel = calloc(1, sizeof *kernel);
     if (!kernel) return failure(api, "GroupNorm: out of memory", 0);
@@ -68,7 +68,7 @@ static int plan_held(const Work *work, Slice *slice, int *cluster, int *threads)
     while (lanes < 4 && row_lanes % (2 * lanes) == 0) lanes *= 2;
     *slice = (Slice){work->rows, row_lanes, lanes, width, lanes * VECTOR / width, 0, work->skip_rows,
                      work->kernel->activation == 1, work->kernel->epsilon};
-    if (work->kernel->single || !gpu.held_4 || slice->groups > 32) return 0;
+    if (work->kernel->single || !gpu.held[0] || slice->groups > 32) return 0;
     int unit = 32; /* threads come in warps, and in rows */
     while (unit % lanes) unit += 32;
     const int slices = row_lanes / lanes, most = THREADS / unit * unit;
@@ -91,7 +91,7 @@ static Status *hold(const Work *work, Slice slice, int cluster, int threads) {
     Work copy = *work;
     void *arguments[] = {&copy.at[X], &copy.at[SKIP], &copy.at[BIAS], &copy.at[GAMMA], &copy.at[BETA], &copy.y, &copy.sum,
                          &slice};
-    void *function = slice.rows_per_block <= 4 * (threads / slice.lanes) ? gpu.held_4 : gpu.held_8;
+    void *function = slice.rows_per_block <= 4 * (threads / slice.lanes) ? gpu.held[0] : gpu.held[1];
     const char *why = launch(function, config, arguments);
     return why ? failure(work->kernel->api, "GroupNorm: the kernel cannot be launched", why) : 0;
 }
@@ -118,7 +118,7 @@ static Status *sum_and_apply(const Work *work) {
 
     void *sums_arguments[] = {&from.at[X], &from.at[SKIP], &from.at[BIAS], &from.sum, &scratch, &layout};
     Launch config = {{parts, work->images, 1}, {threads, 1, 1}, 0, work->stream, 0, 0};
-    const char *why = launch(work->kernel->single ? gpu.sums_single : gpu.sums, config, sums_arguments);
+    const char *why = launch(work->kernel->single ? gpu.sums[1] : gpu.sums[0], config, sums_arguments);
     if (why) return failure(api, "GroupNorm: the kernel of the sums cannot be launched", why);
 
     if (work->sum) {
@@ -130,7 +130,7 @@ static Status *sum_and_apply(const Work *work) {
     config.grid[0] = ceil_div(work->rows, layout.rows_per_block);
     void *arguments[] = {&from.at[X], &from.at[SKIP], &from.at[BIAS], &from.at[GAMMA], &from.at[BETA], &scratch, &from.y,
                          &layout, &parts, &epsilon, &silu};
-    why = launch(work->kernel->single ? gpu.apply_single : gpu.apply, config, arguments);
+    why = launch(work->kernel->single ? gpu.apply[1] : gpu.apply[0], config, arguments);
     return why ? failure(api, "GroupNorm: the kernel that normalizes cannot be launched", why) : 0;
 }
 

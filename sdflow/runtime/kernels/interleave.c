@@ -15,7 +15,7 @@ typedef struct {
 } Kernel;
 
 static Status *create(Api api, int bytes, void **result) {
-    const char *why = load_kernels();
+    const char *why = load_kernels(PART_interleave);
     if (why) return failure(api, "InterleavePhases cannot run", why);
     Kernel *kernel = malloc(sizeof *kernel);
     if (!kernel) return failure(api, "InterleavePhases: out of memory", 0);

@@ -15,7 +15,7 @@
 #define ORT_VERSION 16
 #define VECTOR 8 /* channels of a thread, in all kernels */
 
-enum { FLOAT = 1, UINT8 = 2, FLOAT16 = 10 };
+enum { FLOAT = 1, UINT8 = 2, FLOAT16 = 10, BFLOAT16 = 16 };
 enum { REQUIRED = 0, OPTIONAL = 1 };
 
 typedef const void *const *Api;
@@ -89,10 +89,10 @@ enum { FEW_KEYS_COUNT = 0 FEW_KEYS_KERNELS(ADD_ONE) };
 
 /* The device of this process that the kernels were loaded on. Those that it cannot have are null. */
 typedef struct {
-    void *context, *sums, *apply, *sums_single, *apply_single, *held_4, *held_8, *bias_split_gelu, *interleave;
-    void *float8_rows, *float8_split_gelu, *float8_layer_norm, *geglu_wide, *geglu_in_turns;
-    void *float8_product, *float8_gated_product;
-    void *few_keys_attention[FEW_KEYS_COUNT];
+    void *context, *sums[2], *apply[2], *held[2], *bias_split_gelu, *interleave; /* sums, apply: float16, float32 */
+    void *few_keys_attention[FEW_KEYS_COUNT], *geglu[2];                         /* geglu: wide, in turns */
+    void *float8_rows[3], *float8_product[2]; /* of values, gated GELUs and layer normalizations; plain, gated */
+    void *rotary_qkv[2], *residual_norm[4], *gated_activation[4];
     int shared_memory; /* bytes that a block may have */
     int processors, overlaps; /* overlaps: a kernel may be launched while the one before it runs */
     int (*launch)(const Launch *, void *, void **, void **);
@@ -113,8 +113,15 @@ enum { FLOAT8_ROWS = 128, FLOAT8_COLUMNS = 160, FLOAT8_DEPTH = 128 };
 
 #define TOO_OLD_FOR_FLOAT8 "float8 needs a GPU of compute capability 8.9 or newer"
 
-/* Loads the kernels unless they are. Returns why that cannot be done, else null. */
-const char *load_kernels(void);
+/* What is compiled apart, and loaded when an operator of it is first made. */
+#define PARTS(X)                                                                                                     \
+    X(group_norm) X(bias_split_gelu) X(interleave) X(few_keys_attention) X(geglu) X(float8) X(rotary_qkv)            \
+    X(residual_norm) X(gated_activation)
+#define PART(NAME) PART_##NAME,
+typedef enum { PARTS(PART) PART_COUNT } Part;
+
+/* Loads the kernels of a part unless they are. Returns why that cannot be done, else null. */
+const char *load_kernels(Part part);
 
 /* Null when the kernel is queued, else why it is not. */
 const char *launch(void *function, Launch config, void **arguments);
@@ -156,6 +163,8 @@ typedef struct Op {
 
 extern const Op group_norm, group_norm_single, bias_split_gelu, geglu, few_keys_attention;
 extern const Op interleave_phases, interleave_phases_single;
+extern const Op op_rotary_qkv, op_rotary_qkv_bfloat16;
+extern const Op residual_norms[6], gated_activations[4];
 extern const Op float8_rows, float8_split_gelu, float8_layer_norm, float8_product, float8_gated_product;
 
 static inline const char *on_cuda(const Op *op) { return (void)op, "CUDAExecutionProvider"; }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from sdflow.distance import relative_l2
 from sdflow.errors import TargetUnavailableError
@@ -32,25 +31,61 @@ from sdflow.runtime.kernels.definitions import (
     interleave_expected,
     phases,
 )
-from sdflow.runtime.kernels.replace import VERSION
-from sdflow.tolerances import KERNEL_LIMIT
+from sdflow.runtime.kernels.float8_proof import float8_differences
+from sdflow.runtime.kernels.one_node import one_node_session
+from sdflow.runtime.kernels.parts import FLOAT8, FOLDER
+from sdflow.runtime.kernels.rotary_proof import rotary_differences
+from sdflow.runtime.kernels.transformer_proof import all_activation_differences, all_residual_differences
+from sdflow.tolerances import FLOAT8_PRODUCT_LIMIT, FLOAT8_ROWS_LIMIT, KERNEL_LIMIT, KERNEL_LIMIT_BFLOAT16
 
 
-def prove(library: Path, *, hopper: bool = False) -> None:
-    """Raises TargetUnavailableError when a result is not what it should be, or there is none. hopper: Geglu's too."""
+def prove(library: Path, part: str) -> dict[str, float]:
+    """Case -> relative L2 distance to numpy's, for all cases of a part.
+
+    Raises TargetUnavailableError when a result is not what it should be, or there is none.
+    """
     onnxruntime = import_onnxruntime()
     try:
-        found = {f"GroupNorm, {name}, {case}": d for case in CASES for name, d in differences(library, case).items()}
-        found |= {f"BiasSplitGelu, {shape}": gelu_difference(library, shape) for shape in GELU_SHAPES}
-        found |= {f"{INTERLEAVE}, {case}": interleave_difference(library, *case) for case in INTERLEAVED}
-        if hopper:
-            found |= {f"Geglu, {shape}": geglu_difference(library, shape) for shape in GEGLU_SHAPES}
-        found |= {f"FewKeysAttention, {case}": attention_difference(library, case) for case in ATTENTIONS}
+        limited = _differences(library, part)
     except onnxruntime_errors(onnxruntime) as error:
         raise TargetUnavailableError(f"our kernels do not run on this device: {error}") from error
-    for name, distance in found.items():
-        if not distance <= KERNEL_LIMIT:
+    for name, (distance, limit) in limited.items():
+        if not distance <= limit:
             raise TargetUnavailableError(f"our kernels are wrong on this device: {name} by {distance:.1e}")
+    return {name: distance for name, (distance, _) in limited.items()}
+
+
+def _differences(library: Path, part: str) -> dict[str, tuple[float, float]]:
+    """Case -> relative L2 distance to numpy's, and what it may be."""
+    if part == "rotary_qkv":
+        return rotary_differences(library)
+    if part == "residual_norm":
+        return all_residual_differences(library)
+    if part == "gated_activation":
+        return all_activation_differences(library)
+    if part == FLOAT8:
+        return float8_differences(library)
+    if part == "group_norm":
+        found = {f"GroupNorm, {name}, {case}": d for case in CASES for name, d in differences(library, case).items()}
+    elif part == "bias_split_gelu":
+        found = {f"BiasSplitGelu, {shape}": gelu_difference(library, shape) for shape in GELU_SHAPES}
+    elif part == "interleave":
+        found = {f"{INTERLEAVE}, {case}": interleave_difference(library, *case) for case in INTERLEAVED}
+    elif part == "geglu":
+        found = {f"Geglu, {shape}": geglu_difference(library, shape) for shape in GEGLU_SHAPES}
+    elif part == "few_keys_attention":
+        found = {f"FewKeysAttention, {case}": attention_difference(library, case) for case in ATTENTIONS}
+    else:
+        raise KeyError(part)
+    return {name: (distance, KERNEL_LIMIT) for name, distance in found.items()}
+
+
+def sources() -> list[str]:
+    """The code that proves: what it has found right holds for it."""
+    names = ["proof", "one_node", "definitions", "float8_proof", "rotary_proof", "rotary_definitions"]
+    names += ["transformer_proof", "transformer_definitions"]
+    texts = [(FOLDER / f"{name}.py").read_text(encoding="utf-8") for name in names]
+    return [*texts, f"{KERNEL_LIMIT} {KERNEL_LIMIT_BFLOAT16} {FLOAT8_ROWS_LIMIT} {FLOAT8_PRODUCT_LIMIT}"]
 
 
 def gelu_difference(library: Path, shape: tuple[int, ...]) -> float:
@@ -121,23 +156,3 @@ def differences(library: Path, case: GroupNormCase) -> dict[str, float]:
     found = dict(zip(names, session.run(names, feeds), strict=True))
     expected = group_norm_expected(feeds, case)
     return {name: relative_l2(found[name], expected[name]) for name in names}
-
-
-def one_node_session(library: Path, node: Any, feeds: dict[str, Any], results: list[Any]) -> Any:
-    """One node on the CUDA provider."""
-    from onnx import helper
-
-    ort = import_onnxruntime()
-    inputs = [
-        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
-        for name, value in feeds.items()
-    ]
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid(DOMAIN, VERSION)]
-    graph = helper.make_graph([node], node.op_type, inputs, results)
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.register_custom_ops_library(str(library))
-    return ort.InferenceSession(
-        model.SerializeToString(), options, providers=["CUDAExecutionProvider"], enable_fallback=0
-    )

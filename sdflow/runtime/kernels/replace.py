@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 from sdflow.onnx_model.float8 import DOMAIN
 from sdflow.onnx_model.phases import INTERLEAVE, Interleaving, interleavings
+from sdflow.runtime.kernels import rotary
+from sdflow.runtime.kernels.transformers import with_transformer_kernels
 
 VERSION = 1
 VECTOR, MAX_GROUPS, MAX_CHANNELS = 8, 32, 4096
@@ -25,15 +28,17 @@ _Known = dict[str, tuple[int, list[int]]]
 """Value -> its element type, its shape."""
 
 
-def with_own_kernels(model: Any, *, hopper: bool = False) -> Any | None:
+def with_own_kernels(model: Any, *, hopper: bool = False, without: Collection[str] = ()) -> Any | None:
     """A copy of a ModelProto in which our kernels compute what they can; None where that is nothing.
 
     model: with all shapes known, as `specialize` leaves it. Statistics of a group are taken over channels that lie side
     by side, eight to a thread: a number of channels that is no multiple of eight, or has groups of 5 to 7 or below 4
     channels, stays with ONNX Runtime; so does an attention to many keys, with a mask or a bias, or with heads of another size;
     and what is not float16 (of a group normalization: or float32), or of a type or shape that is not known. The phases of
-    `SubpixelConv` are put between one another in one go. hopper: for a GPU of compute capability 9.0, where a product that
-    BiasSplitGelu alone reads is computed with it, as Geglu.
+    `SubpixelConv` are put between one another in one go. What lies between the products of a transformer is for
+    `with_transformer_kernels`. hopper: for a GPU of compute capability 9.0, where a product that
+    BiasSplitGelu alone reads is computed with it, as Geglu. without: names of parts (`sdflow.runtime.kernels.parts`) that
+    cannot be used.
     """
     import onnx
 
@@ -42,14 +47,23 @@ def with_own_kernels(model: Any, *, hopper: bool = False) -> Any | None:
         for item in (*model.graph.input, *model.graph.value_info)
     }
     known |= {tensor.name: (tensor.data_type, list(tensor.dims)) for tensor in model.graph.initializer}
-    wanted = [_is_ours(node, known) for node in model.graph.node]
+    if "rotary_qkv" not in without and (attentions := rotary.replacements(model.graph, known)):
+        surrounded = onnx.ModelProto()
+        surrounded.CopyFrom(model)
+        rotary.replace(surrounded.graph, attentions)
+        _import_domain(surrounded)
+        return with_own_kernels(surrounded, hopper=hopper, without=without) or surrounded
+    between = with_transformer_kernels(model, known, without)
+    model = model if between is None else between
+    wanted = [_is_ours(node, known, without) for node in model.graph.node]
     shapes = {name: shape for name, (_, shape) in known.items()}
     apart = [each for each in interleavings(model.graph, shapes) if _interleaves(*known[each.value])]
-    if not any(wanted) and not apart:
+    apart = [] if "interleave" in without else apart
+    if not any(wanted) and not apart and between is None:
         return None
     result = onnx.ModelProto()
     result.CopyFrom(model)
-    products = _products_of_gates(result.graph, known) if hopper else {}
+    products = _products_of_gates(result.graph, known, without) if hopper and "geglu" not in without else {}
     for node, ours in zip(result.graph.node, wanted, strict=True):
         if not ours:
             continue
@@ -63,16 +77,24 @@ def with_own_kernels(model: Any, *, hopper: bool = False) -> Any | None:
     _put_between(result.graph, apart, known)
     for product in products.values():
         result.graph.node.remove(product)
-    if DOMAIN not in {entry.domain for entry in result.opset_import}:
-        result.opset_import.append(onnx.helper.make_opsetid(DOMAIN, VERSION))
+    _import_domain(result)
     return result
 
 
-def _is_ours(node: Any, known: _Known) -> bool:
+def _import_domain(model: Any) -> None:
+    """Let a model have operators of ours."""
+    import onnx
+
+    if DOMAIN not in {entry.domain for entry in model.opset_import}:
+        model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, VERSION))
+
+
+def _is_ours(node: Any, known: _Known, without: Collection[str]) -> bool:
     if node.domain != "com.microsoft" or node.op_type not in _RULES:
         return False
+    part, rule = _RULES[node.op_type]
     axes = known.get(node.input[0], (0, []))[1]
-    return bool(axes) and all(axes) and _RULES[node.op_type](node, known)
+    return part not in without and bool(axes) and all(axes) and rule(node, known)
 
 
 def _is_gelu_ours(node: Any, known: _Known) -> bool:
@@ -106,14 +128,14 @@ def _is_group_norm_ours(node: Any, known: _Known) -> bool:
     return _are_groups_ours(node, row[0])
 
 
-def _products_of_gates(graph: Any, known: _Known) -> dict[str, Any]:
+def _products_of_gates(graph: Any, known: _Known, without: Collection[str]) -> dict[str, Any]:
     """Value that a BiasSplitGelu of ours alone reads -> the MatMul that gives it, where Geglu is quicker than both."""
     import onnx
 
     half = onnx.TensorProto.FLOAT16
     readers = Counter(name for node in graph.node for name in node.input)
     readers.update(item.name for item in graph.output)
-    gated = {node.input[0] for node in graph.node if node.op_type == "BiasSplitGelu" and _is_ours(node, known)}
+    gated = {node.input[0] for node in graph.node if node.op_type == "BiasSplitGelu" and _is_ours(node, known, without)}
     return {
         node.output[0]: node
         for node in graph.node
@@ -199,10 +221,10 @@ def _head_size(node: Any, known: _Known) -> int:
 
 
 _RULES = {
-    "GroupNorm": _is_group_norm_ours,
-    "SkipGroupNorm": _is_group_norm_ours,
-    "BiasSplitGelu": _is_gelu_ours,
-    "MultiHeadAttention": _is_attention_ours,
+    "GroupNorm": ("group_norm", _is_group_norm_ours),
+    "SkipGroupNorm": ("group_norm", _is_group_norm_ours),
+    "BiasSplitGelu": ("bias_split_gelu", _is_gelu_ours),
+    "MultiHeadAttention": ("few_keys_attention", _is_attention_ours),
 }
 
 

@@ -18,7 +18,9 @@ from sdflow.machine.providers import onnxruntime_for
 from sdflow.onnx_model.float8 import DOMAIN, has_float8
 from sdflow.onnx_model.reading import load_graph
 from sdflow.runtime.kernels.float8 import NEEDS, float8_library, with_float8
-from sdflow.runtime.kernels.library import kernel_library, on_hopper
+from sdflow.runtime.kernels.hopper import on_hopper
+from sdflow.runtime.kernels.library import kernel_library
+from sdflow.runtime.kernels.parts import parts_in
 from sdflow.runtime.kernels.replace import with_own_kernels
 from sdflow.runtime.sessions.cannot_run import MOST_SAID, cannot_run
 from sdflow.runtime.sessions.cublas import small_workspaces
@@ -187,13 +189,18 @@ def _session_options(ort: Any, target: Target, options: LoadOptions) -> Any:
 
 
 def _with_own_kernels(graph: onnx.ModelProto, session_options: Any) -> onnx.ModelProto:
-    replaced = with_own_kernels(graph, hopper=on_hopper())
-    library = None if replaced is None else kernel_library()
-    if replaced is None or library is None:
-        return graph
-    if all(node.domain != DOMAIN for node in graph.graph.node):  # else float8 has registered it
-        session_options.register_custom_ops_library(str(library))
-    return replaced
+    """The graph with our kernels for what they can do, those that are right on this GPU."""
+    without: frozenset[str] = frozenset()
+    while (replaced := with_own_kernels(graph, hopper=on_hopper(), without=without)) is not None:
+        ready = kernel_library(parts_in(replaced.graph.node))
+        if ready is None:
+            break
+        if ready.wrong.keys() <= without:
+            if all(node.domain != DOMAIN for node in graph.graph.node):  # else float8 has registered it
+                session_options.register_custom_ops_library(str(ready.library))
+            return replaced
+        without |= ready.wrong.keys()
+    return graph
 
 
 def read_graph(model: Path) -> onnx.ModelProto:

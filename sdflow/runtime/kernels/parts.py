@@ -1,0 +1,81 @@
+"""The parts of our kernels, each compiled and proved when a graph has an operator of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sdflow.onnx_model.float8 import DOMAIN
+from sdflow.onnx_model.phases import INTERLEAVE
+
+FOLDER = Path(__file__).parent
+HALVES = ("overlap.cuh", "float16.cuh", "halves.cuh")
+SIXTEEN = (*HALVES, "bfloat16.cuh", "sixteen_bits.cuh")
+FLOAT8 = "float8"
+
+
+@dataclass(frozen=True)
+class Part:
+    """sources: in the order in which they are compiled. operators: those of ONNX graphs that its kernels compute. hopper: whether
+    other GPUs have none of it."""
+
+    name: str
+    sources: tuple[str, ...]
+    operators: tuple[str, ...]
+    hopper: bool = False
+
+    def texts(self) -> list[tuple[str, str]]:
+        """Name and content of each source."""
+        return [(name, (FOLDER / name).read_text(encoding="utf-8")) for name in self.sources]
+
+
+def _of_both(*operators: str) -> tuple[str, ...]:
+    return tuple(f"{operator}{kind}" for operator in operators for kind in ("", "Bfloat16"))
+
+
+PARTS = {
+    part.name: part
+    for part in (
+        Part(
+            "group_norm",
+            (*HALVES, "group_norm.cuh", "group_norm_twice.cu", "cluster.cuh", "group_norm_held.cu"),
+            ("GroupNorm", "GroupNormSingle"),
+        ),
+        Part("bias_split_gelu", (*HALVES, "gelu.cuh", "bias_split_gelu.cu"), ("BiasSplitGelu",)),
+        Part("interleave", ("overlap.cuh", "interleave.cu"), (INTERLEAVE, f"{INTERLEAVE}Single")),
+        Part(
+            FLOAT8,
+            (
+                *(*HALVES, "gelu.cuh", "float8.cuh", "float8_rows.cu"),
+                *("mma.cuh", "hopper.cuh", "quick_gelu.cuh", "float8_product.cu"),
+            ),
+            ("Float8Rows", "Float8SplitGelu", "Float8LayerNorm", "Float8Product", "Float8GatedProduct"),
+        ),
+        Part(
+            "few_keys_attention",
+            (*HALVES, "mma.cuh", "few_keys_attention.h", "few_keys_attention.cu"),
+            ("FewKeysAttention",),
+        ),
+        Part("geglu", (*HALVES, "mma.cuh", "hopper.cuh", "quick_gelu.cuh", "geglu.cu"), ("Geglu",), hopper=True),
+        Part("rotary_qkv", (*SIXTEEN, "rotary_qkv.cu"), _of_both("RotaryQkv")),
+        Part(
+            "residual_norm",
+            (*SIXTEEN, "residual_norm.cu"),
+            _of_both("GatedResidual", "ModulatedNorm", "GatedResidualNorm"),
+        ),
+        Part("gated_activation", (*SIXTEEN, "gated_activation.cu"), _of_both("TanhGelu", "SiluGated")),
+    )
+}
+"""By name, as ort.h has them."""
+
+SOURCES = tuple(dict.fromkeys(FOLDER / name for part in PARTS.values() for name in part.sources))
+"""Of all parts."""
+
+PART_OF = {operator: part.name for part in PARTS.values() for operator in part.operators}
+
+
+def parts_in(nodes: Iterable[Any]) -> frozenset[str]:
+    """The names of the parts that compute nodes of a graph."""
+    return frozenset(PART_OF[node.op_type] for node in nodes if node.domain == DOMAIN and node.op_type in PART_OF)

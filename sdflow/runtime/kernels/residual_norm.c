@@ -1,0 +1,164 @@
+/* sdflow.GatedResidual      sum = x + gate * (branch + branch_bias) + gate2 * (branch2 + branch2_bias)
+ * sdflow.ModulatedNorm      y, y2 = norm(x) * scale + shift, norm(x) * scale2 + shift2
+ * sdflow.GatedResidualNorm  y, sum, y2: both, of the sum
+ *
+ * Each for float16, and with a name that ends in Bfloat16 for that; all inputs and outputs are of that type.
+ *
+ * inputs: x (N, ..., C) and, each optional: branch, as x; branch_bias, branch_gamma (C); gate, N rows or one; branch2, as x;
+ * branch2_bias (C); gate2; gamma, beta (C); scale, shift, scale2, shift2, N rows or one. Of those rows C channels are read, from
+ * the attribute of the input's name on: they may be parts of one longer row, (N, ..., W).
+ *
+ * attributes: norm (0: none, 1: layer normalization, 2: RMS), epsilon; branch_epsilon, of the RMS normalization that the branch
+ * has where there is a branch_gamma (then there is no branch2); plus_one: 1 where y scales by 1 + scale, 2 where y2 does, 3 where
+ * both do; gate, gate2, scale, shift, scale2, shift2: the first channel.
+ */
+#include <stdlib.h>
+
+#include "ort.h"
+
+enum { X, BRANCH, BRANCH_BIAS, BRANCH_GAMMA, GATE, BRANCH2, BRANCH2_BIAS, GATE2, GAMMA, BETA, SCALE, SHIFT, SCALE2, SHIFT2, INPUTS };
+enum { RESIDUAL, MODULATED, RESIDUAL_NORM };
+
+/* As in residual_norm.cu. */
+typedef struct {
+    const void *at;
+    int step;
+} PerImage;
+
+typedef struct {
+    const void *at, *bias, *gamma;
+    PerImage gate;
+} Branch;
+
+typedef struct {
+    const void *x;
+    Branch branches[2];
+    const void *gamma, *beta;
+    PerImage scale[2], shift[2];
+    void *sum, *y[2];
+    int rows, lanes, norm, plus_one;
+    float epsilon, branch_epsilon;
+} ResidualNorm;
+
+typedef struct {
+    Api api;
+    const Op *op;
+    int64_t norm, plus_one, first[INPUTS]; /* first: of the inputs that have a row for each image */
+    float epsilon, branch_epsilon;
+} Kernel;
+
+static const char *const row_names[INPUTS] = {
+    [GATE] = "gate", [GATE2] = "gate2", [SCALE] = "scale", [SHIFT] = "shift", [SCALE2] = "scale2", [SHIFT2] = "shift2",
+};
+
+static int place_of(const Op *op) { return (int)(op - residual_norms); }
+static int task_of(const Op *op) { return place_of(op) / 2; }
+static int is_bfloat16(const Op *op) { return place_of(op) % 2; }
+
+static const char *name(const Op *op) {
+    static const char *const names[] = {"GatedResidual", "GatedResidualBfloat16", "ModulatedNorm", "ModulatedNormBfloat16",
+                                        "GatedResidualNorm", "GatedResidualNormBfloat16"};
+    return names[place_of(op)];
+}
+
+static Status *create(const void *given, Api api, const void *info, void **result) {
+    const Op *op = given;
+    const char *why = load_kernels(PART_residual_norm);
+    if (why) return failure(api, name(op), why);
+    Kernel *kernel = calloc(1, sizeof *kernel);
+    if (!kernel) return failure(api, name(op), "out of memory");
+    kernel->api = api, kernel->op = op;
+    Status *failed = INT_ATTRIBUTE(api)(info, "norm", &kernel->norm);
+    if (!failed) failed = INT_ATTRIBUTE(api)(info, "plus_one", &kernel->plus_one);
+    if (!failed) failed = FLOAT_ATTRIBUTE(api)(info, "epsilon", &kernel->epsilon);
+    if (!failed) failed = FLOAT_ATTRIBUTE(api)(info, "branch_epsilon", &kernel->branch_epsilon);
+    for (int i = 0; i < INPUTS && !failed; ++i)
+        if (row_names[i]) failed = INT_ATTRIBUTE(api)(info, row_names[i], &kernel->first[i]);
+    if (failed) free(kernel);
+    else *result = kernel;
+    return failed;
+}
+
+/* What is to be read of an input with a row for each image, or with one for all. */
+static Status *per_image(const Kernel *kernel, const void *value, int input, int64_t images, int64_t channels, PerImage *result) {
+    Api api = kernel->api;
+    int64_t dims[MOST_AXES], elements = 0;
+    size_t rank = 0;
+    void *at;
+    if (!value) return 0;
+    TRY(shape_of(api, value, dims, &rank));
+    TRY(elements_of(api, value, &elements));
+    TRY(data(api, value, &at));
+    const int64_t width = rank ? dims[rank - 1] : 0, rows = width ? elements / width : 0, first = kernel->first[input];
+    if (first < 0 || first % VECTOR || width % VECTOR || first + channels > width || (rows != 1 && rows != images))
+        return failure(api, name(kernel->op), "an input that is not a row of channels for each image");
+    *result = (PerImage){(const char *)at + 2 * first, rows == 1 ? 0 : (int)(width / VECTOR)};
+    return 0;
+}
+
+static Status *compute(void *op_kernel, void *context) {
+    const Kernel *kernel = op_kernel;
+    Api api = kernel->api;
+    const Op *op = kernel->op;
+    const void *inputs[INPUTS];
+    void *at[INPUTS], *value, *stream;
+    int64_t dims[MOST_AXES], elements, all = 1;
+    size_t rank = 0, outputs = 0;
+    for (size_t i = 0; i < INPUTS; ++i) {
+        TRY(optional_input(api, context, i, &inputs[i]));
+        TRY(data(api, inputs[i], &at[i]));
+    }
+    TRY(shape_of(api, inputs[X], dims, &rank));
+    if (rank < 2 || dims[rank - 1] % VECTOR || dims[rank - 1] > (int64_t)RESIDUAL_THREADS * RESIDUAL_HELD * VECTOR)
+        return failure(api, name(op), "not for this number of channels");
+    for (size_t i = 0; i < rank; ++i) all *= dims[i];
+    const int64_t images = rank > 2 ? dims[0] : 1, channels = dims[rank - 1];
+    if (images > 65535 || all > (int64_t)INT32_MAX * VECTOR) return failure(api, name(op), "x is too large");
+    for (int i = BRANCH; i < INPUTS; ++i) {
+        if (!inputs[i] || row_names[i]) continue;
+        TRY(elements_of(api, inputs[i], &elements));
+        if (elements != (i == BRANCH || i == BRANCH2 ? all : channels)) return failure(api, name(op), "an input of another size");
+    }
+    if (inputs[BRANCH2] && inputs[BRANCH_GAMMA]) return failure(api, name(op), "two branches, and one with a norm");
+    ResidualNorm of = {.x = at[X], .gamma = at[GAMMA], .beta = at[BETA], .lanes = (int)(channels / VECTOR)};
+    of.branches[0] = (Branch){at[BRANCH], at[BRANCH_BIAS], at[BRANCH_GAMMA], {0, 0}};
+    of.branches[1] = (Branch){at[BRANCH2], at[BRANCH2_BIAS], 0, {0, 0}};
+    of.norm = (int)kernel->norm, of.plus_one = (int)kernel->plus_one;
+    of.epsilon = kernel->epsilon, of.branch_epsilon = kernel->branch_epsilon;
+    TRY(per_image(kernel, inputs[GATE], GATE, images, channels, &of.branches[0].gate));
+    TRY(per_image(kernel, inputs[GATE2], GATE2, images, channels, &of.branches[1].gate));
+    for (int i = 0; i < 2; ++i) {
+        const int scale = i ? SCALE2 : SCALE, shift = i ? SHIFT2 : SHIFT;
+        TRY(per_image(kernel, inputs[scale], scale, images, channels, &of.scale[i]));
+        TRY(per_image(kernel, inputs[shift], shift, images, channels, &of.shift[i]));
+    }
+    void **to[3] = {&of.y[0], task_of(op) == RESIDUAL_NORM ? &of.sum : &of.y[1], &of.y[1]};
+    if (task_of(op) == RESIDUAL) to[0] = &of.sum;
+    TRY(OUTPUT_COUNT(api)(context, &outputs));
+    for (size_t i = 0; i < outputs; ++i) {
+        TRY(OUTPUT(api)(context, i, dims, rank, &value));
+        TRY(data(api, value, to[i]));
+    }
+    TRY(GPU_STREAM(api)(context, &stream));
+    if (!all) return 0;
+    of.rows = (int)(all / channels / images);
+    void *arguments[] = {&of}, *function = gpu.residual_norm[2 * is_bfloat16(op) + (at[BRANCH_GAMMA] != 0)];
+    const Launch config = {{of.rows, images, 1}, {32, ceil_div(of.lanes, 32 * RESIDUAL_HELD), 1}, 0, stream, 0, 0};
+    const char *why = launch(function, config, arguments);
+    return why ? failure(api, name(op), why) : 0;
+}
+
+static int type(const Op *op, size_t i) { return (void)i, is_bfloat16(op) ? BFLOAT16 : FLOAT16; }
+static size_t input_count(const Op *op) { return (void)op, INPUTS; }
+static size_t output_count(const Op *op) { return (size_t)task_of(op) + 1; }
+static int input_characteristic(const Op *op, size_t i) { return (void)op, i == X ? REQUIRED : OPTIONAL; }
+static int output_characteristic(const Op *op, size_t i) {
+    return i <= (task_of(op) == RESIDUAL_NORM) ? REQUIRED : OPTIONAL;
+}
+
+#define OP                                                                                                          \
+    {                                                                                                               \
+        ORT_VERSION, 0, name, on_cuda, type, input_count, type, output_count, 0, free,                               \
+            input_characteristic, output_characteristic, on_device, none, none, none, none, create, compute,         \
+    }
+const Op residual_norms[6] = {OP, OP, OP, OP, OP, OP};

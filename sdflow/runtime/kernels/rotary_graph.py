@@ -1,0 +1,260 @@
+"""What heads of an attention are made of, read backwards in a graph for fixed sizes: products, biases, norms, rotation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+Known = dict[str, tuple[int, list[int]]]
+"""Value -> its element type, its shape."""
+
+FLAT, BY_TOKEN, BY_HEAD = "(B, S, N H)", "(B, S, N, H)", "(B, N, S, H)"
+"""How the heads of tokens lie in a tensor."""
+TOKENS = {FLAT: 1, BY_TOKEN: 1, BY_HEAD: 2}
+"""The axis of the tokens."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Heads of the tokens of a stream: a product's columns from `column` on, plus a bias, RMS-normed. '' is what is not there."""
+
+    product: str
+    column: int
+    bias: str
+    weight: str
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of one stream or two. tables: of cosines and sines, as they are before they get axes of one."""
+
+    streams: tuple[Stream, ...]
+    tables: tuple[str, ...] = ()
+
+
+class Reader:
+    """A graph, and how its values come about."""
+
+    def __init__(self, graph: Any, known: Known) -> None:
+        self.known = known | {
+            item.name: (item.type.tensor_type.elem_type, [axis.dim_value for axis in item.type.tensor_type.shape.dim])
+            for item in graph.output
+        }
+        self.made = {name: node for node in graph.node for name in node.output if name}
+        self._readers: dict[str, list[Any]] = {item.name: [None] for item in graph.output}
+        for node in graph.node:
+            for name in node.input:
+                self._readers.setdefault(name, []).append(node)
+        self._constants = {tensor.name: tensor for tensor in graph.initializer}
+        for node in graph.node:
+            if node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value":
+                self._constants[node.output[0]] = node.attribute[0].t
+
+    def shape(self, name: str) -> list[int]:
+        """Empty where it is not known."""
+        shape: list[int] = self.known.get(name, (0, []))[1]
+        return shape
+
+    def maker(self, name: str, *op_types: str) -> Any:
+        """The node that makes a value, None if it is not of one of these types, of ONNX's own operators."""
+        node = self.made.get(name)
+        return node if node is not None and node.domain in ("", "ai.onnx") and node.op_type in op_types else None
+
+    def only_reader(self, name: str, op_type: str) -> Any:
+        """The node that alone reads a value, None if it is not of this type, of ONNX's own operators."""
+        node, *others = self._readers.get(name, [None])
+        if node is None or others or node.domain not in ("", "ai.onnx") or node.op_type != op_type:
+            return None
+        return node
+
+    def scaled(self, name: str) -> tuple[str, float]:
+        """What a value is a multiple of, and the factor."""
+        if (node := self.maker(name, "Mul", "Div")) is None:
+            return name, 1.0
+        for value, other in (node.input, reversed(node.input)):
+            factor = self.constant(other)
+            if factor is not None and len(factor) == 1 and (node.op_type == "Mul" or other == node.input[1]):
+                return value, float(factor[0] if node.op_type == "Mul" else 1 / factor[0])
+        return name, 1.0
+
+    def constant(self, name: str) -> list[Any] | None:
+        """The few values of a constant."""
+        from onnx import numpy_helper
+
+        tensor = self._constants.get(name)
+        if tensor is None or tensor.external_data or math.prod(tensor.dims) > 8:
+            return None
+        return [
+            float(each) if each.dtype.kind not in "iu" else int(each)
+            for each in numpy_helper.to_array(tensor).flatten()
+        ]
+
+    def columns(self, name: str) -> tuple[str, int]:
+        """The value that this one is columns of, and the first of them."""
+        column = 0
+        while node := self.maker(name, "Split", "Slice"):
+            rank = len(self.shape(node.input[0]))
+            if node.op_type == "Split":
+                if attribute(node, "axis", 0) not in (-1, rank - 1):
+                    break
+                before = list(node.output)[: list(node.output).index(name)]
+                widths = [self.shape(other)[-1:] for other in before]
+                if not all(widths):
+                    break
+                column += sum(width for (width,) in widths)
+            else:
+                window = self.window(node)
+                if window is None or window[0] != rank - 1 or window[2] != 1:
+                    break
+                column += window[1]
+            name = node.input[0]
+        return name, column
+
+    def window(self, node: Any) -> tuple[int, int, int] | None:
+        """Axis, start and step of a Slice along one axis."""
+        shape = self.shape(node.input[0])
+        found = [self.constant(name) for name in node.input[1:]]
+        if len(found) < 3 or any(each is None or len(each) != 1 for each in found) or not shape:
+            return None
+        starts, _, axes, *steps = [int(each[0]) for each in found if each]
+        axis = axes % len(shape)
+        return axis, starts + shape[axis] if starts < 0 else starts, steps[0] if steps else 1
+
+    def heads(self, name: str, order: str, count: int, size: int) -> Heads | None:
+        """How a value comes about that has `count` heads of `size` channels in this order; None where it is otherwise."""
+        name, order = self._unfolded(name, order, count, size)
+        tables: tuple[str, ...] = ()
+        if order != FLAT and (rotation := self._rotation(name, order)):
+            name, tables = rotation
+            name, order = self._unfolded(name, order, count, size)
+        parts = [name]
+        if node := self.maker(name, "Concat"):
+            if attribute(node, "axis", 0) % len(self.shape(name) or [0]) != TOKENS[order] or len(node.input) != 2:
+                return None
+            parts = list(node.input)
+        streams = [self._stream(part, order, count, size) for part in parts]
+        found = tuple(stream for stream in streams if stream is not None)
+        return Heads(found, tables) if len(found) == len(streams) else None
+
+    def _unfolded(self, name: str, order: str, count: int, size: int) -> tuple[str, str]:
+        """What a value is a reshaped or transposed form of, and the order of its heads."""
+        while node := self.maker(name, "Reshape", "Transpose"):
+            before, shape = self.shape(node.input[0]), self.shape(name)
+            if node.op_type == "Transpose":
+                if order == FLAT or attribute(node, "perm", ()) != [0, 2, 1, 3]:
+                    break
+                order = BY_HEAD if order == BY_TOKEN else BY_TOKEN
+            elif order != BY_HEAD and before == [*shape[:2], count * size]:
+                order = FLAT
+            elif order != BY_HEAD and before == [*shape[:2], count, size]:
+                order = BY_TOKEN
+            else:
+                break
+            name = node.input[0]
+        return name, order
+
+    def _stream(self, name: str, order: str, count: int, size: int) -> Stream | None:
+        name, order = self._unfolded(name, order, count, size)
+        weight, epsilon = "", 0.0
+        if node := self.maker(name, "SimplifiedLayerNormalization"):
+            if order == FLAT or attribute(node, "axis", -1) not in (-1, 3) or self.shape(node.input[1]) != [size]:
+                return None
+            weight, epsilon = node.input[1], attribute(node, "epsilon", 1e-5)
+            name, order = self._unfolded(node.input[0], order, count, size)
+        if order != FLAT:
+            return None
+        bias = ""
+        if node := self.maker(name, "Add"):
+            for value, other in (node.input, reversed(node.input)):
+                if self.shape(other) == [count * size] and self.shape(value) == self.shape(name):
+                    name, bias = value, other
+                    break
+        rows = self.shape(name)[:2]
+        product, column = self.columns(name)
+        if len(self.shape(product)) != 3 or self.shape(product)[:2] != rows:
+            return None
+        return Stream(product, column, bias, weight, epsilon)
+
+    def _rotation(self, name: str, order: str) -> tuple[str, tuple[str, str]] | None:
+        """What is rotated, and by which tables, in x cosine + crossed(x) sine."""
+        node = self.maker(name, "Add")
+        if node is None:
+            return None
+        for plain, turned in (node.input, reversed(node.input)):
+            first, second = self.maker(plain, "Mul"), self.maker(turned, "Mul")
+            if first is None or second is None:
+                continue
+            for crossed, sine in (second.input, reversed(second.input)):
+                value = self._crossed(crossed)
+                if value is None or value not in first.input or self.shape(value) != self.shape(name):
+                    continue
+                cosine = first.input[1 - list(first.input).index(value)]
+                if self._is_table(cosine, value, order) and self._is_table(sine, value, order):
+                    return value, (self._root(cosine), self._root(sine))
+        return None
+
+    def _is_table(self, name: str, value: str, order: str) -> bool:
+        images, *_, size = self.shape(value)
+        wanted = [[several, 1, 1, size] for several in (1, images)]
+        for each in wanted:
+            each[TOKENS[order]] = self.shape(value)[TOKENS[order]]
+        return self.shape(name) in wanted
+
+    def _root(self, name: str) -> str:
+        """What a table is before it gets axes of one."""
+        while (node := self.maker(name, "Unsqueeze", "Squeeze", "Reshape")) and self.shape(node.input[0]):
+            name = node.input[0]
+        return name
+
+    def _crossed(self, name: str) -> str | None:
+        """x where this is (-x1, x0, -x3, x2, ...)."""
+        folded = self.maker(name, "Reshape")
+        pairs = folded and self.maker(folded.input[0], "Concat")
+        if not pairs or len(pairs.input) != 2 or self.shape(folded.input[0])[-1:] != [2]:
+            return None
+        if attribute(pairs, "axis", 0) not in (-1, len(self.shape(folded.input[0])) - 1):
+            return None
+        odd, even = (self._every_other(each) for each in pairs.input)
+        if odd is None or even is None or odd[0] != even[0] or odd[1:] != (1, True) or even[1:] != (0, False):
+            return None
+        x: str = odd[0]
+        return x if self.shape(x) == self.shape(name) else None
+
+    def _every_other(self, name: str) -> tuple[str, int, bool] | None:
+        """x, whether the even or the odd channels, and whether negated."""
+        negated = False
+        while node := self.maker(name, "Unsqueeze", "Squeeze", "Neg"):
+            before, after = self.shape(node.input[0]), self.shape(name)
+            if node.op_type == "Neg":
+                negated = not negated
+            elif after != [*before, 1] and before != [*after, 1]:
+                return None
+            name = node.input[0]
+        node = self.maker(name, "Split", "Slice", "Gather")
+        if node is None:
+            return None
+        rank = len(self.shape(node.input[0]))
+        if node.op_type == "Slice":
+            window = self.window(node)
+            whole = self.shape(node.input[0])[-1] // 2
+            if window is None or window[0] != rank - 1 or window[2] != 2 or self.shape(name)[-1] != whole:
+                return None
+            return node.input[0], window[1], negated
+        folded = self.maker(node.input[0], "Reshape")
+        if folded is None or self.shape(node.input[0])[-1] != 2 or attribute(node, "axis", 0) not in (-1, rank - 1):
+            return None
+        if node.op_type == "Split":
+            which = list(node.output).index(name) if len(node.output) == 2 else -1
+        else:
+            index = self.constant(node.input[1]) or [-1]
+            which = int(index[0]) % 2 if len(index) == 1 else -1
+        return (folded.input[0], which, negated) if which >= 0 else None
+
+
+def attribute(node: Any, name: str, default: Any) -> Any:
+    """Of a node, or its default."""
+    import onnx
+
+    return next((onnx.helper.get_attribute_value(item) for item in node.attribute if item.name == name), default)
