@@ -75,7 +75,7 @@ def test_the_one_that_was_not_used_for_the_longest_time_goes_first(
     draw(pipeline, 64)
     assert list(pipeline.denoisers.kept) == [large, small]
     taken = dict(pipeline.denoisers._taken)  # room for the small one and what comes, not for the large one
-    new = pipeline.denoisers._bytes((1, 4, 24, 24), 2)
+    new = pipeline.denoisers._bytes((1, 4, 24, 24), {"batch": 2})
     free = (taken[small] + new) / denoisers.SHARE - sum(taken.values())
     monkeypatch.setattr(denoisers, "available_bytes", lambda device: int(free) + 1)
     draw(pipeline, 192)
