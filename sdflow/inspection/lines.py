@@ -42,12 +42,13 @@ def architecture_for(titles: Sequence[str]) -> str | None:
 
 
 def base_of(architecture: str) -> str:
-    """The workflow that ships with sdflow for an architecture, at full size; else the chains of its generation."""
+    """The workflow that ships with sdflow for an architecture; else, and where that one has random weights, the chains of its
+    generation."""
     if architecture in COMPONENT_ARCHITECTURES:
         return f"base/{architecture.removesuffix('-tiny')}.yaml"
     architecture = MARKED_ARCHITECTURES.get(architecture, architecture)
     own = f"base/{architecture.replace('-', '_')}.yaml"
-    if shipped_workflow(own) is not None:
+    if shipped_workflow(own) is not None and not (model_of(own) or "").startswith("synthetic:"):
         return own
     return chains_of(family_of_architecture(architecture), configs_of(architecture))
 

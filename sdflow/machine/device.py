@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from sdflow.targets import Target
 
 _BY_TORCH = ("cuda", "tensorrt", "rocm")
@@ -19,6 +17,8 @@ _BY_TORCH = ("cuda", "tensorrt", "rocm")
 
 def device(target: Target) -> dict[str, Any]:
     """Processor, its cores that this process may use, memory in bytes, operating system, the target's accelerator."""
+    import psutil
+
     return {
         "processor": _processor(),
         "cores": cores(),

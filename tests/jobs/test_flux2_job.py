@@ -268,7 +268,7 @@ def test_inspect_and_init_know_it(shell: Shell, folder: Path) -> None:
     assert "flux2-tiny" in shell.run("inspect", str(folder)).stdout
     done = shell.run("init", "--model", str(folder), "--target", "cpu", "--out", "mine.yaml")
     assert done.returncode == 0, done.stderr
-    assert "extends: base/flux2_tiny.yaml" in (shell.folder / "mine.yaml").read_text()
+    assert "extends: base/flux2.yaml" in (shell.folder / "mine.yaml").read_text()
     assert shell.run("validate", "mine.yaml").returncode == 0
 
 
