@@ -80,7 +80,11 @@ class Parameter:
 
     def _allows_number(self, value: Any, kind: type) -> bool:
         types = (int,) if kind is int else (int, float)
-        if isinstance(value, bool) or not isinstance(value, types) or not math.isfinite(value):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, types)
+            or (isinstance(value, float) and not math.isfinite(value))
+        ):
             return False
         return (
             (self.least is None or value >= self.least)

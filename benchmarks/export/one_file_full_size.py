@@ -1,6 +1,6 @@
 """A pipeline that is too large to be in memory twice, as one graph and by `sdflow generate`'s code, each in a process of its own:
 
-    python benchmarks/export/one_file_full_size.py pipelines/sdxl_cpu [--steps 2] [--size 256] [--folder /tmp]
+    python benchmarks/export/one_file_full_size.py pipelines/sdxl [--steps 2] [--size 256] [--folder /tmp]
 
 On the CPU. Printed are the time and the peak memory of the export and of each of the two, and how far the images are apart. The
 peak counts the weights that are mapped from their files, which the system takes back when it needs the memory; heap is the rest.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,9 +58,9 @@ def generate(
         wanted, values, notes = with_settings_of(settings_from, context, OPTIONS, values, wanted)
     request = GenerateRequest(pipeline, wanted, **settings_of(values.items()))
     with errors_name_options(OPTIONS), image_progress() as progress:
-        for note in notes:
-            progress.phase(note)
         result = draw(request, progress)
+    if notes:
+        result = replace(result, notes=(*notes, *result.notes))
     print_generate(result, as_json=json)
 
 

@@ -62,7 +62,7 @@ def read_image_settings(path: Path | str) -> ImageSettings:
         if name in chunks:
             try:
                 found = read(program, chunks[name])
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
                 words = f"its text {name!r} is not as {program} writes it: {error!r:.80}"
                 raise UsageError(words, where=where, remedy="Give the settings as options.") from error
             require_values(ALL, found.settings)
@@ -76,7 +76,7 @@ def read_image_settings(path: Path | str) -> ImageSettings:
 
 def _from_sdflow(program: str, text: str) -> ImageSettings:
     said = parse_json(text)
-    if "prompt" not in said:
+    if not isinstance(said.get("prompt"), str):
         raise ValueError("no prompt; a contact sheet has several")
     found = {name: value for name, value in said.items() if name in ALL and name != "scheduler"}
     found |= {name: said.get(APPROXIMATION, {}).get(name, {}) for name in (REUSE, GUIDANCE_INTERVAL)}
@@ -128,7 +128,7 @@ def _from_webui(program: str, text: str) -> ImageSettings:
     )
 
 
-_VALUE = re.compile(r'(?P<label>\w[\w /-]*):(?P<value>\s*"(?:[^"\\]|\\.)*"|[^,]*)(?:,\s*|$)')
+_VALUE = re.compile(r'(?P<label>\w[\w /-]{0,60}):(?P<value>\s*"(?:[^"\\]|\\.)*"|[^,]*)(?:,\s*|$)')
 
 
 def _unquoted(text: str) -> str:

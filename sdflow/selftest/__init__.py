@@ -24,7 +24,7 @@ from sdflow.build.listener import Listener
 from sdflow.config import load_workflow
 from sdflow.config.workflow import EvaluateSpec, ImageSpec, LatencySpec
 from sdflow.disk.locked_folder import scratch_folder
-from sdflow.disk.shipped import shipped_workflow
+from sdflow.disk.shipped import sample_folder, shipped_workflow
 from sdflow.distance import largest_difference, psnr, ssim
 from sdflow.errors import SdflowError, TargetUnavailableError, UsageError
 from sdflow.machine.device import device
@@ -66,7 +66,8 @@ def selftest(
 
     target: None: the pipeline's, or the CPU. pipeline: a folder of the sample, built elsewhere, in place of building it.
     engine_cache: where the provider keeps compiled engines.
-    Raises UsageError for a target or folder that cannot be tested at all; whatever fails later is in the report.
+    Raises UsageError for a target or folder that cannot be tested at all, and CheckpointError where the sample is not installed;
+    whatever fails later is in the report.
     """
     if pipeline is not None:
         origin = read_manifest(pipeline).origin
@@ -77,6 +78,7 @@ def selftest(
                 remedy=f"Build it where you can: sdflow run of a workflow that extends {WORKFLOW}, with --copy.",
             )
         target = target or origin.target
+    sample_folder(MODEL.partition(":")[2])
     target = find_target(target or "cpu", "--target").name
     # Without what a distribution or a user may have put into the kernel's name.
     machine = {**device(TARGETS[target]), "system": f"{platform.system()} {platform.machine()}"}

@@ -160,6 +160,9 @@ def test_what_is_not_taken_over_is_said(tmp_path: Path) -> None:
         ({SETTINGS: '{"prompt": "a", "steps": 0}'}, "--steps: it is 0"),
         ({SETTINGS: '{"prompt": "a", "steps": "5"}'}, "--steps: it is '5'"),
         ({INVOKEAI_METADATA: '{"seed": 1}'}, "not as InvokeAI writes it"),
+        ({SETTINGS: '{"prompt": 5, "steps": 2}'}, "not as sdflow writes it"),
+        ({PARAMETERS: f"a\nSteps: {'9' * 400}, Seed: 1, Size: 64x64"}, "--steps: it is 9"),
+        ({PARAMETERS: "a\n" + "a " * 30_000}, "not as A1111's webui writes it"),  # in a moment
     ],
 )
 def test_a_text_that_says_nothing_is_refused(tmp_path: Path, chunks: dict[str, str], what: str) -> None:

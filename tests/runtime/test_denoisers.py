@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +81,20 @@ def test_the_one_that_was_not_used_for_the_longest_time_goes_first(
     monkeypatch.setattr(denoisers, "available_bytes", lambda device: int(free) + 1)
     draw(pipeline, 192)
     assert large not in pipeline.denoisers.kept and small in pipeline.denoisers.kept
+
+
+def test_a_drawing_goes_on_as_it_was_after_another_one_failed_to_begin(pipeline: Pipeline) -> None:
+    """Both take turns in one denoiser; the other one's prompt was there already when it failed."""
+    first, other = (
+        pipeline.drawing(prompt, height=64, width=64, generator=torch.Generator().manual_seed(1), num_inference_steps=2)
+        for prompt in ("a horse", "an otter in the rain")
+    )
+    assert first.denoiser is other.denoiser
+    latents = first.latents()
+    expected = first.denoiser.run(first.inputs, latents, 0).clone()
+    assert not torch.equal(first.denoiser.run(other.inputs, latents, 0), expected)
+    first.denoiser.run(first.inputs, latents, 0)
+    broken = replace(other.inputs.schedule, timesteps=other.inputs.schedule.timesteps.bool())
+    with pytest.raises(Exception, match=r"type|bool"):
+        first.denoiser.run(replace(other.inputs, schedule=broken), latents, 0)
+    assert torch.equal(first.denoiser.run(first.inputs, latents, 0), expected)

@@ -308,7 +308,7 @@ def test_a_reference_to_nothing_is_an_error(reference: str) -> None:
 def test_an_unknown_sample_is_an_error_that_names_the_known_ones() -> None:
     with pytest.raises(CheckpointError, match="there is no sample") as caught:
         open_checkpoint("sample:nothing", digests=PlainDigests(), download=False)
-    assert caught.value.remedy == "known: shapes"
+    assert caught.value.remedy == "known: shapes, shapes-klein"
 
 
 def test_a_sample_opens(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

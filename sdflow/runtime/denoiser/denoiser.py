@@ -146,6 +146,9 @@ class PartedDenoiser:
         return bound.run()[self._prediction]
 
     def _hold(self, inputs: DenoiserInputs) -> None:
+        before, self._held = self._held, None  # what fails below leaves a mixture, which is no drawing's
+        if self._step.features is not None and before is not None:  # its next step may read what its last one left
+            self._left[before] = self._step.features.clone()
         for name, value in inputs.conditions.items():
             self._inputs[name].copy_(value)
         self._text.run()
@@ -154,8 +157,6 @@ class PartedDenoiser:
             timesteps = inputs.schedule.timesteps.reshape(-1)
             times = Bound(self._timestep_session, self._place, {self._moving.timestep: timesteps})
             self._times, self._schedule = table(times.run(), self._time_names), inputs.schedule
-        if self._step.features is not None and self._held is not None:  # its next step may read what its last one left
-            self._left[self._held] = self._step.features.clone()
         self._step = self._step_for(inputs)
         if self._step.features is not None and inputs in self._left:
             self._step.features.copy_(self._left.pop(inputs))

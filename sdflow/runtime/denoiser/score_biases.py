@@ -33,7 +33,8 @@ def score_biases(parts: Parts) -> tuple[str, ...]:
         if node.op_type != "Add" or node.domain not in ("", "ai.onnx") or node.output[0] in results:
             return False
         scores = _other(node, value)
-        same = scores != value and shapes.get(scores) == shapes.get(node.output[0])
+        shape = shapes.get(scores)
+        same = scores != value and shape is not None and shape == shapes.get(node.output[0])
         return same and all(reader.op_type == "Softmax" for reader in readers.get(node.output[0], []))
 
     return tuple(

@@ -176,7 +176,7 @@ class Kernels:
         try:
             self._loaded = ctypes.CDLL(str(self.library))
         except OSError:  # made on another system with this folder
-            self.library.unlink()
+            self.library.unlink(missing_ok=True)
             self._kept(self.library, key, compile_operators)
             self._loaded = ctypes.CDLL(str(self.library))
 
@@ -185,9 +185,9 @@ class Kernels:
         wanted = sorted(names)
         new = [name for name in wanted if name not in self._wrong]
         with ThreadPoolExecutor(max_workers=len(new) or 1) as pool:
-            self._wrong |= dict(zip(new, pool.map(self._give, new), strict=True))
-        for name in new:
-            self._wrong[name] = self._wrong[name] or self._prove(name)
+            given = dict(zip(new, pool.map(self._give, new), strict=True))
+        for name in new:  # a verdict is kept once it is there: what raises is tried again
+            self._wrong[name] = given[name] or self._prove(name)
         return {name: why for name in wanted if (why := self._wrong[name])}
 
     def _give(self, name: str) -> str | None:
@@ -208,8 +208,12 @@ class Kernels:
         """Returns what is wrong with a part, unless it was proved before."""
         from sdflow.runtime.kernels.proof import prove, sources
 
+        try:
+            library = self.library.read_bytes()
+        except OSError as error:
+            return f"the library cannot be read any more: {error}"
         content = {
-            "library": hashlib.sha256(self.library.read_bytes()).hexdigest(),
+            "library": hashlib.sha256(library).hexdigest(),
             "code": hashlib.sha256(_codes[self.library, name]).hexdigest(),
             "device": self._device,
             "onnxruntime": import_onnxruntime().__version__,

@@ -23,7 +23,7 @@ def with_transformer_kernels(model: Any, known: Known, without: Collection[str] 
 
     index = GraphIndex(model.graph, known)
     found = [*residual_operators(index), *activation_operators(index)]
-    found = [each for each in found if PART_OF[each.node.op_type] not in without]
+    found = _apart(each for each in found if PART_OF[each.node.op_type] not in without)
     if not found:
         return None
     result = onnx.ModelProto()
@@ -32,7 +32,7 @@ def with_transformer_kernels(model: Any, known: Known, without: Collection[str] 
     nodes = _with(graph.node, found)
     results = [item.name for item in graph.output]
     nodes = _read(nodes, results)
-    nodes, constants = _without_unread_parts(nodes, index)
+    nodes, constants = _without_unread_parts(nodes, index, results)
     values = {name for node in nodes for name in node.output}
     read = {name for node in nodes for name in node.input} | set(results)
     kept = [copied(item) for item in graph.value_info if item.name in values]
@@ -42,6 +42,17 @@ def with_transformer_kernels(model: Any, known: Known, without: Collection[str] 
     graph.value_info.extend(kept)
     graph.initializer.extend([*tensors, *constants])
     return result
+
+
+def _apart(found: Iterable[Fused]) -> list[Fused]:
+    """Without those that stand for a node that one before them stands for."""
+    taken: set[int] = set()
+    chosen = []
+    for each in found:
+        if taken.isdisjoint(each.places):
+            taken.update(each.places)
+            chosen.append(each)
+    return chosen
 
 
 def _with(nodes: Iterable[Any], found: list[Fused]) -> list[Any]:
@@ -67,12 +78,12 @@ def _read(nodes: list[Any], results: Iterable[str]) -> list[Any]:
     return kept[::-1]
 
 
-def _without_unread_parts(nodes: list[Any], index: GraphIndex) -> tuple[list[Any], list[Any]]:
+def _without_unread_parts(nodes: list[Any], index: GraphIndex, results: Iterable[str]) -> tuple[list[Any], list[Any]]:
     """Slices in the place of each Split of which less than a half is read, and their constants."""
     import numpy as np
     from onnx import helper, numpy_helper
 
-    read = {name for node in nodes for name in node.input}
+    read = {name for node in nodes for name in node.input} | set(results)
     made, constants = [], []
     for node in nodes:
         parts = [index.shape(name) for name in node.output]
