@@ -228,7 +228,7 @@ def test_a_lora_of_another_family_is_refused_by_its_header(lora: str, model: str
             "lora_te2_text_model_encoder_layers_0_mlp_fc2",
             5120,
             "sd21",
-            f"Stable Diffusion 3.5 or Stable Diffusion 3 or {TITLES['sdxl']} or the refiner of {TITLES['sdxl']}",
+            f"Stable Diffusion 3.5 or Stable Diffusion 3 or {TITLES['sdxl']} or {TITLES['sdxl']} refiner",
         ),
         ("unet.down_blocks.2.attentions.0.transformer_blocks.9.attn1.to_q", 1280, "sd15", TITLES["sdxl"]),
         ("lora_unet_input_blocks_1_1_proj_in", 320, "sdxl", "Stable Diffusion 1.x or Stable Diffusion 2.x"),
