@@ -26,7 +26,7 @@ Overrides = Annotated[
 ]
 CacheDir = Annotated[
     Path | None,
-    typer.Option("--cache", envvar="SDFLOW_CACHE", help="Cache folder. Default: the user's.", show_default=False),
+    typer.Option("--cache", envvar="SDFLOW_CACHE", help="Cache folder. Default: the user's cache.", show_default=False),
 ]
 Jobs = Annotated[
     int | None,

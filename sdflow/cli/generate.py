@@ -29,7 +29,7 @@ def generate(
         Path | None,
         typer.Option(
             "--from",
-            help="Prompt and settings of an image of sdflow, A1111's webui, or InvokeAI; options override them.",
+            help="Image by sdflow, A1111's webui, or InvokeAI whose prompt and settings to use; options override them.",
             metavar="IMAGE",
             show_default=False,
         ),

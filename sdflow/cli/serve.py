@@ -41,7 +41,7 @@ def serve(
         Path | None,
         typer.Option(
             "--embeddings",
-            help="Folder of textual inversion files (.safetensors) that prompts may name.",
+            help="Folder of textual inversion files (.safetensors) that prompts can use.",
             metavar="DIR",
             show_default=False,
         ),
@@ -63,7 +63,7 @@ def serve(
         typer.Option(
             "--cache",
             envvar="SDFLOW_CACHE",
-            help="Cache folder that the pipelines were built with. Default: the user's.",
+            help="Cache folder that the pipelines were built with. Default: the user's cache.",
             show_default=False,
         ),
     ] = None,
@@ -153,7 +153,9 @@ def serve(
     ] = None,
     queue: Annotated[
         int | None,
-        typer.Option(min=1, help="With --on: queued images per replica that start another. Default: 4."),
+        typer.Option(
+            min=1, help="With --on: queued images per replica above which another replica starts. Default: 4."
+        ),
     ] = None,
     take_over: Annotated[
         bool, typer.Option("--take-over", help="With --on: replace the sdflow deployment already running there.")

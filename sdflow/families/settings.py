@@ -43,7 +43,7 @@ class Settings:
         int | None,
         Parameter(
             "Number of final text encoder layers to skip for the prompt; the negative prompt uses all of them. Counted as in "
-            "diffusers: 1 is what others call clip skip 2.",
+            "diffusers: 1 is what other programs call clip skip 2.",
             least=0,
             most=30,
             served=True,
@@ -90,7 +90,7 @@ class Settings:
     guidance_scale: Annotated[
         float | None,
         Parameter(
-            "Guidance scale; at most 1 (Z-Image: 0) turns guidance off.",
+            "Guidance scale; 1 or less (Z-Image: 0) turns guidance off.",
             least=0,
             most=1000,
             otherwise="the model's: 7.5, or 5 for SDXL",
@@ -119,7 +119,7 @@ class Settings:
     eta: Annotated[
         float | None,
         Parameter(
-            "Noise that DDIM and TCD add in each step.",
+            "Amount of noise that DDIM and TCD add in each step.",
             least=0,
             most=1,
             otherwise="the model's",
@@ -180,7 +180,7 @@ class Settings:
     whole: Annotated[
         bool,
         Parameter(
-            "Keep the decoded pixels outside the mask, slightly changed, as diffusers does.",
+            "Keep the decoded pixels outside the mask, which differ slightly from the image's, as in diffusers.",
             needs="mask",
             served=True,
         ),

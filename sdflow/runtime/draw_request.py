@@ -68,7 +68,7 @@ class GenerateRequest(Settings):
     embedding_folder: Annotated[
         Path | None,
         Parameter(
-            "Folder of textual inversion files; a file's name in a prompt stands for it.",
+            "Folder of textual inversion files, which prompts refer to by file name.",
             options=("--embeddings",),
             metavar="DIR",
         ),
