@@ -20,7 +20,7 @@ SIZES: Mapping[str, Parameter] = {
         "Original size to condition on, as HEIGHTxWIDTH.",
         tuple[int, int],
         least=1,
-        otherwise="its own",
+        otherwise="the output size",
         read=pair,
     ),
     "crops_coords_top_left": Parameter(

@@ -82,7 +82,11 @@ class StableDiffusionXL(Family):
         **SECOND_PROMPTS,
         **xl_parts.SIZES,
         "target_size": Parameter(
-            "Target size to condition on, as HEIGHTxWIDTH.", tuple[int, int], least=1, otherwise="its own", read=pair
+            "Target size to condition on, as HEIGHTxWIDTH.",
+            tuple[int, int],
+            least=1,
+            otherwise="the output size",
+            read=pair,
         ),
     }
     defaults: ClassVar[Mapping[Task, Defaults]] = xl_parts.DEFAULTS
