@@ -36,6 +36,8 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("tests")
 
 LONGEST_FILES = (
+    "test_streamed", "test_flux2_job", "test_walk", "test_klein_sample", "test_stable_diffusion_3_job", "test_other_family_job",
+    "test_z_image_job", "test_flux_job", "test_watchdog", "test_init", "test_stable_diffusion_3_targets",
     "test_terminal", "test_main_job", "test_onnx_pipeline", "test_verify", "test_docs", "test_pins", "test_one_file",
     "test_bench",
     "test_structure_and_weights", "test_equality", "test_components", "test_signals", "test_kills", "test_few_steps",
