@@ -88,11 +88,10 @@ def to_bfloat16(values: NDArray[Any], counts: AtLimit | None = None) -> NDArray[
 
 def numpy_type(name: str) -> np.dtype[Any]:
     """NumPy's type of that name; of `bfloat16`, which NumPy lacks, ml_dtypes'."""
-    if name != "bfloat16":
-        return np.dtype(name)
-    from ml_dtypes import bfloat16
+    import ml_dtypes
 
-    return np.dtype(bfloat16)
+    found: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    return found
 
 
 def widened(values: NDArray[Any]) -> NDArray[np.float32]:
