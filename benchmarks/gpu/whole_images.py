@@ -4,8 +4,8 @@
         [--rounds 5] [--processes 1] [--lock FILE] [--graphs DIR] [--json FILE] [--target cpu]
 
 WEIGHTS/NAME: what benchmarks/gpu/with_weights.py made; --processes, --lock, --graphs as of beside_float32.py. PyTorch is
-diffusers' own pipeline in --dtype with the same weights: the repeated blocks of the transformer and the layers of the text
-encoders compiled (fullgraph), the decoder compiled as a whole, channels last. Rows: an image, several at once, a prompt through
+diffusers' own pipeline in --dtype with the same weights: the repeated blocks of the transformer (fullgraph) and the layers of the
+text encoders compiled, the decoder compiled as a whole, channels last. Rows: an image, several at once, a prompt through
 the text encoder of most parameters, the decoder. Memory: what the driver gave to the process for each, PyTorch's after sdflow's.
 `--target cpu` is to try it: nothing is compiled.
 """
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch  # before ONNX Runtime
 
-from benchmarks.gpu.beside_float32 import open_checkpoint_of
+from benchmarks.gpu.beside_float32 import arguments_of, open_checkpoint_of
 from benchmarks.gpu.compiled_blocks import compile_blocks
 from benchmarks.gpu.in_turns import in_turns
 from benchmarks.gpu.pipelines_on_gpu import PROMPT, distance, own_gigabytes, say, synchronize
@@ -38,11 +38,12 @@ IN_A_ROW = 3
 
 
 def compile_layers(module: torch.nn.Module) -> int:
-    """Compile the layers of a text encoder in place, wherever its list of them is; how many."""
+    """Compile the layers of a text encoder in place, wherever its list of them is; how many. Not as full graphs: transformers'
+    hooks, which collect hidden states, break them."""
     lists = [each for each in module.modules() if isinstance(each, torch.nn.ModuleList) and len(each) > 1]
     layers = max(lists, key=len)
     for each in layers:
-        each.compile(fullgraph=True, dynamic=False)
+        each.compile(dynamic=False)
     return len(layers)
 
 
@@ -136,8 +137,10 @@ def measure(options: Any, results: Results, loaded: list[Any], checkpoint: Any) 
         pipeline = None
 
         def draw_theirs(images: int) -> Any:
-            given = latents(images).to(device, kind)
-            return theirs(prompt=[PROMPT] * images, latents=given, output_type="np", **call).images
+            given = family.packed(latents(images)).to(device, kind)
+            return theirs(
+                prompt=[PROMPT] * images, latents=given, output_type="np", **call, **arguments_of(checkpoint)
+            ).images
 
         for images in options.images:
             for _ in range(2):
