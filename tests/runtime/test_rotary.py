@@ -113,6 +113,13 @@ def turned(net: Net, x: str, tables: tuple[str, str], shape: tuple[int, ...], pa
     return str(net.add("Add", plain, other))
 
 
+def swapped(net: Net, x: str, tables: tuple[str, str]) -> str:
+    """x cosine + (x1, x0, x3, x2, ...) sine, the signs in the sines: FLUX.1's own way."""
+    crossed = net.add("Gather", x, net.ints(*(channel ^ 1 for channel in range(SIZE))), axis=-1)
+    plain, other = (net.add("Mul", *each) for each in zip((x, crossed), tables, strict=True))
+    return str(net.add("Add", plain, other))
+
+
 def tables(net: Net, tokens: int, axes: tuple[int, ...]) -> list[tuple[str, str]]:
     """Cosines and sines with an axis of one for the images, and another at each of these places."""
     each = [net.add("Unsqueeze", net.input(name, tokens, SIZE), net.ints(0)) for name in ("cosine", "sine")]
@@ -176,6 +183,18 @@ def three_products() -> tuple[Net, list[str]]:
     return net, [net.attention(net.folded(net.by_head(query), 0, 0, -1), key, value)]
 
 
+def signed_sines(names: str) -> tuple[Net, list[str]]:
+    """An attention for each name, which all read one table of signed sines."""
+    net, outputs = Net(), []
+    ((cosine, sine),) = tables(net, IMAGE, (2,))
+    for name in names:
+        x = net.input(name, IMAGES, IMAGE, WIDTH)
+        heads = [net.folded(net.product(x, WIDTH, WIDTH, bias=True), IMAGES, IMAGE, HEADS, -1) for _ in range(3)]
+        query, key = (swapped(net, net.norm(each), (cosine, sine)) for each in heads[:2])
+        outputs.append(net.attention(net.folded(query, 0, 0, -1), net.by_head(key), net.by_head(heads[2])))
+    return net, outputs
+
+
 def by_softmax(biased: bool) -> tuple[Net, list[str]]:
     """Scores in memory, with a bias: Z-Image's blocks."""
     net = Net()
@@ -204,6 +223,8 @@ KINDS = {
         {"RotaryQkv": 1, "MultiHeadAttention": 1, "Slice": 2},
     ),
     "FLUX, one stream": (three_products(), {"RotaryQkv": 1, "MultiHeadAttention": 1}),
+    "FLUX, swapped": (signed_sines("x"), {"RotaryQkv": 1, "MultiHeadAttention": 1, "Constant": 1, "Mul": 1}),
+    "FLUX, one table": (signed_sines("xy"), {"RotaryQkv": 2, "MultiHeadAttention": 2, "Constant": 1, "Mul": 1}),
     "FLUX.2, packed": (packed(), {"RotaryQkv": 1, "MultiHeadAttention": 1, "SiluGated": 1}),
     "the other gate": (packed(gate_second=True), {"RotaryQkv": 1, "MultiHeadAttention": 1, "SiluGated": 1}),
     "Z-Image": (by_softmax(biased=True), {"RotaryQkv": 1, "MultiHeadAttention": 1}),
@@ -254,6 +275,9 @@ def computed(net: Net, replaced: onnx.ModelProto, outputs: list[str]) -> list[np
     whole.graph.node.extend(replaced.graph.node)
     for node in whole.graph.node:
         node.op_type = node.op_type.removesuffix("Bfloat16")
+        if node.op_type == "Constant":
+            value = numpy_helper.to_array(node.attribute[0].t).astype(np.float32)
+            node.attribute[0].t.CopyFrom(numpy_helper.from_array(value))
     del whole.opset_import[:]
     whole.opset_import.extend(replaced.opset_import)
     evaluator = ReferenceEvaluator(whole, new_ops=[RotaryQkv, SiluGated, MultiHeadAttention])
@@ -280,6 +304,7 @@ def changed(kind: str, op_type: str, change: Callable[[Any], None]) -> onnx.Mode
     """A graph of a kind, its first node of a type changed."""
     (net, outputs), _ = KINDS[kind]
     model = net.model(TensorProto.FLOAT16, *outputs)
+    model.graph.initializer.append(numpy_helper.from_array(np.arange(SIZE), "pairs_kept"))
     change(next(node for node in model.graph.node if node.op_type == op_type))
     return model
 
@@ -299,11 +324,12 @@ def set_epsilon(node: Any) -> None:
         ("FLUX", "SimplifiedLayerNormalization", set_epsilon),  # another one than the other heads
         ("FLUX", "Split", lambda node: node.output.reverse()),  # the even channels for the odd ones
         ("FLUX, one stream", "Concat", swap),  # (x0, -x1, ...)
+        ("FLUX, swapped", "Gather", lambda node: node.input.__setitem__(1, "pairs_kept")),
         ("FLUX", "MultiHeadAttention", lambda node: node.input.append("weight1")),  # a bias of its own
         ("Z-Image", "Softmax", lambda node: node.attribute[0].__setattr__("i", 2)),
         ("SD3", "Transpose", lambda node: node.attribute[0].ints.__setitem__(slice(None), [0, 2, 3, 1])),
     ],
-    ids=["epsilon", "pairs", "direction", "bias", "softmax", "transposed"],
+    ids=["epsilon", "pairs", "direction", "swap", "bias", "softmax", "transposed"],
 )
 def test_what_computes_something_else_is_left(kind: str, op_type: str, change: Callable[[Any], None]) -> None:
     assert with_own_kernels(changed(kind, op_type, change)) is None

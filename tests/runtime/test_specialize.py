@@ -67,6 +67,42 @@ def test_a_submodel_for_fixed_sizes_gives_the_same_bits(tiny_pipeline: Path, sub
             assert all(axis.dim_value > 0 for axis in known[name].tensor_type.shape.dim), name
 
 
+@pytest.mark.parametrize(
+    ("ends", "order", "left"),
+    [
+        ((3, 8), (0, 1), []),
+        ((3, 8), (1, 0), ["Slice", "Slice", "Concat"]),
+        ((3, 7), (0, 1), ["Slice", "Slice", "Concat"]),
+        ((3, (1 << 63) - 1), (0, 1), []),
+    ],
+)
+def test_parts_that_are_put_together_again_are_what_was_cut(
+    ends: tuple[int, int], order: tuple[int, int], left: list[str], tmp_path: Path
+) -> None:
+    helper, tensor = onnx.helper, onnx.numpy_helper.from_array
+    ranges = {"zero": 0, "middle": ends[0], "end": ends[1], "axis": -2}
+    nodes = [
+        helper.make_node("Relu", ["x"], ["whole"]),
+        helper.make_node("Slice", ["whole", "zero", "middle", "axis"], ["part0"]),
+        helper.make_node("Slice", ["whole", "middle", "end", "axis"], ["part1"]),
+        helper.make_node("Concat", [f"part{place}" for place in order], ["joined"], axis=1),
+        helper.make_node("Neg", ["joined"], ["y"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "parts",
+        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["batch", 8, 4])],
+        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)],
+        [tensor(np.array([value]), name) for name, value in ranges.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    fixed = specialize(model, {"batch": 2})
+    assert [node.op_type for node in fixed.graph.node] == ["Relu", *left, "Neg"]
+    feeds = feeds_of(fixed)
+    for old, new in zip(run(model, tmp_path, feeds), run(fixed, tmp_path, feeds), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
 def test_the_graph_of_the_artifact_stays_as_it_is(tiny_pipeline: Path) -> None:
     model = load(tiny_pipeline / "vae_decoder")
     before = model.SerializeToString(deterministic=True)

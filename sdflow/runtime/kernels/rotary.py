@@ -6,6 +6,7 @@ found by what the nodes compute, in float16 and bfloat16. What other nodes read 
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +50,18 @@ def replacements(graph: Any, known: Known) -> list[Replacement]:
             each = _of_softmax(node, reader)
         else:
             continue
-        found += [each] if each else []
+        if each is not None:
+            found.append(dataclasses.replace(each, nodes=(*_tables_for(each, reader), *each.nodes)))
+    return found
+
+
+def _tables_for(replacement: Replacement, reader: Reader) -> list[Any]:
+    """The nodes that make tables which the first of these nodes reads, unless an earlier replacement has them."""
+    found: list[Any] = []
+    for name in replacement.nodes[0].input:
+        found += reader.unsigned.get(name, [])
+        if name in reader.unsigned:
+            reader.unsigned[name] = []
     return found
 
 

@@ -43,6 +43,8 @@ class Reader:
             for item in graph.output
         }
         self.made = {name: node for node in graph.node for name in node.output if name}
+        self.unsigned: dict[str, list[Any]] = {}
+        """Name of a table that is not in the graph -> the nodes that make it."""
         self._readers: dict[str, list[Any]] = {item.name: [None] for item in graph.output}
         for node in graph.node:
             for name in node.input:
@@ -178,7 +180,8 @@ class Reader:
         return Stream(product, column, bias, weight, epsilon)
 
     def _rotation(self, name: str, order: str) -> tuple[str, tuple[str, str]] | None:
-        """What is rotated, and by which tables, in x cosine + crossed(x) sine."""
+        """What is rotated, and by which tables, in x cosine + crossed(x) sine. FLUX.1's graph swaps pairs instead of crossing
+        them, and its sines have the signs."""
         node = self.maker(name, "Add")
         if node is None:
             return None
@@ -187,12 +190,15 @@ class Reader:
             if first is None or second is None:
                 continue
             for crossed, sine in (second.input, reversed(second.input)):
-                value = self._crossed(crossed)
+                value, signed = self._crossed(crossed), False
+                if value is None:
+                    value, signed = self._swapped(crossed), True
                 if value is None or value not in first.input or self.shape(value) != self.shape(name):
                     continue
                 cosine = first.input[1 - list(first.input).index(value)]
                 if self._is_table(cosine, value, order) and self._is_table(sine, value, order):
-                    return value, (self._root(cosine), self._root(sine))
+                    root = self._root(sine)
+                    return value, (self._root(cosine), self._unsigned(root) if signed else root)
         return None
 
     def _is_table(self, name: str, value: str, order: str) -> bool:
@@ -221,6 +227,33 @@ class Reader:
             return None
         x: str = odd[0]
         return x if self.shape(x) == self.shape(name) else None
+
+    def _swapped(self, name: str) -> str | None:
+        """x where this is (x1, x0, x3, x2, ...)."""
+        from onnx import numpy_helper
+
+        node = self.maker(name, "Gather")
+        if node is None or attribute(node, "axis", 0) not in (-1, len(self.shape(name)) - 1):
+            return None
+        tensor, size = self._constants.get(node.input[1]), self.shape(name)[-1]
+        if tensor is None or tensor.external_data or list(tensor.dims) != [size]:
+            return None
+        x: str = node.input[0]
+        swapped = [channel ^ 1 for channel in range(size)]
+        return x if numpy_helper.to_array(tensor).tolist() == swapped and self.shape(x) == self.shape(name) else None
+
+    def _unsigned(self, sine: str) -> str:
+        """The table of sines for crossed pairs, of one for swapped ones: every other channel negated, which rounds nothing."""
+        from onnx import helper
+
+        name = f"{sine}_for_crossed"
+        if name not in self.unsigned:
+            element, shape = self.known[sine]
+            signs = helper.make_tensor(f"{name}_signs", element, [shape[-1]], [-1.0, 1.0] * (shape[-1] // 2))
+            constant = helper.make_node("Constant", [], [signs.name], value=signs)
+            self.unsigned[name] = [constant, helper.make_node("Mul", [sine, signs.name], [name], name)]
+            self.known[name] = element, shape
+        return name
 
     def _every_other(self, name: str) -> tuple[str, int, bool] | None:
         """x, whether the even or the odd channels, and whether negated."""

@@ -75,6 +75,10 @@ class _Folding:
         self.opsets = {entry.domain: entry.version for entry in model.opset_import}
         self.types: dict[str, Any] = {item.name: item.type for item in self.graph.input}
         self.known: dict[str, Any] = {}
+        self.cut: dict[str, tuple[str, int, int, int]] = {}
+        """Slice's output -> of what it is a part, along which axis, from where to where."""
+        self.same: dict[str, str] = {}
+        """Value that is put together of all parts of another -> that one."""
         for tensor in self.graph.initializer:
             self.types[tensor.name] = onnx.helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims))
             if tensor.data_location != onnx.TensorProto.EXTERNAL:
@@ -85,11 +89,18 @@ class _Folding:
 
         initializers = {tensor.name for tensor in self.graph.initializer}
         kept = []
+        outputs = {item.name for item in self.graph.output}
         for node in in_order(self.graph.node):
+            for place, name in enumerate(node.input):
+                node.input[place] = self.same.get(name, name)
             values = self._computed(node)
             if values is None:
                 self._infer(node)
-                kept.append(node)
+                whole = self._rejoined(node)
+                if whole is not None and node.output[0] not in outputs:
+                    self.same[node.output[0]] = whole
+                else:
+                    kept.append(node)
                 continue
             for name, value in values.items():
                 self.known[name] = value
@@ -106,10 +117,32 @@ class _Folding:
         for item in self.graph.output:
             item.type.CopyFrom(self.types[item.name])
         inner = (name for node in nodes for name in node.output if name)
-        outputs = {item.name for item in self.graph.output}
         for name in inner:
             if name not in outputs:
                 self.graph.value_info.add(name=name).type.CopyFrom(self.types[name])
+
+    def _rejoined(self, node: Any) -> str | None:
+        """What was cut into the parts that this node puts together again, as FLUX.1's single blocks do with text and image."""
+        if node.domain != "":
+            return None
+        if node.op_type == "Slice" and all(name in self.known for name in node.input[1:] if name):
+            ranges = [self.known[name].tolist() for name in node.input[1:] if name]
+            if len(node.input) > 3 and node.input[3] and all(len(each) == 1 for each in ranges):
+                (start,), (end,), (axis,), *steps = ranges
+                shape = self._shape(node.input[0])
+                begin, stop, step = slice(start, end, steps[0][0] if steps else 1).indices(shape[axis])
+                if step == 1:
+                    self.cut[node.output[0]] = node.input[0], axis % len(shape), begin, stop
+            return None
+        if node.op_type != "Concat" or not all(name in self.cut for name in node.input):
+            return None
+        parts = [self.cut[name] for name in node.input]
+        (whole, axis, *_), shape = parts[0], self._shape(node.output[0])
+        if any(part[:2] != (whole, axis) for part in parts) or node.attribute[0].i % len(shape) != axis:
+            return None
+        places = [0, *(part[3] for part in parts)]
+        in_turn = [part[2] for part in parts] == places[:-1]
+        return whole if in_turn and self._shape(whole) == shape else None
 
     def _wanted(self, kept: Sequence[Any]) -> list[Any]:
         """Copies of the nodes that the outputs come from."""
