@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from sdflow.errors import UsageError
 from sdflow.families.settings import ALL, FAMILY_ARGUMENTS, MOST_SEED, Settings
+from sdflow.families.shared.sampler_names import known_scheduler, require_installed
 from sdflow.prompts.wildcards import Wildcards
 from sdflow.runtime.files.folder import folder_family
 from sdflow.serve.api_error import ApiError
@@ -95,11 +96,12 @@ def jobs_of(
 
 def _require_settings(settings: Settings, model: ServedModel, image: Image | None, mask: Image | None) -> None:
     """Raises ApiError for settings that the pipeline or the request's images leave without meaning."""
-    if settings.scheduler is not None and settings.scheduler not in model.schedulers:
-        known = ", ".join(model.schedulers)
-        raise ApiError(
-            400, f"{model.name} cannot draw with {settings.scheduler}. Take one of {known}.", param="scheduler"
-        )
+    if settings.scheduler is not None:
+        try:
+            require_installed(known_scheduler(settings.scheduler, schedulers=model.schedulers))
+        except UsageError as error:
+            message = f"{model.name}: {error.what}. {error.remedy}"
+            raise ApiError(400, message, param="scheduler", code="invalid_value") from error
     there = {"image": image, "mask": mask}
     for name in settings.given():
         if name in FAMILY_ARGUMENTS and name not in model.arguments:
