@@ -23,7 +23,5 @@ def params(names: Iterable[str]) -> list[Any]:
 EVERY = params(NOISE_SCHEDULERS)
 """All names."""
 
-SAMPLERS = params(
-    name for name in NOISE_SCHEDULERS if not parts_of(name)[1] or parts_of(name)[0] in ("euler", "heun")
-)
+SAMPLERS = params(name for name in NOISE_SCHEDULERS if not parts_of(name)[1] or parts_of(name)[0] in ("euler", "heun"))
 """Each sampler, and two of them with every spacing: the spacings are one function in diffusers, copied into each class."""

@@ -52,7 +52,7 @@ _ALL = tuple(SPACINGS)
 class Sampler:
     """A class of diffusers' schedulers with these options. webui, comfyui, invokeai: what they call it; "": they have none
     such. spacings: that it can take. automatic: the spacing that A1111's webui gives it unless told otherwise; "": none.
-    needs: distributions."""
+    needs: distributions. runs: of the denoiser for a step (diffusers' `order`)."""
 
     scheduler: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -62,6 +62,7 @@ class Sampler:
     spacings: tuple[str, ...] = ()
     automatic: str = ""
     needs: tuple[str, ...] = ()
+    runs: int = 1
 
 
 def _multistep(order: int, *, sde: bool = False, **more: str) -> dict[str, Any]:
@@ -89,10 +90,12 @@ NOISE_SAMPLERS: Mapping[str, Sampler] = {
         *(_MULTISTEP, _multistep(3, sde=True, solver_type="midpoint")),
         *("DPM++ 3M SDE", "dpmpp_3m_sde", "", _ALL, "exponential"),
     ),
-    "dpm++_sde": Sampler(_SDE, {}, "DPM++ SDE", "dpmpp_sde", "dpmpp_sde", _ALL, "karras", ("torchsde", "scipy")),
-    "dpm2": Sampler("KDPM2DiscreteScheduler", {}, "DPM2", "dpm_2", "kdpm_2", _ALL, "karras"),
-    "dpm2_a": Sampler("KDPM2AncestralDiscreteScheduler", {}, "DPM2 a", "dpm_2_ancestral", "kdpm_2_a", _ALL, "karras"),
-    "heun": Sampler("HeunDiscreteScheduler", {}, "Heun", "heun", "heun", _ALL),
+    "dpm++_sde": Sampler(_SDE, {}, "DPM++ SDE", "dpmpp_sde", "dpmpp_sde", _ALL, "karras", ("torchsde", "scipy"), 2),
+    "dpm2": Sampler("KDPM2DiscreteScheduler", {}, "DPM2", "dpm_2", "kdpm_2", _ALL, "karras", runs=2),
+    "dpm2_a": Sampler(
+        "KDPM2AncestralDiscreteScheduler", {}, "DPM2 a", "dpm_2_ancestral", "kdpm_2_a", _ALL, "karras", runs=2
+    ),
+    "heun": Sampler("HeunDiscreteScheduler", {}, "Heun", "heun", "heun", _ALL, runs=2),
     "lms": Sampler("LMSDiscreteScheduler", {}, "LMS", "lms", "lms", _ALL, needs=("scipy",)),
     "deis": Sampler("DEISMultistepScheduler", {}, "", "deis", "deis", _ALL),
     "unipc": Sampler("UniPCMultistepScheduler", {}, "UniPC", "uni_pc", "unipc", _ALL),

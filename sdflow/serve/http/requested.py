@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from sdflow.errors import UsageError
 from sdflow.families.settings import ALL, FAMILY_ARGUMENTS, MOST_SEED, Settings
 from sdflow.families.shared.sampler_names import known_scheduler, require_installed
+from sdflow.families.shared.schedulers import SAMPLERS, parts_of
 from sdflow.prompts.wildcards import Wildcards
 from sdflow.runtime.files.folder import folder_family
 from sdflow.serve.api_error import ApiError
@@ -50,6 +51,7 @@ def jobs_of(
     limits.require_at_most("n", images, limits.images)
     settings = fields.settings()
     limits.require_at_most("steps", settings.steps, limits.steps)
+    _require_runs(settings, limits)
     limits.require_at_most("partial_images", previews, limits.previews)
     for param, value in {"prompt": fields.prompt, **settings.given()}.items():
         limits.require_short(param, value if isinstance(value, str) else None)
@@ -92,6 +94,19 @@ def jobs_of(
         )
         for index, seed in enumerate((first + index) % (MOST_SEED + 1) for index in range(images))
     ]
+
+
+def _require_runs(settings: Settings, limits: Limits) -> None:
+    """Raises ApiError for steps of a scheduler with two runs of the denoiser a step that take more runs than steps may be."""
+    scheduler = settings.scheduler
+    if scheduler is None or settings.steps is None:
+        return
+    runs = settings.steps * SAMPLERS[parts_of(scheduler)[0]].runs
+    if runs > limits.steps:
+        words = (
+            f"{settings.steps} steps of {scheduler} take {runs} runs of the denoiser, and may take {limits.steps} here."
+        )
+        raise ApiError(400, words, param="steps")
 
 
 def _require_settings(settings: Settings, model: ServedModel, image: Image | None, mask: Image | None) -> None:
