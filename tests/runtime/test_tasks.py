@@ -203,8 +203,8 @@ def test_settings_that_do_not_fit_are_refused(
 
 
 def test_an_unknown_scheduler_is_refused_with_the_nearest_name(pipeline: Pipeline) -> None:
-    with pytest.raises(UsageError, match=r"no scheduler is named 'dpm\+\+_4m'; did you mean 'dpm\+\+_2m'"):
-        named_scheduler("dpm++_4m", pipeline.scheduler.config, DIFFUSION)
+    with pytest.raises(UsageError, match="no scheduler is named 'eulr'; did you mean 'euler'"):
+        named_scheduler("eulr", pipeline.scheduler.config, DIFFUSION)
 
 
 def test_a_scheduler_that_is_not_linear_is_refused() -> None:

@@ -125,10 +125,10 @@ class LoadedPipeline:
         target: cpu, cuda, ...; None: the one that it was built for. scheduler: one of `families.schedulers.SCHEDULERS`
         instead of the folder's, or what A1111 or ComfyUI calls it. checker: whether the family's checker, if it is there,
         sees the images. cuda_graphs: the submodels that may be captured, None: all. tuning: what `sdflow tune` chose for this
-        machine: `recorded_tuning(folder, target).tuning`. embeddings: files of textual inversion, FILE or FILE:WORD, and folders of them, whose files go by their
-        names; their words may stand in prompts. shared:
-        submodels that another pipeline has loaded of the same artifacts. previews: a pipeline folder whose tiny VAE decodes
-        previews; None: the pipeline's own, if it is one.
+        machine: `recorded_tuning(folder, target).tuning`. embeddings: files of textual inversion, FILE or FILE:WORD, and folders
+        of them, whose files go by their names; their words may stand in prompts. shared: submodels that another pipeline has
+        loaded of the same artifacts. previews: a pipeline folder whose tiny VAE decodes previews; None: the pipeline's own, if
+        it is one.
         Raises UsageError when the folder is no pipeline, TargetUnavailableError when the provider is not there.
         """
         folder = Path(folder)
