@@ -139,7 +139,8 @@ def test_a_plain_prompt_means_the_same_in_the_syntax_of_the_webui(
 
 def test_what_is_not_taken_over_is_said(tmp_path: Path) -> None:
     text = (
-        "a cat <lora:ink:0.8>\nsecond line\nNegative prompt: dog\nugly\nSteps: 30, Sampler: DPM++ 2M, Schedule type: KL Optimal, CFG scale: 7, "
+        "a cat <lora:ink:0.8>\nsecond line\nNegative prompt: dog\nugly\n"
+        "Steps: 30, Sampler: DPM++ 2M, Schedule type: KL Optimal, CFG scale: 7, "
         'Seed: 1, Size: 512x512, Model hash: 45dee52b, Hires upscale: 2, Denoising strength: 0.4, Lora hashes: "ink: ab, b: c"'
     )
     found = read_image_settings(png(tmp_path / "image.png", {PARAMETERS: text}))

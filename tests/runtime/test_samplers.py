@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -27,7 +27,14 @@ from sdflow.families.shared.sampler_names import (
     scheduler_name,
     scheduler_of,
 )
-from sdflow.families.shared.schedulers import FLOW_SCHEDULERS, NOISE_SCHEDULERS, SAMPLERS, parts_of, requirements
+from sdflow.families.shared.schedulers import (
+    FLOW_SCHEDULERS,
+    NOISE_SCHEDULERS,
+    SAMPLERS,
+    SPACINGS,
+    parts_of,
+    requirements,
+)
 from sdflow.machine.packages import missing
 from sdflow.runtime.denoiser.schedule import Schedule, named_scheduler, trace
 from sdflow.runtime.pipeline import Pipeline
@@ -264,6 +271,26 @@ def test_an_unknown_name_is_refused_with_the_nearest(text: str, schedulers: Any,
     with pytest.raises(UsageError, match=says) as refused:
         known_scheduler(text, schedulers=schedulers)
     assert refused.value.remedy is not None and "also with" in refused.value.remedy
+
+
+def test_the_manual_has_the_rows_of_the_tables() -> None:
+    def called(options: Mapping[str, Any]) -> str:
+        return ", ".join(
+            f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}" for name, value in options.items()
+        )
+
+    lines = (Path(__file__).parents[2] / "docs/samplers.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
+    samplers = [
+        [f"`{name}`", row.webui, row.comfyui, f"`{row.scheduler}({called(row.options)})`", str(row.runs)]
+        for name, row in SAMPLERS.items()
+    ]
+    spacings = [
+        [f"`_{name}`", row.webui, f"`{called({key: value for key, value in row.options.items() if value})}`"]
+        for name, row in SPACINGS.items()
+    ]
+    assert rows[: len(samplers)] == samplers
+    assert [[cells[0], cells[1], cells[3]] for cells in rows[len(samplers) :]] == spacings
 
 
 @pytest.mark.parametrize("name", ["dpm++_sde_karras", "lms", "euler_beta", "flow_euler_beta", "heun"])

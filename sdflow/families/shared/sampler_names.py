@@ -78,7 +78,10 @@ def read_scheduler(text: str) -> str:
 
 def unknown(text: str, schedulers: Mapping[str, SchedulerRow] = SCHEDULERS) -> str:
     """What to tell of a name that is not among these schedulers, with the nearest that are."""
-    spelled = {each: name for name in schedulers for each in sorted(_KNOWN[name])}
+    spelled: dict[str, str] = {}
+    for name in schedulers:
+        for each in _KNOWN[name]:
+            spelled.setdefault(each, name)
     near = dict.fromkeys(spelled[each] for each in get_close_matches(_normal(text), spelled, n=6, cutoff=0.5))
     if not near:
         near = dict.fromkeys(get_close_matches(text.lower(), schedulers, n=1, cutoff=0.3))
@@ -106,6 +109,15 @@ def listed(schedulers: Mapping[str, SchedulerRow]) -> str:
 def available(schedulers: Mapping[str, SchedulerRow]) -> tuple[str, ...]:
     """Those of these schedulers for which everything is installed."""
     return tuple(name for name in schedulers if not missing(*requirements(name)))
+
+
+def of_each_kind(schedulers: Mapping[str, SchedulerRow]) -> tuple[str, ...]:
+    """Of those for which everything is installed each sampler once, and each spacing once."""
+    found: dict[tuple[str, str], str] = {}
+    for name in available(schedulers):
+        sampler, spacing = parts_of(name)
+        found.setdefault(("", spacing) if spacing else (sampler, ""), name)
+    return tuple(found.values())
 
 
 def scheduler_name(scheduler: Any) -> str | None:
