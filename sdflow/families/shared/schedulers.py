@@ -97,7 +97,7 @@ NOISE_SAMPLERS: Mapping[str, Sampler] = {
     ),
     "heun": Sampler("HeunDiscreteScheduler", {}, "Heun", "heun", "heun", _ALL, runs=2),
     "lms": Sampler("LMSDiscreteScheduler", {}, "LMS", "lms", "lms", _ALL, needs=("scipy",)),
-    "deis": Sampler("DEISMultistepScheduler", {}, "", "deis", "deis", _ALL),
+    "deis": Sampler("DEISMultistepScheduler", {"algorithm_type": "deis"}, "", "deis", "deis", _ALL),
     "unipc": Sampler("UniPCMultistepScheduler", {}, "UniPC", "uni_pc", "unipc", _ALL),
     "lcm": Sampler("LCMScheduler", {}, "LCM", "lcm", "lcm"),
     "tcd": Sampler("TCDScheduler", {}, "TCD", "tcd", "tcd"),
@@ -163,7 +163,10 @@ def make_scheduler(name: str, config: Config) -> Any:
     package is missing that it needs."""
     require_packages(f"the scheduler {name}", *requirements(name))
     cls, options = SCHEDULERS[name]
-    return scheduler_class(cls).from_config(dict(config), **options)
+    try:
+        return scheduler_class(cls).from_config(dict(config), **options)
+    except (ValueError, NotImplementedError) as error:
+        raise UsageError(f"{name} cannot take over the settings of the pipeline's own scheduler: {error}") from error
 
 
 @cache
