@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
+from sdflow.errors import UsageError
 from sdflow.families.shared.brownian import with_drawn_noise
 from sdflow.machine.packages import require_packages
 from sdflow.models.base import Config
