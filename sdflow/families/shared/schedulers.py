@@ -182,9 +182,9 @@ def scheduler_class(name: str) -> Any:
     return with_drawn_noise(found) if name == _SDE else found
 
 
-def prediction(config: Config, otherwise: str) -> str:
+def prediction(config: Config, otherwise: str = "epsilon") -> str:
     """What a denoiser makes for a scheduler of this config, as diffusers calls it. otherwise: where the config does not
-    say it."""
+    say it; diffusers' schedulers of noise then take it for noise."""
     return str(config.get("prediction_type", otherwise))
 
 
