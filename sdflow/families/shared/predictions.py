@@ -1,6 +1,7 @@
 """What files in the original layouts say of how their denoiser predicts: noise, velocity, or as EDM does.
 
-Nothing in the shapes of a denoiser tells it: metadata do, tensors that are there for that alone, and the number of training steps.
+Nothing in the shapes of a denoiser tells it: metadata do, tensors that are there for that alone, and the number of training
+steps.
 """
 
 from __future__ import annotations
