@@ -137,9 +137,12 @@ def webui_routes(served: Served) -> APIRouter:
 
     @routes.get("/samplers", summary="The samplers")
     async def samplers() -> list[dict[str, Any]]:
+        found: dict[str, list[str]] = {}  # a sampler of noise and one of flow matching may have one name
+        for name in available({each: row for each, row in _all_schedulers(served).items() if each in SAMPLERS}):
+            found.setdefault(SAMPLERS[name].webui or name, []).append(name)
         return [
-            {"name": SAMPLERS[name].webui or name, "aliases": [name], "options": _options(SAMPLERS[name].automatic)}
-            for name in available({each: row for each, row in _all_schedulers(served).items() if each in SAMPLERS})
+            {"name": label, "aliases": names, "options": _options(SAMPLERS[names[0]].automatic)}
+            for label, names in found.items()
         ]
 
     @routes.get("/schedulers", summary="The schedule types, which a request names beside its sampler")
