@@ -42,7 +42,7 @@ def configs_of(name: str, family: Family) -> dict[str, Config]:
             **{option: index.get(option, family.options[option]) for option in part.options},
         }
         for part in family.parts
-        if index.get(part.component) or part.component == family.part(family.denoiser).component
+        if any(index.get(part.component) or ())
     }
 
 
