@@ -34,6 +34,7 @@ class LatentConsistency(Family):
         "image": Defaults(steps=4, guidance_scale=8.0, strength=0.8),
         "inpaint": Defaults(steps=4, guidance_scale=8.0, strength=1.0),
     }
+    verified_guidance = 8.5
     embeddings = one_clip.EMBEDDINGS
     colors: ClassVar[LatentColors] = STABLE_DIFFUSION
     assembled_as: ClassVar[Mapping[Task, str]] = {"text": "ORTLatentConsistencyModelPipeline"}

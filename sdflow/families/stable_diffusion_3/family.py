@@ -124,6 +124,7 @@ class StableDiffusion3(Family):
         "image": Defaults(steps=50, guidance_scale=4.5, strength=0.6),
         "inpaint": Defaults(steps=50, guidance_scale=4.5, strength=0.6),
     }
+    verified_guidance = 7.0
     embeddings = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
     assembled_as: ClassVar[Mapping[Task, str]] = {"text": "ORTStableDiffusion3Pipeline"}
     architectures: ClassVar[Mapping[str, Architecture]] = {

@@ -93,6 +93,7 @@ class ZImage(Family):
         "image": Defaults(steps=50, guidance_scale=4.0, strength=0.6),
         "inpaint": Defaults(steps=50, guidance_scale=4.0, strength=1.0),
     }
+    verified_guidance = 5.0
     embeddings = ("prompt_embeds", "negative_prompt_embeds")
     assembled_as: ClassVar[Mapping[Task, str]] = {"text": "ORTZImagePipeline"}
     architectures: ClassVar[Mapping[str, Architecture]] = {
