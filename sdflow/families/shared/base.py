@@ -47,6 +47,7 @@ class Family:
     the scheduler's config. options: entries of model_index.json that affect the computation, with diffusers' defaults.
     arguments: family-specific call arguments, by name.
     reference_arguments: arguments of a call of diffusers' pipeline whose defaults differ from this family's.
+    verified_guidance: the scale that guided images are verified with, which keys of verdicts hold; None: the default.
     embeddings: the outputs of diffusers' `encode_prompt`, in order, as arguments of its call that replace prompts.
     assembled_as: the class in an assembled model_index.json, by `task`.
     architectures: shipped ones, by name; the first is the default. relatives: how a name begins in a file of a denoiser like its
@@ -79,6 +80,7 @@ class Family:
     strength_spreads: bool = False
     defaults: ClassVar[Mapping[Task, Defaults]]
     reference_arguments: ClassVar[Mapping[str, Any]] = {}
+    verified_guidance: float | None = None
     embeddings: tuple[str, ...]
     colors: ClassVar[LatentColors | None] = None
     relatives: tuple[tuple[str, str], ...] = ()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -16,7 +16,8 @@ from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 
 from sdflow.families.image_text_reading import LORA
-from sdflow.families.shared.sampler_names import SAMPLERS
+from sdflow.families.shared.sampler_names import AUTOMATIC, available, scheduler_of, unknown, webui_names
+from sdflow.families.shared.schedulers import SAMPLERS, SPACINGS, SchedulerRow
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.http.openai_api import Served, note, of_validation, wanted_still
 from sdflow.serve.http.openai_fields import Edit
@@ -58,7 +59,7 @@ def webui_routes(served: Served) -> APIRouter:
         prompt, wanted = loras_in(asked.prompt)
         name = asked.override_settings.sd_model_checkpoint or now.model
         model = find_model(served.models, name)
-        scheduler = _scheduler(asked.sampler_name or asked.sampler_index, model.schedulers)
+        scheduler = _scheduler(asked.sampler_name or asked.sampler_index, asked.scheduler, model.schedulers)
         side = model.latents.image_size
         size = f"{asked.width or side}x{asked.height or side}"
         fields = Edit.model_validate(
@@ -89,7 +90,7 @@ def webui_routes(served: Served) -> APIRouter:
             "all_seeds": seeds,
             "steps": asked.steps,
             "cfg_scale": asked.cfg_scale,
-            "sampler_name": next((name for name, own in SAMPLERS.items() if own == scheduler), scheduler),
+            "sampler_name": None if scheduler is None else (webui_names(scheduler) or (scheduler,))[0],
             "sd_model_name": model.name,
         }
         images = [b64encode(found[index].file).decode() for index in sorted(found)]
@@ -136,7 +137,21 @@ def webui_routes(served: Served) -> APIRouter:
 
     @routes.get("/samplers", summary="The samplers")
     async def samplers() -> list[dict[str, Any]]:
-        return [{"name": name, "aliases": [scheduler], "options": {}} for name, scheduler in SAMPLERS.items()]
+        found: dict[str, list[str]] = {}  # a sampler of noise and one of flow matching may have one name
+        for name in available({each: row for each, row in _all_schedulers(served).items() if each in SAMPLERS}):
+            found.setdefault(SAMPLERS[name].webui or name, []).append(name)
+        return [
+            {"name": label, "aliases": names, "options": _options(SAMPLERS[names[0]].automatic)}
+            for label, names in found.items()
+        ]
+
+    @routes.get("/schedulers", summary="The schedule types, which a request names beside its sampler")
+    async def schedulers() -> list[dict[str, Any]]:
+        labels = {"automatic": AUTOMATIC, "uniform": "Uniform", **{name: each.webui for name, each in SPACINGS.items()}}
+        return [
+            {"name": name, "label": label, "aliases": None, "default_rho": -1.0, "need_inner_model": False}
+            for name, label in labels.items()
+        ]
 
     @routes.get("/options", summary="The pipeline that is taken where a request names none")
     async def options() -> dict[str, Any]:
@@ -173,21 +188,28 @@ async def _watched(served: Served, jobs: list[Job], now: _Now) -> dict[int, Draw
     return found
 
 
-def _scheduler(sampler: str | None, schedulers: Collection[str]) -> Any:
-    """The scheduler of a sampler. "Karras" behind its name has no effect: timesteps are the scheduler's own, and the answer names
-    the sampler without it. Raises ApiError."""
-    if sampler is None or sampler == "Automatic":
-        return None
-    own = {name.lower(): scheduler for name, scheduler in SAMPLERS.items()}
-    plain = sampler.lower().removesuffix(" karras").removesuffix(" exponential")
-    if plain in own:  # for families of flow matching, the sampler of that name
-        found = own[plain]
-        return f"flow_{found}" if found not in schedulers and f"flow_{found}" in schedulers else found
-    if plain in own.values():
-        return plain
-    raise ApiError(
-        400,
-        f"no sampler is named {sampler!r} here, only {', '.join(SAMPLERS)}.",
-        param="sampler_name",
-        code="invalid_value",
-    )
+def _all_schedulers(served: Served) -> dict[str, SchedulerRow]:
+    """Those of any of the pipelines."""
+    return {name: row for model in served.models.values() for name, row in model.schedulers.items()}
+
+
+def _options(automatic: str) -> dict[str, str]:
+    return {"scheduler": automatic} if automatic else {}
+
+
+def _scheduler(sampler: str | None, schedule: str | None, schedulers: Mapping[str, SchedulerRow]) -> str | None:
+    """The scheduler of a sampler and a schedule type; None: the pipeline's own. Without a schedule type the webui takes the
+    sampler's usual one. Raises ApiError."""
+    if sampler is None or sampler == AUTOMATIC:
+        if schedule in (None, "", AUTOMATIC, AUTOMATIC.lower()):
+            return None
+        message = f"the schedule type {schedule!r} needs a sampler: send sampler_name too."
+        raise ApiError(400, message, param="scheduler", code="invalid_value")
+    told = schedule or (None if sampler in schedulers else AUTOMATIC)  # our own names say it all
+    if (found := scheduler_of(sampler, told, schedulers)) is not None:
+        return found
+    if scheduler_of(sampler, None, schedulers) is not None:
+        message = f"{sampler} takes no schedule type {schedule!r} here; see /sdapi/v1/schedulers."
+        raise ApiError(400, message, param="scheduler", code="invalid_value")
+    message = f"{unknown(sampler, schedulers)}; see /sdapi/v1/samplers."
+    raise ApiError(400, message, param="sampler_name", code="invalid_value")

@@ -42,6 +42,7 @@ class Text(BaseModel):
     n_iter: int = Field(1, ge=1)
     sampler_name: Words | None = None
     sampler_index: Words | None = None
+    scheduler: Words | None = None
     eta: float | None = field_of(COMMON["eta"], None)
     override_settings: Options = Field(default_factory=Options)
 

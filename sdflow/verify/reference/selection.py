@@ -104,13 +104,16 @@ def select(spec: VerifySpec, image: ImageSpec, submodels: Sequence[str], checkpo
     if full:
         shapes = vae_shapes = [(1, rows, columns * 2), (2, rows * 2, columns), (3, rows, columns), (1, own, own)]
     drawn = checkpoint.defaults()["text"]
+    guidance = drawn.guidance_scale
+    if family.verified_guidance is not None and guidance > 1 and "guidance_scale" not in checkpoint.said:
+        guidance = family.verified_guidance
     prompts = list(dict.fromkeys([image.prompt, *(image.prompts if full else ()), *PROMPTS, LONG_PROMPT]))
     drawing = {*family.needed(configs)} <= {*submodels}
     return Selection(
         submodels=tuple(submodels),
         prompts=tuple(prompts),
         steps=spec.steps or min(FULL_STEPS if full else QUICK_STEPS, drawn.steps),
-        guidance_scale=drawn.guidance_scale if image.guidance_scale is None else image.guidance_scale,
+        guidance_scale=guidance if image.guidance_scale is None else image.guidance_scale,
         seed=image.seed,
         rows=rows,
         columns=columns,
