@@ -10,20 +10,20 @@ others go on.
 from __future__ import annotations
 
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from sdflow.errors import SdflowError
 from sdflow.runtime.drawing.drawing import Drawing
 from sdflow.runtime.drawing.waits import Compute, Fetch
 from sdflow.serve.engine.elsewhere import Pending, start
+from sdflow.serve.engine.pace import Pace
 from sdflow.serve.engine.served_pipeline import Finished, Progress, ServedPipeline, Work, shared_steps
 from sdflow.serve.engine.shared_steps import SIZES_KEPT
-from sdflow.serve.engine.waiting import Waiting, next_batch
+from sdflow.serve.engine.waiting import Waiting
 from sdflow.serve.jobs import Begun, Drawn, Failed, Job, LoraFile, Message, Preview, Stepped, Turned
+from sdflow.serve.log import log_error
 
 MOST_OVERTAKEN = 2
 """How many images may overtake one, for each place."""
@@ -55,21 +55,21 @@ class Engine:
     """Draws jobs.
 
     find: returns the pipeline that draws a job, with its LoRAs. ready: whether that is loaded; if its second argument is true,
-    loading starts. seconds: of a run of each pipeline's denoiser by batch size; these sizes are used. places: how many images of
-    one size are drawn at once. tell: receives messages about what happens.
+    loading starts. seconds: of a run of each pipeline's denoiser by batch size, fixed or measured again; these sizes are used.
+    places: how many images of one size are drawn at once. tell: receives messages about what happens.
     """
 
     def __init__(
         self,
         find: Callable[[Job], ServedPipeline],
-        seconds: Mapping[str, Mapping[int, float]],
+        seconds: Mapping[str, Mapping[int, float] | Pace],
         tell: Callable[[Message], None],
         places: int | None = None,
         ready: Callable[[Job, bool], bool] = lambda job, begin: True,
         waiting: Waiting | None = None,
     ) -> None:
         self._find, self._seconds, self._tell, self._ready = find, seconds, tell, ready
-        self.places = places or max(max(each) for each in seconds.values())
+        self._places = places
         self._waiting = Waiting() if waiting is None else waiting
         self._running: list[_Running] = []
         self._device_seconds: dict[Hashable, float] = {}
@@ -107,8 +107,12 @@ class Engine:
         any_drawn, batches = bool(self._running), list[Batch]()
         if stepping := self._stepping:
             group = self._next_group(stepping)
-            size = next_batch(len(group), self._seconds[group[0].job.pipeline])
+            pace = self._pace(group[0].job)
+            size = pace.size(len(group))
             batches = self._run_batch(group[:size], size)
+            if batches and own_size(group[0].job):
+                others = sum(_kind(job) == _kind(group[0].job) and own_size(job) for job in self._waiting.jobs)
+                pace.note(size, batches[-1][2], max(0, len(group) - size) + others)
         elif any_drawn:
             self._wait()
         counts = len(self._stepping), len(self._waiting)
@@ -116,6 +120,14 @@ class Engine:
             self._counts = counts
             self._tell(Turned(tuple(batches), *counts))
         return any_drawn
+
+    def places(self, job: Job) -> int:
+        """How many images of this one's size are drawn at once."""
+        return self._places or self._pace(job).places
+
+    def _pace(self, job: Job) -> Pace:
+        found = self._seconds[job.pipeline]
+        return found if isinstance(found, Pace) else Pace(found)
 
     @property
     def _stepping(self) -> list[_Running]:
@@ -143,7 +155,7 @@ class Engine:
         oldest, kinds = waiting[0], {_kind(each.job) for each in self._running}
         there = self._ready(oldest, True)
         found = oldest if there else None
-        if not there or self._overtaken < MOST_OVERTAKEN * self.places:
+        if not there or self._overtaken < MOST_OVERTAKEN * self.places(oldest):
             found = next((job for job in waiting if _kind(job) in kinds), found)
         if found is None:
             found = next((job for job in waiting if self._ready(job, False)), None)
@@ -159,7 +171,7 @@ class Engine:
         for job in waiting:
             if _size(job) not in taken and len(taken) == SIZES_KEPT:
                 break
-            if taken[_size(job)] < self.places:
+            if taken[_size(job)] < self.places(job):
                 found.append(job)
         return found
 
@@ -206,6 +218,7 @@ class Engine:
             together[0].pipeline.step([each.drawing for each in together if each.drawing is not None], size)
         except Exception as error:  # noqa: BLE001  (ONNX Runtime's and torch's have no common class; it is told)
             if len(together) > 1:
+                self._pace(together[0].job).failed(size)
                 return [batch for running in together for batch in self._run_batch([running], 1)]
             self._leave(together[0])
             self._failed(together[0].job, error)
@@ -262,8 +275,7 @@ class Engine:
         if isinstance(error, SdflowError):
             self._tell(Failed(job.request, job.index, kind, error.what, error.where, error.remedy))
             return
-        with suppress(OSError):  # a log that is full stops no drawing
-            traceback.print_exception(error)
+        log_error(error)
         self._tell(Failed(job.request, job.index, kind, str(error)))
 
 
@@ -279,6 +291,11 @@ def _sent(work: Work, pending: Pending) -> Drawing | Fetch | Compute:
 def _kind(job: Job) -> tuple[str, tuple[LoraFile, ...]]:
     """What must be equal for two to share runs."""
     return job.pipeline, job.loras
+
+
+def own_size(job: Job) -> bool:
+    """Whether it says no size, so that its image has the model's own."""
+    return "height" not in job.arguments
 
 
 def _size(job: Job) -> Hashable:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,6 +18,7 @@ import psutil
 from sdflow.serve.engine.engine import Engine
 from sdflow.serve.engine.waiting import Waiting
 from sdflow.serve.jobs import Job, Message, Turned
+from sdflow.serve.log import log_error
 
 WAIT_SECONDS = 0.005
 """Between two looks whether what the only jobs wait for is there."""
@@ -43,6 +43,7 @@ class Lanes:
         self._lanes: list[_Lane] = []
         self._drawing: list[int] = []
         self._ended = False
+        self._chores: list[Callable[[], None]] = []
         self._process, self._memory, self._looked = psutil.Process(), 0, 0.0
 
     def add(self, make: Callable[[Waiting, Tell], Engine]) -> None:
@@ -64,6 +65,12 @@ class Lanes:
             for lane in self._lanes:
                 lane.cancelled.append(request)
             self.waiting.cancel(request)
+
+    def do(self, chore: Callable[[], None]) -> None:
+        """In the thread of the first lane, between two steps."""
+        with self.waiting.changed:
+            self._chores.append(chore)
+        self.look_again()
 
     def look_again(self) -> None:
         """What a job waits for may be there now."""
@@ -88,19 +95,23 @@ class Lanes:
         try:
             self._run(lane)
         except BaseException as error:  # noqa: BLE001  (a thread would end alone, and its images never)
-            traceback.print_exception(error)
+            log_error(error)
             os._exit(1)
 
     def _run(self, lane: _Lane) -> None:
         changed, engine, stuck = self.waiting.changed, lane.engine, False
+        chores = self._chores if lane is self._lanes[0] else []
         while True:
             with changed:
                 if stuck:
                     changed.wait(WAIT_SECONDS)
-                changed.wait_for(lambda: self._ended or lane.cancelled or engine.busy)
+                changed.wait_for(lambda: self._ended or lane.cancelled or engine.busy or chores)
                 if self._ended:
                     return
                 cancelled, lane.cancelled = lane.cancelled, []
+                due = [chores.pop(0) for _ in tuple(chores)]
+            for chore in due:
+                chore()
             for request in cancelled:
                 engine.cancel(request)
             stuck = not engine.turn()  # what it waits for is being made

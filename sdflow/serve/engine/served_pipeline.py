@@ -82,6 +82,11 @@ class ServedPipeline:
         self._hold: Callable[[], None] = lambda: None
         self._ahead = OneAhead(self.base.place)
 
+    def limit_chunks(self, most: int | None) -> None:
+        """Of a prompt."""
+        for stage in self.stages:
+            stage.most_chunks = most
+
     @classmethod
     def load(
         cls, folder: Path, threads: int | None = None, checker: bool = True, embeddings: Path | None = None
@@ -121,7 +126,7 @@ class ServedPipeline:
             defaults=base.defaults,
         )
         pipeline.scheduler, pipeline.record = base.scheduler, base.record
-        pipeline.learned, pipeline.words = base.learned, base.words
+        pipeline.learned, pipeline.words, pipeline.most_chunks = base.learned, base.words, base.most_chunks
         whole = pipeline if isinstance(self.pipeline, Pipeline) else Ensemble(pipeline, self.pipeline.refiner)
         return type(self)(whole, self._reload, self._cuts)
 

@@ -21,6 +21,7 @@ from sdflow.prompts.wildcards import Wildcards
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.http.drawing import Drawing
 from sdflow.serve.http.loras import Loras
+from sdflow.serve.http.models import Models
 from sdflow.serve.http.openai_fields import Edit, Fields, Generation, as_openai_edit_form
 from sdflow.serve.http.requested import find_model, jobs_of, size_of
 from sdflow.serve.http.served_model import ServedModel
@@ -43,7 +44,7 @@ NO_USAGE = {
 class Served:
     """What the routes need."""
 
-    models: Mapping[str, ServedModel]
+    models: Models
     drawing: Drawing
     limits: Limits
     loras: Loras

@@ -19,7 +19,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError,
 
 from sdflow.serve.http.app import Hear, Settings, make_app
 from sdflow.serve.http.server import DRAIN_SECONDS
-from sdflow.serve.jobs import Begun, Cancel, Drawn, Failed, Job, Lost, Message, OfImage, Ready, Turned
+from sdflow.serve.jobs import Begun, Cancel, Drawn, Failed, Job, Lost, Message, OfImage, Order, Ready, Turned
 from sdflow.serve.on_ray.replica import Replica, loras_id
 from sdflow.serve.on_ray.spread import NAME, QUIET, Spread
 
@@ -89,12 +89,12 @@ class ReplicaLine:
         self._loop = asyncio.get_running_loop()
         self._asking = self._loop.create_task(self._ask())
 
-    def send(self, message: Job | Cancel) -> None:
+    def send(self, message: Order) -> None:
         """In the event loop's thread."""
         if isinstance(message, Cancel):
             for task in self._tasks.pop(message.request, ()):
                 task.cancel()
-        else:
+        elif isinstance(message, Job):  # pipelines stay as they are
             self._begin(message.request, self._draw(message))
 
     def end(self) -> None:
