@@ -12,9 +12,9 @@ from jsonschema import Draft202012Validator
 from serve.test_guard import ask
 
 import sdflow.serve
-from sdflow.serve.http.guard import Access
 from sdflow.serve.http.uploads import read_base64
 from sdflow.serve.http.webui_fields import ONE_PIXEL
+from sdflow.serve.keys import Access, Keys
 from sdflow.serve.limits import Limits
 
 PAGE = Path(sdflow.serve.__file__).parent / "page"
@@ -60,7 +60,7 @@ def test_the_image_of_the_examples_is_one() -> None:
 @pytest.mark.parametrize("path", ["/", "/docs"])
 def test_a_page_needs_no_key_and_nothing_from_elsewhere(path: str) -> None:
     """Neither it nor what it names; what it asks for then needs the key."""
-    access = Access(key="secret")
+    access = Access(Keys(("secret",)))
     wanted, seen = [path], set[str]()
     while wanted:
         place = wanted.pop()

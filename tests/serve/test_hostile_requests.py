@@ -14,12 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sdflow.serve.http.app import Hear, Settings, make_app
-from sdflow.serve.http.guard import Access
 from sdflow.serve.http.loras import Loras
 from sdflow.serve.http.openai_fields import Edit
 from sdflow.serve.http.served_model import read_served
 from sdflow.serve.http.webui_fields import ONE_PIXEL, FromImage
 from sdflow.serve.jobs import Cancel, Drawn, Job, Ready, WorkerOptions
+from sdflow.serve.keys import Access, Keys
 from sdflow.serve.limits import Limits
 
 Ask = Callable[..., tuple[int, dict[bytes, bytes], bytes]]
@@ -53,7 +53,7 @@ def ask(tiny_pipeline: Path) -> Iterator[Ask]:
     options = Settings(
         {"tiny": read_served(tiny_pipeline)},
         WorkerOptions({}),
-        Access("kéy"),
+        Access(Keys(("kéy",))),
         Limits(),
         loras,
         log_prompts=True,
