@@ -93,8 +93,19 @@ class Cancel:
 
 
 @dataclass(frozen=True)
+class Show:
+    """Send a preview of the images of a request that are being drawn, after their next step. end: they are finished with that."""
+
+    request: str
+    end: bool = False
+
+
+@dataclass(frozen=True)
 class End:
     """Draw no more."""
+
+
+Order = Job | Cancel | Show
 
 
 # What comes back

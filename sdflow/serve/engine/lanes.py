@@ -18,7 +18,7 @@ import psutil
 
 from sdflow.serve.engine.engine import Engine
 from sdflow.serve.engine.waiting import Waiting
-from sdflow.serve.jobs import Job, Message, Turned
+from sdflow.serve.jobs import Job, Message, Show, Turned
 
 WAIT_SECONDS = 0.005
 """Between two looks whether what the only jobs wait for is there."""
@@ -64,6 +64,11 @@ class Lanes:
             for lane in self._lanes:
                 lane.cancelled.append(request)
             self.waiting.cancel(request)
+
+    def show(self, wanted: Show) -> None:
+        """Of a request, what is being drawn."""
+        for lane in self._lanes:
+            lane.engine.show(wanted)
 
     def look_again(self) -> None:
         """What a job waits for may be there now."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sdflow.serve.api_error import ApiError, of_failure
-from sdflow.serve.jobs import Begun, Cancel, Drawn, Failed, Job, Lost, Message, OfImage, Ready
+from sdflow.serve.jobs import Begun, Cancel, Drawn, Failed, Job, Lost, Message, OfImage, Order, Ready, Show
 from sdflow.serve.limits import Limits
 from sdflow.serve.metrics import Metrics
 
@@ -21,15 +21,22 @@ RESTART_SECONDS = 5
 @dataclass
 class _OpenRequest:
     """A request that is being drawn. open: its images that are not finished; begun: those of them that the worker began. queue:
-    what is said of it. survived: whether a worker died while it waited there."""
+    what is said of it; None: it was interrupted. count: of the images that will come. survived: whether a worker died while it
+    waited there."""
 
     jobs: Sequence[Job]
     open: set[int]
     begun: set[int] = field(default_factory=set)
-    queue: asyncio.Queue[OfImage | Lost] = field(default_factory=asyncio.Queue)
+    queue: asyncio.Queue[OfImage | Lost | None] = field(default_factory=asyncio.Queue)
     survived: bool = False
+    count: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.count = len(self.jobs)
 
     def hear(self, message: OfImage) -> None:
+        if message.index not in self.open:
+            return
         if isinstance(message, Begun):
             self.begun.add(message.index)
         elif isinstance(message, Drawn | Failed):
@@ -45,7 +52,7 @@ class Drawing:
     worker, once.
     """
 
-    def __init__(self, limits: Limits, metrics: Metrics, send: Callable[[Job | Cancel], None]) -> None:
+    def __init__(self, limits: Limits, metrics: Metrics, send: Callable[[Order], None]) -> None:
         self._limits, self._metrics, self._send = limits, metrics, send
         self.found: Mapping[str, Mapping[str, Any]] | None = None
         self.seconds_per_image = 1.0
@@ -115,6 +122,18 @@ class Drawing:
         self._metrics.refusals.labels(code).inc()
         return ApiError(status, message, code=code, retry_after=retry_after)
 
+    def show(self, request: str, *, end: bool = False) -> None:
+        """Previews of what is being drawn of a request will come, after their next step. end: as the finished images."""
+        self._send(Show(request, end))
+
+    def interrupt(self, request: str) -> None:
+        """What is being drawn of a request is finished as it is after its next step; what waits is not drawn."""
+        waiting = self._requests[request]
+        self.show(request, end=True)
+        waiting.count -= len(waiting.open - waiting.begun)
+        waiting.open &= waiting.begun
+        waiting.queue.put_nowait(None)
+
     async def draw(self, jobs: Sequence[Job]) -> AsyncIterator[OfImage]:
         """What happens to the images of one request, until the last is drawn.
 
@@ -127,7 +146,7 @@ class Drawing:
         drawn, end = 0, asyncio.get_running_loop().time() + self._limits.seconds
         try:
             self._send_open(waiting)
-            while drawn < len(jobs):
+            while drawn < waiting.count:
                 async with asyncio.timeout_at(
                     end
                 ):  # not around `yield`: it would end whoever asks, wherever that is then
@@ -138,11 +157,12 @@ class Drawing:
                 if isinstance(message, Failed):
                     raise of_failure(message)
                 drawn += isinstance(message, Drawn)
-                yield message
+                if message is not None:
+                    yield message
         except TimeoutError as error:
             words = f"It was not drawn within {self._limits.seconds:g} s."
             raise self._refusal("deadline", 504, words, 1) from error
         finally:
             del self._requests[request]
-            if waiting.open:
+            if waiting.open or waiting.count < len(jobs):
                 self._send(Cancel(request))

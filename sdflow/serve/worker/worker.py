@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from sdflow.errors import SdflowError
 from sdflow.processes.workers import deny_network
 from sdflow.serve.engine.pulse import Pulse, Pulses, Watchdog
-from sdflow.serve.jobs import Cancel, End, Job, Lost, Message, Ready, WorkerOptions
+from sdflow.serve.jobs import Cancel, End, Job, Lost, Message, Order, Ready, Show, WorkerOptions
 
 if TYPE_CHECKING:
     from sdflow.serve.engine.engine import Engine
@@ -147,6 +147,8 @@ def _listen(connection: Connection, lanes: Lanes) -> None:
                 lanes.submit(message)
             elif isinstance(message, Cancel):
                 lanes.cancel(message.request)
+            elif isinstance(message, Show):
+                lanes.show(message)
     lanes.end()
 
 
@@ -157,7 +159,7 @@ class WorkerLine:
         self._options, self._hear = options, hear
         self._context = multiprocessing.get_context("spawn")  # a fork would inherit threads' locks
         self._process: Any = None
-        self._messages: SimpleQueue[Job | Cancel | End | None] = SimpleQueue()
+        self._messages: SimpleQueue[Order | End | None] = SimpleQueue()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="worker line", daemon=True)
 
@@ -170,7 +172,7 @@ class WorkerLine:
         """Of the worker; None while there is none."""
         return None if self._process is None else self._process.pid
 
-    def send(self, message: Job | Cancel) -> None:
+    def send(self, message: Order) -> None:
         """Without waiting: a worker that computes reads later. What is for one that is gone, nobody gets."""
         self._messages.put(message)
 
@@ -230,7 +232,7 @@ class WorkerLine:
         return said or Lost("WorkerEnded", f"it ended with {words}"), ready
 
 
-def _pass_on(messages: SimpleQueue[Job | Cancel | End | None], connection: Connection) -> None:
+def _pass_on(messages: SimpleQueue[Order | End | None], connection: Connection) -> None:
     """Everything up to the first None."""
     with suppress(OSError):  # the worker is gone, which whoever reads from it finds out
         while (message := messages.get()) is not None:
