@@ -4,7 +4,9 @@ empty list; what cannot be done is refused."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -23,6 +25,7 @@ from sdflow.serve.http.webui_fields import ONE_PIXEL
 from sdflow.serve.http.webui_samplers import SCHEDULES
 from sdflow.sources.embedding import read_embedding
 from sdflow.sources.embedding_folder import embeddings_in
+from sdflow.sources.safetensors_file import read_metadata
 
 EMPTY = ("hypernetworks", "face-restorers", "realesrgan-models", "prompt-styles", "latent-upscale-modes", "sd-vae")
 REFRESHED = ("refresh-checkpoints", "refresh-loras", "refresh-vae", "refresh-embeddings")
@@ -64,7 +67,15 @@ def webui_lists(served: Served) -> APIRouter:
         return [{"title": name, "model_name": name, "filename": name, **unknown} for name in served.models]
 
     def loras() -> list[dict[str, Any]]:
-        return [{"name": name, "alias": name, "path": name, "metadata": {}} for name in served.loras.files()]
+        def metadata(path: Path) -> dict[str, str]:
+            with suppress(CheckpointError):
+                return read_metadata(path)
+            return {}
+
+        return [
+            {"name": name, "alias": name, "path": path.name, "metadata": metadata(path)}
+            for name, path in served.loras.files().items()
+        ]
 
     def scripts() -> dict[str, list[str]]:
         own = ["controlnet"] if any(model.nets for model in served.models.values()) else []

@@ -8,8 +8,8 @@ let rows = [];
 /** Ask the server for its LoRAs; those that were chosen stay so. */
 export async function showLoras() {
   const before = chosen();
-  const { data, uploads } = await api.loras();
-  parts.loras.hidden = !data.length && !uploads;
+  const data = await api.loras();
+  parts.loras.hidden = false;
   parts.compare.hidden = !data.length;
   parts.compare_lora.replaceChildren(...data.map(({ id }) => new Option(id, id)));
   parts.lora_list.replaceChildren();

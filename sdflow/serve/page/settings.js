@@ -10,7 +10,7 @@ export const MOST_SEED = 2 ** 32;
 export function set(values) {
   for (const [name, value] of Object.entries(values)) {
     const part = parts[name];
-    if (!part || value === undefined) continue;
+    if (!KEPT.includes(name) || value === undefined) continue;
     if (part.type === "checkbox") part.checked = Boolean(value);
     else part.value = value ?? "";
   }

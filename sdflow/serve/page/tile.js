@@ -69,6 +69,7 @@ export class Tile {
   /** wrong: whether something failed; a request that was cancelled did not. */
   ended(words, wrong, again) {
     this.again = again;
+    this.frame.hidden = !this.image;
     this.say(words, wrong);
     this.end();
     button(this.buttons, "Try again", again);
