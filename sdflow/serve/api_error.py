@@ -40,6 +40,10 @@ class ApiError(Exception):
         kind = KINDS.get(self.status, "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
+    def webui_body(self) -> dict[str, Any]:
+        """As A1111's webui writes it."""
+        return {"error": "HTTPException", "detail": self.message, "body": "", "errors": self.message}
+
     def response(self) -> bytes:
         """The same as JSON."""
         return json.dumps(self.body()).encode()

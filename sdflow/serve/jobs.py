@@ -109,6 +109,14 @@ class Drop:
 
 
 @dataclass(frozen=True)
+class Show:
+    """Send a preview of the images of a request that are being drawn, after their next step. end: they are finished with that."""
+
+    request: str
+    end: bool = False
+
+
+@dataclass(frozen=True)
 class End:
     """Draw no more."""
 
@@ -207,7 +215,7 @@ class Lost:
 
 Message = Lost | Ready | Loaded | OfImage | Turned
 
-Order = Job | Cancel | Load | Drop
+Order = Job | Cancel | Show | Load | Drop
 """What the process that draws is told."""
 
 

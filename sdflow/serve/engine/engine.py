@@ -22,7 +22,7 @@ from sdflow.serve.engine.pace import Pace
 from sdflow.serve.engine.served_pipeline import Finished, Progress, ServedPipeline, Work, shared_steps
 from sdflow.serve.engine.shared_steps import SIZES_KEPT
 from sdflow.serve.engine.waiting import Waiting
-from sdflow.serve.jobs import Begun, Drawn, Failed, Job, LoraFile, Message, Preview, Stepped, Turned
+from sdflow.serve.jobs import Begun, Drawn, Failed, Job, LoraFile, Message, Preview, Show, Stepped, Turned
 from sdflow.serve.log import log_error
 
 MOST_OVERTAKEN = 2
@@ -35,7 +35,7 @@ Batch = tuple[int, int, float]
 @dataclass(eq=False)
 class _Running:
     """An image on its way. It wants a step of its drawing, or waits for something. seconds: by stage. since: when it began to
-    wait."""
+    wait. show: what a client wants to see of it after its next step."""
 
     job: Job
     pipeline: ServedPipeline = field(init=False)
@@ -44,6 +44,12 @@ class _Running:
     pending: Pending | None = None
     seconds: dict[str, float] = field(default_factory=lambda: {"begin": 0.0, "steps": 0.0, "end": 0.0})
     since: float = 0.0
+    show: Show | None = None
+
+    def take_show(self) -> Show | None:
+        """It is wanted no more after this."""
+        found, self.show = self.show, None
+        return found
 
     def next_step(self) -> Hashable:
         """What is equal for those that can share a run."""
@@ -97,6 +103,12 @@ class Engine:
         self._waiting.cancel(request)
         for running in [each for each in self._running if each.job.request == request]:
             self._leave(running)
+
+    def show(self, wanted: Show) -> None:
+        """From any thread: show the images of a request after their next step."""
+        for running in self._running.copy():
+            if running.job.request == wanted.request and not (running.show and running.show.end):
+                running.show = wanted
 
     def turn(self) -> bool:
         """A batch of steps; whether any image is being drawn. Where none wants a step, it waits a little for the others."""
@@ -185,11 +197,12 @@ class Engine:
 
     def _begin(self, job: Job) -> None:
         """From the prompt to the first step."""
+        running = _Running(job)
         progress = Progress(
             lambda done, total: self._tell(Stepped(job.request, job.index, done, total)),
             lambda number, file: self._tell(Preview(job.request, job.index, number, file)),
+            running.take_show,
         )
-        running = _Running(job)
         running.work = self._work(running, progress)
         self._running.append(running)
         self._tell(Begun(job.request, job.index))

@@ -17,7 +17,7 @@ import psutil
 
 from sdflow.serve.engine.engine import Engine
 from sdflow.serve.engine.waiting import Waiting
-from sdflow.serve.jobs import Job, Message, Turned
+from sdflow.serve.jobs import Job, Message, Show, Turned
 from sdflow.serve.log import log_error
 
 WAIT_SECONDS = 0.005
@@ -71,6 +71,11 @@ class Lanes:
         with self.waiting.changed:
             self._chores.append(chore)
         self.look_again()
+
+    def show(self, wanted: Show) -> None:
+        """Of a request, what is being drawn."""
+        for lane in self._lanes:
+            lane.engine.show(wanted)
 
     def look_again(self) -> None:
         """What a job waits for may be there now."""

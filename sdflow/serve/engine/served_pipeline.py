@@ -15,7 +15,7 @@ from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.runtime.denoiser.control import Control
 from sdflow.runtime.denoiser.schedule import named_scheduler
 from sdflow.runtime.drawing.drawing import Drawing
-from sdflow.runtime.drawing.record import with_more
+from sdflow.runtime.drawing.record import with_more, with_record
 from sdflow.runtime.drawing.text import with_words
 from sdflow.runtime.drawing.waits import Compute, Fetch
 from sdflow.runtime.ensemble import Ensemble
@@ -29,7 +29,7 @@ from sdflow.runtime.sessions.submodel import Submodel
 from sdflow.serve.engine.cuts import Cuts
 from sdflow.serve.engine.elsewhere import OneAhead
 from sdflow.serve.engine.shared_steps import SharedDenoiser, SharedDenoisers, SharedSteps
-from sdflow.serve.jobs import ConditioningImages, Image, Job
+from sdflow.serve.jobs import ConditioningImages, Image, Job, Show
 from sdflow.targets import find_target
 
 if TYPE_CHECKING:
@@ -50,10 +50,12 @@ Work = Generator[Drawing | Fetch | Compute, Any, "Finished"]
 
 @dataclass(frozen=True)
 class Progress:
-    """What is told of an image on the way. step: steps done and in all. preview: its number, and the image as a file."""
+    """What is told of an image on the way. step: steps done and in all. preview: its number, and the image as a file. show: what
+    is wanted of it now, once."""
 
     step: Callable[[int, int], None] = lambda done, total: None
     preview: Callable[[int, bytes], None] = lambda number, file: None
+    show: Callable[[], Show | None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -183,13 +185,20 @@ class ServedPipeline:
             while not drawing.done:
                 yield drawing
                 progress.step(drawing.index, drawing.runs)
-                if drawing.index - 1 in previewed:  # the safety checker sees that, too
+                show = progress.show()
+                if show is not None or drawing.index - 1 in previewed:  # the safety checker sees that, too
                     preview = drawing.preview()
-                    (image,) = (yield from self.base.finishing(preview.latents, kept=preview.kept)).images
+                    drawn = yield from self.base.finishing(preview.latents, kept=preview.kept)
+                    (image,) = drawn.images
+                    if show is not None and show.end:
+                        image = with_record(image, drawing.records[0]) if drawing.records else image
+                        return (yield from self._finished(job, image, drawn.nsfw_content_detected))
                     progress.preview(number, (yield Compute(partial(encoded, image, job))))
                     number += 1
         drawn = yield from drawing.finishing()
-        (image,), flags = drawn.images, drawn.nsfw_content_detected
+        return (yield from self._finished(job, drawn.images[0], drawn.nsfw_content_detected))
+
+    def _finished(self, job: Job, image: Any, flags: Sequence[bool] | None) -> Work:
         if job.loras:
             image = with_more(image, {"loras": [{"name": each.name, "scale": each.scale} for each in job.loras]})
         file = yield Compute(partial(encoded, image, job))

@@ -24,6 +24,7 @@ LORA = {
     "bytes": 412312,
     "sha256": "c71cf474e362c98c…",
     "submodels": [DENOISER],
+    "words": ["stripes"],
 }
 MODEL = {
     "id": "shapes_cpu",

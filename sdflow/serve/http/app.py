@@ -29,6 +29,8 @@ from sdflow.serve.http.models_api import model_routes
 from sdflow.serve.http.openai_api import Served, of_problem, openai_routes
 from sdflow.serve.http.served_model import ServedModel
 from sdflow.serve.http.webui_api import webui_routes
+from sdflow.serve.http.webui_controlnet import controlnet_routes
+from sdflow.serve.http.webui_lists import webui_lists
 from sdflow.serve.jobs import Loaded, Lost, Message, Order, Ready, WorkerOptions
 from sdflow.serve.keys import Access
 from sdflow.serve.limits import Limits
@@ -118,11 +120,20 @@ def make_app(settings: Settings, make_line: Callable[[Hear], Line] | None = None
         docs_url=None,  # FastAPI's is loaded from elsewhere, and could not send the key
         redoc_url=None,
     )
-    served = Served(models, drawing, settings.limits, settings.loras, settings.log_prompts, settings.wildcards)
+    served = Served(
+        models,
+        drawing,
+        settings.limits,
+        settings.loras,
+        settings.log_prompts,
+        settings.wildcards,
+        settings.worker.embeddings,
+    )
     app.include_router(openai_routes(served))
     app.include_router(model_routes(served, settings.additions if make_line is None else None))
     app.include_router(lora_routes(settings.loras))
-    app.include_router(webui_routes(served))
+    for routes in (webui_routes(served), webui_lists(served), controlnet_routes(served.models)):
+        app.include_router(routes)
     _own_routes(app, drawing, metrics)
     describe(app)
     _errors(app)
@@ -171,14 +182,15 @@ def _own_routes(app: FastAPI, drawing: Drawing, metrics: Metrics) -> None:
 
 
 def _errors(app: FastAPI) -> None:
-    """All of them in OpenAI's form."""
+    """All of them in OpenAI's form; those of the webui's API in the webui's."""
 
-    def answer(error: ApiError) -> Response:
-        return JSONResponse(error.body(), error.status, error.headers())
+    def answer(request: Request, error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
+        webui = request.url.path.startswith(("/sdapi/", "/controlnet/"))
+        return JSONResponse(error.webui_body() if webui else error.body(), error.status, headers or error.headers())
 
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
-        return answer(error)
+        return answer(request, error)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
@@ -188,17 +200,16 @@ def _errors(app: FastAPI) -> None:
         kind = request.headers.get("content-type", "")
         if problem["loc"] == ("body",) and "json" not in kind:
             words = f"the body is to be JSON: Content-Type application/json, not {kind or 'nothing'}."
-            return answer(ApiError(400, words, code="unsupported_content_type"))
-        return answer(of_problem(problem))
+            return answer(request, ApiError(400, words, code="unsupported_content_type"))
+        return answer(request, of_problem(problem))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         words = (
             f"there is no {request.url.path} here." if error.status_code == 404 else f"{str(error.detail).rstrip('.')}."
         )
-        found = ApiError(error.status_code, words)
-        return JSONResponse(found.body(), error.status_code, dict(error.headers or {}))
+        return answer(request, ApiError(error.status_code, words), error.headers or {})
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> Response:
-        return answer(ApiError(500, "The server failed at this request; its log says why."))
+        return answer(request, ApiError(500, "The server failed at this request; its log says why."))

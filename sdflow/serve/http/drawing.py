@@ -24,6 +24,7 @@ from sdflow.serve.jobs import (
     OfImage,
     Order,
     Ready,
+    Show,
     Stepped,
 )
 from sdflow.serve.limits import Limits
@@ -37,15 +38,22 @@ RESTART_SECONDS = 5
 @dataclass
 class _OpenRequest:
     """A request that is being drawn. open: its images that are not finished; begun: those of them that the worker began, with the
-    part of their steps that is left. queue: what is said of it. survived: whether a worker died while it waited there."""
+    part of their steps that is left. queue: what is said of it; None: it was interrupted. count: of the images that will come.
+    survived: whether a worker died while it waited there."""
 
     jobs: Sequence[Job]
     open: set[int]
     begun: dict[int, float] = field(default_factory=dict)
-    queue: asyncio.Queue[OfImage | Lost] = field(default_factory=asyncio.Queue)
+    queue: asyncio.Queue[OfImage | Lost | None] = field(default_factory=asyncio.Queue)
     survived: bool = False
+    count: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.count = len(self.jobs)
 
     def hear(self, message: OfImage) -> None:
+        if message.index not in self.open:
+            return
         if isinstance(message, Begun):
             self.begun[message.index] = 1.0
         elif isinstance(message, Stepped) and message.index in self.begun:
@@ -169,6 +177,18 @@ class Drawing:
         self._metrics.refusals.labels(code).inc()
         return ApiError(status, message, code=code, retry_after=retry_after)
 
+    def show(self, request: str, *, end: bool = False) -> None:
+        """Previews of what is being drawn of a request will come, after their next step. end: as the finished images."""
+        self.send(Show(request, end))
+
+    def interrupt(self, request: str) -> None:
+        """What is being drawn of a request is finished as it is after its next step; what waits is not drawn."""
+        waiting = self._requests[request]
+        self.show(request, end=True)
+        waiting.count -= len(waiting.open - waiting.begun.keys())
+        waiting.open.intersection_update(waiting.begun)
+        waiting.queue.put_nowait(None)
+
     async def draw(self, jobs: Sequence[Job]) -> AsyncIterator[OfImage]:
         """What happens to the images of one request, until the last is drawn.
 
@@ -182,7 +202,7 @@ class Drawing:
         drawn, end = 0, asyncio.get_running_loop().time() + self._limits.seconds
         try:
             self._send_open(waiting)
-            while drawn < len(jobs):
+            while drawn < waiting.count:
                 async with asyncio.timeout_at(
                     end
                 ):  # not around `yield`: it would end whoever asks, wherever that is then
@@ -206,11 +226,12 @@ class Drawing:
                             now - begun.get(message.index, sent),
                             {"image": message.index, **message.seconds},
                         )
-                yield message
+                if message is not None:
+                    yield message
         except TimeoutError as error:
             words = f"It was not drawn within {self._limits.seconds:g} s."
             raise self._refusal("deadline", 504, words, 1) from error
         finally:
             del self._requests[request]
-            if waiting.open:
+            if waiting.open or waiting.count < len(jobs):
                 self.send(Cancel(request))

@@ -8,6 +8,7 @@ import time
 from base64 import b64encode
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -50,6 +51,7 @@ class Served:
     loras: Loras
     log_prompts: bool = False
     wildcards: Wildcards | None = None
+    embeddings: Path | None = None
 
 
 def openai_routes(served: Served) -> APIRouter:
@@ -159,12 +161,7 @@ async def drawn(
     """The answer to a request: JSON, or events as they come. images: of an edit's files."""
     model = find_model(served.models, fields.model)
     image, references = start_and_references(fields, model, images, mask)
-    wanted = [(lora.name, lora.scale) for lora in fields.loras]
-    loras = await run_in_threadpool(served.loras.find, wanted) if wanted else ()
-    conditioning = await run_in_threadpool(read_conditioning_images, fields, model, served.limits, references)
-    most = served.drawing.most_pixels(model.name)
-    jobs = jobs_of(fields, model, served.limits, most, image, mask, loras, conditioning, served.wildcards)
-    note(request, served, model, jobs)
+    jobs = await prepared(request, served, fields, model, image, mask, references)
     served.drawing.require_place(len(jobs))
     if fields.stream:
         events = _events(served, model, fields, jobs, kind)
@@ -174,13 +171,27 @@ async def drawn(
     return JSONResponse({"created": int(time.time()), "data": data, **_shared_fields(jobs, model), "usage": NO_USAGE})
 
 
-def note(request: Request, served: Served, model: ServedModel, jobs: Sequence[Job]) -> None:
-    """What the log says of a request."""
+async def prepared(
+    request: Request,
+    served: Served,
+    fields: Fields,
+    model: ServedModel,
+    image: Image | None,
+    mask: Image | None,
+    references: tuple[Image, ...] = (),
+) -> list[Job]:
+    """The images of a request, noted for its log line. Raises ApiError."""
+    wanted = [(lora.name, lora.scale) for lora in fields.loras]
+    loras = await run_in_threadpool(served.loras.find, wanted) if wanted else ()
+    conditioning = await run_in_threadpool(read_conditioning_images, fields, model, served.limits, references)
+    most = served.drawing.most_pixels(model.name)
+    jobs = jobs_of(fields, model, served.limits, most, image, mask, loras, conditioning, served.wildcards)
     request.state.log = {"pipeline": model.name, "images": len(jobs), "request": jobs[0].request}
     if jobs[0].loras:
         request.state.log["loras"] = {lora.name: lora.scale for lora in jobs[0].loras}
     if served.log_prompts:
         request.state.log |= {"prompt": jobs[0].prompt, "negative_prompt": jobs[0].negative_prompt}
+    return jobs
 
 
 async def wanted_still(request: Request, work: Any) -> Any:
