@@ -25,6 +25,7 @@ from sdflow.serve.engine.pace import Pace
 from sdflow.serve.engine.served_pipeline import ServedPipeline
 from sdflow.serve.engine.shared_steps import SharedSteps
 from sdflow.serve.jobs import Drop, Job, Load, Loaded, Message, WorkerOptions
+from sdflow.serve.log import log_line
 from sdflow.serve.loras.live_loras import SharedValues
 from sdflow.serve.worker.ready_pipelines import ReadyPipelines
 
@@ -142,10 +143,11 @@ class Stock:
 
     def _load(self, name: str) -> None:
         """In every lane; in the place of the one that is there, if there is one."""
-        folder = self._folders[name]
+        folder, begun = self._folders[name], time.perf_counter()
         made = [load(folder, lane.threads, self._options) for lane in self._loaded]
         self._keep(name, made, [warm(name, each, self._options) for each in made])
         self.room.add(name, made)
+        log_line("loaded", pipeline=name, seconds=round(time.perf_counter() - begun, 2))
 
     def _keep(self, name: str, made: list[ServedPipeline], seconds: list[Mapping[int, float]]) -> None:
         options, values = self._options, SharedValues()
@@ -175,6 +177,7 @@ class Stock:
             self._used.remove(name)
         gc.collect()
         trim()
+        log_line("unloaded", pipeline=name)
 
     def _add(self, order: Load) -> None:
         before = self._folders.get(order.name)
