@@ -8,12 +8,10 @@ import time
 import urllib.request
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from sdflow import __version__
-from sdflow.errors import UsageError
-from sdflow.machine.packages import how_to_install
+from sdflow.machine.packages import require_packages
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -30,10 +28,7 @@ class Tracing:
 
     def __init__(self, endpoint: str) -> None:
         """Raises UsageError where OpenTelemetry is not installed."""
-        if find_spec("opentelemetry.sdk" if find_spec("opentelemetry") else "opentelemetry") is None:
-            raise UsageError(
-                "OpenTelemetry is not installed", where="--traces", remedy=how_to_install("opentelemetry-sdk")
-            )
+        require_packages("--traces", "opentelemetry-sdk")
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor

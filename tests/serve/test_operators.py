@@ -24,7 +24,7 @@ from serve.conftest import SIZE, RunningServer, running_server
 from until import PATIENCE, until
 
 NGINX = shutil.which("nginx") or shutil.which("/usr/sbin/nginx")
-LARGE = "512x512"
+LARGE = "256x256"
 
 
 @dataclass
@@ -196,7 +196,7 @@ def test_what_a_request_may_cost_is_bounded(operated: Operated) -> None:
     for fields, param, says in (
         ({"prompt": long, "prompt_syntax": "a1111"}, "prompt", "has 8 chunks of 75 tokens"),
         ({"prompt": "word, " * 400, "prompt_syntax": "a1111"}, "prompt", "chunks of 75 tokens, and may have 4"),
-        ({"size": LARGE, "steps": 100, "n": 4}, None, "and may cost 40 here"),
+        ({"size": "512x512", "steps": 100, "n": 4}, None, "and may cost 40 here"),
     ):
         refused = operated.draw(**fields)
         error = refused.json()["error"]
@@ -206,7 +206,6 @@ def test_what_a_request_may_cost_is_bounded(operated: Operated) -> None:
 
 
 def test_a_small_image_waits_for_steps_of_large_ones_and_not_for_all_of_them(operated: Operated) -> None:
-    """Also behind one that waits for memory."""
     operated.draw(LARGE), operated.draw()  # their sessions are there
     steps: list[float] = []
 

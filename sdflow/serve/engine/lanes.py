@@ -25,6 +25,9 @@ WAIT_SECONDS = 0.005
 
 RESIDENT_SECONDS = 0.5
 
+REST_SECONDS = 10.0
+"""After the last large image, the memory that it took goes back."""
+
 Tell = Callable[[Message], None]
 
 
@@ -35,10 +38,16 @@ class _Lane:
 
 
 class Lanes:
-    """The engines of a process. tell: receives what happens; calls are serialized. share: as of `Waiting`."""
+    """The engines of a process. tell: receives what happens; calls are serialized. share: as of `Waiting`. rest: gives back what
+    only large images need, in the thread of the lane of this number, some time after the last of them."""
 
-    def __init__(self, tell: Tell, share: Callable[[Job], float] = lambda job: 0.0) -> None:
-        self.waiting = Waiting(share)
+    def __init__(
+        self,
+        tell: Tell,
+        share: Callable[[Job], float] = lambda job: 0.0,
+        rest: Callable[[int], None] = lambda number: None,
+    ) -> None:
+        self.waiting, self._share, self._rest = Waiting(share), share, rest
         self._tell, self._one_at_a_time = tell, threading.Lock()
         self._lanes: list[_Lane] = []
         self._drawing: list[int] = []
@@ -105,12 +114,15 @@ class Lanes:
 
     def _run(self, lane: _Lane) -> None:
         changed, engine, stuck = self.waiting.changed, lane.engine, False
-        chores = self._chores if lane is self._lanes[0] else []
+        number = self._lanes.index(lane)
+        large: float | None = None
+        chores = [] if number else self._chores
         while True:
             with changed:
                 if stuck:
                     changed.wait(WAIT_SECONDS)
-                changed.wait_for(lambda: self._ended or lane.cancelled or engine.busy or chores)
+                within = None if large is None else REST_SECONDS
+                changed.wait_for(lambda: self._ended or lane.cancelled or engine.busy or chores, within)
                 if self._ended:
                     return
                 cancelled, lane.cancelled = lane.cancelled, []
@@ -120,6 +132,11 @@ class Lanes:
             for request in cancelled:
                 engine.cancel(request)
             stuck = not engine.turn()  # what it waits for is being made
+            if any(map(self._share, engine.jobs)):
+                large = time.monotonic()
+            elif large is not None and time.monotonic() > large + REST_SECONDS:
+                self._rest(number)
+                large = None
 
     def _pass_on(self, number: int, message: Message) -> None:
         with self._one_at_a_time:

@@ -26,6 +26,7 @@ from sdflow.runtime.sessions.device_weights import DeviceWeights
 from sdflow.runtime.sessions.live_weights import LiveWeights
 from sdflow.runtime.sessions.session import LoadOptions
 from sdflow.runtime.sessions.submodel import Submodel
+from sdflow.runtime.sessions.working_bytes import row_bytes
 from sdflow.serve.engine.cuts import Cuts
 from sdflow.serve.engine.elsewhere import OneAhead
 from sdflow.serve.engine.shared_steps import SharedDenoiser, SharedDenoisers, SharedSteps
@@ -136,6 +137,15 @@ class ServedPipeline:
         """What was made for several sizes stays as long as these have no more pixels than this together."""
         for stage, denoisers in zip(self.stages, self._denoisers, strict=True):
             denoisers.room = pixels // stage.latents.scale**2
+
+    def rest(self) -> None:
+        """Give back what only images need that are larger than the model's own: it is made again for the next one."""
+        for stage, denoisers in zip(self.stages, self._denoisers, strict=True):
+            denoisers.forget_large(stage.latents.size**2)
+            side = stage.latents.size
+            for submodel in stage.submodels.values():
+                if submodel.reached > row_bytes(submodel.part.model, submodel.config, (side, side), stage.place.device):
+                    submodel.unload()
 
     def holding(self, hold: Callable[[], None]) -> ServedPipeline:
         """The same sessions with other weights. hold: lets the next runs read them (`sdflow.runtime.sessions.live_weights`)."""

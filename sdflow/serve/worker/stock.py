@@ -39,7 +39,7 @@ class Stock:
     def __init__(self, options: WorkerOptions, loaded: list[LoadedLane], tell: Callable[[Message], None]) -> None:
         self._options, self._loaded, self._tell = options, loaded, tell
         self.room = Room.measured(loaded)
-        self.lanes = Lanes(tell, self.room.share)
+        self.lanes = Lanes(tell, self.room.share, self._rest)
         self._folders: dict[str, Path] = {}
         self._ready: list[dict[str, ReadyPipelines]] = [{} for _ in loaded]
         self._used: list[str] = []
@@ -178,6 +178,15 @@ class Stock:
         gc.collect()
         trim()
         log_line("unloaded", pipeline=name)
+
+    def _rest(self, lane: int) -> None:
+        """Give back what the large images of a lane took."""
+        with self._lock:
+            every = list(self._ready[lane].values())
+        for each in every:
+            each.rest()
+        gc.collect()
+        trim()
 
     def _add(self, order: Load) -> None:
         before = self._folders.get(order.name)
