@@ -21,12 +21,16 @@ from sdflow.serve.engine.elsewhere import Pending, start
 from sdflow.serve.engine.pace import Pace
 from sdflow.serve.engine.served_pipeline import Finished, Progress, ServedPipeline, Work, shared_steps
 from sdflow.serve.engine.shared_steps import SIZES_KEPT
+from sdflow.serve.engine.shares import Shares
 from sdflow.serve.engine.waiting import Waiting
 from sdflow.serve.jobs import Begun, Drawn, Failed, Job, LoraFile, Message, Preview, Show, Stepped, Turned
 from sdflow.serve.log import log_error
 
 MOST_OVERTAKEN = 2
 """How many images may overtake one, for each place."""
+
+SHORT = 0.1
+"""The part of a step's time that is waited for what others wait for."""
 
 Batch = tuple[int, int, float]
 """Images, places, seconds."""
@@ -78,7 +82,7 @@ class Engine:
         self._places = places
         self._waiting = Waiting() if waiting is None else waiting
         self._running: list[_Running] = []
-        self._device_seconds: dict[Hashable, float] = {}
+        self._shares = Shares()
         self._overtaken = 0
         self.progress = 0
         """Changes whenever an image goes on."""
@@ -119,6 +123,7 @@ class Engine:
         any_drawn, batches = bool(self._running), list[Batch]()
         if stepping := self._stepping:
             group = self._next_group(stepping)
+            self._finish_others(group)
             pace = self._pace(group[0].job)
             size = pace.size(len(group))
             batches = self._run_batch(group[:size], size)
@@ -213,15 +218,20 @@ class Engine:
         return (yield from running.pipeline.draw(running.job, progress))
 
     def _next_group(self, stepping: Sequence[_Running]) -> list[_Running]:
-        """The images of one pipeline and size that share the next run: those that have had the least of the device's time. A new
-        group starts with the least time of the present ones."""
+        """The images of one pipeline and size that share the next run."""
         groups: dict[Hashable, list[_Running]] = {}
         for running in stepping:
             groups.setdefault(running.next_step(), []).append(running)
-        had = self._device_seconds
-        least = min((had[key] for key in groups if key in had), default=0.0)
-        self._device_seconds = {key: had.get(key, least) for key in groups}
-        return groups[min(groups, key=self._device_seconds.__getitem__)]
+        return groups[self._shares.next({key: _flow(group[0].job) for key, group in groups.items()})]
+
+    def _finish_others(self, group: Sequence[_Running]) -> None:
+        """Images that wait for a file or for a safety checker do not wait for a long step, too. A GPU's steps are short."""
+        if group[0].pipeline.base.place.stream is not None:
+            return
+        end = time.perf_counter() + SHORT * self._shares.step(group[0].next_step())
+        while time.perf_counter() < end and any(each.pending is not None for each in self._running):
+            self._wait()
+            self._resume()
 
     def _run_batch(self, together: Sequence[_Running], size: int) -> list[Batch]:
         """Run one batch. When it fails, for lack of memory for example, each image is run by itself, and only those fail that
@@ -237,7 +247,7 @@ class Engine:
             self._failed(together[0].job, error)
             return []
         seconds = time.perf_counter() - begun
-        self._device_seconds[key] += seconds
+        self._shares.ran(key, _flow(together[0].job), seconds)
         for running in together:
             running.seconds["steps"] += seconds / len(together)
             self._go_on(running, "steps")
@@ -304,6 +314,11 @@ def _sent(work: Work, pending: Pending) -> Drawing | Fetch | Compute:
 def _kind(job: Job) -> tuple[str, tuple[LoraFile, ...]]:
     """What must be equal for two to share runs."""
     return job.pipeline, job.loras
+
+
+def _flow(job: Job) -> Hashable:
+    """What shares the device with others."""
+    return _kind(job), _size(job)
 
 
 def own_size(job: Job) -> bool:

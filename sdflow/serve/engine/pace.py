@@ -58,9 +58,11 @@ class Pace:
         self._before = size
         if self._in_a_row > UNTIMED:
             self._last.setdefault(size, deque(maxlen=RECENT)).append(seconds)
+        self._runs += 1
+        if self._trial is None and self._runs % RECENT == 0:
+            self._chosen = self._worthwhile()
         if not self._again:
             return
-        self._runs += 1
         if self._trial is None and self._runs >= self._between and waiting:
             self._begin_trial(size + waiting)
         elif size == self._trial and self._in_a_row >= TRIAL_RUNS:
@@ -79,7 +81,7 @@ class Pace:
         larger = [size for size in SIZES if used < size <= images and size not in self._impossible]
         self._trial = larger[0] if larger else None
         if self._trial is None:
-            self._runs, self._chosen = 0, self._worthwhile()
+            self._runs = 0
 
     def _end_trial(self) -> None:
         assert self._trial is not None
