@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,8 @@ import httpx
 import pytest
 from serve.conftest import SIZE, RunningServer, running_server
 from until import PATIENCE, until
+
+from sdflow.serve.http.app import PAGE_FOLDER
 
 NGINX = shutil.which("nginx") or shutil.which("/usr/sbin/nginx")
 LARGE = "256x256"
@@ -125,6 +128,15 @@ def test_browsers_are_told_what_the_page_may_do(operated: Operated) -> None:
     assert "default-src 'none'" in policy and "script-src 'self'" in policy and "unsafe" not in policy
     assert (answer.headers["x-content-type-options"], answer.headers["x-frame-options"]) == ("nosniff", "DENY")
     assert "<script>" not in answer.text and " onclick=" not in answer.text and " style=" not in answer.text
+
+
+def test_the_page_names_nothing_by_an_absolute_path() -> None:
+    """So it works below a prefix."""
+    for path in PAGE_FOLDER.iterdir():
+        if path.suffix in (".html", ".js"):
+            text = path.read_text()
+            found = re.findall(r"""(?:href|src)="/[^"]*"|from "/[^"]*"|fetch\([`"']/[^)]*""", text)
+            assert found == [], path.name
 
 
 def test_who_generates_may_not_administer_and_keys_are_read_again(operated: Operated) -> None:

@@ -72,7 +72,7 @@ def test_what_is_measured_while_serving_replaces_what_was_at_the_start() -> None
     """A size that paid at the start, and costs more than it saves since."""
     pace = Pace({1: 1.0, 2: 1.2}, again=True)
     runs(pace, {1: 1.0, 2: 2.5}, FIRST_TRIAL + RECENT + TRIAL_RUNS, images=2)
-    assert pace.seconds[2] == 2.5 or 2 not in pace.seconds
+    assert 2 not in pace.seconds
     assert pace.size(2) == 1
 
 

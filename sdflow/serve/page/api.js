@@ -1,6 +1,6 @@
 // The server's API, as the page calls it. Every failure is a Problem, whose message can be shown.
 
-import { dataUrl } from "/page/dom.js";
+import { dataUrl } from "./dom.js";
 
 export class Problem extends Error {
   /** status: of HTTP; 0 where there was no answer. retryAfter: seconds. */
@@ -22,11 +22,14 @@ function headers() {
   return key ? { Authorization: `Bearer ${key}` } : {};
 }
 
+/** Where a path of the server is: a proxy may have put a prefix before it. */
+const at = (path) => new URL(`..${path}`, import.meta.url);
+
 /** An answer that is good; raises Problem. */
 export async function ask(path, options = {}) {
   let answer;
   try {
-    answer = await fetch(path, { ...options, headers: { ...headers(), ...options.headers } });
+    answer = await fetch(at(path), { ...options, headers: { ...headers(), ...options.headers } });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Problem("The server does not answer.");
@@ -74,7 +77,7 @@ export async function imageText(file) {
 /** Whether the server generates now. */
 export async function ready() {
   try {
-    return (await fetch("/readyz")).ok;
+    return (await fetch(at("/readyz"))).ok;
   } catch {
     return false;
   }

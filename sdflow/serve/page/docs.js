@@ -1,7 +1,7 @@
 // The API to read and to try out, from /openapi.json. Nothing is loaded from elsewhere.
 
-import * as api from "/page/api.js";
-import { add, parts } from "/page/dom.js";
+import * as api from "./api.js";
+import { add, parts } from "./dom.js";
 
 let document_ = null;
 

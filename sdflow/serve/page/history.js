@@ -1,6 +1,6 @@
 // What was generated, with its settings, kept in this browser. Images are kept small, so that many fit.
 
-import { add, button, keep, kept, parts, smaller } from "/page/dom.js";
+import { add, button, keep, kept, parts, smaller } from "./dom.js";
 
 const MOST = 60;
 

@@ -1,7 +1,7 @@
 // The list of LoRAs: a slider for each, search, the words that trigger them, uploading.
 
-import * as api from "/page/api.js";
-import { add, button, parts } from "/page/dom.js";
+import * as api from "./api.js";
+import { add, button, parts } from "./dom.js";
 
 let rows = [];
 

@@ -1,6 +1,6 @@
 // The image to start from, and the mask that is painted on it: with a pointer, a finger, or the keyboard.
 
-import { fileOf } from "/page/dom.js";
+import { fileOf } from "./dom.js";
 
 const PAINT = "#e0348c", MOST_UNDONE = 30;
 

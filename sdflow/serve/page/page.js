@@ -1,13 +1,13 @@
 // The page: what the form asks of the server, the queue, and where the images go.
 
-import * as api from "/page/api.js";
-import { fileOf, keep, kept, parts } from "/page/dom.js";
-import { History } from "/page/history.js";
-import * as loras from "/page/loras.js";
-import { Start } from "/page/mask.js";
-import { addReferences, references } from "/page/references.js";
-import * as fields from "/page/settings.js";
-import { Tile } from "/page/tile.js";
+import * as api from "./api.js";
+import { fileOf, keep, kept, parts } from "./dom.js";
+import { History } from "./history.js";
+import * as loras from "./loras.js";
+import { Start } from "./mask.js";
+import { addReferences, references } from "./references.js";
+import * as fields from "./settings.js";
+import { Tile } from "./tile.js";
 
 const AT_ONCE = 4; // a browser keeps six connections to a server, and other requests need some
 const running = new Set(), queue = [];

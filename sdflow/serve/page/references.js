@@ -1,6 +1,6 @@
 // The reference images of a pipeline that edits with them.
 
-import { add, button, dataUrl, parts, smaller } from "/page/dom.js";
+import { add, button, dataUrl, parts, smaller } from "./dom.js";
 
 let urls = [];
 

@@ -1,7 +1,7 @@
 // The fields of the form: what a pipeline makes of them, what is kept of them over a reload, and reading them from an image.
 
-import * as api from "/page/api.js";
-import { keep, kept, parts } from "/page/dom.js";
+import * as api from "./api.js";
+import { keep, kept, parts } from "./dom.js";
 
 const KEPT = ["prompt", "negative_prompt", "weighted", "width", "height", "steps", "guidance_scale", "scheduler", "count", "seed", "strength"];
 const SHAPES = [[1, 1], [4, 3], [3, 4], [3, 2], [2, 3], [16, 9], [9, 16]];

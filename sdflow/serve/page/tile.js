@@ -1,8 +1,8 @@
 // One image of the grid: its preview, how far it is, what became of it.
 
-import { add, button, parts, save } from "/page/dom.js";
-import { tell } from "/page/history.js";
-import { view } from "/page/viewer.js";
+import { add, button, parts, save } from "./dom.js";
+import { tell } from "./history.js";
+import { view } from "./viewer.js";
 
 export class Tile {
   /** settings: as the API names them. files: that go with them. note: what stands before them; compared: of which LoRA that

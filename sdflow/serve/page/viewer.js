@@ -1,6 +1,6 @@
 // One image of the grid at full size.
 
-import { parts } from "/page/dom.js";
+import { parts } from "./dom.js";
 
 let shown = null;
 
