@@ -68,7 +68,8 @@ def test_a_page_needs_no_key_and_nothing_from_elsewhere(path: str) -> None:
         answer = ask(access, place)
         assert answer.status_code == 200, place
         assert not re.findall(r"""(?:src|href|from|import|url\()\s*=?\s*["'(]?(?:https?:)?//""", answer.text), place
-        named = set(re.findall(r"/page/[a-z_]+\.[a-z]+", answer.text))
+        names = re.findall(r"""(?:from "\./|="page/)([a-z_]+\.[a-z]+)""", answer.text)
+        named = {f"/page/{name}" for name in names}
         wanted += named - seen - set(wanted)
     assert {f"/page/{each.name}" for each in PAGE.iterdir() if each.suffix == ".css"} <= seen
     assert ask(access, "/openapi.json").status_code == 401
