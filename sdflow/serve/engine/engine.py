@@ -84,6 +84,8 @@ class Engine:
         self._running: list[_Running] = []
         self._shares = Shares()
         self._overtaken = 0
+        self.retired = False
+        """It begins no more images."""
         self.progress = 0
         """Changes whenever an image goes on."""
         self._counts = 0, 0
@@ -91,7 +93,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether there is something to do."""
-        return bool(self._waiting or self._running)
+        return bool((self._waiting and not self.retired) or self._running)
 
     @property
     def jobs(self) -> tuple[Job, ...]:
@@ -117,9 +119,10 @@ class Engine:
     def turn(self) -> bool:
         """A batch of steps; whether any image is being drawn. Where none wants a step, it waits a little for the others."""
         self._resume()
-        while (job := self._waiting.take(self._next)) is not None:
+        while not self.retired and (job := self._waiting.take(self._next)) is not None:
             self._begin(job)
-        self._look_ahead()
+        if not self.retired:
+            self._look_ahead()
         any_drawn, batches = bool(self._running), list[Batch]()
         if stepping := self._stepping:
             group = self._next_group(stepping)

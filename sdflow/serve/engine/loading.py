@@ -90,7 +90,7 @@ def load_lanes(options: WorkerOptions) -> list[LoadedLane]:
 def _load(options: WorkerOptions, threads: int | None) -> LoadedLane:
     begun = time.perf_counter()
     pipelines = {name: load(folder, threads, options) for name, folder in options.pipelines.items()}
-    seconds = {name: warm(name, each, options) for name, each in pipelines.items()}
+    seconds: dict[str, Mapping[int, float]] = {name: warm(name, each, options) for name, each in pipelines.items()}
     return LoadedLane(pipelines, seconds, time.perf_counter() - begun, threads)
 
 

@@ -9,6 +9,7 @@ do, as they take none of it.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from sdflow.serve.jobs import Job
@@ -27,6 +28,8 @@ class Waiting:
         self._jobs: list[Job] = []
         self._share = share
         self._taken: list[Job] = []
+        self.drawn, self.last = 0, time.monotonic()
+        """How many were taken and left, and when the last one did."""
         self.changed = threading.Condition(threading.RLock())
 
     def __len__(self) -> int:
@@ -37,6 +40,11 @@ class Waiting:
         """What waits now, the oldest first."""
         with self.changed:
             return tuple(self._jobs)
+
+    @property
+    def busy(self) -> bool:
+        """Whether something waits or is drawn."""
+        return bool(self._jobs or self._taken)
 
     @property
     def pipelines(self) -> frozenset[str]:
@@ -77,6 +85,7 @@ class Waiting:
         with self.changed:
             if job in self._taken:
                 self._taken.remove(job)
+                self.drawn, self.last = self.drawn + 1, time.monotonic()
 
 
 def next_batch(images: int, seconds: Mapping[int, float]) -> int:

@@ -33,11 +33,15 @@ def lora_routes(loras: Loras) -> APIRouter:
     async def listed() -> dict[str, Any]:
         return {"object": "list", "data": await run_in_threadpool(loras.to_json)}
 
-    admin = {"dependencies": [Depends(require_admin)]}
+    admin = [Depends(require_admin)]
     body = {"requestBody": {"content": {"multipart/form-data": {"schema": _FORM}}, "required": True}}
 
     @routes.post(
-        "/loras", summary="Send one; it is there until the server ends", status_code=201, openapi_extra=body, **admin
+        "/loras",
+        summary="Send one; it is there until the server ends",
+        status_code=201,
+        openapi_extra=body,
+        dependencies=admin,
     )
     async def sent(request: Request) -> dict[str, Any]:
         require_form(request)
@@ -49,7 +53,9 @@ def lora_routes(loras: Loras) -> APIRouter:
                 named = name if isinstance(name, str) else file.filename or ""
                 return await run_in_threadpool(loras.add, named, file.file)
 
-    @routes.delete("/loras/{name}", summary="Offer it no more; a file of the server's folder stays on disk", **admin)
+    @routes.delete(
+        "/loras/{name}", summary="Offer it no more; a file of the server's folder stays on disk", dependencies=admin
+    )
     async def removed(name: str) -> dict[str, Any]:
         loras.remove(name)
         return {"id": name, "object": "lora", "deleted": True}

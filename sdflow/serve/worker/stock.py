@@ -12,36 +12,60 @@ import gc
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from threading import RLock
+from threading import RLock, Thread
 from typing import Any
 
 from sdflow.errors import SdflowError
+from sdflow.machine.device import cores
 from sdflow.machine.memory import trim
+from sdflow.serve.engine.engine import Engine
 from sdflow.serve.engine.lanes import Lanes
-from sdflow.serve.engine.loading import LoadedLane, Room, load, warm, warm_up_job
+from sdflow.serve.engine.loading import (
+    MOST_DELAYED,
+    SMALL_SECONDS,
+    LoadedLane,
+    Room,
+    load,
+    load_lanes,
+    warm,
+    warm_up_job,
+)
 from sdflow.serve.engine.pace import Pace
 from sdflow.serve.engine.served_pipeline import ServedPipeline
 from sdflow.serve.engine.shared_steps import SharedSteps
+from sdflow.serve.engine.waiting import Waiting
 from sdflow.serve.jobs import Drop, Job, Load, Loaded, Message, WorkerOptions
-from sdflow.serve.log import log_line
+from sdflow.serve.log import log_error, log_line
 from sdflow.serve.loras.live_loras import SharedValues
 from sdflow.serve.worker.ready_pipelines import ReadyPipelines
 
+REST_SECONDS, MOST_REST, LOOK_SECONDS = 60.0, 3600.0, 5.0
+"""How long nothing is drawn before lanes are measured again, at first and at most, and between two looks."""
+
 IDLE_SECONDS = 0.05
 """Between two looks whether a pipeline is drawn that is to be unloaded."""
+
+
+@dataclass
+class _Lane:
+    """What one lane draws with."""
+
+    loaded: LoadedLane
+    ready: dict[str, ReadyPipelines] = field(default_factory=dict)
+    paces: dict[str, Pace] = field(default_factory=dict)
 
 
 class Stock:
     """loaded: the lanes, with some of the pipelines. tell: receives what becomes of those that are added."""
 
     def __init__(self, options: WorkerOptions, loaded: list[LoadedLane], tell: Callable[[Message], None]) -> None:
-        self._options, self._loaded, self._tell = options, loaded, tell
+        self._options, self._tell = options, tell
         self.room = Room.measured(loaded)
-        self.lanes = Lanes(tell, self.room.share, self._rest)
-        self._folders: dict[str, Path] = {}
-        self._ready: list[dict[str, ReadyPipelines]] = [{} for _ in loaded]
+        self.lanes = Lanes(tell, self.room.share)
+        self._folders = {name: options.pipelines[name] for name in loaded[0].pipelines}
+        self._lanes: list[_Lane] = []
         self._used: list[str] = []
         self._leaving: set[str] = set()
         self._coming: Future[None] | None = None
@@ -49,35 +73,79 @@ class Stock:
         self._lock = RLock()
         self._pool = ThreadPoolExecutor(1, "pipelines")
         self._on_cpu = all(each.base.place.stream is None for each in loaded[0].pipelines.values())
-        for name in loaded[0].pipelines:
-            self._folders[name] = options.pipelines[name]
-            self._keep(name, [lane.pipelines[name] for lane in loaded], [lane.seconds[name] for lane in loaded])
+        self._adopt(loaded)
+        if self._on_cpu and options.lanes is None and (options.threads or cores() or 1) > 1:
+            Thread(target=self._choose_lanes_again, name="choice of lanes", daemon=True).start()
+
+    def _adopt(self, loaded: list[LoadedLane]) -> None:
+        """Draw with these lanes from now on."""
+        with self._lock:
+            self._lanes = [_Lane(each) for each in loaded]
+        for name in list(loaded[0].pipelines):
+            self._keep(name, [each.pipelines[name] for each in loaded], [each.seconds[name] for each in loaded])
+        for lane in self._lanes:
+            self.lanes.add(partial(self._engine, lane), partial(self._rest, lane))
+
+    def _engine(self, lane: _Lane, waiting: Waiting, tell: Callable[[Message], None]) -> Engine:
+        ready = partial(self.is_ready, lane)
+        return Engine(partial(self.find, lane), lane.paces, tell, ready=ready, waiting=waiting)
+
+    def _choose_lanes_again(self) -> None:
+        """Some time after requests were drawn: at the start the machine may have been busy."""
+        waiting, known, pause = self.lanes.waiting, 0, REST_SECONDS
+        while True:
+            time.sleep(LOOK_SECONDS)
+            if waiting.drawn > known and not waiting.busy and time.monotonic() > waiting.last + pause:
+                known, changed = waiting.drawn, False
+                try:
+                    changed = self._pool.submit(self._measure_lanes).result()
+                except Exception as error:  # noqa: BLE001  (there may be no memory for it; the lanes stay)
+                    log_error(error)
+                pause = REST_SECONDS if changed else min(2 * pause, MOST_REST)
+
+    def _measure_lanes(self) -> bool:
+        """Whether another number of lanes is better, which is there from now on."""
+        waiting = self.lanes.waiting
+        before = waiting.drawn
+        if not all(each.seconds[1] < MOST_DELAYED * SMALL_SECONDS for each in self._paces()):
+            return False  # of larger models one keeps all cores busy
+        loaded = load_lanes(replace(self._options, pipelines={name: self._folders[name] for name in self._used}))
+        if waiting.drawn != before or waiting.busy or len(loaded) == len(self._lanes):
+            return False  # what is drawn beside it makes it say nothing
+        self.lanes.replace(partial(self._adopt, loaded))
+        log_line("lanes", lanes=len(loaded))
+        for name in self._used:
+            self._tell(Loaded(name, self._folders[name], self.about(name)))
+        return True
+
+    def _paces(self) -> list[Pace]:
+        return list(self._lanes[0].paces.values())
 
     def about(self, name: str) -> Mapping[str, Any]:
         """What was found out about a pipeline when it was loaded."""
-        pace = self._loaded[0].seconds[name]
+        first = self._lanes[0].loaded
         return {
-            "batch_seconds": dict(pace.seconds if isinstance(pace, Pace) else pace),
-            "alone": self._loaded[0].pipelines[name].why_alone,
-            "lanes": len(self._loaded),
+            "batch_seconds": dict(self._lanes[0].paces[name].seconds),
+            "alone": first.pipelines[name].why_alone,
+            "lanes": len(self._lanes),
             "max_pixels": self.room.most[name],
             "pixels": self.room.own[name],
         }
 
     def do(self, order: Load | Drop) -> None:
         """While others are drawn. What becomes of it is told."""
-        work = partial(self._add if isinstance(order, Load) else self._drop, order)
+        work = partial(self._add, order) if isinstance(order, Load) else partial(self._drop, order)
         if self._on_cpu:
             self._pool.submit(work)
         else:
             self.lanes.do(work)
 
-    def is_ready(self, lane: int, job: Job, begin: bool) -> bool:
+    def is_ready(self, lane: _Lane, job: Job, begin: bool) -> bool:
         """Whether `find` has nothing to wait for. begin: if it has, that is begun."""
         with self._lock:
             if begin and (self._coming is None or self._coming.done()):
                 self._leaving.discard(job.pipeline)  # what it made room for was older, and is not wanted any more
-            found = None if job.pipeline in self._leaving else self._ready[lane].get(job.pipeline)
+            found = None if job.pipeline in self._leaving else lane.ready.get(job.pipeline)
             if found is None:
                 if begin and job.pipeline not in {*self._problems, *self._leaving}:
                     self._bring(job.pipeline)
@@ -87,12 +155,12 @@ class Stock:
                 self._used.append(job.pipeline)
         return found.ready(job, begin=begin)
 
-    def find(self, lane: int, job: Job) -> ServedPipeline:
+    def find(self, lane: _Lane, job: Job) -> ServedPipeline:
         """Raises what kept it from being loaded."""
         with self._lock:
             if problem := self._problems.pop(job.pipeline, None):
                 raise problem
-            found = self._ready[lane][job.pipeline]
+            found = lane.ready[job.pipeline]
         return found.find(job)
 
     def load_others(self) -> dict[str, Mapping[str, Any]]:
@@ -130,7 +198,7 @@ class Stock:
         return False
 
     def _size(self, name: str) -> int:
-        return len(self._loaded) * sum(
+        return len(self._lanes) * sum(
             path.stat().st_size for path in self._folders[name].resolve().glob("*/*") if path.is_file()
         )
 
@@ -144,45 +212,39 @@ class Stock:
     def _load(self, name: str) -> None:
         """In every lane; in the place of the one that is there, if there is one."""
         folder, begun = self._folders[name], time.perf_counter()
-        made = [load(folder, lane.threads, self._options) for lane in self._loaded]
+        made = [load(folder, lane.loaded.threads, self._options) for lane in self._lanes]
         self._keep(name, made, [warm(name, each, self._options) for each in made])
         self.room.add(name, made)
         log_line("loaded", pipeline=name, seconds=round(time.perf_counter() - begun, 2))
 
     def _keep(self, name: str, made: list[ServedPipeline], seconds: list[Mapping[int, float]]) -> None:
         options, values = self._options, SharedValues()
-        for number, lane in enumerate(self._loaded):
-            found = ReadyPipelines(
-                self._folders[name],
-                made[number],
-                options.cache,
-                options.lora_memory // len(self._loaded),
-                values,
-                self.lanes.look_again,
-            )
-            pace = _pace(made[number], seconds[number], again=options.batch_sizes is None)
+        for lane, pipeline, measured in zip(self._lanes, made, seconds, strict=True):
+            memory = options.lora_memory // len(self._lanes)
+            found = ReadyPipelines(self._folders[name], pipeline, options.cache, memory, values, self.lanes.look_again)
+            pace = _pace(pipeline, measured, again=options.batch_sizes is None)
             if options.loras:
-                sizes = list(seconds[number])
-                found.prepare(warm_up_job(name, made[number]), sizes, partial(warm, name, options=options))
+                job = warm_up_job(name, pipeline)
+                found.prepare(job, list(measured), partial(warm, name, options=options))
             with self._lock:
-                lane.pipelines[name], lane.seconds[name], self._ready[number][name] = made[number], pace, found
+                lane.loaded.pipelines[name], lane.paces[name], lane.ready[name] = pipeline, pace, found
         with self._lock:
             self._used = [*(each for each in self._used if each != name), name]
 
     def _unload(self, name: str) -> None:
         with self._lock:
-            for lane, ready in zip(self._loaded, self._ready, strict=True):
-                ready.pop(name).close()
-                del lane.pipelines[name]
+            for lane in self._lanes:
+                lane.ready.pop(name).close()
+                del lane.loaded.pipelines[name]
             self._used.remove(name)
         gc.collect()
         trim()
         log_line("unloaded", pipeline=name)
 
-    def _rest(self, lane: int) -> None:
+    def _rest(self, lane: _Lane) -> None:
         """Give back what the large images of a lane took."""
         with self._lock:
-            every = list(self._ready[lane].values())
+            every = list(lane.ready.values())
         for each in every:
             each.rest()
         gc.collect()

@@ -11,10 +11,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -28,7 +27,6 @@ from sdflow.serve.log import ROTATED, log_as_json, log_line
 
 if TYPE_CHECKING:
     from sdflow.serve.engine.lanes import Tell
-    from sdflow.serve.engine.waiting import Waiting
     from sdflow.serve.worker.stock import Stock
 
 WAITS = (0.0, 1.0, 5.0, 15.0, 60.0)
@@ -86,7 +84,6 @@ class Sender:
 def _draw(connection: Connection, options: WorkerOptions, tell: Tell, pulses: Pulses) -> None:
     import torch
 
-    from sdflow.serve.engine.engine import Engine
     from sdflow.serve.engine.loading import load_lanes, patience_of
     from sdflow.serve.worker.stock import Stock
 
@@ -94,15 +91,6 @@ def _draw(connection: Connection, options: WorkerOptions, tell: Tell, pulses: Pu
     torch.set_num_threads(1)
     loaded = load_lanes(with_room(options))
     stock = Stock(options, loaded, tell)
-    for number, lane in enumerate(loaded):
-
-        def make(
-            waiting: Waiting, tell: Tell, number: int = number, seconds: Mapping[str, Any] = lane.seconds
-        ) -> Engine:
-            ready = partial(stock.is_ready, number)
-            return Engine(partial(stock.find, number), seconds, tell, ready=ready, waiting=waiting)
-
-        stock.lanes.add(make)
     about = stock.load_others()
     pulses.watch(stock.lanes, patience_of(loaded[0], options, stock.room.own))
     tell(Ready(about))
