@@ -39,10 +39,12 @@ def test_every_answer_has_an_example_and_errors_have_openais_form(told: Any) -> 
             (example, *_) = (each["example"] for each in answer["content"].values())
             if status.startswith("2"):
                 continue
-            elif "/sdapi/" in name or "/controlnet/" in name:
+            if "/sdapi/" in name or "/controlnet/" in name:
                 assert example.keys() == {"error", "detail", "body", "errors"}, name
             else:
-                assert example["error"].keys() == {"message", "type", "param", "code"} and example["error"]["code"], name
+                assert example["error"].keys() == {"message", "type", "param", "code"} and example["error"]["code"], (
+                    name
+                )
         assert "422" not in operation["responses"], f"{name}: that status is never sent"
 
 

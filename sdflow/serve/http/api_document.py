@@ -120,7 +120,7 @@ ANSWERS: dict[tuple[str, str], Any] = {
         {"name": "stripes", "alias": "stripes", "path": "stripes.safetensors", "metadata": {}}
     ],
     ("get", "/sdapi/v1/schedulers"): [
-        {"name": "sgm_uniform", "label": "SGM Uniform", "aliases": None, "default_rho": -1, "need_inner_model": False}
+        {"name": "sgm_uniform", "label": "SGM Uniform", "aliases": None, "default_rho": -1.0, "need_inner_model": False}
     ],
     ("get", "/sdapi/v1/upscalers"): [
         {"name": "None", "model_name": None, "model_path": None, "model_url": None, "scale": 1.0}
