@@ -222,10 +222,10 @@ def hold_to_pytorch(pipeline: Path, target: Target, cache: Path) -> None:
 
 def _cases(pipeline: Path, batch: str, size: str | None, steps: str | None, scheduler: str | None) -> list[SweepPoint]:
     from sdflow.bench.sweep import sweep
-    from sdflow.families.shared.schedulers import require_known
+    from sdflow.families.shared.sampler_names import known_scheduler
 
     if scheduler is not None:
-        require_known(scheduler)
+        known_scheduler(scheduler)
     sizes = [_own_size(pipeline)] if size is None else _numbers("--size", size)
     counts = [_own(pipeline).steps] if steps is None else _numbers("--steps", steps)
     return list(sweep(_numbers("--batch", batch), sizes, counts))

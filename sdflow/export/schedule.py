@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from sdflow.disk.atomic_write import write_whole
 from sdflow.errors import UsageError, os_errors_as
 from sdflow.families.shared.base import Family
-from sdflow.families.shared.schedulers import require_known
+from sdflow.families.shared.sampler_names import known_scheduler
 from sdflow.runtime.denoiser.schedule import named_scheduler, trace
 from sdflow.runtime.denoiser.scheduler_walk import IMAGE
 
@@ -61,7 +61,7 @@ class Coefficients:
 def parse_schedule(text: str) -> tuple[str, int | None]:
     """`NAME` or `NAME,STEPS`. Raises UsageError for a name that is not known, and for steps that are none."""
     name, comma, steps = text.partition(",")
-    require_known(name, "--schedule")
+    name = known_scheduler(name, "--schedule")
     if not comma:
         return name, None
     if not steps.isascii() or not steps.isdigit() or not 0 < int(steps) <= 1000:

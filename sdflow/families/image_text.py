@@ -14,7 +14,7 @@ from typing import Any
 
 import sdflow
 from sdflow.families.settings import COMMON
-from sdflow.families.shared.sampler_names import INVOKEAI, SAMPLERS, SGM_UNIFORM, TRAILING, name_elsewhere
+from sdflow.families.shared.sampler_names import invokeai_name, webui_names
 
 SETTINGS, PARAMETERS, INVOKEAI_METADATA = "sdflow", "parameters", "invokeai_metadata"
 CHUNKS = (SETTINGS, PARAMETERS, INVOKEAI_METADATA)
@@ -47,10 +47,10 @@ def infotext(settings: Mapping[str, Any]) -> str:
     if not values.get("Eta"):
         values.pop("Eta", None)
     scheduler = settings.get(SCHEDULER_NAME)
-    if scheduler is not None and (sampler := name_elsewhere(scheduler, SAMPLERS)) is not None:
-        values["Sampler"] = sampler
-        if scheduler.endswith(TRAILING):
-            values["Schedule type"] = SGM_UNIFORM
+    if scheduler is not None and (named := webui_names(scheduler)) is not None:
+        values["Sampler"], schedule = named
+        if schedule is not None:
+            values["Schedule type"] = schedule
     if size := _size(settings):
         values["Size"] = f"{size[0]}x{size[1]}"
     if model := settings.get("pipeline"):
@@ -76,7 +76,7 @@ def invokeai_metadata(settings: Mapping[str, Any]) -> dict[str, Any]:
     """As InvokeAI's `core_metadata` has it, without the model: that would be one of InvokeAI's own, by its key."""
     found = {COMMON[name].invokeai: value for name, value in _declared(settings, "invokeai").items()}
     scheduler = settings.get(SCHEDULER_NAME)
-    if scheduler is not None and (theirs := name_elsewhere(scheduler, INVOKEAI)) is not None:
+    if scheduler is not None and (theirs := invokeai_name(scheduler)) is not None:
         found["scheduler"] = theirs
     if size := _size(settings):
         found["width"], found["height"] = size

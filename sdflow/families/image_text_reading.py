@@ -14,7 +14,7 @@ from sdflow.errors import UsageError
 from sdflow.families.image_text import APPROXIMATION, INVOKEAI_METADATA, NEGATIVE, PARAMETERS, SCHEDULER_NAME, SETTINGS
 from sdflow.families.settings import ALL, COMMON, Settings, settings_of
 from sdflow.families.shared.approximation import GUIDANCE_INTERVAL, REUSE
-from sdflow.families.shared.sampler_names import INVOKEAI, SAMPLERS, SGM_UNIFORM, TRAILING
+from sdflow.families.shared.sampler_names import invokeai_scheduler, scheduler_of
 from sdflow.parameter import require_values
 
 LORA = re.compile(r"<lora:([^:<>]+)(?::([^<>]*))?>")
@@ -150,16 +150,11 @@ def _scheduler_of(sampler: str | None, schedule: str | None) -> tuple[str | None
     """The scheduler that a sampler of the webui is, and what cannot be said of it here."""
     if sampler is None:
         return None, ()
-    plain, karras, _ = sampler.partition(" Karras")
-    found = SAMPLERS.get(plain)
-    if found is None:
-        return None, (f"there is no sampler {sampler!r} here: the pipeline's own scheduler draws",)
-    if schedule == SGM_UNIFORM and found in ("euler", "euler_a", "ddim"):
-        return f"{found}{TRAILING}", ()
-    other = "Karras" if karras else schedule
-    if other in (None, "Automatic", "Uniform", "Normal"):
+    if (found := scheduler_of(sampler, schedule)) is not None:
         return found, ()
-    return found, (f"the schedule {other!r} is not taken over: timesteps are the pipeline's",)
+    if (found := scheduler_of(sampler)) is not None:
+        return found, (f"the schedule {schedule!r} is not taken over: timesteps are the pipeline's",)
+    return None, (f"there is no sampler {sampler!r} here: the pipeline's own scheduler draws",)
 
 
 def _from_invokeai(program: str, text: str) -> ImageSettings:
@@ -168,11 +163,8 @@ def _from_invokeai(program: str, text: str) -> ImageSettings:
     settings = {name: value for name, value in named.items() if value is not None}
     notes: tuple[str, ...] = ()
     if (theirs := settings.pop("scheduler", None)) is not None:
-        plain = str(theirs).removesuffix("_k")
-        if plain in INVOKEAI:
-            settings["scheduler"] = INVOKEAI[plain]
-            if plain != theirs:
-                notes = ("the schedule 'Karras' is not taken over: timesteps are the pipeline's",)
+        if (found := invokeai_scheduler(str(theirs))) is not None:
+            settings["scheduler"] = found
         else:
             notes = (f"there is no scheduler {theirs!r} here: the pipeline's own draws",)
     if not settings.get("clip_skip"):

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from sdflow.families import FAMILIES
 from sdflow.families.shared.approximation import parse
+from sdflow.families.shared.sampler_names import read_scheduler
 from sdflow.families.shared.schedulers import SchedulerName
 from sdflow.parameter import Parameter, parameters
 
@@ -132,8 +133,10 @@ class Settings:
     scheduler: Annotated[
         SchedulerName | None,
         Parameter(
-            "Scheduler: ddim, euler or euler_a, each also with _trailing; dpm++_2m, unipc, lcm, tcd, pndm; flow_euler.",
+            "Scheduler, such as euler_a or dpm++_2m_karras; A1111's and ComfyUI's names are understood too.",
             otherwise="the pipeline's",
+            metavar="NAME",
+            read=read_scheduler,
             call="-",
             recorded=False,
             infotext="Sampler",

@@ -26,6 +26,7 @@ EXTRAS = {
     "samples": ("sdflow-samples",),
     "bench": ("nvidia-ml-py", "torchao"),
     "export-text": ("onnxruntime-extensions",),
+    "samplers": ("scipy", "torchsde"),
 }  # fmt: skip
 """Extra of sdflow -> the distributions that it installs."""
 DRAWS = ("torch", "diffusers", "transformers", "pillow")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from sdflow.disk.atomic_write import require_makable
 from sdflow.errors import UsageError, os_errors_as
 from sdflow.families.shared.approximation import GUIDANCE_INTERVAL, REUSE, Approximation
-from sdflow.families.shared.schedulers import require_known
+from sdflow.families.shared.sampler_names import known_scheduler, require_installed
 from sdflow.manifest import Manifest, read_manifest
 from sdflow.parameter import require_values
 from sdflow.prompts.reading import Reading
@@ -96,7 +96,8 @@ def check_request(request: GenerateRequest) -> None:
     if not request.prompts:
         raise UsageError("there is nothing to draw", where="--prompt", remedy="Give --prompt TEXT or --prompts FILE.")
     if request.scheduler is not None:
-        require_known(request.scheduler, schedulers=folder_family(request.folder).noising.schedulers)
+        schedulers = folder_family(request.folder).noising.schedulers
+        require_installed(known_scheduler(request.scheduler, schedulers=schedulers))
     require_values(PARAMETERS, {name: getattr(request, name) for name in PARAMETERS})
     _check_arguments(request)
     if request.previews is not None and not request.preview:

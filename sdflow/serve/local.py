@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.digest import digest_file
 from sdflow.errors import UsageError
+from sdflow.families.shared.sampler_names import available
 from sdflow.runtime.drawing.drawing import Drawing
 from sdflow.serve.engine.served_pipeline import ServedPipeline, shared_steps
 from sdflow.serve.jobs import Job, LoraFile
@@ -71,7 +72,7 @@ class LocalPipeline:
     @property
     def schedulers(self) -> tuple[str, ...]:
         """The names of those that it can draw with."""
-        return tuple(self.loaded.base.base.family.noising.schedulers)
+        return available(self.loaded.base.base.family.noising.schedulers)
 
     def sample(
         self,

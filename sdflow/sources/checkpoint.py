@@ -12,11 +12,12 @@ from typing import Any, Protocol
 
 from sdflow.digest import digest_file, digest_json
 from sdflow.disk.file_stamp import Stamp
-from sdflow.errors import CheckpointError
+from sdflow.errors import CheckpointError, UsageError
 from sdflow.families.shared.base import Family
 from sdflow.families.shared.defaults import Defaults, Task
 from sdflow.families.shared.part import Part
-from sdflow.families.shared.schedulers import renamed, require_known
+from sdflow.families.shared.sampler_names import known_scheduler
+from sdflow.families.shared.schedulers import renamed
 
 # Entries of a config.json that say who wrote it, not what the model is.
 ORIGIN_KEYS = frozenset({"_diffusers_version", "_name_or_path", "transformers_version"})
@@ -121,7 +122,9 @@ class Checkpoint:
         name = self.said.get("scheduler")
         file = self.family.companions["scheduler"].file
         if name is not None:
-            require_known(name, "generate.scheduler", self.family.noising.schedulers)
+            found = known_scheduler(name, "generate.scheduler", self.family.noising.schedulers)
+            if found != name:  # a workflow's word is part of keys and manifests, where one scheduler has one name
+                raise UsageError(f"{name} does not fit this model", where="generate.scheduler", remedy=f"Say {found}.")
         return {} if name is None else {f"scheduler/{file}": renamed(self._scheduler(), name)}
 
     def _scheduler(self) -> dict[str, Any]:

@@ -121,22 +121,16 @@ def load_companion(companion: Companion, folder: Path, where: str) -> Any:
 
     Raises CheckpointError for one that is missing, damaged or too large, or of a class that the installed library lacks.
     """
-    import importlib
-
     from sdflow.sources.companion_entries import wrong_entry
 
     if folder.is_dir():  # else the library says what is missing
         require_small(folder)
-    library = importlib.import_module(companion.library)
-    name = companion.class_name
     what = f"its {folder.name} cannot be loaded"
     with rejections(where, what):
         config = dict(read_json(folder / companion.file, finite=False)) if is_there(folder / companion.file) else {}
         if wrong := wrong_entry(config):
             raise CheckpointError(f"{what}: {wrong}", where=where)
-        if name is None:
-            name = str(config["_class_name"])
-        return getattr(library, name).from_pretrained(str(folder), local_files_only=True)
+        return companion.loader(config).from_pretrained(str(folder), local_files_only=True)
 
 
 @contextmanager

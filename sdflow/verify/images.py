@@ -170,7 +170,10 @@ def _part(scheduler: Any, begin: float | None, end: float | None) -> list[torch.
 
     found = list(scheduler.timesteps)
     if begin is not None:
-        found = [timestep for timestep in found if timestep < cutoff(begin)]
+        left = sum(1 for timestep in found if timestep < cutoff(begin))
+        if scheduler.order == 2 and left % 2 == 0:  # a step of two runs is not cut in between
+            left += 1
+        found = found[len(found) - left :]
         scheduler.set_begin_index(len(scheduler.timesteps) - len(found))
     return found if end is None else [timestep for timestep in found if timestep >= cutoff(end)]
 

@@ -19,6 +19,8 @@ from sd_parsers.parsers import AUTOMATIC1111Parser, InvokeAIParser
 from sdflow.errors import UsageError
 from sdflow.families.image_text import INVOKEAI_METADATA, PARAMETERS, SETTINGS, image_text, infotext
 from sdflow.families.image_text_reading import read_image_settings
+from sdflow.families.shared.sampler_names import invokeai_name, webui_names
+from sdflow.families.shared.schedulers import SCHEDULERS, parts_of
 from sdflow.prompts.weights import parse
 from sdflow.runtime.files.images import png_text
 
@@ -137,15 +139,52 @@ def test_a_plain_prompt_means_the_same_in_the_syntax_of_the_webui(
 
 def test_what_is_not_taken_over_is_said(tmp_path: Path) -> None:
     text = (
-        "a cat <lora:ink:0.8>\nsecond line\nNegative prompt: dog\nugly\nSteps: 30, Sampler: DPM++ 2M Karras, CFG scale: 7, "
+        "a cat <lora:ink:0.8>\nsecond line\nNegative prompt: dog\nugly\n"
+        "Steps: 30, Sampler: DPM++ 2M, Schedule type: KL Optimal, CFG scale: 7, "
         'Seed: 1, Size: 512x512, Model hash: 45dee52b, Hires upscale: 2, Denoising strength: 0.4, Lora hashes: "ink: ab, b: c"'
     )
     found = read_image_settings(png(tmp_path / "image.png", {PARAMETERS: text}))
     assert (found.prompt, found.settings["negative_prompt"]) == ("a cat \nsecond line", "dog\nugly")
     assert found.settings["scheduler"] == "dpm++_2m" and "strength" not in found.settings
-    assert [re.search(r"hires fix|Karras|ink", note)[0] for note in found.notes] == ["hires fix", "Karras", "ink"]  # type: ignore[index]
+    assert [re.search(r"hires fix|KL Optimal|ink", note)[0] for note in found.notes] == [
+        "hires fix",
+        "KL Optimal",
+        "ink",
+    ]  # type: ignore[index]
     sampler = read_image_settings(png(tmp_path / "b.png", {PARAMETERS: "a\nSteps: 3, Sampler: Restart, Seed: 4"}))
     assert "scheduler" not in sampler.settings and "'Restart'" in sampler.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("said", "scheduler"),
+    [
+        ("Sampler: DPM++ 2M Karras", "dpm++_2m_karras"),
+        ("Sampler: DPM++ 2M, Schedule type: Karras", "dpm++_2m_karras"),
+        ("Sampler: DPM++ 2M, Schedule type: Automatic", "dpm++_2m_karras"),
+        ("Sampler: DPM++ 2M", "dpm++_2m"),  # of a webui from before schedule types
+        ("Sampler: DPM++ 2M SDE, Schedule type: Exponential", "dpm++_2m_sde_exponential"),
+        ("Sampler: Euler, Schedule type: SGM Uniform", "euler_trailing"),
+        ("Sampler: DPM2 a, Schedule type: Beta", "dpm2_a_beta"),
+        ("Sampler: PLMS", "pndm"),
+    ],
+)
+def test_samplers_and_schedule_types_of_the_webui_are_taken_over(tmp_path: Path, said: str, scheduler: str) -> None:
+    found = read_image_settings(png(tmp_path / "image.png", {PARAMETERS: f"a\nSteps: 3, {said}, Seed: 4"}))
+    assert (found.settings["scheduler"], found.notes) == (scheduler, ())
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_scheduler_is_read_back_by_the_name_that_each_program_has_for_it(tmp_path: Path, name: str) -> None:
+    chunks = image_text({**DRAWN, "scheduler_name": name})
+    plain = name.removeprefix("flow_")
+    spacing = parts_of(name)[1]
+    for keyword, known in ((SETTINGS, True), (PARAMETERS, webui_names(name)), (INVOKEAI_METADATA, invokeai_name(name))):
+        found = read_image_settings(png(tmp_path / "image.png", {keyword: chunks[keyword]}))
+        expected = name if keyword == SETTINGS else plain if known else None
+        if keyword == INVOKEAI_METADATA and spacing == "trailing" and known:
+            expected = plain.removesuffix("_trailing")  # of which it has no word
+        assert found.settings.get("scheduler") == expected, keyword
+        assert found.notes == ()
 
 
 @pytest.mark.parametrize(

@@ -251,8 +251,13 @@ def test_generate_draws_and_says_with_what(shell: Shell, built: Path) -> None:
 
 
 def test_a_scheduler_of_noise_is_refused_by_name(shell: Shell, built: Path) -> None:
-    done = shell.run("generate", str(built), "--prompt", "an otter", "--steps", "2", "--scheduler", "euler")
-    assert done.returncode == 2 and "flow_euler" in done.stderr and "Traceback" not in done.stderr
+    done = shell.run("generate", str(built), "--prompt", "an otter", "--steps", "2", "--scheduler", "DPM++ 2M")
+    assert (
+        done.returncode == 2
+        and "dpm++_2m does not fit this model" in done.stderr
+        and "flow_euler" in done.stderr
+        and "Traceback" not in done.stderr
+    )
 
 
 def test_without_t5_an_image_is_that_of_diffusers_without_t5(shell: Shell, folder: Path) -> None:

@@ -140,7 +140,7 @@ def test_the_refiner_alone_equals_diffusers(ours: Pipeline, theirs: Any, image: 
         assert np.abs(plain - drawn).max() > 10 * TOLERANCE, "the argument changes nothing"
 
 
-@pytest.mark.parametrize("scheduler", ["euler", "euler_a", "ddim", "dpm++_2m", "unipc", "pndm"])
+@pytest.mark.parametrize("scheduler", ["euler", "euler_a", "ddim", "dpm++_2m", "unipc", "pndm", "heun", "dpm2_a"])
 def test_base_and_refiner_together_equal_diffusers(
     ensemble: Ensemble, their_base: Any, theirs: Any, scheduler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

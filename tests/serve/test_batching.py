@@ -54,9 +54,9 @@ MIXED = (
     job(6, arguments=call(2, 1.5), scheduler="lcm"),
     job(7, arguments=call(7, 9.0), negative_prompt="blurred"),
     job(8, arguments=call(4, 4.0, eta=0.5), scheduler="ddim"),
-    job(9, arguments=call(3, 7.5, height=128), scheduler="euler"),
-    job(10, arguments=call(5, 7.5, clip_skip=1)),
-    job(11, arguments=call(3, 5.0, prompt_syntax="a1111"), negative_prompt="(ugly:1.4)"),
+    job(9, arguments=call(3, 7.5, height=128), scheduler="heun_karras"),
+    job(10, arguments=call(5, 7.5, clip_skip=1), scheduler="dpm++_2m_sde_exponential"),
+    job(11, arguments=call(3, 5.0, prompt_syntax="a1111"), negative_prompt="(ugly:1.4)", scheduler="dpm2_a"),
 )
 
 

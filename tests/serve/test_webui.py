@@ -20,6 +20,7 @@ from serve.conftest import RunningServer
 from until import PATIENCE, until
 
 from sdflow.families.shared.noising import DIFFUSION
+from sdflow.machine.packages import missing
 from sdflow.runtime.denoiser.schedule import named_scheduler
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.serve.api_error import ApiError
@@ -65,7 +66,7 @@ def test_images_are_those_of_the_pipeline(server: RunningServer, tiny_pipeline: 
 
 def test_a_client_of_the_webui_works_unchanged(server: RunningServer) -> None:
     webuiapi = pytest.importorskip("webuiapi", reason="pip install -e '.[test]'")
-    client = webuiapi.WebUIApi(baseurl=f"{server.url}/sdapi/v1", sampler="DPM++ 2M", steps=2)
+    client = webuiapi.WebUIApi(baseurl=f"{server.url}/sdapi/v1", sampler="DPM++ 2M Karras", steps=2)
     client.util_set_model("tiny")
     assert (client.util_get_model_names(), client.util_get_current_model()) == (["tiny"], "tiny")
     assert client.get_progress()["state"]["job_count"] == 0
@@ -73,13 +74,14 @@ def test_a_client_of_the_webui_works_unchanged(server: RunningServer) -> None:
     drawn = client.txt2img(**small, batch_size=2)
     assert [image.size for image in drawn.images] == [(64, 64)] * 2
     assert (drawn.info["all_seeds"], drawn.info["sampler_name"]) == ([5, 6], "DPM++ 2M")
-    same = ask(server, "txt2img", {**small, "steps": 2, "sampler_name": "DPM++ 2M"}).json()["images"][0]
+    told = {"sampler_name": "DPM++ 2M", "scheduler": "Karras"}
+    same = ask(server, "txt2img", {**small, "steps": 2, **told}).json()["images"][0]
     np.testing.assert_allclose(np.asarray(drawn.image, np.int16), pixels(same), atol=1)
     mask = PIL.Image.new("L", (64, 64))
     mask.paste(255, (32, 0, 64, 64))
     whole = {"inpainting_fill": 1, "inpaint_full_res": False}
     again = client.img2img(images=[drawn.image], mask_image=mask, **small, **whole, denoising_strength=0.8)
-    fields = {"prompt": small["prompt"], "seed": 5, "steps": 2, "guidance_scale": 7, "scheduler": "dpm++_2m"}
+    fields = {"prompt": small["prompt"], "seed": 5, "steps": 2, "guidance_scale": 7, "scheduler": "dpm++_2m_karras"}
     files = {"image": ("image.png", png(drawn.image)), "mask": ("mask.png", png(mask))}
     data = {**fields, "strength": 0.8, "prompt_syntax": "a1111", "mask_blur": 4}
     edited = httpx.post(f"{server.url}/v1/images/edits", data=data, files=files, timeout=PATIENCE).json()
@@ -89,12 +91,31 @@ def test_a_client_of_the_webui_works_unchanged(server: RunningServer) -> None:
 
 def test_the_lists(server: RunningServer) -> None:
     assert [each["title"] for each in ask(server, "sd-models").json()] == ["tiny"]
-    assert "Euler a" in [each["name"] for each in ask(server, "samplers").json()]
+    samplers = {each["name"]: each for each in ask(server, "samplers").json()}
+    assert samplers["Euler a"]["options"] == {} and samplers["DPM++ 2M"]["options"] == {"scheduler": "karras"}
+    assert {"Heun", "DPM++ 2M SDE", "DPM2 a", "deis"} <= samplers.keys()
+    assert ("DPM++ SDE" in samplers) == ("LMS" in samplers and not missing("torchsde"))
+    labels = [each["label"] for each in ask(server, "schedulers").json()]
+    assert labels == ["Automatic", "Uniform", "SGM Uniform", "Karras", "Exponential", "Beta"]
     assert ask(server, "loras").json() == []
     assert ask(server, "options").json()["sd_model_checkpoint"] == "tiny"
     assert ask(server, "options", {"sd_model_checkpoint": "tiny"}).status_code == 200
     assert ask(server, "options", {"sd_model_checkpoint": "other"}).status_code == 404
     assert ask(server, "progress").json()["progress"] == 0
+
+
+def test_a_schedule_type_that_nobody_names_is_the_samplers_own(server: RunningServer) -> None:
+    """As the webui's Automatic; a sampler of two runs a step tells of each of them."""
+    asked = {**SMALL, "sampler_name": "DPM2", "steps": 3}
+    alone, automatic, karras, uniform = (
+        ask(server, "txt2img", {**asked, **more}).json()["images"][0]
+        for more in ({}, {"scheduler": "Automatic"}, {"scheduler": "karras"}, {"scheduler": "Uniform"})
+    )
+    for same in (automatic, karras):
+        np.testing.assert_allclose(pixels(same), pixels(alone), atol=1)
+    assert np.abs(pixels(uniform) - pixels(alone)).max() > 8
+    text = PIL.Image.open(io.BytesIO(b64decode(alone))).info["parameters"]
+    assert "Sampler: DPM2, Schedule type: Karras" in text and "Steps: 3" in text
 
 
 def test_what_is_drawn_tells_how_far_it_is_and_is_interrupted(server: RunningServer) -> None:
@@ -113,7 +134,14 @@ def test_what_is_drawn_tells_how_far_it_is_and_is_interrupted(server: RunningSer
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"sampler_name": "Heun"}, "no sampler is named 'Heun' here, only Euler"),
+        ({"sampler_name": "Restart"}, "no scheduler is named 'Restart'"),
+        ({"sampler_name": "DPM++ 2N"}, "did you mean 'dpm++_2m'"),
+        ({"sampler_name": "Euler", "scheduler": "Align Your Steps"}, "Euler takes no schedule type 'Align Your Steps'"),
+        ({"sampler_name": None, "scheduler": "Karras"}, "needs a sampler"),
+        (
+            {"sampler_name": "Heun", "steps": 100},
+            "100 steps of heun take 200 runs of the denoiser, and may take 150 here",
+        ),
         ({"override_settings": {"sd_model_checkpoint": ["tiny"]}}, "valid string"),
         ({"prompt": "a <lora:ink:0.8>"}, "no LoRA is named 'ink' here"),
         ({"width": 70}, "multiples of 64"),

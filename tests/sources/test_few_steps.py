@@ -13,12 +13,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from sdflow.families.shared.few_steps import spelled
-from sdflow.families.shared.schedulers import NOISE_SCHEDULERS, SCHEDULERS, SchedulerName, renamed
+from sdflow.families.shared.schedulers import SCHEDULERS, renamed
 from sdflow.sources import PlainDigests, few_steps, load_pipeline, open_checkpoint
 from sdflow.sources.architectures import architecture_config
 from sdflow.sources.checkpoint import Access
 from sdflow.sources.few_steps import few_steps_of_lora
 from sdflow.sources.single_file import open_single_file
+from tests.support.named_schedulers import SAMPLERS
 from tests.support.original_layout import stable_diffusion_2
 
 LORAS: dict[tuple[str, str], tuple[Any, ...] | None] = {
@@ -129,11 +130,7 @@ def test_a_turbo_model_in_one_file_is_told_by_its_name_alone(tmp_path: Path) -> 
 # Schedulers by name
 
 
-def test_the_names_of_schedulers_are_one_list() -> None:
-    assert list(SchedulerName.__args__) == list(SCHEDULERS)  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("name", NOISE_SCHEDULERS)
+@pytest.mark.parametrize("name", SAMPLERS)
 @pytest.mark.parametrize("architecture", ["sd15", "sd21", "sdxl", "sdxl-turbo", "lcm"])
 def test_a_renamed_config_is_what_diffusers_makes_of_it(
     name: str, architecture: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field, replace
+from importlib import import_module
+from typing import Any
 
 from sdflow.models.base import Config, Model, Original, Ports, class_names
 
@@ -105,3 +107,12 @@ class Companion:
     def wanted(self, submodels: Container[str]) -> bool:
         """Whether a pipeline of these submodels has it."""
         return not self.parts or any(part in submodels for part in self.parts)
+
+    def loader(self, config: Config) -> Any:
+        """The class that loads it from its folder. config: that of its file. Raises AttributeError for one that the installed
+        library lacks, and UsageError where a package is missing that a scheduler needs."""
+        if self.class_name is not None:
+            return getattr(import_module(self.library), self.class_name)
+        from sdflow.families.shared.schedulers import scheduler_class
+
+        return scheduler_class(str(config["_class_name"]))

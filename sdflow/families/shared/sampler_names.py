@@ -1,41 +1,123 @@
-"""What other programs call the schedulers: A1111's webui its samplers, InvokeAI its schedulers."""
+"""What people and other programs call the schedulers: A1111's webui a sampler and a schedule type ("DPM++ 2M", "Karras"),
+ComfyUI a sampler and a scheduler ("dpmpp_2m", "karras"), InvokeAI a scheduler ("dpmpp_2m_k")."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any
 
-from sdflow.families.shared.schedulers import SCHEDULERS
+from sdflow.errors import UsageError
+from sdflow.families.shared.schedulers import SAMPLERS, SCHEDULERS, SPACINGS, SchedulerRow, parts_of, requirements
+from sdflow.machine.packages import how_to_install, missing
 
-TRAILING = "_trailing"
-"""How the names of schedulers end whose timesteps are spaced so."""
+_FLOW = "flow_"
+AUTOMATIC = "Automatic"
+_PLAIN = ("uniform", "normal")
+"""Schedule types of the webui that leave the spacing to the model."""
 
-SAMPLERS = {
-    "Euler": "euler",
-    "Euler a": "euler_a",
-    "DDIM": "ddim",
-    "DPM++ 2M": "dpm++_2m",
-    "UniPC": "unipc",
-    "LCM": "lcm",
-    "PLMS": "pndm",
-    "TCD": "tcd",
-}
-"""What the webui calls a sampler -> the scheduler."""
 
-SGM_UNIFORM = "SGM Uniform"
-"""What the webui calls the schedule of trailing timesteps."""
+def _normal(text: str) -> str:
+    """A name without what programs spell differently: case, spaces, `++` or `pp`, `k_` in front."""
+    return re.sub(r"[^a-z0-9]", "", re.sub(r"^(sample_)?k[ _]", "", text.lower().strip()).replace("++", "pp"))
 
-INVOKEAI = {
-    "euler": "euler",
-    "euler_a": "euler_a",
-    "ddim": "ddim",
-    "dpmpp_2m": "dpm++_2m",
-    "unipc": "unipc",
-    "lcm": "lcm",
-    "pndm": "pndm",
-    "tcd": "tcd",
-}
-"""What InvokeAI calls a scheduler -> the scheduler."""
+
+def _spellings(name: str) -> Iterator[str]:
+    """What one of SCHEDULERS is called anywhere, as `_normal` has it."""
+    sampler, spacing = parts_of(name)
+    row = SAMPLERS[sampler]
+    own = (sampler, sampler.removeprefix(_FLOW), row.webui, row.comfyui, row.invokeai)
+    behind = (spacing, SPACINGS[spacing].webui, *SPACINGS[spacing].others) if spacing else ("",)
+    for each in filter(None, own):
+        yield from (_normal(f"{each} {more}") for more in behind)
+
+
+_KNOWN = {name: frozenset(_spellings(name)) for name in SCHEDULERS}
+
+
+def scheduler_of(
+    sampler: str, schedule: str | None = None, among: Mapping[str, SchedulerRow] = SCHEDULERS
+) -> str | None:
+    """The name in `among` of what any program calls a sampler: "DPM++ 2M Karras", "dpmpp_2m_k". schedule: what the webui
+    calls the schedule type, or ComfyUI the scheduler, where it is told apart. None where there is none such."""
+    wanted, told = _normal(sampler), "" if schedule is None else _normal(schedule)
+    own = next((name for name in among if wanted in _KNOWN[name]), None)
+    if (
+        own is None or told in ("", *_PLAIN) or parts_of(own)[1]
+    ):  # of "DPM++ 2M Karras" the webui takes no schedule type
+        return own
+    if told == _normal(AUTOMATIC):
+        automatic = f"{own}_{SAMPLERS[own].automatic}"
+        return automatic if automatic in among else own
+    return next((name for name in among if wanted + told in _KNOWN[name]), None)
+
+
+def known_scheduler(text: str, where: str = "--scheduler", schedulers: Mapping[str, SchedulerRow] = SCHEDULERS) -> str:
+    """The name of a scheduler, however it is spelled. schedulers: the family's, where it is known. Raises UsageError with the
+    nearest names for one that is not there."""
+    if (found := scheduler_of(text, among=schedulers)) is not None:
+        return found
+    raise UsageError(unknown(text, schedulers), where=where, remedy=f"Known: {listed(schedulers)}.")
+
+
+def require_installed(name: str, where: str = "--scheduler") -> None:
+    """Raises UsageError where a package is missing that one of SCHEDULERS needs."""
+    if absent := missing(*requirements(name)):
+        raise UsageError(
+            f"{name} needs {', '.join(absent)}, not installed here", where=where, remedy=how_to_install(*absent)
+        )
+
+
+def read_scheduler(text: str) -> str:
+    """The name of a scheduler of any family, however it is spelled. Raises ValueError with the nearest names."""
+    if (found := scheduler_of(text)) is None:
+        raise ValueError(unknown(text))
+    return found
+
+
+def unknown(text: str, schedulers: Mapping[str, SchedulerRow] = SCHEDULERS) -> str:
+    """What to tell of a name that is not among these schedulers, with the nearest that are."""
+    spelled: dict[str, str] = {}
+    for name in schedulers:
+        for each in _KNOWN[name]:
+            spelled.setdefault(each, name)
+    near = dict.fromkeys(spelled[each] for each in get_close_matches(_normal(text), spelled, n=6, cutoff=0.5))
+    if not near:
+        near = dict.fromkeys(get_close_matches(text.lower(), schedulers, n=1, cutoff=0.3))
+    hint = f"; did you mean {' or '.join(map(repr, list(near)[:3]))}?" if near else ""
+    if scheduler_of(text) is not None:
+        return f"{text:.60} does not fit this model{hint}"
+    return f"no scheduler is named {text!r:.60}{hint}"
+
+
+def listed(schedulers: Mapping[str, SchedulerRow]) -> str:
+    """The names, in words: each sampler, and which spacings are written behind it."""
+    spacings: dict[str, list[str]] = {}
+    for name in schedulers:
+        sampler, spacing = parts_of(name)
+        spacings.setdefault(sampler, []).extend([spacing] if spacing else [])
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for sampler, own in spacings.items():
+        groups.setdefault(tuple(own), []).append(sampler)
+    return "; ".join(
+        ", ".join(names) + (f" (also with {', '.join(f'_{each}' for each in own)})" if own else "")
+        for own, names in groups.items()
+    )
+
+
+def available(schedulers: Mapping[str, SchedulerRow]) -> tuple[str, ...]:
+    """Those of these schedulers for which everything is installed."""
+    return tuple(name for name in schedulers if not missing(*requirements(name)))
+
+
+def of_each_kind(schedulers: Mapping[str, SchedulerRow]) -> tuple[str, ...]:
+    """Of those for which everything is installed each sampler once, and each spacing once."""
+    found: dict[tuple[str, str], str] = {}
+    for name in available(schedulers):
+        sampler, spacing = parts_of(name)
+        found.setdefault(("", spacing) if spacing else (sampler, ""), name)
+    return tuple(found.values())
 
 
 def scheduler_name(scheduler: Any) -> str | None:
@@ -49,7 +131,28 @@ def scheduler_name(scheduler: Any) -> str | None:
     return max(fitting)[1] if fitting else None
 
 
-def name_elsewhere(name: str, names: Mapping[str, str]) -> str | None:
-    """What another program calls a scheduler. names: `SAMPLERS` or `INVOKEAI`. None where it has none such."""
-    plain = name.removesuffix(TRAILING).removeprefix("flow_")
-    return next((theirs for theirs, ours in names.items() if ours == plain), None)
+def webui_names(name: str) -> tuple[str, str | None] | None:
+    """A1111's sampler and schedule type of one of SCHEDULERS; of the type, None where the webui takes the same without being
+    told. None where the webui has no such sampler."""
+    sampler, spacing = parts_of(name)
+    row = SAMPLERS[sampler]
+    if not row.webui:
+        return None
+    return row.webui, SPACINGS[spacing].webui if spacing else "Uniform" if row.automatic else None
+
+
+def invokeai_name(name: str) -> str | None:
+    """What InvokeAI calls one of SCHEDULERS; None where it has none such. It has no trailing timesteps: they go untold."""
+    sampler, spacing = parts_of(name)
+    found = SAMPLERS[sampler].invokeai
+    if not found or spacing in ("", "trailing"):
+        return found or None
+    return f"{found}_k" if spacing == "karras" else None
+
+
+def invokeai_scheduler(theirs: str) -> str | None:
+    """The scheduler that InvokeAI calls so."""
+    plain = theirs.removesuffix("_k")
+    own = next((name for name, row in SAMPLERS.items() if row.invokeai == plain), None)
+    found = own if own is None or plain == theirs else f"{own}_karras"
+    return found if found in SCHEDULERS else None

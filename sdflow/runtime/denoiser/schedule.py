@@ -20,7 +20,8 @@ from sdflow.errors import UsageError
 from sdflow.families.shared.approximation import Interval, Reuse
 from sdflow.families.shared.guidance_limits import UNLIMITED, GuidanceLimits
 from sdflow.families.shared.noising import DIFFUSION, Noising
-from sdflow.families.shared.schedulers import require_known
+from sdflow.families.shared.sampler_names import known_scheduler
+from sdflow.families.shared.schedulers import make_scheduler
 from sdflow.families.shared.skipped_layers import SkippedLayers
 from sdflow.machine.memory import available_bytes
 from sdflow.runtime.denoiser.scheduler_walk import FIRST_DRAWN, Span, Walk, fresh
@@ -130,32 +131,31 @@ class Schedule:
 
 
 def named_scheduler(name: str, config: Mapping[str, Any], noising: Noising) -> Any:
-    """The scheduler of this name with the noise schedule of another one's config.
+    """The scheduler of this name, as any program spells it, with the noise schedule of another one's config.
 
-    Raises UsageError with the nearest known name for one that the family's noising does not have.
+    Raises UsageError with the nearest known names for one that the family's noising does not have, and where a package is
+    missing that it needs.
     """
-    import diffusers
-
-    require_known(name, schedulers=noising.schedulers)
-    cls, options = noising.schedulers[name]
-    return getattr(diffusers, cls).from_config(dict(config), **options)
+    return make_scheduler(known_scheduler(name, schedulers=noising.schedulers), config)
 
 
-def table_bytes(steps: int) -> int:
-    """What the factors of so many steps take, at most, while they are made: with a noise for each step, and with guidance."""
-    columns = FIRST_DRAWN + 3 * steps
-    return 3 * 4 * (steps + 1) * columns  # as rows, as a table, with the columns of guidance
+def table_bytes(steps: int, order: int = 1) -> int:
+    """What the factors of so many steps take, at most, while they are made: with a noise for each run of the denoiser, and with
+    guidance. order: runs a step."""
+    columns = FIRST_DRAWN + 3 * steps * order
+    return 3 * 4 * (steps * order + 1) * columns  # as rows, as a table, with the columns of guidance
 
 
-def require_steps(steps: int) -> None:
-    """Raises UsageError for a number of steps that is none, or whose factors do not fit in the memory that is free."""
+def require_steps(steps: int, order: int = 1) -> None:
+    """Raises UsageError for a number of steps that is none, or whose factors do not fit in the memory that is free. order: runs
+    of the denoiser a step."""
     if steps <= 0:
         raise UsageError(f"an image of {steps:,} steps", remedy="Take 1 or more.")
-    needed, free = table_bytes(steps), available_bytes()
+    needed, free = table_bytes(steps, order), available_bytes()
     if needed > free:
         raise UsageError(
             f"an image of {steps:,} steps: their table would take {spell_bytes(needed)}, and {spell_bytes(free)} are free",
-            remedy=f"Take fewer; models are trained with 1,000, which take {spell_bytes(table_bytes(1000))}.",
+            remedy=f"Take fewer; models are trained with 1,000, which take {spell_bytes(table_bytes(1000, order))}.",
         )
 
 
@@ -184,7 +184,7 @@ def trace(
     Raises UsageError for settings that the scheduler refuses, and for one that is not linear.
     """
 
-    require_steps(steps)
+    require_steps(steps, scheduler.order)
     scheduler = fresh(scheduler, fixed)
     spread = spread and "strength" in inspect.signature(scheduler.set_timesteps).parameters
     options = (steps, strength, from_image, inpaint, eta, spread, span, noising, tokens)

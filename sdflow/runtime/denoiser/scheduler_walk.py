@@ -6,6 +6,7 @@ megabytes. https://arxiv.org/abs/2010.02502 and its successors are linear in all
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,7 +36,7 @@ class Row(NamedTuple):
 
 
 class Walk:
-    """One way through a schedule, from a copy of the scheduler at its beginning.
+    """One way through a schedule, on a copy of a scheduler at its beginning (`fresh`).
 
     Arguments as of `sdflow.runtime.denoiser.schedule.trace`. unit: the length of the vectors. timesteps: of the runs.
     draws: how many
@@ -60,7 +61,7 @@ class Walk:
     ) -> None:
         if not 0 < strength <= 1:
             raise UsageError(f"strength is {strength}", remedy="It must be above 0 and at most 1.")
-        self._scheduler = scheduler = fresh(scheduler, {})
+        self._scheduler = scheduler = copy.deepcopy(scheduler)
         self._noising = noising
         noising.set_timesteps(scheduler, steps, tokens, strength if spread else None)
         left = steps - (0 if spread else noising.skipped(steps, strength))

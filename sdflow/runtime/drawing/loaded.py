@@ -87,6 +87,7 @@ class LoadedPipeline:
         self.defaults = family.defaults_of(self.configs, scheduler, {}) if defaults is None else defaults
         self.draw_preview = previewer(family, submodels[family.decoder], self.latents)
         self.schedules: dict[tuple[Any, ...], Schedule] = {}
+        self._named: dict[tuple[str, str], Any] = {}
         denoiser, referencing = submodels[family.denoiser], None
         if family.references is not None:
             referencing = denoiser.changed(family.references.extend, family.references.config(denoiser.config))
@@ -124,12 +125,12 @@ class LoadedPipeline:
         """Load an assembled pipeline, its sessions side by side.
 
         target: cpu, cuda, ...; None: the one that it was built for. scheduler: one of `families.schedulers.SCHEDULERS`
-        instead of the folder's. checker: whether the family's checker, if it is there, sees the images. cuda_graphs: the
-        submodels that may be captured, None: all. tuning: what `sdflow tune` chose for this machine: `recorded_tuning(folder,
-        target).tuning`. embeddings: files of textual inversion, FILE or FILE:WORD, and folders of them, whose files go by their
-        names; their words may stand in prompts. shared:
-        submodels that another pipeline has loaded of the same artifacts. previews: a pipeline folder whose tiny VAE decodes
-        previews; None: the pipeline's own, if it is one.
+        instead of the folder's, or what A1111 or ComfyUI calls it. checker: whether the family's checker, if it is there,
+        sees the images. cuda_graphs: the submodels that may be captured, None: all. tuning: what `sdflow tune` chose for this
+        machine: `recorded_tuning(folder, target).tuning`. embeddings: files of textual inversion, FILE or FILE:WORD, and folders
+        of them, whose files go by their names; their words may stand in prompts. shared: submodels that another pipeline has
+        loaded of the same artifacts. previews: a pipeline folder whose tiny VAE decodes previews; None: the pipeline's own, if
+        it is one.
         Raises UsageError when the folder is no pipeline, TargetUnavailableError when the provider is not there.
         """
         folder = Path(folder)
@@ -169,6 +170,14 @@ class LoadedPipeline:
         if previews is not None:
             pipeline.draw_preview = previewer_of(Path(previews), family, pipeline.latents, target)
         return pipeline
+
+    def named_scheduler(self, name: str) -> Any:
+        """The scheduler of this name with the noise schedule of the pipeline's own; each is made once. Raises UsageError as the
+        function of this name."""
+        key = name, repr(self.scheduler.config)
+        if key not in self._named:
+            self._named[key] = named_scheduler(name, self.scheduler.config, self.family.noising)
+        return self._named[key]
 
     def latents_shape(self, images: int, height: int | None, width: int | None) -> tuple[int, int, int, int]:
         """(images, channels, rows, columns) of the latents for an image size in pixels."""

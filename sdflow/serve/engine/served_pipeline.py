@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, cast
 from sdflow.families.shared.defaults import Task
 from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.runtime.denoiser.control import Control
-from sdflow.runtime.denoiser.schedule import named_scheduler
 from sdflow.runtime.drawing.drawing import Drawing
 from sdflow.runtime.drawing.record import with_more, with_record
 from sdflow.runtime.drawing.text import with_words
@@ -259,7 +258,7 @@ class ServedPipeline:
         """The pipeline with the same submodels, its scheduler as the job has it, and denoisers that images share."""
         made = copy.copy(stage)
         if job.scheduler is not None:
-            made.scheduler = named_scheduler(job.scheduler, stage.scheduler.config, stage.family.noising)
+            made.scheduler = stage.named_scheduler(job.scheduler)
         made.denoisers = denoisers
         return made
 

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from sdflow import __version__
 from sdflow.prompts.wildcards import Wildcards
 from sdflow.serve.api_error import ApiError
-from sdflow.serve.http.api_document import describe
+from sdflow.serve.http.api_document import describe, operation_id
 from sdflow.serve.http.drawing import Drawing
 from sdflow.serve.http.guard import Guard
 from sdflow.serve.http.loras import Loras
@@ -119,6 +119,7 @@ def make_app(settings: Settings, make_line: Callable[[Hear], Line] | None = None
         lifespan=lifespan,
         docs_url=None,  # FastAPI's is loaded from elsewhere, and could not send the key
         redoc_url=None,
+        generate_unique_id_function=operation_id,
     )
     served = Served(
         models,
@@ -185,8 +186,7 @@ def _errors(app: FastAPI) -> None:
     """All of them in OpenAI's form; those of the webui's API in the webui's."""
 
     def answer(request: Request, error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
-        webui = request.url.path.startswith(("/sdapi/", "/controlnet/"))
-        return JSONResponse(error.webui_body() if webui else error.body(), error.status, headers or error.headers())
+        return JSONResponse(error.body(request.url.path), error.status, headers or error.headers())
 
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:

@@ -183,7 +183,9 @@ class Drawing:
 
     def interrupt(self, request: str) -> None:
         """What is being drawn of a request is finished as it is after its next step; what waits is not drawn."""
-        waiting = self._requests[request]
+        waiting = self._requests.get(request)
+        if waiting is None:  # it has ended
+            return
         self.show(request, end=True)
         waiting.count -= len(waiting.open - waiting.begun.keys())
         waiting.open.intersection_update(waiting.begun)

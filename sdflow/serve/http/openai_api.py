@@ -1,4 +1,4 @@
-"""OpenAI's images API: `/v1/images/generations`, `/v1/images/edits`, `/v1/models`, as its official client calls them."""
+"""OpenAI's images API as its official client calls it: `/v1/images/generations`, `edits`, `variations`, and `/v1/models`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sdflow.serve.api_error import ApiError
 from sdflow.serve.http.drawing import Drawing
 from sdflow.serve.http.loras import Loras
 from sdflow.serve.http.models import Models
-from sdflow.serve.http.openai_fields import Edit, Fields, Generation, as_openai_edit_form
+from sdflow.serve.http.openai_fields import Edit, Fields, Generation, Variation, as_openai_form
 from sdflow.serve.http.requested import find_model, jobs_of, size_of
 from sdflow.serve.http.served_model import ServedModel
 from sdflow.serve.http.uploads import as_mask, as_rgb, read_conditioning_images, read_upload, start_and_references
@@ -58,38 +58,52 @@ def openai_routes(served: Served) -> APIRouter:
     """The routes."""
     routes = APIRouter(prefix="/v1")
 
-    @routes.get("/models", tags=["OpenAI"], summary="The pipelines, and whether they are verified")
+    @routes.get(
+        "/models",
+        tags=["OpenAI"],
+        summary="The pipelines, and whether they are verified",
+        operation_id="listModels",
+    )
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [described(model) for model in served.models.values()]}
 
-    @routes.get("/models/{name}", tags=["OpenAI"], summary="One pipeline")
+    @routes.get("/models/{name}", tags=["OpenAI"], summary="One pipeline", operation_id="retrieveModel")
     async def model(name: str) -> dict[str, Any]:
         return described(find_model(served.models, name))
 
     def described(model: ServedModel) -> dict[str, Any]:
         return model.to_json(served.drawing.most_pixels(model.name))
 
-    @routes.post("/images/generations", tags=["OpenAI"], summary="Draw from text")
+    @routes.post("/images/generations", tags=["OpenAI"], summary="Draw from text", operation_id="createImage")
     async def generations(request: Request, fields: Generation) -> Response:
         return await drawn(served, request, fields, (), None, "image_generation")
 
-    form = {"content": {"multipart/form-data": {"schema": as_openai_edit_form()}}, "required": True}
+    def form(fields: type[Edit]) -> dict[str, Any]:
+        content = {"multipart/form-data": {"schema": as_openai_form(fields)}}
+        return {"tags": ["OpenAI"], "openapi_extra": {"requestBody": {"content": content, "required": True}}}
+
+    words = "Draw from an image, or into the masked part of it"
+
+    @routes.post("/images/edits", summary=words, operation_id="createImageEdit", **form(Edit))
+    async def edits(request: Request) -> Response:
+        fields, images, mask = await read_form(request, served.limits, Edit)
+        return await drawn(served, request, fields, images, mask, "image_edit")
 
     @routes.post(
-        "/images/edits",
-        tags=["OpenAI"],
-        summary="Draw from an image, or into the masked part of it",
-        openapi_extra={"requestBody": form},
+        "/images/variations",
+        summary="Draw an image like another",
+        operation_id="createImageVariation",
+        **form(Variation),
     )
-    async def edits(request: Request) -> Response:
-        fields, images, mask = await read_form(request, served.limits)
+    async def variations(request: Request) -> Response:
+        fields, images, mask = await read_form(request, served.limits, Variation)
         return await drawn(served, request, fields, images, mask, "image_edit")
 
     return routes
 
 
-async def read_form(request: Request, limits: Limits) -> tuple[Edit, list[Image], Image | None]:
-    """The fields of an edit, its images, and its mask: where there is none, the transparent part of the first image.
+async def read_form(request: Request, limits: Limits, kind: type[Edit]) -> tuple[Edit, list[Image], Image | None]:
+    """The fields of a form, its images, and its mask: where there is none, the transparent part of the first image.
 
     Raises ApiError.
     """
@@ -111,7 +125,7 @@ async def read_form(request: Request, limits: Limits) -> tuple[Edit, list[Image]
     if not files["image"]:
         raise ApiError(400, "there is no image.", param="image", code="missing")
     try:
-        fields = Edit.model_validate(texts)
+        fields = kind.model_validate(texts)
     except (ValidationError, ValueError) as error:
         raise of_validation(error) from error
     read = {

@@ -9,6 +9,8 @@ from typing import Any
 
 from sdflow.errors import UsageError
 from sdflow.families.settings import ALL, FAMILY_ARGUMENTS, MOST_SEED, Settings
+from sdflow.families.shared.sampler_names import known_scheduler, require_installed
+from sdflow.families.shared.schedulers import SAMPLERS, parts_of
 from sdflow.prompts.weights import BREAK
 from sdflow.prompts.wildcards import Wildcards
 from sdflow.runtime.files.folder import folder_family
@@ -47,6 +49,7 @@ def jobs_of(
     limits.require_at_most("n", images, limits.images)
     settings = fields.settings()
     limits.require_at_most("steps", settings.steps, limits.steps)
+    _require_runs(settings, limits)
     limits.require_at_most("partial_images", previews, limits.previews)
     for param, value in {"prompt": fields.prompt, **settings.given()}.items():
         limits.require_short(param, value if isinstance(value, str) else None)
@@ -100,8 +103,10 @@ def _steps_and_pixels(
     """That an image takes, as far as the request and the defaults tell."""
     defaults = model.defaults["inpaint" if masked else "image" if started else "text"]
     steps, strength = settings.steps or defaults.steps, arguments.get("strength", defaults.strength)
-    side = model.latents.image_size
-    return max(1, round(steps * strength)), arguments.get("height", side) * arguments.get("width", side)
+    side, runs = model.latents.image_size, 1
+    if settings.scheduler is not None:
+        runs = SAMPLERS[parts_of(settings.scheduler)[0]].runs
+    return max(1, round(runs * steps * strength)), arguments.get("height", side) * arguments.get("width", side)
 
 
 def _chunks(settings: Settings, prompt: str, model: ServedModel) -> int:
@@ -111,13 +116,27 @@ def _chunks(settings: Settings, prompt: str, model: ServedModel) -> int:
     return max(len(BREAK.split(text)) for text in (prompt, settings.negative_prompt or ""))
 
 
+def _require_runs(settings: Settings, limits: Limits) -> None:
+    """Raises ApiError for steps of a scheduler with two runs of the denoiser a step that take more runs than steps may be."""
+    scheduler = settings.scheduler
+    if scheduler is None or settings.steps is None:
+        return
+    runs = settings.steps * SAMPLERS[parts_of(scheduler)[0]].runs
+    if runs > limits.steps:
+        words = (
+            f"{settings.steps} steps of {scheduler} take {runs} runs of the denoiser, and may take {limits.steps} here."
+        )
+        raise ApiError(400, words, param="steps")
+
+
 def _require_settings(settings: Settings, model: ServedModel, image: Image | None, mask: Image | None) -> None:
     """Raises ApiError for settings that the pipeline or the request's images leave without meaning."""
-    if settings.scheduler is not None and settings.scheduler not in model.schedulers:
-        known = ", ".join(model.schedulers)
-        raise ApiError(
-            400, f"{model.name} cannot draw with {settings.scheduler}. Take one of {known}.", param="scheduler"
-        )
+    if settings.scheduler is not None:
+        try:
+            require_installed(known_scheduler(settings.scheduler, schedulers=model.schedulers))
+        except UsageError as error:
+            message = f"{model.name}: {error.what}. {error.remedy}"
+            raise ApiError(400, message, param="scheduler", code="invalid_value") from error
     there = {"image": image, "mask": mask}
     for name in settings.given():
         if name in FAMILY_ARGUMENTS and name not in model.arguments:

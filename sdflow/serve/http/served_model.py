@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from sdflow.families.shared.approximation import Approximation
 from sdflow.families.shared.defaults import Defaults, Task
 from sdflow.families.shared.image_prompts import adapter_count
 from sdflow.families.shared.latents import Latents
+from sdflow.families.shared.sampler_names import available
+from sdflow.families.shared.schedulers import SchedulerRow
 from sdflow.manifest import NOT_SAID, Manifest, read_manifest
 from sdflow.runtime.drawing.references import most_references
 from sdflow.runtime.files.folder import (
@@ -30,7 +32,7 @@ from sdflow.runtime.files.soundness import require_sound_pipeline
 class ServedModel:
     """A pipeline that is served. checker: whether it has a safety checker. created: when it was built, in seconds since 1970.
     arguments: the names of what its family, and its refiner's, take besides the common settings. nets: its ControlNets by name.
-    adapters: how many IP-Adapters it has. schedulers: the names of those that it may be given. references: how many reference
+    adapters: how many IP-Adapters it has. schedulers: those that its family knows. references: how many reference
     images it takes at most."""
 
     name: str
@@ -46,7 +48,7 @@ class ServedModel:
     created: int
     nets: tuple[str, ...] = ()
     adapters: int = 0
-    schedulers: tuple[str, ...] = ()
+    schedulers: Mapping[str, SchedulerRow] = field(default_factory=dict)
     references: int = 0
 
     @property
@@ -93,7 +95,7 @@ class ServedModel:
                 "multiple": latents.granularity,
                 "max_pixels": most_pixels,
                 "defaults": {task: asdict(each) for task, each in self.defaults.items()},
-                "schedulers": list(self.schedulers),
+                "schedulers": list(available(self.schedulers)),
                 "loras": [{"name": lora.reference, "scale": lora.scale} for lora in origin.loras],
                 "artifacts": self.manifest.artifacts,
                 "exact": True,
@@ -127,7 +129,7 @@ def read_served(folder: Path, *, require_verified: bool = False, check: bool = T
         int((folder / "sdflow.json").stat().st_mtime),
         tuple(family.nets(onnx_submodels(folder))),
         adapter_count(submodel_config(folder, family.denoiser)),
-        tuple(family.noising.schedulers),
+        family.noising.schedulers,
         most_references(family, onnx_submodels(folder)),
     )
     if require_verified and model.verified is None:

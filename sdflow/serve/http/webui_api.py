@@ -27,7 +27,7 @@ from sdflow.serve.http.uploads import as_mask, as_rgb, read_base64
 from sdflow.serve.http.webui_controlnet import control_fields, require_shapes
 from sdflow.serve.http.webui_fields import FromImage, Options, Text
 from sdflow.serve.http.webui_inpaint import Part, filled
-from sdflow.serve.http.webui_samplers import scheduler_of
+from sdflow.serve.http.webui_samplers import requested_scheduler
 from sdflow.serve.jobs import Drawn, Image, Job, Preview, Stepped
 
 
@@ -87,7 +87,7 @@ def webui_routes(served: Served) -> APIRouter:
         if not asked.override_settings_restore_afterwards:
             now.options = options
         side, part = model.latents.image_size, None
-        scheduler = scheduler_of(
+        scheduler = requested_scheduler(
             asked.sampler_name or asked.sampler_index, asked.scheduler, asked.eta, model.schedulers
         )
         width, height = asked.width or side, asked.height or side

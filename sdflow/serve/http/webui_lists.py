@@ -17,12 +17,11 @@ from starlette.concurrency import run_in_threadpool
 from sdflow.errors import CheckpointError
 from sdflow.families.image_text import PARAMETERS
 from sdflow.families.image_text_reading import infotext_values
-from sdflow.families.shared.sampler_names import SAMPLERS
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.http.openai_api import Served
 from sdflow.serve.http.uploads import decoded, opened_image
 from sdflow.serve.http.webui_fields import ONE_PIXEL
-from sdflow.serve.http.webui_samplers import SCHEDULES
+from sdflow.serve.http.webui_samplers import samplers_of, schedule_types
 from sdflow.sources.embedding import read_embedding
 from sdflow.sources.embedding_folder import embeddings_in
 from sdflow.sources.safetensors_file import read_metadata
@@ -113,21 +112,10 @@ def webui_lists(served: Served) -> APIRouter:
         ram = {"free": whole.available, "used": used, "total": whole.total}
         return {"ram": ram, "cuda": {"error": "only the process that generates knows: see /metrics"}}
 
-    samplers = [{"name": name, "aliases": [ours], "options": {}} for name, ours in SAMPLERS.items()]
-    schedules: list[dict[str, Any]] = [
-        {
-            "name": name.lower().replace(" ", "_"),
-            "label": name,
-            "aliases": None,
-            "default_rho": -1,
-            "need_inner_model": False,
-        }
-        for name in SCHEDULES
-    ]
     listed("sd-models", models, "The pipelines")
     listed("loras", loras, "The LoRAs")
-    listed("samplers", samplers, "The samplers")
-    listed("schedulers", schedules, "The schedules of timesteps")
+    listed("samplers", samplers_of(served.models), "The samplers")
+    listed("schedulers", schedule_types(), "The schedule types")
     nothing = {"model_name": None, "model_path": None, "model_url": None, "scale": 1.0}
     listed("upscalers", [{"name": "None", **nothing}], "None")
     listed("embeddings", embeddings, "The words of textual inversion files")

@@ -1,41 +1,56 @@
-"""What A1111's webui calls schedulers: a sampler, and a schedule of its timesteps."""
+"""What A1111's webui calls schedulers: a sampler, and a schedule type of its steps."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
+from typing import Any
 
-from sdflow.families.shared.sampler_names import SAMPLERS, SGM_UNIFORM, TRAILING
+from sdflow.families.shared.sampler_names import AUTOMATIC, available, scheduler_of, unknown
+from sdflow.families.shared.schedulers import SAMPLERS, SPACINGS, SchedulerRow
 from sdflow.serve.api_error import ApiError
-
-SCHEDULES = {"Automatic": "", SGM_UNIFORM: TRAILING}
-"""How the names of schedulers end, by the webui's name of the schedule."""
+from sdflow.serve.http.served_model import ServedModel
 
 
-def scheduler_of(
-    sampler: str | None, schedule: str | None, eta: float | None, schedulers: Collection[str]
+def samplers_of(models: Mapping[str, ServedModel]) -> list[dict[str, Any]]:
+    """Those of any of the pipelines."""
+    known = {name: row for model in models.values() for name, row in model.schedulers.items() if name in SAMPLERS}
+    found = [(name, SAMPLERS[name]) for name in available(known)]
+    return [
+        {
+            "name": sampler.webui or name,
+            "aliases": [name],
+            "options": {"scheduler": sampler.automatic} if sampler.automatic else {},
+        }
+        for name, sampler in found
+    ]
+
+
+def schedule_types() -> list[dict[str, Any]]:
+    """What a request may name beside its sampler."""
+    labels = {"automatic": AUTOMATIC, "uniform": "Uniform", **{name: each.webui for name, each in SPACINGS.items()}}
+    rest = {"aliases": None, "default_rho": -1.0, "need_inner_model": False}
+    return [{"name": name, "label": label, **rest} for name, label in labels.items()]
+
+
+def requested_scheduler(
+    sampler: str | None, schedule: str | None, eta: float | None, schedulers: Mapping[str, SchedulerRow]
 ) -> str | None:
-    """The scheduler of a sampler and a schedule, which may be the last word of the sampler's name, as in "DPM++ 2M Karras"; None:
-    the pipeline's own. schedulers: that the pipeline has. Raises ApiError."""
-    own = {name.lower(): scheduler for name, scheduler in SAMPLERS.items()} | {each: each for each in SAMPLERS.values()}
-    endings = {name.lower().replace("_", " "): ending for name, ending in SCHEDULES.items()}
-    plain, kind = (sampler or "automatic").lower(), (schedule or "automatic").lower().replace("_", " ")
-    if plain not in own and plain != "automatic":
-        base, _, last = plain.rpartition(" ")
-        if base in own:
-            plain, kind = base, last
-    if plain not in own and plain != "automatic":
-        raise _unknown(f"no sampler is named {sampler!r} here, only {', '.join(SAMPLERS)}.", "sampler_name")
-    if kind not in endings:
-        raise _unknown(f"no schedule is named {kind!r} here, only {', '.join(SCHEDULES)}.", "scheduler")
-    if plain == "automatic":
-        if endings[kind]:
-            raise _unknown(f"the schedule {kind!r} needs a sampler: name one.", "scheduler")
-        return None
-    if own[plain] == "euler_a" and eta not in (None, 1.0):
-        raise _unknown(f"{sampler} with an eta of {eta:g} is not supported: send 1.", "eta")
-    found = f"{own[plain]}{endings[kind]}"
-    return f"flow_{found}" if found not in schedulers and f"flow_{found}" in schedulers else found
+    """The scheduler of a sampler and a schedule type; None: the pipeline's own. Without a schedule type the webui takes the
+    sampler's usual one. Raises ApiError."""
+    if sampler is None or sampler == AUTOMATIC:
+        if schedule in (None, "", AUTOMATIC, AUTOMATIC.lower()):
+            return None
+        raise _refused(f"the schedule type {schedule!r} needs a sampler: send sampler_name too.", "scheduler")
+    told = schedule or (None if sampler in schedulers else AUTOMATIC)  # our own names say it all
+    found = scheduler_of(sampler, told, schedulers)
+    if found is None and scheduler_of(sampler, None, schedulers) is not None:
+        raise _refused(f"{sampler} takes no schedule type {schedule!r} here; see /sdapi/v1/schedulers.", "scheduler")
+    if found is None:
+        raise _refused(f"{unknown(sampler, schedulers)}; see /sdapi/v1/samplers.", "sampler_name")
+    if eta not in (None, 1.0) and found.partition("_a")[1]:
+        raise _refused(f"{sampler} with an eta of {eta:g} is not supported: send 1.", "eta")
+    return found
 
 
-def _unknown(words: str, param: str) -> ApiError:
+def _refused(words: str, param: str) -> ApiError:
     return ApiError(400, words, param=param, code="invalid_value")

@@ -63,9 +63,9 @@ export async function uploadLora(file) {
   return (await ask("/v1/loras", { method: "POST", body: form })).json();
 }
 
-/** The samplers of A1111's webui: [{name, aliases}]. */
-export async function samplers() {
-  return (await ask("/sdapi/v1/samplers")).json();
+/** Of A1111's API: "samplers", "schedulers". */
+export async function webuiList(name) {
+  return (await ask(`/sdapi/v1/${name}`)).json();
 }
 
 /** The text in an image file: {items, parameters}. */

@@ -85,7 +85,7 @@ export async function read(file) {
       negative_prompt: webui["Negative prompt"],
       loras: loras.map(([, name, scale]) => ({ name, scale: Number(scale ?? 1) })),
       steps: webui.Steps, guidance_scale: webui["CFG scale"], seed: webui.Seed, size: webui.Size, strength: webui["Denoising strength"],
-      scheduler: (await api.samplers()).find((each) => each.name === webui.Sampler)?.aliases[0],
+      scheduler: await schedulerOf(webui.Sampler, webui["Schedule type"]),
       weighted: true,
     };
   }
@@ -94,6 +94,14 @@ export async function read(file) {
     return { ...said, prompt: said.positive_prompt, guidance_scale: said.cfg_scale, size: `${said.width}x${said.height}`, scheduler: undefined, loras: [] };
   }
   return null;
+}
+
+/** Our name of a sampler and a schedule type of the webui. */
+async function schedulerOf(name, label = "Automatic") {
+  const sampler = (await api.webuiList("samplers")).find((each) => each.name === name);
+  const type = (await api.webuiList("schedulers")).find((each) => each.label === label)?.name;
+  const spacing = type === "automatic" ? sampler?.options.scheduler : type === "uniform" ? "" : type;
+  return sampler && [sampler.aliases[0], spacing].filter(Boolean).join("_");
 }
 
 export function listen() {

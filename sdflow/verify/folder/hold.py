@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sdflow.errors import CheckpointError
 from sdflow.families import FAMILIES
-from sdflow.families.shared.schedulers import SCHEDULERS
+from sdflow.families.shared.sampler_names import of_each_kind
 from sdflow.manifest import read_manifest
 from sdflow.runtime.files.folder import SCHEDULER
 from sdflow.verify.finding import Finding
@@ -48,14 +48,15 @@ def hold_folder(request: FolderRequest, progress: Callable[[str], None]) -> Held
     if not request.whole:
         return Held(tuple(found), coverage)
     progress("tokenizers and schedules against the checkpoint's")
-    companions = FAMILIES[source.family].companions
+    family = FAMILIES[source.family]
+    companions, others = family.companions, of_each_kind(family.noising.schedulers)
     tokenizers = [name for name in source.companions if is_tokenizer(companions[name])]
     for name in tokenizers:
         found += _tried(folder, name, lambda name=name: compare_tokenizers(folder, name, companions[name], source))  # type: ignore[misc]
     found += _tried(folder, SCHEDULER, lambda: compare_schedules(folder, source))
     coverage += (
         f", {len(texts())} texts through {len(tokenizers)} tokenizer{'s' if len(tokenizers) > 1 else ''}, "
-        f"its schedule, and those of the {len(SCHEDULERS)} schedulers that it may be given"
+        f"its schedule, and {len(others)} others that it may be given"
     )
     return Held(tuple(found), coverage)
 

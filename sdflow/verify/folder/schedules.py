@@ -1,6 +1,6 @@
 """The folder's schedule, as the runtime draws with it, against what diffusers' own pipeline of the checkpoint does with the same
-noise and the same outputs of the denoiser. The other schedulers that a pipeline may be given are tried too: nobody has chosen
-them, so that what is wrong with one is a note."""
+noise and the same outputs of the denoiser. Of the other schedulers that a pipeline may be given, each sampler is tried too, and
+each spacing of its steps: nobody has chosen them, so that what is wrong with one is a note."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from sdflow.errors import UsageError
 from sdflow.families import FAMILIES
 from sdflow.families.shared.base import Family
 from sdflow.families.shared.noising import Noising
-from sdflow.families.shared.schedulers import SCHEDULERS
+from sdflow.families.shared.sampler_names import of_each_kind
+from sdflow.families.shared.schedulers import make_scheduler
 from sdflow.runtime.denoiser.schedule import named_scheduler, trace
 from sdflow.runtime.files.folder import SCHEDULER
 from sdflow.sources.load import load_companion
@@ -50,7 +51,7 @@ def compare_schedules(folder: Path, source: Source) -> list[Finding]:
     if why := apart(None):
         what = f"the schedule is not the checkpoint's: {why}"
         return [Finding("", CHECK, "error", f"{SCHEDULER}/{companion.file}", what, REBUILD)]
-    others = {name: why for name in family.noising.schedulers if (why := apart(name))}
+    others = {name: why for name in of_each_kind(family.noising.schedulers) if (why := apart(name))}
     if not others:
         return []
     what = f"{', '.join(others)} cannot draw as diffusers does with this checkpoint: {next(iter(others.values()))}"
@@ -61,11 +62,9 @@ def compare_schedules(folder: Path, source: Source) -> list[Finding]:
 def _of_diffusers(names: Sequence[str], family: Family, source: Source, companions: Mapping[str, Any]) -> Any:
     """The scheduler of diffusers' own pipeline of the checkpoint, which sets some entries of its config. names: of those that
     take the place of the checkpoint's, one after another: the last is what `from_pretrained(..., scheduler=...)` is given."""
-    import diffusers
-
     own = companions[SCHEDULER]
-    for cls, more in map(SCHEDULERS.__getitem__, names):
-        own = getattr(diffusers, cls).from_config(own.config, **more)
+    for name in names:
+        own = make_scheduler(name, own.config)
     options = {name: source.index.get(name, default) for name, default in family.options.items()}
     return family.torch_pipeline({}, {**companions, SCHEDULER: own}, options).scheduler
 
