@@ -81,6 +81,8 @@ OF_WEBUI = {
 ANSWERS: dict[tuple[str, str], Any] = {
     ("get", "/v1/models"): {"object": "list", "data": [MODEL]},
     ("get", "/v1/models/{name}"): MODEL,
+    ("post", "/v1/models"): MODEL,
+    ("delete", "/v1/models/{name}"): {"id": "shapes_cpu", "object": "model", "deleted": True},
     ("post", "/v1/images/generations"): DRAWN,
     ("post", "/v1/images/edits"): DRAWN,
     ("post", "/v1/images/variations"): DRAWN,
@@ -184,7 +186,7 @@ REFUSALS = {
         ApiError(401, "the key is missing or wrong: Authorization: Bearer KEY.", code="invalid_api_key"),
     ),
     403: (
-        "The Host or the Origin of the request is not allowed.",
+        "The Host or the Origin of the request is not allowed, or the key may not administer.",
         ApiError(403, "this server does not accept the Host 'example.org'.", code="host"),
     ),
     404: (
@@ -193,7 +195,7 @@ REFUSALS = {
     ),
     408: ("The body took too long to arrive.", ApiError(408, "the request took too long to arrive.", code="too_slow")),
     409: (
-        "There is a LoRA of this name.",
+        "There is a LoRA of this name, or the pipeline is being loaded.",
         ApiError(409, "a LoRA is named stripes already.", param="name", code="lora_exists"),
     ),
     413: ("The body is too large.", ApiError(413, "the request has more than 33554432 bytes.", code="body_too_large")),
@@ -205,8 +207,12 @@ REFUSALS = {
         "The server failed; its log says why.",
         ApiError(500, "The server failed at this request; its log says why."),
     ),
+    501: (
+        "A server on a cluster keeps its pipelines.",
+        ApiError(501, "a server on a cluster keeps its pipelines: deploy it again.", code="not_supported"),
+    ),
     503: (
-        "The pipelines are being loaded, or the process that draws has ended and is started again.",
+        "The pipelines are being loaded, the process that draws has ended and is started again, or the server is to end.",
         ApiError(503, "The pipelines are being loaded.", code="not_ready"),
     ),
     504: (
@@ -274,6 +280,8 @@ def _refusals(method: str, path: str) -> tuple[int, ...]:
     if path == "/readyz":
         return (503,)
     named = (404,) if "{name}" in path or path == "/sdapi/v1/options" else ()
+    if path.startswith("/v1/models") and method != "get":
+        return (*((400, 408, 409, 413) if method == "post" else ()), 401, 403, 404, 500, 501, 503)
     if method != "post":
         return 401, 403, *named, 500
     if path in DRAWING:

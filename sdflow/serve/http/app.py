@@ -21,7 +21,7 @@ from sdflow.prompts.wildcards import Wildcards
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.http.api_document import describe, operation_id
 from sdflow.serve.http.drawing import Drawing
-from sdflow.serve.http.guard import Guard
+from sdflow.serve.http.guard import Guard, path_of
 from sdflow.serve.http.loras import Loras
 from sdflow.serve.http.loras_api import lora_routes
 from sdflow.serve.http.models import NO_ADDITIONS, Additions, Models
@@ -186,7 +186,7 @@ def _errors(app: FastAPI) -> None:
     """All of them in OpenAI's form; those of the webui's API in the webui's."""
 
     def answer(request: Request, error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
-        return JSONResponse(error.body(request.url.path), error.status, headers or error.headers())
+        return JSONResponse(error.body(path_of(request.scope)), error.status, headers or error.headers())
 
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
@@ -206,7 +206,9 @@ def _errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         words = (
-            f"there is no {request.url.path} here." if error.status_code == 404 else f"{str(error.detail).rstrip('.')}."
+            f"there is no {path_of(request.scope)} here."
+            if error.status_code == 404
+            else f"{str(error.detail).rstrip('.')}."
         )
         return answer(request, ApiError(error.status_code, words), error.headers or {})
 

@@ -99,7 +99,7 @@ class Guard:
                 message["headers"] = [*message["headers"], (ID, taken["id"].encode()), *_ENCODED]
             await send(message)
 
-        path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/")) or "/"
+        path = path_of(scope)
         try:
             await self._guarded(scope, path, headers, receive, sent)
         finally:
@@ -173,6 +173,12 @@ class Guard:
         if caller is None and not (path in OPEN or path.startswith(PAGE)):
             raise ApiError(401, "the key is missing or wrong: Authorization: Bearer KEY.", code="invalid_api_key")
         return caller or Caller("", administers=False)
+
+
+def path_of(scope: Scope) -> str:
+    """Of a request, behind the prefix of a proxy."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", "").rstrip("/")) or "/"
 
 
 def _parts(url: str) -> SplitResult:
