@@ -15,6 +15,7 @@ from sdflow.serve.jobs import (
     Begun,
     Cancel,
     Drawn,
+    Drop,
     Failed,
     Job,
     Load,
@@ -140,11 +141,16 @@ class Drawing:
         self.send(Load(name, folder))
         await asyncio.shield(self._loading[name])
 
+    def drop(self, name: str) -> None:
+        """Have the worker unload a pipeline, when it has drawn what it has begun."""
+        self.send(Drop(name))
+        self.found = None if self.found is None else {each: self.found[each] for each in self.found if each != name}
+
     def most_pixels(self, pipeline: str) -> int | None:
         """Of an image: as somebody said, or as the worker measured; None before that."""
         if self.found is None:
             return self._limits.pixels
-        found: int | None = self.found[pipeline].get("max_pixels")
+        found: int | None = self.found.get(pipeline, {}).get("max_pixels")
         return found
 
     def _send_open(self, waiting: _OpenRequest) -> None:

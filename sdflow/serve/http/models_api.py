@@ -12,7 +12,6 @@ from sdflow.serve.api_error import ApiError
 from sdflow.serve.http.callers import require_admin
 from sdflow.serve.http.models import Additions
 from sdflow.serve.http.openai_api import Served
-from sdflow.serve.jobs import Drop
 
 
 class Addition(BaseModel):
@@ -46,7 +45,7 @@ def model_routes(served: Served, additions: Additions | None) -> APIRouter:
     async def removed(name: str) -> dict[str, Any]:
         found()
         served.models.remove(name)
-        served.drawing.send(Drop(name))
+        served.drawing.drop(name)
         return {"id": name, "object": "model", "deleted": True}
 
     return routes

@@ -69,6 +69,7 @@ class Stock:
         self._used: list[str] = []
         self._leaving: set[str] = set()
         self._coming: Future[None] | None = None
+        self._adding = False
         self._problems: dict[str, Exception] = {}
         self._lock = RLock()
         self._pool = ThreadPoolExecutor(1, "pipelines")
@@ -143,7 +144,7 @@ class Stock:
     def is_ready(self, lane: _Lane, job: Job, begin: bool) -> bool:
         """Whether `find` has nothing to wait for. begin: if it has, that is begun."""
         with self._lock:
-            if begin and (self._coming is None or self._coming.done()):
+            if begin and not self._adding and (self._coming is None or self._coming.done()):
                 self._leaving.discard(job.pipeline)  # what it made room for was older, and is not wanted any more
             found = None if job.pipeline in self._leaving else lane.ready.get(job.pipeline)
             if found is None:
@@ -252,10 +253,12 @@ class Stock:
 
     def _add(self, order: Load) -> None:
         before = self._folders.get(order.name)
-        self._folders[order.name] = order.folder
+        self._folders[order.name], self._adding = order.folder, True
         try:
-            while not self._make_room(order.name):
-                time.sleep(IDLE_SECONDS)
+            if not self._make_room(order.name):
+                self._do_again(order)
+                return
+            self._adding = False
             self._load(order.name)
         except Exception as error:  # noqa: BLE001  (it is told, and the others go on)
             said = error.what if isinstance(error, SdflowError) else f"{type(error).__name__}: {error}"
@@ -266,9 +269,9 @@ class Stock:
             self._tell(Loaded(order.name, order.folder, None, said))
         else:
             self._tell(Loaded(order.name, order.folder, self.about(order.name)))
-        finally:
-            self._leaving.clear()
-            self.lanes.look_again()
+        self._leaving.clear()
+        self._adding = False
+        self.lanes.look_again()
 
     def _drop(self, order: Drop) -> None:
         waiting = self.lanes.waiting
@@ -279,8 +282,13 @@ class Stock:
                     self._unload(order.name)
                 self._folders.pop(order.name, None)
         if drawn:
-            time.sleep(IDLE_SECONDS if self._on_cpu else 0)
-            self.do(order)
+            self._do_again(order)
+
+    def _do_again(self, order: Load | Drop) -> None:
+        """When what is drawn now has gone on; on a GPU this is the thread that draws it."""
+        if self._on_cpu:
+            time.sleep(IDLE_SECONDS)
+        self.do(order)
 
 
 def _pace(pipeline: ServedPipeline, seconds: Mapping[int, float], *, again: bool) -> Pace:
