@@ -65,7 +65,7 @@ class Job:
     pipeline: by name. prompt, negative_prompt: texts. seed: of its noise. arguments: of the pipeline's call. image, mask: to
     start from, to draw into. scheduler: by name; None: the pipeline's. loras: in order. previews: how many unfinished
     images are wanted on the way. format: as PIL names it; quality: of one that loses something, 1 to 100. conditioning:
-    further images. work: steps times megapixels, about.
+    further images. steps, pixels: that it takes and has, as far as the request tells.
     """
 
     request: str
@@ -83,7 +83,8 @@ class Job:
     format: str = "PNG"
     quality: int = 90
     conditioning: ConditioningImages = ConditioningImages()
-    work: float = 1.0
+    steps: int = 1
+    pixels: int = 1
 
 
 @dataclass(frozen=True)

@@ -238,7 +238,7 @@ def test_a_small_image_waits_for_steps_of_large_ones_and_not_for_all_of_them(ope
     meanwhile = len(steps) - begun
     for each in both:
         each.join(PATIENCE)
-    assert len(steps) == 48 and meanwhile <= 6, f"{meanwhile} of 48 steps were done before the small image"
+    assert meanwhile <= 4, f"{meanwhile} of {len(steps)} steps were done before the small image"
 
 
 def test_retry_after_is_what_the_queue_takes(operated: Operated) -> None:

@@ -120,7 +120,7 @@ class Drawing:
     def _note(self, name: str, found: Mapping[str, Any]) -> None:
         said = {} if self._limits.pixels is None else {"max_pixels": self._limits.pixels}
         self.found = {**(self.found or {}), name: {**found, **said}}
-        self._seconds.start({name: found})
+        self._seconds.start(name, found)
 
     def _hear_loaded(self, message: Loaded) -> None:
         if message.found is not None and self.found is not None:

@@ -3,43 +3,42 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from sdflow.serve.jobs import Drawn, Job
 
-LAST = 0.2
-"""How much the last image counts beside all before it."""
+RECENT = 5
+"""Images whose median counts: the first of a size waits for its sessions."""
 
 
-@dataclass
 class QueueSeconds:
-    """step: device seconds of a megapixel's step, by pipeline. rest: seconds of an image beside its steps. lanes: that draw side
-    by side."""
+    """By pipeline and about by size: images of twice the pixels are another size."""
 
-    step: dict[str, float] = field(default_factory=dict)
-    rest: dict[str, float] = field(default_factory=dict)
-    lanes: int = 1
+    def __init__(self) -> None:
+        self._steps: dict[tuple[str, int], deque[float]] = {}
+        self._rests: dict[tuple[str, int], deque[float]] = {}
+        self._lanes = 1
 
-    def start(self, found: Mapping[str, Mapping[str, Any]]) -> None:
-        """With what was measured when the pipelines were loaded."""
-        for name, each in found.items():
-            self.lanes = each.get("lanes", 1)
-            if seconds := each.get("batch_seconds"):
-                best = min(taken / int(size) for size, taken in seconds.items())
-                self.step[name] = 1e6 * best / each["pixels"]
+    def start(self, name: str, found: Mapping[str, Any]) -> None:
+        """With what was measured when a pipeline was loaded."""
+        self._lanes = found.get("lanes", 1)
+        if seconds := found.get("batch_seconds"):
+            best = min(taken / int(size) for size, taken in seconds.items())
+            self._steps[name, _size(found["pixels"])] = deque([best], RECENT)
 
     def note(self, job: Job, drawn: Drawn) -> None:
         """An image is finished."""
-        steps = drawn.seconds.get("steps", 0.0) / max(job.work, 1e-9)
-        rest = drawn.seconds.get("begin", 0.0) + drawn.seconds.get("end", 0.0)
-        for known, found in ((self.step, steps), (self.rest, rest)):
-            known[job.pipeline] = found + (1 - LAST) * (known.get(job.pipeline, found) - found)
+        key, seconds = (job.pipeline, _size(job.pixels)), drawn.seconds
+        if "steps" in seconds:
+            self._steps.setdefault(key, deque(maxlen=RECENT)).append(seconds["steps"] / job.steps)
+            self._rests.setdefault(key, deque(maxlen=RECENT)).append(seconds["begin"] + seconds["end"])
 
     def of(self, job: Job, left: float) -> float:
         """Of an image, of whose steps this part is left."""
-        return self.step.get(job.pipeline, 1.0) * job.work * left + self.rest.get(job.pipeline, 0.0)
+        return job.steps * left * self._known(self._steps, job, 1.0) + self._known(self._rests, job, 0.0)
 
     def until(self, ended: int, drawing: Sequence[float], waiting: Sequence[float]) -> int:
         """Seconds until so many images are finished, rounded up. drawing: what each image that shares the device takes; waiting:
@@ -49,4 +48,18 @@ class QueueSeconds:
             seconds = sum(min(each, last) for each in drawing)
         else:
             seconds = sum(drawing) + sum(waiting[: ended - len(drawing)])
-        return max(1, math.ceil(seconds / self.lanes))
+        return max(1, math.ceil(seconds / self._lanes))
+
+    @staticmethod
+    def _known(known: Mapping[tuple[str, int], Sequence[float]], job: Job, otherwise: float) -> float:
+        """Of this size, else of the nearest one, by the number of pixels."""
+        size = _size(job.pixels)
+        sizes = [each for pipeline, each in known if pipeline == job.pipeline]
+        if not sizes:
+            return otherwise
+        nearest = min(sizes, key=lambda each: abs(each - size))
+        return float(median(known[job.pipeline, nearest]) * 2.0 ** (size - nearest))
+
+
+def _size(pixels: int) -> int:
+    return round(math.log2(max(pixels, 1)))

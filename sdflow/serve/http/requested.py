@@ -91,7 +91,8 @@ def jobs_of(
             (fields.output_format or "png").upper(),
             90 if fields.output_compression is None else max(1, fields.output_compression),
             conditioning,
-            steps * pixels / 1e6,
+            steps,
+            pixels,
         )
         for index, seed in enumerate((first + index) % (MOST_SEED + 1) for index in range(images))
     ]
