@@ -214,22 +214,24 @@ class Stock:
         """In every lane; in the place of the one that is there, if there is one."""
         folder, begun = self._folders[name], time.perf_counter()
         made = [load(folder, lane.loaded.threads, self._options) for lane in self._lanes]
-        self._keep(name, made, [warm(name, each, self._options) for each in made])
+        seconds = [warm(name, each, self._options) for each in made]
         self.room.add(name, made)
+        self._keep(name, made, seconds)
         log_line("loaded", pipeline=name, seconds=round(time.perf_counter() - begun, 2))
 
     def _keep(self, name: str, made: list[ServedPipeline], seconds: list[Mapping[int, float]]) -> None:
-        options, values = self._options, SharedValues()
-        for lane, pipeline, measured in zip(self._lanes, made, seconds, strict=True):
-            memory = options.lora_memory // len(self._lanes)
+        """For jobs from now on; all lanes have it at the same moment."""
+        options, values, kept = self._options, SharedValues(), list[tuple[ReadyPipelines, Pace]]()
+        memory = options.lora_memory // len(self._lanes)
+        for pipeline, measured in zip(made, seconds, strict=True):
             found = ReadyPipelines(self._folders[name], pipeline, options.cache, memory, values, self.lanes.look_again)
-            pace = _pace(pipeline, measured, again=options.batch_sizes is None)
             if options.loras:
                 job = warm_up_job(name, pipeline)
                 found.prepare(job, list(measured), partial(warm, name, options=options))
-            with self._lock:
-                lane.loaded.pipelines[name], lane.paces[name], lane.ready[name] = pipeline, pace, found
+            kept.append((found, _pace(pipeline, measured, again=options.batch_sizes is None)))
         with self._lock:
+            for lane, pipeline, (found, pace) in zip(self._lanes, made, kept, strict=True):
+                lane.loaded.pipelines[name], lane.paces[name], lane.ready[name] = pipeline, pace, found
             self._used = [*(each for each in self._used if each != name), name]
 
     def _unload(self, name: str) -> None:
