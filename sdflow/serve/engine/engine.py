@@ -198,10 +198,11 @@ class Engine:
     def _look_ahead(self) -> None:
         """While all places are taken, the pipeline of the next job with other LoRAs is made."""
         kinds = {_kind(each.job) for each in self._running}
-        for job in self._waiting.jobs:
-            if _kind(job) not in kinds:
-                self._ready(job, True)
-                return
+        with self._waiting.changed:  # as where one is taken: who makes pipelines has a lock of its own
+            for job in self._waiting.jobs:
+                if _kind(job) not in kinds:
+                    self._ready(job, True)
+                    return
 
     def _begin(self, job: Job) -> None:
         """From the prompt to the first step."""
