@@ -95,7 +95,7 @@ def operated(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> I
             "--allowed-host": "images.example",
             "--root-path": "/images",
             "--batch-sizes": "1,2",
-            "--max-queue": 6,
+            "--max-queue": 4,
             "--max-chunks": 4,
             "--max-cost": 40,
             "--traces": url,
@@ -222,7 +222,7 @@ def test_a_small_image_waits_for_steps_of_large_ones_and_not_for_all_of_them(ope
     steps: list[float] = []
 
     def large() -> None:
-        body = {"prompt": "a", "size": LARGE, "steps": 24, "stream": True, "progress": True}
+        body = {"prompt": "a", "size": LARGE, "steps": 12, "stream": True, "progress": True}
         url, headers = f"{operated.server.url}/v1/images/generations", {"Authorization": "Bearer bob"}
         with httpx.stream("POST", url, json=body, headers=headers, timeout=PATIENCE) as answer:
             for line in answer.iter_lines():
@@ -243,8 +243,8 @@ def test_a_small_image_waits_for_steps_of_large_ones_and_not_for_all_of_them(ope
 
 def test_retry_after_is_what_the_queue_takes(operated: Operated) -> None:
     begun = time.monotonic()
-    with ThreadPoolExecutor(6) as pool:
-        running = [pool.submit(operated.draw, "256x256", 40) for _ in range(6)]
+    with ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(operated.draw, LARGE, 12) for _ in range(4)]
         until(lambda: operated.server.metrics("sdflow_drawing_images", Authorization="Bearer ann") > 0)
         while (refused := operated.draw()).status_code == 200:
             assert time.monotonic() - begun < PATIENCE
