@@ -85,7 +85,7 @@ PANELS: Mapping[str, str] = {
     "Measurement": "engine list_engines warmup rounds tuning first_limit option compare force",
     "Network and access": "host port api_key_file admin_key_file no_auth cors_origin allowed_host forwarded_allow_ips root_path "
     "ssl_certfile ssl_keyfile drain_timeout open_page",
-    "Pipelines": "alias default pipelines pipeline_memory",
+    "Pipelines": "alias default pipeline_folder pipeline_memory",
     "LoRAs of requests": "loras lora_memory max_uploads max_upload_gb",
     "Limits of requests": "max_queue deadline stall max_images max_steps max_pixels max_chunks max_cost max_body max_connections",
     "Scheduling": "batch_sizes lanes",

@@ -86,7 +86,7 @@ def serve(
             show_default=False,
         ),
     ] = None,
-    pipelines: Annotated[
+    pipeline_folder: Annotated[
         Path | None,
         typer.Option(
             help="Folder of pipeline folders that can be added while the server runs (POST /v1/models).",
@@ -321,7 +321,7 @@ def serve(
         ),
         log_prompts,
         None if wildcards is None else Wildcards(wildcards),
-        additions=Additions(pipelines, require_verified, check),
+        additions=Additions(pipeline_folder, require_verified, check),
         root_path=root_path.rstrip("/"),
         traces=traces,
     )

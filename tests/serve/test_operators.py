@@ -86,7 +86,7 @@ def operated(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     admin.write_text("root\n")
     with collector(spans) as url:
         arguments = {
-            "--pipelines": root / "pipelines",
+            "--pipeline-folder": root / "pipelines",
             "--pipeline-memory": 1.5 * size / 1e9,
             "--alias": "dall-e-3=one",
             "--default": "one",

@@ -77,7 +77,7 @@ def test_compose_starts_a_server_that_is_looked_at() -> None:
         given["api_key_file"],
         given["admin_key_file"],
         given["cache"],
-        given["pipelines"],
+        given["pipeline_folder"],
         *given["pipeline"],
     ):
         assert any(path.is_relative_to(place) for place in mounted), path

@@ -83,7 +83,7 @@ class Additions:
 
     def _find(self, name: str) -> Path:
         if self.folder is None:
-            raise ApiError(400, "pipelines can be added only to a server with --pipelines.", param="id")
+            raise ApiError(400, "pipelines can be added only to a server with --pipeline-folder.", param="id")
         if not name or name in (".", "..") or "/" in name or "\\" in name or not (self.folder / name).is_dir():
             there = ", ".join(sorted(path.parent.name for path in self.folder.glob("*/sdflow.json"))) or "none"
             raise ApiError(

@@ -20,7 +20,7 @@ class Addition(BaseModel):
     model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"id": "shapes_cpu"}]})
 
     id: str = Field(
-        max_length=255, description="Its folder's name below the server's --pipelines, or one that is served."
+        max_length=255, description="Its folder's name below the server's --pipeline-folder, or one that is served."
     )
 
 
