@@ -73,6 +73,15 @@ export function keepFields() {
 /** The settings in the text of an image file, as the page names them, or null. sdflow's own say the most. */
 export async function read(file) {
   const { items, parameters: webui } = await api.imageText(file);
+  try {
+    return await settingsIn(items, webui);
+  } catch (error) {
+    if (error instanceof api.Problem) throw error;
+    return null; // another program's text of the same name
+  }
+}
+
+async function settingsIn(items, webui) {
   if (items.sdflow) {
     const said = JSON.parse(items.sdflow);
     if (typeof said.prompt !== "string") return null; // a contact sheet has several
