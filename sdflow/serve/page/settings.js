@@ -105,12 +105,12 @@ async function settingsIn(items, webui) {
   return null;
 }
 
-/** Our name of a sampler and a schedule type of the webui. */
+/** Our names of a sampler and a schedule type of the webui: one, or another for flow matching. */
 async function schedulerOf(name, label = "Automatic") {
   const sampler = (await api.webuiList("samplers")).find((each) => each.name === name);
   const type = (await api.webuiList("schedulers")).find((each) => each.label === label)?.name;
   const spacing = type === "automatic" ? sampler?.options.scheduler : type === "uniform" ? "" : type;
-  return sampler && [sampler.aliases[0], spacing].filter(Boolean).join("_");
+  return sampler?.aliases.map((alias) => [alias, spacing].filter(Boolean).join("_"));
 }
 
 export function listen() {
