@@ -1,6 +1,7 @@
 """A model family is one place: outside sdflow/models and sdflow/families no module names a submodel, a class of diffusers or
-transformers, an input or output of a graph, or what a scheduler of diffusers calls its way of noising; nor does it hold a number
-of channels or tokens, of pixels a latent, or a scale of latents.
+transformers, an input or output of a graph, what a scheduler of diffusers calls its way of noising or what a denoiser predicts,
+or how kohya begins the names of modules; nor does it hold a number of channels or tokens, of pixels a latent, or a scale of
+latents.
 
 And what is private to a module is used there alone."""
 
@@ -39,17 +40,19 @@ SCHEDULERS_OWN = frozenset(
     (
         *("scale_model_input", "add_noise", "scale_noise", "init_noise_sigma", "alphas_cumprod"),
         *("prediction_type", "scaling_factor", "shift_factor", "calculate_shift", "use_dynamic_shifting"),
+        *("v_prediction", "flow_prediction", "use_karras_sigmas", "timestep_spacing", "block_out_channels"),
     )
 )
 """How schedulers and VAEs of diffusers turn latents into noise and back; which of it a family does, its noising and its latents
 know."""
 
 WAYS_EXCEPTIONS: dict[tuple[str, str], str] = {
+    ("runtime/files/folder.py", "block_out_channels"): "an entry of config.json that is checked before it is read",
     ("runtime/files/folder.py", "scaling_factor"): "an entry of config.json that is checked before it is read",
     ("sources/checkpoint.py", "scaling_factor"): "a fact of a checkpoint, and an entry in a remedy",
     ("sources/companion_entries.py", "prediction_type"): "an entry of config.json that is checked before it is read",
+    ("sources/companion_entries.py", "timestep_spacing"): "an entry of config.json that is checked before it is read",
     ("sources/components/component.py", "scaling_factor"): "a fact of a checkpoint",
-    ("sources/equal_shapes.py", "prediction_type"): "an entry of ModelSpec",
 }
 
 PORT_EXCEPTIONS: dict[tuple[str, str], str] = {
@@ -62,8 +65,25 @@ PORT_EXCEPTIONS: dict[tuple[str, str], str] = {
 }
 """(module, word) -> what it means there."""
 
-MODELS_OWN = frozenset((77, 0.18215, 0.13025, 1.5305, 0.0609, 0.3611, 0.1159))
-"""Tokens that CLIP reads; factors and shifts of the latents of Stable Diffusion, XL, 3 and FLUX."""
+EPSILON = "epsilon"
+"""What a denoiser predicts, and an attribute of operators that normalize."""
+
+OPERATORS = {
+    (path, EPSILON): "an attribute of operators"
+    for path in (
+        *("passes/conv_bias_fusion.py", "verify/lowering/normalization.py", "runtime/kernels/float8.py"),
+        *("runtime/kernels/float8_proof.py", "runtime/kernels/replace.py", "runtime/kernels/residuals.py"),
+        *("runtime/kernels/rotary.py", "runtime/kernels/rotary_definitions.py", "runtime/kernels/rotary_graph.py"),
+        "runtime/kernels/transformer_definitions.py",
+    )
+}
+
+KOHYA = re.compile(r"lora_(?:unet|transformer|te\d?|prior)_")
+"""How kohya begins the names of a model's modules in LoRAs."""
+
+MODELS_OWN = frozenset((75, 77, 768, 0.18215, 0.13025, 1.5305, 0.0609, 0.3611, 0.1159))
+"""Tokens that CLIP reads, without begin and end and with them, and its width; factors and shifts of the latents of Stable
+Diffusion, XL, 3 and FLUX."""
 
 ORDINARY_NUMBERS = frozenset((4, 8, 9, 16))
 """Channels of latents, without and with a mask's; pixels a latent: such numbers where names beside them speak of that."""
@@ -75,6 +95,9 @@ NUMBER_EXCEPTIONS: dict[tuple[str, str], str] = {
     ("passes/subpixel_conv.py", "4"): "the pixels that one becomes when an image doubles",
     ("runtime/kernels/definitions.py", "4"): "the pixels that one becomes when an image doubles",
     ("runtime/kernels/definitions.py", "77"): "shapes that a kernel is verified with",
+    ("runtime/kernels/rotary_definitions.py", "75"): "shapes that a kernel is verified with",
+    ("bench/tune.py", "75"): "a percentile",
+    ("samples/score.py", "75.0"): "a distance of colours",
     ("runtime/kernels/float8_proof.py", "77"): "shapes that a kernel is verified with",
     ("runtime/kernels/replace.py", "4"): "channels of a group that a kernel takes",
     ("runtime/kernels/replace.py", "8"): "values that a thread reads at once",
@@ -153,6 +176,16 @@ def named_ways(module: ast.AST) -> Iterator[tuple[str, int]]:
     yield from (
         (word, line) for text, line, _ in texts(module) for word in re.findall(r"\w+", text) if word in SCHEDULERS_OWN
     )
+
+
+def named_predictions(module: ast.AST) -> Iterator[tuple[str, int]]:
+    """Where a module names noise as what is predicted, by diffusers' word, and the lines."""
+    yield from ((text, line) for text, line, is_name in texts(module) if text == EPSILON and not is_name)
+
+
+def named_prefixes(module: ast.AST) -> Iterator[tuple[str, int]]:
+    """The beginnings of a model's modules in kohya's LoRAs that a module names, and the lines."""
+    yield from ((found, line) for text, line, is_name in texts(module) if not is_name for found in KOHYA.findall(text))
 
 
 def named_numbers(module: ast.AST) -> Iterator[tuple[str, int]]:
@@ -235,6 +268,14 @@ def test_only_models_and_families_name_a_way_of_noising() -> None:
     require_homes_alone(named_ways, WAYS_EXCEPTIONS, "ask the family's noising or latents (sdflow/families)")
 
 
+def test_only_models_and_families_name_what_a_denoiser_predicts() -> None:
+    require_homes_alone(named_predictions, OPERATORS, "ask sdflow/families/shared for it")
+
+
+def test_only_models_and_families_name_a_beginning_of_lora_modules() -> None:
+    require_homes_alone(named_prefixes, {}, "ask the family's parts for it (`Part.lora`)")
+
+
 def test_only_models_and_families_hold_a_number_of_channels_or_tokens() -> None:
     require_homes_alone(named_numbers, NUMBER_EXCEPTIONS, "ask the family's latents or the model's ports for it")
 
@@ -271,6 +312,8 @@ def test_a_planted_port_is_found(planted: str, name: str) -> None:
         ("x = scheduler.add_noise(image, noise, timestep)", "add_noise"),
         ("x = getattr(scheduler, 'init_noise_sigma', 1.0)", "init_noise_sigma"),
         ("x = config['scaling_factor']", "scaling_factor"),
+        ("kind = 'v_prediction' if spoken else None", "v_prediction"),
+        ("widths = config['block_out_channels']", "block_out_channels"),
     ],
 )
 def test_a_planted_way_of_noising_is_found(planted: str, name: str) -> None:
@@ -282,6 +325,8 @@ def test_a_planted_way_of_noising_is_found(planted: str, name: str) -> None:
     [
         ("x = torch.zeros(1, tokens=77)", "77"),
         ("x = mean * 0.18215", "0.18215"),
+        ("MOST_WORDS = 75", "75"),
+        ("x = rows.shape[1] == 768", "768"),
         ("latent_channels = 4", "4"),
         ("def first(channels: int = 16): ...", "16"),
         ("inpainting = denoiser_channels == 9", "9"),
@@ -292,6 +337,12 @@ def test_a_planted_way_of_noising_is_found(planted: str, name: str) -> None:
 )
 def test_a_planted_number_is_found(planted: str, number: str) -> None:
     assert number in {found for found, _ in named_numbers(ast.parse(planted))}
+
+
+def test_a_planted_prediction_and_a_planted_beginning_are_found() -> None:
+    assert [*named_predictions(ast.parse("kind = prediction(config, 'epsilon')"))] == [(EPSILON, 1)]
+    assert [*named_predictions(ast.parse("epsilon = 1e-5"))] == []
+    assert [*named_prefixes(ast.parse("x = name.removeprefix('lora_te1_')"))] == [("lora_te1_", 1)]
 
 
 @pytest.mark.parametrize("planted", ["THREADS = 4", "x = rows[:8]", "x = np.zeros((2, 3, 4))", "f(latents, threads=4)"])

@@ -376,9 +376,10 @@ def measure(options: Any, results: Results, loaded: list[Any], checkpoint: Any) 
         return
     for dtype in options.torch:
         with results.part(f"PyTorch in {dtype}"):
-            found["torch"][dtype], denoisers[dtype] = plain_torch(
-                checkpoint, pipeline, dtype, options, reference, latents
-            )
+            found["torch"][dtype], denoiser = plain_torch(checkpoint, pipeline, dtype, options, reference, latents)
+            if dtype in options.compiled:
+                denoisers[dtype] = denoiser
+            del denoiser
         gc.collect()
     del pipeline
     gc.collect()

@@ -199,7 +199,7 @@ def _every(folder: Path) -> Iterator[Contents]:
 def _prediction(folder: Path) -> str | None:
     """How the scheduler of a pipeline's folder says that the denoiser predicts; None where it is damaged or missing."""
     try:
-        return prediction(read_config(folder / "scheduler" / "scheduler_config.json", finite=False), "epsilon")
+        return prediction(read_config(folder / "scheduler" / "scheduler_config.json", finite=False))
     except CheckpointError:
         return None
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from sdflow.errors import CheckpointError
 from sdflow.families import ARCHITECTURES, family_of_architecture
 from sdflow.families.shared.few_steps import known_model, spelled
+from sdflow.families.shared.predictions import what_it_says
 from sdflow.inspection.adapters import details_from_metadata
 from sdflow.inspection.contents import Contents
 from sdflow.inspection.description import DRAWS_WITH, Description
@@ -24,7 +25,7 @@ from sdflow.models.image_encoder import projection_of, read_width, token_count
 from sdflow.sources.architectures import architecture_config
 from sdflow.sources.components.adapters import PREFIXES, require_adapter
 from sdflow.sources.embedding import embedding_shapes
-from sdflow.sources.equal_shapes import choose, what_it_says
+from sdflow.sources.equal_shapes import choose
 from sdflow.sources.recognition import (
     CHECKPOINT,
     COMPONENT,

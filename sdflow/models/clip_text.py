@@ -24,6 +24,11 @@ _OLD_ATTENTION = {"q_proj": "to_q", "k_proj": "to_k", "v_proj": "to_v", "out_pro
 _READS_HIDDEN = re.compile(r"(self_attn_([qkv]_proj|to_[qkv])|mlp_fc1)$")
 _LAYER = re.compile(r"encoder_layers_(\d+)_")
 
+MOST_VECTORS = 75
+"""Tokens of a text that it reads at once, beside those of begin and end."""
+WIDTHS = "768 are Stable Diffusion 1.x, 1024 2.x, 768 and 1280 together XL"
+"""Whose text encoders have vectors of which width, in words."""
+
 UNUSED = ("embeddings.position_ids", "text_projection.weight", "logit_scale")
 """Older releases saved the first, a buffer that is 0, 1, 2, ...; the others are CLIP's contrastive head."""
 

@@ -34,6 +34,11 @@ def unet_values(config: Config, rows: int, columns: int, *, scores: bool) -> int
     return found + (most_scores if scores else 0)
 
 
+def full_size_channels(config: Config) -> int:
+    """The widest channels that a VAE's decoder has at the full size of the image: its last level gets those of the one before."""
+    return int(max(config["block_out_channels"][:2]))
+
+
 def vae_values(config: Config, widths: Sequence[int], rows: int, columns: int) -> int:
     """Of one half of a VAE, per image. widths: by level, the one with the most pixels first."""
     pixels = rows * columns << 2 * (len(widths) - 1)

@@ -15,6 +15,7 @@ from sdflow.errors import CheckpointError, UsageError
 from sdflow.families import ARCHITECTURES, FAMILIES, family_of_architecture
 from sdflow.families.shared.part import Part
 from sdflow.models.base import Shapes
+from sdflow.models.clip_text import MOST_VECTORS, WIDTHS
 from sdflow.sources.architectures import architecture_config
 from sdflow.sources.reference import PICKLE_SUFFIXES
 from sdflow.sources.safetensors_file import read_float_tensors, read_header
@@ -29,8 +30,6 @@ ONLY = "emb_params"
 """The tensor of a file with one for all text encoders, in webui's files."""
 _IN_PICKLES = "string_to_param"
 _REMEDY = "Known are files of AUTOMATIC1111's webui, kohya's sd-scripts and diffusers (learned_embeds)."
-MOST_VECTORS = 75
-"""More tokens than this a text encoder of CLIP does not read at once."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +193,6 @@ def vectors_for(word: Embedding, part: Part, parts: Sequence[Part], width: int) 
             f"holds {there}; this pipeline's {part.name.replace('_', ' ')} reads vectors {width} wide"
             + ("" if found is not None else f", its text encoders {wanted}"),
             where=str(word.path),
-            remedy="Take an embedding that was made for this kind of model: 768 are Stable Diffusion 1.x, 1024 2.x, "
-            "768 and 1280 together XL.",
+            remedy=f"Take an embedding that was made for this kind of model: {WIDTHS}.",
         )
     return found

@@ -17,6 +17,7 @@ from sdflow.errors import CheckpointError
 from sdflow.families import family_of_architecture
 from sdflow.families.shared.base import Family
 from sdflow.families.shared.part import Part
+from sdflow.families.shared.predictions import Said, what_it_says, what_the_step_says
 from sdflow.sources.architectures import architecture_config, architecture_index, companion_folders
 from sdflow.sources.checkpoint import (
     Access,
@@ -28,7 +29,7 @@ from sdflow.sources.checkpoint import (
     side_by_side,
     submodels_of,
 )
-from sdflow.sources.equal_shapes import Said, choose, what_it_says, what_the_step_says
+from sdflow.sources.equal_shapes import choose
 from sdflow.sources.recognition import fitting_architectures, layouts_of
 from sdflow.sources.reference import PICKLE_SUFFIXES
 from sdflow.sources.safetensors_file import (

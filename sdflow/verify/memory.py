@@ -16,6 +16,7 @@ from typing import Any
 from sdflow.artifact import MODEL_FILE, WEIGHTS_FILE
 from sdflow.errors import VerificationError
 from sdflow.families.shared.base import Family
+from sdflow.models.working_memory import full_size_channels
 from sdflow.onnx_model.facts import precision_of
 from sdflow.onnx_model.files import decode_errors
 from sdflow.onnx_model.reading import load_graph
@@ -150,9 +151,8 @@ def require_memory(
     activations = 0
     if loads is not None:
         configs = {name: load["config"] for name, load in loads.items()}
-        widths = configs[family.decoder]["block_out_channels"]
-        # The last level of the decoder gets the channels of the one before.
-        activations = activation_bytes(selection, family.latents(configs).scale, max(widths[:2]))
+        widest = full_size_channels(configs[family.decoder])
+        activations = activation_bytes(selection, family.latents(configs).scale, widest)
     plan = plan_memory(family, sizes, graphs, activations, available)
     if plan.needed > available:
         raise VerificationError(

@@ -131,7 +131,10 @@ def test_a_lora_at_scale_0_changes_nothing(bench: Bench) -> None:
     ("generate", "says"),
     [
         ({"steps": 0}, "generate: 'steps' must be greater than or equal to 1"),
-        ({"scheduler": "eulr"}, "generate: 'scheduler' no scheduler is named 'eulr'; did you mean 'euler'"),
+        (
+            {"scheduler": "eulr"},
+            "generate: 'scheduler' is not right: no scheduler is named 'eulr'; did you mean 'euler'",
+        ),
         ({"guidance": 1.0}, "generate: unknown option 'guidance'"),
         ({"strength": 1.5}, "generate: 'strength'"),
         (8, "`generate` must be a map of steps, guidance_scale and scheduler"),

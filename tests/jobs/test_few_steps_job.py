@@ -16,8 +16,8 @@ pytestmark = pytest.mark.slow
 MODELS = {  # workflow: steps, guidance, steps and strength from an image, scheduler
     "sd_turbo_tiny": (1, 0.0, 2, 0.5, "EulerDiscreteScheduler"),
     "sdxl_turbo_tiny": (1, 0.0, 2, 0.5, "EulerAncestralDiscreteScheduler"),
-    "lcm_tiny": (4, 8.5, 4, 0.8, "LCMScheduler"),
-    "lcm_sdxl_tiny": (4, 8.5, 4, 0.3, "LCMScheduler"),
+    "lcm_tiny": (4, 8.0, 4, 0.8, "LCMScheduler"),
+    "lcm_sdxl_tiny": (4, 8.0, 4, 0.3, "LCMScheduler"),
 }
 
 

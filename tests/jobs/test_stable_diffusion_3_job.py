@@ -73,7 +73,7 @@ def test_an_image_from_text_is_diffusers(
     latents = torch.randn((1, 16, height // 8, width // 8), generator=generator())
     given: dict[str, Any] = {} if length is None else {"max_sequence_length": length}
     given |= {"negative_prompt": "blurred", "prompt_3": "oil on canvas", "height": height, "width": width}
-    given |= {"num_inference_steps": 3, "latents": latents, "output_type": "np"}
+    given |= {"num_inference_steps": 3, "guidance_scale": 7.0, "latents": latents, "output_type": "np"}
     assert_equal(ours(PROMPT, **given).images, theirs(PROMPT, **given).images)
 
 
@@ -94,7 +94,7 @@ def test_skip_layer_guidance_is_diffusers(ours: Pipeline, theirs: Any, skipping:
     assert len(theirs.transformer.transformer_blocks) == 3
     prompts = [PROMPT, "an otter"]
     given: dict[str, Any] = {"negative_prompt": ["blurred", "grey"], "height": 48, "width": 64, "output_type": "np"}
-    given["latents"] = torch.randn((2, 16, 6, 8), generator=generator())
+    given |= {"guidance_scale": 7.0, "latents": torch.randn((2, 16, 6, 8), generator=generator())}
     expected = theirs(prompts, **given, **skipping).images
     assert_equal(ours(prompts, **given, **skipping).images, expected)
     assert differ(expected, theirs(prompts, **given, num_inference_steps=skipping["num_inference_steps"]).images)
@@ -120,7 +120,7 @@ def test_an_image_from_an_image_is_diffusers(
     image = pattern(1, height, width)
     pipeline = diffusers.StableDiffusion3Img2ImgPipeline(**theirs.components)
     pipeline.set_progress_bar_config(disable=True)
-    given = {"strength": strength, "num_inference_steps": 10, "output_type": "np"}
+    given = {"strength": strength, "num_inference_steps": 10, "guidance_scale": 7.0, "output_type": "np"}
     expected = pipeline(PROMPT, image=_mean(theirs, image), **given, generator=generator(), height=height, width=width)
     assert_equal(ours(PROMPT, image, **given, generator=generator()).images, expected.images)
 
@@ -135,7 +135,7 @@ def test_an_image_into_a_mask_is_diffusers(
     pipeline = diffusers.StableDiffusion3InpaintPipeline(**theirs.components)
     pipeline.set_progress_bar_config(disable=True)
     mean = _mean(theirs, image)
-    given = {"strength": strength, "num_inference_steps": 5, "output_type": "latent"}
+    given = {"strength": strength, "num_inference_steps": 5, "guidance_scale": 7.0, "output_type": "latent"}
     expected = pipeline(
         PROMPT,
         image=mean,
@@ -230,7 +230,7 @@ def test_a_file_without_text_encoders_draws_beside_a_folder_that_has_them(
     )
     expected.set_progress_bar_config(disable=True)
     given: dict[str, Any] = {"negative_prompt": "blurred", "height": 64, "width": 64, "num_inference_steps": 3}
-    given |= {"latents": torch.randn((1, 16, 8, 8), generator=generator()), "output_type": "np"}
+    given |= {"guidance_scale": 7.0, "latents": torch.randn((1, 16, 8, 8), generator=generator()), "output_type": "np"}
     drawn = Pipeline.load(shell.folder / "pipelines/half", "cpu")(PROMPT, **given).images
     assert_equal(drawn, expected(PROMPT, **given).images)
 
@@ -238,7 +238,7 @@ def test_a_file_without_text_encoders_draws_beside_a_folder_that_has_them(
 def test_generate_draws_and_says_with_what(shell: Shell, built: Path) -> None:
     given = ("--prompt", "an otter", "--steps", "2", "--seed", "1", "--height", "64", "--width", "48")
     settings = shell.json("generate", str(built), *given)["settings"]
-    assert settings["guidance_scale"] == 7.0 and settings["scheduler"] == "FlowMatchEulerDiscreteScheduler"
+    assert settings["guidance_scale"] == 4.5 and settings["scheduler"] == "FlowMatchEulerDiscreteScheduler"
     with Image.open(shell.folder / "images/001-1.png") as image:
         assert image.size == (48, 64) and json.loads(image.info["sdflow"])["steps"] == 2
         plain = np.asarray(image, np.int16)
@@ -274,7 +274,7 @@ def test_without_t5_an_image_is_that_of_diffusers_without_t5(shell: Shell, folde
     theirs = diffusers.StableDiffusion3Pipeline.from_pretrained(folder, text_encoder_3=None, tokenizer_3=None)
     theirs.set_progress_bar_config(disable=True)
     given: dict[str, Any] = {"negative_prompt": "blurred", "height": 64, "width": 64, "num_inference_steps": 3}
-    given |= {"latents": torch.randn((1, 16, 8, 8), generator=generator()), "output_type": "np"}
+    given |= {"guidance_scale": 7.0, "latents": torch.randn((1, 16, 8, 8), generator=generator()), "output_type": "np"}
     assert_equal(Pipeline.load(built, "cpu")(PROMPT, **given).images, theirs(PROMPT, **given).images)
     assert shell.run("verify", str(built)).returncode == 0
     baked = shell.run(

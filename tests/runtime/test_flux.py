@@ -139,7 +139,7 @@ def test_defaults_are_those_of_the_model(built: Built) -> None:
     if built.architecture == SCHNELL:
         assert found["text"] == Defaults(steps=4, guidance_scale=0.0)
     else:
-        assert found["text"] == Defaults(steps=28, guidance_scale=3.5)
+        assert found["text"] == Defaults(steps=50, guidance_scale=3.5)
         assert found["image"] == found["inpaint"] == Defaults(steps=28, guidance_scale=7.0, strength=0.6)
 
 

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from sdflow.errors import UsageError
+from sdflow.families import FAMILIES
 from sdflow.families.shared.brownian import BrownianPath
-from sdflow.families.shared.noising import DIFFUSION, FLOW
+from sdflow.families.shared.noising import DIFFUSION, FLOW, Flow
 from sdflow.families.shared.sampler_names import (
     available,
     known_scheduler,
@@ -38,6 +39,7 @@ from sdflow.families.shared.schedulers import (
 from sdflow.machine.packages import missing
 from sdflow.runtime.denoiser.schedule import Schedule, named_scheduler, trace
 from sdflow.runtime.pipeline import Pipeline
+from sdflow.sources.architectures import architecture_config
 
 BASE = {
     "num_train_timesteps": 1000,
@@ -326,6 +328,24 @@ def test_sigmas_of_flow_matching_are_those_of_diffusers(kind: str, shift: dict[s
         for timestep, output in zip(theirs.timesteps, outputs, strict=True):
             latents = theirs.step(output, timestep, latents).prev_sample
         torch.testing.assert_close(by_table(found, terms)[-1].float(), latents, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["karras", "exponential", "beta"])
+@pytest.mark.parametrize("family", [name for name, each in FAMILIES.items() if isinstance(each.noising, Flow)])
+def test_every_flow_family_spaces_its_steps_as_its_pipeline_of_diffusers(family: str, kind: str) -> None:
+    """Which gives the scheduler sigmas of its own, or a shift, or neither."""
+    name, noising = f"flow_euler_{kind}", FAMILIES[family].noising
+    if missing(*requirements(name)):
+        pytest.skip(f"pip install {' '.join(requirements(name))}")
+    for architecture in FAMILIES[family].architectures:
+        config = architecture_config(architecture, "scheduler")
+        theirs = diffusers.FlowMatchEulerDiscreteScheduler.from_config(config, **{f"use_{kind}_sigmas": True})
+        plain = diffusers.FlowMatchEulerDiscreteScheduler.from_config(config)
+        noising.as_diffusers(theirs, 8, 4096)
+        noising.as_diffusers(plain, 8, 4096)
+        found = trace(named_scheduler(name, plain.config, noising), 8, noising=noising, tokens=4096)
+        torch.testing.assert_close(found.timesteps[:, 0], theirs.timesteps, rtol=1e-6, atol=1e-3)
+        assert (found.timesteps[1:-1, 0] - plain.timesteps[1:-1]).abs().max() > 1, "the name changes nothing"
 
 
 def test_a_path_has_the_increments_of_brownian_motion() -> None:

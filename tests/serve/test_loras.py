@@ -542,3 +542,11 @@ def test_one_for_another_model_is_refused(built: Path, tmp_path: Path) -> None:
     write_lora(tmp_path / "tiny.safetensors")
     with pytest.raises(CheckpointError):
         pipelines.served(Loras(tmp_path).find([("tiny", 1.0)]))
+
+
+def test_a1111s_lists_tell_of_embeddings_and_what_is_in_a_loras_file(server: RunningServer) -> None:
+    listed = httpx.get(f"{server.url}/sdapi/v1/embeddings", timeout=PATIENCE).json()
+    assert listed["loaded"]["my-style"]["vectors"] == 2 and listed["skipped"] == {}
+    loras = {each["name"]: each for each in httpx.get(f"{server.url}/sdapi/v1/loras", timeout=PATIENCE).json()}
+    assert loras["outline"]["metadata"]["ss_network_module"] == "networks.lora"
+    assert [each["words"] for each in httpx.get(f"{server.url}/v1/loras", timeout=PATIENCE).json()["data"]] == [[], []]

@@ -179,6 +179,7 @@ def test_a_mask_is_erased_undone_and_zoomed(page: Any, tmp_path: Path) -> None:
     assert mask_share(page) == whole
     page.focus("#mask")
     page.keyboard.press("Control+z")
+    page.focus("#prompt")  # without the keyboard's brush
     assert mask_share(page) == 0 and page.is_disabled("#undo")
     page.click("#erase")
     page.fill("#zoom", "4")
@@ -215,6 +216,7 @@ def test_every_target_is_large_enough_and_no_focus_ring_is_cut(page: Any, tmp_pa
                 return box.width < 24 || box.height < 24; }).map(each => each.id || each.outerHTML)"""
         )
         assert small == []
+        page.keyboard.press("Tab")  # from now on the focus is shown
         cut = page.evaluate(
             """[...document.querySelectorAll('button, input, select, textarea, summary')].filter(each => each.checkVisibility()
                 && each.type !== 'file').filter(each => {

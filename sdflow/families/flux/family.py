@@ -118,7 +118,7 @@ class Flux(Family):
     length_arguments = ("max_sequence_length",)
     of_one_length = ()
     defaults: ClassVar[Mapping[Task, Defaults]] = {
-        "text": Defaults(steps=28, guidance_scale=3.5),
+        "text": Defaults(steps=50, guidance_scale=3.5),
         "image": Defaults(steps=28, guidance_scale=7.0, strength=0.6),
         "inpaint": Defaults(steps=28, guidance_scale=7.0, strength=0.6),
     }
@@ -178,7 +178,7 @@ class Flux(Family):
     def defaults_of(
         self, configs: Mapping[str, Config], scheduler: Config, said: Mapping[str, Any]
     ) -> dict[Task, Defaults]:
-        """-schnell's by its model card, -dev's by the signatures of diffusers' pipelines."""
+        """Of text by the model cards, from images -dev's by the signatures of diffusers' pipelines."""
         denoiser = configs[self.denoiser]
         own = self.defaults
         if not _takes_guidance(denoiser):

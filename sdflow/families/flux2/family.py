@@ -114,7 +114,7 @@ class Flux2(Family):
     defaults: ClassVar[Mapping[Task, Defaults]] = {
         "text": Defaults(steps=50, guidance_scale=4.0),
         "image": Defaults(steps=50, guidance_scale=4.0, strength=0.8),
-        "inpaint": Defaults(steps=50, guidance_scale=4.0, strength=0.8),
+        "inpaint": Defaults(steps=50, guidance_scale=8.0, strength=0.8),
     }
     embeddings = ("prompt_embeds", "negative_prompt_embeds")
     relatives = (("double_stream_modulation_img.", "denoiser of FLUX.2"),)

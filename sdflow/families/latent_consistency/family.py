@@ -30,9 +30,9 @@ class LatentConsistency(Family):
     options: ClassVar[Mapping[str, Any]] = {}
     strength_spreads = True
     defaults: ClassVar[Mapping[Task, Defaults]] = {
-        "text": Defaults(steps=4, guidance_scale=8.5),
-        "image": Defaults(steps=4, guidance_scale=8.5, strength=0.8),
-        "inpaint": Defaults(steps=4, guidance_scale=8.5, strength=1.0),
+        "text": Defaults(steps=4, guidance_scale=8.0),
+        "image": Defaults(steps=4, guidance_scale=8.0, strength=0.8),
+        "inpaint": Defaults(steps=4, guidance_scale=8.0, strength=1.0),
     }
     embeddings = one_clip.EMBEDDINGS
     colors: ClassVar[LatentColors] = STABLE_DIFFUSION

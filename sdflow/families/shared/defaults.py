@@ -58,7 +58,7 @@ def few_step_defaults(denoiser: Config, scheduler: Config) -> dict[str, Any]:
     """
     kind = scheduler.get("_class_name")
     if denoiser.get("time_cond_proj_dim") is not None:  # a latent consistency model: https://arxiv.org/abs/2310.04378
-        return {"steps": 4, "guidance_scale": 8.5}
+        return {"steps": 4, "guidance_scale": 8.0}
     if kind == "LCMScheduler":  # the same as a LoRA: https://arxiv.org/abs/2311.05556
         return {"steps": 4, "guidance_scale": 1.0}
     if kind == "TCDScheduler":  # https://arxiv.org/abs/2402.19159

@@ -1,8 +1,9 @@
 """Models and LoRAs that draw in few steps, and how: known by the names that their makers publish them under.
 
 Nothing in a UNet's weights says that it was distilled, and a LoRA has no config at all. What is written here is what the
-model cards say: https://huggingface.co/stabilityai/sd-turbo, .../stabilityai/sdxl-turbo, .../latent-consistency,
-.../ByteDance/SDXL-Lightning, .../ByteDance/Hyper-SD, .../h1t/TCD-SDXL-LoRA.
+model cards say: https://huggingface.co/stabilityai/sd-turbo, .../stabilityai/sdxl-turbo,
+.../stabilityai/stable-diffusion-3.5-large-turbo, .../latent-consistency, .../ByteDance/SDXL-Lightning,
+.../ByteDance/Hyper-SD, .../h1t/TCD-SDXL-LoRA.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def spelled(changes: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-CONSISTENT = FewSteps("a latent consistency model", 4, 8.5, "lcm")
+CONSISTENT = FewSteps("a latent consistency model", 4, 8.0, "lcm")
 """Any denoiser that takes the guidance as an input, by itself: https://arxiv.org/abs/2310.04378."""
 
 _Row = tuple[re.Pattern[str], Callable[[re.Match[str]], FewSteps]]
@@ -80,8 +81,10 @@ _LORAS: tuple[_Row, ...] = (
     (re.compile(r"\btcd-(?:[\w-]*-)?lora\b"), lambda match: FewSteps("TCD", 4, 0.0, "tcd", eta=0.3)),
 )
 _TURBO = "SD-Turbo", "SDXL-Turbo"
+_LARGE_TURBO = FewSteps("Stable Diffusion 3.5 Large Turbo", 4, 0.0)
 _MODELS: tuple[_Row, ...] = (
     (re.compile(r"\bsd-turbo\b"), lambda match: FewSteps(_TURBO[0], 1, 0.0, "euler_trailing", strength=0.5)),
+    (re.compile(r"\b(?:sd|stable-diffusion-)-?3-?5-large-turbo\b"), lambda match: _LARGE_TURBO),
     (re.compile(r"\bsd-?xl-turbo\b"), lambda match: FewSteps(_TURBO[1], 1, 0.0, "euler_a_trailing", strength=0.5)),
     _LIGHTNING,
 )

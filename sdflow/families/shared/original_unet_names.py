@@ -10,6 +10,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+KOHYA = ("lora_unet_", "lora_transformer_", "lora_te_", "lora_te1_", "lora_te2_")
+"""How kohya begins the names of modules: those of the denoiser, then those of the text encoders."""
+ORIGINAL = "diffusion_model."
+"""How ComfyUI begins the names of the original UNet's modules."""
 _BEGINNING = re.compile(r"(input_blocks|middle_block|output_blocks|time_embed|label_emb|out)_\d")
 _WORDS = re.compile(
     r"\b(input|output|transformer|middle|time|label|in|out|emb|skip|proj|to)"

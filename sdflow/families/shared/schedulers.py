@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
+from sdflow.errors import UsageError
 from sdflow.families.shared.brownian import with_drawn_noise
 from sdflow.machine.packages import require_packages
 from sdflow.models.base import Config
@@ -97,7 +98,7 @@ NOISE_SAMPLERS: Mapping[str, Sampler] = {
     ),
     "heun": Sampler("HeunDiscreteScheduler", {}, "Heun", "heun", "heun", _ALL, runs=2),
     "lms": Sampler("LMSDiscreteScheduler", {}, "LMS", "lms", "lms", _ALL, needs=("scipy",)),
-    "deis": Sampler("DEISMultistepScheduler", {}, "", "deis", "deis", _ALL),
+    "deis": Sampler("DEISMultistepScheduler", {"algorithm_type": "deis"}, "", "deis", "deis", _ALL),
     "unipc": Sampler("UniPCMultistepScheduler", {}, "UniPC", "uni_pc", "unipc", _ALL),
     "lcm": Sampler("LCMScheduler", {}, "LCM", "lcm", "lcm"),
     "tcd": Sampler("TCDScheduler", {}, "TCD", "tcd", "tcd"),
@@ -163,7 +164,10 @@ def make_scheduler(name: str, config: Config) -> Any:
     package is missing that it needs."""
     require_packages(f"the scheduler {name}", *requirements(name))
     cls, options = SCHEDULERS[name]
-    return scheduler_class(cls).from_config(dict(config), **options)
+    try:
+        return scheduler_class(cls).from_config(dict(config), **options)
+    except (ValueError, NotImplementedError) as error:
+        raise UsageError(f"{name} cannot take over the settings of the pipeline's own scheduler: {error}") from error
 
 
 @cache
@@ -178,9 +182,9 @@ def scheduler_class(name: str) -> Any:
     return with_drawn_noise(found) if name == _SDE else found
 
 
-def prediction(config: Config, otherwise: str) -> str:
+def prediction(config: Config, otherwise: str = "epsilon") -> str:
     """What a denoiser makes for a scheduler of this config, as diffusers calls it. otherwise: where the config does not
-    say it."""
+    say it; diffusers' schedulers of noise then take it for noise."""
     return str(config.get("prediction_type", otherwise))
 
 

@@ -89,9 +89,9 @@ class ZImage(Family):
     guidance_offset = 1.0
     of_one_length = ()
     defaults: ClassVar[Mapping[Task, Defaults]] = {
-        "text": Defaults(steps=50, guidance_scale=5.0),
-        "image": Defaults(steps=50, guidance_scale=5.0, strength=0.6),
-        "inpaint": Defaults(steps=50, guidance_scale=5.0, strength=1.0),
+        "text": Defaults(steps=50, guidance_scale=4.0),
+        "image": Defaults(steps=50, guidance_scale=4.0, strength=0.6),
+        "inpaint": Defaults(steps=50, guidance_scale=4.0, strength=1.0),
     }
     embeddings = ("prompt_embeds", "negative_prompt_embeds")
     assembled_as: ClassVar[Mapping[Task, str]] = {"text": "ORTZImagePipeline"}

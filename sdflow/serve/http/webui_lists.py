@@ -114,7 +114,7 @@ def webui_lists(served: Served) -> APIRouter:
 
     listed("sd-models", models, "The pipelines")
     listed("loras", loras, "The LoRAs")
-    listed("samplers", samplers_of(served.models), "The samplers")
+    listed("samplers", lambda: samplers_of(served.models), "The samplers")
     listed("schedulers", schedule_types(), "The schedule types")
     nothing = {"model_name": None, "model_path": None, "model_url": None, "scale": 1.0}
     listed("upscalers", [{"name": "None", **nothing}], "None")

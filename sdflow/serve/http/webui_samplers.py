@@ -12,16 +12,19 @@ from sdflow.serve.http.served_model import ServedModel
 
 
 def samplers_of(models: Mapping[str, ServedModel]) -> list[dict[str, Any]]:
-    """Those of any of the pipelines."""
+    """Those of any of the pipelines. One of noise and one of flow matching may have one name."""
     known = {name: row for model in models.values() for name, row in model.schedulers.items() if name in SAMPLERS}
-    found = [(name, SAMPLERS[name]) for name in available(known)]
+    found: dict[str, list[str]] = {}
+    for name in available(known):
+        found.setdefault(SAMPLERS[name].webui or name, []).append(name)
+    automatic = {label: SAMPLERS[names[0]].automatic for label, names in found.items()}
     return [
         {
-            "name": sampler.webui or name,
-            "aliases": [name],
-            "options": {"scheduler": sampler.automatic} if sampler.automatic else {},
+            "name": label,
+            "aliases": names,
+            "options": {"scheduler": automatic[label]} if automatic[label] else {},
         }
-        for name, sampler in found
+        for label, names in found.items()
     ]
 
 

@@ -26,7 +26,7 @@ function use(settings) {
     showModel();
   }
   const [width, height] = settings.size?.split("x") ?? [];
-  const known = (model()?.schedulers ?? []).includes(settings.scheduler) ? settings.scheduler : "";
+  const known = [settings.scheduler].flat().find((name) => model()?.schedulers.includes(name)) ?? "";
   const weighted = settings.weighted ?? settings.prompt_syntax === "a1111";
   fields.set({ ...settings, width, height, weighted, scheduler: known, negative_prompt: settings.negative_prompt ?? "" });
   const missing = loras.choose(settings.loras);

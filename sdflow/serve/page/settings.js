@@ -73,6 +73,15 @@ export function keepFields() {
 /** The settings in the text of an image file, as the page names them, or null. sdflow's own say the most. */
 export async function read(file) {
   const { items, parameters: webui } = await api.imageText(file);
+  try {
+    return await settingsIn(items, webui);
+  } catch (error) {
+    if (error instanceof api.Problem) throw error;
+    return null; // another program's text of the same name
+  }
+}
+
+async function settingsIn(items, webui) {
   if (items.sdflow) {
     const said = JSON.parse(items.sdflow);
     if (typeof said.prompt !== "string") return null; // a contact sheet has several
@@ -96,12 +105,12 @@ export async function read(file) {
   return null;
 }
 
-/** Our name of a sampler and a schedule type of the webui. */
+/** Our names of a sampler and a schedule type of the webui: one, or another for flow matching. */
 async function schedulerOf(name, label = "Automatic") {
   const sampler = (await api.webuiList("samplers")).find((each) => each.name === name);
   const type = (await api.webuiList("schedulers")).find((each) => each.label === label)?.name;
   const spacing = type === "automatic" ? sampler?.options.scheduler : type === "uniform" ? "" : type;
-  return sampler && [sampler.aliases[0], spacing].filter(Boolean).join("_");
+  return sampler?.aliases.map((alias) => [alias, spacing].filter(Boolean).join("_"));
 }
 
 export function listen() {

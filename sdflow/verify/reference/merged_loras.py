@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import VerificationError
 from sdflow.families.shared.base import Family
-from sdflow.families.shared.original_unet_names import diffusers_names, is_original
+from sdflow.families.shared.original_unet_names import KOHYA, ORIGINAL, diffusers_names, is_original
 
 if TYPE_CHECKING:
     import torch
@@ -26,9 +26,6 @@ METADATA = "lora_adapter_metadata"
 PEFT_CONFIG = "adapter_config.json"
 """What PEFT's save_pretrained writes beside the tensors."""
 PEFT_PREFIX = "base_model.model."
-KOHYA = ("lora_unet_", "lora_transformer_", "lora_te_", "lora_te1_", "lora_te2_")
-ORIGINAL = "diffusion_model."
-"""How ComfyUI begins the names of the original UNet's modules."""
 OLDER = "text_model."
 """What transformers before 5 had in front of the names of a text encoder's modules."""
 TEXT_LAYERS = "encoder.layers."
