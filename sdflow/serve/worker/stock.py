@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -219,7 +219,7 @@ class Stock:
         self._keep(name, made, seconds)
         log_line("loaded", pipeline=name, seconds=round(time.perf_counter() - begun, 2))
 
-    def _keep(self, name: str, made: list[ServedPipeline], seconds: list[Mapping[int, float]]) -> None:
+    def _keep(self, name: str, made: list[ServedPipeline], seconds: Sequence[Mapping[int, float]]) -> None:
         """For jobs from now on; all lanes have it at the same moment."""
         options, values, kept = self._options, SharedValues(), list[tuple[ReadyPipelines, Pace]]()
         memory = options.lora_memory // len(self._lanes)
