@@ -207,10 +207,6 @@ REFUSALS = {
         "The server failed; its log says why.",
         ApiError(500, "The server failed at this request; its log says why."),
     ),
-    501: (
-        "A server on a cluster keeps its pipelines.",
-        ApiError(501, "a server on a cluster keeps its pipelines: deploy it again.", code="not_supported"),
-    ),
     503: (
         "The pipelines are being loaded, the process that draws has ended and is started again, or the server is to end.",
         ApiError(503, "The pipelines are being loaded.", code="not_ready"),
@@ -281,7 +277,7 @@ def _refusals(method: str, path: str) -> tuple[int, ...]:
         return (503,)
     named = (404,) if "{name}" in path or path == "/sdapi/v1/options" else ()
     if path.startswith("/v1/models") and method != "get":
-        return (*((400, 408, 409, 413) if method == "post" else ()), 401, 403, 404, 500, 501, 503)
+        return (*((408, 409, 413) if method == "post" else ()), 400, 401, 403, 404, 500, 503)
     if method != "post":
         return 401, 403, *named, 500
     if path in DRAWING:

@@ -30,7 +30,7 @@ def model_routes(served: Served, additions: Additions | None) -> APIRouter:
 
     def found() -> Additions:
         if additions is None:
-            raise ApiError(501, "a server on a cluster keeps its pipelines: deploy it again.", code="not_supported")
+            raise ApiError(400, "a server on a cluster keeps its pipelines: deploy it again.", code="not_supported")
         return additions
 
     @routes.post("/models", summary="Add a pipeline of the server's folder, or read one again", status_code=201)
