@@ -6,7 +6,7 @@ any other, so that nothing that was asked for is silently left out.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -49,7 +49,7 @@ class Options(Known):
     model_config = ConfigDict(extra="allow", json_schema_extra={"examples": [{"sd_model_checkpoint": "shapes_cpu"}]})
 
     sd_model_checkpoint: Words | None = None
-    CLIP_stop_at_last_layers: int | None = Field(None, ge=1, le=12)
+    CLIP_stop_at_last_layers: Annotated[int | None, Field(ge=1, le=12)] = None
 
 
 class Unit(Known):
