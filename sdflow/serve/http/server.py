@@ -86,14 +86,13 @@ def serve(settings: Settings, where: Listening, started: Callable[[str, int], No
 
     class Server(uvicorn.Server):
         """Takes no more drawings when it is told to end, and says so to whoever asks; it ends when all that it has begun is
-        done, or the time for that is over. Told twice, it ends at once."""
+        done, or the time for that is over. Told twice, it ends what it has begun; a third time, itself."""
 
         end = float("inf")
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             if app.drawing.draining:
-                super().handle_exit(sig, frame)
-                self.force_exit = True
+                self.end, self.force_exit = 0.0, self.should_exit
                 return
             app.drawing.draining, self.end = True, time.monotonic() + where.drain
             settings.log("draining", images=app.drawing.images, seconds=where.drain)
