@@ -129,7 +129,7 @@ ANSWERS: dict[tuple[str, str], Any] = {
     ],
     ("get", "/sdapi/v1/embeddings"): {
         "loaded": {
-            "my-style": {"step": None, "sd_checkpoint": None, "sd_checkpoint_name": None, "shape": 768, "vectors": 2}
+            "my-style": {"step": None, "sd_checkpoint": None, "sd_checkpoint_name": None, "shape": 100, "vectors": 2}
         },
         "skipped": {},
     },
