@@ -211,8 +211,8 @@ def serve_plainly(folder: Path, most: int, patience: float, steps: int) -> None:
     from sdflow.manifest import read_manifest
     from sdflow.runtime.denoiser import denoisers
     from sdflow.runtime.pipeline import Pipeline
-    from sdflow.serve.http.guard import log_line
     from sdflow.serve.http.server import listen
+    from sdflow.serve.log import log_line
 
     denoisers.KEPT = most  # each number of images keeps its sessions, as in the server that it is compared with
     pipeline = Pipeline.load(folder, read_manifest(folder).origin.target)

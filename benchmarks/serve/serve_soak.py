@@ -1,9 +1,12 @@
-"""What the memory of a server does in half an hour of requests that differ in steps, guidance, size, start and LoRAs.
+"""What the memory of a server does in an hour of requests that differ in steps, guidance, size, start and LoRAs.
 
-    python benchmarks/serve/serve_soak.py PIPELINE --rate 0.4 [--seconds 1800] [--loras DIR --cache DIR --lanes 2]
+    python benchmarks/serve/serve_soak.py PIPELINE --rate 0.4 [--seconds 3600] [--loras DIR --cache DIR --lanes 2]
+        [--large 512x512]
 
-Every half minute a line: the requests that were answered and refused so far, and the resident memory of each process of the
-server. At the end the table of start, thirds and end.
+With LoRAs, one after the other is also sent to the server, used, and deleted. --large: every five minutes an image of this size,
+whose memory the worker is to give back. Every half minute a line: the requests that were answered and refused so far, and the
+resident memory of each process of the server. At the end the table of start, thirds and end, and whether the memory stayed flat:
+after the first third it grows by no more than a tenth. Else the exit status is 1.
 """
 
 from __future__ import annotations
@@ -28,6 +31,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.serve.serve_load import load, quantile, sdflow_server
 
 LOOK_SECONDS = 30.0
+GUEST_SECONDS, LARGE_SECONDS = 5.0, 300.0
+SETTLE_SECONDS = 15.0
+"""After a large image, the worker gives its memory back within ten seconds."""
 PROMPT = "a large red circle on a blue background"
 
 
@@ -45,10 +51,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pipeline", type=Path)
     parser.add_argument("--rate", type=float, required=True, help="requests a second")
-    parser.add_argument("--seconds", type=float, default=1800.0)
+    parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--loras", type=Path, help="the folder that they are in")
     parser.add_argument("--cache", type=Path, default=Path("cache"), help="that the pipeline was built with")
+    parser.add_argument("--large", help="WIDTHxHEIGHT of an image every five minutes")
     parser.add_argument("--lanes", help="of the server; without it, as it measures")
     given = parser.parse_args()
     more = ["--loras", str(given.loras)] if given.loras else []
@@ -68,17 +75,24 @@ async def soak(url: str, given: Any) -> None:
             await asyncio.sleep(max(0.0, begun + number * LOOK_SECONDS - time.perf_counter()))
             rows.append(row(seen, time.perf_counter() - begun))
 
-    looking = asyncio.create_task(look())
+    looking = [asyncio.create_task(look())]
     async with httpx.AsyncClient(base_url=url, timeout=None, limits=httpx.Limits(max_connections=None)) as client:
         found = (await client.get("/readyz")).json()["pipelines"]
         print("; ".join(f"{name}: {each['lanes']} lanes" for name, each in found.items()), flush=True)
+        if names:
+            looking.append(asyncio.create_task(come_and_go(client, given.loras, names, seen)))
+        if given.large:
+            looking.append(asyncio.create_task(large_ones(client, given.large)))
         async with asyncio.TaskGroup() as tasks:
             due = begun + chance.expovariate(given.rate)
             while due < begun + given.seconds:
                 await asyncio.sleep(max(0.0, due - time.perf_counter()))
                 tasks.create_task(ask(client, due, varied(chance, names), seen))
                 due += chance.expovariate(given.rate)
-    looking.cancel()
+    for each in looking:
+        each.cancel()
+    await asyncio.gather(*looking, return_exceptions=True)
+    await asyncio.sleep(SETTLE_SECONDS)
     rows.append(row(seen, time.perf_counter() - begun))
     print(f"p50 {quantile(seen.took, 0.5):.2f} s, p95 {quantile(seen.took, 0.95):.2f} s; {load()}")
     for what in sorted(set(seen.failed)):
@@ -88,6 +102,45 @@ async def soak(url: str, given: Any) -> None:
         wanted = part * given.seconds / 3
         minute, *counts, memory = min(rows, key=lambda each: abs(each[0] * 60 - wanted))
         print(f"| {minute:.0f} | {' | '.join(map(str, counts))} | {memory} |")
+    of_worker = [(each[0] * 60, float(each[4].split(",")[0])) for each in rows]
+    early = [size for seconds, size in of_worker if 0 < seconds <= max(given.seconds / 3, 2 * LOOK_SECONDS)]
+    first, last = quantile(early, 0.5), of_worker[-1][1]
+    print(f"{last:.0f} MB at the end, {first:.0f} in the middle of the first third")
+    if last > 1.1 * first or seen.failed:
+        raise SystemExit(1)
+
+
+async def come_and_go(client: httpx.AsyncClient, folder: Path, names: Sequence[str], seen: Seen) -> None:
+    """LoRAs that are sent, used and deleted, one after the other."""
+    for number in itertools.count():
+        source, name = names[number % len(names)], f"guest-{number}"
+        content = (folder / f"{source}.safetensors").read_bytes()
+        sent = await client.post("/v1/loras", data={"name": name}, files={"file": (f"{name}.safetensors", content)})
+        sent.raise_for_status()
+        body = {"prompt": PROMPT, "steps": 4, "loras": [{"name": name, "scale": 0.5 + number % 50 / 100}]}
+        await ask(client, time.perf_counter(), body, seen)
+        (await client.delete(f"/v1/loras/{name}")).raise_for_status()
+        await asyncio.sleep(GUEST_SECONDS)
+
+
+async def large_ones(client: httpx.AsyncClient, size: str) -> None:
+    """The worker's memory before each, at most, and some time after."""
+    while True:
+        before, most = largest(), 0.0
+        body = {"prompt": PROMPT, "size": size, "steps": 2}
+        drawing = asyncio.create_task(client.post("/v1/images/generations", json=body))
+        while not drawing.done():
+            most = max(most, largest())
+            await asyncio.sleep(0.1)
+        status = drawing.result().status_code
+        await asyncio.sleep(SETTLE_SECONDS)
+        print(f"{size} ({status}): {before:.0f} MB before, {most:.0f} at most, {largest():.0f} after", flush=True)
+        await asyncio.sleep(LARGE_SECONDS)
+
+
+def largest() -> float:
+    """MB of the process that draws."""
+    return float(memory().split(",")[0])
 
 
 def row(seen: Seen, seconds: float) -> tuple[float, int, int, int, str]:

@@ -36,15 +36,20 @@ def deploy(context: typer.Context, name: Name, json: AsJson = False, **said: Any
     """
     from sdflow.report.deployments import print_deployments
     from sdflow.serve.deployments import deploy as start
+    from sdflow.serve.http.models import Models, read_aliases
     from sdflow.serve.http.served_model import read_all_served
     from sdflow.serve.http.server import access_of
     from sdflow.serve.on_ray.spread import read_spread
 
     # what can be told at once is told here, and not in the log
-    access_of(said["host"], said["api_key_file"], (), no_auth=said["no_auth"])
+    access_of(said["host"], said["api_key_file"], (), no_auth=said["no_auth"], admin_key_file=said["admin_key_file"])
+    Models(
+        read_all_served(said["pipeline"], require_verified=said["require_verified"], check=False),  # the server checks
+        read_aliases(said["alias"] or []),
+        said["default"],
+    )
     read_spread(*(said[each] for each in ("on", "port", "replicas", "gpus", "queue", "take_over")))
     read_sizes(said["batch_sizes"])
-    read_all_served(said["pipeline"], require_verified=said["require_verified"], check=False)  # the server does that
     print_deployments(
         [
             start(

@@ -83,15 +83,17 @@ PANELS: Mapping[str, str] = {
     "Build": "overrides copy jobs rebuild evaluate keep_failed require_target",
     "Verification": "verify full fresh fix run_on memory require_verified check checker",
     "Measurement": "engine list_engines warmup rounds tuning first_limit option compare force",
-    "Network and access": "host port api_key_file no_auth cors_origin open_page",
+    "Network and access": "host port api_key_file admin_key_file no_auth cors_origin allowed_host forwarded_allow_ips root_path "
+    "ssl_certfile ssl_keyfile drain_timeout open_page",
+    "Pipelines": "alias default pipeline_folder pipeline_memory",
     "LoRAs of requests": "loras lora_memory max_uploads max_upload_gb",
-    "Limits of requests": "max_queue deadline stall max_images max_steps max_pixels max_body max_connections",
+    "Limits of requests": "max_queue deadline stall max_images max_steps max_pixels max_chunks max_cost max_body max_connections",
     "Scheduling": "batch_sizes lanes",
     "Ray cluster": "replicas gpus queue take_over",
     "Graph": "one_file schedule schedule_file open_schedule negative text embed",
     "Hardware": "target on threads low_memory keep device_memory vae_tiles",
     "Cache": "cache rehash engine_cache remote url older_than max_size dry_run",
-    "Output": "out overwrite results html report sheet preview previews log_prompts interactive quiet verbose json",
+    "Output": "out overwrite results html report sheet preview previews log_prompts traces interactive quiet verbose json",
 }
 """Group of options -> names of parameters, in the order in which they are shown. What is in none is under "Options"."""
 

@@ -17,8 +17,23 @@ Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every 
 KeyFile = Annotated[
     Path | None,
     typer.Option(
-        help="File whose first line is the API key that requests must send.", metavar="FILE", show_default=False
+        help="File of API keys, one on each line; requests must send one of them. Read again when it changes.",
+        metavar="FILE",
+        show_default=False,
     ),
+]
+AdminKeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="File of keys that may also upload and delete LoRAs, add and remove pipelines, and stop requests of others. "
+        "Default: every key may change LoRAs and pipelines.",
+        metavar="FILE",
+        show_default=False,
+    ),
+]
+AllowedHosts = Annotated[
+    list[str] | None,
+    typer.Option("--allowed-host", help="Name of this server in Host headers. Repeatable.", metavar="NAME"),
 ]
 NoAuth = Annotated[bool, typer.Option("--no-auth", help="Allow addresses other than loopback without an API key.")]
 RequireVerified = Annotated[
@@ -32,7 +47,62 @@ def serve(
     host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 picks a free one and logs it.")] = 8000,
     api_key_file: KeyFile = None,
+    admin_key_file: AdminKeyFile = None,
     no_auth: NoAuth = False,
+    allowed_host: AllowedHosts = None,
+    forwarded_allow_ips: Annotated[
+        str,
+        typer.Option(
+            help="Addresses of proxies whose X-Forwarded-For and X-Forwarded-Proto are trusted, separated by commas.",
+            metavar="IPS",
+        ),
+    ] = "127.0.0.1",
+    root_path: Annotated[
+        str, typer.Option(help="Path prefix that a proxy strips, such as /images.", metavar="PATH", show_default=False)
+    ] = "",
+    ssl_certfile: Annotated[
+        Path | None, typer.Option(help="TLS certificate (PEM): serve HTTPS.", metavar="FILE", show_default=False)
+    ] = None,
+    ssl_keyfile: Annotated[
+        Path | None, typer.Option(help="Private key of --ssl-certfile (PEM).", metavar="FILE", show_default=False)
+    ] = None,
+    drain_timeout: Annotated[
+        float, typer.Option(min=0, help="Seconds that running requests may take after SIGTERM.")
+    ] = 60,
+    alias: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Another name of a pipeline, such as dall-e-3=sdxl. Repeatable.",
+            metavar="ALIAS=PIPELINE",
+            show_default=False,
+        ),
+    ] = None,
+    default: Annotated[
+        str | None,
+        typer.Option(
+            help="Pipeline of requests that name none, or an unknown one. Without it, requests that name none get the "
+            "first pipeline, and unknown names are errors.",
+            metavar="PIPELINE",
+            show_default=False,
+        ),
+    ] = None,
+    pipeline_folder: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of pipeline folders that can be added while the server runs (POST /v1/models).",
+            metavar="DIR",
+            show_default=False,
+        ),
+    ] = None,
+    pipeline_memory: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="GB of pipelines, by their files' size, that stay loaded; the others are loaded on request, and the ones that "
+            "were used longest ago unloaded. Default: all stay loaded.",
+            show_default=False,
+        ),
+    ] = None,
     loras: Annotated[
         Path | None,
         typer.Option(help="Folder of LoRAs (.safetensors) that requests may use.", metavar="DIR", show_default=False),
@@ -100,6 +170,17 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    max_chunks: Annotated[
+        int, typer.Option(min=1, help="Maximum number of chunks of 75 tokens in a prompt; BREAK begins a new one.")
+    ] = 16,
+    max_cost: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Maximum cost of a request: images x steps x megapixels x chunks of the prompt. Default: unlimited.",
+            show_default=False,
+        ),
+    ] = None,
     max_body: Annotated[int, typer.Option(min=1024, help="Maximum number of bytes per request.")] = 32 << 20,
     max_connections: Annotated[
         int, typer.Option(min=1, help="Maximum number of open connections; further ones get 503.")
@@ -139,6 +220,14 @@ def serve(
         bool, typer.Option("--check/--no-check", help="Verify the pipelines' files against their digests first.")
     ] = True,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Include prompts in the log.")] = False,
+    traces: Annotated[
+        str | None,
+        typer.Option(
+            help="Send OpenTelemetry traces to this collector (OTLP/HTTP), such as http://localhost:4318.",
+            metavar="URL",
+            show_default=False,
+        ),
+    ] = None,
     open_page: Annotated[bool, typer.Option("--open", help="Open the web page in the browser.")] = False,
     on: Annotated[
         str | None,
@@ -168,8 +257,9 @@ def serve(
     from sdflow.prompts.wildcards import Wildcards
     from sdflow.serve.http.app import Settings
     from sdflow.serve.http.loras import Loras
+    from sdflow.serve.http.models import Additions, Models, read_aliases
     from sdflow.serve.http.served_model import read_all_served
-    from sdflow.serve.http.server import access_of, serve
+    from sdflow.serve.http.server import Listening, access_of, serve
     from sdflow.serve.jobs import WorkerOptions
     from sdflow.serve.limits import Limits
     from sdflow.serve.loras.lora_structures import LoraFit
@@ -190,8 +280,11 @@ def serve(
         uploads=max_uploads,
         upload_bytes=int(max_upload_gb * 1e9),
         connections=max_connections,
+        chunks=max_chunks,
+        cost=max_cost,
     )
-    models = read_all_served(pipeline, require_verified=require_verified, check=check)
+    served = read_all_served(pipeline, require_verified=require_verified, check=check)
+    models = Models(served, read_aliases(alias or []), default)
     store = cache_folder(cache).absolute()
     folders = {name: model.folder.absolute() for name, model in models.items()}
     settings = Settings(
@@ -208,17 +301,29 @@ def serve(
             deadline=deadline,
             stall=stall,
             embeddings=None if embedding_folder is None else embedding_folder.absolute(),
+            memory=None if pipeline_memory is None else int(pipeline_memory * 1e9),
+            chunks=max_chunks,
         ),
-        access_of(host, api_key_file, cors_origin or (), no_auth=no_auth),
+        access_of(
+            host,
+            api_key_file,
+            cors_origin or (),
+            no_auth=no_auth,
+            admin_key_file=admin_key_file,
+            hosts=allowed_host or (),
+        ),
         limits,
         Loras(
             loras,
             store / "v1" if on is not None and (store / "v1").is_dir() else None,
-            LoraFit(folders, store).require,
+            LoraFit(models, store).require,
             limits,
         ),
         log_prompts,
         None if wildcards is None else Wildcards(wildcards),
+        additions=Additions(pipeline_folder, require_verified, check),
+        root_path=root_path.rstrip("/"),
+        traces=traces,
     )
     if embedding_folder is not None:
         embeddings_in(embedding_folder)  # one that is none is told before anything is loaded
@@ -233,7 +338,8 @@ def serve(
             _open(url)
 
     if spread is None:
-        serve(settings, host, port, started)
+        where = Listening(host, port, forwarded_allow_ips, drain_timeout, ssl_certfile, ssl_keyfile)
+        serve(settings, where, started)
     else:
         serve_on_ray(settings, host, port, spread, started)
 

@@ -90,12 +90,19 @@ def _from_sdflow(program: str, text: str) -> ImageSettings:
     return ImageSettings(program, said["prompt"], given, tuple(each for each in OTHER_INPUTS if each in said), notes)
 
 
-def _from_webui(program: str, text: str) -> ImageSettings:
+def infotext_values(text: str) -> dict[str, str]:
+    """What a text of A1111's webui says, by label: `Prompt`, `Negative prompt`, and those of its last line."""
     prompts, _, line = text.strip().rpartition("\n")
     prompt, found, negative = f"\n{prompts}".rpartition(f"\n{NEGATIVE}")
     if not found:
         prompt, negative = negative, ""
     values = {each["label"]: _unquoted(each["value"].strip()) for each in _VALUE.finditer(line)}
+    return {"Prompt": prompt.strip(), NEGATIVE.rstrip(":"): negative.strip(), **values}
+
+
+def _from_webui(program: str, text: str) -> ImageSettings:
+    values = infotext_values(text)
+    prompt, negative = values.pop("Prompt"), values.pop(NEGATIVE.rstrip(":"))
     numbers = {
         COMMON[name].infotext: name for name in ("steps", "guidance_scale", "strength", "eta", "mask_blur", "seed")
     }

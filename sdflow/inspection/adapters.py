@@ -141,6 +141,15 @@ def details_from_metadata(metadata: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
+def trigger_words(metadata: Mapping[str, str]) -> list[str]:
+    """What a prompt says so that the LoRA shows: its trigger words, else the tags that most of its captions had."""
+    said = details_from_metadata(metadata)
+    if "trigger words" in said:
+        return [word.strip() for word in said["trigger words"].split(",") if word.strip()]
+    tags = said.get("most frequent tags", {})
+    return [tag for tag, often in tags.items() if 2 * often >= max(tags.values())]
+
+
 def _tags(text: str) -> dict[str, int]:
     """Tag -> in how many captions it stands: `{"folder": {"tag": count}}`, all folders together."""
     try:

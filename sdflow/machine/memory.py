@@ -47,6 +47,16 @@ def _left_of_container(root: Path) -> int | None:
     return None
 
 
+def trim() -> None:
+    """Have glibc give back to the system what is free. Elsewhere nothing happens."""
+    if sys.platform == "linux":
+        import ctypes
+
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "malloc_trim"):  # musl has none
+            libc.malloc_trim(0)
+
+
 def return_freed_memory() -> None:
     """Have glibc give what is freed from now on back to the system, whatever the environment says. Elsewhere nothing happens."""
     if sys.platform == "linux":

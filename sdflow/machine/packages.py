@@ -17,6 +17,7 @@ EXTRAS = {
         "sympy", "torch", "transformers",
     ),
     "serve": ("fastapi", "prometheus-client", "python-multipart", "uvicorn"),
+    "traces": ("opentelemetry-sdk",),
     "remote": ("aiohttp", "cryptography", "fsspec"),
     "s3": ("aiobotocore", "s3fs"),
     "gs": ("gcsfs",),

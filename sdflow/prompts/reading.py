@@ -20,11 +20,12 @@ class Reading:
 
     syntax: one of SYNTAXES. words: those that stand for learned vectors -> how many. In token ids the vectors are
     negative numbers: -1 is the last vector of the last word, so that no id of the vocabulary changes, and none is larger than
-    that of the end.
+    that of the end. most: chunks that a text may have; None: any.
     """
 
     syntax: str = "plain"
     words: Mapping[str, int] = field(default_factory=dict)
+    most: int | None = None
 
     def __post_init__(self) -> None:
         if self.syntax not in SYNTAXES:

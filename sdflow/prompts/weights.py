@@ -17,7 +17,7 @@ from sdflow.errors import UsageError
 ROUND, SQUARE = 1.1, 1 / 1.1
 
 _MARK = re.compile(r"\\[()\[\]\\]|\\|[(\[]|:\s*(?P<weight>[+-]?[.\d]+)\s*\)|[)\]]|:|[^\\()\[\]:]+")
-_BREAK = re.compile(r"\s*\bBREAK\b\s*")
+BREAK = re.compile(r"\s*\bBREAK\b\s*")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def parse(prompt: str) -> list[list[Weighted]]:
         elif mark == "]" and read.open["["]:
             read.close("[", SQUARE)
         else:
-            for index, part in enumerate(_BREAK.split(mark)):
+            for index, part in enumerate(BREAK.split(mark)):
                 if index:
                     read.add(None)
                 read.add(part)

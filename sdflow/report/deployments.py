@@ -12,7 +12,7 @@ from sdflow.serve.deployments import Deployment
 def print_deployments(found: Sequence[Deployment], *, as_json: bool = False) -> None:
     """A table of them, or everything as JSON."""
     if as_json:
-        listed = [{**asdict(each), "running": each.running} for each in found]
+        listed = [{**asdict(each), "running": each.running, "state": each.state} for each in found]
         print_json("deployments", {"deployments": listed})
         return
     if not found:
@@ -21,7 +21,7 @@ def print_deployments(found: Sequence[Deployment], *, as_json: bool = False) -> 
     rows = [
         (
             each.name,
-            "running" if each.running else "died",
+            each.state,
             each.url,
             str(each.pid),
             ", ".join(each.pipelines),

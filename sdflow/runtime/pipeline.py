@@ -223,7 +223,7 @@ class Pipeline(PipelineParts):
                 shape[3] * self.latents.scale,
                 self.family.guidance_width(self.configs),
                 {name: per_image(value, num_images_per_prompt) for name, value in more.items()},
-                Reading(prompt_syntax, self.words),
+                Reading(prompt_syntax, self.words, self.most_chunks),
                 denoised,
             )
             rows = len(prompts) * (2 if guided else 1)

@@ -18,9 +18,19 @@ KINDS = {
 """`type` of an error by status; all others are the server's."""
 
 
+CODES = {
+    400: "invalid_value",
+    404: "not_found",
+    405: "method_not_allowed",
+    499: "client_closed_request",
+    500: "server_error",
+}
+"""`code` of an error by status, where nothing more exact is known."""
+
+
 class ApiError(Exception):
-    """A refusal. message: what is wrong and what to do. param: the field that is wrong. code: for programs. retry_after:
-    seconds until it is worth another try."""
+    """A refusal. message: what is wrong and what to do. param: the field that is wrong. code: for programs; each is in
+    docs/reference/errors.md. retry_after: seconds until it is worth another try."""
 
     def __init__(
         self,
@@ -32,11 +42,13 @@ class ApiError(Exception):
         retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.message, self.param, self.code = status, message, param, code or CODES.get(status)
         self.retry_after = retry_after
 
-    def body(self) -> dict[str, Any]:
-        """As OpenAI writes it."""
+    def body(self, path: str = "") -> dict[str, Any]:
+        """As OpenAI writes it; for a path of A1111's API, as the webui does."""
+        if path.startswith(("/sdapi/", "/controlnet/")):
+            return {"error": "HTTPException", "detail": self.message, "body": "", "errors": self.message}
         kind = KINDS.get(self.status, "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 

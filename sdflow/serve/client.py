@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 from sdflow.disk.input_file import read_input
 from sdflow.errors import UsageError, os_errors_as
 from sdflow.serve import deployments
-from sdflow.serve.deployments import Deployment, find_deployment, read_key, terminate
+from sdflow.serve.deployments import Deployment, find_deployment, terminate
+from sdflow.serve.keys import read_keys
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -76,7 +77,7 @@ def query_files(name: str, prompt: str, **fields: Any) -> list[tuple[bytes, int]
     path, kind, body = _form(request, files) if files else _json(request)
     headers = {"Content-Type": kind}
     if deployed.key_file is not None:
-        headers["Authorization"] = f"Bearer {read_key(Path(deployed.key_file))}"
+        headers["Authorization"] = f"Bearer {read_keys(Path(deployed.key_file))[0]}"
     url = f"{_reachable(deployed.url)}/v1/images/{path}"
     try:
         # Straight there: a proxy knows nothing of this machine.

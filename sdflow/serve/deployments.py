@@ -21,22 +21,25 @@ from typing import Any, NoReturn
 
 from sdflow import __version__
 from sdflow.disk.atomic_write import replacing
-from sdflow.disk.input_file import read_input
 from sdflow.disk.locked_folder import alone_in
 from sdflow.disk.user_folder import user_folder
 from sdflow.errors import UsageError
 from sdflow.processes.workers import python_command
+from sdflow.serve.log import ROTATED
 
 VARIABLE = "SDFLOW_DEPLOYMENTS"
+DRAIN = "--drain-timeout"
 FILE, LOG = "deployment.json", "log.txt"
 START_SECONDS = 600.0
-END_SECONDS = 90.0
+END_SECONDS = 30.0
+"""For what a server does when its requests are finished."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """A server in the background. created: of its process, in seconds since 1970; a pid alone may be another's by now."""
+    """A server in the background. created: of its process, in seconds since 1970; a pid alone may be another's by now. drain:
+    seconds that its requests may go on when it is told to end."""
 
     name: str
     pid: int
@@ -46,6 +49,7 @@ class Deployment:
     pipelines: tuple[str, ...]
     key_file: str | None
     log: str
+    drain: float = 60.0
 
     @property
     def running(self) -> bool:
@@ -57,6 +61,20 @@ class Deployment:
             return process.create_time() == self.created and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
+
+    @property
+    def state(self) -> str:
+        """ "running", "ended" in order, or "died"."""
+        return "running" if self.running else _state(Path(self.log))
+
+
+def _state(log: Path) -> str:
+    """Of a server whose process is gone."""
+    try:
+        events = [each["event"] for each in _events(log)]
+    except OSError:
+        events = []
+    return "ended" if "ended" in events[-3:] else "died"
 
 
 def deploy(
@@ -77,7 +95,7 @@ def deploy(
                 where=name,
                 remedy=f"End it first: sdflow terminate {name}. Or take another name.",
             )
-        for file in (FILE, LOG):
+        for file in (FILE, LOG, f"{LOG}.1"):
             (folder / file).unlink(missing_ok=True)
         key = None if key_file is None else str(key_file.absolute())
         options = options if key is None else (*options, "--api-key-file", key)
@@ -96,15 +114,17 @@ def _started(name: str, folder: Path, pipelines: Sequence[Path], options: Sequen
 
     log = folder / LOG
     command = [*python_command("sdflow", "serve"), *map(str, pipelines), *options]
-    with log.open("wb") as sink:
+    with log.open("ab") as sink:  # appended to: it may be cut off (`sdflow.serve.log`)
+        environment = {**_environment(), ROTATED: str(log)}
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True, env=_environment()
+            command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True, env=environment
         )
     try:
         created = psutil.Process(process.pid).create_time()
         url = str(_wait_for("serving", process, log, name)["url"])
         names = tuple(each.resolve().name for each in pipelines)
-        made = Deployment(name, process.pid, created, url, __version__, names, key, str(log))
+        drain = float(options[options.index(DRAIN) + 1]) if DRAIN in options else Deployment.drain
+        made = Deployment(name, process.pid, created, url, __version__, names, key, str(log), drain)
         with replacing(folder / FILE) as temporary:
             temporary.write_text(json.dumps(asdict(made), indent=2) + "\n")
         _wait_for("ready", process, log, name)
@@ -129,8 +149,9 @@ def find_deployment(name: str) -> Deployment:
         known = ", ".join(each.name for each in deployments()) or "none"
         raise UsageError(f"nothing is deployed under this name; known: {known}", where=name, remedy="sdflow deploy.")
     if not found.running:
+        said = "has died" if found.state == "died" else "was ended"
         raise UsageError(
-            f"its process {found.pid} has died. The end of its log:\n{_end_of(Path(found.log))}",
+            f"its process {found.pid} {said}. The end of its log:\n{_end_of(Path(found.log))}",
             where=name,
             remedy=f"Deploy it again, or remove it: sdflow terminate {name}.",
         )
@@ -145,7 +166,7 @@ def terminate(name: str) -> Deployment:
         return find_deployment(name)  # says so
     if found.running:
         os.kill(found.pid, signal.SIGTERM)
-        end = time.monotonic() + END_SECONDS
+        end = time.monotonic() + found.drain + END_SECONDS
         while found.running:
             if time.monotonic() > end:
                 with suppress(ProcessLookupError):
@@ -214,16 +235,3 @@ def _end_of(log: Path, lines: int = 15) -> str:
     with suppress(OSError):
         return "\n".join(f"  | {line}" for line in log.read_text(errors="replace").splitlines()[-lines:])
     return "  | (it is gone)"
-
-
-def read_key(path: Path) -> str:
-    """The key in a file: its first line. Raises UsageError."""
-    try:
-        key = read_input(path).decode("utf-8").partition("\n")[0].strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"cannot be read: {error}", where=str(path), remedy="A file with the key on its first line."
-        ) from error
-    if not key:
-        raise UsageError("there is no key in it", where=str(path), remedy="Write one on its first line.")
-    return key

@@ -65,7 +65,7 @@ class Job:
     pipeline: by name. prompt, negative_prompt: texts. seed: of its noise. arguments: of the pipeline's call. image, mask: to
     start from, to draw into. scheduler: by name; None: the pipeline's. loras: in order. previews: how many unfinished
     images are wanted on the way. format: as PIL names it; quality: of one that loses something, 1 to 100. conditioning:
-    further images.
+    further images. steps, pixels: that it takes and has, as far as the request tells.
     """
 
     request: str
@@ -83,6 +83,8 @@ class Job:
     format: str = "PNG"
     quality: int = 90
     conditioning: ConditioningImages = ConditioningImages()
+    steps: int = 1
+    pixels: int = 1
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,29 @@ class Cancel:
     """Draw no more of a request."""
 
     request: str
+
+
+@dataclass(frozen=True)
+class Load:
+    """Load the pipeline of a folder, in the place of one of this name if there is one."""
+
+    name: str
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Unload this pipeline once no image of it is drawn or waits."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Show:
+    """Send a preview of the images of a request that are being drawn, after their next step. end: they are finished with that."""
+
+    request: str
+    end: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,6 +130,16 @@ class Ready:
     """The process draws from now on. pipelines: what it found out about each, by name."""
 
     pipelines: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was found out about a pipeline that was to be loaded; None: it cannot be, and error says why."""
+
+    name: str
+    folder: Path
+    found: Mapping[str, Any] | None
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -179,7 +214,10 @@ class Lost:
     remedy: str | None = None
 
 
-Message = Lost | Ready | OfImage | Turned
+Message = Lost | Ready | Loaded | OfImage | Turned
+
+Order = Job | Cancel | Show | Load | Drop
+"""What the process that draws is told."""
 
 
 @dataclass(frozen=True)
@@ -202,3 +240,5 @@ class WorkerOptions:
     deadline: float = 600.0
     stall: float | None = None
     embeddings: Path | None = None
+    memory: int | None = None
+    chunks: int | None = None

@@ -18,7 +18,8 @@ class Limits:
     characters. body: bytes of a request. queue: images that are drawn or wait, of all requests. seconds: that a request may
     take, its waiting included. previews: of an image. loras: of one request; lora_bytes: of one that is sent; uploads,
     upload_bytes: of all that were sent and are there. conditioning_images: for ControlNets, and for IP-Adapters.
-    connections: that are open at a time."""
+    connections: that are open at a time. chunks: of 75 tokens, that a prompt may have. cost: of a request, in steps times
+    megapixels times chunks, of all its images; None: any."""
 
     UPLOAD_PATH: ClassVar[str] = "/v1/loras"
     """The path of what is received into files; all other bodies are in memory."""
@@ -37,6 +38,8 @@ class Limits:
     upload_bytes: int = 8 * 10**9
     conditioning_images: int = 8
     connections: int = 512
+    chunks: int = 16
+    cost: float | None = None
 
     def body_of(self, path: str) -> int:
         """Bytes that a request to this path may have."""
@@ -62,15 +65,25 @@ class Limits:
             words = f"{width}x{height} has {height * width} pixels; this pipeline draws at most {most}"
             raise ApiError(400, f"{words} (max_pixels in /v1/models).", param="size")
 
-    def require_at_most(self, param: str, value: float | None, most: float) -> None:
-        """Raises ApiError for a value beyond `most`."""
+    def require_at_most(self, param: str, value: float | None, most: float, of: str | None = None) -> None:
+        """Raises ApiError for a value beyond `most`. of: what it counts; None: itself."""
         if value is not None and value > most:
-            raise ApiError(400, f"{param} is {value}, and may be at most {most} here.", param=param)
+            words = f"{param} is {value}, and" if of is None else f"{param} has {value} {of}, and"
+            raise ApiError(400, f"{words} may {'be' if of is None else 'have'} at most {most} here.", param=param)
+
+    def require_cost(self, images: int, steps: int, pixels: int, chunks: int) -> None:
+        """Raises ApiError for a request that costs more than it may."""
+        self.require_at_most("prompt", chunks, self.chunks, "chunks of 75 tokens (BREAK begins a new one)")
+        found = images * steps * pixels * chunks / 1e6
+        if self.cost is not None and found > self.cost:
+            words = f"{images} x {steps} steps x {pixels / 1e6:.3g} megapixels x {chunks} chunks of its prompt"
+            raise ApiError(
+                400, f"the request costs {found:.4g} ({words}), and may cost {self.cost:g} here.", code="too_costly"
+            )
 
     def require_short(self, param: str, text: str | None) -> None:
         """Raises ApiError for a text that is too long."""
-        if text is not None and len(text) > self.prompt:
-            raise ApiError(400, f"{param} has {len(text)} characters, and may have {self.prompt} here.", param=param)
+        self.require_at_most(param, len(text or ""), self.prompt, "characters")
 
 
 _SIZE = re.compile(r"(\d{1,5})x(\d{1,5})")

@@ -20,7 +20,11 @@ class Metrics:
         counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
         histogram = partial(Histogram, registry=self.registry)
         self.requests = counter("sdflow_requests", "Requests, by path and status.", ["path", "status"])
-        self.seconds = histogram("sdflow_request_seconds", "Seconds of a request.", ["path"], buckets=SECONDS)
+        about = ["path", "pipeline", "status"]
+        self.seconds = histogram("sdflow_request_seconds", "Seconds of a request.", about, buckets=SECONDS)
+        self.queued = histogram(
+            "sdflow_queue_seconds", "Seconds that an image waits before it begins.", ["pipeline"], buckets=SECONDS
+        )
         self.refusals = counter("sdflow_refusals", "Requests that were refused, by reason.", ["reason"])
         self.images = counter("sdflow_images", "Images drawn.")
         self.replicas = counter("sdflow_replica_images", "Images drawn, by replica of a cluster.", ["replica"])

@@ -21,7 +21,7 @@ from sdflow.run.init import InitRequest, write_workflow
 from sdflow.runtime.denoiser.start import MOST_PIXELS, require_size
 from sdflow.runtime.draw_request import read_prompts
 from sdflow.runtime.files.image_files import open_image
-from sdflow.serve.deployments import read_key
+from sdflow.serve.keys import read_keys
 from sdflow.sources import PlainDigests, open_checkpoint
 from sdflow.sources.checkpoint import LONGEST_NAME, listing
 from sdflow.sources.loras.lora import find_lora
@@ -149,7 +149,7 @@ def test_nothing_that_a_command_names_is_waited_for(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     taken: tuple[Callable[[], object], ...] = (
         lambda: open_image(pipe),
-        lambda: read_key(pipe),
+        lambda: read_keys(pipe),
         lambda: read_archive(pipe, tmp_path),
         lambda: read_prompts(pipe),
         lambda: write_workflow(InitRequest(out=pipe, force=True, model="synthetic:sd15-tiny")),

@@ -25,12 +25,13 @@ SIZE = "64x64"
 
 @dataclass
 class RunningServer:
-    """A server. lines: of its log so far."""
+    """A server. lines: of its log so far; others: what else it wrote to standard error."""
 
     process: subprocess.Popen[bytes]
     lines: list[dict[str, Any]] = field(default_factory=list)
     heard: threading.Condition = field(default_factory=threading.Condition)
     url: str = ""
+    others: list[bytes] = field(default_factory=list)
 
     def listen(self) -> None:
         """Take its log, until it ends."""
@@ -41,6 +42,7 @@ class RunningServer:
                     self.lines.append(json.loads(line))
                     self.heard.notify_all()
             else:
+                self.others.append(line)
                 sys.stderr.buffer.write(line)
 
     def wait_for(self, wanted: Callable[[dict[str, Any]], bool], begin: int = 0) -> dict[str, Any]:

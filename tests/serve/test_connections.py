@@ -14,10 +14,10 @@ from until import PATIENCE
 
 from sdflow.serve.http.app import Settings, make_app
 from sdflow.serve.http.connection import Connection
-from sdflow.serve.http.guard import Access
 from sdflow.serve.http.loras import Loras
 from sdflow.serve.http.server import listen
 from sdflow.serve.jobs import WorkerOptions
+from sdflow.serve.keys import Access, Keys
 from sdflow.serve.limits import Limits
 
 HEAD = b"POST /v1/images/generations HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 900\r\n"
@@ -36,7 +36,14 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 def application(key: str | None = None, **limits: int) -> Iterator[Any]:
     """The server's, without pipelines: nothing is drawn here."""
     loras = Loras(None)
-    settings = Settings({}, WorkerOptions({}), Access(key), Limits(**limits), loras, log=lambda event, **fields: None)
+    settings = Settings(
+        {},
+        WorkerOptions({}),
+        Access(None if key is None else Keys((key,))),
+        Limits(**limits),
+        loras,
+        log=lambda event, **fields: None,
+    )
     yield make_app(settings)
     loras.close()
 

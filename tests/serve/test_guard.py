@@ -16,11 +16,12 @@ from until import PATIENCE
 
 from sdflow.serve.http.app import Settings, make_app
 from sdflow.serve.http.connection import Connection
-from sdflow.serve.http.guard import LOOPBACK, Access, log_line
 from sdflow.serve.http.loras import Loras
-from sdflow.serve.http.server import access_of, listen
+from sdflow.serve.http.server import LOOPBACK, access_of, listen
 from sdflow.serve.jobs import WorkerOptions
+from sdflow.serve.keys import Access, Keys
 from sdflow.serve.limits import Limits
+from sdflow.serve.log import log_line
 
 PAGE = "https://page.example"
 FIRST = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
@@ -85,7 +86,7 @@ def test_the_own_page_may() -> None:
 
 
 def test_pages_of_a_server_that_is_named_may_and_their_browser_may_ask_first_without_the_key() -> None:
-    access = Access("secret", (PAGE,))
+    access = Access(Keys(("secret",)), (PAGE,))
     first = ask(access, "/v1/images/generations", "OPTIONS", headers={"Origin": PAGE, **FIRST})
     assert (first.status_code, first.headers["access-control-allow-origin"]) == (200, PAGE)
     assert "authorization" in first.headers["access-control-allow-headers"]
@@ -107,11 +108,11 @@ def test_a_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
         compared.append((given, key))
         return compare(given, key)
 
-    monkeypatch.setattr("sdflow.serve.http.guard.hmac.compare_digest", seen)
+    monkeypatch.setattr("sdflow.serve.keys.hmac.compare_digest", seen)
     wanted = (("secret", 200), ("secre", 401), ("x", 401), ("", 401), ("secretsecret", 401))
     for given, status in wanted:
         headers = {"Authorization": f"Bearer {given}"}
-        assert ask(Access("secret"), "/v1/models", headers=headers).status_code == status
+        assert ask(Access(Keys(("secret",))), "/v1/models", headers=headers).status_code == status
     assert compared == [(given.encode(), b"secret") for given, _ in wanted]
 
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from until import PATIENCE
+from until import PATIENCE, until
 
 from sdflow.serve.engine.engine import Engine
 from sdflow.serve.engine.lanes import Lanes, Tell
 from sdflow.serve.engine.loading import LoadedLane, Spent, load_lanes, sooner
 from sdflow.serve.engine.served_pipeline import ServedPipeline
 from sdflow.serve.engine.waiting import Waiting
-from sdflow.serve.jobs import Begun, Drawn, Job, LoraFile, Message, Turned, WorkerOptions
+from sdflow.serve.jobs import Begun, Drawn, Failed, Job, LoraFile, Message, Turned, WorkerOptions
 from sdflow.serve.loras.live_loras import SharedValues, Values
+from sdflow.serve.worker.stock import Stock
 
 Kind = TypeVar("Kind")
 
@@ -173,3 +177,47 @@ def test_values_that_several_lanes_want_are_computed_once_and_failures_are_tried
     with pytest.raises(ValueError, match="no"):
         values.get(loras, fail)
     assert values.get(loras, lambda: Values(unet={"a": {}})) == {"unet": {"a": {}}}
+
+
+def test_other_lanes_take_the_place_of_those_that_are_there(loaded: list[LoadedLane], tiny_pipeline: Path) -> None:
+    """As after a measurement in a quieter moment: what one has begun it finishes, and the others draw what comes then."""
+    told: list[Message] = []
+    options = WorkerOptions({"tiny": tiny_pipeline}, batch_sizes=(1,), threads=2, lanes=1)
+    stock = Stock(options, loaded[:1], told.append)
+    thread = threading.Thread(target=stock.lanes.run, daemon=True)
+    thread.start()
+    stock.lanes.submit(job(0, steps=40, size=128))
+    until(lambda: any(isinstance(each, Begun) for each in told))
+    (first,) = stock.lanes.engines
+    stock.lanes.replace(partial(stock._adopt, load_lanes(replace(options, lanes=2))))
+    for number in (1, 2):
+        stock.lanes.submit(job(number, steps=4))
+    until(lambda: sum(isinstance(each, Drawn) for each in told) == 3)
+    assert [each for each in told if isinstance(each, Failed)] == []
+    until(lambda: first not in stock.lanes.engines)
+    assert len(stock.lanes.engines) == 2 and stock.about("tiny")["lanes"] == 2
+    assert not first.busy and first.jobs == ()
+    stock.lanes.end()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+def test_the_memory_of_large_images_is_given_back(loaded: list[LoadedLane], tiny_pipeline: Path) -> None:
+    """Their sessions are gone, and the decoder's, which held it; the next image is the same."""
+    pipeline, told = loaded[0].pipelines["tiny"], list[Message]()
+    engine = Engine(lambda job: pipeline, {"tiny": {1: 1.0}}, told.append)
+
+    def drawn(size: int) -> bytes:
+        engine.submit(job(7, size=size))
+        while engine.busy:
+            engine.turn()
+        return next(each.file for each in reversed(told) if isinstance(each, Drawn))
+
+    before = drawn(64)
+    drawn(320)
+    decoder = pipeline.base.submodels["vae_decoder"]
+    large, own = decoder.session, weakref.ref(pipeline.shared_steps(40, 40))
+    pipeline.rest()
+    gc.collect()
+    assert own() is None and decoder.session is not large
+    assert drawn(64) == before

@@ -13,6 +13,7 @@ import time
 from base64 import b64decode
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -461,7 +462,9 @@ def test_one_that_fits_no_pipeline_is_not_taken(built: Path, tmp_path: Path) -> 
 
     write_lora(tmp_path / "tiny.safetensors")
     for cache, says in ((built / "cache", "no pipeline here can draw with it"), (tmp_path, "is not in this cache")):
-        loras = Loras(None, None, LoraFit({"shapes": built / "pipelines/shapes_cpu"}, cache).require)
+        loras = Loras(
+            None, None, LoraFit({"shapes": SimpleNamespace(folder=built / "pipelines/shapes_cpu")}, cache).require
+        )
         try:
             with (tmp_path / "tiny.safetensors").open("rb") as file, pytest.raises(ApiError, match=says) as refused:
                 loras.add("tiny", file)
@@ -469,7 +472,9 @@ def test_one_that_fits_no_pipeline_is_not_taken(built: Path, tmp_path: Path) -> 
             assert loras.files() == {} and list(loras._sent.iterdir()) == []
         finally:
             loras.close()
-    taken = Loras(None, None, LoraFit({"shapes": built / "pipelines/shapes_cpu"}, built / "cache").require)
+    taken = Loras(
+        None, None, LoraFit({"shapes": SimpleNamespace(folder=built / "pipelines/shapes_cpu")}, built / "cache").require
+    )
     with (SAMPLES / "stripes.safetensors").open("rb") as file:
         assert taken.add("mine", file)["id"] == "mine"
     taken.close()
@@ -537,3 +542,11 @@ def test_one_for_another_model_is_refused(built: Path, tmp_path: Path) -> None:
     write_lora(tmp_path / "tiny.safetensors")
     with pytest.raises(CheckpointError):
         pipelines.served(Loras(tmp_path).find([("tiny", 1.0)]))
+
+
+def test_a1111s_lists_tell_of_embeddings_and_what_is_in_a_loras_file(server: RunningServer) -> None:
+    listed = httpx.get(f"{server.url}/sdapi/v1/embeddings", timeout=PATIENCE).json()
+    assert listed["loaded"]["my-style"]["vectors"] == 2 and listed["skipped"] == {}
+    loras = {each["name"]: each for each in httpx.get(f"{server.url}/sdapi/v1/loras", timeout=PATIENCE).json()}
+    assert loras["outline"]["metadata"]["ss_network_module"] == "networks.lora"
+    assert [each["words"] for each in httpx.get(f"{server.url}/v1/loras", timeout=PATIENCE).json()["data"]] == [[], []]

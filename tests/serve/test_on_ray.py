@@ -9,9 +9,9 @@ import pytest
 
 from sdflow.errors import UsageError
 from sdflow.serve.http.app import Settings
-from sdflow.serve.http.guard import Access
 from sdflow.serve.http.loras import Loras
 from sdflow.serve.jobs import WorkerOptions
+from sdflow.serve.keys import Access
 from sdflow.serve.limits import Limits
 from sdflow.serve.on_ray.server import serve_on_ray
 from sdflow.serve.on_ray.spread import Spread, read_replicas, read_spread

@@ -22,6 +22,7 @@ from until import PATIENCE, until
 from sdflow.families.shared.noising import DIFFUSION
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.serve.http.api_document import ANSWERS
+from sdflow.serve.http.webui_fields import ONE_PIXEL
 
 
 @pytest.fixture(scope="module")
@@ -247,8 +248,9 @@ def test_what_is_wrong_is_told_in_openais_form(
 def test_a_body_that_is_none_is_told(server: RunningServer, path: str, content: bytes, kind: str, says: str) -> None:
     answer = httpx.post(f"{server.url}/{path}", content=content, headers={"Content-Type": kind}, timeout=PATIENCE)
     assert answer.status_code == 400
-    assert says in answer.json()["error"]["message"]
-    assert not answer.json()["error"]["message"].endswith("..")
+    told = answer.json()
+    message = told["detail"] if path.startswith("sdapi") else told["error"]["message"]
+    assert says in message and not message.endswith("..")
 
 
 def test_lists_of_a_form_that_are_nested_too_deeply_are_told(client: openai.OpenAI) -> None:
@@ -343,6 +345,16 @@ def test_the_documentation_names_every_field(server: RunningServer) -> None:
         ("/sdapi/v1/sd-models", None),
         ("/sdapi/v1/samplers", None),
         ("/sdapi/v1/options", None),
+        ("/sdapi/v1/schedulers", None),
+        ("/sdapi/v1/upscalers", None),
+        ("/sdapi/v1/scripts", None),
+        ("/sdapi/v1/script-info", None),
+        ("/sdapi/v1/memory", None),
+        ("/sdapi/v1/cmd-flags", None),
+        ("/sdapi/v1/png-info", {"image": ONE_PIXEL}),
+        ("/controlnet/version", None),
+        ("/controlnet/module_list", None),
+        ("/controlnet/settings", None),
         ("/readyz", None),
     ],
 )
@@ -355,7 +367,41 @@ def test_answers_are_as_the_documentation_shows_them(
     assert_alike(answer.json(), ANSWERS[method, path])
 
 
-OF_PIPELINES = ("defaults", "artifacts", "parameters", "batch_seconds", "pipelines", "quantized", "left_aside")
+def test_an_image_like_another(client: openai.OpenAI, pipeline: Pipeline) -> None:
+    """OpenAI's variations: image to image without a prompt."""
+    from sdflow.runtime.denoiser.schedule import named_scheduler
+
+    pipeline.scheduler = named_scheduler("euler", pipeline.scheduler.config, DIFFUSION)
+    start = pipeline("a red circle", height=64, width=64, num_inference_steps=2).images[0]
+    file = io.BytesIO()
+    start.save(file, "PNG")
+    more = {"steps": 4, "seed": 7, "strength": 0.5, "scheduler": "euler"}
+    answer = client.images.create_variation(image=file.getvalue(), n=2, response_format="b64_json", extra_body=more)
+    assert answer.data is not None and len(answer.data) == 2
+    options = {"image": start, "num_inference_steps": 4, "strength": 0.5, "height": 64, "width": 64}
+    for seed, each in zip((7, 8), answer.data, strict=True):
+        expected = pipeline("", generator=[torch.Generator().manual_seed(seed)], **options).images[0]
+        assert_same(opened(each.b64_json), expected)
+    with pytest.raises(openai.BadRequestError) as error:
+        client.images.create_variation(image=b"no image")
+    assert error.value.code == "invalid_image"
+
+
+def test_every_error_has_a_code(client: openai.OpenAI) -> None:
+    for asked, code in (
+        (lambda: client.images.generate(prompt="a", extra_body={"steps": 1000}), "invalid_value"),
+        (lambda: client.images.generate(prompt="a", model="dall-e-3"), "model_not_found"),
+        (lambda: client.images.generate(prompt="a", extra_body={"unheard_of": 1}), "unknown_parameter"),
+        (lambda: client.post("/images/generations", body={}, cast_to=object), "missing"),
+        (lambda: client.get("/nothing", cast_to=object), "not_found"),
+        (lambda: client.delete("/models", cast_to=object), "method_not_allowed"),
+    ):
+        with pytest.raises(openai.APIStatusError) as error:
+            asked()
+        assert error.value.code == code
+
+
+OF_PIPELINES = ("defaults", "artifacts", "parameters", "items", "batch_seconds", "pipelines", "quantized", "left_aside")
 """Maps whose keys are of a pipeline or a request."""
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from until import until
 
 from tests.serve.conftest import SIZE, RunningServer
 
@@ -20,6 +21,8 @@ pytestmark = [
 ]
 PATIENCE = 60_000
 """Milliseconds; nothing is timed here, and machines are slow."""
+POLICY = "default-src 'self'; img-src 'self' data: blob:; object-src 'none'; base-uri 'none'; frame-ancestors 'none'"
+"""Neither scripts nor styles within the page, and nothing from elsewhere."""
 
 
 @pytest.fixture(scope="module")
@@ -30,20 +33,32 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
+def holds(page: Any, expression: str) -> None:
+    """Waits until it is true. Playwright's own waiting evaluates strings in the page, which its policy forbids."""
+    until(lambda: bool(page.evaluate(expression)), expression)
+
+
+def under_policy(route: Any) -> None:
+    """Pass a page on with a strict Content-Security-Policy."""
+    answer = route.fetch()
+    route.fulfill(response=answer, headers={**answer.headers, "content-security-policy": POLICY})
+
+
 @contextmanager
 def opened(browser: Any, server: RunningServer) -> Iterator[Any]:
-    """The page as it is after loading; what goes wrong in its scripts fails the test, and so does what it asks of others."""
+    """The page after loading. The test fails for errors of its scripts, requests to other hosts, and what its policy forbids."""
     context = browser.new_context(viewport={"width": 1280, "height": 900}, accept_downloads=True)
     context.set_default_timeout(PATIENCE)
     page = context.new_page()
     wrong: list[str] = []
     page.on("pageerror", lambda error: wrong.append(str(error)))
     own = (server.url, "data:", "blob:")
+    page.on("console", lambda said: "Content Security Policy" in said.text and wrong.append(said.text))
+    for path in ("/", "/docs"):
+        page.route(f"{server.url}{path}", under_policy)
     page.on("request", lambda request: request.url.startswith(own) or wrong.append(request.url))
     page.goto(server.url)
-    page.wait_for_function(
-        "document.querySelector('#model').options.length > 0 && document.querySelector('#width').value"
-    )
+    holds(page, "document.querySelector('#model').options.length > 0 && document.querySelector('#width').value")
     yield page
     context.close()
     assert wrong == []
@@ -63,7 +78,9 @@ def fill(page: Any, prompt: str = "a red circle", **values: object) -> None:
 
 
 def finished(page: Any, count: int) -> None:
-    page.wait_for_function(f"document.querySelectorAll('img.finished').length === {count}")
+    """So many images are there, and none is being generated."""
+    holds(page, f"document.querySelectorAll('img.finished').length === {count}")
+    holds(page, "document.querySelector('#cancel').disabled")
 
 
 def captions(page: Any) -> list[str]:
@@ -75,13 +92,13 @@ def test_a_grid_fills_and_the_settings_of_an_image_can_be_used_again(page: Any) 
     page.keyboard.press("Control+Enter")
     finished(page, 2)
     assert [caption.split(",")[0] for caption in captions(page)] == ["seed 7", "seed 8"]
-    assert page.inner_text("#status") == "All are done."
+    holds(page, "document.querySelector('#status').innerText === 'All are done.'")
     sources = [image.get_attribute("src") for image in page.query_selector_all("img.finished")]
     assert sources[0] != sources[1]
     page.reload()
     page.wait_for_selector("#history li")
     page.fill("#prompt", "something else")
-    page.click("#history li:last-child button")
+    page.click("#history li:last-child button")  # of the first image
     assert page.input_value("#prompt") == "a red circle"
     assert (page.input_value("#seed"), page.input_value("#guidance_scale")) == ("7", "3")
     page.fill("#count", "1")
@@ -96,12 +113,13 @@ def test_an_image_shows_how_far_it_is_and_can_be_cancelled(page: Any, server: Ru
     page.wait_for_selector("img.unfinished")
     assert "Step " in captions(page)[0]
     page.keyboard.press("Escape")
-    page.wait_for_function("document.querySelector('#images figcaption').innerText === 'Cancelled.'")
+    holds(page, "document.querySelector('#images figcaption').innerText === 'Cancelled.'")
     assert page.is_disabled("#cancel")
-    page.click("text=Try again")
+    assert page.query_selector("#images .wrong") is None and page.is_hidden("#problem"), "it is no error"
+    page.click("#images button:has-text('Try again')")
     page.wait_for_selector("img.unfinished")
     page.click("#images button:has-text('Cancel')")
-    page.wait_for_function("document.querySelector('#images figcaption').innerText === 'Cancelled.'")
+    holds(page, "document.querySelector('#images figcaption').innerText === 'Cancelled.'")
 
 
 def test_an_image_goes_on_from_another_and_into_a_mask(page: Any, tmp_path: Path) -> None:
@@ -123,10 +141,10 @@ def test_an_image_goes_on_from_another_and_into_a_mask(page: Any, tmp_path: Path
     page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + box["height"] * 0.5)
     page.mouse.up()
     page.click("#draw")
-    another = "whole => ![null, undefined, whole].includes(document.querySelector('img.finished')?.getAttribute('src'))"
-    page.wait_for_function(another, arg=whole)  # what is behind the mask stays
-    page.click("text=Start from it")
-    page.wait_for_function("document.querySelector('#start_image').naturalWidth === 64")
+    finished(page, 2)
+    assert page.get_attribute("img.finished", "src") != whole, "what is outside the mask stays"
+    page.click("#images li:first-child >> text=Start from it")
+    holds(page, "document.querySelector('#start_image').naturalWidth === 64")
 
 
 def test_the_api_can_be_read_and_tried(page: Any) -> None:

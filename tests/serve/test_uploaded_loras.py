@@ -17,9 +17,9 @@ import pytest
 from sdflow.errors import CheckpointError, PassError
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.http.app import Settings, make_app
-from sdflow.serve.http.guard import Access
 from sdflow.serve.http.loras import AT_ONCE, Loras
 from sdflow.serve.jobs import WorkerOptions
+from sdflow.serve.keys import Access
 from sdflow.serve.limits import Limits
 
 FILE = Path(__file__).parents[2] / "samples/loras/stripes.safetensors"

@@ -79,7 +79,8 @@ def test_a_client_of_the_webui_works_unchanged(server: RunningServer) -> None:
     np.testing.assert_allclose(np.asarray(drawn.image, np.int16), pixels(same), atol=1)
     mask = PIL.Image.new("L", (64, 64))
     mask.paste(255, (32, 0, 64, 64))
-    again = client.img2img(images=[drawn.image], mask_image=mask, **small, denoising_strength=0.8)
+    whole = {"inpainting_fill": 1, "inpaint_full_res": False}
+    again = client.img2img(images=[drawn.image], mask_image=mask, **small, **whole, denoising_strength=0.8)
     fields = {"prompt": small["prompt"], "seed": 5, "steps": 2, "guidance_scale": 7, "scheduler": "dpm++_2m_karras"}
     files = {"image": ("image.png", png(drawn.image)), "mask": ("mask.png", png(mask))}
     data = {**fields, "strength": 0.8, "prompt_syntax": "a1111", "mask_blur": 4}
@@ -97,7 +98,7 @@ def test_the_lists(server: RunningServer) -> None:
     labels = [each["label"] for each in ask(server, "schedulers").json()]
     assert labels == ["Automatic", "Uniform", "SGM Uniform", "Karras", "Exponential", "Beta"]
     assert ask(server, "loras").json() == []
-    assert ask(server, "options").json() == {"sd_model_checkpoint": "tiny"}
+    assert ask(server, "options").json()["sd_model_checkpoint"] == "tiny"
     assert ask(server, "options", {"sd_model_checkpoint": "tiny"}).status_code == 200
     assert ask(server, "options", {"sd_model_checkpoint": "other"}).status_code == 404
     assert ask(server, "progress").json()["progress"] == 0
@@ -126,7 +127,7 @@ def test_what_is_drawn_tells_how_far_it_is_and_is_interrupted(server: RunningSer
     assert ask(server, "interrupt", {}).status_code == 200
     asking.join(PATIENCE)
     (answer,) = answers
-    assert answer.status_code == 200 and len(answer.json()["images"]) < 4
+    assert answer.status_code == 200 and 0 < len(answer.json()["images"]) < 4
     until(lambda: server.metrics("sdflow_drawing_images") == 0)
 
 
@@ -151,7 +152,7 @@ def test_what_is_drawn_tells_how_far_it_is_and_is_interrupted(server: RunningSer
 def test_what_is_wrong_is_told(server: RunningServer, fields: dict[str, Any], says: str) -> None:
     answer = ask(server, "txt2img", {**SMALL, **fields})
     assert answer.status_code == 400
-    assert says in answer.json()["error"]["message"]
+    assert says in answer.json()["detail"]
 
 
 def test_loras_are_taken_out_of_a_prompt() -> None:

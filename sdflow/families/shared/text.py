@@ -69,6 +69,12 @@ def encode(run: Run, reading: Reading, texts: Mapping[str, tuple[Any, Sequence[s
         }
     chunks = {name: [_chunks(tokenizer, text, reading) for text in of] for name, (tokenizer, of) in texts.items()}
     count = max(len(of_text) for of in chunks.values() for of_text in of)
+    if reading.most is not None and count > reading.most:
+        raise UsageError(
+            f"the prompt has {count} chunks of 75 tokens, and may have {reading.most}",
+            where="prompt",
+            remedy="Shorten it, or leave BREAK out.",
+        )
     found = {}
     for name, (tokenizer, _) in texts.items():
         marks = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.model_max_length

@@ -73,6 +73,8 @@ class LoadedPipeline:
         self.submodels = {**submodels, **texts}
         self.learned = words
         self.words = {word.word: word.count for word in words}
+        self.most_chunks: int | None = None
+        """That a prompt may have; None: any."""
         self.record: Record = {}
         self._shortened: dict[str, tuple[int, Submodel]] = {}
         self.companions = companions

@@ -10,23 +10,27 @@ others go on.
 from __future__ import annotations
 
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from sdflow.errors import SdflowError
 from sdflow.runtime.drawing.drawing import Drawing
 from sdflow.runtime.drawing.waits import Compute, Fetch
 from sdflow.serve.engine.elsewhere import Pending, start
+from sdflow.serve.engine.pace import Pace
 from sdflow.serve.engine.served_pipeline import Finished, Progress, ServedPipeline, Work, shared_steps
 from sdflow.serve.engine.shared_steps import SIZES_KEPT
-from sdflow.serve.engine.waiting import Waiting, next_batch
-from sdflow.serve.jobs import Begun, Drawn, Failed, Job, LoraFile, Message, Preview, Stepped, Turned
+from sdflow.serve.engine.shares import Shares
+from sdflow.serve.engine.waiting import Waiting
+from sdflow.serve.jobs import Begun, Drawn, Failed, Job, LoraFile, Message, Preview, Show, Stepped, Turned
+from sdflow.serve.log import log_error
 
 MOST_OVERTAKEN = 2
 """How many images may overtake one, for each place."""
+
+SHORT = 0.1
+"""The part of a step's time that is waited for what others wait for."""
 
 Batch = tuple[int, int, float]
 """Images, places, seconds."""
@@ -35,7 +39,7 @@ Batch = tuple[int, int, float]
 @dataclass(eq=False)
 class _Running:
     """An image on its way. It wants a step of its drawing, or waits for something. seconds: by stage. since: when it began to
-    wait."""
+    wait. show: what a client wants to see of it after its next step."""
 
     job: Job
     pipeline: ServedPipeline = field(init=False)
@@ -44,6 +48,12 @@ class _Running:
     pending: Pending | None = None
     seconds: dict[str, float] = field(default_factory=lambda: {"begin": 0.0, "steps": 0.0, "end": 0.0})
     since: float = 0.0
+    show: Show | None = None
+
+    def take_show(self) -> Show | None:
+        """It is wanted no more after this."""
+        found, self.show = self.show, None
+        return found
 
     def next_step(self) -> Hashable:
         """What is equal for those that can share a run."""
@@ -55,25 +65,27 @@ class Engine:
     """Draws jobs.
 
     find: returns the pipeline that draws a job, with its LoRAs. ready: whether that is loaded; if its second argument is true,
-    loading starts. seconds: of a run of each pipeline's denoiser by batch size; these sizes are used. places: how many images of
-    one size are drawn at once. tell: receives messages about what happens.
+    loading starts. seconds: of a run of each pipeline's denoiser by batch size, fixed or measured again; these sizes are used.
+    places: how many images of one size are drawn at once. tell: receives messages about what happens.
     """
 
     def __init__(
         self,
         find: Callable[[Job], ServedPipeline],
-        seconds: Mapping[str, Mapping[int, float]],
+        seconds: Mapping[str, Mapping[int, float] | Pace],
         tell: Callable[[Message], None],
         places: int | None = None,
         ready: Callable[[Job, bool], bool] = lambda job, begin: True,
         waiting: Waiting | None = None,
     ) -> None:
         self._find, self._seconds, self._tell, self._ready = find, seconds, tell, ready
-        self.places = places or max(max(each) for each in seconds.values())
+        self._places = places
         self._waiting = Waiting() if waiting is None else waiting
         self._running: list[_Running] = []
-        self._device_seconds: dict[Hashable, float] = {}
+        self._shares = Shares()
         self._overtaken = 0
+        self.retired = False
+        """It begins no more images."""
         self.progress = 0
         """Changes whenever an image goes on."""
         self._counts = 0, 0
@@ -81,7 +93,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether there is something to do."""
-        return bool(self._waiting or self._running)
+        return bool((self._waiting and not self.retired) or self._running)
 
     @property
     def jobs(self) -> tuple[Job, ...]:
@@ -98,17 +110,29 @@ class Engine:
         for running in [each for each in self._running if each.job.request == request]:
             self._leave(running)
 
+    def show(self, wanted: Show) -> None:
+        """From any thread: show the images of a request after their next step."""
+        for running in self._running.copy():
+            if running.job.request == wanted.request and not (running.show and running.show.end):
+                running.show = wanted
+
     def turn(self) -> bool:
         """A batch of steps; whether any image is being drawn. Where none wants a step, it waits a little for the others."""
         self._resume()
-        while (job := self._waiting.take(self._next)) is not None:
+        while not self.retired and (job := self._waiting.take(self._next)) is not None:
             self._begin(job)
-        self._look_ahead()
+        if not self.retired:
+            self._look_ahead()
         any_drawn, batches = bool(self._running), list[Batch]()
         if stepping := self._stepping:
             group = self._next_group(stepping)
-            size = next_batch(len(group), self._seconds[group[0].job.pipeline])
+            self._finish_others(group)
+            pace = self._pace(group[0].job)
+            size = pace.size(len(group))
             batches = self._run_batch(group[:size], size)
+            if batches and own_size(group[0].job):
+                others = sum(_kind(job) == _kind(group[0].job) and own_size(job) for job in self._waiting.jobs)
+                pace.note(size, batches[-1][2], max(0, len(group) - size) + others)
         elif any_drawn:
             self._wait()
         counts = len(self._stepping), len(self._waiting)
@@ -116,6 +140,14 @@ class Engine:
             self._counts = counts
             self._tell(Turned(tuple(batches), *counts))
         return any_drawn
+
+    def places(self, job: Job) -> int:
+        """How many images of this one's size are drawn at once."""
+        return self._places or self._pace(job).places
+
+    def _pace(self, job: Job) -> Pace:
+        found = self._seconds[job.pipeline]
+        return found if isinstance(found, Pace) else Pace(found)
 
     @property
     def _stepping(self) -> list[_Running]:
@@ -143,7 +175,7 @@ class Engine:
         oldest, kinds = waiting[0], {_kind(each.job) for each in self._running}
         there = self._ready(oldest, True)
         found = oldest if there else None
-        if not there or self._overtaken < MOST_OVERTAKEN * self.places:
+        if not there or self._overtaken < MOST_OVERTAKEN * self.places(oldest):
             found = next((job for job in waiting if _kind(job) in kinds), found)
         if found is None:
             found = next((job for job in waiting if self._ready(job, False)), None)
@@ -159,25 +191,27 @@ class Engine:
         for job in waiting:
             if _size(job) not in taken and len(taken) == SIZES_KEPT:
                 break
-            if taken[_size(job)] < self.places:
+            if taken[_size(job)] < self.places(job):
                 found.append(job)
         return found
 
     def _look_ahead(self) -> None:
         """While all places are taken, the pipeline of the next job with other LoRAs is made."""
         kinds = {_kind(each.job) for each in self._running}
-        for job in self._waiting.jobs:
-            if _kind(job) not in kinds:
-                self._ready(job, True)
-                return
+        with self._waiting.changed:  # as where one is taken: who makes pipelines has a lock of its own
+            for job in self._waiting.jobs:
+                if _kind(job) not in kinds:
+                    self._ready(job, True)
+                    return
 
     def _begin(self, job: Job) -> None:
         """From the prompt to the first step."""
+        running = _Running(job)
         progress = Progress(
             lambda done, total: self._tell(Stepped(job.request, job.index, done, total)),
             lambda number, file: self._tell(Preview(job.request, job.index, number, file)),
+            running.take_show,
         )
-        running = _Running(job)
         running.work = self._work(running, progress)
         self._running.append(running)
         self._tell(Begun(job.request, job.index))
@@ -188,15 +222,20 @@ class Engine:
         return (yield from running.pipeline.draw(running.job, progress))
 
     def _next_group(self, stepping: Sequence[_Running]) -> list[_Running]:
-        """The images of one pipeline and size that share the next run: those that have had the least of the device's time. A new
-        group starts with the least time of the present ones."""
+        """The images of one pipeline and size that share the next run."""
         groups: dict[Hashable, list[_Running]] = {}
         for running in stepping:
             groups.setdefault(running.next_step(), []).append(running)
-        had = self._device_seconds
-        least = min((had[key] for key in groups if key in had), default=0.0)
-        self._device_seconds = {key: had.get(key, least) for key in groups}
-        return groups[min(groups, key=self._device_seconds.__getitem__)]
+        return groups[self._shares.next({key: _flow(group[0].job) for key, group in groups.items()})]
+
+    def _finish_others(self, group: Sequence[_Running]) -> None:
+        """Images that wait for a file or for a safety checker do not wait for a long step, too. A GPU's steps are short."""
+        if group[0].pipeline.base.place.stream is not None:
+            return
+        end = time.perf_counter() + SHORT * self._shares.step(group[0].next_step())
+        while time.perf_counter() < end and any(each.pending is not None for each in self._running):
+            self._wait()
+            self._resume()
 
     def _run_batch(self, together: Sequence[_Running], size: int) -> list[Batch]:
         """Run one batch. When it fails, for lack of memory for example, each image is run by itself, and only those fail that
@@ -206,12 +245,13 @@ class Engine:
             together[0].pipeline.step([each.drawing for each in together if each.drawing is not None], size)
         except Exception as error:  # noqa: BLE001  (ONNX Runtime's and torch's have no common class; it is told)
             if len(together) > 1:
+                self._pace(together[0].job).failed(size)
                 return [batch for running in together for batch in self._run_batch([running], 1)]
             self._leave(together[0])
             self._failed(together[0].job, error)
             return []
         seconds = time.perf_counter() - begun
-        self._device_seconds[key] += seconds
+        self._shares.ran(key, _flow(together[0].job), seconds)
         for running in together:
             running.seconds["steps"] += seconds / len(together)
             self._go_on(running, "steps")
@@ -262,8 +302,7 @@ class Engine:
         if isinstance(error, SdflowError):
             self._tell(Failed(job.request, job.index, kind, error.what, error.where, error.remedy))
             return
-        with suppress(OSError):  # a log that is full stops no drawing
-            traceback.print_exception(error)
+        log_error(error)
         self._tell(Failed(job.request, job.index, kind, str(error)))
 
 
@@ -279,6 +318,16 @@ def _sent(work: Work, pending: Pending) -> Drawing | Fetch | Compute:
 def _kind(job: Job) -> tuple[str, tuple[LoraFile, ...]]:
     """What must be equal for two to share runs."""
     return job.pipeline, job.loras
+
+
+def _flow(job: Job) -> Hashable:
+    """What shares the device with others."""
+    return _kind(job), _size(job)
+
+
+def own_size(job: Job) -> bool:
+    """Whether it says no size, so that its image has the model's own."""
+    return "height" not in job.arguments
 
 
 def _size(job: Job) -> Hashable:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,19 +17,26 @@ import psutil
 
 from sdflow.serve.engine.engine import Engine
 from sdflow.serve.engine.waiting import Waiting
-from sdflow.serve.jobs import Job, Message, Turned
+from sdflow.serve.jobs import Job, Message, Show, Turned
+from sdflow.serve.log import log_error
 
 WAIT_SECONDS = 0.005
 """Between two looks whether what the only jobs wait for is there."""
 
 RESIDENT_SECONDS = 0.5
 
+REST_SECONDS = 10.0
+"""After the last large image, the memory that it took goes back."""
+
 Tell = Callable[[Message], None]
 
 
 @dataclass
 class _Lane:
+    """rest: gives back what only large images need."""
+
     engine: Engine
+    rest: Callable[[], None]
     cancelled: list[str] = field(default_factory=list)
 
 
@@ -38,17 +44,29 @@ class Lanes:
     """The engines of a process. tell: receives what happens; calls are serialized. share: as of `Waiting`."""
 
     def __init__(self, tell: Tell, share: Callable[[Job], float] = lambda job: 0.0) -> None:
-        self.waiting = Waiting(share)
+        self.waiting, self._share = Waiting(share), share
         self._tell, self._one_at_a_time = tell, threading.Lock()
         self._lanes: list[_Lane] = []
         self._drawing: list[int] = []
-        self._ended = False
+        self._ended = self._running = False
+        self._chores: list[Callable[[], None]] = []
         self._process, self._memory, self._looked = psutil.Process(), 0, 0.0
 
-    def add(self, make: Callable[[Waiting, Tell], Engine]) -> None:
-        """One more engine; only before they run."""
+    def add(self, make: Callable[[Waiting, Tell], Engine], rest: Callable[[], None] = lambda: None) -> None:
+        """One more engine. rest: gives back what only large images need, in the lane's thread, some time after the last one."""
         self._drawing.append(0)
-        self._lanes.append(_Lane(make(self.waiting, partial(self._pass_on, len(self._lanes)))))
+        lane = _Lane(make(self.waiting, partial(self._pass_on, len(self._drawing) - 1)), rest)
+        self._lanes.append(lane)
+        if self._running:
+            self._start(lane)
+
+    def replace(self, add: Callable[[], None]) -> None:
+        """Those that `add` adds take the place of those that are there, which finish what they draw. On a CPU only."""
+        with self.waiting.changed:
+            for lane in self._lanes:
+                lane.engine.retired = True
+            add()
+        self.look_again()
 
     @property
     def engines(self) -> list[Engine]:
@@ -65,6 +83,17 @@ class Lanes:
                 lane.cancelled.append(request)
             self.waiting.cancel(request)
 
+    def do(self, chore: Callable[[], None]) -> None:
+        """In the thread of the first lane, between two steps."""
+        with self.waiting.changed:
+            self._chores.append(chore)
+        self.look_again()
+
+    def show(self, wanted: Show) -> None:
+        """Of a request, what is being drawn."""
+        for lane in self._lanes:
+            lane.engine.show(wanted)
+
     def look_again(self) -> None:
         """What a job waits for may be there now."""
         with self.waiting.changed:
@@ -79,31 +108,53 @@ class Lanes:
     def run(self) -> None:
         """Draw until the end. The first engine runs in this thread: a GPU's captured graphs belong to the thread that warmed
         up."""
+        self._running = True
         for lane in self._lanes[1:]:
-            threading.Thread(target=self._run_or_die, args=(lane,), name="lane", daemon=True).start()
+            self._start(lane)
         self._run(self._lanes[0])
+        with self.waiting.changed:  # others may have taken its place
+            self.waiting.changed.wait_for(lambda: self._ended)
+
+    def _start(self, lane: _Lane) -> None:
+        threading.Thread(target=self._run_or_die, args=(lane,), name="lane", daemon=True).start()
 
     def _run_or_die(self, lane: _Lane) -> None:
         """What nobody foresaw ends the process, as it does in the first lane: it is started again."""
         try:
             self._run(lane)
         except BaseException as error:  # noqa: BLE001  (a thread would end alone, and its images never)
-            traceback.print_exception(error)
+            log_error(error)
             os._exit(1)
 
     def _run(self, lane: _Lane) -> None:
         changed, engine, stuck = self.waiting.changed, lane.engine, False
+        large: float | None = None
+        chores = self._chores if lane is self._lanes[0] else []
         while True:
             with changed:
                 if stuck:
                     changed.wait(WAIT_SECONDS)
-                changed.wait_for(lambda: self._ended or lane.cancelled or engine.busy)
+                within = None if large is None else REST_SECONDS
+                changed.wait_for(
+                    lambda: self._ended or engine.retired or lane.cancelled or engine.busy or chores, within
+                )
+                if engine.retired and not engine.jobs:
+                    self._lanes.remove(lane)
+                    return
                 if self._ended:
                     return
                 cancelled, lane.cancelled = lane.cancelled, []
+                due = [chores.pop(0) for _ in tuple(chores)]
+            for chore in due:
+                chore()
             for request in cancelled:
                 engine.cancel(request)
             stuck = not engine.turn()  # what it waits for is being made
+            if any(map(self._share, engine.jobs)):
+                large = time.monotonic()
+            elif large is not None and time.monotonic() > large + REST_SECONDS:
+                lane.rest()
+                large = None
 
     def _pass_on(self, number: int, message: Message) -> None:
         with self._one_at_a_time:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sdflow.errors import UsageError, VerificationError
@@ -51,11 +52,12 @@ MEASURED_RUNS = 5
 @dataclass(frozen=True)
 class LoadedLane:
     """What one lane draws with. seconds: of a run of each pipeline's denoiser, by size of the batch; these sizes are worth it.
-    first: that loading all of it and drawing an image of each took."""
+    first: that loading all of it and drawing an image of each took. threads: of its sessions."""
 
-    pipelines: Mapping[str, ServedPipeline]
-    seconds: Mapping[str, Mapping[int, float]]
+    pipelines: dict[str, ServedPipeline]
+    seconds: dict[str, Mapping[int, float]]
     first: float
+    threads: int | None = None
 
     @property
     def places(self) -> int:
@@ -86,21 +88,24 @@ def load_lanes(options: WorkerOptions) -> list[LoadedLane]:
 
 
 def _load(options: WorkerOptions, threads: int | None) -> LoadedLane:
+    begun = time.perf_counter()
+    pipelines = {name: load(folder, threads, options) for name, folder in options.pipelines.items()}
+    seconds: dict[str, Mapping[int, float]] = {name: warm(name, each, options) for name, each in pipelines.items()}
+    return LoadedLane(pipelines, seconds, time.perf_counter() - begun, threads)
+
+
+def load(folder: Path, threads: int | None, options: WorkerOptions) -> ServedPipeline:
+    """A pipeline, as the options say. Raises as `ServedPipeline.load`."""
     from sdflow.serve.engine.served_pipeline import ServedPipeline
 
-    begun = time.perf_counter()
-    pipelines = {
-        name: ServedPipeline.load(folder, threads, options.checker, options.embeddings)
-        for name, folder in options.pipelines.items()
-    }
-    seconds = {name: warm(name, each, options) for name, each in pipelines.items()}
-    return LoadedLane(pipelines, seconds, time.perf_counter() - begun)
+    made = ServedPipeline.load(folder, threads, options.checker, options.embeddings)
+    made.limit_chunks(options.chunks)
+    return made
 
 
-def patience_of(lane: LoadedLane, options: WorkerOptions) -> Patience:
+def patience_of(lane: LoadedLane, options: WorkerOptions, pixels: Mapping[str, int]) -> Patience:
     """How long a piece of work may take: as the options say, or as the first took. What compiles for every new size, as TensorRT
-    does, may take as long as a request."""
-    pixels = {name: each.base.latents.image_size**2 for name, each in lane.pipelines.items()}
+    does, may take as long as a request. pixels: of each pipeline's own images."""
     if options.stall is not None:
         return Patience(options.stall, options.stall, pixels)
     targets = [
@@ -184,7 +189,7 @@ def warm(name: str, pipeline: ServedPipeline, options: WorkerOptions) -> dict[in
         engine.turn()
     for failed in said:
         if isinstance(failed, Failed):
-            raise VerificationError(f"cannot draw: {failed.what}", where=str(options.pipelines[name]))
+            raise VerificationError(f"cannot draw: {failed.what}", where=str(options.pipelines.get(name, name)))
     if pipeline.why_alone is not None:
         return {1: 1.0}
     return measured_seconds(pipeline, options.batch_sizes)
@@ -230,29 +235,28 @@ def warm_up_job(name: str, pipeline: ServedPipeline) -> Job:
 class Room:
     """Pixels of an image by pipeline. own: that the model was made for. most: that one may have."""
 
-    own: Mapping[str, int]
-    most: Mapping[str, int]
+    own: dict[str, int]
+    most: dict[str, int]
 
     @classmethod
     def measured(cls, lanes: Sequence[LoadedLane]) -> Room:
         """Of this process as it is now. On the CPU it gets no more memory from now on than there is: a run that wants more fails,
         and none fails with it, as all would when the kernel kills the process."""
-        pipelines = lanes[0].pipelines
-        room = cls(
-            {name: each.base.latents.image_size**2 for name, each in pipelines.items()},
-            {
-                name: min(
-                    most_pixels_of(stage.family, stage.configs, device=stage.place.device) for stage in each.stages
-                )
-                for name, each in pipelines.items()
-            },
-        )
-        for lane in lanes:
-            for name, each in lane.pipelines.items():
-                each.keep_sizes(room.most[name] // len(lanes))
+        pipelines, room = lanes[0].pipelines, cls({}, {})
+        for name in pipelines:
+            room.add(name, [lane.pipelines[name] for lane in lanes])
         if all(each.base.place.device == HOST for each in pipelines.values()):
             _limit_to_what_is_there()
         return room
+
+    def add(self, name: str, loaded: Sequence[ServedPipeline]) -> None:
+        """A pipeline that is loaded in each lane."""
+        self.own[name] = loaded[0].base.latents.image_size ** 2
+        self.most[name] = min(
+            most_pixels_of(stage.family, stage.configs, device=stage.place.device) for stage in loaded[0].stages
+        )
+        for each in loaded:
+            each.keep_sizes(self.most[name] // len(loaded))
 
     def share(self, job: Job) -> float:
         """The part of the memory that an image takes; 0 of one that is no larger than the model's own: for these there is room

@@ -14,7 +14,7 @@ from sdflow.families.shared.defaults import Task
 from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.runtime.denoiser.control import Control
 from sdflow.runtime.drawing.drawing import Drawing
-from sdflow.runtime.drawing.record import with_more
+from sdflow.runtime.drawing.record import with_more, with_record
 from sdflow.runtime.drawing.text import with_words
 from sdflow.runtime.drawing.waits import Compute, Fetch
 from sdflow.runtime.ensemble import Ensemble
@@ -25,10 +25,11 @@ from sdflow.runtime.sessions.device_weights import DeviceWeights
 from sdflow.runtime.sessions.live_weights import LiveWeights
 from sdflow.runtime.sessions.session import LoadOptions
 from sdflow.runtime.sessions.submodel import Submodel
+from sdflow.runtime.sessions.working_bytes import row_bytes
 from sdflow.serve.engine.cuts import Cuts
 from sdflow.serve.engine.elsewhere import OneAhead
 from sdflow.serve.engine.shared_steps import SharedDenoiser, SharedDenoisers, SharedSteps
-from sdflow.serve.jobs import ConditioningImages, Image, Job
+from sdflow.serve.jobs import ConditioningImages, Image, Job, Show
 from sdflow.targets import find_target
 
 if TYPE_CHECKING:
@@ -49,10 +50,12 @@ Work = Generator[Drawing | Fetch | Compute, Any, "Finished"]
 
 @dataclass(frozen=True)
 class Progress:
-    """What is told of an image on the way. step: steps done and in all. preview: its number, and the image as a file."""
+    """What is told of an image on the way. step: steps done and in all. preview: its number, and the image as a file. show: what
+    is wanted of it now, once."""
 
     step: Callable[[int, int], None] = lambda done, total: None
     preview: Callable[[int, bytes], None] = lambda number, file: None
+    show: Callable[[], Show | None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,11 @@ class ServedPipeline:
         self._denoisers = [SharedDenoisers(stage, self._cuts) for stage in self.stages]
         self._hold: Callable[[], None] = lambda: None
         self._ahead = OneAhead(self.base.place)
+
+    def limit_chunks(self, most: int | None) -> None:
+        """Of a prompt."""
+        for stage in self.stages:
+            stage.most_chunks = most
 
     @classmethod
     def load(
@@ -120,7 +128,7 @@ class ServedPipeline:
             defaults=base.defaults,
         )
         pipeline.scheduler, pipeline.record = base.scheduler, base.record
-        pipeline.learned, pipeline.words = base.learned, base.words
+        pipeline.learned, pipeline.words, pipeline.most_chunks = base.learned, base.words, base.most_chunks
         whole = pipeline if isinstance(self.pipeline, Pipeline) else Ensemble(pipeline, self.pipeline.refiner)
         return type(self)(whole, self._reload, self._cuts)
 
@@ -128,6 +136,15 @@ class ServedPipeline:
         """What was made for several sizes stays as long as these have no more pixels than this together."""
         for stage, denoisers in zip(self.stages, self._denoisers, strict=True):
             denoisers.room = pixels // stage.latents.scale**2
+
+    def rest(self) -> None:
+        """Give back what only images need that are larger than the model's own: it is made again for the next one."""
+        for stage, denoisers in zip(self.stages, self._denoisers, strict=True):
+            denoisers.forget_large(stage.latents.size**2)
+            side = stage.latents.size
+            for submodel in stage.submodels.values():
+                if submodel.reached > row_bytes(submodel.part.model, submodel.config, (side, side), stage.place.device):
+                    submodel.unload()
 
     def holding(self, hold: Callable[[], None]) -> ServedPipeline:
         """The same sessions with other weights. hold: lets the next runs read them (`sdflow.runtime.sessions.live_weights`)."""
@@ -177,13 +194,20 @@ class ServedPipeline:
             while not drawing.done:
                 yield drawing
                 progress.step(drawing.index, drawing.runs)
-                if drawing.index - 1 in previewed:  # the safety checker sees that, too
+                show = progress.show()
+                if show is not None or drawing.index - 1 in previewed:  # the safety checker sees that, too
                     preview = drawing.preview()
-                    (image,) = (yield from self.base.finishing(preview.latents, kept=preview.kept)).images
+                    drawn = yield from self.base.finishing(preview.latents, kept=preview.kept)
+                    (image,) = drawn.images
+                    if show is not None and show.end:
+                        image = with_record(image, drawing.records[0]) if drawing.records else image
+                        return (yield from self._finished(job, image, drawn.nsfw_content_detected))
                     progress.preview(number, (yield Compute(partial(encoded, image, job))))
                     number += 1
         drawn = yield from drawing.finishing()
-        (image,), flags = drawn.images, drawn.nsfw_content_detected
+        return (yield from self._finished(job, drawn.images[0], drawn.nsfw_content_detected))
+
+    def _finished(self, job: Job, image: Any, flags: Sequence[bool] | None) -> Work:
         if job.loras:
             image = with_more(image, {"loras": [{"name": each.name, "scale": each.scale} for each in job.loras]})
         file = yield Compute(partial(encoded, image, job))

@@ -287,6 +287,12 @@ class SharedDenoisers(DenoiserSource):
         self._made[key] = self._made.pop(key)
         return self._made[key]
 
+    def forget_large(self, most: int) -> None:
+        """Keep nothing for sizes of more rows times columns than this."""
+        for key in list(self._made):
+            if dict(key)["latent_height"] * dict(key)["latent_width"] > most:
+                del self._made[key]
+
     def _fits(self) -> bool:
         sizes = [dict(key) for key in self._made]
         return self.room is None or sum(each["latent_height"] * each["latent_width"] for each in sizes) <= self.room

@@ -2,12 +2,14 @@
 (`sdflow.serve.engine.lanes`).
 
 Those that are larger than the model's own size share the memory that is measured at the start: one is taken when there is room
-beside those that are being drawn, or none is. Nobody overtakes one that waits for that.
+beside those that are being drawn, or none is. No other large one overtakes one that waits for that; those that are not larger
+do, as they take none of it.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from sdflow.serve.jobs import Job
@@ -26,6 +28,8 @@ class Waiting:
         self._jobs: list[Job] = []
         self._share = share
         self._taken: list[Job] = []
+        self.drawn, self.last = 0, time.monotonic()
+        """How many were taken and left, and when the last one did."""
         self.changed = threading.Condition(threading.RLock())
 
     def __len__(self) -> int:
@@ -36,6 +40,17 @@ class Waiting:
         """What waits now, the oldest first."""
         with self.changed:
             return tuple(self._jobs)
+
+    @property
+    def busy(self) -> bool:
+        """Whether something waits or is drawn."""
+        return bool(self._jobs or self._taken)
+
+    @property
+    def pipelines(self) -> frozenset[str]:
+        """Whose images are drawn now."""
+        with self.changed:
+            return frozenset(job.pipeline for job in self._taken)
 
     def add(self, job: Job) -> None:
         with self.changed:
@@ -52,21 +67,25 @@ class Waiting:
         """What is chosen of it, which waits no more; None where there is no room for it. Nobody else takes anything meanwhile."""
         with self.changed:
             chosen = choose(self._jobs)
+            if chosen is not None and not self._fits(chosen):
+                chosen = choose([job for job in self._jobs if not self._share(job)])
             if chosen is None:
                 return None
-            share = self._share(chosen)
-            if share > 0:
-                if self._taken and share + sum(map(self._share, self._taken)) > 1:
-                    return None
-                self._taken.append(chosen)
+            self._taken.append(chosen)
             self._jobs.remove(chosen)
             return chosen
+
+    def _fits(self, job: Job) -> bool:
+        share = self._share(job)
+        others = sum(map(self._share, self._taken))
+        return not (share and others) or share + others <= 1
 
     def release(self, job: Job) -> None:
         """One that was taken is drawn no more."""
         with self.changed:
             if job in self._taken:
                 self._taken.remove(job)
+                self.drawn, self.last = self.drawn + 1, time.monotonic()
 
 
 def next_batch(images: int, seconds: Mapping[int, float]) -> int:

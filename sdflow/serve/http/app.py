@@ -19,17 +19,24 @@ from starlette.exceptions import HTTPException
 from sdflow import __version__
 from sdflow.prompts.wildcards import Wildcards
 from sdflow.serve.api_error import ApiError
-from sdflow.serve.http.api_document import describe
+from sdflow.serve.http.api_document import describe, operation_id
 from sdflow.serve.http.drawing import Drawing
-from sdflow.serve.http.guard import Access, Guard, log_line
+from sdflow.serve.http.guard import Guard, path_of
 from sdflow.serve.http.loras import Loras
 from sdflow.serve.http.loras_api import lora_routes
+from sdflow.serve.http.models import NO_ADDITIONS, Additions, Models
+from sdflow.serve.http.models_api import model_routes
 from sdflow.serve.http.openai_api import Served, of_problem, openai_routes
 from sdflow.serve.http.served_model import ServedModel
 from sdflow.serve.http.webui_api import webui_routes
-from sdflow.serve.jobs import Cancel, Job, Lost, Message, Ready, WorkerOptions
+from sdflow.serve.http.webui_controlnet import controlnet_routes
+from sdflow.serve.http.webui_lists import webui_lists
+from sdflow.serve.jobs import Loaded, Lost, Message, Order, Ready, WorkerOptions
+from sdflow.serve.keys import Access
 from sdflow.serve.limits import Limits
+from sdflow.serve.log import log_line
 from sdflow.serve.metrics import Metrics
+from sdflow.serve.tracing import Tracing
 from sdflow.serve.worker.worker import WorkerLine
 
 PAGE_FOLDER = Path(__file__).parents[1] / "page"
@@ -38,7 +45,7 @@ PAGE_FOLDER = Path(__file__).parents[1] / "page"
 
 @dataclass(frozen=True)
 class Settings:
-    """Of a server."""
+    """Of a server. root_path: the prefix of its paths behind a proxy. traces: the collector that they are sent to."""
 
     models: Mapping[str, ServedModel]
     worker: WorkerOptions
@@ -48,6 +55,9 @@ class Settings:
     log_prompts: bool = False
     wildcards: Wildcards | None = None
     log: Callable[..., None] = log_line
+    additions: Additions = NO_ADDITIONS
+    root_path: str = ""
+    traces: str | None = None
 
 
 class Line(Protocol):
@@ -55,7 +65,7 @@ class Line(Protocol):
 
     def start(self) -> None: ...
 
-    def send(self, message: Job | Cancel) -> None: ...
+    def send(self, message: Order) -> None: ...
 
     def end(self) -> None: ...
 
@@ -67,6 +77,8 @@ Hear = Callable[[Message], None]
 def make_app(settings: Settings, make_line: Callable[[Hear], Line] | None = None) -> Any:
     """The ASGI application. What draws starts and ends with it. make_line: makes it; None: a worker process beside this one."""
     metrics = Metrics()
+    tracing = None if settings.traces is None else Tracing(settings.traces)
+    models = settings.models if isinstance(settings.models, Models) else Models(settings.models)
     line: Line | None = None
 
     def send(message: Any) -> None:
@@ -86,6 +98,8 @@ def make_app(settings: Settings, make_line: Callable[[Hear], Line] | None = None
                 settings.log("worker lost", kind=message.kind, what=message.what, where=message.where)
             elif isinstance(message, Ready):
                 settings.log("ready", pipelines=drawing.found)
+            elif isinstance(message, Loaded):
+                settings.log("pipeline", name=message.name, loaded=message.found is not None, error=message.error)
 
         def hear_from_thread(message: Message) -> None:
             loop.call_soon_threadsafe(hear, message)
@@ -95,6 +109,8 @@ def make_app(settings: Settings, make_line: Callable[[Hear], Line] | None = None
         yield
         await asyncio.to_thread(line.end)
         settings.loras.close()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
 
     app = FastAPI(
         title="sdflow",
@@ -103,20 +119,34 @@ def make_app(settings: Settings, make_line: Callable[[Hear], Line] | None = None
         lifespan=lifespan,
         docs_url=None,  # FastAPI's is loaded from elsewhere, and could not send the key
         redoc_url=None,
+        generate_unique_id_function=operation_id,
     )
-    served = Served(settings.models, drawing, settings.limits, settings.loras, settings.log_prompts, settings.wildcards)
+    served = Served(
+        models,
+        drawing,
+        settings.limits,
+        settings.loras,
+        settings.log_prompts,
+        settings.wildcards,
+        settings.worker.embeddings,
+    )
     app.include_router(openai_routes(served))
+    app.include_router(model_routes(served, settings.additions if make_line is None else None))
     app.include_router(lora_routes(settings.loras))
-    app.include_router(webui_routes(served))
+    for routes in (webui_routes(served), webui_lists(served), controlnet_routes(served.models)):
+        app.include_router(routes)
     _own_routes(app, drawing, metrics)
     describe(app)
     _errors(app)
     if settings.access.origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=list(settings.access.origins), allow_methods=["*"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=list(settings.access.origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-ID", "Retry-After"],
         )
-    app.state.drawing = drawing
-    return Guard(app, settings.access, settings.limits, metrics, settings.log)
+    return Guard(app, settings.access, settings.limits, metrics, settings.log, drawing, tracing)
 
 
 def _own_routes(app: FastAPI, drawing: Drawing, metrics: Metrics) -> None:
@@ -130,7 +160,8 @@ def _own_routes(app: FastAPI, drawing: Drawing, metrics: Metrics) -> None:
     async def readyz() -> Response:
         if drawing.ready:
             return JSONResponse({"status": "ready", "pipelines": drawing.found})
-        return JSONResponse({"status": "loading"}, 503, {"Retry-After": "5"})
+        status = "draining" if drawing.draining else "loading"
+        return JSONResponse({"status": status}, 503, {"Retry-After": "5"})
 
     @app.get("/metrics", tags=["Server"], summary="For Prometheus")
     async def figures() -> Response:
@@ -152,14 +183,14 @@ def _own_routes(app: FastAPI, drawing: Drawing, metrics: Metrics) -> None:
 
 
 def _errors(app: FastAPI) -> None:
-    """All of them in OpenAI's form."""
+    """All of them in OpenAI's form; those of the webui's API in the webui's."""
 
-    def answer(error: ApiError) -> Response:
-        return JSONResponse(error.body(), error.status, error.headers())
+    def answer(request: Request, error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
+        return JSONResponse(error.body(path_of(request.scope)), error.status, headers or error.headers())
 
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
-        return answer(error)
+        return answer(request, error)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
@@ -169,17 +200,18 @@ def _errors(app: FastAPI) -> None:
         kind = request.headers.get("content-type", "")
         if problem["loc"] == ("body",) and "json" not in kind:
             words = f"the body is to be JSON: Content-Type application/json, not {kind or 'nothing'}."
-            return answer(ApiError(400, words, code="unsupported_content_type"))
-        return answer(of_problem(problem))
+            return answer(request, ApiError(400, words, code="unsupported_content_type"))
+        return answer(request, of_problem(problem))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         words = (
-            f"there is no {request.url.path} here." if error.status_code == 404 else f"{str(error.detail).rstrip('.')}."
+            f"there is no {path_of(request.scope)} here."
+            if error.status_code == 404
+            else f"{str(error.detail).rstrip('.')}."
         )
-        found = ApiError(error.status_code, words)
-        return JSONResponse(found.body(), error.status_code, dict(error.headers or {}))
+        return answer(request, ApiError(error.status_code, words), error.headers or {})
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> Response:
-        return answer(ApiError(500, "The server failed at this request; its log says why."))
+        return answer(request, ApiError(500, "The server failed at this request; its log says why."))

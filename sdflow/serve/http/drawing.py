@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from sdflow.serve.api_error import ApiError, of_failure
-from sdflow.serve.jobs import Begun, Cancel, Drawn, Failed, Job, Lost, Message, OfImage, Ready
+from sdflow.serve.http.queue_seconds import QueueSeconds
+from sdflow.serve.jobs import (
+    Begun,
+    Cancel,
+    Drawn,
+    Drop,
+    Failed,
+    Job,
+    Load,
+    Loaded,
+    Lost,
+    Message,
+    OfImage,
+    Order,
+    Ready,
+    Show,
+    Stepped,
+)
 from sdflow.serve.limits import Limits
 from sdflow.serve.metrics import Metrics
+from sdflow.serve.tracing import RECORD
 
 RESTART_SECONDS = 5
 """What is told of when the worker will be back."""
@@ -20,42 +38,53 @@ RESTART_SECONDS = 5
 
 @dataclass
 class _OpenRequest:
-    """A request that is being drawn. open: its images that are not finished; begun: those of them that the worker began. queue:
-    what is said of it. survived: whether a worker died while it waited there."""
+    """A request that is being drawn. open: its images that are not finished; begun: those of them that the worker began, with the
+    part of their steps that is left. queue: what is said of it; None: it was interrupted. count: of the images that will come.
+    survived: whether a worker died while it waited there."""
 
     jobs: Sequence[Job]
     open: set[int]
-    begun: set[int] = field(default_factory=set)
-    queue: asyncio.Queue[OfImage | Lost] = field(default_factory=asyncio.Queue)
+    begun: dict[int, float] = field(default_factory=dict)
+    queue: asyncio.Queue[OfImage | Lost | None] = field(default_factory=asyncio.Queue)
     survived: bool = False
+    count: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.count = len(self.jobs)
 
     def hear(self, message: OfImage) -> None:
+        if message.index not in self.open:
+            return
         if isinstance(message, Begun):
-            self.begun.add(message.index)
+            self.begun[message.index] = 1.0
+        elif isinstance(message, Stepped) and message.index in self.begun:
+            self.begun[message.index] = 1 - message.done / max(message.total, 1)
         elif isinstance(message, Drawn | Failed):
             self.open.discard(message.index)
-            self.begun.discard(message.index)
+            self.begun.pop(message.index, None)
         self.queue.put_nowait(message)
 
 
 class Drawing:
-    """The requests of one worker; all of it in the event loop's thread. send: to the worker.
+    """The requests of one worker; all of it in the event loop's thread. send: to the worker. draining: whether the server ends
+    when what it has begun is done, so that it takes nothing more.
 
     When the worker dies, those fail that it was drawing: one of them may be why. Those that waited are sent to the next
     worker, once.
     """
 
-    def __init__(self, limits: Limits, metrics: Metrics, send: Callable[[Job | Cancel], None]) -> None:
-        self._limits, self._metrics, self._send = limits, metrics, send
+    def __init__(self, limits: Limits, metrics: Metrics, send: Callable[[Order], None]) -> None:
+        self._limits, self._metrics, self.send = limits, metrics, send
         self.found: Mapping[str, Mapping[str, Any]] | None = None
-        self.seconds_per_image = 1.0
+        self.draining = False
+        self._seconds = QueueSeconds()
         self._requests: dict[str, _OpenRequest] = {}
-        self._last_drawn = 0.0
+        self._loading: dict[str, asyncio.Future[None]] = {}
 
     @property
     def ready(self) -> bool:
         """Whether requests are taken."""
-        return self.found is not None
+        return self.found is not None and not self.draining
 
     @property
     def images(self) -> int:
@@ -69,51 +98,104 @@ class Drawing:
             if self.found is None:
                 for waiting in self._requests.values():
                     self._send_open(waiting)
-            said = {} if self._limits.pixels is None else {"max_pixels": self._limits.pixels}
-            self.found = {name: {**found, **said} for name, found in message.pipelines.items()}
+            self.found = {}
+            for name, found in message.pipelines.items():
+                self._note(name, found)
+        elif isinstance(message, Loaded):
+            self._hear_loaded(message)
         elif isinstance(message, Lost):
             self.found = None
+            for name in tuple(self._loading):
+                self._hear_loaded(Loaded(name, Path(), None, f"the process that draws ended: {message.what}"))
             for waiting in self._requests.values():
                 if waiting.begun or waiting.survived:
                     waiting.queue.put_nowait(message)
                 waiting.survived = True
-        elif isinstance(message, OfImage):
+        elif isinstance(message, OfImage) and message.request in self._requests:
+            waiting = self._requests[message.request]
             if isinstance(message, Drawn):
-                self._note_pace()
-            if message.request in self._requests:
-                self._requests[message.request].hear(message)
+                self._seconds.note(waiting.jobs[message.index], message)
+            waiting.hear(message)
+
+    def _note(self, name: str, found: Mapping[str, Any]) -> None:
+        said = {} if self._limits.pixels is None else {"max_pixels": self._limits.pixels}
+        self.found = {**(self.found or {}), name: {**found, **said}}
+        self._seconds.start(name, found)
+
+    def _hear_loaded(self, message: Loaded) -> None:
+        if message.found is not None and self.found is not None:
+            self._note(message.name, message.found)
+        loading = self._loading.pop(message.name, None)
+        if loading is not None and not loading.done():
+            if message.found is not None:
+                loading.set_result(None)
+            else:
+                loading.set_exception(ApiError(400, f"{message.name} cannot be loaded: {message.error}.", param="id"))
+
+    async def load(self, name: str, folder: Path) -> None:
+        """Have the worker load a pipeline. Raises ApiError when it cannot."""
+        self.require_place(0)
+        if name in self._loading:
+            raise ApiError(409, f"{name} is being loaded already.", param="id", code="loading")
+        self._loading[name] = asyncio.get_running_loop().create_future()
+        self.send(Load(name, folder))
+        await asyncio.shield(self._loading[name])
+
+    def drop(self, name: str) -> None:
+        """Have the worker unload a pipeline, when it has drawn what it has begun."""
+        self.send(Drop(name))
+        self.found = None if self.found is None else {each: self.found[each] for each in self.found if each != name}
 
     def most_pixels(self, pipeline: str) -> int | None:
         """Of an image: as somebody said, or as the worker measured; None before that."""
         if self.found is None:
             return self._limits.pixels
-        found: int | None = self.found[pipeline].get("max_pixels")
+        found: int | None = self.found.get(pipeline, {}).get("max_pixels")
         return found
 
     def _send_open(self, waiting: _OpenRequest) -> None:
         for job in waiting.jobs:
             if job.index in waiting.open:
-                self._send(job)
-
-    def _note_pace(self) -> None:
-        """How often an image is finished, as the last ones were."""
-        now = time.monotonic()
-        if self._requests and self._last_drawn:
-            self.seconds_per_image += 0.2 * (min(now - self._last_drawn, 60.0) - self.seconds_per_image)
-        self._last_drawn = now
+                self.send(job)
 
     def require_place(self, images: int) -> None:
         """Raises ApiError when so many more images cannot be taken now."""
+        if self.draining:
+            raise self._refusal("draining", 503, "The server is about to end: it takes no more.", RESTART_SECONDS)
         if self.found is None:
             raise self._refusal("not_ready", 503, "The pipelines are being loaded.", RESTART_SECONDS)
         if self.images + images > self._limits.queue:
-            seconds = max(1, math.ceil(self.seconds_per_image * (self.images + images - self._limits.queue)))
+            seconds = self._seconds_until(min(self.images, self.images + images - self._limits.queue))
             words = f"{self.images} images are drawn or wait, and {self._limits.queue} may. Try again in {seconds} s."
             raise self._refusal("queue_full", 429, words, seconds)
+
+    def _seconds_until(self, ended: int) -> int:
+        """Until so many of the images that are drawn or wait are finished."""
+        drawing, waiting = list[float](), list[float]()
+        for each in self._requests.values():
+            for job in each.jobs:
+                if job.index in each.open:
+                    left = each.begun.get(job.index)
+                    (waiting if left is None else drawing).append(self._seconds.of(job, 1.0 if left is None else left))
+        return self._seconds.until(ended, drawing, waiting)
 
     def _refusal(self, code: str, status: int, message: str, retry_after: int) -> ApiError:
         self._metrics.refusals.labels(code).inc()
         return ApiError(status, message, code=code, retry_after=retry_after)
+
+    def show(self, request: str, *, end: bool = False) -> None:
+        """Previews of what is being drawn of a request will come, after their next step. end: as the finished images."""
+        self.send(Show(request, end))
+
+    def interrupt(self, request: str) -> None:
+        """What is being drawn of a request is finished as it is after its next step; what waits is not drawn."""
+        waiting = self._requests.get(request)
+        if waiting is None:  # it has ended
+            return
+        self.show(request, end=True)
+        waiting.count -= len(waiting.open - waiting.begun.keys())
+        waiting.open.intersection_update(waiting.begun)
+        waiting.queue.put_nowait(None)
 
     async def draw(self, jobs: Sequence[Job]) -> AsyncIterator[OfImage]:
         """What happens to the images of one request, until the last is drawn.
@@ -122,12 +204,13 @@ class Drawing:
         nothing of it is drawn any more.
         """
         self.require_place(len(jobs))
-        request = jobs[0].request
+        request, record, sent = jobs[0].request, RECORD.get(), time.monotonic()
+        begun = dict[int, float]()
         waiting = self._requests[request] = _OpenRequest(jobs, {job.index for job in jobs})
         drawn, end = 0, asyncio.get_running_loop().time() + self._limits.seconds
         try:
             self._send_open(waiting)
-            while drawn < len(jobs):
+            while drawn < waiting.count:
                 async with asyncio.timeout_at(
                     end
                 ):  # not around `yield`: it would end whoever asks, wherever that is then
@@ -137,12 +220,26 @@ class Drawing:
                     raise self._refusal("worker_lost", 503, words, RESTART_SECONDS)
                 if isinstance(message, Failed):
                     raise of_failure(message)
-                drawn += isinstance(message, Drawn)
-                yield message
+                now = time.monotonic()
+                if isinstance(message, Begun):
+                    begun.setdefault(message.index, now)
+                    self._metrics.queued.labels(jobs[0].pipeline).observe(now - sent)
+                    if record is not None:
+                        record("queue", now - sent, {"image": message.index})
+                elif isinstance(message, Drawn):
+                    drawn += 1
+                    if record is not None:
+                        record(
+                            "generate",
+                            now - begun.get(message.index, sent),
+                            {"image": message.index, **message.seconds},
+                        )
+                if message is not None:
+                    yield message
         except TimeoutError as error:
             words = f"It was not drawn within {self._limits.seconds:g} s."
             raise self._refusal("deadline", 504, words, 1) from error
         finally:
             del self._requests[request]
-            if waiting.open:
-                self._send(Cancel(request))
+            if waiting.open or waiting.count < len(jobs):
+                self.send(Cancel(request))

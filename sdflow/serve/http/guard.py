@@ -1,22 +1,25 @@
-"""What stands before every request: the key, the body's size, where a browser's request comes from, and the log's line."""
+"""What stands before every request: its id, the key, the body's size, where a browser's request comes from, the log's line."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import hmac
-import json
-import sys
+import re
 import time
+import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
 from sdflow.serve.api_error import ApiError
+from sdflow.serve.keys import Access, Caller
 from sdflow.serve.limits import Limits
 from sdflow.serve.metrics import Metrics
+
+if TYPE_CHECKING:
+    from sdflow.serve.http.drawing import Drawing
+    from sdflow.serve.tracing import Tracing
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -34,67 +37,92 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 OPEN = ("/healthz", "/readyz", "/", "/docs")
 """Paths that need no key: they tell nothing but that the server is there. So is what the pages are made of."""
 
+PROBES = ("/healthz", "/readyz", "/metrics")
+"""Paths that are asked for all the time: their requests are not logged."""
+
 PAGE = "/page/"
 
 MOST_DIGITS = 20
 """Of a Content-Length. Python refuses to read a number of more than 4,300."""
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+ID = b"x-request-id"
+_WELL_FORMED = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
-
-@dataclass(frozen=True)
-class Access:
-    """Who may ask. key: None: anyone. origins: of pages of other servers that may. hosts: names of this server that a browser
-    may know it by; None: any."""
-
-    key: str | None = None
-    origins: tuple[str, ...] = ()
-    hosts: tuple[str, ...] | None = LOOPBACK
+CSP = "; ".join(
+    [
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data: blob:",
+        "base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    ]
+)
+HEADERS = {
+    "content-security-policy": CSP,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+}
+"""Of every answer."""
+_ENCODED = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 
 
 class Guard:
-    """Around the whole application."""
+    """Around the whole application. drawing: of its requests, for whoever runs it."""
 
-    def __init__(self, app: App, access: Access, limits: Limits, metrics: Metrics, log: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        app: App,
+        access: Access,
+        limits: Limits,
+        metrics: Metrics,
+        log: Callable[..., None],
+        drawing: Drawing,
+        tracing: Tracing | None = None,
+    ) -> None:
         self._app, self._access, self._metrics, self._log = app, access, metrics, log
-        self._bodies = Bodies(limits)
+        self._bodies, self._tracing, self.drawing = Bodies(limits), tracing, drawing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         begun, status = time.perf_counter(), 0
+        headers = {name.lower(): value for name, value in scope["headers"]}
         taken: dict[str, Any] = scope.setdefault("state", {})
+        given = headers.get(ID, b"").decode("latin-1")
+        taken["id"] = given if _WELL_FORMED.fullmatch(given) else uuid.uuid4().hex
+        span = None if self._tracing is None else self._tracing.begin(scope["method"], scope["path"], headers, taken)
 
         async def sent(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                message["headers"] = [*message["headers"], (ID, taken["id"].encode()), *_ENCODED]
             await send(message)
 
+        path = path_of(scope)
         try:
-            await self._guarded(scope, receive, sent)
+            await self._guarded(scope, path, headers, receive, sent)
         finally:
-            seconds = time.perf_counter() - begun
-            path = getattr(scope.get("route"), "path", "other")
-            self._metrics.requests.labels(path, status).inc()
-            self._metrics.seconds.labels(path).observe(seconds)
-            self._log(
-                "request",
-                method=scope["method"],
-                path=scope["path"],
-                status=status or "gone",
-                seconds=round(seconds, 4),
-                **taken.get("log", {}),
-            )
+            seconds, said = time.perf_counter() - begun, taken.get("log", {})
+            route, pipeline = getattr(scope.get("route"), "path", "other"), said.get("pipeline", "")
+            self._metrics.requests.labels(route, status).inc()
+            self._metrics.seconds.labels(route, pipeline, status).observe(seconds)
+            if span is not None:
+                span.end(route, status, said)
+            if path not in PROBES:
+                fields = {"path": scope["path"], "status": status or "gone", "seconds": round(seconds, 4), **said}
+                client = (scope.get("client") or ("",))[0]
+                self._log("request", id=taken["id"], client=client, method=scope["method"], **fields)
 
-    async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = {name.lower(): value for name, value in scope["headers"]}
-        most = self._bodies.limits.body_of(scope["path"])
+    async def _guarded(
+        self, scope: Scope, path: str, headers: dict[bytes, bytes], receive: Receive, send: Send
+    ) -> None:
+        """path: behind the prefix."""
+        most = self._bodies.limits.body_of(path)
         try:
             self._require_own(headers)
             if not self._asks_first(scope["method"], headers):
-                self._require_key(scope["path"], headers.get(b"authorization", b""))
+                scope["state"]["caller"] = self._caller(path, headers.get(b"authorization", b""))
             _require_body(headers.get(b"content-length", b"0"), most)
         except ApiError as error:
             self._metrics.refusals.labels("guard").inc()
@@ -118,7 +146,7 @@ class Guard:
 
         from starlette.requests import ClientDisconnect
 
-        body = Body(self._bodies, scope["path"], receive, refuse)
+        body = Body(self._bodies, path, receive, refuse)
         try:
             with suppress(ClientDisconnect):  # its body was cut off here, or by the client: nobody waits for an answer
                 await self._app(scope, body.receive, once)
@@ -139,18 +167,18 @@ class Guard:
         allowed = headers.get(b"origin", b"").decode("latin-1") in self._access.origins
         return method == "OPTIONS" and allowed and b"access-control-request-method" in headers
 
-    def _require_key(self, path: str, authorization: bytes) -> None:
-        key = self._access.key
-        if key is None or path in OPEN or path.startswith(PAGE):
-            return
-        kind, _, given = authorization.partition(b" ")
-        if kind.lower() == b"basic":  # as clients of A1111's webui send it
-            try:
-                given = base64.b64decode(given).partition(b":")[2]
-            except ValueError:
-                given = b""
-        if not hmac.compare_digest(given.strip(), key.encode()):
+    def _caller(self, path: str, authorization: bytes) -> Caller:
+        """Who asks. Raises ApiError for nobody who may."""
+        caller = self._access.caller(authorization)
+        if caller is None and not (path in OPEN or path.startswith(PAGE)):
             raise ApiError(401, "the key is missing or wrong: Authorization: Bearer KEY.", code="invalid_api_key")
+        return caller or Caller("", administers=False)
+
+
+def path_of(scope: Scope) -> str:
+    """Of a request, behind the prefix of a proxy."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", "").rstrip("/")) or "/"
 
 
 def _parts(url: str) -> SplitResult:
@@ -175,14 +203,6 @@ async def answer(error: ApiError, send: Send) -> None:
     encoded = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": encoded})
     await send({"type": "http.response.body", "body": content})
-
-
-def log_line(event: str, **fields: Any) -> None:
-    """One line of JSON on standard error. Where that cannot be written, as on a full disk, it is lost, and no request with it."""
-    stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    with suppress(OSError):
-        sys.stderr.write(json.dumps({"time": stamp, "event": event, **fields}, ensure_ascii=False) + "\n")
-        sys.stderr.flush()
 
 
 def transfer_seconds(size: int) -> float:

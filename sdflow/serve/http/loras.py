@@ -15,10 +15,12 @@ from typing import IO, Any
 from sdflow.digest import digest_file
 from sdflow.disk.locked_folder import remove_abandoned_scratch, scratch_folder
 from sdflow.errors import CheckpointError, UsageError
+from sdflow.inspection.adapters import trigger_words
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.jobs import LoraFile
 from sdflow.serve.limits import Limits
 from sdflow.sources.loras.lora import lora_submodels
+from sdflow.sources.safetensors_file import read_metadata
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 _.+-]{0,99}")
 _SUFFIX = ".safetensors"
@@ -58,7 +60,7 @@ class Loras:
         self._removed: set[str] = set()
         self._receiving: list[int] = []
         self._naming = threading.Lock()
-        self._read: dict[tuple[Path, int, int], tuple[str, tuple[str, ...]]] = {}
+        self._read: dict[tuple[Path, int, int], tuple[str, tuple[str, ...], list[str]]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Loras, (self.folder, self.sent_below, self.require_fit, self.limits)
@@ -79,13 +81,13 @@ class Loras:
         for name, path in self.files().items():
             entry = {"id": name, "object": "lora", "sent": path.parent == self._sent}
             try:
-                size, sha256, submodels = self._look_at(path)
+                size, sha256, submodels, words = self._look_at(path)
             except FileNotFoundError:  # taken away meanwhile
                 continue
             except (CheckpointError, OSError) as error:
                 listed.append({**entry, "error": _reason(error)})
             else:
-                listed.append({**entry, "bytes": size, "sha256": sha256, "submodels": submodels})
+                listed.append({**entry, "bytes": size, "sha256": sha256, "submodels": submodels, "words": words})
         return listed
 
     def find(self, wanted: Sequence[tuple[str, float]]) -> tuple[LoraFile, ...]:
@@ -96,7 +98,7 @@ class Loras:
                 known = ", ".join(files) or "there is none"
                 raise ApiError(400, f"no LoRA is named {name!r} here: {known}.", param="loras", code="lora_not_found")
             try:
-                _, sha256, _ = self._look_at(files[name])
+                sha256 = self._look_at(files[name])[1]
             except (CheckpointError, OSError) as error:
                 raise ApiError(400, f"{name} is no LoRA: {_reason(error)}.", param="loras") from error
             found.append(LoraFile(name, str(files[name].absolute()), sha256, scale))
@@ -174,12 +176,12 @@ class Loras:
             else:
                 self._removed.add(name)
 
-    def _look_at(self, path: Path) -> tuple[int, str, tuple[str, ...]]:
-        """Its bytes, its digest, and the submodels that it is for. Raises CheckpointError, OSError."""
+    def _look_at(self, path: Path) -> tuple[int, str, tuple[str, ...], list[str]]:
+        """Its bytes, its digest, the submodels that it is for, and its trigger words. Raises CheckpointError, OSError."""
         stat = path.stat()
         key = path, stat.st_size, stat.st_mtime_ns
         if key not in self._read:
-            self._read[key] = digest_file(path), lora_submodels(path)
+            self._read[key] = digest_file(path), lora_submodels(path), trigger_words(read_metadata(path))
         return stat.st_size, *self._read[key]
 
 

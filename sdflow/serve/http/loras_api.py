@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
 
 from sdflow.serve.api_error import ApiError
+from sdflow.serve.http.callers import require_admin
 from sdflow.serve.http.loras import Loras
 from sdflow.serve.http.openai_api import require_form
 from sdflow.serve.limits import Limits
@@ -32,9 +33,16 @@ def lora_routes(loras: Loras) -> APIRouter:
     async def listed() -> dict[str, Any]:
         return {"object": "list", "data": await run_in_threadpool(loras.to_json)}
 
+    admin = [Depends(require_admin)]
     body = {"requestBody": {"content": {"multipart/form-data": {"schema": _FORM}}, "required": True}}
 
-    @routes.post("/loras", summary="Send one; it is there until the server ends", status_code=201, openapi_extra=body)
+    @routes.post(
+        "/loras",
+        summary="Send one; it is there until the server ends",
+        status_code=201,
+        openapi_extra=body,
+        dependencies=admin,
+    )
     async def sent(request: Request) -> dict[str, Any]:
         require_form(request)
         with loras.receiving(_size(request, loras.limits)):
@@ -45,7 +53,9 @@ def lora_routes(loras: Loras) -> APIRouter:
                 named = name if isinstance(name, str) else file.filename or ""
                 return await run_in_threadpool(loras.add, named, file.file)
 
-    @routes.delete("/loras/{name}", summary="Offer it no more; a file of the server's folder stays on its disk")
+    @routes.delete(
+        "/loras/{name}", summary="Offer it no more; a file of the server's folder stays on disk", dependencies=admin
+    )
     async def removed(name: str) -> dict[str, Any]:
         loras.remove(name)
         return {"id": name, "object": "lora", "deleted": True}

@@ -1,4 +1,4 @@
-"""OpenAI's images API: `/v1/images/generations`, `/v1/images/edits`, `/v1/models`, as its official client calls them."""
+"""OpenAI's images API as its official client calls it: `/v1/images/generations`, `edits`, `variations`, and `/v1/models`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from base64 import b64encode
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -21,7 +22,8 @@ from sdflow.prompts.wildcards import Wildcards
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.http.drawing import Drawing
 from sdflow.serve.http.loras import Loras
-from sdflow.serve.http.openai_fields import Edit, Fields, Generation, as_openai_edit_form
+from sdflow.serve.http.models import Models
+from sdflow.serve.http.openai_fields import Edit, Fields, Generation, Variation, as_openai_form
 from sdflow.serve.http.requested import find_model, jobs_of, size_of
 from sdflow.serve.http.served_model import ServedModel
 from sdflow.serve.http.uploads import as_mask, as_rgb, read_conditioning_images, read_upload, start_and_references
@@ -43,50 +45,65 @@ NO_USAGE = {
 class Served:
     """What the routes need."""
 
-    models: Mapping[str, ServedModel]
+    models: Models
     drawing: Drawing
     limits: Limits
     loras: Loras
     log_prompts: bool = False
     wildcards: Wildcards | None = None
+    embeddings: Path | None = None
 
 
 def openai_routes(served: Served) -> APIRouter:
     """The routes."""
     routes = APIRouter(prefix="/v1")
 
-    @routes.get("/models", tags=["OpenAI"], summary="The pipelines, and whether they are verified")
+    @routes.get(
+        "/models",
+        tags=["OpenAI"],
+        summary="The pipelines, and whether they are verified",
+        operation_id="listModels",
+    )
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [described(model) for model in served.models.values()]}
 
-    @routes.get("/models/{name}", tags=["OpenAI"], summary="One pipeline")
+    @routes.get("/models/{name}", tags=["OpenAI"], summary="One pipeline", operation_id="retrieveModel")
     async def model(name: str) -> dict[str, Any]:
         return described(find_model(served.models, name))
 
     def described(model: ServedModel) -> dict[str, Any]:
         return model.to_json(served.drawing.most_pixels(model.name))
 
-    @routes.post("/images/generations", tags=["OpenAI"], summary="Draw from text")
+    @routes.post("/images/generations", tags=["OpenAI"], summary="Draw from text", operation_id="createImage")
     async def generations(request: Request, fields: Generation) -> Response:
         return await drawn(served, request, fields, (), None, "image_generation")
 
-    form = {"content": {"multipart/form-data": {"schema": as_openai_edit_form()}}, "required": True}
+    def form(fields: type[Edit]) -> dict[str, Any]:
+        content = {"multipart/form-data": {"schema": as_openai_form(fields)}}
+        return {"tags": ["OpenAI"], "openapi_extra": {"requestBody": {"content": content, "required": True}}}
+
+    words = "Draw from an image, or into the masked part of it"
+
+    @routes.post("/images/edits", summary=words, operation_id="createImageEdit", **form(Edit))
+    async def edits(request: Request) -> Response:
+        fields, images, mask = await read_form(request, served.limits, Edit)
+        return await drawn(served, request, fields, images, mask, "image_edit")
 
     @routes.post(
-        "/images/edits",
-        tags=["OpenAI"],
-        summary="Draw from an image, or into the masked part of it",
-        openapi_extra={"requestBody": form},
+        "/images/variations",
+        summary="Draw an image like another",
+        operation_id="createImageVariation",
+        **form(Variation),
     )
-    async def edits(request: Request) -> Response:
-        fields, images, mask = await read_form(request, served.limits)
+    async def variations(request: Request) -> Response:
+        fields, images, mask = await read_form(request, served.limits, Variation)
         return await drawn(served, request, fields, images, mask, "image_edit")
 
     return routes
 
 
-async def read_form(request: Request, limits: Limits) -> tuple[Edit, list[Image], Image | None]:
-    """The fields of an edit, its images, and its mask: where there is none, the transparent part of the first image.
+async def read_form(request: Request, limits: Limits, kind: type[Edit]) -> tuple[Edit, list[Image], Image | None]:
+    """The fields of a form, its images, and its mask: where there is none, the transparent part of the first image.
 
     Raises ApiError.
     """
@@ -108,7 +125,7 @@ async def read_form(request: Request, limits: Limits) -> tuple[Edit, list[Image]
     if not files["image"]:
         raise ApiError(400, "there is no image.", param="image", code="missing")
     try:
-        fields = Edit.model_validate(texts)
+        fields = kind.model_validate(texts)
     except (ValidationError, ValueError) as error:
         raise of_validation(error) from error
     read = {
@@ -158,12 +175,7 @@ async def drawn(
     """The answer to a request: JSON, or events as they come. images: of an edit's files."""
     model = find_model(served.models, fields.model)
     image, references = start_and_references(fields, model, images, mask)
-    wanted = [(lora.name, lora.scale) for lora in fields.loras]
-    loras = await run_in_threadpool(served.loras.find, wanted) if wanted else ()
-    conditioning = await run_in_threadpool(read_conditioning_images, fields, model, served.limits, references)
-    most = served.drawing.most_pixels(model.name)
-    jobs = jobs_of(fields, model, served.limits, most, image, mask, loras, conditioning, served.wildcards)
-    note(request, served, model, jobs)
+    jobs = await prepared(request, served, fields, model, image, mask, references)
     served.drawing.require_place(len(jobs))
     if fields.stream:
         events = _events(served, model, fields, jobs, kind)
@@ -173,13 +185,27 @@ async def drawn(
     return JSONResponse({"created": int(time.time()), "data": data, **_shared_fields(jobs, model), "usage": NO_USAGE})
 
 
-def note(request: Request, served: Served, model: ServedModel, jobs: Sequence[Job]) -> None:
-    """What the log says of a request."""
+async def prepared(
+    request: Request,
+    served: Served,
+    fields: Fields,
+    model: ServedModel,
+    image: Image | None,
+    mask: Image | None,
+    references: tuple[Image, ...] = (),
+) -> list[Job]:
+    """The images of a request, noted for its log line. Raises ApiError."""
+    wanted = [(lora.name, lora.scale) for lora in fields.loras]
+    loras = await run_in_threadpool(served.loras.find, wanted) if wanted else ()
+    conditioning = await run_in_threadpool(read_conditioning_images, fields, model, served.limits, references)
+    most = served.drawing.most_pixels(model.name)
+    jobs = jobs_of(fields, model, served.limits, most, image, mask, loras, conditioning, served.wildcards)
     request.state.log = {"pipeline": model.name, "images": len(jobs), "request": jobs[0].request}
     if jobs[0].loras:
         request.state.log["loras"] = {lora.name: lora.scale for lora in jobs[0].loras}
     if served.log_prompts:
         request.state.log |= {"prompt": jobs[0].prompt, "negative_prompt": jobs[0].negative_prompt}
+    return jobs
 
 
 async def wanted_still(request: Request, work: Any) -> Any:

@@ -114,9 +114,15 @@ class Edit(Fields):
     input_fidelity: str | None = Field(None, description="Has no effect: see `strength`.")
 
 
-def as_openai_edit_form() -> dict[str, Any]:
-    """The OpenAPI schema of the multipart form of an edit."""
-    schema = Edit.model_json_schema(ref_template="#/components/schemas/{model}")
+class Variation(Edit):
+    """A request for an image like another; OpenAI's has no prompt."""
+
+    prompt: Text = Field("", description="Prompt.")
+
+
+def as_openai_form(fields: type[Edit]) -> dict[str, Any]:
+    """The OpenAPI schema of the multipart form of an edit or a variation."""
+    schema = fields.model_json_schema(ref_template="#/components/schemas/{model}")
     schema.pop("$defs", None)
     file = {"type": "string", "format": "binary"}
     schema["properties"] = {
@@ -135,6 +141,6 @@ def as_openai_edit_form() -> dict[str, Any]:
         "image_prompts": {"type": "string", "description": 'As JSON: [{"image": "BASE64", "scale": 0.6}].'},
         "references": {"type": "string", "description": 'As JSON: ["BASE64"].'},
     }
-    schema["required"] = ["image", "prompt"]
+    schema["required"] = ["image", *schema.get("required", ())]
     schema["examples"] = [{"prompt": "a green square", "strength": 0.6, "steps": 20, "seed": 7}]
     return schema

@@ -5,14 +5,17 @@ from __future__ import annotations
 import random
 import uuid
 from collections.abc import Mapping
+from typing import Any
 
 from sdflow.errors import UsageError
 from sdflow.families.settings import ALL, FAMILY_ARGUMENTS, MOST_SEED, Settings
 from sdflow.families.shared.sampler_names import known_scheduler, require_installed
 from sdflow.families.shared.schedulers import SAMPLERS, parts_of
+from sdflow.prompts.weights import BREAK
 from sdflow.prompts.wildcards import Wildcards
 from sdflow.runtime.files.folder import folder_family
 from sdflow.serve.api_error import ApiError
+from sdflow.serve.http.models import Models
 from sdflow.serve.http.openai_fields import Fields
 from sdflow.serve.http.served_model import ServedModel
 from sdflow.serve.jobs import ConditioningImages, Image, Job, LoraFile
@@ -21,14 +24,9 @@ from sdflow.serve.limits import Limits, read_size
 NOTHING = ConditioningImages()
 
 
-def find_model(models: Mapping[str, ServedModel], name: str | None) -> ServedModel:
-    """The pipeline of this name; the first where none is named. Raises ApiError."""
-    if name is None:
-        return next(iter(models.values()))
-    if name not in models:
-        known = ", ".join(models)
-        raise ApiError(404, f"no pipeline is named {name!r} here, only {known}.", param="model", code="model_not_found")
-    return models[name]
+def find_model(models: Models, name: str | None) -> ServedModel:
+    """The pipeline of this name or alias; the default where none is named. Raises ApiError."""
+    return models.find(name)
 
 
 def jobs_of(
@@ -61,6 +59,8 @@ def jobs_of(
     start = _start_size(image, conditioning, model)
     arguments = {**settings.call_arguments(), **_size(fields, model, limits, most_pixels, start)}
     negative = arguments.pop("negative_prompt", None)
+    steps, pixels = _steps_and_pixels(settings, arguments, model, mask is not None, image is not None)
+    limits.require_cost(images, steps, pixels, _chunks(settings, fields.prompt, model))
     first = random.SystemRandom().randrange(2**32) if settings.seed is None else settings.seed
     request = uuid.uuid4().hex
 
@@ -91,9 +91,30 @@ def jobs_of(
             (fields.output_format or "png").upper(),
             90 if fields.output_compression is None else max(1, fields.output_compression),
             conditioning,
+            steps,
+            pixels,
         )
         for index, seed in enumerate((first + index) % (MOST_SEED + 1) for index in range(images))
     ]
+
+
+def _steps_and_pixels(
+    settings: Settings, arguments: Mapping[str, Any], model: ServedModel, masked: bool, started: bool
+) -> tuple[int, int]:
+    """That an image takes, as far as the request and the defaults tell."""
+    defaults = model.defaults["inpaint" if masked else "image" if started else "text"]
+    steps, strength = settings.steps or defaults.steps, arguments.get("strength", defaults.strength)
+    side, runs = model.latents.image_size, 1
+    if settings.scheduler is not None:
+        runs = SAMPLERS[parts_of(settings.scheduler)[0]].runs
+    return max(1, round(runs * steps * strength)), arguments.get("height", side) * arguments.get("width", side)
+
+
+def _chunks(settings: Settings, prompt: str, model: ServedModel) -> int:
+    """That the longest prompt has, at least: each section between BREAKs is one. The worker counts tokens, too."""
+    if settings.prompt_syntax != "a1111":
+        return 1
+    return max(len(BREAK.split(text)) for text in (prompt, settings.negative_prompt or ""))
 
 
 def _require_runs(settings: Settings, limits: Limits) -> None:

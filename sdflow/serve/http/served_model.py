@@ -117,7 +117,7 @@ def read_served(folder: Path, *, require_verified: bool = False, check: bool = T
         require_sound_pipeline(folder)
     model = ServedModel(
         folder.resolve().name,
-        folder,
+        folder.absolute(),
         manifest,
         folder_latents(folder),
         folder_defaults(folder),

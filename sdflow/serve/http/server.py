@@ -6,19 +6,24 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
-from sdflow.errors import UsageError
-from sdflow.serve.deployments import read_key
-from sdflow.serve.http.guard import LOOPBACK, Access
+from sdflow.errors import UsageError, os_errors_as
+from sdflow.serve.keys import Access, Keys
+from sdflow.serve.log import log_as_json
 
 if TYPE_CHECKING:
     from sdflow.serve.http.app import Settings
 
-DRAIN_SECONDS = 60
+DRAIN_SECONDS = 60.0
 """How long requests that are being drawn may take when the server is told to end."""
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 SILENT = {
     "HF_HUB_OFFLINE": "1",
@@ -30,41 +35,83 @@ SILENT = {
 }
 
 
-def serve(
-    settings: Settings, host: str, port: int, started: Callable[[str, int], None] = lambda url, port: None
-) -> None:
+@dataclass(frozen=True)
+class Listening:
+    """Where and how it listens. port: 0: a free one. forwarded: addresses of proxies whose X-Forwarded-For and -Proto count, as
+    of uvicorn. drain: seconds that requests may go on when it is told to end. certificate, certificate_key: files of TLS."""
+
+    host: str
+    port: int
+    forwarded: str = "127.0.0.1"
+    drain: float = DRAIN_SECONDS
+    certificate: Path | None = None
+    certificate_key: Path | None = None
+
+
+def serve(settings: Settings, where: Listening, started: Callable[[str, int], None] = lambda url, port: None) -> None:
     """Serve until SIGTERM or Ctrl-C, then finish what was begun.
 
-    port: 0: a free one. started: called with the URL and the port. Raises UsageError for a port in use.
+    started: called with the URL and the port. Raises UsageError for a port in use, and for files of TLS that cannot be read.
     """
     import uvicorn
 
     from sdflow.serve.http.app import make_app
     from sdflow.serve.http.connection import Connection
 
-    listening = listen(host, port)
+    listening = listen(where.host, where.port)
     found = listening.getsockname()[1]
     os.environ.update({name: os.environ.get(name, value) for name, value in SILENT.items()})
+    log_as_json()
     app = make_app(settings)
     config = uvicorn.Config(
         app,
+        log_config=None,
         log_level="warning",
         access_log=False,  # the guard writes it
-        timeout_graceful_shutdown=DRAIN_SECONDS,
+        timeout_graceful_shutdown=round(where.drain),
         server_header=False,
         http=Connection,
         ws="none",
         h11_max_incomplete_event_size=64 << 10,
         limit_concurrency=settings.limits.connections,
+        proxy_headers=True,
+        forwarded_allow_ips=where.forwarded,
+        root_path=settings.root_path,
+        ssl_certfile=where.certificate,
+        ssl_keyfile=where.certificate_key,
     )
+    if where.certificate is not None:
+        with os_errors_as("is no certificate with its key", where.certificate):
+            config.load()  # it reads them
+
+    class Server(uvicorn.Server):
+        """Takes no more drawings when it is told to end, and says so to whoever asks; it ends when all that it has begun is
+        done, or the time for that is over. Told twice, it ends what it has begun; a third time, itself."""
+
+        end = float("inf")
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if app.drawing.draining:
+                self.end, self.force_exit = 0.0, self.should_exit
+                return
+            app.drawing.draining, self.end = True, time.monotonic() + where.drain
+            settings.log("draining", images=app.drawing.images, seconds=where.drain)
+
+        async def on_tick(self, counter: int) -> bool:
+            if app.drawing.draining and (not app.drawing.images or time.monotonic() > self.end):
+                self.should_exit = True
+                config.timeout_graceful_shutdown = max(1, round(self.end - time.monotonic()))
+            return await super().on_tick(counter)
+
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn's stand before them, and raise them again at the end
         signal.signal(number, lambda *_: None)
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # its terminal is closed
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
-    url = f"http://{f'[{host}]' if ':' in host else host}:{found}"
+    scheme = "http" if where.certificate is None else "https"
+    url = f"{scheme}://{f'[{where.host}]' if ':' in where.host else where.host}:{found}"
     settings.log("serving", url=url, pipelines=list(settings.models), pid=os.getpid())
     started(url, found)
-    uvicorn.Server(config).run(sockets=[listening])
+    Server(config).run(sockets=[listening])
     settings.log("ended")
 
 
@@ -86,14 +133,24 @@ def listen(host: str, port: int) -> socket.socket:
     return made
 
 
-def access_of(host: str, key_file: Path | None, origins: Sequence[str], *, no_auth: bool) -> Access:
-    """Who may ask. Raises UsageError for an address beyond this machine without a key, unless that is meant."""
-    key = None if key_file is None else read_key(key_file)
+def access_of(
+    host: str,
+    key_file: Path | None,
+    origins: Sequence[str],
+    *,
+    no_auth: bool,
+    admin_key_file: Path | None = None,
+    hosts: Sequence[str] = (),
+) -> Access:
+    """Who may ask. hosts: further names of this server. Raises UsageError for an address beyond this machine without a key,
+    unless that is meant."""
+    keys, admin_keys = (None if file is None else Keys.of(file) for file in (key_file, admin_key_file))
     own = host in LOOPBACK
-    if key is None and not own and not no_auth:
+    if keys is None and not own and not no_auth:
         raise UsageError(
             f"at {host}, everyone who reaches this machine could generate images",
             where="--host",
             remedy="Add --api-key-file FILE, or --no-auth.",
         )
-    return Access(key, tuple(origin.rstrip("/") for origin in origins), LOOPBACK if own else None)
+    names = (*LOOPBACK, *(name.lower() for name in hosts)) if own or hosts else None
+    return Access(keys, tuple(origin.rstrip("/") for origin in origins), names, admin_keys)

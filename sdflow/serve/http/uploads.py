@@ -7,7 +7,9 @@ import binascii
 import io
 import warnings
 from base64 import b64decode
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.http.openai_fields import Fields
@@ -23,20 +25,28 @@ def read_upload(content: bytes, param: str, limits: Limits) -> Image:
 
     Raises ApiError for what is no image of these formats, is damaged, or has too many pixels.
     """
-    import PIL.Image
     from PIL import ImageOps
+
+    with opened_image(content, param) as opened:
+        if opened.width * opened.height > limits.sent_pixels:
+            size = f"{opened.width}x{opened.height}"
+            raise ApiError(400, f"the image has {size} pixels, more than {limits.sent_pixels} in all.", param=param)
+        turned = ImageOps.exif_transpose(opened)
+        made = turned.convert("RGBA" if turned.has_transparency_data else "RGB")
+        if made.mode == "RGBA" and made.getchannel("A").getextrema()[0] == 255:
+            made = made.convert("RGB")  # a browser's canvas writes alpha where nothing is transparent
+    return Image(made.mode, made.size, made.tobytes())
+
+
+@contextmanager
+def opened_image(content: bytes, param: str) -> Iterator[Any]:
+    """The image file, as PIL opens it. Raises ApiError for one that cannot be read."""
+    import PIL.Image
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
-            opened = PIL.Image.open(io.BytesIO(content), formats=FORMATS)
-            if opened.width * opened.height > limits.sent_pixels:
-                size = f"{opened.width}x{opened.height}"
-                raise ApiError(400, f"the image has {size} pixels, more than {limits.sent_pixels} in all.", param=param)
-            turned = ImageOps.exif_transpose(opened)
-            made = turned.convert("RGBA" if turned.has_transparency_data else "RGB")
-            if made.mode == "RGBA" and made.getchannel("A").getextrema()[0] == 255:
-                made = made.convert("RGB")  # a browser's canvas writes alpha where nothing is transparent
+            yield PIL.Image.open(io.BytesIO(content), formats=FORMATS)
     except (
         OSError,
         ValueError,
@@ -50,18 +60,21 @@ def read_upload(content: bytes, param: str, limits: Limits) -> Image:
         raise ApiError(
             400, f"cannot be read as an image of {', '.join(FORMATS)}{why}", param=param, code="invalid_image"
         ) from error
-    return Image(made.mode, made.size, made.tobytes())
 
 
 def read_base64(text: str, param: str, limits: Limits) -> Image:
-    """The same of an image in base64, with or without `data:image/png;base64,` before it."""
+    """The image of a file in base64. Raises ApiError."""
+    return read_upload(decoded(text, param), param, limits)
+
+
+def decoded(text: str, param: str) -> bytes:
+    """What is in base64, with or without `data:image/png;base64,` before it. Raises ApiError."""
     head, comma, rest = text.partition(",")
     encoded = rest if comma and head.startswith("data:") else text
     try:
-        content = b64decode(encoded, validate=True)
+        return b64decode(encoded, validate=True)
     except (binascii.Error, ValueError) as error:
         raise ApiError(400, f"is no base64: {error}", param=param, code="invalid_image") from error
-    return read_upload(content, param, limits)
 
 
 def as_mask(image: Image) -> Image:

@@ -1,31 +1,34 @@
-"""What the common clients of A1111's webui call: `/sdapi/v1/txt2img`, `img2img`, `progress`, `interrupt`, and the lists.
-
-Prompts are read as the webui reads them, `<lora:name:0.8>` in them included. Names of files, upscalers, scripts and the like have
-no effect.
-"""
+"""What the common clients of A1111's webui call to draw: `/sdapi/v1/txt2img`, `img2img`, `progress`, `interrupt`, `skip` and
+`options`. Prompts are read as the webui reads them, `<lora:name:0.8>` in them included."""
 
 from __future__ import annotations
 
+import io
 import json
+import time
 from base64 import b64encode
-from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 
-from sdflow.families.image_text_reading import LORA
-from sdflow.families.shared.sampler_names import AUTOMATIC, available, scheduler_of, unknown, webui_names
-from sdflow.families.shared.schedulers import SAMPLERS, SPACINGS, SchedulerRow
+from sdflow import __version__
+from sdflow.families.image_text import PARAMETERS
+from sdflow.families.image_text_reading import LORA, infotext_values
 from sdflow.serve.api_error import ApiError
-from sdflow.serve.http.openai_api import Served, note, of_validation, wanted_still
+from sdflow.serve.http.callers import caller_of
+from sdflow.serve.http.openai_api import Served, of_validation, prepared, wanted_still
 from sdflow.serve.http.openai_fields import Edit
 from sdflow.serve.http.openai_fields import Lora as LoraField
-from sdflow.serve.http.requested import find_model, jobs_of
+from sdflow.serve.http.requested import find_model
 from sdflow.serve.http.uploads import as_mask, as_rgb, read_base64
+from sdflow.serve.http.webui_controlnet import control_fields, require_shapes
 from sdflow.serve.http.webui_fields import FromImage, Options, Text
-from sdflow.serve.jobs import Drawn, Image, Job, Stepped
+from sdflow.serve.http.webui_inpaint import Part, filled
+from sdflow.serve.http.webui_samplers import requested_scheduler
+from sdflow.serve.jobs import Drawn, Image, Job, Preview, Stepped
 
 
 def loras_in(prompt: str) -> tuple[str, list[LoraField]]:
@@ -41,13 +44,33 @@ def loras_in(prompt: str) -> tuple[str, list[LoraField]]:
     return LORA.sub("", prompt).strip() if found else prompt, found
 
 
+@dataclass
+class _Open:
+    """A request that is being drawn. steps: done and in all, by image; preview: the last one. owner: as a `Caller`'s."""
+
+    batch: int
+    steps: dict[int, tuple[int, int]]
+    owner: str | None
+    begun: float = field(default_factory=time.monotonic)
+    finished: int = 0
+    preview: bytes | None = None
+    interrupted: bool = False
+    skipped: bool = False
+
+    def share(self) -> float:
+        return sum(done / total for done, total in self.steps.values()) / len(self.steps)
+
+
 class _Now:
-    """What was begun over this API and is not finished: the webui draws one request at a time, so its clients ask of all."""
+    """What this API is to remember: the webui draws one request at a time, so its clients ask about whatever is being drawn."""
 
     def __init__(self) -> None:
-        self.steps: dict[str, tuple[int, int]] = {}
-        self.interrupted: set[str] = set()
-        self.model: str | None = None
+        self.open: dict[str, _Open] = {}
+        self.options = Options()
+
+    def of(self, request: Request) -> list[tuple[str, _Open]]:
+        """What this one may stop: its owner's."""
+        return [(name, each) for name, each in self.open.items() if caller_of(request).may_stop(each.owner)]
 
 
 def webui_routes(served: Served) -> APIRouter:
@@ -55,161 +78,180 @@ def webui_routes(served: Served) -> APIRouter:
     routes = APIRouter(prefix="/sdapi/v1", tags=["A1111's webui"])
     now = _Now()
 
-    async def draw(request: Request, asked: Text, image: Image | None, mask: Image | None) -> dict[str, Any]:
-        prompt, wanted = loras_in(asked.prompt)
-        name = asked.override_settings.sd_model_checkpoint or now.model
-        model = find_model(served.models, name)
-        scheduler = _scheduler(asked.sampler_name or asked.sampler_index, asked.scheduler, model.schedulers)
-        side = model.latents.image_size
-        size = f"{asked.width or side}x{asked.height or side}"
-        fields = Edit.model_validate(
-            {
-                **asked.settings(),
-                "prompt": prompt,
-                "negative_prompt": asked.negative_prompt or None,
-                "n": asked.batch_size * asked.n_iter,
-                "size": None if image and not asked.width and not asked.height else size,
-                "seed": None if asked.seed < 0 else asked.seed,
-                "scheduler": scheduler,
-                "loras": wanted,
-                **({} if mask is not None else {"mask_blur": None}),
-            }
+    async def draw(
+        request: Request, asked: Text, image: Image | None = None, mask: Image | None = None
+    ) -> dict[str, Any]:
+        prompt, loras = loras_in(asked.prompt)
+        options = _set(now.options, asked.override_settings)
+        model = find_model(served.models, options.sd_model_checkpoint)
+        if not asked.override_settings_restore_afterwards:
+            now.options = options
+        side, part = model.latents.image_size, None
+        scheduler = requested_scheduler(
+            asked.sampler_name or asked.sampler_index, asked.scheduler, asked.eta, model.schedulers
         )
-        names = [(lora.name, lora.scale) for lora in wanted]
-        loras = await run_in_threadpool(served.loras.find, names) if names else ()
-        most, wildcards = served.drawing.most_pixels(model.name), served.wildcards
-        jobs = jobs_of(fields, model, served.limits, most, image, mask, loras, wildcards=wildcards)
-        note(request, served, model, jobs)
-        found = await wanted_still(request, _watched(served, jobs, now))
-        seeds = [job.seed for job in jobs]
-        info = {
-            "prompt": asked.prompt,
-            "all_prompts": [job.prompt for job in jobs],
-            "negative_prompt": asked.negative_prompt,
-            "seed": seeds[0],
-            "all_seeds": seeds,
-            "steps": asked.steps,
-            "cfg_scale": asked.cfg_scale,
-            "sampler_name": None if scheduler is None else (webui_names(scheduler) or (scheduler,))[0],
-            "sd_model_name": model.name,
+        width, height = asked.width or side, asked.height or side
+        if isinstance(asked, FromImage) and image is not None and mask is not None:
+            if asked.inpainting_fill == 0:
+                image = await run_in_threadpool(filled, image, mask)
+            if asked.inpaint_full_res:
+                padding = asked.inpaint_full_res_padding
+                part = await run_in_threadpool(Part.of, image, mask, width, height, padding, asked.mask_blur)
+                image, mask = part.cut(width, height)
+        try:
+            units = asked.units()
+        except ValueError as error:
+            raise of_validation(error) from error
+        start = asked.init_images[0] if isinstance(asked, FromImage) else None
+        skipped = (options.CLIP_stop_at_last_layers or 1) - 1
+        given = {
+            **asked.settings(),
+            "prompt": prompt,
+            "negative_prompt": asked.negative_prompt or None,
+            "n": asked.batch_size * asked.n_iter,
+            "size": None if image and not asked.width and not asked.height else f"{width}x{height}",
+            "seed": None if asked.seed < 0 else asked.seed,
+            "scheduler": scheduler,
+            "clip_skip": skipped or None,
+            "loras": loras,
+            "control": control_fields(units, start),
+            **({} if mask is not None else {"mask_blur": None}),
         }
-        images = [b64encode(found[index].file).decode() for index in sorted(found)]
-        return {"images": images, "parameters": asked.model_dump(), "info": json.dumps(info)}
+        jobs = await prepared(request, served, Edit.model_validate(given), model, image, mask)
+        require_shapes(units, jobs[0], side)
+        found = await wanted_still(request, _watched(served, jobs, asked.batch_size, now, caller_of(request).owner))
+        drawn = [jobs[index] for index in sorted(found)]
+        files = [found[job.index].file for job in drawn]
+        if part is not None:
+            files = [await run_in_threadpool(part.put_back, file) for file in files]
+        info = _info(asked, drawn or jobs[:1], files, (width, height), model.name)
+        left_out = set() if isinstance(asked, FromImage) and asked.include_init_images else {"init_images", "mask"}
+        images = [b64encode(file).decode() for file in files] if asked.send_images else []
+        return {"images": images, "parameters": asked.model_dump(exclude=left_out), "info": json.dumps(info)}
 
     @routes.post("/txt2img", summary="Draw from text")
     async def txt2img(request: Request, asked: Text) -> dict[str, Any]:
-        return await draw(request, asked, None, None)
+        return await draw(request, asked)
 
     @routes.post("/img2img", summary="Draw from an image, or into the white part of a mask")
     async def img2img(request: Request, asked: FromImage) -> dict[str, Any]:
         def read(text: str, param: str) -> Image:
-            return read_base64(text, param, served.limits)
+            return as_rgb(read_base64(text, param, served.limits))
 
-        image = as_rgb(await run_in_threadpool(read, asked.init_images[0], "init_images"))
-        mask = None
-        if asked.mask is not None:
-            mask = as_mask(as_rgb(await run_in_threadpool(read, asked.mask, "mask")))
+        image, mask = await run_in_threadpool(read, asked.init_images[0], "init_images"), None
+        if asked.mask:
+            mask = as_mask(await run_in_threadpool(read, asked.mask, "mask"))
             if asked.inpainting_mask_invert:
                 mask = Image(mask.mode, mask.size, bytes(255 - value for value in mask.pixels))
         return await draw(request, asked, image, mask)
 
-    @routes.get("/progress", summary="How far what was asked over this API is")
-    async def progress() -> dict[str, Any]:
-        done, total = (sum(each[place] for each in now.steps.values()) for place in (0, 1))
-        state = {"sampling_step": done, "sampling_steps": total, "job_count": len(now.steps), "interrupted": False}
-        return {"progress": done / total if total else 0.0, "eta_relative": 0.0, "state": state, "current_image": None}
+    @routes.get("/progress", summary="How far what this API is drawing is")
+    async def progress(skip_current_image: bool = False) -> dict[str, Any]:
+        request, first = next(iter(now.open.items()), ("", None))
+        share = sum(each.share() for each in now.open.values()) / max(1, len(now.open))
+        steps = [step for each in now.open.values() for step in each.steps.values()]
+        done, total = sum(step[0] for step in steps), sum(step[1] for step in steps)
+        seconds = time.monotonic() - min((each.begun for each in now.open.values()), default=0.0)
+        state = {
+            "skipped": any(each.skipped for each in now.open.values()),
+            "interrupted": any(each.interrupted for each in now.open.values()),
+            "job": "txt2img" if first else "",
+            "job_count": sum(-(-len(each.steps) // each.batch) for each in now.open.values()),
+            "job_no": sum(each.finished // each.batch for each in now.open.values()),
+            "sampling_step": done,
+            "sampling_steps": total,
+        }
+        if first is not None and not skip_current_image:
+            served.drawing.show(request)  # for the next time that this is asked
+        shown = None if first is None or skip_current_image or first.preview is None else first.preview
+        return {
+            "progress": share,
+            "eta_relative": seconds / share - seconds if share else 0.0,
+            "state": state,
+            "current_image": None if shown is None else b64encode(shown).decode(),
+            "textinfo": "Waiting..." if first is not None and not done else None,
+        }
 
-    @routes.post("/interrupt", summary="End what was asked over this API at the next step")
-    async def interrupt() -> dict[str, Any]:
-        now.interrupted.update(now.steps)
+    @routes.post("/interrupt", summary="End what this API is drawing; its images are as they are")
+    async def interrupt(asked: Request) -> dict[str, Any]:
+        for request, each in now.of(asked):
+            each.interrupted = True
+            served.drawing.interrupt(request)
         return {}
 
-    @routes.get("/sd-models", summary="The pipelines")
-    async def models() -> list[dict[str, Any]]:
-        return [
-            {"title": name, "model_name": name, "hash": None, "sha256": None, "filename": name, "config": None}
-            for name in served.models
-        ]
+    @routes.post("/skip", summary="The same for the images that have begun")
+    async def skip(asked: Request) -> dict[str, Any]:
+        for request, each in now.of(asked):
+            each.skipped = True
+            served.drawing.show(request, end=True)
+        return {}
 
-    @routes.get("/loras", summary="The LoRAs")
-    async def loras() -> list[dict[str, Any]]:
-        return [{"name": name, "alias": name, "path": name, "metadata": {}} for name in served.loras.files()]
-
-    @routes.get("/samplers", summary="The samplers")
-    async def samplers() -> list[dict[str, Any]]:
-        found: dict[str, list[str]] = {}  # a sampler of noise and one of flow matching may have one name
-        for name in available({each: row for each, row in _all_schedulers(served).items() if each in SAMPLERS}):
-            found.setdefault(SAMPLERS[name].webui or name, []).append(name)
-        return [
-            {"name": label, "aliases": names, "options": _options(SAMPLERS[names[0]].automatic)}
-            for label, names in found.items()
-        ]
-
-    @routes.get("/schedulers", summary="The schedule types, which a request names beside its sampler")
-    async def schedulers() -> list[dict[str, Any]]:
-        labels = {"automatic": AUTOMATIC, "uniform": "Uniform", **{name: each.webui for name, each in SPACINGS.items()}}
-        return [
-            {"name": name, "label": label, "aliases": None, "default_rho": -1.0, "need_inner_model": False}
-            for name, label in labels.items()
-        ]
-
-    @routes.get("/options", summary="The pipeline that is taken where a request names none")
+    @routes.get("/options", summary="The settings of requests that say nothing else")
     async def options() -> dict[str, Any]:
-        return {"sd_model_checkpoint": now.model or next(iter(served.models))}
+        model = now.options.sd_model_checkpoint or next(iter(served.models))
+        skipped = now.options.CLIP_stop_at_last_layers or 1
+        return {"sd_model_checkpoint": model, "CLIP_stop_at_last_layers": skipped, "sd_vae": "Automatic"}
 
-    @routes.post("/options", summary="Take another")
+    @routes.post("/options", summary="Change them")
     async def set_options(asked: Options) -> dict[str, Any]:
-        if asked.sd_model_checkpoint is not None:
-            now.model = find_model(served.models, asked.sd_model_checkpoint).name
+        find_model(served.models, asked.sd_model_checkpoint)
+        now.options = _set(now.options, asked)
         return {}
 
     return routes
 
 
-async def _watched(served: Served, jobs: list[Job], now: _Now) -> dict[int, Drawn]:
-    """The images that were drawn: all of them, unless it was interrupted."""
-    request, found = jobs[0].request, {}
-    steps = dict.fromkeys(range(len(jobs)), (0, jobs[0].arguments.get("num_inference_steps", 1)))
-    now.steps[request] = (0, sum(total for _, total in steps.values()))
+def _set(options: Options, changes: Options) -> Options:
+    return options.model_copy(update=changes.model_dump(exclude_none=True, include=set(Options.model_fields)))
+
+
+def _info(asked: Text, jobs: list[Job], files: list[bytes], size: tuple[int, int], model: str) -> dict[str, Any]:
+    """What the webui says of its images: `infotexts` are those in the files."""
+    import PIL.Image
+
+    texts = [PIL.Image.open(io.BytesIO(file)).info.get(PARAMETERS, "") for file in files]
+    values, seeds = infotext_values(texts[0]) if texts else {}, [job.seed for job in jobs]
+    return {
+        "prompt": asked.prompt,
+        "all_prompts": [job.prompt for job in jobs],
+        "negative_prompt": asked.negative_prompt,
+        "all_negative_prompts": [job.negative_prompt or "" for job in jobs],
+        "seed": seeds[0],
+        "all_seeds": seeds,
+        "width": size[0],
+        "height": size[1],
+        "sampler_name": values.get("Sampler"),
+        "steps": asked.steps,
+        "cfg_scale": asked.cfg_scale,
+        "batch_size": asked.batch_size,
+        "sd_model_name": model,
+        "denoising_strength": asked.denoising_strength if isinstance(asked, FromImage) else None,
+        "clip_skip": int(values.get("Clip skip", 1)),
+        "index_of_first_image": 0,
+        "infotexts": texts,
+        "version": f"sdflow {__version__}",
+    }
+
+
+async def _watched(served: Served, jobs: list[Job], batch: int, now: _Now, owner: str | None) -> dict[int, Drawn]:
+    """The images by index: all of them, unless it was interrupted."""
+    request, found = jobs[0].request, dict[int, Drawn]()
+    steps = {job.index: (0, job.arguments["num_inference_steps"]) for job in jobs}
+    seen = now.open[request] = _Open(batch, steps, owner)
     messages = served.drawing.draw(jobs)
     try:
         async for message in messages:
             if isinstance(message, Stepped):
-                steps[message.index] = message.done, message.total
-                now.steps[request] = sum(done for done, _ in steps.values()), sum(total for _, total in steps.values())
+                seen.steps[message.index] = message.done, message.total
+            elif isinstance(message, Preview):
+                seen.preview = message.file
             elif isinstance(message, Drawn):
                 found[message.index] = message
-            if request in now.interrupted:
-                break
+                seen.finished += 1
+    except ApiError:
+        if not seen.interrupted and not seen.skipped:  # servers of clusters end what was interrupted without an image
+            raise
     finally:
         await messages.aclose()  # type: ignore[attr-defined]
-        del now.steps[request]
-        now.interrupted.discard(request)
+        del now.open[request]
     return found
-
-
-def _all_schedulers(served: Served) -> dict[str, SchedulerRow]:
-    """Those of any of the pipelines."""
-    return {name: row for model in served.models.values() for name, row in model.schedulers.items()}
-
-
-def _options(automatic: str) -> dict[str, str]:
-    return {"scheduler": automatic} if automatic else {}
-
-
-def _scheduler(sampler: str | None, schedule: str | None, schedulers: Mapping[str, SchedulerRow]) -> str | None:
-    """The scheduler of a sampler and a schedule type; None: the pipeline's own. Without a schedule type the webui takes the
-    sampler's usual one. Raises ApiError."""
-    if sampler is None or sampler == AUTOMATIC:
-        if schedule in (None, "", AUTOMATIC, AUTOMATIC.lower()):
-            return None
-        message = f"the schedule type {schedule!r} needs a sampler: send sampler_name too."
-        raise ApiError(400, message, param="scheduler", code="invalid_value")
-    told = schedule or (None if sampler in schedulers else AUTOMATIC)  # our own names say it all
-    if (found := scheduler_of(sampler, told, schedulers)) is not None:
-        return found
-    if scheduler_of(sampler, None, schedulers) is not None:
-        message = f"{sampler} takes no schedule type {schedule!r} here; see /sdapi/v1/schedulers."
-        raise ApiError(400, message, param="scheduler", code="invalid_value")
-    message = f"{unknown(sampler, schedulers)}; see /sdapi/v1/samplers."
-    raise ApiError(400, message, param="sampler_name", code="invalid_value")

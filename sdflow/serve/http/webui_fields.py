@@ -1,11 +1,14 @@
-"""The fields of A1111's webui API that clients send, as pydantic checks them. Those that it does not name have no effect there
-either, or are features that sdflow does not have: they are taken, since its clients always send all of them."""
+"""The fields of A1111's webui API that clients send, as pydantic checks them.
+
+Clients always send all fields. One that sdflow does not implement is accepted with the value that turns it off, and rejected with
+any other, so that nothing that was asked for is silently left out.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from sdflow.config.parameter_fields import Text as Words
 from sdflow.config.parameter_fields import field_of
@@ -14,22 +17,69 @@ from sdflow.families.settings import COMMON
 ONE_PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGO4pqEDAAMCASvdZ1ieAAAAAElFTkSuQmCC"
 """A PNG file, for examples."""
 
+OFF: dict[str, tuple[Any, ...]] = {
+    "s_noise": (1,),
+    "initial_noise_multiplier": (1,),
+    "seed_resize_from_h": (0, -1),
+    "seed_resize_from_w": (0, -1),
+    "sd_vae": ("Automatic", "None", ""),
+}
+"""The values that turn a field off, besides null; for all others 0, false, and what is empty."""
 
-class Options(BaseModel):
-    """Settings: the pipeline that requests take which name none."""
 
-    model_config = ConfigDict(extra="ignore", json_schema_extra={"examples": [{"sd_model_checkpoint": "shapes_cpu"}]})
+class Known(BaseModel):
+    """Fields, and others that are turned off. WITHOUT_EFFECT: fields that change no image in the webui either, unless another is
+    turned on, and what is about its files: nothing is stored here."""
+
+    model_config = ConfigDict(extra="allow")
+    WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="after")
+    def _others_are_off(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            off = value is None or (value in OFF[name] if name in OFF else not value)
+            if not off and name not in self.WITHOUT_EFFECT and not name.startswith("hr_"):
+                raise ValueError(f"{name} {value!r:.60} is not supported by this server: leave it out")
+        return self
+
+
+class Options(Known):
+    """Settings: the pipeline of requests that name none, and how many layers of the text encoder count."""
+
+    model_config = ConfigDict(extra="allow", json_schema_extra={"examples": [{"sd_model_checkpoint": "shapes_cpu"}]})
 
     sd_model_checkpoint: Words | None = None
+    CLIP_stop_at_last_layers: Annotated[int | None, Field(ge=1, le=12)] = None
 
 
-class Text(BaseModel):
+class Unit(Known):
+    """An image for a ControlNet, as the webui's extension has it."""
+
+    WITHOUT_EFFECT = frozenset(
+        ("low_vram", "lowvram", "processor_res", "threshold_a", "threshold_b", "pixel_perfect", "hr_option")
+    ) | {"save_detected_map", "inpaint_crop_input_image"}
+
+    enabled: bool = True
+    image: str | None = None
+    module: str | None = "none"
+    model: str = "None"
+    weight: float = Field(1.0, ge=-10, le=10)
+    guidance_start: float = Field(0.0, ge=0, le=1)
+    guidance_end: float = Field(1.0, ge=0, le=1)
+    control_mode: str | int = 0
+    resize_mode: str | int = 0
+
+
+class Text(Known):
     """A request to draw from text."""
 
     model_config = ConfigDict(
-        extra="ignore",
+        extra="allow",
         json_schema_extra={"examples": [{"prompt": "a large red circle <lora:stripes:0.8>", "steps": 20, "seed": 7}]},
     )
+    WITHOUT_EFFECT = frozenset(
+        ("denoising_strength", "firstphase_width", "firstphase_height", "image_cfg_scale", "script_args", "subseed")
+    ) | {"s_tmax", "s_tmin", "refiner_switch_at", "do_not_save_samples", "do_not_save_grid", "save_images"}
 
     prompt: Words = ""
     negative_prompt: Words = ""
@@ -44,26 +94,48 @@ class Text(BaseModel):
     sampler_index: Words | None = None
     scheduler: Words | None = None
     eta: float | None = field_of(COMMON["eta"], None)
+    send_images: bool = True
     override_settings: Options = Field(default_factory=Options)
+    override_settings_restore_afterwards: bool = True
+    alwayson_scripts: dict[str, Any] = Field(default_factory=dict, description="Of the extensions, ControlNet only.")
 
     def settings(self) -> dict[str, Any]:
         """The settings of a drawing by name, without size, seed and scheduler, which are spelled otherwise here."""
         named = {name: each.webui for name, each in COMMON.items() if each.webui in type(self).model_fields}
         return {name: getattr(self, field) for name, field in named.items()} | {"prompt_syntax": "a1111"}
 
+    def units(self) -> list[Unit]:
+        """Its ControlNet units. Raises ValueError for other extensions that are turned on."""
+        found: list[Unit] = []
+        for name, script in self.alwayson_scripts.items():
+            arguments = script.get("args", []) if isinstance(script, dict) else script
+            if not isinstance(arguments, list):
+                raise ValueError(f"the args of {name} are not a list")
+            if name.lower() == "controlnet":
+                found += [Unit.model_validate(each) for each in arguments if each]
+            elif arguments and arguments[0] is not False:
+                raise ValueError(f"the script {name!r} is not supported by this server: leave it out")
+        return [unit for unit in found if unit.enabled]
+
 
 class FromImage(Text):
     """A request to draw from an image, in base64; with a mask, into its white part."""
 
     model_config = ConfigDict(
-        extra="ignore",
+        extra="allow",
         json_schema_extra={
             "examples": [{"prompt": "a green square", "init_images": [ONE_PIXEL], "denoising_strength": 0.6}]
         },
     )
 
     init_images: list[str] = Field(min_length=1, max_length=1)
+    include_init_images: bool = False
+    denoising_strength: float = field_of(COMMON["strength"], 0.75)
     mask: str | None = None
     mask_blur: float = field_of(COMMON["mask_blur"], 4)
     inpainting_mask_invert: int = Field(0, ge=0, le=1)
-    denoising_strength: float = field_of(COMMON["strength"], 0.75)
+    inpainting_fill: int = Field(
+        0, ge=0, le=1, description="What is below the mask: 0: its surroundings, 1: the image."
+    )
+    inpaint_full_res: bool = Field(True, description="Draw only the masked part, at the full size.")
+    inpaint_full_res_padding: int = Field(0, ge=0, le=4096, description="Pixels around it that are seen.")

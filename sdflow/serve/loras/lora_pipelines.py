@@ -86,6 +86,11 @@ class LoraPipelines:
         or its graphs are not in the cache."""
         return cls(folder, base, *read_structures(folder, cache), memory, values or SharedValues())
 
+    @property
+    def there(self) -> list[ServedPipeline]:
+        """Those that are kept."""
+        return [made.pipeline for made in list(self._made.values())]
+
     def served(self, loras: tuple[LoraFile, ...]) -> ServedPipeline:
         """The pipeline with these, in this order: made if it is not there. Raises CheckpointError for one that does not fit."""
         found = self.get(loras)

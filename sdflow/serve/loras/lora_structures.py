@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 from sdflow.build.chain import BIND_PASS
 from sdflow.build.plan import PipelinePlan, make_plan
@@ -27,20 +28,27 @@ def read_structures(folder: Path, cache: Path) -> Read:
     return plan.checkpoint, _structures(plan, Cache(cache), str(cache))
 
 
-class LoraFit:
-    """Whether a LoRA can be put into the pipelines of a server. For several threads."""
+class HasFolder(Protocol):
+    """A pipeline of a folder."""
 
-    def __init__(self, folders: Mapping[str, Path], cache: Path) -> None:
+    @property
+    def folder(self) -> Path: ...
+
+
+class LoraFit:
+    """Whether a LoRA can be put into the pipelines of a server, which may come and go. For several threads."""
+
+    def __init__(self, models: Mapping[str, HasFolder], cache: Path) -> None:
         """cache: that they were built with."""
-        self._folders, self._cache = folders, cache
-        self._read: dict[str, Read] = {}
+        self._models, self._cache = models, cache
+        self._read: dict[tuple[Path, int], Read] = {}
 
     def require(self, path: Path) -> None:
         """Raises CheckpointError for a file that fits none of the pipelines, UsageError when none takes LoRAs at all."""
         problems: list[CheckpointError | UsageError] = []
-        for name in self._folders:
+        for model in list(self._models.values()):
             try:
-                checkpoint, structures = self._structures_of(name)
+                checkpoint, structures = self._structures_of(model.folder)
                 require_made_for(path, checkpoint)
                 read_lora(path, {each: found.parameters for each, found in structures.items()}, checkpoint.family.name)
             except (CheckpointError, UsageError) as error:
@@ -51,10 +59,11 @@ class LoraFit:
         if problems:
             raise (fitting or problems)[0]
 
-    def _structures_of(self, name: str) -> Read:
-        if name not in self._read:  # twice, if two ask at once: it is the same
-            self._read[name] = read_structures(self._folders[name], self._cache)
-        return self._read[name]
+    def _structures_of(self, folder: Path) -> Read:
+        key = folder, (folder / MANIFEST_FILE).stat().st_mtime_ns
+        if key not in self._read:  # twice, if two ask at once: it is the same
+            self._read[key] = read_structures(folder, self._cache)
+        return self._read[key]
 
 
 def _plan(folder: Path, cache: Cache) -> PipelinePlan:

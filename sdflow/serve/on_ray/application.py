@@ -19,7 +19,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError,
 
 from sdflow.serve.http.app import Hear, Settings, make_app
 from sdflow.serve.http.server import DRAIN_SECONDS
-from sdflow.serve.jobs import Begun, Cancel, Drawn, Failed, Job, Lost, Message, OfImage, Ready, Turned
+from sdflow.serve.jobs import Begun, Cancel, Drawn, Failed, Job, Lost, Message, OfImage, Order, Ready, Show, Turned
 from sdflow.serve.on_ray.replica import Replica, loras_id
 from sdflow.serve.on_ray.spread import NAME, QUIET, Spread
 
@@ -89,13 +89,16 @@ class ReplicaLine:
         self._loop = asyncio.get_running_loop()
         self._asking = self._loop.create_task(self._ask())
 
-    def send(self, message: Job | Cancel) -> None:
-        """In the event loop's thread."""
-        if isinstance(message, Cancel):
+    def send(self, message: Order) -> None:
+        """In the event loop's thread. Which replica draws an image is not known here, so none can be shown before it is done."""
+        if isinstance(message, Job):
+            self._begin(message.request, self._draw(message))
+        elif isinstance(message, Cancel) or (isinstance(message, Show) and message.end):
             for task in self._tasks.pop(message.request, ()):
                 task.cancel()
-        else:
-            self._begin(message.request, self._draw(message))
+            for request, index in {*self._waiting, *self._drawing} if isinstance(message, Show) else ():
+                if request == message.request:
+                    self._hear(Failed(request, index, "Interrupted", "it was interrupted"))
 
     def end(self) -> None:
         """From another thread. What is under way is cancelled."""

@@ -16,7 +16,7 @@ from typing import Any
 from ray import serve
 
 from sdflow.serve.http.server import SILENT
-from sdflow.serve.jobs import Cancel, Drawn, Failed, Job, Lost, Message, Ready, Turned, WorkerOptions
+from sdflow.serve.jobs import Cancel, Drawn, Failed, Job, Lost, Message, OfImage, Ready, Turned, WorkerOptions
 from sdflow.serve.worker.worker import WorkerLine
 
 LORAS_HELD = 32
@@ -110,7 +110,7 @@ class Replica:
         elif isinstance(message, Turned):
             for queue in list(self._requests.values())[:1]:  # one tells it: it is counted
                 queue.put_nowait(message)
-        elif message.request in self._requests:
+        elif isinstance(message, OfImage) and message.request in self._requests:
             self._requests[message.request].put_nowait(message)
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sdflow.errors import UsageError
 from sdflow.machine.packages import how_to_install
 from sdflow.processes.on_ray.cluster import connect
-from sdflow.serve.http.guard import LOOPBACK
+from sdflow.serve.http.server import LOOPBACK
 from sdflow.serve.on_ray.spread import NAME, QUIET, Spread
 
 if TYPE_CHECKING:

@@ -1,5 +1,7 @@
 // The server's API, as the page calls it. Every failure is a Problem, whose message can be shown.
 
+import { dataUrl } from "./dom.js";
+
 export class Problem extends Error {
   /** status: of HTTP; 0 where there was no answer. retryAfter: seconds. */
   constructor(message, status = 0, retryAfter = null) {
@@ -20,11 +22,14 @@ function headers() {
   return key ? { Authorization: `Bearer ${key}` } : {};
 }
 
+/** Where a path of the server is: a proxy may have put a prefix before it. */
+const at = (path) => new URL(`..${path}`, import.meta.url);
+
 /** An answer that is good; raises Problem. */
 export async function ask(path, options = {}) {
   let answer;
   try {
-    answer = await fetch(path, { ...options, headers: { ...headers(), ...options.headers } });
+    answer = await fetch(at(path), { ...options, headers: { ...headers(), ...options.headers } });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Problem("The server does not answer.");
@@ -32,7 +37,8 @@ export async function ask(path, options = {}) {
   if (answer.ok) return answer;
   let message = `The server answered with status ${answer.status}.`;
   try {
-    message = (await answer.json()).error.message;
+    const said = await answer.json();
+    message = said.detail ?? said.error.message;
   } catch {
     // It is not one of the server's own errors, so there is nothing better to show.
   }
@@ -45,23 +51,40 @@ export async function models() {
   return (await (await ask("/v1/models")).json()).data;
 }
 
-/** The names of the LoRAs that the server has and can read. */
+/** The LoRAs that the server can read. */
 export async function loras() {
   const { data } = await (await ask("/v1/loras")).json();
-  return data.filter((lora) => !lora.error).map((lora) => lora.id);
+  return data.filter((lora) => !lora.error);
 }
 
-/** Whether the server draws now. */
+export async function uploadLora(file) {
+  const form = new FormData();
+  form.append("file", file);
+  return (await ask("/v1/loras", { method: "POST", body: form })).json();
+}
+
+/** Of A1111's API: "samplers", "schedulers". */
+export async function webuiList(name) {
+  return (await ask(`/sdapi/v1/${name}`)).json();
+}
+
+/** The text in an image file: {items, parameters}. */
+export async function imageText(file) {
+  const body = JSON.stringify({ image: await dataUrl(file) });
+  return (await ask("/sdapi/v1/png-info", { method: "POST", body, headers: { "Content-Type": "application/json" } })).json();
+}
+
+/** Whether the server generates now. */
 export async function ready() {
   try {
-    return (await fetch("/readyz")).ok;
+    return (await fetch(at("/readyz"))).ok;
   } catch {
     return false;
   }
 }
 
 /**
- * Draw one image. fields: as the API names them. start: {image: Blob, mask: Blob or null}, or null.
+ * Generate one image. fields: as the API names them. start: {image: Blob, mask: Blob or null}, or null.
  * on: {progress(done, total), preview(url)}. Returns {url, seed, flagged}. Raises Problem, or AbortError for the signal.
  */
 export async function draw(fields, start, on, signal) {
@@ -74,7 +97,7 @@ export async function draw(fields, start, on, signal) {
     if (kind === "partial_image") on.preview(url(event));
     if (kind === "completed") return { url: url(event), seed: event.seed, flagged: event.flagged };
   }
-  throw new Problem("The server stopped before the image was drawn.");
+  throw new Problem("The server stopped before the image was finished.");
 }
 
 const url = (event) => `data:image/${event.output_format};base64,${event.b64_json}`;
@@ -107,7 +130,7 @@ async function* events(body) {
       read = await reader.read();
     } catch (error) {
       if (error.name === "AbortError") throw error;
-      throw new Problem("The server went away while it drew.");
+      throw new Problem("The server went away while generating.");
     }
     if (read.done) return;
     text += read.value;

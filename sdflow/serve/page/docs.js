@@ -1,17 +1,9 @@
 // The API to read and to try out, from /openapi.json. Nothing is loaded from elsewhere.
 
-import * as api from "/page/api.js";
+import * as api from "./api.js";
+import { add, parts } from "./dom.js";
 
-const parts = Object.fromEntries([...document.querySelectorAll("[id]")].map((element) => [element.id, element]));
 let document_ = null;
-
-function add(parent, name, text = "", kind = "") {
-  const made = document.createElement(name);
-  if (text) made.textContent = text;
-  if (kind) made.className = kind;
-  parent.append(made);
-  return made;
-}
 
 const resolved = (schema) => (schema?.$ref ? document_.components.schemas[schema.$ref.split("/").pop()] : schema ?? {});
 

@@ -1,27 +1,29 @@
 // The image to start from, and the mask that is painted on it: with a pointer, a finger, or the keyboard.
 
-const PAINT = "#e0348c";
+import { fileOf } from "./dom.js";
+
+const PAINT = "#e0348c", MOST_UNDONE = 30;
 
 export class Start {
-  /** parts: the elements by id. size: what gives {width, height} of the image that is to be drawn. tell: shows words. */
-  constructor(parts, size, tell) {
-    this.parts = parts;
-    this.size = size;
-    this.painted = false;
+  /** parts: the elements by id. size: what gives {width, height} of the image that is generated. */
+  constructor(parts, size) {
+    Object.assign(this, { parts, size, painted: false, erasing: false, before: [] });
     this.at = null; // where the keyboard's brush is
-    parts.start_file.addEventListener("change", () => {
-      tell(null);
-      this.take(parts.start_file.files[0]).catch((error) => tell(error.message));
-    });
     parts.clear_mask.addEventListener("click", () => this.clear());
     parts.remove_start.addEventListener("click", () => this.remove());
+    parts.undo.addEventListener("click", () => this.undo());
+    parts.erase.addEventListener("click", () => this.erase(!this.erasing));
+    parts.zoom.addEventListener("input", () => this.zoom());
     const canvas = parts.mask;
     canvas.addEventListener("pointerdown", (event) => {
+      if (event.button) return;
       canvas.setPointerCapture(event.pointerId);
+      this.remember();
       this.stroke(event);
     });
-    canvas.addEventListener("pointermove", (event) => event.buttons && this.stroke(event));
-    canvas.addEventListener("pointerup", () => (this.last = null));
+    canvas.addEventListener("pointermove", (event) => (event.buttons & 1 ? this.stroke(event) : this.show(this.place(event))));
+    canvas.addEventListener("pointerup", () => this.lift());
+    canvas.addEventListener("pointerleave", () => this.show());
     canvas.addEventListener("keydown", (event) => this.key(event));
     canvas.addEventListener("blur", () => this.show());
     this.strokes = document.createElement("canvas"); // what is painted; the visible canvas shows the brush too
@@ -31,6 +33,7 @@ export class Start {
     return !this.parts.start.hidden && !this.parts.start_tools.hidden; // another pipeline may have no use for it
   }
 
+  /** Raises Error for what is no image. */
   async take(file) {
     if (!file) return;
     const { start_image: image, mask } = this.parts;
@@ -46,13 +49,20 @@ export class Start {
       canvas.width = image.naturalWidth;
       canvas.height = image.naturalHeight;
     }
+    this.context = this.strokes.getContext("2d", { willReadFrequently: true });
     this.parts.start_tools.hidden = false;
+    this.parts.zoom.value = 1;
+    this.zoom();
+    this.erase(false);
     this.clear();
+    this.before = [];
+    this.lift();
   }
 
-  /** Take an image that was drawn here. */
+  /** Take an image that was generated here. */
   async takeUrl(url) {
-    await this.take(new File([await (await fetch(url)).blob()], "image.png", { type: "image/png" }));
+    await this.take(fileOf(url));
+    this.parts.start.scrollIntoView({ block: "nearest" });
   }
 
   remove() {
@@ -61,19 +71,57 @@ export class Start {
     this.painted = false;
   }
 
+  erase(on) {
+    this.erasing = on;
+    this.parts.erase.setAttribute("aria-pressed", on);
+  }
+
+  zoom() {
+    this.parts.canvas_size.style.width = `${100 * Number(this.parts.zoom.value)}%`;
+  }
+
+  // ---- what can be undone
+
+  remember() {
+    this.before = [...this.before, this.pixels()].slice(-MOST_UNDONE);
+  }
+
+  pixels() {
+    return this.context.getImageData(0, 0, this.strokes.width, this.strokes.height);
+  }
+
+  undo() {
+    const last = this.before.pop();
+    if (last) this.context.putImageData(last, 0, 0);
+    this.lift();
+  }
+
   clear() {
-    this.strokes.getContext("2d").clearRect(0, 0, this.strokes.width, this.strokes.height);
-    this.painted = false;
-    this.at = this.last = null;
+    this.remember();
+    this.context.clearRect(0, 0, this.strokes.width, this.strokes.height);
+    this.at = null;
+    this.lift();
+  }
+
+  /** A stroke is finished. */
+  lift() {
+    this.last = null;
+    this.painted = new Uint32Array(this.pixels().data.buffer).some(Boolean);
+    this.parts.undo.disabled = !this.before.length;
     this.show();
   }
 
-  stroke(event) {
+  // ---- painting
+
+  place(event) {
     const { mask } = this.parts, box = mask.getBoundingClientRect();
-    const x = ((event.clientX - box.left) / box.width) * mask.width;
-    const y = ((event.clientY - box.top) / box.height) * mask.height;
-    this.paint(this.last ?? { x, y }, { x, y });
-    this.last = { x, y };
+    return { x: ((event.clientX - box.left) / box.width) * mask.width, y: ((event.clientY - box.top) / box.height) * mask.height };
+  }
+
+  stroke(event) {
+    const at = this.place(event);
+    this.paint(this.last ?? at, at);
+    this.last = at;
   }
 
   key(event) {
@@ -83,7 +131,12 @@ export class Start {
     if (moves[event.key]) {
       const [x, y] = moves[event.key];
       this.at = { x: clamp(this.at.x + x, mask.width), y: clamp(this.at.y + y, mask.height) };
-    } else if (event.key === " ") this.paint(this.at, this.at);
+    } else if (event.key === " ") {
+      this.remember();
+      this.paint(this.at, this.at);
+      this.lift();
+    } else if (event.key.toLowerCase() === "z" && (event.ctrlKey || event.metaKey)) this.undo();
+    else if (event.key.toLowerCase() === "e") this.erase(!this.erasing);
     else if (event.key === "Delete" || event.key === "Backspace") this.clear();
     else return;
     event.preventDefault();
@@ -91,7 +144,8 @@ export class Start {
   }
 
   paint(from, to) {
-    const context = this.strokes.getContext("2d");
+    const { context } = this;
+    context.globalCompositeOperation = this.erasing ? "destination-out" : "source-over";
     context.strokeStyle = PAINT;
     context.lineCap = "round";
     context.lineWidth = this.width();
@@ -99,12 +153,13 @@ export class Start {
     context.moveTo(from.x, from.y);
     context.lineTo(to.x + 0.01, to.y); // a line of no length is not drawn
     context.stroke();
-    this.painted = true;
-    this.show();
+    context.globalCompositeOperation = "source-over";
+    this.show(to);
   }
 
+  /** In the image's pixels: as wide on the screen at every zoom. */
   width() {
-    return (Number(this.parts.brush.value) / 100) * this.parts.mask.width;
+    return ((Number(this.parts.brush.value) / 100) * this.parts.mask.width) / Number(this.parts.zoom.value);
   }
 
   show(brush = null) {
@@ -112,14 +167,16 @@ export class Start {
     context.clearRect(0, 0, mask.width, mask.height);
     context.drawImage(this.strokes, 0, 0);
     if (!brush) return;
-    context.strokeStyle = "#000";
-    context.lineWidth = Math.max(1, mask.width / 150);
-    context.beginPath();
-    context.arc(brush.x, brush.y, this.width() / 2, 0, 2 * Math.PI);
-    context.stroke();
+    context.lineWidth = Math.max(1, mask.width / 300);
+    for (const [color, wider] of [["#000", 0], ["#fff", context.lineWidth]]) {
+      context.strokeStyle = color;
+      context.beginPath();
+      context.arc(brush.x, brush.y, this.width() / 2 + wider, 0, 2 * Math.PI);
+      context.stroke();
+    }
   }
 
-  /** {image, mask} as PNG files of the size that is drawn; the mask is white where something is drawn, or null. */
+  /** {image, mask} as PNG files of the size that is generated; the mask is white where something is, or null. */
   async files() {
     if (!this.given) return null;
     const { width, height } = this.size();

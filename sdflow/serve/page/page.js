@@ -1,207 +1,177 @@
-// The page: its fields, what they ask of the server, and where the answers go.
+// The page: what the form asks of the server, the queue, and where the images go.
 
-import * as api from "/page/api.js";
-import { History } from "/page/history.js";
-import { Start } from "/page/mask.js";
-import { Tile } from "/page/tile.js";
+import * as api from "./api.js";
+import { fileOf, keep, kept, parts } from "./dom.js";
+import { History } from "./history.js";
+import * as loras from "./loras.js";
+import { Start } from "./mask.js";
+import { addReferences, references } from "./references.js";
+import * as fields from "./settings.js";
+import { Tile } from "./tile.js";
 
-const parts = Object.fromEntries([...document.querySelectorAll("[id]")].map((element) => [element.id, element]));
-const KEPT = "sdflow.fields";
-const running = new Set();
-let models = [];
+const AT_ONCE = 4; // a browser keeps six connections to a server, and other requests need some
+const running = new Set(), queue = [];
+let models = [], tiles = [];
 
-const start = new Start(parts, size, problem);
-const history = new History(parts, use);
-
-function size() {
-  return { width: Number(parts.width.value), height: Number(parts.height.value) };
-}
+const start = new Start(parts, fields.size);
+const history = new History(use);
 
 const model = () => models.find((each) => each.id === parts.model.value)?.sdflow;
+const showModel = () => model() && fields.showModel(model());
 
-// ---- the fields
-
-function showModel() {
-  const found = model();
-  if (!found) return;
-  const [width, height] = found.size.split("x");
-  const defaults = found.defaults.text ?? Object.values(found.defaults)[0];
-  for (const name of ["width", "height"]) parts[name].min = parts[name].step = found.multiple;
-  set({ width, height, steps: defaults.steps, guidance_scale: defaults.guidance_scale });
-  const options = [new Option("the pipeline's own", ""), ...found.schedulers.map((name) => new Option(name, name))];
-  parts.scheduler.replaceChildren(...options);
-  parts.start.hidden = !found.from_images;
-  parts.safety.hidden = !found.checker;
-  parts.verdict.textContent = `${found.family} for ${found.target}, ${found.verdict}`;
-  parts.verdict.classList.toggle("good", Boolean(found.verified));
-}
-
-function showLoras(found) {
-  parts.loras.hidden = !found.length;
-  parts.compare_lora.replaceChildren(...found.map((name) => new Option(name, name)));
-  parts.lora_list.replaceChildren(
-    ...found.map((name) => {
-      const row = document.createElement("div");
-      row.className = "lora";
-      const on = input("checkbox", `Use ${name}`), scale = input("range", `Scale of ${name}`);
-      Object.assign(scale, { min: "-1", max: "2", step: "0.05", value: "1" });
-      Object.assign(row.dataset, { name });
-      const label = document.createElement("span"), shown = document.createElement("output");
-      label.className = "name";
-      label.textContent = label.title = name;
-      shown.textContent = "1";
-      scale.addEventListener("input", () => {
-        shown.textContent = scale.value;
-        on.checked = true;
-      });
-      row.append(on, label, scale, shown);
-      return row;
-    }),
-  );
-}
-
-function input(type, label) {
-  const made = document.createElement("input");
-  made.type = type;
-  made.setAttribute("aria-label", label);
-  return made;
-}
-
-const loraRows = () => [...parts.lora_list.children].map((row) => ({ name: row.dataset.name, on: row.children[0], scale: row.children[2], shown: row.children[3] }));
-
-function chosenLoras() {
-  return loraRows().filter(({ on }) => on.checked).map(({ name, scale }) => ({ name, scale: Number(scale.value) }));
-}
-
-function set(values) {
-  for (const [name, value] of Object.entries(values)) if (parts[name]) parts[name].value = value;
-}
-
-/** Put the settings of an image of the history into the fields. */
+/** Put the settings of an image into the fields. */
 function use(settings) {
   if (models.some((each) => each.id === settings.model) && parts.model.value !== settings.model) {
     parts.model.value = settings.model;
     showModel();
   }
-  const [width, height] = settings.size.split("x");
-  set({ ...settings, width, height, scheduler: settings.scheduler ?? "", negative_prompt: settings.negative_prompt ?? "" });
-  for (const { name, on, scale, shown } of loraRows()) {
-    const found = (settings.loras ?? []).find((lora) => lora.name === name);
-    on.checked = Boolean(found);
-    if (found) shown.textContent = scale.value = found.scale;
-  }
+  const [width, height] = settings.size?.split("x") ?? [];
+  const known = [settings.scheduler].flat().find((name) => model()?.schedulers.includes(name)) ?? "";
+  const weighted = settings.weighted ?? settings.prompt_syntax === "a1111";
+  fields.set({ ...settings, width, height, weighted, scheduler: known, negative_prompt: settings.negative_prompt ?? "" });
+  const missing = loras.choose(settings.loras);
+  problem(missing.length ? `The server does not have the LoRA ${missing.join(", ")}: upload it, or generate without it.` : null);
+  fields.keepFields();
   parts.prompt.focus();
   parts.prompt.scrollIntoView({ block: "center" });
 }
 
 /** What the fields say, as the API names it, for the image of this number. */
 function settings(index, seed) {
-  const { width, height } = size();
+  const { width, height } = fields.size();
   const told = {
     model: parts.model.value,
     prompt: parts.prompt.value,
     negative_prompt: parts.negative_prompt.value || undefined,
+    prompt_syntax: parts.weighted.checked ? "a1111" : undefined,
     size: `${width}x${height}`,
     steps: Number(parts.steps.value),
     guidance_scale: Number(parts.guidance_scale.value),
     scheduler: parts.scheduler.value || undefined,
-    seed: (seed + index) % 2 ** 32,
-    loras: chosenLoras(),
+    seed: (seed + index) % fields.MOST_SEED,
+    loras: loras.chosen(),
+    strength: start.given ? Number(parts.strength.value) : undefined,
   };
-  if (start.given) told.strength = Number(parts.strength.value);
   return JSON.parse(JSON.stringify(told)); // without what is undefined
 }
 
-/** The images that the fields ask for, as a tile takes them. */
-function wanted() {
+/** The images that the fields ask for. */
+function wanted(files) {
+  const sent = { start: files, references: references() };
   const seed = parts.seed.value === "" ? crypto.getRandomValues(new Uint32Array(1))[0] : Number(parts.seed.value);
   const made = [];
   for (let index = 0; index < Number(parts.count.value); index++) {
     const one = settings(index, seed);
-    if (!parts.compare.open || parts.loras.hidden) made.push({ settings: one, note: "" });
+    if (!parts.compare.open || parts.loras.hidden) made.push(new Tile(one, sent, ""));
     else {
       const name = parts.compare_lora.value, others = one.loras.filter((lora) => lora.name !== name);
       for (const field of ["compare_first", "compare_second"]) {
         const scale = Number(parts[field].value);
-        made.push({ settings: { ...one, loras: [...others, { name, scale }] }, note: `${name} at ${scale}`, compared: name });
+        made.push(new Tile({ ...one, loras: [...others, { name, scale }] }, sent, `${name} at ${scale}`, name));
       }
     }
   }
   return made;
 }
 
-// ---- drawing
+// ---- the queue
 
-async function drawAll(event) {
+async function generate(event) {
   event?.preventDefault();
   if (!parts.settings.reportValidity()) return;
   problem(lacking());
   if (lacking()) return;
-  localStorage.setItem(KEPT, JSON.stringify({ prompt: parts.prompt.value, negative_prompt: parts.negative_prompt.value }));
-  const files = await start.files();
-  const tiles = wanted().map(({ settings, note, compared }) => new Tile(settings, note, compared));
-  parts.images.replaceChildren(...tiles.map((tile) => tile.item));
-  parts.images.classList.toggle("pairs", tiles.some((tile) => tile.note));
-  for (const tile of running) tile.stop.abort();
+  fields.keepFields();
+  const more = wanted(await start.files());
+  tiles = [...more, ...tiles];
+  parts.images.classList.toggle("pairs", more.some((tile) => tile.note));
+  parts.images.prepend(...more.map((tile) => tile.item));
   if (parts.images.getBoundingClientRect().top > innerHeight) parts.images_title.scrollIntoView(); // below the form, on a phone
-  await Promise.all(tiles.map((tile) => drawOne(tile, files)));
+  for (const tile of more) enqueue(tile);
 }
 
 /** What a pipeline that only goes on from images, or only draws into them, still needs; null where nothing is. */
 function lacking() {
   const task = model()?.task;
-  if (task === "image" && !start.given) return "This pipeline goes on from an image: choose one to start from.";
+  if (task === "image" && !start.given) return "This pipeline needs an image to start from: choose one.";
   if (task === "inpaint" && !(start.given && start.painted)) {
-    return "This pipeline draws into an image: choose one to start from, and paint on it what is to be drawn.";
+    return "This pipeline paints into an image: choose one to start from, and paint the part to generate.";
   }
   return null;
 }
 
-async function drawOne(tile, files) {
-  running.add(tile);
+function enqueue(tile) {
+  queue.push(tile);
+  tile.stop.signal.addEventListener("abort", () => {
+    const place = queue.indexOf(tile);
+    if (place < 0) return; // it is being generated, and ends by itself
+    queue.splice(place, 1);
+    cancelled(tile);
+    tell();
+  });
+  next();
+}
+
+function next() {
+  while (queue.length && running.size < AT_ONCE) drawOne(queue.shift());
   tell();
+}
+
+async function drawOne(tile) {
+  running.add(tile);
   try {
-    const [drawn, attempts] = await untilPassed(tile, files);
+    const most = !parts.safety.hidden && parts.until_passed.checked ? Number(parts.attempts.value) : 1;
+    const [drawn, attempts] = await untilPassed(tile, most);
     tile.settings.seed = drawn.seed;
-    const again = { "Use these again": () => use(tile.settings) };
-    if (model()?.from_images) again["Start from it"] = () => start.takeUrl(tile.url);
-    tile.finished(drawn.url, drawn.flagged, attempts, again);
+    keep("seed", drawn.seed);
+    const actions = { "Use settings": () => use(tile.settings) };
+    if (model()?.from_images) actions["Start from it"] = () => start.takeUrl(tile.url);
+    if (model()?.references) actions["Use as reference"] = () => attempt(() => refer([fileOf(tile.url)]));
+    tile.finished(drawn.url, drawn.flagged, attempts, actions);
     if (drawn.flagged !== true) await history.add(tile.settings, drawn.url);
   } catch (error) {
-    const words = error.name === "AbortError" ? "Cancelled." : error.message;
-    tile.failed(words, () => replace(tile, files));
-    if (error instanceof api.Problem) await explain(error);
-    else if (error.name !== "AbortError") throw error;
+    if (error.name === "AbortError") cancelled(tile);
+    else {
+      tile.ended(error.message, true, () => replace(tile));
+      if (!(error instanceof api.Problem)) throw error;
+      explain(error);
+    }
   } finally {
     running.delete(tile);
-    tell();
+    next();
   }
 }
 
-function replace(tile, files) {
-  const anew = new Tile(tile.settings, tile.note, tile.compared);
+function cancelled(tile) {
+  tile.ended("Cancelled.", false, () => replace(tile));
+}
+
+function replace(tile) {
+  const anew = new Tile(tile.settings, tile.files, tile.note, tile.compared);
   tile.item.replaceWith(anew.item);
-  return drawOne(anew, files);
+  tiles[tiles.indexOf(tile)] = anew;
+  enqueue(anew);
 }
 
-/** Draw, and where it is asked for, again with the next seed until the safety checker passes it. */
-async function untilPassed(tile, files) {
-  const most = !parts.safety.hidden && parts.until_passed.checked ? Number(parts.attempts.value) : 1;
+/** Generate, and where it is asked for, again with the next seed until the safety checker passes it. */
+async function untilPassed(tile, most) {
   for (let attempt = 1; ; attempt++) {
-    const drawn = await patiently(tile, files);
+    const drawn = await patiently(tile);
     if (drawn.flagged !== true || attempt >= most) return [drawn, attempt];
-    tile.settings.seed = (tile.settings.seed + 1) % 2 ** 32;
+    tile.settings.seed = (tile.settings.seed + 1) % fields.MOST_SEED;
   }
 }
 
-/** Draw; where the server has too much to do or is loading, wait as long as it says and ask again. */
-async function patiently(tile, files) {
+/** Generate; where the server has too much to do or is loading, wait as long as it says and ask again. */
+async function patiently(tile) {
+  const { references: shown, start: files } = tile.files;
   for (;;) {
     try {
-      return await api.draw(tile.settings, files, tile, tile.stop.signal);
+      const sent = shown.length ? { ...tile.settings, references: shown } : tile.settings;
+      return await api.draw(sent, files, tile, tile.stop.signal);
     } catch (error) {
       if (!error.retryAfter || ![429, 503].includes(error.status)) throw error;
-      tile.say(`${error.message} It is asked again in ${error.retryAfter} s.`);
+      tile.say(`${error.message} Asking again in ${error.retryAfter} s.`);
       await pause(error.retryAfter * 1000, tile.stop.signal);
     }
   }
@@ -218,21 +188,39 @@ function pause(milliseconds, signal) {
 }
 
 function cancelAll() {
-  for (const tile of running) tile.stop.abort();
+  for (const tile of [...queue, ...running]) tile.stop.abort();
 }
 
-// ---- what is told
+// ---- what is shown
 
 function tell() {
-  parts.cancel.disabled = !running.size;
-  const all = parts.images.children.length;
-  const drawn = parts.images.querySelectorAll(".finished").length;
-  parts.status.textContent = !all ? "Nothing is drawn yet." : drawn === all ? "All are done." : `${drawn} of ${all} are drawn.`;
+  const all = tiles.length, open = running.size + queue.length, stopped = tiles.filter((tile) => tile.again).length;
+  parts.cancel.disabled = !open;
+  parts.tools.hidden = !all;
+  parts.retry_all.hidden = !stopped;
+  parts.download_all.hidden = !tiles.some((tile) => tile.url);
+  parts.remove_all.disabled = Boolean(open);
+  parts.last_seed.disabled = kept("seed", null) === null;
+  const queued = queue.length ? `, ${queue.length} in the queue` : "";
+  const ended = stopped ? `${stopped} of ${all} were not finished.` : "All are done.";
+  parts.status.textContent = !all ? "No images yet." : open ? `Generating ${running.size}${queued}.` : ended;
+  document.title = open ? `(${open}) sdflow` : "sdflow";
 }
 
 function problem(words) {
   parts.problem.hidden = !words;
   parts.problem.textContent = words ?? "";
+}
+
+/** Do something that may fail, and show why it did. */
+async function attempt(action) {
+  problem(null);
+  try {
+    await action();
+  } catch (error) {
+    if (error instanceof api.Problem) await explain(error);
+    else problem(error.message);
+  }
 }
 
 async function explain(error) {
@@ -250,7 +238,7 @@ let waiting = false;
 async function untilBack() {
   if (waiting) return;
   waiting = true;
-  parts.server.textContent = "The server does not draw at the moment. This page looks every two seconds whether it is back.";
+  parts.server.textContent = "The server is not ready. This page checks every two seconds whether it is.";
   parts.server.hidden = false;
   while (!(await api.ready())) await new Promise((done) => setTimeout(done, 2000));
   parts.server.hidden = true;
@@ -260,39 +248,79 @@ async function untilBack() {
 }
 
 async function begin() {
-  try {
+  await attempt(async () => {
     models = await api.models();
     parts.model.replaceChildren(...models.map((each) => new Option(each.id, each.id)));
-    showModel();
-    showLoras(await api.loras());
-    problem(null);
+    fields.restore(models, showModel);
+    await loras.showLoras();
     parts.key_field.hidden = true;
-  } catch (error) {
-    if (!(error instanceof api.Problem)) throw error;
-    await explain(error);
-  }
+  });
 }
+
+// ---- files
+
+async function readSettings(file) {
+  const found = await fields.read(file);
+  if (!found) throw new Error(`${file.name} does not contain its settings.`);
+  use(found);
+}
+
+const refer = (files) => addReferences(files, model()?.references ?? 0);
+
+/** By where they are dropped, and what they are. */
+async function dropped(event) {
+  const files = [...event.dataTransfer.files], within = (part) => part.contains(event.target);
+  const tensors = files.filter((file) => file.name.endsWith(".safetensors"));
+  const images = files.filter((file) => !tensors.includes(file));
+  for (const file of tensors) await loras.upload(file);
+  if (!images.length) return;
+  if (within(parts.start)) await start.take(images[0]);
+  else if (within(parts.references)) await refer(images);
+  else await readSettings(images[0]);
+}
+
+const chosenFile = (part, action) =>
+  part.addEventListener("change", () => part.files.length && attempt(() => action([...part.files])));
 
 // ---- the wiring
 
-parts.settings.addEventListener("submit", drawAll);
+fields.listen();
+parts.settings.addEventListener("submit", generate);
 parts.cancel.addEventListener("click", cancelAll);
-parts.model.addEventListener("change", showModel);
-parts.strength.addEventListener("input", () => (parts.strength_value.textContent = parts.strength.value));
-parts.strength_value.textContent = parts.strength.value;
+parts.model.addEventListener("change", () => {
+  showModel();
+  fields.keepFields();
+});
+parts.last_seed.addEventListener("click", () => (parts.seed.value = kept("seed", "")));
+chosenFile(parts.start_file, ([file]) => start.take(file));
+chosenFile(parts.lora_file, ([file]) => loras.upload(file));
+chosenFile(parts.read_file, ([file]) => readSettings(file));
+chosenFile(parts.reference_files, refer);
+parts.retry_all.addEventListener("click", () => tiles.forEach((tile) => tile.again?.()));
+parts.download_all.addEventListener("click", () => tiles.forEach((tile) => tile.url && tile.save()));
+parts.remove_all.addEventListener("click", () => [...tiles].forEach((tile) => tile.remove()));
+parts.images.addEventListener("removed", () => {
+  tiles = tiles.filter((tile) => tile.item.isConnected);
+  tell();
+});
 parts.key.addEventListener("change", () => {
   api.setKey(parts.key.value);
   begin();
 });
 document.addEventListener("keydown", (event) => {
+  if (parts.viewer.open) return;
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) parts.settings.requestSubmit();
   if (event.key === "Escape") cancelAll();
 });
-window.addEventListener("unhandledrejection", (event) => problem(event.reason?.message ?? String(event.reason)));
-try {
-  set(JSON.parse(localStorage.getItem(KEPT) ?? "{}"));
-} catch {
-  localStorage.removeItem(KEPT);
+for (const kind of ["dragover", "dragleave", "drop"]) {
+  document.addEventListener(kind, (event) => {
+    if (!event.dataTransfer?.types.includes("Files")) return;
+    event.preventDefault();
+    document.body.classList.toggle("dropping", kind === "dragover");
+    if (kind === "drop") attempt(() => dropped(event));
+  });
 }
+window.addEventListener("unhandledrejection", (event) => problem(event.reason?.message ?? String(event.reason)));
+tell();
 await begin();
 if (!(await api.ready())) await untilBack();

@@ -1,88 +1,89 @@
 // One image of the grid: its preview, how far it is, what became of it.
 
-import { tell } from "/page/history.js";
+import { add, button, parts, save } from "./dom.js";
+import { tell } from "./history.js";
+import { view } from "./viewer.js";
 
 export class Tile {
-  /** settings: as the API names them. note: what stands before them; compared: of which LoRA that tells, if of any. */
-  constructor(settings, note, compared) {
-    this.settings = settings;
-    this.compared = compared;
-    this.stop = new AbortController();
+  /** settings: as the API names them. files: that go with them. note: what stands before them; compared: of which LoRA that
+   * tells, if of any. */
+  constructor(settings, files, note, compared) {
+    Object.assign(this, { settings, files, note, compared, stop: new AbortController(), image: null, again: null });
     this.item = document.createElement("li");
-    this.figure = add(this.item, "figure", "tile");
-    this.frame = add(this.figure, "div", "frame");
+    this.figure = add(this.item, "figure", "", "tile");
+    this.frame = add(this.figure, "div", "", "frame");
     this.frame.style.aspectRatio = settings.size.replace("x", " / ");
-    this.image = null;
     this.bar = add(this.figure, "progress");
-    this.bar.setAttribute("aria-label", "How far the image is");
+    this.bar.setAttribute("aria-label", "Progress of the image");
     this.caption = add(this.figure, "figcaption");
-    this.buttons = add(this.figure, "div", "buttons");
-    this.note = note;
-    this.say("It waits.");
-    this.cancel = this.button("Cancel", () => this.stop.abort());
-  }
-
-  button(text, action) {
-    const made = add(this.buttons, "button");
-    made.type = "button";
-    made.textContent = text;
-    made.addEventListener("click", action);
-    return made;
+    this.buttons = add(this.figure, "div", "", "buttons");
+    this.say("Waiting.");
+    this.cancel = button(this.buttons, "Cancel", () => this.stop.abort());
   }
 
   say(text, wrong = false) {
     this.caption.replaceChildren();
-    if (this.note) add(this.caption, "strong").textContent = this.note;
+    if (this.note) add(this.caption, "strong", this.note);
     this.caption.append(text);
     this.caption.classList.toggle("wrong", wrong);
   }
 
   progress(done, total) {
+    this.first ??= { done, at: performance.now() }; // the first step may wait for a model that is being loaded
+    const steps = done - this.first.done;
+    const left = steps ? ((performance.now() - this.first.at) / steps) * (total - done) / 1000 : null;
     this.bar.max = total;
     this.bar.value = done;
-    this.say(`Step ${done} of ${total}.`);
+    this.say(`Step ${done} of ${total}${left === null ? "." : `, about ${left < 10 ? left.toFixed(1) : Math.round(left)} s left.`}`);
   }
 
   preview(url) {
-    this.show(url, "unfinished", `Not finished yet: ${this.settings.prompt}`);
+    this.show(url, "unfinished", `Preview: ${this.settings.prompt}`);
   }
 
   show(url, kind, alt) {
     this.image ??= add(this.frame, "img");
-    this.image.className = kind;
-    this.image.alt = alt;
-    this.image.src = url;
+    Object.assign(this.image, { className: kind, alt, src: url });
   }
 
   /** actions: text -> what a button with that text does. */
   finished(url, flagged, attempts, actions) {
     this.url = url;
     this.show(url, "finished", this.settings.prompt);
-    const passed = { true: " The safety checker holds it back.", false: " The safety checker passed it." }[flagged] ?? "";
-    this.say(`${tell({ ...this.settings, loras: this.settings.loras.filter((lora) => lora.name !== this.compared) })}.${passed}${attempts > 1 ? ` Drawn ${attempts} times.` : ""}`, flagged === true);
+    const open = button(this.frame, "", () => view(this.image), `Full size: seed ${this.settings.seed}`);
+    open.className = "open";
+    open.append(this.image);
+    const passed = { true: " Blocked by the safety checker.", false: " Passed the safety checker." }[flagged] ?? "";
+    const loras = this.settings.loras.filter((lora) => lora.name !== this.compared);
+    this.say(`${tell({ ...this.settings, loras })}.${passed}${attempts > 1 ? ` ${attempts} attempts.` : ""}`, flagged === true);
     this.end();
-    const save = add(this.buttons, "a");
-    save.href = url;
-    save.download = `${this.settings.seed}.png`;
-    save.textContent = "Save";
-    for (const [text, action] of Object.entries(actions)) this.button(text, action);
+    button(this.buttons, "Save", () => this.save());
+    for (const [text, action] of Object.entries(actions)) button(this.buttons, text, action);
+    button(this.buttons, "Remove", () => this.remove(), `Remove the image with seed ${this.settings.seed}`);
   }
 
-  failed(words, again) {
-    this.say(words, true);
+  save() {
+    save(this.url, `${this.settings.seed}.png`);
+  }
+
+  /** wrong: whether something failed; a request that was cancelled did not. */
+  ended(words, wrong, again) {
+    this.again = again;
+    this.frame.hidden = !this.image;
+    this.say(words, wrong);
     this.end();
-    this.button("Try again", again);
+    button(this.buttons, "Try again", again);
+    button(this.buttons, "Remove", () => this.remove());
+  }
+
+  remove() {
+    this.stop.abort();
+    this.item.remove();
+    parts.images.dispatchEvent(new Event("removed"));
   }
 
   end() {
     this.bar.remove();
     this.cancel.remove();
   }
-}
-
-function add(parent, name, kind = "") {
-  const made = document.createElement(name);
-  if (kind) made.className = kind;
-  parent.append(made);
-  return made;
 }

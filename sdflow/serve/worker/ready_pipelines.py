@@ -82,6 +82,15 @@ class ReadyPipelines:
         (_, coming), self._coming = self._coming, None
         return self._kept(coming)
 
+    def rest(self) -> None:
+        """Give back what only large images need."""
+        for each in (self.base, *(() if self._loras is None else self._loras.there)):
+            each.rest()
+
+    def close(self) -> None:
+        """It is unloaded."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
     def _is_coming(self, job: Job) -> bool:
         """Whether what this job needs is being made, or was. What failed for another job is tried again."""
         if self._coming is None or self._coming[0].loras != job.loras:

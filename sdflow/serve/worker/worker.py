@@ -11,24 +11,23 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import SdflowError
 from sdflow.processes.workers import deny_network
 from sdflow.serve.engine.pulse import Pulse, Pulses, Watchdog
-from sdflow.serve.jobs import Cancel, End, Job, Lost, Message, Ready, WorkerOptions
+from sdflow.serve.jobs import Cancel, Drop, End, Job, Loaded, Lost, Message, Order, Ready, Show, WorkerOptions
+from sdflow.serve.log import ROTATED, log_as_json, log_line
 
 if TYPE_CHECKING:
-    from sdflow.serve.engine.engine import Engine
-    from sdflow.serve.engine.lanes import Lanes, Tell
-    from sdflow.serve.engine.loading import LoadedLane
-    from sdflow.serve.engine.waiting import Waiting
-    from sdflow.serve.worker.ready_pipelines import ReadyPipelines
+    from sdflow.serve.engine.lanes import Tell
+    from sdflow.serve.worker.stock import Stock
 
 WAITS = (0.0, 1.0, 5.0, 15.0, 60.0)
 """Seconds before a start, by how many ended in a row before they were ready; the last for all further ones."""
@@ -36,8 +35,13 @@ WAITS = (0.0, 1.0, 5.0, 15.0, 60.0)
 END_SECONDS = 5.0
 
 
-def work(connection: Connection, options: WorkerOptions) -> None:
-    """Load the pipelines, say so, and draw until the pipe ends."""
+def work(connection: Connection, options: WorkerOptions, output: Connection | None = None) -> None:
+    """Load the pipelines, say so, and draw until the pipe ends. output: takes what is written to standard error, by libraries
+    that are not Python's too."""
+    if output is not None:
+        os.dup2(output.fileno(), 2)
+    os.environ.pop(ROTATED, None)  # the server keeps the file short
+    log_as_json()
     for number in (signal.SIGINT, signal.SIGTERM):  # whoever started it ends it in order
         signal.signal(number, signal.SIG_IGN)
     deny_network()
@@ -80,74 +84,46 @@ class Sender:
 def _draw(connection: Connection, options: WorkerOptions, tell: Tell, pulses: Pulses) -> None:
     import torch
 
-    from sdflow.serve.engine.lanes import Lanes
-    from sdflow.serve.engine.loading import Room, load_lanes, patience_of
-    from sdflow.serve.loras.live_loras import SharedValues
-    from sdflow.serve.worker.ready_pipelines import ReadyPipelines
+    from sdflow.serve.engine.loading import load_lanes, patience_of
+    from sdflow.serve.worker.stock import Stock
 
     # What torch computes here is small. Each thread that draws would have more of torch's own, which spin beside ONNX Runtime's.
     torch.set_num_threads(1)
-    loaded = load_lanes(options)
-    room = Room.measured(loaded)
-    lanes = Lanes(tell, room.share)
-    values = {name: SharedValues() for name in options.pipelines}
-    for lane in loaded:
-        found = {
-            name: ReadyPipelines(
-                options.pipelines[name],
-                pipeline,
-                options.cache,
-                options.lora_memory // len(loaded),
-                values[name],
-                lanes.look_again,
-            )
-            for name, pipeline in lane.pipelines.items()
-        }
-        lanes.add(partial(_engine, lane, found, options))
-    about = {
-        name: {
-            "batch_seconds": loaded[0].seconds[name],
-            "alone": pipeline.why_alone,
-            "lanes": len(loaded),
-            "max_pixels": room.most[name],
-        }
-        for name, pipeline in loaded[0].pipelines.items()
-    }
-    pulses.watch(lanes, patience_of(loaded[0], options))
+    loaded = load_lanes(with_room(options))
+    stock = Stock(options, loaded, tell)
+    about = stock.load_others()
+    pulses.watch(stock.lanes, patience_of(loaded[0], options, stock.room.own))
     tell(Ready(about))
-    threading.Thread(target=_listen, args=(connection, lanes), name="from the server", daemon=True).start()
-    lanes.run()
+    threading.Thread(target=_listen, args=(connection, stock), name="from the server", daemon=True).start()
+    stock.lanes.run()
 
 
-def _engine(
-    lane: LoadedLane, found: Mapping[str, ReadyPipelines], options: WorkerOptions, waiting: Waiting, tell: Tell
-) -> Engine:
-    """Of one lane, with what the first request with LoRAs would wait for, where such will come."""
-    from sdflow.serve.engine.engine import Engine
-    from sdflow.serve.engine.loading import warm, warm_up_job
-
-    if options.loras:
-        for name, pipeline in lane.pipelines.items():
-            sizes = list(lane.seconds[name])
-            found[name].prepare(warm_up_job(name, pipeline), sizes, partial(warm, name, options=options))
-    return Engine(
-        lambda job: found[job.pipeline].find(job),
-        lane.seconds,
-        tell,
-        ready=lambda job, begin: found[job.pipeline].ready(job, begin=begin),
-        waiting=waiting,
-    )
-
-
-def _listen(connection: Connection, lanes: Lanes) -> None:
+def _listen(connection: Connection, stock: Stock) -> None:
     """To what is to be drawn, until the pipe ends or the server says so."""
     with suppress(EOFError, OSError):
         while not isinstance(message := connection.recv(), End):
             if isinstance(message, Job):
-                lanes.submit(message)
+                stock.lanes.submit(message)
             elif isinstance(message, Cancel):
-                lanes.cancel(message.request)
-    lanes.end()
+                stock.lanes.cancel(message.request)
+            elif isinstance(message, Show):
+                stock.lanes.show(message)
+            else:
+                stock.do(message)
+    stock.lanes.end()
+
+
+def with_room(options: WorkerOptions) -> WorkerOptions:
+    """With the first of the pipelines, as many as may stay loaded together."""
+    if options.memory is None:
+        return options
+    taken, left = dict[str, Path](), options.memory
+    for name, folder in options.pipelines.items():
+        left -= sum(path.stat().st_size for path in folder.resolve().glob("*/*") if path.is_file())
+        if taken and left < 0:
+            break
+        taken[name] = folder
+    return replace(options, pipelines=taken)
 
 
 class WorkerLine:
@@ -157,7 +133,7 @@ class WorkerLine:
         self._options, self._hear = options, hear
         self._context = multiprocessing.get_context("spawn")  # a fork would inherit threads' locks
         self._process: Any = None
-        self._messages: SimpleQueue[Job | Cancel | End | None] = SimpleQueue()
+        self._messages: SimpleQueue[Order | End | None] = SimpleQueue()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="worker line", daemon=True)
 
@@ -170,8 +146,11 @@ class WorkerLine:
         """Of the worker; None while there is none."""
         return None if self._process is None else self._process.pid
 
-    def send(self, message: Job | Cancel) -> None:
+    def send(self, message: Order) -> None:
         """Without waiting: a worker that computes reads later. What is for one that is gone, nobody gets."""
+        if isinstance(message, Drop):
+            rest = {name: folder for name, folder in self._options.pipelines.items() if name != message.name}
+            self._options = replace(self._options, pipelines=rest)
         self._messages.put(message)
 
     def end(self) -> None:
@@ -196,9 +175,14 @@ class WorkerLine:
     def _run(self) -> tuple[Lost | None, bool]:
         """One worker from its start to its end: why it ended, unless that was told, and whether it was ready before."""
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=work, args=(theirs, self._options), name="sdflow worker", daemon=True)
+        heard, output = self._context.Pipe(duplex=False) if sys.platform != "win32" else (None, None)
+        arguments = (theirs, self._options, output)
+        process = self._context.Process(target=work, args=arguments, name="sdflow worker", daemon=True)
         process.start()
         theirs.close()
+        if heard is not None and output is not None:
+            output.close()
+            threading.Thread(target=_pass_on_output, args=(heard,), name="worker's output", daemon=True).start()
         self._process, self._messages = process, SimpleQueue()
         threading.Thread(target=_pass_on, args=(self._messages, ours), name="to the worker", daemon=True).start()
         ready, said, given_up = False, None, threading.Event()
@@ -217,6 +201,9 @@ class WorkerLine:
                     said = message
                 elif not isinstance(message, Pulse) and not given_up.is_set():
                     ready = ready or isinstance(message, Ready)
+                    if isinstance(message, Loaded) and message.found is not None:  # for the next worker, too
+                        pipelines = {**self._options.pipelines, message.name: message.folder}
+                        self._options = replace(self._options, pipelines=pipelines)
                     self._hear(message)
         except (EOFError, OSError):
             pass
@@ -230,7 +217,19 @@ class WorkerLine:
         return said or Lost("WorkerEnded", f"it ended with {words}"), ready
 
 
-def _pass_on(messages: SimpleQueue[Job | Cancel | End | None], connection: Connection) -> None:
+def _pass_on_output(heard: Connection) -> None:
+    """What the worker writes, as lines of JSON."""
+    with heard, os.fdopen(os.dup(heard.fileno()), encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if line.startswith("{") and line.endswith("}\n"):
+                with suppress(OSError):
+                    sys.stderr.write(line)
+                    sys.stderr.flush()
+            elif line.strip():
+                log_line("output", text=line.rstrip())
+
+
+def _pass_on(messages: SimpleQueue[Order | End | None], connection: Connection) -> None:
     """Everything up to the first None."""
     with suppress(OSError):  # the worker is gone, which whoever reads from it finds out
         while (message := messages.get()) is not None:

@@ -1,0 +1,100 @@
+"""How long a run of the denoiser takes by size of the batch: measured at startup, and again by the runs of requests.
+
+A moment in which the machine was busy says little of the next. So the last runs of each size count, and now and then, where
+enough images wait, a size is tried that did not pay before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from sdflow.serve.engine.waiting import SIZES, next_batch, worthwhile_sizes
+
+RECENT = 8
+"""Runs of a size that count."""
+
+FIRST_TRIAL, MOST_BETWEEN = 64, 4096
+"""Runs between two trials of other sizes: at first, and at most. Each trial that changes nothing doubles them."""
+
+TRIAL_RUNS, UNTIMED = 6, 2
+"""Of a trial: all, and those at its beginning that tell nothing. The first makes the session; on a GPU the call of the second
+waits for the run before it, which was of another size."""
+
+
+class Pace:
+    """Of one pipeline in one lane. seconds: of a run by size. again: whether other sizes are tried. forget: gives back what a
+    size that does not pay holds."""
+
+    def __init__(
+        self, seconds: Mapping[int, float], *, again: bool = False, forget: Callable[[int], None] = lambda size: None
+    ) -> None:
+        self._last = {size: deque([taken], RECENT) for size, taken in seconds.items()}
+        self._again, self._forget, self._given = again, forget, tuple(seconds)
+        self._impossible: set[int] = set()
+        self._runs, self._between, self._before, self._in_a_row = 0, FIRST_TRIAL, 0, 0
+        self._trial: int | None = None
+        self._chosen = self._worthwhile()
+
+    @property
+    def seconds(self) -> Mapping[int, float]:
+        """Of a run, by size of the batch; sizes that are worth it."""
+        return self._chosen
+
+    @property
+    def places(self) -> int:
+        """How many images may go through their steps at once."""
+        return max(self._trial or 1, *self._chosen)
+
+    def size(self, images: int) -> int:
+        """Of the batch that so many images are drawn in next."""
+        if self._trial is not None and images >= self._trial:
+            return self._trial
+        return next_batch(images, self._chosen)
+
+    def note(self, size: int, seconds: float, waiting: int) -> None:
+        """A run of images of the model's own size is done. waiting: images that it had no place for."""
+        self._in_a_row = self._in_a_row + 1 if size == self._before else 1
+        self._before = size
+        if self._in_a_row > UNTIMED:
+            self._last.setdefault(size, deque(maxlen=RECENT)).append(seconds)
+        self._runs += 1
+        if self._trial is None and self._runs % RECENT == 0:
+            self._chosen = self._worthwhile()
+        if not self._again:
+            return
+        if self._trial is None and self._runs >= self._between and waiting:
+            self._begin_trial(size + waiting)
+        elif size == self._trial and self._in_a_row >= TRIAL_RUNS:
+            self._end_trial()
+        elif self._runs >= self._between + 2 * FIRST_TRIAL:  # fewer images came than it needs
+            self._trial, self._runs = None, 0
+
+    def failed(self, size: int) -> None:
+        """There is no room for batches of this size."""
+        self._impossible.add(size)
+        self._last.pop(size, None)
+        self._trial, self._chosen = None, self._worthwhile()
+
+    def _begin_trial(self, images: int) -> None:
+        used = max(self._chosen)
+        larger = [size for size in SIZES if used < size <= images and size not in self._impossible]
+        self._trial = larger[0] if larger else None
+        if self._trial is None:
+            self._runs = 0
+
+    def _end_trial(self) -> None:
+        assert self._trial is not None
+        tried, before = self._trial, self._chosen
+        self._trial, self._runs, self._chosen = None, 0, self._worthwhile()
+        if tried not in self._chosen:
+            self._last.pop(tried, None)
+            self._forget(tried)
+        changed = self._chosen.keys() != before.keys()
+        self._between = FIRST_TRIAL if changed else min(2 * self._between, MOST_BETWEEN)
+
+    def _worthwhile(self) -> dict[int, float]:
+        known = {size: min(last) for size, last in sorted(self._last.items()) if last}
+        if not self._again:
+            return {size: known[size] for size in self._given if size in known}
+        return worthwhile_sizes(known.get)

@@ -1,0 +1,109 @@
+"""The pipelines of a server by name: aliases of them, the one that is taken by default, and those added and removed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sdflow.errors import SdflowError, UsageError
+from sdflow.serve.api_error import ApiError
+from sdflow.serve.http.served_model import ServedModel, read_served
+
+
+class Models(Mapping[str, ServedModel]):
+    """The default comes first. aliases: other names of pipelines. default: the pipeline of requests that name none, or one that
+    is not there; None: the first, for requests that name none."""
+
+    def __init__(
+        self, models: Mapping[str, ServedModel], aliases: Mapping[str, str] | None = None, default: str | None = None
+    ) -> None:
+        """Raises UsageError for a name that no pipeline has."""
+        self._models, self._aliases, self._default = dict(models), dict(aliases or {}), default
+        wanted = [("--alias", name) for name in self._aliases.values()]
+        for option, name in [*wanted, *([] if default is None else [("--default", default)])]:
+            if name not in self._models:
+                raise UsageError(
+                    f"no pipeline is named {name!r}", where=option, remedy=f"Take one of {', '.join(self._models)}."
+                )
+
+    def __getitem__(self, name: str) -> ServedModel:
+        return self._models[name]
+
+    def __iter__(self) -> Iterator[str]:
+        names = list(self._models)
+        return iter(sorted(names, key=lambda name: name != self._default))
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    def aliases_of(self, name: str) -> list[str]:
+        """Other names of this pipeline."""
+        return [alias for alias, of in self._aliases.items() if of == name]
+
+    def find(self, name: str | None) -> ServedModel:
+        """The pipeline of this name or alias; the default where none is named. Raises ApiError."""
+        named = self._aliases.get(name or "", name)
+        if named is not None and named in self._models:
+            return self._models[named]
+        if self._models and (name is None or self._default in self._models):
+            return self._models[next(iter(self))]
+        known = ", ".join([*self, *self._aliases]) or "there is none"
+        raise ApiError(404, f"no pipeline is named {name!r} here, only {known}.", param="model", code="model_not_found")
+
+    def put(self, model: ServedModel) -> None:
+        """One more, or another in the place of one of this name."""
+        self._models[model.name] = model
+
+    def remove(self, name: str) -> None:
+        """Raises ApiError for a name that is not there."""
+        if name not in self._models:
+            raise ApiError(404, f"no pipeline is named {name!r} here.", param="model", code="model_not_found")
+        del self._models[name]
+
+
+@dataclass(frozen=True)
+class Additions:
+    """How pipelines are added. folder: in which their folders are; None: only those that are there are read again.
+    require_verified, check: as of `read_served`."""
+
+    folder: Path | None = None
+    require_verified: bool = False
+    check: bool = True
+
+    def read(self, name: str, there: ServedModel | None) -> ServedModel:
+        """The pipeline of this name: the one that is there, read again, or one of the folder. Raises ApiError."""
+        folder = there.folder if there is not None else self._find(name)
+        try:
+            return read_served(folder, require_verified=self.require_verified, check=self.check)
+        except SdflowError as error:
+            raise ApiError(
+                400, f"{name} cannot be served: {error.what}.", param="id", code="invalid_pipeline"
+            ) from error
+
+    def _find(self, name: str) -> Path:
+        if self.folder is None:
+            raise ApiError(400, "pipelines can be added only to a server with --pipeline-folder.", param="id")
+        if not name or name in (".", "..") or "/" in name or "\\" in name or not (self.folder / name).is_dir():
+            there = ", ".join(sorted(path.parent.name for path in self.folder.glob("*/sdflow.json"))) or "none"
+            raise ApiError(
+                404,
+                f"no pipeline is named {name!r} in the server's folder, only {there}.",
+                param="id",
+                code="not_found",
+            )
+        return self.folder / name
+
+
+NO_ADDITIONS = Additions()
+
+
+def read_aliases(texts: list[str]) -> dict[str, str]:
+    """Of options like dall-e-3=NAME. Raises UsageError."""
+    found = {}
+    for text in texts:
+        alias, equals, name = text.partition("=")
+        if not (alias and equals and name):
+            raise UsageError(f"{text!r} is no alias", where="--alias", remedy="Write ALIAS=PIPELINE as dall-e-3=sdxl.")
+        found[alias] = name
+    return found

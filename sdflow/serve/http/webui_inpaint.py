@@ -1,0 +1,84 @@
+"""Inpainting as A1111's webui does it: what is below the mask, and drawing only the masked part of an image at the full size."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import Any
+
+from sdflow.runtime.files.images import png_text
+from sdflow.serve.jobs import Image
+
+
+def _pil(image: Image) -> Any:
+    import PIL.Image
+
+    return PIL.Image.frombytes(image.mode, image.size, image.pixels)
+
+
+def _plain(opened: Any) -> Image:
+    return Image(opened.mode, opened.size, opened.tobytes())
+
+
+def filled(image: Image, mask: Image) -> Image:
+    """The image with the colors around the mask spread over what is below it, from far and then from near."""
+    import PIL.Image
+    from PIL import ImageFilter, ImageOps
+
+    opened = _pil(image)
+    outside = PIL.Image.new("RGBa", opened.size)
+    outside.paste(opened.convert("RGBA").convert("RGBa"), mask=ImageOps.invert(_pil(mask).resize(opened.size)))
+    made = PIL.Image.new("RGBA", opened.size)
+    for radius, times in ((256, 1), (64, 1), (16, 2), (4, 4), (2, 2), (0, 1)):
+        blurred = outside.filter(ImageFilter.GaussianBlur(radius)).convert("RGBA")
+        for _ in range(times):
+            made.alpha_composite(blurred)
+    return _plain(made.convert("RGB"))
+
+
+@dataclass(frozen=True)
+class Part:
+    """The masked part of an image, which is drawn alone and put back. box: left, top, right and bottom in the image."""
+
+    image: Image
+    mask: Image
+    box: tuple[int, int, int, int]
+    blur: float
+
+    @classmethod
+    def of(cls, image: Image, mask: Image, width: int, height: int, padding: int, blur: float) -> Part:
+        """Around the white of the mask, with padding, in the shape of width x height as far as the image goes."""
+        opened = _pil(mask).resize(image.size)
+        left, top, right, bottom = opened.getbbox() or (0, 0, *image.size)
+        across = _wider(left - padding, right + padding, (bottom - top + 2 * padding) * width / height, image.size[0])
+        down = _wider(top - padding, bottom + padding, (across[1] - across[0]) * height / width, image.size[1])
+        return cls(image, _plain(opened), (across[0], down[0], across[1], down[1]), blur)
+
+    def cut(self, width: int, height: int) -> tuple[Image, Image]:
+        """The image and the mask to draw with, of this size."""
+        image, mask = (_pil(each).crop(self.box).resize((width, height)) for each in (self.image, self.mask))
+        return _plain(image), _plain(mask)
+
+    def put_back(self, file: bytes) -> bytes:
+        """What was drawn, as a PNG file, in the whole image."""
+        import PIL.Image
+        from PIL import ImageFilter
+
+        drawn, whole = PIL.Image.open(io.BytesIO(file)), _pil(self.image)
+        left, top, right, bottom = self.box
+        mask = _pil(self.mask).filter(ImageFilter.GaussianBlur(self.blur)).crop(self.box)
+        whole.paste(drawn.resize((right - left, bottom - top)), (left, top), mask)
+        made = io.BytesIO()
+        whole.save(made, "PNG", pnginfo=png_text(drawn.info))
+        return made.getvalue()
+
+
+def _wider(low: int, high: int, length: float, limit: int) -> tuple[int, int]:
+    """An interval made as long as this at least, and moved to between 0 and the limit."""
+    more = max(0, round(length) - (high - low))
+    low, high = low - more // 2, high + more - more // 2
+    if low < 0:
+        low, high = 0, high - low
+    if high > limit:
+        low, high = low - (high - limit), limit
+    return max(0, low), high

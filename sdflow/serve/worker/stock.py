@@ -1,0 +1,305 @@
+"""The pipelines of the process that draws, in all its lanes: loaded, unloaded where memory is short, added and removed, while
+others are drawn.
+
+One is loaded at a time: on the CPU in a thread beside the lanes; on a GPU by the lane, whose stream may be captured. Where the
+files of all are more than may stay loaded, those that were asked for longest ago make room once nothing of them is drawn; they
+take no new images until what they make room for is loaded, so that neither waits for ever.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from threading import RLock, Thread
+from typing import Any
+
+from sdflow.errors import SdflowError
+from sdflow.machine.device import cores
+from sdflow.machine.memory import trim
+from sdflow.serve.engine.engine import Engine
+from sdflow.serve.engine.lanes import Lanes
+from sdflow.serve.engine.loading import (
+    MOST_DELAYED,
+    SMALL_SECONDS,
+    LoadedLane,
+    Room,
+    load,
+    load_lanes,
+    warm,
+    warm_up_job,
+)
+from sdflow.serve.engine.pace import Pace
+from sdflow.serve.engine.served_pipeline import ServedPipeline
+from sdflow.serve.engine.shared_steps import SharedSteps
+from sdflow.serve.engine.waiting import Waiting
+from sdflow.serve.jobs import Drop, Job, Load, Loaded, Message, WorkerOptions
+from sdflow.serve.log import log_error, log_line
+from sdflow.serve.loras.live_loras import SharedValues
+from sdflow.serve.worker.ready_pipelines import ReadyPipelines
+
+REST_SECONDS, MOST_REST, LOOK_SECONDS = 60.0, 3600.0, 5.0
+"""How long nothing is drawn before lanes are measured again, at first and at most, and between two looks."""
+
+IDLE_SECONDS = 0.05
+"""Between two looks whether a pipeline is drawn that is to be unloaded."""
+
+
+@dataclass
+class _Lane:
+    """What one lane draws with."""
+
+    loaded: LoadedLane
+    ready: dict[str, ReadyPipelines] = field(default_factory=dict)
+    paces: dict[str, Pace] = field(default_factory=dict)
+
+
+class Stock:
+    """loaded: the lanes, with some of the pipelines. tell: receives what becomes of those that are added."""
+
+    def __init__(self, options: WorkerOptions, loaded: list[LoadedLane], tell: Callable[[Message], None]) -> None:
+        self._options, self._tell = options, tell
+        self.room = Room.measured(loaded)
+        self.lanes = Lanes(tell, self.room.share)
+        self._folders = {name: options.pipelines[name] for name in loaded[0].pipelines}
+        self._lanes: list[_Lane] = []
+        self._used: list[str] = []
+        self._leaving: set[str] = set()
+        self._coming: Future[None] | None = None
+        self._adding = False
+        self._problems: dict[str, Exception] = {}
+        self._lock = RLock()
+        self._pool = ThreadPoolExecutor(1, "pipelines")
+        self._on_cpu = all(each.base.place.stream is None for each in loaded[0].pipelines.values())
+        self._adopt(loaded)
+        if self._on_cpu and options.lanes is None and (options.threads or cores() or 1) > 1:
+            Thread(target=self._choose_lanes_again, name="choice of lanes", daemon=True).start()
+
+    def _adopt(self, loaded: list[LoadedLane]) -> None:
+        """Draw with these lanes from now on."""
+        with self._lock:
+            self._lanes = [_Lane(each) for each in loaded]
+        for name in list(loaded[0].pipelines):
+            self._keep(name, [each.pipelines[name] for each in loaded], [each.seconds[name] for each in loaded])
+        for lane in self._lanes:
+            self.lanes.add(partial(self._engine, lane), partial(self._rest, lane))
+
+    def _engine(self, lane: _Lane, waiting: Waiting, tell: Callable[[Message], None]) -> Engine:
+        ready = partial(self.is_ready, lane)
+        return Engine(partial(self.find, lane), lane.paces, tell, ready=ready, waiting=waiting)
+
+    def _choose_lanes_again(self) -> None:
+        """Some time after requests were drawn: at the start the machine may have been busy."""
+        waiting, known, pause = self.lanes.waiting, 0, REST_SECONDS
+        while True:
+            time.sleep(LOOK_SECONDS)
+            if waiting.drawn > known and not waiting.busy and time.monotonic() > waiting.last + pause:
+                known, changed = waiting.drawn, False
+                try:
+                    changed = self._pool.submit(self._measure_lanes).result()
+                except Exception as error:  # noqa: BLE001  (there may be no memory for it; the lanes stay)
+                    log_error(error)
+                pause = REST_SECONDS if changed else min(2 * pause, MOST_REST)
+
+    def _measure_lanes(self) -> bool:
+        """Whether another number of lanes is better, which is there from now on."""
+        waiting = self.lanes.waiting
+        before = waiting.drawn
+        if not all(each.seconds[1] < MOST_DELAYED * SMALL_SECONDS for each in self._paces()):
+            return False  # of larger models one keeps all cores busy
+        loaded = load_lanes(replace(self._options, pipelines={name: self._folders[name] for name in self._used}))
+        if waiting.drawn != before or waiting.busy or len(loaded) == len(self._lanes):
+            return False  # what is drawn beside it makes it say nothing
+        self.lanes.replace(partial(self._adopt, loaded))
+        log_line("lanes", lanes=len(loaded))
+        for name in self._used:
+            self._tell(Loaded(name, self._folders[name], self.about(name)))
+        return True
+
+    def _paces(self) -> list[Pace]:
+        return list(self._lanes[0].paces.values())
+
+    def about(self, name: str) -> Mapping[str, Any]:
+        """What was found out about a pipeline when it was loaded."""
+        first = self._lanes[0].loaded
+        return {
+            "batch_seconds": dict(self._lanes[0].paces[name].seconds),
+            "alone": first.pipelines[name].why_alone,
+            "lanes": len(self._lanes),
+            "max_pixels": self.room.most[name],
+            "pixels": self.room.own[name],
+        }
+
+    def do(self, order: Load | Drop) -> None:
+        """While others are drawn. What becomes of it is told."""
+        work = partial(self._add, order) if isinstance(order, Load) else partial(self._drop, order)
+        if self._on_cpu:
+            self._pool.submit(work)
+        else:
+            self.lanes.do(work)
+
+    def is_ready(self, lane: _Lane, job: Job, begin: bool) -> bool:
+        """Whether `find` has nothing to wait for. begin: if it has, that is begun."""
+        with self._lock:
+            if begin and not self._adding and (self._coming is None or self._coming.done()):
+                self._leaving.discard(job.pipeline)  # what it made room for was older, and is not wanted any more
+            found = None if job.pipeline in self._leaving else lane.ready.get(job.pipeline)
+            if found is None:
+                if begin and job.pipeline not in {*self._problems, *self._leaving}:
+                    self._bring(job.pipeline)
+                return job.pipeline in self._problems
+            if begin:
+                self._used.remove(job.pipeline)
+                self._used.append(job.pipeline)
+        return found.ready(job, begin=begin)
+
+    def find(self, lane: _Lane, job: Job) -> ServedPipeline:
+        """Raises what kept it from being loaded."""
+        with self._lock:
+            if problem := self._problems.pop(job.pipeline, None):
+                raise problem
+            found = lane.ready[job.pipeline]
+        return found.find(job)
+
+    def load_others(self) -> dict[str, Mapping[str, Any]]:
+        """What is known of all pipelines, those included that there is no room for: these are loaded once. Raises as loading."""
+        known = {name: self.about(name) for name in self._used}
+        for name, folder in self._options.pipelines.items():
+            if name not in known:
+                self._folders[name] = folder
+                while not self._make_room(name):
+                    continue
+                self._load(name)
+                known[name] = self.about(name)
+        return known
+
+    def _bring(self, name: str) -> None:
+        """Load one, once there is room. Asked again until it is there."""
+        if self._coming is None or self._coming.done():
+            if not self._make_room(name):
+                return
+            if self._on_cpu:
+                self._coming = self._pool.submit(self._load_or_note, name)
+                self._coming.add_done_callback(lambda done: self.lanes.look_again())
+            else:
+                self._load_or_note(name)
+
+    def _make_room(self, name: str) -> bool:
+        """Whether there is room for one more; unloads, one at each call, what was asked for longest ago and is not drawn."""
+        most = self._options.memory
+        if most is None or not self._used or sum(map(self._size, {*self._used, name})) <= most:
+            return True
+        oldest = self._used[0]
+        self._leaving.add(oldest)
+        if oldest not in self.lanes.waiting.pipelines:
+            self._unload(oldest)
+        return False
+
+    def _size(self, name: str) -> int:
+        return len(self._lanes) * sum(
+            path.stat().st_size for path in self._folders[name].resolve().glob("*/*") if path.is_file()
+        )
+
+    def _load_or_note(self, name: str) -> None:
+        try:
+            self._load(name)
+        except Exception as error:  # noqa: BLE001  (whoever asked for it is told)
+            self._problems[name] = error
+        self._leaving.clear()
+
+    def _load(self, name: str) -> None:
+        """In every lane; in the place of the one that is there, if there is one."""
+        folder, begun = self._folders[name], time.perf_counter()
+        made = [load(folder, lane.loaded.threads, self._options) for lane in self._lanes]
+        seconds = [warm(name, each, self._options) for each in made]
+        self.room.add(name, made)
+        self._keep(name, made, seconds)
+        log_line("loaded", pipeline=name, seconds=round(time.perf_counter() - begun, 2))
+
+    def _keep(self, name: str, made: list[ServedPipeline], seconds: Sequence[Mapping[int, float]]) -> None:
+        """For jobs from now on; all lanes have it at the same moment."""
+        options, values, kept = self._options, SharedValues(), list[tuple[ReadyPipelines, Pace]]()
+        memory = options.lora_memory // len(self._lanes)
+        for pipeline, measured in zip(made, seconds, strict=True):
+            found = ReadyPipelines(self._folders[name], pipeline, options.cache, memory, values, self.lanes.look_again)
+            if options.loras:
+                job = warm_up_job(name, pipeline)
+                found.prepare(job, list(measured), partial(warm, name, options=options))
+            kept.append((found, _pace(pipeline, measured, again=options.batch_sizes is None)))
+        with self._lock:
+            for lane, pipeline, (found, pace) in zip(self._lanes, made, kept, strict=True):
+                lane.loaded.pipelines[name], lane.paces[name], lane.ready[name] = pipeline, pace, found
+            self._used = [*(each for each in self._used if each != name), name]
+
+    def _unload(self, name: str) -> None:
+        with self._lock:
+            for lane in self._lanes:
+                lane.ready.pop(name).close()
+                del lane.loaded.pipelines[name]
+            self._used.remove(name)
+        gc.collect()
+        trim()
+        log_line("unloaded", pipeline=name)
+
+    def _rest(self, lane: _Lane) -> None:
+        """Give back what the large images of a lane took."""
+        with self._lock:
+            every = list(lane.ready.values())
+        for each in every:
+            each.rest()
+        gc.collect()
+        trim()
+
+    def _add(self, order: Load) -> None:
+        before = self._folders.get(order.name)
+        self._folders[order.name], self._adding = order.folder, True
+        try:
+            if not self._make_room(order.name):
+                self._do_again(order)
+                return
+            self._adding = False
+            self._load(order.name)
+        except Exception as error:  # noqa: BLE001  (it is told, and the others go on)
+            said = error.what if isinstance(error, SdflowError) else f"{type(error).__name__}: {error}"
+            if before is None:
+                del self._folders[order.name]
+            else:
+                self._folders[order.name] = before
+            self._tell(Loaded(order.name, order.folder, None, said))
+        else:
+            self._tell(Loaded(order.name, order.folder, self.about(order.name)))
+        self._leaving.clear()
+        self._adding = False
+        self.lanes.look_again()
+
+    def _drop(self, order: Drop) -> None:
+        waiting = self.lanes.waiting
+        with waiting.changed:
+            drawn = order.name in waiting.pipelines or any(job.pipeline == order.name for job in waiting.jobs)
+            if not drawn:
+                if order.name in self._used:
+                    self._unload(order.name)
+                self._folders.pop(order.name, None)
+        if drawn:
+            self._do_again(order)
+
+    def _do_again(self, order: Load | Drop) -> None:
+        """When what is drawn now has gone on; on a GPU this is the thread that draws it."""
+        if self._on_cpu:
+            time.sleep(IDLE_SECONDS)
+        self.do(order)
+
+
+def _pace(pipeline: ServedPipeline, seconds: Mapping[int, float], *, again: bool) -> Pace:
+    def steps() -> SharedSteps | None:
+        side = pipeline.base.latents.size
+        return pipeline.shared_steps(side, side)
+
+    def forget(size: int) -> None:
+        if found := steps():
+            found.forget(size)
+
+    return Pace(seconds, again=again and pipeline.why_alone is None, forget=forget)
