@@ -13,7 +13,7 @@ from sdflow.config.problems import Problems, nearest
 from sdflow.config.tree import Node, as_map, expect_kind, shortened, text_of
 from sdflow.config.workflow import LoraSpec, Mark
 from sdflow.families import ADAPTER_ARCHITECTURES, ARCHITECTURES, COMPONENT_ARCHITECTURES
-from sdflow.sources.reference import PICKLE_SUFFIXES, AdapterReference, split_architecture
+from sdflow.sources.reference import FILE_SUFFIXES, PICKLE_SUFFIXES, AdapterReference, split_architecture
 
 SAMPLES = ("shapes", "shapes-klein")
 _SCHEMES = ("hf", "synthetic", "sample")
@@ -160,8 +160,8 @@ def _model_path(text: str, folder: Path, allow_pickle: bool, mark: Mark, problem
             "convert it to .safetensors, or write `allow_pickle: true` to load it with weights_only=True",
         )
         return None
-    if suffix not in (".safetensors", *PICKLE_SUFFIXES):
-        known = f"a folder, or a file: .safetensors, or pickled {', '.join(PICKLE_SUFFIXES)}"
+    if suffix not in (*FILE_SUFFIXES, *PICKLE_SUFFIXES):
+        known = f"a folder, or a file: {', '.join(FILE_SUFFIXES)}, or pickled {', '.join(PICKLE_SUFFIXES)}"
         problems.add(mark, f"{path.name!r} is not a checkpoint", known)
         return None
     return str(path) if architecture is None else f"{path}#{architecture}"

@@ -90,7 +90,7 @@ def _open(reference: str, access: Access, left_out: Collection[str]) -> Checkpoi
     raise CheckpointError(
         no_file(path),
         where=str(path),
-        remedy="Write a folder, a .safetensors file, hf:owner/name[@revision], synthetic:sd15 or sample:NAME.",
+        remedy="Write a folder, a .safetensors or .gguf file, hf:owner/name[@revision], synthetic:sd15 or sample:NAME.",
     )
 
 

@@ -12,9 +12,11 @@ from sdflow.errors import CheckpointError
 from sdflow.families import ADAPTER_ARCHITECTURES, ARCHITECTURES, COMPONENT_ARCHITECTURES
 
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
+FILE_SUFFIXES = (".safetensors", ".gguf")
+"""Endings of files of weights that are no pickles."""
 # A file, and which architecture it has; a name with a dot in it is no architecture but the rest of the file's name.
 _WITH_ARCHITECTURE = re.compile(
-    rf"(.+(?i:\.safetensors|{'|'.join(map(re.escape, PICKLE_SUFFIXES))}))#([^./\\#]*)", re.DOTALL
+    rf"(.+(?i:{'|'.join(map(re.escape, (*FILE_SUFFIXES, *PICKLE_SUFFIXES)))}))#([^./\\#]*)", re.DOTALL
 )
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -68,7 +70,9 @@ class AdapterReference:
 
 Reference = HubReference | SyntheticReference | SampleReference | LocalReference
 
-_SPELLINGS = "Write a folder, a .safetensors file, hf:owner/name[@revision], synthetic:sd15[?seed=N] or sample:NAME."
+_SPELLINGS = (
+    "Write a folder, a .safetensors or .gguf file, hf:owner/name[@revision], synthetic:sd15[?seed=N] or sample:NAME."
+)
 
 
 def parse_reference(text: str) -> Reference:
