@@ -27,7 +27,9 @@ from sdflow.sources.checkpoint import (
     submodels_of,
 )
 from sdflow.sources.companions import companion_files, require_inside
-from sdflow.sources.safetensors_file import read_header
+from sdflow.sources.formats import open_weights
+from sdflow.sources.formats.quantized_safetensors import FLOAT8_ALONE
+from sdflow.sources.formats.refused import refused_method
 from sdflow.sources.weight_files import Weights, find_weights, read_config
 
 
@@ -148,6 +150,12 @@ def open_component(
     """
     model = part.of(read_config(folder / "config.json")).model
     config = _component_config(folder, model, family, declared)
+    if (method := refused_method(config)) is not None:
+        raise CheckpointError(
+            f"its weights are quantized ({method}), which sdflow does not read from a folder",
+            where=str(folder / "config.json"),
+            remedy="Use the model's float16, bfloat16 or float32 weights, or a GGUF or float8 file under `components`.",
+        )
     weights = find_weights(folder, model, config, allow_pickle=allow_pickle)
     notes = []
     if weights.variant:
@@ -156,9 +164,21 @@ def open_component(
         notes.append(f"{component}: the weights are pickled; they are loaded with weights_only=True.")
     else:
         for file in weights.files:
-            read_header(file)
+            _require_plain(file)
     # Before the digests: a file that changes in between is then refused when it is loaded.
     return ComponentFiles(folder, config, weights, [file_stamp(file) for file in weights.files], tuple(notes))
+
+
+def _require_plain(file: Path) -> None:
+    """Raises CheckpointError for weights that the component's library would not read as sdflow does."""
+    opened = open_weights(file)
+    opened.require_read()
+    if opened.format not in (None, FLOAT8_ALONE):
+        raise CheckpointError(
+            f"its weights are {opened.format}, which neither diffusers nor transformers reads from a folder",
+            where=str(file),
+            remedy="Name the file itself under `components`, beside a model that has the rest.",
+        )
 
 
 def _pipeline_index(folder: Path) -> tuple[Family, dict[str, Any]]:

@@ -28,6 +28,8 @@ from sdflow.sources.formats.scaled import ROTATED_GROUP, ScaledTensor, require_g
 from sdflow.sources.formats.stored import Refusal, StoredTensor, WeightsFile
 from sdflow.sources.safetensors_file import TensorEntry, float_values, read_entry, read_header, read_metadata
 
+FLOAT8_ALONE = "float8"
+"""The format of float8 weights without scales."""
 _FLOAT8_FORMATS = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 _INT8_FORMAT = "int8_tensorwise"
 _METADATA = "_quantization_metadata"
@@ -52,7 +54,7 @@ def open_safetensors(path: Path) -> WeightsFile:
         float8 = any(entry.dtype in FLOAT8 for entry in header.values())
         aside = {name for name in header if _is_marker(name)} if float8 else set()
         tensors = {name: tensor for name, tensor in plain.items() if name not in aside}
-        return WeightsFile(path, "float8" if float8 else None, tensors, header, metadata)
+        return WeightsFile(path, FLOAT8_ALONE if float8 else None, tensors, header, metadata)
     if unread := sorted({str(each.get("format")) for each in layers.values()} - {*_FLOAT8_FORMATS, _INT8_FORMAT}):
         refusal = Refusal(
             f"its weights are quantized to ComfyUI's {', '.join(unread)[:200]}, which sdflow does not read",
