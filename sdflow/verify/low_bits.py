@@ -39,10 +39,7 @@ def low_bit_reader(part: Part, load: Mapping[str, Any], expected: Shapes) -> Cal
     held: dict[str, tuple[tuple[int, ...], Read]] = {}
     architecture = None
     for file, begin in files_of(load):
-        if file.suffix.lower() == ".gguf":
-            found, architecture = _of_gguf(file)
-        else:
-            found = _of_safetensors(file)
+        found, architecture = dequantized_file(file)
         held |= {f"{begin}{name}": each for name, each in found.items()}
     where = str(load["files"][0]["path"])
     if (named := _named_by_gguf(architecture, expected, held)) is not None:
@@ -53,6 +50,11 @@ def low_bit_reader(part: Part, load: Mapping[str, Any], expected: Shapes) -> Cal
     places = fit(part, stored, expected, load.get("prefix"), where)
     reads = [read for _, read in held.values()]
     return lambda key: places[key].values(reads[places[key].index](), expected[key]).contiguous()
+
+
+def dequantized_file(path: Path) -> tuple[Held, str | None]:
+    """What a file holds, and what a GGUF file calls its network."""
+    return _of_gguf(path) if path.suffix.lower() == ".gguf" else (_of_safetensors(path), None)
 
 
 def _of_gguf(path: Path) -> tuple[Held, str | None]:

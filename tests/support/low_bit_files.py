@@ -90,6 +90,8 @@ def by_gguf(path: Path) -> Arrays:
     reader = GGUFReader(path)
     found = {}
     for tensor in reader.tensors:
+        if tensor.tensor_type in (T.I8, T.I16, T.I32, T.I64):
+            continue
         original = reader.get_field(f"comfy.gguf.orig_shape.{tensor.name}")
         shape = tensor.shape[::-1].tolist() if original is None else original.contents()
         found[tensor.name] = np.array(dequantize(tensor.data, tensor.tensor_type), np.float32).reshape(shape)

@@ -142,7 +142,7 @@ def test_int8_that_was_rotated_is_turned_back(flux: dict[str, torch.Tensor], gro
         plain = held[name].float() * held[f"{layer}.weight_scale"]
         kitchen = (plain.reshape(len(plain), -1, group) @ hadamard(group).float().T).reshape(plain.shape)
         assert float((ours - kitchen).abs().max()) <= 2**-20 * float(right.abs().max())
-        assert float((ours - flux[name]).abs().max()) < 0.02 * float(flux[name].abs().max())
+        assert float((ours - flux[name]).abs().max()) < 0.05 * float(flux[name].abs().max())
 
 
 def test_groups_of_256_are_rotated_in_steps(tmp_path: Path) -> None:
