@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.cache.fuzz_inputs import mutated_bytes, mutated_safetensors
 
 ALIKE = 1e-5
-"""Largest difference of a rotated weight, as a part of its largest value: PyTorch adds float32 values up in an order of its own."""
+"""Largest difference of a rotated weight, as a part of its largest value: PyTorch rounds each sum."""
 
 
 class WrongValues(Exception):

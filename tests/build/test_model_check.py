@@ -73,10 +73,6 @@ def refusal(path: Path) -> str:
     return caught.value.what
 
 
-def fp8(tensors: Tensors, key: str) -> None:
-    tensors[key] = tensors[key].to(torch.float8_e4m3fn)
-
-
 def int8(tensors: Tensors, key: str) -> None:
     tensors[key] = tensors[key].to(torch.int8)
 
@@ -90,7 +86,6 @@ def misshapen(tensors: Tensors, key: str) -> None:
 
 
 DAMAGES: Mapping[str, tuple[Callable[[Tensors, str], None], str]] = {
-    "fp8": (fp8, "is of dtype F8_E4M3: the file is quantized"),
     "int8": (int8, "is of dtype I8: the file is quantized"),
     "missing": (missing, "missing: "),
     "misshapen": (misshapen, "of a wrong shape: "),
