@@ -19,6 +19,10 @@ SAMPLES = ("shapes", "shapes-klein")
 _SCHEMES = ("hf", "synthetic", "sample")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+-]+):(.*)", re.DOTALL)  # two letters at least: C: is a drive
 _HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w][\w./-]*)?", re.ASCII)
+_HUB_FILE = re.compile(
+    rf"[\w-][\w.-]*/[\w-][\w.-]*(/[\w][\w. ()+-]*)+(?i:{'|'.join(map(re.escape, FILE_SUFFIXES))})(@[\w][\w./-]*)?",
+    re.ASCII,
+)
 _SEEDED = re.compile(r"([^?]*)(?:\?seed=([0-9]{1,18}))?", re.ASCII)
 
 
@@ -38,7 +42,8 @@ def model_reference(
         return _model_path(text, folder, allow_pickle, mark, problems)
     kind, rest = scheme.groups()
     if kind == "hf":
-        return _hub(text, rest, mark, problems)
+        whole = not what.startswith("`ip_adapters.") and _HUB_FILE.fullmatch(rest) is not None
+        return text if whole else _hub(text, rest, mark, problems)
     if kind not in ("synthetic", "sample"):
         _report_scheme(kind, mark, problems, _SCHEMES)
         return None

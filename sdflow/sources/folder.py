@@ -83,11 +83,13 @@ def open_folder(
     *,
     origin: Mapping[str, Any] | None = None,
     left_out: Collection[str] = (),
+    replaced: Collection[str] = (),
 ) -> Checkpoint:
     """The checkpoint in a diffusers folder.
 
     origin: JSON that joins the provenance and, but for "kind" and "repository", every identity (the hub's commit).
-    left_out: components that are not read, as if model_index.json named none; only those that it may lack.
+    left_out: components that are not read, as if model_index.json named none; only those that it may lack. replaced: those that
+        come from elsewhere, whose weights may be missing.
     Raises CheckpointError naming the file for whatever is missing, damaged or of a kind that is not supported.
     """
     origin = {"kind": "folder", "path": str(folder.absolute())} if origin is None else dict(origin)
@@ -99,7 +101,13 @@ def open_folder(
         if parts[0].optional and (component in left_out or index.get(component, [None])[0] is None):
             continue
         found[component] = open_component(
-            folder / component, component, parts[0], family, access.allow_pickle, declared=index.get(component)
+            folder / component,
+            component,
+            parts[0],
+            family,
+            access.allow_pickle,
+            declared=index.get(component),
+            replaced=component in replaced,
         )
         configs[component] = found[component].config
     every = [file for component in found.values() for file in component.weights.files]
@@ -139,17 +147,26 @@ def pinned(origin: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def open_component(
-    folder: Path, component: str, part: Part, family: Family, allow_pickle: bool, *, declared: Any = None
+    folder: Path,
+    component: str,
+    part: Part,
+    family: Family,
+    allow_pickle: bool,
+    *,
+    declared: Any = None,
+    replaced: bool = False,
 ) -> ComponentFiles:
     """A component in a folder of its own: config.json, checked to be of the part's class or one in its place, and weights.
 
     declared: library and class as model_index.json has them, by which diffusers loads it; they count where config.json names no
-    class.
+    class. replaced: its weights are not needed, only its configuration.
 
     Raises CheckpointError naming the file for whatever is missing, damaged or of another class.
     """
     model = part.of(read_config(folder / "config.json")).model
     config = _component_config(folder, model, family, declared)
+    if replaced:
+        return ComponentFiles(folder, config, Weights((), "", pickled=False), [], ())
     if (method := refused_method(config)) is not None:
         raise CheckpointError(
             f"its weights are quantized ({method}), which sdflow does not read from a folder",

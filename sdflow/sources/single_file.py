@@ -52,11 +52,12 @@ def open_single_file(
     *,
     architecture: str | None = None,
     left_out: Collection[str] = (),
+    origin: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
-    """The checkpoint in a .safetensors file, or in a pickle when those are allowed.
+    """The checkpoint in a file of weights, or in a pickle when those are allowed.
 
     architecture: which of those that the file's shapes fit, where the user says so. left_out: components that are not read, of
-    those that it may lack.
+    those that it may lack. origin: JSON for the provenance, of a file of the hub.
     A pickle's first opening loads torch to read its shapes; what was found is remembered in its digests.
     Raises CheckpointError for a damaged file, and for an architecture that is not supported, naming it if it is known.
     """
@@ -117,8 +118,7 @@ def open_single_file(
         family=family,
         reference=reference,
         provenance={
-            "kind": "single_file",
-            "path": str(path.absolute()),
+            **(origin or {"kind": "single_file", "path": str(path.absolute())}),
             "architecture": architecture,
             "files": {path.name: whole},
             **({} if opened is None else opened.provenance()),

@@ -33,7 +33,7 @@ from sdflow.sources.checkpoint import (
 )
 from sdflow.sources.folder import open_component, pinned
 from sdflow.sources.formats import WeightsFile, open_weights
-from sdflow.sources.hub import component_files, open_snapshot
+from sdflow.sources.hub import component_files, hub_weights, open_snapshot
 from sdflow.sources.recognition import component_alone, half_of
 from sdflow.sources.reference import (
     FILE_SUFFIXES,
@@ -76,6 +76,8 @@ class Source:
             return self.synthetic(parsed)
         if isinstance(parsed, SampleReference):
             return self._folder(sample_folder(parsed.name), {"kind": "sample", "name": parsed.name})
+        if isinstance(parsed, HubReference) and parsed.file:
+            return self._file(*hub_weights(parsed, download=self.access.download))
         if isinstance(parsed, HubReference):
             return open_snapshot(parsed, self._folder, partial(self._needed, parsed), download=self.access.download)
         path = parsed.path
@@ -155,7 +157,7 @@ class Source:
             raise CheckpointError(
                 f"holds neither {inner}config.json nor config.json",
                 where=f"hf:{hub.repository}@{hub.revision}",
-                remedy=f"{self._as_saved} A single file of a repository: download it, and name the file.",
+                remedy=f"{self._as_saved} A single file of a repository: hf:{hub.repository}/FILE.",
             )
         return wanted
 
@@ -163,7 +165,7 @@ class Source:
     def _as_saved(self) -> str:
         return f"Name what save_pretrained wrote: of the {self.component}, or of a pipeline that has one."
 
-    def _file(self, path: Path) -> Found:
+    def _file(self, path: Path, origin: Mapping[str, Any] | None = None) -> Found:
         stamp = file_stamp(path)  # before the digests: a file that changes in between is then refused when it is loaded
         opened = self._opened(path)
         shapes = tensor_shapes(path, self.access) if opened is None else opened.shapes
@@ -187,8 +189,7 @@ class Source:
                 for part in parts
             },
             {
-                "kind": "single_file",
-                "path": str(path.absolute()),
+                **(origin or {"kind": "single_file", "path": str(path.absolute())}),
                 "files": {path.name: whole},
                 **({} if opened is None else opened.provenance()),
             },
