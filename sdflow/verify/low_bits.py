@@ -42,7 +42,7 @@ def low_bit_reader(part: Part, load: Mapping[str, Any], expected: Shapes) -> Cal
         found, architecture = dequantized_file(file)
         held |= {f"{begin}{name}": each for name, each in found.items()}
     where = str(load["files"][0]["path"])
-    if (named := _named_by_gguf(architecture, expected, held)) is not None:
+    if (named := _named_by_gguf(part, architecture, expected, held)) is not None:
         if missing := sorted(key for key, name in named.items() if name not in held):
             raise CheckpointError(f"gguf names no tensor for {', '.join(missing[:5])}", where=where)
         return lambda key: held[named[key]][1]().reshape(expected[key])
@@ -83,7 +83,7 @@ def _dequantized(reader: Any, tensor: Any) -> Read:
     return read
 
 
-def _named_by_gguf(architecture: str | None, expected: Shapes, held: Held) -> dict[str, str] | None:
+def _named_by_gguf(part: Part, architecture: str | None, expected: Shapes, held: Held) -> dict[str, str] | None:
     """Parameter -> its tensor by gguf's table; None for a file in no names of llama.cpp."""
     blocks = [int(found[1]) for name in held if (found := re.search(r"\bblk\.(\d+)\.", name))]
     if architecture is None or not blocks:
@@ -94,7 +94,7 @@ def _named_by_gguf(architecture: str | None, expected: Shapes, held: Held) -> di
     table = get_tensor_name_map(kind, max(blocks) + 1)
     found = {}
     for key in expected:
-        bare, _, suffix = key.rpartition(".")
+        bare, _, suffix = part.model.current_name(key).rpartition(".")  # of a tied parameter, the one that files have
         name = table.get_name(bare) or table.get_name(f"model.{bare}")
         found[key] = f"{name}.{suffix}"
     return found
