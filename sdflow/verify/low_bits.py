@@ -90,7 +90,9 @@ def _named_by_gguf(part: Part, architecture: str | None, expected: Shapes, held:
         return None
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    (kind,) = (kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    kind = next((kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture), None)
+    if kind is None:
+        return None
     table = get_tensor_name_map(kind, max(blocks) + 1)
     found = {}
     for key in expected:

@@ -62,7 +62,7 @@ def open_safetensors(path: Path) -> WeightsFile:
         )
         return WeightsFile(path, format_name, plain, header, metadata, refusal=refusal)
     scaled = {f"{layer}.weight": _scaled(path, layer, described, header) for layer, described in layers.items()}
-    aside = {name for name in header if _is_aside(name, header)}
+    aside = {name for name in header if _is_aside(name, layers)}
     kept: dict[str, StoredTensor] = {name: tensor for name, tensor in plain.items() if name not in aside}
     return WeightsFile(path, format_name, {**kept, **scaled}, header, metadata, meaning=dict(_meaning(scaled)))
 
@@ -85,12 +85,11 @@ def _layers(
     found: dict[str, Mapping[str, Any]] = {}
     for name in header:
         layer, _, scale = name.rpartition(".")
-        if scale in _SCALES and layer:
-            weight = header.get(f"{layer}.weight")
-            if weight is not None and weight.dtype == "I8":
-                raise _invalid(path, f"{layer}.weight is int8 with a scale, and nothing says how it was quantized")
-            named = (kind for kind, dtype in _FLOAT8_FORMATS.items() if weight is not None and weight.dtype == dtype)
-            found[layer] = {"format": next(named, "float8_e4m3fn")}
+        weight = header.get(f"{layer}.weight") if scale in _SCALES else None
+        if weight is not None and weight.dtype == "I8":
+            raise _invalid(path, f"{layer}.weight is int8 with a scale, and nothing says how it was quantized")
+        if weight is not None and weight.dtype in FLOAT8:
+            found[layer] = {"format": next(kind for kind, dtype in _FLOAT8_FORMATS.items() if dtype == weight.dtype)}
     return found, "fp8_scaled"
 
 
@@ -163,11 +162,11 @@ def _is_marker(name: str) -> bool:
     return name == _MARKER or name.endswith(f".{_MARKER}")
 
 
-def _is_aside(name: str, header: Mapping[str, TensorEntry]) -> bool:
-    """Whether a tensor is none of the model's: a marker, a description, or a scale beside a weight."""
+def _is_aside(name: str, layers: Mapping[str, Any]) -> bool:
+    """Whether a tensor is none of the model's: a marker, or a description or a scale of a quantized layer. Any other scale stays,
+    so that the model refuses what it has no place for."""
     layer, _, last = name.rpartition(".")
-    beside = last in (*_SCALES, *_OF_INPUTS, _DESCRIPTION) and f"{layer}.weight" in header
-    return beside or _is_marker(name)
+    return (layer in layers and last in (*_SCALES, *_OF_INPUTS, _DESCRIPTION)) or _is_marker(name)
 
 
 def _meaning(scaled: Mapping[str, ScaledTensor]) -> Iterator[tuple[str, Any]]:
