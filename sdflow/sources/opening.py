@@ -120,8 +120,8 @@ def reopen_checkpoint(origin: Origin, where: str, *, digests: FileDigests) -> Ch
 
 def require_same_checkpoint(checkpoint: Checkpoint, origin: Origin, where: str) -> None:
     """Raise UsageError when a checkpoint's content is not what the manifest says that it was."""
-    others = {name for name, each in origin.components.items() if each is not None}
-    if _content(checkpoint.provenance, others) != _content(origin.checkpoint or {}, others):
+    replaced = [name for name, each in origin.components.items() if each is not None]
+    if _content(checkpoint.provenance, replaced) != _content(origin.checkpoint or {}, replaced):
         model = origin.pinned_model(where)
         also = {**origin.components, **origin.controlnets}
         others = "".join(f", {name} {reference or 'left out'}" for name, reference in also.items())

@@ -94,12 +94,12 @@ def _named_by_gguf(part: Part, architecture: str | None, expected: Shapes, held:
     if kind is None:
         return None
     table = get_tensor_name_map(kind, max(blocks) + 1)
-    found = {}
+    names: dict[str, str] = {}
     for key in expected:
         bare, _, suffix = part.model.current_name(key).rpartition(".")  # of a tied parameter, the one that files have
         name = table.get_name(bare) or table.get_name(f"model.{bare}")
-        found[key] = f"{name}.{suffix}"
-    return found
+        names[key] = f"{name}.{suffix}"
+    return names
 
 
 def _of_safetensors(path: Path) -> Held:

@@ -107,16 +107,15 @@ def test_a_pipeline_with_that_file_draws_what_diffusers_draws(shell: Shell, buil
 
 @pytest.fixture(scope="module")
 def from_gguf(shell: Shell, built: str) -> str:
-    """The pipeline with its transformer from one GGUF file and T5 from another, of another seed than the folder's."""
-    other = open_checkpoint("synthetic:flux1-dev-tiny?seed=5", digests=PlainDigests(), download=False)
-    transformer, text = (load_module(name, other.submodels[name].load) for name in ("transformer", "text_encoder_2"))
+    """The pipeline with its transformer from one GGUF file, of another seed than the folder's, and its own T5 from another."""
+    other = open_checkpoint("synthetic:flux1-dev-tiny?seed=9", digests=PlainDigests(), download=False)
+    transformer = load_module("transformer", other.submodels["transformer"].load)
+    own = load_module("text_encoder_2", {**other.submodels["text_encoder_2"].load, "seed": 0})
     kinds = mixed(T.Q8_0, T.Q5_0, T.Q4_1, T.BF16)
     write_gguf(shell.folder / "flux1-dev-Q4_K_S.gguf", flux_tensors(transformer), kinds, "flux")
-    tensors = t5_by_llama_cpp(text.state_dict())
-    write_gguf(shell.folder / "t5-encoder-Q8_0.gguf", tensors, mixed(T.Q8_0, T.Q4_0), "t5encoder")
+    write_gguf(shell.folder / "t5-encoder-Q8_0.gguf", t5_by_llama_cpp(own.state_dict()), mixed(T.Q8_0), "t5encoder")
     components = "{transformer: flux1-dev-Q4_K_S.gguf, text_encoder_2: t5-encoder-Q8_0.gguf}"
-    text = (shell.folder / "flux.yaml").read_text() + f"components: {components}\n"
-    (shell.folder / "low.yaml").write_text(text)
+    (shell.folder / "low.yaml").write_text((shell.folder / "flux.yaml").read_text() + f"components: {components}\n")
     (pipeline,) = shell.json("run", "low.yaml", "--no-evaluate")["pipelines"]
     assert pipeline["verification"]["passed"]
     return "pipelines/low"
@@ -150,7 +149,7 @@ def test_inspect_names_gguf_files_and_what_was_built_of_them(shell: Shell, from_
     assert transformer["details"]["format"] == "gguf" and "Q5_0 (" in transformer["details"]["types"]
     assert "components: {transformer: flux1-dev-Q4_K_S.gguf}" in transformer["workflow"]
     text = described(shell, "t5-encoder-Q8_0.gguf")
-    assert "components: {text_encoder" in text["workflow"] and "Q4_0 (" in text["details"]["types"]
+    assert "components: {text_encoder" in text["workflow"] and "Q8_0 (" in text["details"]["types"]
     done = shell.run("init", "--model", "flux1-dev-Q4_K_S.gguf", "--out", "written.yaml")
     assert done.returncode == 0, done.stderr
     assert "  transformer: flux1-dev-Q4_K_S.gguf" in (shell.folder / "written.yaml").read_text()

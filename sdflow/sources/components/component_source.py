@@ -261,10 +261,12 @@ class Source:
         """
         family, part = self.checkpoint.family, self.parts[0]
         if part.name in family.text:  # the fingerprints of pipelines tell nothing of it
-            wanted_shapes = part.model.distinguishing_shapes(self.own_config(part))
-            bare = {part.model.current_name(name.removeprefix(prefix or "")): shape for name, shape in shapes.items()}
-            for name, wanted in wanted_shapes.items():
-                self._require_shape(path, bare, name, wanted)
+            if prefix is None or part.layout(prefix).names is None:  # else its names are others, which `fit` knows
+                current = {
+                    part.model.current_name(name.removeprefix(prefix or "")): each for name, each in shapes.items()
+                }
+                for name, shape in part.model.distinguishing_shapes(self.own_config(part)).items():
+                    self._require_shape(path, current, name, shape)
             return
         begins = part.layouts[0].prefix
         configs = {part.component: self.checkpoint.submodels[part.name].load["config"] for part in family.parts

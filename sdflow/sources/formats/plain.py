@@ -44,8 +44,10 @@ class PlainTensor(StoredTensor):
         first, count, shape = row_range(rows, self.shape)
         size = ITEM_BYTES[self.dtype]
         raw = mapped(self.path, self.begin + first * size, count * size)
+        stored: NDArray[Any]
         if self.dtype in FLOAT8:
-            return float8_values(self.dtype)[raw].reshape(shape)
+            stored = float8_values(self.dtype)[raw]
+            return stored.reshape(shape)
         stored = raw.view(_NUMPY[self.dtype]).reshape(shape)
         if self.dtype == "BF16":  # the upper half of a float32
             return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)

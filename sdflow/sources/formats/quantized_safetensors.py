@@ -71,7 +71,7 @@ def _layers(
     path: Path, header: Mapping[str, TensorEntry], metadata: Mapping[str, str]
 ) -> tuple[dict[str, Mapping[str, Any]], str]:
     """Layer -> its description, and the name of the format."""
-    described = {
+    described: dict[str, Mapping[str, Any]] = {
         name.removesuffix(f".{_DESCRIPTION}"): _description(
             path, name, read_entry(path, name, _small(path, name, entry))
         )

@@ -41,13 +41,16 @@ class ScaledTensor(StoredTensor):
         first, count, shape = row_range(rows, self.shape)
         raw = mapped(self.path, self.begin + first, count)
         scale = self.scale if self.scale.ndim == 0 else self.scale[rows]
+        values: NDArray[Any]
         if self.dtype != "I8":
             values = float8_values(self.dtype)[raw].reshape(shape)
             values *= scale
             return values
         whole = raw.view(np.int8).reshape(shape)
         if self.group is None:
-            return whole.astype(np.float32) * scale
+            values = whole.astype(np.float32)
+            values *= scale
+            return values
         values, step = np.empty(shape, np.float32), max(1, STEP // shape[1])
         for row in range(0, shape[0], step):
             part = slice(row, row + step)
