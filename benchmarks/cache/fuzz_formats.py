@@ -83,19 +83,13 @@ def formats(root: Path) -> Callable[[random.Random, Path], str]:
     from sdflow.verify.low_bits import dequantized_file
 
     samples = [(path.suffix, path.read_bytes()) for path in sorted((root / "formats").iterdir())]
-    (header,) = (len(content) - 2048 for suffix, content in samples if suffix == ".gguf")
 
     def case(chance: random.Random, folder: Path) -> str:
-        suffix, content = chance.choice((samples[-1], *samples)) if chance.random() < 0.7 else samples[-1]
-        if suffix == ".gguf":
-            cut = max(24, min(header, len(content)))
-            changed = (
-                mutated_bytes(content[:cut], chance) + content[cut:]
-                if chance.random() < 0.8
-                else mutated_bytes(content, chance)
-            )
+        suffix, content = samples[-1] if chance.random() < 0.5 else chance.choice(samples)
+        if chance.random() < 0.6:
+            changed = replaced_bytes(content, chance)
         else:
-            changed = mutated_safetensors(content, chance)
+            changed = (mutated_bytes if suffix == ".gguf" else mutated_safetensors)(content, chance)
         path = folder / f"any{suffix}"
         path.write_bytes(changed)
         read_contents(path)
@@ -114,6 +108,15 @@ def formats(root: Path) -> Callable[[random.Random, Path], str]:
         return "taken, with the values of the library"
 
     return case
+
+
+def replaced_bytes(content: bytes, chance: random.Random) -> bytes:
+    """A copy of the same length: one to three bytes replaced, of the first kilobyte or of all."""
+    data = bytearray(content)
+    for _ in range(chance.choice((1, 1, 2, 3))):
+        at = chance.randrange(min(1024, len(data)) if chance.random() < 0.5 else len(data))
+        data[at] = chance.choice((0, 1, 2, 8, 12, 30, 127, 128, 255, data[at] ^ 1 << chance.randrange(8)))
+    return bytes(data)
 
 
 def require_alike(name: str, ours: Any, theirs: Any, *, rotated: bool) -> None:
