@@ -77,6 +77,7 @@ def write_format_samples(folder: Path) -> None:
 def formats(root: Path) -> Callable[[random.Random, Path], str]:
     import gguf  # noqa: F401  (before the clock runs)
     import torch  # noqa: F401
+    from safetensors import SafetensorError
 
     from sdflow.inspection.contents import read_contents
     from sdflow.sources.formats import open_weights
@@ -100,7 +101,7 @@ def formats(root: Path) -> Callable[[random.Random, Path], str]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 theirs = {name: each[1]() for name, each in dequantized_file(path)[0].items() if name in ours}
-        except (ValueError, KeyError, RuntimeError, TypeError, AttributeError, IndexError, OverflowError) as error:
+        except (SafetensorError, ValueError, KeyError, RuntimeError, TypeError, AttributeError, IndexError) as error:
             return f"taken, and the library fails ({type(error).__name__})"
         rotated = {name for name, each in opened.meaning.items() if each.get("rotated")}
         for name, values in theirs.items():

@@ -107,7 +107,7 @@ def _entry(path: Path, name: str, value: Any, data_start: int) -> TensorEntry:
         numbers = [*shape, begin, end]
     except (TypeError, KeyError, ValueError) as error:
         raise _invalid(path, f"the entry of tensor {name} is incomplete") from error
-    if not all(type(number) is int and number >= 0 for number in numbers):
+    if not isinstance(value["shape"], list) or not all(type(number) is int and number >= 0 for number in numbers):
         raise _invalid(path, f"the entry of tensor {name} has numbers that are not counts")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise _invalid(path, f"tensor {name} has the unknown dtype {dtype!r:.40}")
