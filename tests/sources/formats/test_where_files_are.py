@@ -48,6 +48,7 @@ def test_a_component_is_a_file_of_a_repository_at_the_commit_that_was_used(
         opened(FLUX, components={"transformer": reference})
     repository = cached_repository(tmp_path, "city96/FLUX.1-schnell-gguf")
     file = repository / "snapshots" / COMMIT / "flux1-schnell-Q8_0.gguf"
+    file.parent.mkdir(parents=True)
     write_gguf(file, flux_tensors(module(opened(FLUX), "transformer")), mixed(T.Q8_0), "flux")
     found = opened(FLUX, components={"transformer": reference})
     said = found.provenance["components"]["transformer"]
@@ -64,7 +65,7 @@ def test_a_component_is_a_file_of_a_repository_at_the_commit_that_was_used(
 def test_a_model_is_a_file_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     file = cached_repository(tmp_path, "a/sd") / "snapshots" / COMMIT / "gguf" / "sd15.gguf"
-    file.parent.mkdir()
+    file.parent.mkdir(parents=True)
     kinds = mixed(T.Q8_0)
     tensors = original_layout(opened("synthetic:sd15-tiny"))
     write_gguf(file, tensors, lambda name, each: T.I64 if "ids" in name else kinds(name, each), None)
