@@ -8,6 +8,7 @@ original ones (`comfy.gguf.orig_shape.NAME`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 FORMAT = "gguf"
 _ORIGINAL_SHAPE = "comfy.gguf.orig_shape."
 _SPLIT = "split.count"
+_ROW = 1 << 14
+"""Values of a row that `gguf` is given. It works on 16 rows at a time, in many short steps where rows are short."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +53,24 @@ class BlockTensor(StoredTensor):
 
         kind = GGMLQuantizationType[self.dtype]
         raw = mapped(self.path, self.begin + first * self.kind.size, count * self.kind.size)
-        found = np.empty((count, self.kind.block), np.float32)
-        step = max(1, STEP // self.kind.block)
+        found = np.empty(count * self.kind.block, np.float32)
+        row = max(1, _ROW // self.kind.block)
         with np.errstate(all="ignore"):  # a scale that is NaN or infinite is told when the weights are looked at
-            for begin in range(0, count, step):
-                part = raw[begin * self.kind.size : (begin + step) * self.kind.size]
-                found[begin : begin + step] = dequantize(part.reshape(-1, self.kind.size), kind)
+            for begin, end in _steps(count, row, STEP // self.kind.block // row * row):
+                part = raw[begin * self.kind.size : end * self.kind.size].reshape(
+                    -1, min(row, end - begin) * self.kind.size
+                )
+                found[begin * self.kind.block : end * self.kind.block] = dequantize(part, kind).reshape(-1)
         return found
+
+
+def _steps(count: int, row: int, step: int) -> Iterator[tuple[int, int]]:
+    """Ranges that make up `count`: of whole rows, at most `step` each, and the rest."""
+    whole = count // row * row
+    for begin in range(0, whole, step):
+        yield begin, min(begin + step, whole)
+    if whole < count:
+        yield whole, count
 
 
 def open_gguf(path: Path) -> WeightsFile:
