@@ -31,10 +31,11 @@ from sdflow.sources.checkpoint import (
     SubmodelCheckpoint,
     side_by_side,
 )
+from sdflow.sources.components.halves import begins_of, files_of_halves
 from sdflow.sources.folder import open_component, pinned
 from sdflow.sources.formats import WeightsFile, open_weights
 from sdflow.sources.hub import component_files, hub_weights, open_snapshot
-from sdflow.sources.recognition import component_alone, half_of
+from sdflow.sources.recognition import component_alone
 from sdflow.sources.reference import (
     FILE_SUFFIXES,
     PICKLE_SUFFIXES,
@@ -308,37 +309,3 @@ def _shapes_as_json(path: Path) -> str:
     from sdflow.sources.load import pickled_shapes
 
     return json.dumps(pickled_shapes(path)[0])
-
-
-def files_of_halves(path: Path, halves: Mapping[str, Shapes], shapes_of: Callable[[Path], Shapes]) -> dict[str, Path]:
-    """Half -> its file. path: of one of them. Raises CheckpointError where another is not there or is something else."""
-    own = half_of(shapes_of(path), halves)
-    assert own is not None, "the file of a half"
-    return {half: path if half == own else _other(path, own, half, halves, shapes_of) for half in halves}
-
-
-def _other(path: Path, own: str, half: str, halves: Mapping[str, Shapes], shapes_of: Callable[[Path], Shapes]) -> Path:
-    before, found, after = path.name.rpartition(own)
-    if not found:
-        raise CheckpointError(
-            f"it is the {own} alone, and its name does not tell what the {half}'s is",
-            where=str(path),
-            remedy=f"Call the two files NAME_{own}{path.suffix} and NAME_{half}{path.suffix}, in one folder.",
-        )
-    other = path.with_name(f"{before}{half}{after}")
-    if not other.is_file():
-        raise CheckpointError(
-            f"it is the {own} alone, and {other.name} is not beside it",
-            where=str(path),
-            remedy=f"Download {other.name} into the same folder, or take the whole in diffusers' names.",
-        )
-    if half_of(shapes_of(other), halves) != half:
-        raise CheckpointError(
-            f"it is not the {half} that belongs to {path.name}", where=str(other), remedy="Download both again."
-        )
-    return other
-
-
-def begins_of(halves: Iterable[str]) -> list[str]:
-    """What the names of each half's tensors begin with in `Model.original_names`, and not in its file."""
-    return [f"{half}." for half in halves]

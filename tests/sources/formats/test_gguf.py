@@ -164,9 +164,7 @@ def qwen3_metadata(writer: GGUFWriter) -> None:
     ("model", "name", "renamed", "metadata", "architecture"),
     [
         ("synthetic:flux1-schnell-tiny", "text_encoder_2", t5_by_llama_cpp, t5_metadata, "t5encoder"),
-        ("synthetic:sd35-tiny", "text_encoder_3", t5_by_llama_cpp, t5_metadata, "t5encoder"),
         ("synthetic:z-image-tiny", "text_encoder", qwen3_by_llama_cpp, qwen3_metadata, "qwen3"),
-        ("synthetic:flux2-tiny", "text_encoder", qwen3_by_llama_cpp, qwen3_metadata, "qwen3"),
     ],
 )
 def test_a_text_encoder_in_the_names_of_llama_cpp_is_what_transformers_loads(
