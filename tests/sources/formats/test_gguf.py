@@ -25,6 +25,8 @@ from sdflow.sources import Checkpoint, PlainDigests, load_module, open_checkpoin
 from sdflow.sources.formats import open_weights
 from sdflow.sources.formats.ggml_types import TYPES
 from sdflow.sources.load import parameter_shapes
+from sdflow.sources.loras.lora import LoraLayer
+from sdflow.weights.lora import Loras, Merged
 from sdflow.weights.tensors import open_tensors
 
 QUANTIZED = [T(number) for number, kind in TYPES.items() if kind.block > 1]
@@ -98,6 +100,19 @@ def test_a_transformer_in_its_original_names(tmp_path: Path, prefix: str) -> Non
     origin = found.provenance["components"]["transformer"]
     assert origin["quantized"]["format"] == "gguf" and origin["quantized"]["types"]["Q4_K"] > 1
     assert any("flux1-Q4_K_S.gguf stores its weights in low bits" in note for note in found.notes)
+
+
+def test_a_lora_is_merged_into_the_dequantized_values(tmp_path: Path) -> None:
+    model, key = "synthetic:flux1-schnell-tiny", "transformer_blocks.0.attn.to_k.weight"
+    path = write_gguf(tmp_path / "x.gguf", flux_tensors(module(opened(model), "transformer")), mixed(T.Q4_0), "flux")
+    load = opened(model, components={"transformer": str(path)}).submodels["transformer"].load
+    shapes = parameter_shapes("transformer", load)
+    random = np.random.default_rng(0)
+    up, down = (random.standard_normal(size).astype(np.float32) for size in ((shapes[key][0], 2), (2, shapes[key][1])))
+    with open_tensors("transformer", load, shapes) as tensors:
+        merged = Merged(tensors, Loras([({key: LoraLayer(up, down, 0.5)}, 0.8)])).read(key)
+    second = by_gguf(path)["double_blocks.0.img_attn.qkv.weight"][shapes[key][0] :][: shapes[key][0]]
+    np.testing.assert_allclose(merged, second + 0.4 * up @ down, rtol=1e-5, atol=1e-6)
 
 
 def test_z_images_transformer_with_pad_tokens_of_one_axis(tmp_path: Path) -> None:
