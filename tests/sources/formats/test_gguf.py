@@ -137,6 +137,17 @@ def test_a_unet_whose_convolutions_were_reshaped(model: str, tmp_path: Path) -> 
     assert_same_bits(streamed(found, "unet"), loaded.state_dict())
 
 
+def test_a_unet_whose_matrices_are_written_as_convolutions(tmp_path: Path) -> None:
+    """As stable-diffusion.cpp writes those around attention in SDXL."""
+    tensors = unet_tensors(module(opened("synthetic:sdxl-tiny"), "unet"))
+    around = [name for name in tensors if name.endswith((".proj_in.weight", ".proj_out.weight"))]
+    assert around and all(tensors[name].dim() == 2 for name in around)
+    written = {name: each[:, :, None, None] if name in around else each for name, each in tensors.items()}
+    path = write_gguf(tmp_path / "unet.gguf", written, lambda *_: T.F16, None)
+    loaded = unet_tensors(module(opened("synthetic:sdxl-tiny", components={"unet": str(path)}), "unet"))
+    assert_same_bits(loaded, {name: each.reshape(tensors[name].shape) for name, each in by_gguf(path).items()})
+
+
 def test_a_whole_checkpoint(tmp_path: Path) -> None:
     """As stable-diffusion.cpp writes Stable Diffusion 1.5."""
     tensors = original_layout(opened("synthetic:sd15-tiny"))
