@@ -265,6 +265,7 @@ def test_the_workflows_of_the_manual_are_valid(page: Path, block: str, tmp_path:
     folder = tmp_path / "workflows"
     shutil.copytree(ROOT / "workflows", folder)
     models = ("models/dreamshaper.safetensors", "models/sd3.5_medium.safetensors")
+    models += ("models/t5-v1_1-xxl-encoder-Q5_K_M.gguf", "models/t5xxl_fp8_e4m3fn_scaled.safetensors")
     for name in (*models, "loras/ink.safetensors", "loras/wood.safetensors"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).touch()

@@ -9,7 +9,7 @@ import pytest
 from benchmark_report import benchmark_report
 
 COUNT = 200
-KINDS = ("header", "manifest", "graph")
+KINDS = ("header", "manifest", "graph", "format")
 """Those that take seconds. LoRAs, configs and workflows are for a benchmark run."""
 
 

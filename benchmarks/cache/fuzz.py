@@ -9,12 +9,14 @@
     workflow  YAML of workflows
     manifest  sdflow.json of a pipeline folder: read, and made into the workflow of a bake
     graph     model.onnx of a pipeline folder: read, and loaded by ONNX Runtime
+    format    GGUF and quantized safetensors: refused, or dequantized to the values of gguf and PyTorch
 
 Everything is done in a process of its own for each kind, whose memory and time have limits. A finding is: an exception that is
 none of sdflow's; a message of more than 4,000 characters; more than 5 seconds of the processor; a file that is written outside
-its folder; a process that dies; a merge that is not PEFT's. Case N of a kind is the same every time: `--only KIND --first N
---count 1`. --seconds: for each kind, after which no further case is begun. --samples: where what is mutated lies; it is made if
-it is not there. So many of these can run at once. Exit status 1 if there is a finding. Linux.
+its folder; a process that dies; a merge that is not PEFT's; a weight that is not the library's. Case N of a kind is the same
+every time: `--only KIND --first N --count 1`. --seconds: for each kind, after which no further case is begun. --samples: where
+what is mutated lies; it is made if it is not there. So many of these can run at once. Exit status 1 if there is a finding.
+Linux.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.cache.fuzz_formats import formats
 from benchmarks.cache.fuzz_inputs import (
     as_json,
     mutated_bytes,
@@ -269,6 +272,7 @@ def graphs(root: Path) -> Case:
 
 KINDS: dict[str, Callable[[Path], Case]] = {
     "header": headers, "lora": loras, "config": configs, "workflow": workflows, "manifest": manifests, "graph": graphs,
+    "format": formats,
 }  # fmt: skip
 
 
@@ -393,7 +397,7 @@ def main() -> int:
     told: dict[str, Any] = {}
     with contextlib.ExitStack() as made:
         root = options.samples or Path(made.enter_context(tempfile.TemporaryDirectory(prefix="sdflow-fuzz-samples-")))
-        if not (root / "loras").is_dir():
+        if not (root / "formats").is_dir():
             prepare(root)
         for kind in options.only:
             begun = time.perf_counter()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from benchmarks.cache.fuzz_formats import write_format_samples
 from sdflow.artifact import Artifact
 from sdflow.build.assemble import assemble
 from sdflow.digest import FileEntry, digest_file, digest_tree
@@ -18,7 +19,7 @@ MODEL = "synthetic:sd15-tiny"
 
 
 def make_samples(root: Path) -> None:
-    """checkpoint/, pipeline/ and loras/ in `root`."""
+    """checkpoint/, pipeline/, loras/ and formats/ in `root`."""
     checkpoint = open_checkpoint(MODEL, digests=PlainDigests(), download=False)
     load_pipeline(checkpoint).save_pretrained(root / "checkpoint")
     load = checkpoint.submodels["text_encoder"].load
@@ -52,6 +53,7 @@ def make_samples(root: Path) -> None:
         copy=True,
     )
     _write_loras(root / "loras", parameter_shapes("text_encoder", load))
+    write_format_samples(root / "formats")
 
 
 def _write_loras(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:

@@ -75,7 +75,7 @@ class Commands(GroupedCommands):
         suffix = Path(name).suffix.lower()
         if suffix in (".yaml", ".yml"):
             return f"run {name}"
-        if suffix in (".safetensors", ".ckpt"):
+        if suffix in (".safetensors", ".gguf", ".ckpt"):
             return f"init --model {name}"
         return f"generate {name}" if name.startswith("pipelines/") else None
 

@@ -18,8 +18,8 @@ WORKFLOW: Mapping[str, str] = {
     "base/NAME.yaml is the one that ships with sdflow. Maps are merged, lists and values replaced; later files override earlier "
     "ones, and this file overrides all of them, including their `targets`.",
     "name": "The name of the pipeline and its folder. Default: the name of the workflow's file.",
-    "model": "The checkpoint: a diffusers folder, a .safetensors file, FILE#ARCHITECTURE for one that does not say what it "
-    "is, or contradicts itself (model.safetensors#sdxl-v), hf:owner/name[@revision], "
+    "model": "The checkpoint: a diffusers folder, a .safetensors or .gguf file, FILE#ARCHITECTURE for one that does not say "
+    "what it is, or contradicts itself (model.safetensors#sdxl-v), hf:owner/name[@revision], hf:owner/name/FILE, "
     "synthetic:sd15[?seed=N], synthetic:sd15-tiny[?seed=N], or sample:shapes. Paths are relative to this file.",
     "components": "Components from elsewhere instead of the model's own. null: its own; for an optional component: none.",
     "controlnets": "ControlNets for the model: a map from a name to each net, written like `model`.",

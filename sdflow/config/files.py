@@ -18,7 +18,7 @@ from sdflow.config.workflow import Mark
 from sdflow.disk.input_file import alike, is_regular, is_there, open_input
 from sdflow.disk.shipped import shipped_workflow, shipped_workflows
 from sdflow.manifest import MANIFEST_FILE
-from sdflow.sources.reference import PICKLE_SUFFIXES
+from sdflow.sources.reference import FILE_SUFFIXES, PICKLE_SUFFIXES
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w][\w./-]*)?", re.ASCII)
 """owner/name, as the hub names a repository."""
@@ -256,10 +256,10 @@ def not_a_file(path: Path) -> tuple[str, str] | None:
 
 
 def weights(path: Path, start: bytes) -> tuple[str, str] | None:
-    """The same for a file of weights: by its ending, or by how safetensors and PyTorch's archives begin."""
+    """The same for a file of weights: by its ending, or by how safetensors, GGUF and PyTorch's archives begin."""
     length = int.from_bytes(start[:8], "little")
-    begins = start.startswith(_ZIP) or (start[8:9] == b"{" and 2 <= length < 1 << 40)
-    if not begins and path.suffix.lower() not in (".safetensors", *PICKLE_SUFFIXES):
+    begins = start.startswith((_ZIP, b"GGUF")) or (start[8:9] == b"{" and 2 <= length < 1 << 40)
+    if not begins and path.suffix.lower() not in (*FILE_SUFFIXES, *PICKLE_SUFFIXES):
         return None
     return "this is a file of weights, not a workflow", _init(shlex.quote(str(path)))
 
@@ -273,5 +273,5 @@ def hub_repository(text: str) -> str | None:
     name = text.removeprefix("hf:")
     if REPOSITORY.fullmatch(name) is None:
         return None
-    looks_like_file = name.lower().endswith((".yaml", ".yml", ".safetensors", *PICKLE_SUFFIXES))
+    looks_like_file = name.lower().endswith((".yaml", ".yml", *FILE_SUFFIXES, *PICKLE_SUFFIXES))
     return None if looks_like_file and name == text else name

@@ -130,11 +130,10 @@ class Named:
         found: dict[str, str | None] = {}
         for name, each in node.entries.items():
             what = f"`components.{name}`"
-            if name in omittable:
-                if is_null(each):
-                    found[name] = None
-                else:
-                    expect_kind(each, "null, which leaves it out: it comes with the model", what, self._problems)
+            if name in omittable and is_null(each):
+                found[name] = None
+            elif name in omittable and name not in exchangeable:
+                expect_kind(each, "null, which leaves it out: it comes with the model", what, self._problems)
             elif name in exchangeable and not is_null(each) and (reference := self._reference(each, what)) is not None:
                 found[name] = reference
         return found

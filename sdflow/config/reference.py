@@ -13,12 +13,16 @@ from sdflow.config.problems import Problems, nearest
 from sdflow.config.tree import Node, as_map, expect_kind, shortened, text_of
 from sdflow.config.workflow import LoraSpec, Mark
 from sdflow.families import ADAPTER_ARCHITECTURES, ARCHITECTURES, COMPONENT_ARCHITECTURES
-from sdflow.sources.reference import PICKLE_SUFFIXES, AdapterReference, split_architecture
+from sdflow.sources.reference import FILE_SUFFIXES, PICKLE_SUFFIXES, AdapterReference, split_architecture
 
 SAMPLES = ("shapes", "shapes-klein")
 _SCHEMES = ("hf", "synthetic", "sample")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+-]+):(.*)", re.DOTALL)  # two letters at least: C: is a drive
 _HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w][\w./-]*)?", re.ASCII)
+_HUB_FILE = re.compile(
+    rf"[\w-][\w.-]*/[\w-][\w.-]*(/[\w][\w. ()+-]*)+(?i:{'|'.join(map(re.escape, FILE_SUFFIXES))})(@[\w][\w./-]*)?",
+    re.ASCII,
+)
 _SEEDED = re.compile(r"([^?]*)(?:\?seed=([0-9]{1,18}))?", re.ASCII)
 
 
@@ -38,7 +42,8 @@ def model_reference(
         return _model_path(text, folder, allow_pickle, mark, problems)
     kind, rest = scheme.groups()
     if kind == "hf":
-        return _hub(text, rest, mark, problems)
+        whole = not what.startswith("`ip_adapters.") and _HUB_FILE.fullmatch(rest) is not None
+        return text if whole else _hub(text, rest, mark, problems)
     if kind not in ("synthetic", "sample"):
         _report_scheme(kind, mark, problems, _SCHEMES)
         return None
@@ -160,8 +165,8 @@ def _model_path(text: str, folder: Path, allow_pickle: bool, mark: Mark, problem
             "convert it to .safetensors, or write `allow_pickle: true` to load it with weights_only=True",
         )
         return None
-    if suffix not in (".safetensors", *PICKLE_SUFFIXES):
-        known = f"a folder, or a file: .safetensors, or pickled {', '.join(PICKLE_SUFFIXES)}"
+    if suffix not in (*FILE_SUFFIXES, *PICKLE_SUFFIXES):
+        known = f"a folder, or a file: {', '.join(FILE_SUFFIXES)}, or pickled {', '.join(PICKLE_SUFFIXES)}"
         problems.add(mark, f"{path.name!r} is not a checkpoint", known)
         return None
     return str(path) if architecture is None else f"{path}#{architecture}"

@@ -104,7 +104,9 @@ def json_schema(catalog: PassCatalog) -> Schema:
     )
     exchangeable, omittable = any_family.exchangeable_components(), any_family.omittable_components()
     components = {name: {**_or_null(_TEXT), "description": about} for name, about in exchangeable.items()}
-    components |= {name: {"type": "null", "description": about} for name, about in omittable.items()}
+    components |= {
+        name: {"type": "null", "description": about} for name, about in omittable.items() if name not in exchangeable
+    }
     nets = {
         "type": "object",
         "additionalProperties": False,

@@ -47,11 +47,14 @@ def prompter_chains() -> frozenset[str]:
 
 @cache
 def exchangeable_components() -> Mapping[str, str]:
-    """The components that a workflow may take from elsewhere (`Family.exchangeable`) -> what they are."""
+    """The components that a workflow may take from elsewhere (`Family.exchangeable` and
+    `exchangeable_texts`) -> what they are."""
     decoders = (family.part(family.decoder).component for family in FAMILIES.values())
     found = dict.fromkeys(decoders, "The autoencoder, both halves: latents to pixels, and pixels to latents.")
     about = "The denoiser, run once per step. Text encoders, VAE and scheduler stay the model's own."
-    return {**found, **dict.fromkeys(denoiser_components(), about)}
+    texts = dict.fromkeys(name for family in FAMILIES.values() for name in family.exchangeable_texts)
+    about_texts = "A text encoder of the same vocabulary. Its tokenizer stays the model's own."
+    return {**found, **dict.fromkeys(denoiser_components(), about), **dict.fromkeys(texts, about_texts)}
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from sdflow.artifact import CONFIG_FILE, INDEX_FILE
@@ -12,6 +13,7 @@ from sdflow.inspection.description import Description
 from sdflow.inspection.folders import inspect_built, inspect_component, inspect_pipeline
 from sdflow.inspection.weights import inspect_weights
 from sdflow.manifest import MANIFEST_FILE
+from sdflow.sources.formats import WeightsFile
 from sdflow.sources.loras.lora_header import PEFT_FILE
 from sdflow.sources.recognition import LORA, UNKNOWN, recognize
 
@@ -55,4 +57,18 @@ def inspect_file(path: Path) -> Description:
     """What a file of weights is. Raises CheckpointError for what is missing or damaged."""
     contents = read_contents(path)
     found = recognize(path, contents.shapes)
-    return inspect_adapter(contents) if found.kind == LORA else inspect_weights(contents, found)
+    described = inspect_adapter(contents) if found.kind == LORA else inspect_weights(contents, found)
+    return described if contents.opened is None else _with_format(described, contents.opened)
+
+
+def _with_format(described: Description, opened: WeightsFile) -> Description:
+    """With the format and the types of what is no plain safetensors file; without a workflow for one that is not read."""
+    if opened.format is None:
+        return described
+    types = ", ".join(f"{name} ({count})" for name, count in opened.types.items())
+    said = {} if opened.architecture is None else {"architecture in the file": opened.architecture}
+    details = {"format": opened.format, "types": types, **said, **described.details}
+    if opened.refusal is None:
+        return replace(described, details=details)
+    notes = (f"It cannot be used: {opened.refusal.what}. {opened.refusal.remedy}",)
+    return replace(described, details=details, notes=notes, workflow=None, command=None)

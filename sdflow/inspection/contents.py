@@ -10,11 +10,11 @@ from pathlib import Path
 
 from sdflow.disk.input_file import is_regular, no_file
 from sdflow.errors import CheckpointError
+from sdflow.sources.formats import StoredTensor, WeightsFile, open_weights
 from sdflow.sources.load import unpickled
-from sdflow.sources.reference import PICKLE_SUFFIXES
-from sdflow.sources.safetensors_file import read_header, read_metadata
+from sdflow.sources.reference import FILE_SUFFIXES, PICKLE_SUFFIXES
 
-SUFFIXES = (".safetensors", *PICKLE_SUFFIXES)
+SUFFIXES = (*FILE_SUFFIXES, *PICKLE_SUFFIXES)
 _TITLES = {
     "F64": "float64",
     "F32": "float32",
@@ -29,13 +29,14 @@ _NESTED = ("state_dict", "string_to_param")
 
 @dataclass(frozen=True)
 class Contents:
-    """A file's tensors by name: shapes and types ("float16"). said: plain data beside the tensors of a pickle."""
+    """A file's tensors by name: shapes and types ("float16"). opened: what is no pickle."""
 
     path: Path
     shapes: Mapping[str, tuple[int, ...]]
     types: Mapping[str, str]
     metadata: Mapping[str, str] = field(default_factory=dict)
     pickled: bool = False
+    opened: WeightsFile | None = None
 
     @property
     def precision(self) -> str | None:
@@ -50,19 +51,25 @@ def read_contents(path: Path) -> Contents:
     """
     if not is_regular(path):
         raise CheckpointError(no_file(path), where=str(path), remedy="Check the path.")
-    if path.suffix.lower() == ".safetensors":
-        header = read_header(path)
+    if path.suffix.lower() in FILE_SUFFIXES:
+        opened = open_weights(path)
         return Contents(
             path,
-            {name: entry.shape for name, entry in header.items()},
-            {name: _TITLES.get(entry.dtype, entry.dtype.lower()) for name, entry in header.items()},
-            read_metadata(path),
+            opened.shapes,
+            {name: _title(tensor) for name, tensor in opened.tensors.items()},
+            opened.metadata,
+            opened=opened,
         )
     if path.suffix.lower() in PICKLE_SUFFIXES:
         return _of_pickle(path)
     raise CheckpointError(
         f"a file of the unknown kind {path.suffix!r}", where=str(path), remedy=f"Known are {', '.join(SUFFIXES)}."
     )
+
+
+def _title(tensor: StoredTensor) -> str:
+    """The type of a tensor; GGUF's own keep their names."""
+    return _TITLES.get(tensor.dtype, tensor.dtype if tensor.low_bits else tensor.dtype.lower())
 
 
 def _of_pickle(path: Path) -> Contents:

@@ -44,6 +44,8 @@ def inspect_built(folder: Path) -> Description:
     details = {"name": origin.name, "target": origin.target, "family": origin.family}
     if origin.quantized:
         details["quantized"] = ", ".join(f"{name} to {to}" for name, to in origin.quantized.items())
+    if origin.low_bits:
+        details["dequantized from"] = ", ".join(f"{name}: {of}" for name, of in origin.low_bits.items())
     missing = tuple(name for name in manifest.files if not (folder / name).exists())
     command = None if missing else f'sdflow generate {folder} --prompt "a horse on the moon"'
     return Description(str(folder), BUILT, details=details, missing=missing, command=command)

@@ -105,7 +105,7 @@ def lines_for_component(found: Recognized, reference: str, pickled: bool) -> str
         return None
     architecture, component = found.architectures[0], found.components[0]
     family = None if found.alone else family_of_architecture(architecture)
-    if family is None or component in family.exchangeable:
+    if family is None or component in (*family.exchangeable, *family.exchangeable_texts):
         bases = [*([base_of(USUAL)] if architecture in COMPONENT_ARCHITECTURES else []), base_of(architecture)]
         return workflow(bases, f"components: {{{component}: {quoted(reference)}}}", pickled=pickled)
     if family.net is not None and component == family.net.component:

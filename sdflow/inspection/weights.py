@@ -18,6 +18,7 @@ from sdflow.inspection.lines import (
     net_lines,
     partial_lines,
     quoted,
+    title_of,
     titles_of,
     workflow,
 )
@@ -92,6 +93,11 @@ def _component(contents: Contents, found: Recognized) -> Description:
     lines, notes = lines_for_component(found, path, contents.pickled), list[str]()
     if found.half is not None:
         notes.append(f"It is its {found.half}; the file of the other half must lie beside it.")
+    for other, component in found.also:
+        notes.append(
+            f"It is the {component} of {title_of(other)} too: `components: {{{component}: {quoted(path)}}}` beside "
+            f"{base_of(other)}."
+        )
     if lines is None:
         exchangeable = ", ".join(family_of_architecture(architecture).exchangeable)
         notes.append(f"Alone it is no model. sdflow takes whole checkpoints, and from elsewhere only: {exchangeable}.")

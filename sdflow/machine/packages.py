@@ -16,6 +16,7 @@ EXTRAS = {
         "accelerate", "diffusers", "huggingface_hub", "olive-ai", "onnx-ir", "onnxscript", "peft", "pillow", "safetensors",
         "sympy", "torch", "transformers",
     ),
+    "gguf": ("gguf",),
     "serve": ("fastapi", "prometheus-client", "python-multipart", "uvicorn"),
     "traces": ("opentelemetry-sdk",),
     "remote": ("aiohttp", "cryptography", "fsspec"),

@@ -114,6 +114,13 @@ class Origin:
         return {name: chain.quantized.to for name, chain in self.chains.items() if chain.quantized is not None}
 
     @property
+    def low_bits(self) -> dict[str, str]:
+        """Component, or "model" -> the format and types of the file in low bits that its weights were dequantized from."""
+        found = self.checkpoint or {}
+        files = {"model": found, **found.get("components", {}), **found.get("controlnets", {})}
+        return {name: _types(each["quantized"]) for name, each in files.items() if "quantized" in each}
+
+    @property
     def said(self) -> dict[str, Any]:
         """What is said of how it draws besides what its configs tell: the workflow's word is the last."""
         return {**self.few_steps, **self.generate}
@@ -151,6 +158,14 @@ class Origin:
     def _pinned(self, references: Mapping[str, str], kind: str) -> dict[str, str]:
         found = (self.checkpoint or {}).get(kind, {})
         return {name: _pinned(reference, found.get(name, {})) for name, reference in references.items()}
+
+
+def _types(quantized: Any) -> str:
+    """{"format": "gguf", "types": {"Q4_K": 304, "F32": 58}} in words."""
+    said = quantized if isinstance(quantized, Mapping) else {}
+    types = said.get("types")
+    named = ", ".join(types) if isinstance(types, Mapping) else ""
+    return f"{said.get('format', 'low bits')} ({named})" if named else str(said.get("format", "low bits"))
 
 
 def _pinned(reference: str, provenance: Mapping[str, Any]) -> str:

@@ -335,7 +335,10 @@ class Model:
         return False
 
     def fits(self, stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-        """Whether a tensor stored in shape `stored` can be reshaped to a parameter of shape `shape`."""
+        """Whether a tensor stored in shape `stored` can be reshaped to a parameter of shape `shape`. GGUF files that llama.cpp's
+        tools wrote lack leading axes of 1."""
+        while stored != shape and shape[:1] == (1,):
+            shape = shape[1:]
         return stored == shape
 
     def lora_spellings(self, modules: Iterable[str]) -> Mapping[str, tuple[str | Original, ...]]:

@@ -6,6 +6,7 @@ the last chosen one, the final norm and the language model's head are not part o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,6 +25,23 @@ LAYERS = "hidden_states_layers"
 negative ones count from the end, where -1 is normalized. Without it: the last one."""
 
 _HEAD = "lm_head.weight"
+
+_GGUF_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_GGUF_LAYERS = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_norm": "input_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_norm": "post_attention_layernorm",
+}
+"""llama.cpp's names of the layers of a block, in GGUF files of the architecture qwen3. It does not permute their rows."""
+_GGUF_OTHERS = {"token_embd.weight": "embed_tokens.weight", "output_norm.weight": "norm.weight", "output.weight": _HEAD}
 _MASKED = -30000.0
 """Added to the scores of keys that a token must not see: a float16 holds it."""
 
@@ -126,8 +144,10 @@ class Qwen3Text(Model):
         return {port.name: outputs[1 + layer] for port, layer in zip(ports.outputs, chosen, strict=True)}
 
     def current_name(self, name: str) -> str:
-        """Files of the class with a head have a prefix."""
-        return name.removeprefix("model.")
+        """Files of the class with a head have a prefix; GGUF files have llama.cpp's names."""
+        if (found := _GGUF_BLOCK.fullmatch(name)) is not None and found[2] in _GGUF_LAYERS:
+            return f"layers.{found[1]}.{_GGUF_LAYERS[found[2]]}.{found[3]}"
+        return _GGUF_OTHERS.get(name, name.removeprefix("model."))
 
     def unused(self, name: str, keys: Iterable[str]) -> bool:
         return name == _HEAD

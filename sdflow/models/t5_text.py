@@ -6,6 +6,7 @@ part of what is computed. It takes int32 ids, as CLIP's text model here does.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,6 +22,22 @@ TOKENS = "long_sequence"
 
 _TIED = ("encoder.embed_tokens.weight", "shared.weight")
 """Two names of one parameter: files have either or both."""
+
+_GGUF_BLOCK = re.compile(r"enc\.blk\.(\d+)\.(\w+)\.weight")
+_GGUF_LAYERS = {
+    "attn_q": "layer.0.SelfAttention.q",
+    "attn_k": "layer.0.SelfAttention.k",
+    "attn_v": "layer.0.SelfAttention.v",
+    "attn_o": "layer.0.SelfAttention.o",
+    "attn_rel_b": "layer.0.SelfAttention.relative_attention_bias",
+    "attn_norm": "layer.0.layer_norm",
+    "ffn_gate": "layer.1.DenseReluDense.wi_0",
+    "ffn_up": "layer.1.DenseReluDense.wi_1",
+    "ffn_down": "layer.1.DenseReluDense.wo",
+    "ffn_norm": "layer.1.layer_norm",
+}
+"""llama.cpp's names of the layers of a block, in GGUF files of the architecture t5encoder."""
+_GGUF_OTHERS = {"token_embd.weight": "shared.weight", "enc.output_norm.weight": "encoder.final_layer_norm.weight"}
 
 
 class T5Text(Model):
@@ -80,7 +97,10 @@ class T5Text(Model):
         return {"input_ids": args[0] if args else kwargs["input_ids"]}
 
     def current_name(self, name: str) -> str:
-        return _TIED[1] if name == _TIED[0] else name
+        """Files have either name of the embedding, or llama.cpp's names."""
+        if (found := _GGUF_BLOCK.fullmatch(name)) is not None and found[2] in _GGUF_LAYERS:
+            return f"encoder.block.{found[1]}.{_GGUF_LAYERS[found[2]]}.weight"
+        return _TIED[1] if name == _TIED[0] else _GGUF_OTHERS.get(name, name)
 
     def unused(self, name: str, keys: Iterable[str]) -> bool:
         """Of a file that has both names, one is enough."""

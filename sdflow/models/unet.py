@@ -176,6 +176,10 @@ class UNet(Model):
 
         return {scale_input(index): torch.tensor([float(scale)]) for index, scale in enumerate(get_scales(module))}
 
+    def fits(self, stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+        """stable-diffusion.cpp writes the matrices around attention as 1x1 convolutions: the same values."""
+        return super().fits(stored, shape) or (len(shape) == 2 and stored == (*shape, 1, 1))
+
     def original_names(self, keys: Iterable[str]) -> dict[str, Original]:
         return {key: Original(name) for key, name in ldm_unet_names(keys).items()}
 

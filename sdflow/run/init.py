@@ -23,11 +23,11 @@ from sdflow.families import FAMILIES, any_family
 from sdflow.inspection import Description, inspect
 from sdflow.inspection.description import DRAWS_WITH, PIPELINE
 from sdflow.inspection.folders import inspect_repository
-from sdflow.inspection.lines import USUAL, architecture_for, base_of, model_of, quoted, title_of
+from sdflow.inspection.lines import UNNAMED_MODEL, USUAL, architecture_for, base_of, model_of, quoted, title_of
 from sdflow.passes.registry import catalog
 from sdflow.run.bake import parse_lora
 from sdflow.sources.checkpoint import listing
-from sdflow.sources.hub import HubUnreachable, describe_repository
+from sdflow.sources.hub import HubUnreachable, describe_repository, hub_weights
 from sdflow.sources.recognition import CHECKPOINT, LORA
 from sdflow.sources.reference import HubReference, LocalReference, SampleReference, SyntheticReference, parse_reference
 from sdflow.sources.synthetic import require_model
@@ -138,6 +138,9 @@ def _model(request: InitRequest, loras: Sequence[Description]) -> _Model:
         require_model(request.model, parsed.architecture)
         base = _known(request.base) if request.base else base_of(parsed.architecture)
         return _Model(base, request.model, title_of(parsed.architecture), "random weights")
+    if isinstance(parsed, HubReference) and parsed.file:
+        file, _ = hub_weights(parsed, download=False)
+        return _of_description(request, inspect(file)[0], request.model)
     if isinstance(parsed, HubReference):
         return _of_the_hub(request, request.model, parsed)
     if isinstance(parsed, SampleReference):
@@ -164,7 +167,8 @@ def _model(request: InitRequest, loras: Sequence[Description]) -> _Model:
 
 
 def _of_description(request: InitRequest, found: Description, reference: str) -> _Model:
-    if found.kind not in _KINDS or found.workflow is None:
+    lines = {} if found.workflow is None else yaml.safe_load(found.workflow)
+    if not lines or (found.kind not in _KINDS and "components" not in lines):
         lacks = f" that lacks {', '.join(found.missing)}" if found.missing else ""
         option = " Give a LoRA with --lora." if found.kind == LORA else ""
         raise UsageError(
@@ -172,13 +176,16 @@ def _of_description(request: InitRequest, found: Description, reference: str) ->
             where=found.path,
             remedy=f"Name a checkpoint or a folder in diffusers' layout.{option}",
         )
-    lines = yaml.safe_load(found.workflow)
     over = lines["extends"]
     base = _known(request.base) if request.base else over if isinstance(over, str) else f"[{', '.join(over)}]"
     of, pickled = " or ".join(found.of), bool(lines.get("allow_pickle"))
     if components := lines.get("components"):
-        comment = f"name a folder or repository that has its {', '.join(found.missing)}" if "model" in lines else ""
-        return _Model(base, lines.get("model"), of, comment, pickled, dict.fromkeys(components, reference))
+        model = lines.get("model")
+        if model is None and base.startswith("base/") and model_of(base) is None:
+            model = UNNAMED_MODEL
+        has = f"its {', '.join(found.missing)}" if found.missing else "the rest"
+        comment = "" if model is None else f"name a folder or repository that has {has}"
+        return _Model(base, model, of, comment, pickled, dict.fromkeys(components, reference))
     comment = ", ".join(each for each in (found.kind, found.architecture, found.precision) if each)
     return _Model(base, reference, of, comment, pickled)
 

@@ -64,7 +64,7 @@ def few_steps_of_file(path: Path, metadata: Mapping[str, str]) -> FewSteps | Non
 def _model_names(checkpoint: Checkpoint) -> Iterator[str]:
     parsed = parse_reference(checkpoint.reference)
     if isinstance(parsed, HubReference):
-        yield parsed.repository.rpartition("/")[2]
+        yield (parsed.file or parsed.repository).rpartition("/")[2]
     elif isinstance(parsed, SyntheticReference):
         yield parsed.architecture
     elif isinstance(parsed, LocalReference):
@@ -84,7 +84,7 @@ def _from_elsewhere(checkpoint: Checkpoint) -> str | None:
     found = checkpoint.provenance.get("components", {}).get(component)
     if found is None:
         return None
-    return Path(next(found[key] for key in ("repository", "path", "architecture", "name") if key in found)).name
+    return Path(next(found[key] for key in ("file", "repository", "path", "architecture", "name") if key in found)).name
 
 
 def _lora_names(reference: str, weight_name: str | None, path: Path) -> Iterator[str]:

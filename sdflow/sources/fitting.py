@@ -12,10 +12,8 @@ from sdflow.families import part_of
 from sdflow.families.shared.part import Part
 from sdflow.models.base import Original, Shapes
 from sdflow.sources.checkpoint import SubmodelCheckpoint, files_of, listing
-from sdflow.sources.safetensors_file import FLOATS, TensorEntry, read_header
-
-_INDEXES = ("I64", "I32")
-"""Types of tensors that are no weights: position_ids, counts of steps."""
+from sdflow.sources.formats import StoredTensor, WeightsFile, open_weights
+from sdflow.sources.formats.plain import INDEXES
 
 MOST_LAYERS = 512
 """Layers that an entry of a config may ask for. The largest of these networks have 48."""
@@ -30,12 +28,21 @@ class Found:
 
     def values(self, tensor: Any, shape: tuple[int, ...]) -> Any:
         """Of a torch tensor or a numpy array: the parameter's values in its shape, a view where that can be."""
-        original = self.original
-        if original.identity:
+        if self.original.identity:
             return _identity_like(tensor, shape[0])
-        if original.parts > 1:
-            rows = tensor.shape[0] // original.parts
-            tensor = tensor[original.part * rows : (original.part + original.taken) * rows]
+        return self.arranged(tensor if self.original.parts == 1 else tensor[self.rows(tuple(tensor.shape))], shape)
+
+    def rows(self, stored: tuple[int, ...]) -> slice:
+        """The rows of a tensor of this shape that hold the parameter."""
+        original = self.original
+        if original.parts == 1:
+            return slice(None)
+        height = stored[0] // original.parts
+        return slice(original.part * height, (original.part + original.taken) * height)
+
+    def arranged(self, tensor: Any, shape: tuple[int, ...]) -> Any:
+        """Of its rows: the parameter's values in its shape."""
+        original = self.original
         if original.swapped:
             half = tensor.shape[0] // 2
             tensor = tensor.reshape(2, half, *tensor.shape[1:])[[1, 0]]
@@ -154,7 +161,7 @@ def require_loadable(submodels: Mapping[str, SubmodelCheckpoint]) -> None:
 
     Of pickles, and of networks whose parameters only their class knows (`Model.parameters`), it is seen when they are loaded.
     """
-    headers: dict[Path, Mapping[str, TensorEntry]] = {}
+    opened: dict[Path, WeightsFile] = {}
     seen: list[Mapping[str, Any]] = []
     for name, submodel in submodels.items():
         load = submodel.load
@@ -162,15 +169,17 @@ def require_loadable(submodels: Mapping[str, SubmodelCheckpoint]) -> None:
             continue
         seen.append(load)
         for file, _ in files_of(load):
-            headers.setdefault(file, read_header(file))
-        _require(name, load, headers)
+            if file not in opened:
+                opened[file] = open_weights(file)
+                opened[file].require_read()
+        _require(name, load, opened)
 
 
-def _require(name: str, load: Mapping[str, Any], headers: Mapping[Path, Mapping[str, TensorEntry]]) -> None:
+def _require(name: str, load: Mapping[str, Any], opened: Mapping[Path, WeightsFile]) -> None:
     part, prefix = part_of(load, name), load.get("prefix") or ""
-    held: dict[str, tuple[Path, TensorEntry]] = {}
+    held: dict[str, tuple[Path, StoredTensor]] = {}
     for file, begin in files_of(load):
-        for bare, entry in headers[file].items():
+        for bare, entry in opened[file].tensors.items():
             if not bare.startswith(prefix):
                 continue
             if (key := f"{begin}{bare}") in held:
@@ -181,11 +190,11 @@ def _require(name: str, load: Mapping[str, Any], headers: Mapping[Path, Mapping[
                 )
             held[key] = file, entry
     for key, (file, entry) in held.items():
-        if entry.dtype not in (*FLOATS, *_INDEXES):
+        if not entry.weights and entry.dtype not in INDEXES:
             raise CheckpointError(
-                f"{listing([key])} is of dtype {entry.dtype}: the file is quantized",
+                f"{listing([key])} is of dtype {entry.dtype}: the file is quantized in a way that sdflow does not know",
                 where=str(file),
-                remedy="Use the float16, bfloat16 or float32 file of this model; a pass of the workflow quantizes "
+                remedy="Use the float16, bfloat16, float8 or GGUF file of this model; a pass of the workflow quantizes "
                 "(docs/quantization.md).",
             )
     require_size(load["config"], f"config of {name}")
@@ -195,8 +204,8 @@ def _require(name: str, load: Mapping[str, Any], headers: Mapping[Path, Mapping[
     where = load["files"][0]["path"]
     stored = [(key, entry.shape) for key, (_, entry) in held.items()]
     found = fit(part, stored, parameters, load.get("prefix"), where)
-    types = [entry.dtype for _, entry in held.values()]
-    if odd := [key for key, place in found.items() if types[place.index] not in FLOATS]:
+    weights = [entry.weights for _, entry in held.values()]
+    if odd := [key for key, place in found.items() if not weights[place.index]]:
         raise CheckpointError(
             f"{listing(odd)} is not of a floating-point type", where=where, remedy="Download the model again."
         )

@@ -27,7 +27,9 @@ from sdflow.sources.checkpoint import (
     submodels_of,
 )
 from sdflow.sources.companions import companion_files, require_inside
-from sdflow.sources.safetensors_file import read_header
+from sdflow.sources.formats import open_weights
+from sdflow.sources.formats.quantized_safetensors import FLOAT8_ALONE
+from sdflow.sources.formats.refused import refused_method
 from sdflow.sources.weight_files import Weights, find_weights, read_config
 
 
@@ -81,11 +83,13 @@ def open_folder(
     *,
     origin: Mapping[str, Any] | None = None,
     left_out: Collection[str] = (),
+    replaced: Collection[str] = (),
 ) -> Checkpoint:
     """The checkpoint in a diffusers folder.
 
     origin: JSON that joins the provenance and, but for "kind" and "repository", every identity (the hub's commit).
-    left_out: components that are not read, as if model_index.json named none; only those that it may lack.
+    left_out: components that are not read, as if model_index.json named none; only those that it may lack. replaced: those that
+        come from elsewhere, whose weights may be missing.
     Raises CheckpointError naming the file for whatever is missing, damaged or of a kind that is not supported.
     """
     origin = {"kind": "folder", "path": str(folder.absolute())} if origin is None else dict(origin)
@@ -97,7 +101,13 @@ def open_folder(
         if parts[0].optional and (component in left_out or index.get(component, [None])[0] is None):
             continue
         found[component] = open_component(
-            folder / component, component, parts[0], family, access.allow_pickle, declared=index.get(component)
+            folder / component,
+            component,
+            parts[0],
+            family,
+            access.allow_pickle,
+            declared=index.get(component),
+            replaced=component in replaced,
         )
         configs[component] = found[component].config
     every = [file for component in found.values() for file in component.weights.files]
@@ -137,17 +147,32 @@ def pinned(origin: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def open_component(
-    folder: Path, component: str, part: Part, family: Family, allow_pickle: bool, *, declared: Any = None
+    folder: Path,
+    component: str,
+    part: Part,
+    family: Family,
+    allow_pickle: bool,
+    *,
+    declared: Any = None,
+    replaced: bool = False,
 ) -> ComponentFiles:
     """A component in a folder of its own: config.json, checked to be of the part's class or one in its place, and weights.
 
     declared: library and class as model_index.json has them, by which diffusers loads it; they count where config.json names no
-    class.
+    class. replaced: its weights are not needed, only its configuration.
 
     Raises CheckpointError naming the file for whatever is missing, damaged or of another class.
     """
     model = part.of(read_config(folder / "config.json")).model
     config = _component_config(folder, model, family, declared)
+    if replaced:
+        return ComponentFiles(folder, config, Weights((), "", pickled=False), [], ())
+    if (method := refused_method(config)) is not None:
+        raise CheckpointError(
+            f"its weights are quantized ({method}), which sdflow does not read from a folder",
+            where=str(folder / "config.json"),
+            remedy="Use the model's float16, bfloat16 or float32 weights, or a GGUF or float8 file under `components`.",
+        )
     weights = find_weights(folder, model, config, allow_pickle=allow_pickle)
     notes = []
     if weights.variant:
@@ -156,9 +181,21 @@ def open_component(
         notes.append(f"{component}: the weights are pickled; they are loaded with weights_only=True.")
     else:
         for file in weights.files:
-            read_header(file)
+            _require_plain(file)
     # Before the digests: a file that changes in between is then refused when it is loaded.
     return ComponentFiles(folder, config, weights, [file_stamp(file) for file in weights.files], tuple(notes))
+
+
+def _require_plain(file: Path) -> None:
+    """Raises CheckpointError for weights that the component's library would not read as sdflow does."""
+    opened = open_weights(file)
+    opened.require_read()
+    if opened.format not in (None, FLOAT8_ALONE):
+        raise CheckpointError(
+            f"its weights are {opened.format}, which neither diffusers nor transformers reads from a folder",
+            where=str(file),
+            remedy="Name the file itself under `components`, beside a model that has the rest.",
+        )
 
 
 def _pipeline_index(folder: Path) -> tuple[Family, dict[str, Any]]:

@@ -32,18 +32,25 @@ _DESCRIBING = ("model_index.json", "config.json", "scheduler_config.json")
 _TEXT_SUFFIXES = (".json", ".txt", ".model")
 
 
-def open_hub(hub: HubReference, reference: str, access: Access, left_out: Collection[str] = ()) -> Checkpoint:
+def open_hub(
+    hub: HubReference,
+    reference: str,
+    access: Access,
+    left_out: Collection[str] = (),
+    replaced: Collection[str] = (),
+) -> Checkpoint:
     """A checkpoint of the hub. With `download`, the revision's commit is asked for and missing files are fetched, but for
-    those of the components that are left out.
+    those of the components that are left out, and the weights of those that are replaced.
 
     Raises CheckpointNotLocal when it is not in the local cache and may not be downloaded, CheckpointError for a
     repository or revision that does not exist or is closed to this user, and when the hub cannot be reached.
     """
 
     def opened(snapshot: Path, origin: Mapping[str, Any]) -> Checkpoint:
-        return open_folder(snapshot, reference, access, origin=origin, left_out=left_out)
+        return open_folder(snapshot, reference, access, origin=origin, left_out=left_out, replaced=replaced)
 
-    return open_snapshot(hub, opened, partial(needed_files, left_out=left_out), download=access.download)
+    wanted = partial(needed_files, left_out=left_out, replaced=replaced)
+    return open_snapshot(hub, opened, wanted, download=access.download)
 
 
 class Noted(Protocol):
@@ -86,6 +93,14 @@ def open_snapshot(
     if not download:
         raise _not_local(hub)
     return with_origin(_fetch(hub, wanted))
+
+
+def hub_weights(hub: HubReference, *, download: bool) -> tuple[Path, dict[str, Any]]:
+    """The file of weights that a reference names, and JSON for the provenance. Raises as `open_hub` does."""
+    path = hub_file(hub, hub.file, download=download)
+    commit = path.parents[len(PurePosixPath(hub.file).parts) - 1].name
+    origin = {"kind": "hub", "repository": hub.repository, "revision": hub.revision, "commit": commit, "file": hub.file}
+    return path, origin
 
 
 def hub_file(hub: HubReference, weight_name: str | None, *, download: bool) -> Path:
@@ -194,15 +209,16 @@ def choose_file(names: Collection[str], weight_name: str | None, where: str) -> 
     raise CheckpointError("holds no .safetensors file", where=where, remedy=remedy)
 
 
-def needed_files(names: Collection[str], left_out: Collection[str] = ()) -> list[str]:
-    """The files of a repository that `open_folder` reads: no second copy of any weights, and none of the components that are
-    left out."""
+def needed_files(names: Collection[str], left_out: Collection[str] = (), replaced: Collection[str] = ()) -> list[str]:
+    """The files of a repository that `open_folder` reads: no second copy of any weights, none of the components that are left
+    out, and of replaced ones the configuration alone."""
     wanted = [name for name in names if name == "model_index.json"]
     components = {name: parts[0].model for family in FAMILIES.values() for name, parts in family.components.items()}
     for component, model in components.items():
         if component in left_out:
             continue
-        wanted += component_files(names, f"{component}/", model)
+        files = component_files(names, f"{component}/", model)
+        wanted += [name for name in files if component not in replaced or name == f"{component}/config.json"]
     for companion in dict.fromkeys(name for family in FAMILIES.values() for name in family.companions):
         wanted += [name for name in names if name.startswith(f"{companion}/") and name.endswith(_TEXT_SUFFIXES)]
     return sorted(wanted)

@@ -17,6 +17,7 @@ from sdflow.models.base import Config, Model
 from sdflow.sources.checkpoint import Checkpoint, files_of, listing
 from sdflow.sources.companions import require_small
 from sdflow.sources.fitting import apart, fit, require_size
+from sdflow.sources.formats import WeightsFile, open_weights
 from sdflow.sources.pickle_scan import MOST_UNFOLDED, require_small_pickle
 from sdflow.sources.synthetic import tensors_for
 
@@ -193,7 +194,7 @@ def _read_files(files: list[tuple[Path, str]], pickled: bool, prefix: str) -> di
     """The tensors whose names begin with the prefix, under their names without it. files: as `files_of` gives them."""
     tensors: dict[str, torch.Tensor] = {}
     for file, begin in files:
-        held = _read_pickle(file, prefix) if pickled else _read_safetensors(file, prefix)
+        held = _read_pickle(file, prefix) if pickled else _read_weights(file, prefix)
         part = {f"{begin}{name}": tensor for name, tensor in held.items()}
         twice = sorted(set(part) & set(tensors))
         if twice:
@@ -202,9 +203,13 @@ def _read_files(files: list[tuple[Path, str]], pickled: bool, prefix: str) -> di
     return tensors
 
 
-def _read_safetensors(file: Path, prefix: str) -> dict[str, torch.Tensor]:
+def _read_weights(file: Path, prefix: str) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError, safe_open
 
+    opened = open_weights(file)
+    opened.require_read()
+    if opened.format is not None:
+        return _dequantized(opened, prefix)
     try:
         with safe_open(file, "pt") as stream:
             names = [name for name in stream.keys() if name.startswith(prefix)]  # noqa: SIM118 (not a dict)
@@ -213,6 +218,19 @@ def _read_safetensors(file: Path, prefix: str) -> dict[str, torch.Tensor]:
         raise CheckpointError(
             f"not a valid safetensors file: {error}", where=str(file), remedy="Download or write the file again."
         ) from error
+
+
+def _dequantized(opened: WeightsFile, prefix: str) -> dict[str, torch.Tensor]:
+    import numpy as np
+    import torch
+
+    return {
+        name.removeprefix(prefix): torch.from_numpy(np.array(tensor.values()))
+        if tensor.weights
+        else torch.zeros(tensor.shape)  # a count, which no parameter is made of
+        for name, tensor in opened.tensors.items()
+        if name.startswith(prefix)
+    }
 
 
 def _read_pickle(file: Path, prefix: str) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from sdflow.sources.components.component import require_omittable, with_componen
 from sdflow.sources.components.nets import has_nets, with_nets
 from sdflow.sources.fitting import require_loadable
 from sdflow.sources.folder import open_folder
-from sdflow.sources.hub import open_hub
+from sdflow.sources.hub import hub_weights, open_hub
 from sdflow.sources.reference import (
     AdapterReference,
     HubReference,
@@ -52,7 +52,7 @@ def open_checkpoint(
     access = Access(digests, download, allow_pickle)
     others = {name: source for name, source in (components or {}).items() if source is not None}
     left_out = frozenset(components or {}) - others.keys()
-    checkpoint = _open(reference, access, left_out)
+    checkpoint = _open(reference, access, left_out, others.keys())
     require_omittable(checkpoint, left_out)
     for component, source in others.items():
         checkpoint = with_component(checkpoint, component, source, access)
@@ -67,15 +67,19 @@ def open_checkpoint(
     return checkpoint
 
 
-def _open(reference: str, access: Access, left_out: Collection[str]) -> Checkpoint:
+def _open(reference: str, access: Access, left_out: Collection[str], replaced: Collection[str]) -> Checkpoint:
+    """replaced: components that come from elsewhere: of a folder or repository their weights may be missing."""
     parsed = parse_reference(reference)
     if isinstance(parsed, SyntheticReference):
         return open_synthetic(reference, parsed.architecture, parsed.seed, left_out=left_out)
     if isinstance(parsed, SampleReference):
         origin, safe = {"kind": "sample", "name": parsed.name}, replace(access, allow_pickle=False)
         return open_folder(sample_folder(parsed.name), reference, safe, origin=origin, left_out=left_out)
+    if isinstance(parsed, HubReference) and parsed.file:
+        file, origin = hub_weights(parsed, download=access.download)
+        return open_single_file(file, reference, access, left_out=left_out, origin=origin)
     if isinstance(parsed, HubReference):
-        return open_hub(parsed, reference, access, left_out)
+        return open_hub(parsed, reference, access, left_out, replaced)
     path = parsed.path
     if is_there(path) and path.is_dir():
         if parsed.architecture is not None:
@@ -84,13 +88,13 @@ def _open(reference: str, access: Access, left_out: Collection[str]) -> Checkpoi
                 where=str(path),
                 remedy=f"Leave out #{parsed.architecture}.",
             )
-        return open_folder(path, reference, access, left_out=left_out)
+        return open_folder(path, reference, access, left_out=left_out, replaced=replaced)
     if is_regular(path):
         return open_single_file(path, reference, access, architecture=parsed.architecture, left_out=left_out)
     raise CheckpointError(
         no_file(path),
         where=str(path),
-        remedy="Write a folder, a .safetensors file, hf:owner/name[@revision], synthetic:sd15 or sample:NAME.",
+        remedy="Write a folder, a .safetensors or .gguf file, hf:owner/name[@revision], synthetic:sd15 or sample:NAME.",
     )
 
 
@@ -116,7 +120,8 @@ def reopen_checkpoint(origin: Origin, where: str, *, digests: FileDigests) -> Ch
 
 def require_same_checkpoint(checkpoint: Checkpoint, origin: Origin, where: str) -> None:
     """Raise UsageError when a checkpoint's content is not what the manifest says that it was."""
-    if _content(checkpoint.provenance) != _content(origin.checkpoint or {}):
+    replaced = [name for name, each in origin.components.items() if each is not None]
+    if _content(checkpoint.provenance, replaced) != _content(origin.checkpoint or {}, replaced):
         model = origin.pinned_model(where)
         also = {**origin.components, **origin.controlnets}
         others = "".join(f", {name} {reference or 'left out'}" for name, reference in also.items())
@@ -128,10 +133,14 @@ def require_same_checkpoint(checkpoint: Checkpoint, origin: Origin, where: str) 
         )
 
 
-def _content(provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """The provenance without names that may mean something else today: a branch of the hub stands beside its commit."""
+def _content(provenance: Mapping[str, Any], replaced: Collection[str] = ()) -> dict[str, Any]:
+    """The provenance without names that may mean something else today: a branch of the hub stands beside its commit; and
+    without the files of replaced components, which nothing was built from."""
     kept = {key: value for key, value in provenance.items() if key not in ("revision", *_WITHIN)}
+    files = provenance.get("files", {})
+    unread = tuple(f"{component}/" for component in replaced)
     return {
         **kept,
+        "files": {name: sha for name, sha in files.items() if not name.startswith(unread)},
         **{key: {name: _content(each) for name, each in provenance.get(key, {}).items()} for key in _WITHIN},
     }

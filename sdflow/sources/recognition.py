@@ -34,7 +34,6 @@ _OTHERS = (
     ("ip_adapter.", IP_ADAPTER),
     ("image_proj.", IP_ADAPTER),
     ("adapter.body.", "T2I-Adapter"),
-    ("encoder.block.0.layer.0.SelfAttention.", "T5 text encoder"),
     ("body.0.rdb1.", "upscaler (ESRGAN)"),
 )
 # Networks of a family's kind in sizes that no shipped architecture has.
@@ -62,12 +61,14 @@ _RELATED = (
 class Recognized:
     """kind: CHECKPOINT, whole or not, and the others of this module, or the name of a network that no family has.
     architectures: the shipped ones whose shapes it has; of an embedding, those whose text encoders read its vectors.
-    components: what it holds of them. half: the half of its one component that it is, where it is not the whole."""
+    components: what it holds of them. half: the half of its one component that it is, where it is not the whole. also: other
+    components that it is, each with an architecture: FLUX.1 and Stable Diffusion 3 read one T5."""
 
     kind: str
     architectures: tuple[str, ...] = ()
     components: tuple[str, ...] = ()
     half: str | None = None
+    also: tuple[tuple[str, str], ...] = ()
 
     @property
     def alone(self) -> bool:
@@ -97,7 +98,13 @@ def recognize(path: Path, shapes: Shapes) -> Recognized:
     if not first:
         return Recognized(_named(_UNKNOWN_SIZES, shapes) or UNKNOWN)
     if len(first) == 1:
-        return Recognized(COMPONENT, tuple(name for name, found in held.items() if found == first), first)
+        others = {found[0]: name for name, found in reversed(held.items()) if len(found) == 1 and found != first}
+        return Recognized(
+            COMPONENT,
+            tuple(name for name, found in held.items() if found == first),
+            first,
+            also=tuple((name, component) for component, name in others.items()),
+        )
     return Recognized(CHECKPOINT, tuple(name for name, found in held.items() if len(found) == len(first)), first)
 
 

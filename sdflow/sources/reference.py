@@ -1,5 +1,5 @@
-"""The spellings of a checkpoint: a path, `FILE#sd21-base`, `hf:owner/name@revision`, `synthetic:sd15?seed=1`,
-`sample:shapes`."""
+"""The spellings of a checkpoint: a path, `FILE#sd21-base`, `hf:owner/name@revision`, `hf:owner/name/FILE@revision`,
+`synthetic:sd15?seed=1`, `sample:shapes`."""
 
 from __future__ import annotations
 
@@ -12,19 +12,25 @@ from sdflow.errors import CheckpointError
 from sdflow.families import ADAPTER_ARCHITECTURES, ARCHITECTURES, COMPONENT_ARCHITECTURES
 
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
+FILE_SUFFIXES = (".safetensors", ".gguf")
+"""Endings of files of weights that are no pickles."""
 # A file, and which architecture it has; a name with a dot in it is no architecture but the rest of the file's name.
 _WITH_ARCHITECTURE = re.compile(
-    rf"(.+(?i:\.safetensors|{'|'.join(map(re.escape, PICKLE_SUFFIXES))}))#([^./\\#]*)", re.DOTALL
+    rf"(.+(?i:{'|'.join(map(re.escape, (*FILE_SUFFIXES, *PICKLE_SUFFIXES)))}))#([^./\\#]*)", re.DOTALL
 )
-_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_REPOSITORY = re.compile(
+    rf"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)((?:/[\w][\w. ()+-]*)+(?i:{'|'.join(map(re.escape, FILE_SUFFIXES))}))?",
+    re.ASCII,
+)
 
 
 @dataclass(frozen=True)
 class HubReference:
-    """A repository on the hub; `revision` is a branch, a tag or a commit."""
+    """A repository on the hub; `revision` is a branch, a tag or a commit. file: of it, where one is meant; else ""."""
 
     repository: str
     revision: str = "main"
+    file: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,9 @@ class AdapterReference:
 
 Reference = HubReference | SyntheticReference | SampleReference | LocalReference
 
-_SPELLINGS = "Write a folder, a .safetensors file, hf:owner/name[@revision], synthetic:sd15[?seed=N] or sample:NAME."
+_SPELLINGS = (
+    "Write a folder, a .safetensors or .gguf file, hf:owner/name[@revision], synthetic:sd15[?seed=N] or sample:NAME."
+)
 
 
 def parse_reference(text: str) -> Reference:
@@ -98,10 +106,11 @@ def split_architecture(text: str) -> tuple[str, str | None]:
 
 
 def _hub(text: str, rest: str) -> HubReference:
-    repository, at, revision = rest.partition("@")
-    if not _REPOSITORY.fullmatch(repository) or (at and not revision):
+    name, at, revision = rest.partition("@")
+    found = _REPOSITORY.fullmatch(name)
+    if found is None or (at and not revision):
         raise CheckpointError("not of the form hf:owner/name[@revision]", where=text, remedy=_SPELLINGS)
-    return HubReference(repository, revision or "main")
+    return HubReference(found[1], revision or "main", (found[2] or "").removeprefix("/"))
 
 
 def _synthetic(text: str, rest: str) -> SyntheticReference:

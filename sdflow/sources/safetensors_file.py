@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-_ITEM_BYTES = {
+ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
@@ -107,11 +107,11 @@ def _entry(path: Path, name: str, value: Any, data_start: int) -> TensorEntry:
         numbers = [*shape, begin, end]
     except (TypeError, KeyError, ValueError) as error:
         raise _invalid(path, f"the entry of tensor {name} is incomplete") from error
-    if not all(type(number) is int and number >= 0 for number in numbers):
+    if not isinstance(value["shape"], list) or not all(type(number) is int and number >= 0 for number in numbers):
         raise _invalid(path, f"the entry of tensor {name} has numbers that are not counts")
-    if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise _invalid(path, f"tensor {name} has the unknown dtype {dtype!r:.40}")
-    if end - begin != prod(shape) * _ITEM_BYTES[dtype]:
+    if end - begin != prod(shape) * ITEM_BYTES[dtype]:
         raise _invalid(path, f"tensor {name} has {end - begin} bytes for shape {list(shape)} of {dtype}")
     return TensorEntry(dtype, shape, data_start + begin, data_start + end)
 
@@ -133,6 +133,21 @@ def digest_tensors(path: Path, entries: Mapping[str, TensorEntry]) -> str:
                 left -= len(block)
                 stop.check()
     return digest.hexdigest()
+
+
+def read_entry(path: Path, name: str, entry: TensorEntry) -> bytes:
+    """The bytes of a small tensor. Raises CheckpointError for a file that ends before."""
+    with os_errors_as("cannot be read", path, kind=CheckpointError), open_input(path) as stream:
+        stream.seek(entry.begin)
+        raw = stream.read(entry.end - entry.begin)
+    if len(raw) != entry.end - entry.begin:
+        raise _invalid(path, f"it ends within tensor {name}")
+    return raw
+
+
+def float_values(path: Path, name: str, entry: TensorEntry) -> NDArray[np.float32]:
+    """A small tensor as float32. Raises CheckpointError for dtypes other than F64, F32, F16 and BF16."""
+    return _decode(path, name, entry, read_entry(path, name, entry))
 
 
 def require_floats(path: Path, entries: Mapping[str, TensorEntry]) -> None:

@@ -6,7 +6,7 @@ Such a file holds no configuration. The architecture is the shipped one whose te
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -30,15 +30,10 @@ from sdflow.sources.checkpoint import (
     submodels_of,
 )
 from sdflow.sources.equal_shapes import choose
+from sdflow.sources.formats import WeightsFile, open_weights
 from sdflow.sources.recognition import fitting_architectures, layouts_of
-from sdflow.sources.reference import PICKLE_SUFFIXES
-from sdflow.sources.safetensors_file import (
-    TensorEntry,
-    digest_tensors,
-    read_header,
-    read_metadata,
-    read_numbers,
-)
+from sdflow.sources.reference import FILE_SUFFIXES, PICKLE_SUFFIXES
+from sdflow.sources.safetensors_file import TensorEntry, read_numbers
 from sdflow.sources.weight_files import refuse_pickle
 
 
@@ -58,24 +53,30 @@ def open_single_file(
     *,
     architecture: str | None = None,
     left_out: Collection[str] = (),
+    origin: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
-    """The checkpoint in a .safetensors file, or in a pickle when those are allowed.
+    """The checkpoint in a file of weights, or in a pickle when those are allowed.
 
     architecture: which of those that the file's shapes fit, where the user says so. left_out: components that are not read, of
-    those that it may lack.
+    those that it may lack. origin: JSON for the provenance, of a file of the hub.
     A pickle's first opening loads torch to read its shapes; what was found is remembered in its digests.
     Raises CheckpointError for a damaged file, and for an architecture that is not supported, naming it if it is known.
     """
     pickled = path.suffix.lower() in PICKLE_SUFFIXES
     stamp = file_stamp(path)  # before the digests: a file that changes in between is then refused when it is loaded
+    opened: WeightsFile | None = None
     if pickled:
         refuse_pickle(path, access.allow_pickle)
         known = _Description(*json.loads(access.digests.value(path, "single-file-architecture-5", _describe_pickle)))
-    elif path.suffix.lower() == ".safetensors":
-        known, header = _describe(path), read_header(path)
+    elif path.suffix.lower() in FILE_SUFFIXES:
+        opened = open_weights(path)
+        opened.require_read()
+        known = _describe(opened)
     else:
         raise CheckpointError(
-            f"a file of the unknown kind {path.suffix!r}", where=str(path), remedy="Use a .safetensors file."
+            f"a file of the unknown kind {path.suffix!r}",
+            where=str(path),
+            remedy=f"Known are {', '.join(FILE_SUFFIXES)}.",
         )
     architecture, chosen = choose(path, known.fitting, known.said, architecture)
     family = family_of_architecture(architecture)
@@ -84,15 +85,12 @@ def open_single_file(
     asked = {part.name for part in family.parts if part.component in family.omittable and part.component in left_out}
     layouts = {name: layout for name, layout in layouts.items() if name not in unread | asked}
     prefix_of = {family.part(name).component: layout.prefix for name, layout in layouts.items()}
-    entries = {} if pickled else {component: under(header, prefix) for component, prefix in prefix_of.items()}
+    hashed = {} if opened is None else prefix_of
     whole, *sums = side_by_side([
         partial(access.digests.digest, path),
-        *(
-            partial(access.digests.value, path, f"tensors-1/{component}", partial(digest_tensors, entries=found))
-            for component, found in entries.items()
-        ),
+        *(digest_work(opened, component, prefix, access) for component, prefix in hashed.items() if opened),
     ])  # fmt: skip
-    tensors = dict(zip(entries, sums, strict=True))
+    tensors = dict(zip(hashed, sums, strict=True))
 
     def build(part: Part, config: Mapping[str, Any]) -> SubmodelCheckpoint:
         content = {"file": whole} if pickled else {"tensors": tensors[part.component]}
@@ -112,6 +110,8 @@ def open_single_file(
             f"{path.name} holds {', '.join(untold)} without its tokenizer, which sdflow does not ship: it is left out. "
             "A diffusers folder has both."
         )
+    if opened is not None:
+        notes += opened.notes
     if pickled:
         notes.append(f"{path.name} is pickled; it is loaded with weights_only=True.")
     submodels = submodels_of(family, configs, read_options(family, index), build)
@@ -119,10 +119,10 @@ def open_single_file(
         family=family,
         reference=reference,
         provenance={
-            "kind": "single_file",
-            "path": str(path.absolute()),
+            **(origin or {"kind": "single_file", "path": str(path.absolute())}),
             "architecture": architecture,
             "files": {path.name: whole},
+            **({} if opened is None else opened.provenance()),
         },
         submodels=submodels,
         companions=companion_folders(architecture, family.companions, submodels),
@@ -164,19 +164,24 @@ def part_of_file(
     )
 
 
+def digest_work(opened: WeightsFile, component: str, prefix: str, access: Access) -> Callable[[], str]:
+    """What gives the digest of a component's tensors, which begin with the prefix; it is remembered."""
+    name = opened.digest_name(component)
+    return partial(access.digests.value, opened.path, name, lambda path: opened.digest(prefix))
+
+
 def under(header: Mapping[str, TensorEntry], prefix: str) -> dict[str, TensorEntry]:
     """The tensors whose names begin with the prefix."""
     return {name: entry for name, entry in header.items() if name.startswith(prefix)}
 
 
-def _describe(path: Path) -> _Description:
-    header = read_header(path)
-    shapes = {name: entry.shape for name, entry in header.items()}
+def _describe(opened: WeightsFile) -> _Description:
+    path, shapes = opened.path, opened.shapes
     fitting = fitting_architectures(path, shapes)
-    said = what_it_says(header, read_metadata(path))
-    if not said and len(fitting) > 1 and prod(shapes.get("global_step", (0,))) == 1:
+    said = what_it_says(shapes, opened.metadata)
+    if not said and len(fitting) > 1 and path.suffix.lower() != ".gguf" and prod(shapes.get("global_step", (0,))) == 1:
         said += what_the_step_says(int(read_numbers(path, ["global_step"])["global_step"]))
-    return _Description(fitting, said, list(header))
+    return _Description(fitting, said, list(shapes))
 
 
 def _describe_pickle(path: Path) -> str:

@@ -15,11 +15,13 @@ from sdflow.errors import CheckpointError
 from sdflow.families.shared.part import Part
 from sdflow.machine.memory import let_go
 from sdflow.models.base import Model, Shapes
-from sdflow.sources.checkpoint import listing
+from sdflow.sources.checkpoint import files_of, listing
 from sdflow.sources.fitting import apart
+from sdflow.sources.formats import open_weights
 from sdflow.sources.load import loaded, rejections
 from sdflow.sources.safetensors_file import read_header
 from sdflow.sources.weight_files import VARIANTS
+from sdflow.verify.low_bits import low_bit_reader
 from sdflow.weights.tensors import open_tensors
 
 if TYPE_CHECKING:
@@ -27,14 +29,22 @@ if TYPE_CHECKING:
 
 
 def read_by_library(part: Part, load: Mapping[str, Any], expected: Shapes) -> Mapping[str, torch.Tensor]:
-    """The parameters of these names, in float32: of a component's folder as its library loads them, and of what lies in one
-    file as sdflow does.
+    """The parameters of these names, in float32: of a component's folder as its library loads them, of files in low bits as
+    `sdflow.verify.low_bits` reads them, and of other single files as sdflow does.
 
     Raises CheckpointError where the library cannot load the folder, or finds other parameters there.
     """
     import torch
 
-    return _of_library(part, load, expected, torch.float32) if "folder" in load else loaded(part, load, expected)
+    if "folder" in load:
+        return _of_library(part, load, expected, torch.float32)
+    if in_low_bits(load):
+        check_stamps(load["files"])
+        read = low_bit_reader(part, load, expected)
+        tensors = {name: read(name) for name in expected}
+        check_stamps(load["files"])
+        return tensors
+    return loaded(part, load, expected)
 
 
 def reader(submodel: str, part: Part, load: Mapping[str, Any], expected: Shapes) -> Callable[[str], torch.Tensor]:
@@ -45,14 +55,21 @@ def reader(submodel: str, part: Part, load: Mapping[str, Any], expected: Shapes)
     import torch
 
     mapped: dict[str, torch.Tensor] = {}
+    low_bits: dict[str, Callable[[str], torch.Tensor]] = {}
     for each, how, shapes in apart(part, load, expected):
         if "folder" in how:
             mapped |= _of_library(each, how, shapes, _stored_type(how["files"]))
+        elif in_low_bits(how):
+            low_bits |= dict.fromkeys(shapes, low_bit_reader(each, how, shapes))
     others = (
-        None if expected.keys() == mapped.keys() else ExitStack().enter_context(open_tensors(submodel, load, expected))
+        None
+        if expected.keys() == mapped.keys() | low_bits.keys()
+        else ExitStack().enter_context(open_tensors(submodel, load, expected))
     )
 
     def read(name: str) -> torch.Tensor:
+        if name in low_bits:
+            return low_bits[name](name)
         if name not in mapped:
             assert others is not None
             return torch.from_numpy(others.read(name)).float()
@@ -61,6 +78,13 @@ def reader(submodel: str, part: Part, load: Mapping[str, Any], expected: Shapes)
         return values
 
     return read
+
+
+def in_low_bits(load: Mapping[str, Any]) -> bool:
+    """Whether a submodel's files hold quantized weights, or are no safetensors."""
+    if load["kind"] != "files" or load["pickled"]:
+        return False
+    return any(open_weights(file).format is not None for file, _ in files_of(load))
 
 
 def _of_library(

@@ -15,22 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sdflow.disk.file_stamp import check_stamps
-from sdflow.errors import CheckpointError
 from sdflow.families import part_of
 from sdflow.families.shared.part import Part
 from sdflow.sources.checkpoint import files_of, stamps_of
 from sdflow.sources.fitting import apart, fit
+from sdflow.sources.formats import StoredTensor, open_weights
 from sdflow.sources.load import load_pickle
-from sdflow.sources.safetensors_file import read_header
 from sdflow.sources.synthetic import blocks_of, tensors_for
-from sdflow.weights.half import numpy_type, widened
+from sdflow.weights.half import widened
 
 Array = NDArray[Any]
 Shapes = Mapping[str, tuple[int, ...]]
 
 _BLOCK = 1 << 20  # values read at a time
-
-_NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
 @dataclass(frozen=True)
@@ -73,38 +70,33 @@ def _opened(part: Part, load: Mapping[str, Any], parameters: Shapes) -> Tensors:
 
 
 def _mapped(part: Part, files: Sequence[tuple[Path, str]], prefix: str | None, parameters: Shapes) -> Tensors:
-    """Tensors of one or more safetensors files, read at their offsets."""
-    found = [(file, f"{begin}{name}", entry) for file, begin in files for name, entry in read_header(file).items()]
-    places = fit(part, [(name, entry.shape) for _, name, entry in found], parameters, prefix, str(files[0][0]))
-    entries = {key: (found[place.index][0], found[place.index][2]) for key, place in places.items()}
+    """Tensors of one or more files of weights, read where they lie."""
+    found: list[tuple[str, StoredTensor]] = []
+    for file, begin in files:
+        opened = open_weights(file)
+        opened.require_read()
+        found += [(f"{begin}{name}", tensor) for name, tensor in opened.tensors.items()]
+    places = fit(part, [(name, tensor.shape) for name, tensor in found], parameters, prefix, str(files[0][0]))
+    stored = {key: found[place.index][1] for key, place in places.items()}
 
-    def stored(key: str) -> Array:
-        path, entry = entries[key]
-        if places[key].original.identity:
+    def as_stored(key: str) -> Array:
+        place, tensor = places[key], stored[key]
+        if place.original.identity:
             return np.eye(parameters[key][0], dtype=np.float32)
-        if entry.dtype not in _NUMPY:
-            raise CheckpointError(
-                f"tensor {key} is of dtype {entry.dtype}", where=str(path), remedy="Convert it to F32, F16 or BF16."
-            )
-        raw = np.memmap(path, np.uint8, "r", entry.begin, (entry.end - entry.begin,))  # read as it is used, then let go
-        values: Array = places[key].values(
-            np.asarray(raw).view(_NUMPY[entry.dtype]).reshape(entry.shape), parameters[key]
-        )
-        if not (values.flags.aligned and values.flags.c_contiguous):  # a header of odd length; a transposed matrix
-            values = values.copy()
-        return values.view(numpy_type("bfloat16")) if entry.dtype == "BF16" else values
+        values: Array = place.arranged(tensor.as_stored(place.rows(tensor.shape)), parameters[key])
+        aligned = values.flags.aligned and values.flags.c_contiguous
+        return values if aligned else values.copy()  # a header of odd length; a transposed matrix
 
     def blocks(key: str) -> Iterator[Array]:
-        values = stored(key).reshape(-1)
+        values = as_stored(key).reshape(-1)
         for begin in range(0, values.size, _BLOCK):
-            block = values[begin : begin + _BLOCK]
-            yield block.astype(np.float32) if block.dtype == np.float64 else block
+            yield values[begin : begin + _BLOCK]
 
     def read(key: str) -> Array:
-        values = stored(key)
+        values = as_stored(key)
         return values if values.dtype == np.float16 else widened(values)
 
-    return Tensors(read, blocks, lambda key: str(entries[key][0]))
+    return Tensors(read, blocks, lambda key: str(stored[key].path))
 
 
 def _pickled(part: Part, files: Sequence[tuple[Path, str]], prefix: str | None, parameters: Shapes) -> Tensors:

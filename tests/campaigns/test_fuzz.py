@@ -20,7 +20,7 @@ SEED = os.environ.get("SDFLOW_CAMPAIGN_SEED", "1")
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the campaign is for Linux")
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("kind", ["header", "lora", "config", "workflow", "manifest", "graph"])
+@pytest.mark.parametrize("kind", ["header", "lora", "config", "workflow", "manifest", "graph", "format"])
 def test_no_mutated_input_does_anything_but_be_read_or_refused(kind: str, tmp_path: Path) -> None:
     command = [
         sys.executable,

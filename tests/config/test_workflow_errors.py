@@ -469,7 +469,7 @@ def test_what_a_model_may_lack_can_be_left_out_and_nothing_else(tmp_path: Path, 
     (tmp_path / "w.yaml").write_text(text + "components: {text_encoder_3: null, vae: null}")
     (pipeline,) = load_workflow(tmp_path / "w.yaml", catalog=SmallCatalog()).pipelines
     assert pipeline.components == {"text_encoder_3": None}
-    problem = only_problem(tmp_path, text + f"components: {{text_encoder_3: {value}}}")
+    problem = only_problem(tmp_path, text + f"components: {{safety_checker: {value}}}")
     assert (problem.line, problem.column) == (6, 30) and "null, which leaves it out" in problem.message
 
 

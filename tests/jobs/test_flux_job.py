@@ -16,6 +16,7 @@ import onnxruntime
 import pytest
 import torch
 from beside_diffusers import PROMPT, assert_equal, generator
+from low_bit_files import T, by_gguf, mixed, t5_by_llama_cpp, write_gguf
 from original_layout import flux_tensors
 from PIL import Image
 from safetensors.torch import save_file
@@ -102,6 +103,61 @@ def test_a_pipeline_with_that_file_draws_what_diffusers_draws(shell: Shell, buil
     expected = theirs(PROMPT, latents=packed(latents), **options(256)).images
     drawn = Pipeline.load(shell.folder / "pipelines/file", "cpu")(PROMPT, latents=latents, **options(256)).images
     assert_equal(drawn, expected)
+
+
+@pytest.fixture(scope="module")
+def from_gguf(shell: Shell, built: str) -> str:
+    """The pipeline with its transformer from one GGUF file, of another seed than the folder's, and its own T5 from another."""
+    other = open_checkpoint("synthetic:flux1-dev-tiny?seed=9", digests=PlainDigests(), download=False)
+    transformer = load_module("transformer", other.submodels["transformer"].load)
+    own = load_module("text_encoder_2", {**other.submodels["text_encoder_2"].load, "seed": 0})
+    kinds = mixed(T.Q8_0, T.Q5_0, T.Q4_1, T.BF16)
+    write_gguf(shell.folder / "flux1-dev-Q4_K_S.gguf", flux_tensors(transformer), kinds, "flux")
+    write_gguf(shell.folder / "t5-encoder-Q8_0.gguf", t5_by_llama_cpp(own.state_dict()), mixed(T.Q8_0), "t5encoder")
+    components = "{transformer: flux1-dev-Q4_K_S.gguf, text_encoder_2: t5-encoder-Q8_0.gguf}"
+    (shell.folder / "low.yaml").write_text((shell.folder / "flux.yaml").read_text() + f"components: {components}\n")
+    (pipeline,) = shell.json("run", "low.yaml", "--no-evaluate")["pipelines"]
+    assert pipeline["verification"]["passed"]
+    return "pipelines/low"
+
+
+def test_a_pipeline_of_gguf_files_generates_what_diffusers_does_with_their_values(
+    shell: Shell, from_gguf: str, theirs: Any
+) -> None:
+    done = shell.run("verify", from_gguf)
+    assert done.returncode == 0, done.stdout + done.stderr
+    files = {"transformer": "flux1-dev-Q4_K_S.gguf", "text_encoder_2": "t5-encoder-Q8_0.gguf"}
+    components = {name: str(shell.folder / file) for name, file in files.items()}
+    model = str(shell.folder / "model")
+    pipeline = load_pipeline(open_checkpoint(model, digests=PlainDigests(), download=False, components=components))
+    pipeline.set_progress_bar_config(disable=True)
+    found, expected = flux_tensors(pipeline.transformer), by_gguf(shell.folder / files["transformer"])
+    assert all(np.array_equal(found[name].numpy(), expected[name]) for name in expected)
+    latents = torch.randn((1, 16, 8, 12), generator=generator())
+    images = pipeline(PROMPT, latents=packed(latents), **options(256)).images
+    drawn = Pipeline.load(shell.folder / from_gguf, "cpu")(PROMPT, latents=latents, **options(256)).images
+    assert_equal(drawn, images)
+    assert np.abs(images - theirs(PROMPT, latents=packed(latents), **options(256)).images).max() > 0.01
+    assert shell.json("generate", from_gguf, *DRAW)["settings"]["steps"] == 2
+
+
+def test_inspect_names_gguf_files_and_what_was_built_of_them(shell: Shell, from_gguf: str) -> None:
+    said = described(shell, from_gguf)["details"]["dequantized from"]
+    assert "transformer: gguf (" in said and "text_encoder_2: gguf (" in said and "Q8_0" in said
+    transformer = described(shell, "flux1-dev-Q4_K_S.gguf")
+    assert transformer["kind"] == "transformer" and transformer["details"]["architecture in the file"] == "flux"
+    assert transformer["details"]["format"] == "gguf" and "Q5_0 (" in transformer["details"]["types"]
+    assert "components: {transformer: flux1-dev-Q4_K_S.gguf}" in transformer["workflow"]
+    text = described(shell, "t5-encoder-Q8_0.gguf")
+    assert "components: {text_encoder" in text["workflow"] and "Q8_0 (" in text["details"]["types"]
+    done = shell.run("init", "--model", "flux1-dev-Q4_K_S.gguf", "--out", "written.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "  transformer: flux1-dev-Q4_K_S.gguf" in (shell.folder / "written.yaml").read_text()
+
+
+def described(shell: Shell, name: str) -> Any:
+    (found,) = shell.json("inspect", name)["findings"]
+    return found
 
 
 def test_diffusers_converter_agrees_on_every_name_and_row_at_the_published_width() -> None:

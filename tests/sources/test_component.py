@@ -279,9 +279,22 @@ def test_what_is_not_there_or_not_allowed_is_told(
     assert raised.value.where and raised.value.remedy
 
 
-def test_only_what_nothing_lies_beside_is_exchanged() -> None:
-    with pytest.raises(CheckpointError, match=r"no component 'text_encoder' that can be exchanged\n  Known: vae, unet"):
-        opened(components={"text_encoder": OTHER})
+def test_only_networks_are_exchanged() -> None:
+    says = r"no component 'scheduler' that can be exchanged\n  Known: vae, unet, text_encoder"
+    with pytest.raises(CheckpointError, match=says):
+        opened(components={"scheduler": OTHER})
+
+
+def test_a_text_encoder_is_exchanged_where_its_vocabulary_is_the_tokenizers(tmp_path: Path) -> None:
+    found, own = opened(components={"text_encoder": f"{MODEL}?seed=8"}), opened()
+    assert found.submodels["text_encoder"] == opened(f"{MODEL}?seed=8").submodels["text_encoder"]
+    assert found.companions == own.companions and found.submodels["unet"] == own.submodels["unet"]
+    text = load_module("text_encoder", own.submodels["text_encoder"].load)
+    text.save_pretrained(tmp_path / "text")
+    config = tmp_path / "text/config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "vocab_size": 77}))
+    with pytest.raises(CheckpointError, match=r"its vocabulary has 77 entries, and that of .* has \d+"):
+        opened(components={"text_encoder": str(tmp_path / "text")})
 
 
 # From the manifest again

@@ -244,9 +244,14 @@ class Family:
 
     @property
     def exchangeable(self) -> tuple[str, ...]:
-        """Components that a workflow may replace: those without companions that would have to be replaced with them, as
-        tokenizers with text encoders."""
+        """Components that a workflow may replace with any that has the same inputs and outputs: those without companions that
+        would have to be replaced with them, as tokenizers with text encoders."""
         return (self.part(self.decoder).component, self.part(self.denoiser).component)
+
+    @property
+    def exchangeable_texts(self) -> tuple[str, ...]:
+        """Text encoders that a workflow may replace with one of the same vocabulary: the tokenizers stay."""
+        return tuple(dict.fromkeys(self.part(name).component for name in self.text))
 
     @property
     def omittable(self) -> tuple[str, ...]:

@@ -54,6 +54,7 @@ MODEL = {
         "loras": [],
         "artifacts": {DENOISER: "sha256:5d41402a…"},
         "quantized": {},
+        "dequantized_from": {},
         "exact": True,
         "left_aside": {},
     },

@@ -69,7 +69,9 @@ class ServedModel:
         if not self.verified:
             return "not verified"
         types = ", ".join(dict.fromkeys(self.manifest.origin.quantized.values()))
-        return f"verified, {self.verified}" + (f"; {types} within the limits that its workflow states" if types else "")
+        low_bits = "; weights dequantized from files in low bits" if self.manifest.origin.low_bits else ""
+        limits = f"; {types} within the limits that its workflow states" if types else ""
+        return f"verified, {self.verified}{limits}{low_bits}"
 
     def to_json(self, most_pixels: int | None = None) -> dict[str, Any]:
         """As OpenAI lists a model, and under `sdflow` what it is. most_pixels: of an image; None: not known yet."""
@@ -85,6 +87,7 @@ class ServedModel:
                 "verified": self.verified,
                 "verdict": self.verdict,
                 "quantized": origin.quantized,
+                "dequantized_from": origin.low_bits,
                 "task": self.task,
                 "from_images": self.from_images,
                 "checker": self.checker,

@@ -292,7 +292,7 @@ class _Encoder(Source):
         submodel = self.synthetic_part(self.part, config, parsed.seed)
         return Found({self.part.name: submodel}, synthetic_provenance(parsed.architecture, parsed.seed))
 
-    def _file(self, path: Path) -> Found:
+    def _file(self, path: Path, origin: Mapping[str, Any] | None = None) -> Found:
         raise CheckpointError(
             "an image encoder is a folder with its configuration",
             where=str(path),

@@ -1,4 +1,4 @@
-"""A component of a checkpoint from elsewhere: another VAE or denoiser in place of its own."""
+"""A component of a checkpoint from elsewhere: another VAE, denoiser or text encoder in place of its own."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ def with_component(checkpoint: Checkpoint, component: str, reference: str, acces
     Raises CheckpointNotLocal as `open_checkpoint` does; CheckpointError for a component that cannot be exchanged, is missing
     or damaged, or whose inputs and outputs are not those of the checkpoint's own.
     """
-    known = checkpoint.family.exchangeable
-    if component not in known or checkpoint.family.components[component][0].name not in checkpoint.submodels:
+    family = checkpoint.family
+    known = (*family.exchangeable, *family.exchangeable_texts)
+    if component not in known or family.components[component][0].name not in checkpoint.submodels:
         raise CheckpointError(
             f"{checkpoint.reference} has no component {component!r} that can be exchanged",
             where=reference,
@@ -34,6 +35,8 @@ def with_component(checkpoint: Checkpoint, component: str, reference: str, acces
     source = Source(checkpoint, component, reference, access)
     found = source.open()
     _require_equal_ports(checkpoint, source.parts, found, reference)
+    if component in family.exchangeable_texts:
+        _require_equal_vocabulary(checkpoint, source.parts, found, reference)
     changed = replace(checkpoint, submodels={**checkpoint.submodels, **found.submodels})
     facts = _facts(changed, reference)
     notes = [f"{component}: {reference} instead of the checkpoint's own.", *found.notes]
@@ -82,6 +85,20 @@ def _require_equal_ports(checkpoint: Checkpoint, parts: Sequence[Part], found: F
                     where=reference,
                     remedy=f"Name a {part.component} that was made for {checkpoint.family.title}.",
                 )
+
+
+def _require_equal_vocabulary(checkpoint: Checkpoint, parts: Sequence[Part], found: Found, reference: str) -> None:
+    """Raises CheckpointError for a text encoder that the checkpoint's tokenizer is not for."""
+    for part in parts:
+        own, other = (
+            each[part.name].load["config"].get("vocab_size") for each in (checkpoint.submodels, found.submodels)
+        )
+        if own != other:
+            raise CheckpointError(
+                f"its vocabulary has {other} entries, and that of {checkpoint.reference} has {own}",
+                where=reference,
+                remedy=f"Name a {part.component} for the same tokenizer.",
+            )
 
 
 def ports_of(part: Part, submodel: SubmodelCheckpoint, where: str) -> tuple[Port, ...]:

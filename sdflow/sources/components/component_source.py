@@ -31,18 +31,20 @@ from sdflow.sources.checkpoint import (
     SubmodelCheckpoint,
     side_by_side,
 )
+from sdflow.sources.components.halves import begins_of, files_of_halves
 from sdflow.sources.folder import open_component, pinned
-from sdflow.sources.hub import component_files, open_snapshot
-from sdflow.sources.recognition import component_alone, half_of
+from sdflow.sources.formats import WeightsFile, open_weights
+from sdflow.sources.hub import component_files, hub_weights, open_snapshot
+from sdflow.sources.recognition import component_alone
 from sdflow.sources.reference import (
+    FILE_SUFFIXES,
     PICKLE_SUFFIXES,
     HubReference,
     SampleReference,
     SyntheticReference,
     parse_reference,
 )
-from sdflow.sources.safetensors_file import digest_tensors, read_header
-from sdflow.sources.single_file import part_of_file, under
+from sdflow.sources.single_file import digest_work, part_of_file
 from sdflow.sources.synthetic import open_synthetic, synthetic_provenance, synthetic_submodel
 from sdflow.sources.weight_files import refuse_pickle
 
@@ -75,6 +77,8 @@ class Source:
             return self.synthetic(parsed)
         if isinstance(parsed, SampleReference):
             return self._folder(sample_folder(parsed.name), {"kind": "sample", "name": parsed.name})
+        if isinstance(parsed, HubReference) and parsed.file:
+            return self._file(*hub_weights(parsed, download=self.access.download))
         if isinstance(parsed, HubReference):
             return open_snapshot(parsed, self._folder, partial(self._needed, parsed), download=self.access.download)
         path = parsed.path
@@ -86,12 +90,12 @@ class Source:
             )
         if path.is_dir():
             return self._folder(path, {"kind": "folder", "path": str(path.absolute())})
-        if path.suffix.lower() in (".safetensors", *PICKLE_SUFFIXES) and is_regular(path):
+        if path.suffix.lower() in (*FILE_SUFFIXES, *PICKLE_SUFFIXES) and is_regular(path):
             return self._file(path)
         raise CheckpointError(
             f"a file of the unknown kind {path.suffix!r}" if is_regular(path) else no_file(path),
             where=str(path),
-            remedy="Write a folder, a .safetensors file, hf:owner/name[@revision], synthetic:sd15 or sample:NAME.",
+            remedy="Write a folder, a .safetensors or .gguf file, hf:owner/name[@revision], synthetic:sd15 or sample:NAME.",
         )
 
     def synthetic(self, parsed: SyntheticReference) -> Found:
@@ -136,12 +140,16 @@ class Source:
         sum_of = opened.digests(self.access.digests)
         return Found(
             {
-                part.name: opened.submodel(part, {**opened.config, **part.config}, family, sum_of, pinned(origin))
+                part.name: opened.submodel(part, self._config_of(part, opened.config), family, sum_of, pinned(origin))
                 for part in self.parts
             },
             {**origin, "files": {file.relative_to(folder).as_posix(): sha for file, sha in sum_of.items()}},
             opened.notes,
         )
+
+    def _config_of(self, part: Part, config: Mapping[str, Any]) -> dict[str, Any]:
+        """A part's config.json with what the family and the checkpoint's model_index.json set in it."""
+        return {**config, **part.config, **{name: self.checkpoint.options[name] for name in part.options}}
 
     def _needed(self, hub: HubReference, names: Collection[str]) -> list[str]:
         inner = f"{self.component}/"
@@ -150,7 +158,7 @@ class Source:
             raise CheckpointError(
                 f"holds neither {inner}config.json nor config.json",
                 where=f"hf:{hub.repository}@{hub.revision}",
-                remedy=f"{self._as_saved} A single file of a repository: download it, and name the file.",
+                remedy=f"{self._as_saved} A single file of a repository: hf:{hub.repository}/FILE.",
             )
         return wanted
 
@@ -158,10 +166,10 @@ class Source:
     def _as_saved(self) -> str:
         return f"Name what save_pretrained wrote: of the {self.component}, or of a pipeline that has one."
 
-    def _file(self, path: Path) -> Found:
-        pickled = path.suffix.lower() in PICKLE_SUFFIXES
+    def _file(self, path: Path, origin: Mapping[str, Any] | None = None) -> Found:
         stamp = file_stamp(path)  # before the digests: a file that changes in between is then refused when it is loaded
-        shapes = tensor_shapes(path, self.access)
+        opened = self._opened(path)
+        shapes = tensor_shapes(path, self.access) if opened is None else opened.shapes
         parts, prefix = self.parts, None
         if (alone := component_alone(shapes, self.component)) is not None:
             architecture, half = alone
@@ -174,23 +182,36 @@ class Source:
             inside = {name.removeprefix(prefix or ""): shape for name, shape in shapes.items()}
             configs = {part.name: {**part.model.config_from_shapes(self.own_config(part), inside)} for part in parts}
             self.require_shapes(path, shapes, prefix)
-        whole, *tensors = side_by_side(self._work(path, prefix or ""))
+        whole, *tensors = side_by_side(self._work(path, opened, prefix or ""))
         content = {"tensors": tensors[0]} if tensors else {"file": whole}
         return Found(
             {
                 part.name: part_of_file(part, configs[part.name], self.checkpoint.family, content, stamp, prefix)
                 for part in parts
             },
-            {"kind": "single_file", "path": str(path.absolute()), "files": {path.name: whole}},
-            (f"{self.component}: {path.name} is pickled; it is loaded with weights_only=True.",) if pickled else (),
+            {
+                **(origin or {"kind": "single_file", "path": str(path.absolute())}),
+                "files": {path.name: whole},
+                **({} if opened is None else opened.provenance()),
+            },
+            (f"{self.component}: {path.name} is pickled; it is loaded with weights_only=True.",)
+            if opened is None
+            else opened.notes,
         )
 
-    def _work(self, path: Path, prefix: str) -> list[Callable[[], str]]:
+    def _opened(self, path: Path) -> WeightsFile | None:
+        """A file of weights that sdflow reads; None: a pickle."""
+        if path.suffix.lower() in PICKLE_SUFFIXES:
+            return None
+        opened = open_weights(path)
+        opened.require_read()
+        return opened
+
+    def _work(self, path: Path, opened: WeightsFile | None, prefix: str) -> list[Callable[[], str]]:
         """The digest of a file, and but for a pickle that of its tensors under the prefix."""
         work: list[Callable[[], str]] = [partial(self.access.digests.digest, path)]
-        if path.suffix.lower() not in PICKLE_SUFFIXES:
-            what, entries = f"tensors-1/{self.component}", under(read_header(path), prefix)
-            work.append(partial(self.access.digests.value, path, what, partial(digest_tensors, entries=entries)))
+        if opened is not None:
+            work.append(digest_work(opened, self.component, prefix, self.access))
         return work
 
     def _halves(self, path: Path, config: Mapping[str, Any]) -> Found:
@@ -199,7 +220,7 @@ class Source:
         shapes_of = partial(tensor_shapes, access=self.access)
         files = files_of_halves(path, parts[0].model.halves(config), shapes_of)
         stamps = [file_stamp(file) for file in files.values()]  # before the digests
-        sums = [side_by_side(self._work(file, "")) for file in files.values()]
+        sums = [side_by_side(self._work(file, self._opened(file), "")) for file in files.values()]
         pickled = len(sums[0]) == 1
         content = {"file" if pickled else "tensors": digest_json([each[-1] for each in sums])}
         submodels = {}
@@ -224,6 +245,8 @@ class Source:
     def prefix(self, names: Iterable[str]) -> str | None:
         """How the component's names begin in a file in the original layout; None: the names are diffusers'."""
         names = list(names)
+        if not self.parts[0].layouts:
+            return None
         for layout in self.parts[0].layouts:
             if any(name.startswith(layout.prefix) for name in names):
                 return layout.prefix
@@ -237,35 +260,46 @@ class Source:
 
         That every tensor fits is seen when it is loaded.
         """
-        family, begins = self.checkpoint.family, self.parts[0].layouts[0].prefix
+        family, part = self.checkpoint.family, self.parts[0]
+        if part.name in family.text:  # the fingerprints of pipelines tell nothing of it
+            if prefix is None or part.layout(prefix).names is None:  # else its names are others, which `fit` knows
+                current = {
+                    part.model.current_name(name.removeprefix(prefix or "")): each for name, each in shapes.items()
+                }
+                for name, shape in part.model.distinguishing_shapes(self.own_config(part)).items():
+                    self._require_shape(path, current, name, shape)
+            return
+        begins = part.layouts[0].prefix
         configs = {part.component: self.checkpoint.submodels[part.name].load["config"] for part in family.parts
                    if part.name in self.checkpoint.submodels}  # fmt: skip
         ours: dict[str, str] = {}
         if prefix is None:
-            ours = {each.name: name for name, each in self.parts[0].model.original_names(shapes).items()}
+            ours = {each.name: name for name, each in part.model.original_names(shapes).items()}
         for name, wanted in family.fingerprint(configs).items():
             if not name.startswith(begins) or wanted is None:
                 continue
             plain = name.removeprefix(begins)
-            stored = ours.get(plain, f"{prefix or ''}{plain}")
-            if stored not in shapes:
-                raise CheckpointError(
-                    f"it holds no tensor {stored}: this is no {self.component}",
-                    where=str(path),
-                    remedy=f"Name a file with the tensors of a {self.component}, or with a whole checkpoint's.",
-                )
-            if shapes[stored] != wanted:
-                raise CheckpointError(
-                    f"{stored} is {list(shapes[stored])}, and that of {self.checkpoint.reference} is {list(wanted)}",
-                    where=str(path),
-                    remedy=f"Name a {self.component} that was made for {family.title}.",
-                )
+            self._require_shape(path, shapes, ours.get(plain, f"{prefix or ''}{plain}"), wanted)
+
+    def _require_shape(self, path: Path, shapes: Shapes, name: str, wanted: tuple[int, ...]) -> None:
+        if name not in shapes:
+            raise CheckpointError(
+                f"it holds no tensor {name}: this is no {self.component}",
+                where=str(path),
+                remedy=f"Name a file with the tensors of a {self.component}, or with a whole checkpoint's.",
+            )
+        if shapes[name] != wanted:
+            raise CheckpointError(
+                f"{name} is {list(shapes[name])}, and that of {self.checkpoint.reference} is {list(wanted)}",
+                where=str(path),
+                remedy=f"Name a {self.component} that was made for {self.checkpoint.family.title}.",
+            )
 
 
 def tensor_shapes(path: Path, access: Access) -> Shapes:
     """Of a file's tensors; those of a pickle are remembered. Raises CheckpointError for a pickle that is not allowed."""
     if path.suffix.lower() not in PICKLE_SUFFIXES:
-        return {name: entry.shape for name, entry in read_header(path).items()}
+        return open_weights(path).shapes
     refuse_pickle(path, access.allow_pickle)
     known = json.loads(access.digests.value(path, "pickled-shapes-1", _shapes_as_json))
     return {name: tuple(shape) for name, shape in known.items()}
@@ -275,37 +309,3 @@ def _shapes_as_json(path: Path) -> str:
     from sdflow.sources.load import pickled_shapes
 
     return json.dumps(pickled_shapes(path)[0])
-
-
-def files_of_halves(path: Path, halves: Mapping[str, Shapes], shapes_of: Callable[[Path], Shapes]) -> dict[str, Path]:
-    """Half -> its file. path: of one of them. Raises CheckpointError where another is not there or is something else."""
-    own = half_of(shapes_of(path), halves)
-    assert own is not None, "the file of a half"
-    return {half: path if half == own else _other(path, own, half, halves, shapes_of) for half in halves}
-
-
-def _other(path: Path, own: str, half: str, halves: Mapping[str, Shapes], shapes_of: Callable[[Path], Shapes]) -> Path:
-    before, found, after = path.name.rpartition(own)
-    if not found:
-        raise CheckpointError(
-            f"it is the {own} alone, and its name does not tell what the {half}'s is",
-            where=str(path),
-            remedy=f"Call the two files NAME_{own}{path.suffix} and NAME_{half}{path.suffix}, in one folder.",
-        )
-    other = path.with_name(f"{before}{half}{after}")
-    if not other.is_file():
-        raise CheckpointError(
-            f"it is the {own} alone, and {other.name} is not beside it",
-            where=str(path),
-            remedy=f"Download {other.name} into the same folder, or take the whole in diffusers' names.",
-        )
-    if half_of(shapes_of(other), halves) != half:
-        raise CheckpointError(
-            f"it is not the {half} that belongs to {path.name}", where=str(other), remedy="Download both again."
-        )
-    return other
-
-
-def begins_of(halves: Iterable[str]) -> list[str]:
-    """What the names of each half's tensors begin with in `Model.original_names`, and not in its file."""
-    return [f"{half}." for half in halves]

@@ -50,6 +50,7 @@ def find_lora(reference: str, weight_name: str | None = None, *, download: bool)
     """
     parsed = parse_reference(reference)
     if isinstance(parsed, HubReference):
+        weight_name = weight_name or parsed.file or None
         _refuse_pickle(weight_name or "", reference)
         return hub_file(parsed, weight_name, download=download)
     if not isinstance(parsed, LocalReference) or parsed.architecture is not None:

@@ -1,0 +1,44 @@
+"""A component that is published in two files, one for each half: TAESD's encoder and decoder, in the original names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from sdflow.errors import CheckpointError
+from sdflow.models.base import Shapes
+from sdflow.sources.recognition import half_of
+
+
+def files_of_halves(path: Path, halves: Mapping[str, Shapes], shapes_of: Callable[[Path], Shapes]) -> dict[str, Path]:
+    """Half -> its file. path: of one of them. Raises CheckpointError where another is not there or is something else."""
+    own = half_of(shapes_of(path), halves)
+    assert own is not None, "the file of a half"
+    return {half: path if half == own else _other(path, own, half, halves, shapes_of) for half in halves}
+
+
+def _other(path: Path, own: str, half: str, halves: Mapping[str, Shapes], shapes_of: Callable[[Path], Shapes]) -> Path:
+    before, found, after = path.name.rpartition(own)
+    if not found:
+        raise CheckpointError(
+            f"it is the {own} alone, and its name does not tell what the {half}'s is",
+            where=str(path),
+            remedy=f"Call the two files NAME_{own}{path.suffix} and NAME_{half}{path.suffix}, in one folder.",
+        )
+    other = path.with_name(f"{before}{half}{after}")
+    if not other.is_file():
+        raise CheckpointError(
+            f"it is the {own} alone, and {other.name} is not beside it",
+            where=str(path),
+            remedy=f"Download {other.name} into the same folder, or take the whole in diffusers' names.",
+        )
+    if half_of(shapes_of(other), halves) != half:
+        raise CheckpointError(
+            f"it is not the {half} that belongs to {path.name}", where=str(other), remedy="Download both again."
+        )
+    return other
+
+
+def begins_of(halves: Iterable[str]) -> list[str]:
+    """What the names of each half's tensors begin with in `Model.original_names`, and not in its file."""
+    return [f"{half}." for half in halves]

@@ -1,0 +1,180 @@
+"""Safetensors files: plain ones, float8 ones, and those that ComfyUI quantizes, with scales beside the weights.
+
+Which layers are quantized and how is said in one of four ways, as ComfyUI reads them (Comfy-Org/ComfyUI, comfy/utils.py,
+`convert_old_quants`, and comfy/ops.py, `_load_quantized_module`):
+
+- `_quantization_metadata` in the header: JSON with `layers`, a map from a layer to its description;
+- `LAYER.comfy_quant`: the description as JSON in a uint8 tensor ("comfy_quant");
+- a tensor `scaled_fp8` and `LAYER.scale_weight` ("fp8_scaled");
+- nothing but a scale beside a float8 weight.
+
+Descriptions name a format. Read are `float8_e4m3fn` and `float8_e5m2` (the weight is value x `weight_scale`) and
+`int8_tensorwise` (the same with one scale or one for each row; with `convrot` the rows are rotated too), after comfy-kitchen
+0.2.40 (Apache-2.0): `dequantize_per_tensor_fp8`, `dequantize_int8_simple`, `dequantize_int8_convrot_weight`. Its other formats
+(nvfp4, mxfp8, convrot_w4a4, asym_w4a8_int8, awq_w4a16) are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from sdflow.disk.input_file import parse_json
+from sdflow.errors import CheckpointError
+from sdflow.sources.formats.plain import FLOAT8, PlainTensor
+from sdflow.sources.formats.refused import refused_format
+from sdflow.sources.formats.scaled import ROTATED_GROUP, ScaledTensor, require_group
+from sdflow.sources.formats.stored import Refusal, StoredTensor, WeightsFile
+from sdflow.sources.safetensors_file import TensorEntry, float_values, read_entry, read_header, read_metadata
+
+FLOAT8_ALONE = "float8"
+"""The format of float8 weights without scales."""
+_FLOAT8_FORMATS = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
+_INT8_FORMAT = "int8_tensorwise"
+_METADATA = "_quantization_metadata"
+_DESCRIPTION = "comfy_quant"
+_MARKER = "scaled_fp8"
+_SCALES = ("weight_scale", "scale_weight")
+_OF_INPUTS = ("input_scale", "scale_input")
+"""Scales of a layer's inputs, which decide nothing about its weights."""
+_LONGEST_DESCRIPTION = 4096
+"""Bytes. Those that ComfyUI writes have less than 100."""
+
+
+def open_safetensors(path: Path) -> WeightsFile:
+    """A safetensors file. Raises CheckpointError for a damaged one and for scales that cannot be."""
+    header, metadata = read_header(path), read_metadata(path)
+    plain = {name: PlainTensor(path, name, entry.dtype, entry.shape, entry.begin) for name, entry in header.items()}
+    if (refused := refused_format(header, metadata)) is not None:
+        name, refusal = refused
+        return WeightsFile(path, name, plain, header, metadata, refusal=refusal)
+    layers, format_name = _layers(path, header, metadata)
+    if not layers:
+        float8 = any(entry.dtype in FLOAT8 for entry in header.values())
+        aside = {name for name in header if _is_marker(name)} if float8 else set()
+        tensors = {name: tensor for name, tensor in plain.items() if name not in aside}
+        return WeightsFile(path, FLOAT8_ALONE if float8 else None, tensors, header, metadata)
+    if unread := sorted({str(each.get("format")) for each in layers.values()} - {*_FLOAT8_FORMATS, _INT8_FORMAT}):
+        refusal = Refusal(
+            f"its weights are quantized to ComfyUI's {', '.join(unread)[:200]}, which sdflow does not read",
+            f"Read are {', '.join((*_FLOAT8_FORMATS, _INT8_FORMAT))}, GGUF, and files of 16 bits.",
+        )
+        return WeightsFile(path, format_name, plain, header, metadata, refusal=refusal)
+    scaled = {f"{layer}.weight": _scaled(path, layer, described, header) for layer, described in layers.items()}
+    aside = {name for name in header if _is_aside(name, layers)}
+    kept: dict[str, StoredTensor] = {name: tensor for name, tensor in plain.items() if name not in aside}
+    return WeightsFile(path, format_name, {**kept, **scaled}, header, metadata, meaning=dict(_meaning(scaled)))
+
+
+def _layers(
+    path: Path, header: Mapping[str, TensorEntry], metadata: Mapping[str, str]
+) -> tuple[dict[str, Mapping[str, Any]], str]:
+    """Layer -> its description, and the name of the format."""
+    described: dict[str, Mapping[str, Any]] = {
+        name.removesuffix(f".{_DESCRIPTION}"): _description(
+            path, name, read_entry(path, name, _small(path, name, entry))
+        )
+        for name, entry in header.items()
+        if name.endswith(f".{_DESCRIPTION}")
+    }
+    if _METADATA in metadata:
+        described = {**described, **_described_in_header(path, metadata[_METADATA])}
+    if described:
+        return described, _DESCRIPTION
+    found: dict[str, Mapping[str, Any]] = {}
+    for name in header:
+        layer, _, scale = name.rpartition(".")
+        weight = header.get(f"{layer}.weight") if scale in _SCALES else None
+        if weight is not None and weight.dtype == "I8":
+            raise _invalid(path, f"{layer}.weight is int8 with a scale, and nothing says how it was quantized")
+        if weight is not None and weight.dtype in FLOAT8:
+            found[layer] = {"format": next(kind for kind, dtype in _FLOAT8_FORMATS.items() if dtype == weight.dtype)}
+    return found, "fp8_scaled"
+
+
+def _small(path: Path, name: str, entry: TensorEntry) -> TensorEntry:
+    if entry.dtype not in ("U8", "I8") or entry.end - entry.begin > _LONGEST_DESCRIPTION:
+        raise _invalid(path, f"{name} is no description: {list(entry.shape)} of {entry.dtype}")
+    return entry
+
+
+def _description(path: Path, name: str, text: bytes | str) -> dict[str, Any]:
+    try:
+        found = parse_json(text)
+    except ValueError as error:
+        raise _invalid(path, f"{name} is not JSON") from error
+    if not isinstance(found, dict):
+        raise _invalid(path, f"{name} is not a JSON object")
+    return found
+
+
+def _described_in_header(path: Path, text: str) -> dict[str, Mapping[str, Any]]:
+    layers = _description(path, _METADATA, text).get("layers", {})
+    if not isinstance(layers, dict) or not all(isinstance(each, dict) for each in layers.values()):
+        raise _invalid(path, f"{_METADATA} has no map of layers")
+    return layers
+
+
+def _scaled(path: Path, layer: str, described: Mapping[str, Any], header: Mapping[str, TensorEntry]) -> ScaledTensor:
+    name = f"{layer}.weight"
+    weight, scales = header.get(name), [f"{layer}.{scale}" for scale in _SCALES if f"{layer}.{scale}" in header]
+    wanted = _FLOAT8_FORMATS.get(described["format"], "I8")
+    if weight is None:
+        raise _invalid(path, f"it describes {layer} and holds no {name}")
+    if weight.dtype != wanted:
+        raise _invalid(path, f"{name} is of dtype {weight.dtype} where {described['format']} is said")
+    if len(scales) != 1:
+        raise _invalid(path, f"{name} has {len(scales)} scales")
+    values = float_values(path, scales[0], _scale_entry(path, scales[0], header[scales[0]], weight))
+    import numpy as np
+
+    if not np.isfinite(values).all():
+        raise _invalid(path, f"{scales[0]} is NaN or infinite")
+    group = _group(path, name, described, weight) if wanted == "I8" else None
+    # One for all values, or one for each row.
+    scale = values.reshape(-1, *(1,) * (len(weight.shape) - 1)) if values.size > 1 else values.reshape(())
+    return ScaledTensor(path, name, wanted, weight.shape, weight.begin, scale, group)
+
+
+def _scale_entry(path: Path, name: str, entry: TensorEntry, weight: TensorEntry) -> TensorEntry:
+    """The entry of a scale, checked: one number, or for a matrix a column of them, as torch would multiply."""
+    rows = len(weight.shape) == 2 and entry.shape == (weight.shape[0], 1)
+    if not (rows or entry.shape in ((), (1,), (1,) * len(weight.shape))):
+        raise _invalid(path, f"{name} is {list(entry.shape)} for a weight of {list(weight.shape)}")
+    return entry
+
+
+def _group(path: Path, name: str, described: Mapping[str, Any], weight: TensorEntry) -> int | None:
+    """How many columns are rotated together; None where none are."""
+    more = described.get("params")
+    more = more if isinstance(more, dict) else {}
+    if not described.get("convrot", more.get("convrot", False)):
+        return None
+    size = described.get("convrot_groupsize", more.get("convrot_groupsize", ROTATED_GROUP))
+    try:
+        return require_group(size, weight.shape)
+    except ValueError as error:
+        raise _invalid(path, f"{name}: {error}") from error
+
+
+def _is_marker(name: str) -> bool:
+    return name == _MARKER or name.endswith(f".{_MARKER}")
+
+
+def _is_aside(name: str, layers: Mapping[str, Any]) -> bool:
+    """Whether a tensor is none of the model's: a marker, or a description or a scale of a quantized layer. Any other scale stays,
+    so that the model refuses what it has no place for."""
+    layer, _, last = name.rpartition(".")
+    return (layer in layers and last in (*_SCALES, *_OF_INPUTS, _DESCRIPTION)) or _is_marker(name)
+
+
+def _meaning(scaled: Mapping[str, ScaledTensor]) -> Iterator[tuple[str, Any]]:
+    for name, tensor in scaled.items():
+        yield name, {"dtype": tensor.dtype, "rotated": tensor.group}
+
+
+def _invalid(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"not a valid quantized file: {what[:400]}", where=str(path), remedy="Download or write the file again."
+    )
