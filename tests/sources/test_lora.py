@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from sdflow.errors import CheckpointError
 from sdflow.models.ldm_names import ldm_unet_names
 from sdflow.sources import Checkpoint, load_module, load_pipeline
-from sdflow.sources.loras.lora import lora_delta, lora_submodels, read_lora
+from sdflow.sources.loras.layers import lora_delta
+from sdflow.sources.loras.lora import lora_submodels, read_lora
 
 Shapes = dict[str, dict[str, tuple[int, ...]]]
 Tensors = dict[str, torch.Tensor]

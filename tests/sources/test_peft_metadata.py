@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from sdflow.errors import CheckpointError
 from sdflow.sources import Checkpoint, load_module, load_pipeline
-from sdflow.sources.loras.lora import lora_delta, read_lora
+from sdflow.sources.loras.layers import lora_delta
+from sdflow.sources.loras.lora import read_lora
 from sdflow.sources.loras.peft_metadata import METADATA_KEY, read_peft_configs
 
 Shapes = dict[str, dict[str, tuple[int, ...]]]

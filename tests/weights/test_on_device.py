@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sdflow.sources.loras.lora import LoraLayer, lora_delta
+from sdflow.sources.loras.layers import LoraLayer, lora_delta
 from sdflow.weights import on_device
 from sdflow.weights.half import to_float16
 from sdflow.weights.lora import Loras, Merged
