@@ -68,14 +68,17 @@ class AdapterModule:
         """Of the weight as the file sees it: all rows of a fused one."""
         return (sum(self.shapes[place.name][0] for place in self.places), *self.shapes[self.places[0].name][1:])
 
+    @property
+    def _first(self) -> str:
+        return next(iter(self.names.values()))
+
     def layers(self) -> dict[str, Layer]:
         """Parameter -> what is added to it. Raises Unfit."""
         kinds = sorted({_PRODUCTS[role] for role in self.names if role in _PRODUCTS})
         if len(kinds) > 1:
-            raise Unfit(f"{', '.join(self.names.values())}: of {' and '.join(kinds)}, where one is for a module")
+            raise Unfit(f"{self._first}: beside tensors of {' and '.join(kinds)} for one module")
         if self.config_kind is not None and kinds not in ([], [self.config_kind]):
-            name = next(iter(self.names.values()))
-            raise Unfit(f"{name}: of a {kinds[0]}, and PEFT's configuration says {self.config_kind}")
+            raise Unfit(f"{self._first}: of a {kinds[0]}, and PEFT's configuration says {self.config_kind}")
         self._require_numbers()
         build = {"LoRA": self._lora, "LoHa": self._loha, "LoKr": self._lokr, "difference": self._difference}
         biases = self._biases()
@@ -251,14 +254,13 @@ class AdapterModule:
 
     def _weight_shape(self) -> tuple[int, ...]:
         if len(self.shape) < 2:
-            name = next(iter(self.names.values()))
-            raise Unfit(f"{name}: {self.places[0].name} is no matrix and no convolution")
+            raise Unfit(f"{self._first}: {self.places[0].name} is no matrix and no convolution")
         return self.shape
 
     def _named(self, *roles: Role) -> list[Floats]:
         """The tensors of these roles. Raises Unfit for one that is missing."""
         if lacking := [role for role in roles if role not in self.values]:
-            raise Unfit(f"{', '.join(self.names.values())}: without its {' and '.join(lacking)} tensor")
+            raise Unfit(f"{self._first}: without its {' and '.join(lacking)} tensor")
         return [self.values[role] for role in roles]
 
     def _alone(self, role: Role, *others: Role) -> None:

@@ -66,8 +66,9 @@ _Pattern = tuple[re.Pattern[str], float]
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """What peft's configuration of one submodel says of its layers. A module's name is the one that peft saw. dora: use_dora. kind: the title of
-    the kind, if it is said."""
+    """What peft's configuration of one submodel says of its layers. A module's name is the one that peft saw.
+
+    dora: use_dora. kind: the title of the kind, if it is said."""
 
     rank_default: float
     alpha_default: float
