@@ -22,6 +22,7 @@ from sdflow.families.shared.text import plain_texts
 from sdflow.models.base import Config
 from sdflow.models.qwen3_text import LAYERS, TOKENS, Qwen3Bare, Qwen3Text
 from sdflow.parameter import Parameter
+from sdflow.prompts.limits import warn_of_truncation
 
 if TYPE_CHECKING:
     import torch
@@ -234,5 +235,7 @@ def _tokens(tokenizer: Any, texts: Sequence[str], length: int) -> dict[str, torc
         )
         for text in texts
     ]
+    ends = [chat.rpartition(text)[2] if text else "" for chat, text in zip(chats, texts, strict=True)]
+    warn_of_truncation(tokenizer, chats, length, "text_encoder (Qwen3)", ends=ends)
     found = tokenizer(chats, padding="max_length", max_length=length, truncation=True, return_tensors="pt")
     return {name: found[name] for name in ("input_ids", "attention_mask")}

@@ -24,6 +24,7 @@ from sdflow.families.z_image.transformer import TOKENS, USUAL_TOKENS, ZImageTran
 from sdflow.models import qwen3_text
 from sdflow.models.base import Config, halved
 from sdflow.parameter import Parameter
+from sdflow.prompts.limits import warn_of_truncation
 
 if TYPE_CHECKING:
     import torch
@@ -188,6 +189,8 @@ def _tokens(tokenizer: Any, texts: Sequence[str], length: int) -> tuple[torch.Te
         )
         for text in texts
     ]
+    ends = [chat.rpartition(text)[2] if text else "" for chat, text in zip(asked, texts, strict=True)]
+    warn_of_truncation(tokenizer, asked, length, "text_encoder (Qwen3)", ends=ends)
     found = tokenizer(asked, max_length=length, truncation=True)
     if isinstance(found.input_ids, torch.Tensor):  # inputs of a graph that is exported, padded already
         return found.input_ids, found.attention_mask

@@ -14,7 +14,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sdflow.errors import SdflowError
 from sdflow.runtime.drawing.drawing import Drawing
@@ -237,7 +237,8 @@ class Engine:
         if finished is not None:
             self._leave(running)
             job, seconds = running.job, dict(running.seconds)
-            self._tell(Drawn(job.request, job.index, finished.file, finished.size, finished.flagged, seconds))
+            drawn = Drawn(job.request, job.index, finished.file, finished.size, finished.flagged, seconds)
+            self._tell(replace(drawn, warnings=finished.warnings))
 
     def _advance(self, running: _Running) -> None:
         """Raises StopIteration at its end."""
