@@ -92,6 +92,8 @@ def webui_routes(served: Served) -> APIRouter:
             "sampler_name": next((name for name, own in SAMPLERS.items() if own == scheduler), scheduler),
             "sd_model_name": model.name,
         }
+        if said := list(dict.fromkeys(each for image in found.values() for each in image.warnings)):
+            info["comments"] = said
         images = [b64encode(found[index].file).decode() for index in sorted(found)]
         return {"images": images, "parameters": asked.model_dump(), "info": json.dumps(info)}
 
