@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,10 @@ from safetensors.torch import load_file, save_file
 from sdflow.errors import CheckpointError
 from sdflow.inspection import inspect
 from sdflow.sources import Checkpoint, load_module, lora_submodels, read_lora
+from sdflow.sources.loras import adapter_modules
+from sdflow.sources.loras.layers import HadamardLayer, KroneckerLayer
 from sdflow.verify.reference.merged_loras import merge_lora
+from sdflow.weights import dora
 from sdflow.weights.lora import merged_weight
 
 State = dict[str, torch.Tensor]
@@ -237,6 +242,51 @@ def test_a_lora_after_a_dora_is_not_one_before_it(tiny: Checkpoint, state: State
     assert torch.linalg.vector_norm(results[0] - results[1]) > 1e-2 * torch.linalg.vector_norm(results[0])
 
 
+def transposed_left(self: KroneckerLayer, scale: float) -> Any:
+    return whole_kron(replace(self, left=self.left.T.copy()), scale)
+
+
+def scaled_twice(self: HadamardLayer, scale: float) -> Any:
+    return whole_hadamard(self, scale * self.scale)
+
+
+whole_kron, whole_hadamard = KroneckerLayer.product, HadamardLayer.product
+FAULTS: dict[str, tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = {
+    "alpha / rank twice": ("LoHa", "", lambda patch: patch.setattr(HadamardLayer, "product", scaled_twice)),
+    "the first factor transposed": ("LoKr", "", lambda patch: patch.setattr(KroneckerLayer, "product", transposed_left)),
+    "the core transposed": (
+        "LoRA, Tucker",
+        "",
+        lambda patch: patch.setattr(
+            adapter_modules, "_times_core", lambda core, down: times_core(core.transpose(1, 0, 2).copy(), down)
+        ),
+    ),
+    "norms left as they are": (
+        "LoRA", "DoRA of rows", lambda patch: patch.setattr(dora, "_set_norms", lambda values, magnitude: None)
+    ),
+    "norms of the weight alone": (
+        "LoRA",
+        "DoRA of columns",
+        lambda patch: patch.setattr(dora, "norms", lambda rows: norms(rows) * 1.001),
+    ),
+}  # fmt: skip
+times_core, norms = adapter_modules._times_core, dora.norms
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_reference_finds_a_planted_fault(
+    fault: str, tiny: Checkpoint, unet: Any, state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It shares no code with what it proves."""
+    kind, norm, plant = FAULTS[fault]
+    path = saved(adapters(unet, kind, norm, alpha=3.0), tmp_path / "x.safetensors")
+    wanted = reference(tiny, path, 0.7)[0]
+    assert_same(ours(path, state, 0.7), wanted, state, len(MODULES))
+    plant(monkeypatch)
+    with pytest.raises(AssertionError, match="mid_block"):
+        assert_same(ours(path, state, 0.7), reference(tiny, path, 0.7)[0], state, len(MODULES))
+
+
 # What is wrong with a file is said with the tensor
 
 
@@ -254,7 +304,7 @@ def damages(draw: st.DrawFn) -> tuple[str, int, str]:
     return kind, draw(st.integers(0, 30)), draw(st.sampled_from(["missing", "taller", "wider", "nan", "deeper"]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(damages())
 def test_a_damaged_tensor_is_named(
     files: dict[str, State], state: State, tmp_path_factory: pytest.TempPathFactory, damage: tuple[str, int, str]
