@@ -4,15 +4,12 @@ half characters, which are an error."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 from sdflow.errors import UsageError
-
-_SHOWN = 160
-"""Characters of a text in a warning."""
 
 
 class TruncatedPrompt(UserWarning):
@@ -36,35 +33,6 @@ def require_texts(given: Mapping[str, Any]) -> None:
                     where=name,
                     remedy="Encode the text in UTF-8.",
                 )
-
-
-def warn_of_truncation(
-    tokenizer: Any, texts: Sequence[str], length: int, encoder: str, remedy: str = "", *, ends: Sequence[str] = ()
-) -> None:
-    """Warn of each text that has more tokens than `length`, naming what is left out.
-
-    texts: as the tokenizer gets them. encoder: what reads the tokens. remedy: a sentence, or nothing. ends: what a chat template
-    put behind each text. Nothing is said of a stand-in for a tokenizer, as exports use.
-    """
-    from transformers import PreTrainedTokenizerBase
-
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        return
-    for text, end in dict.fromkeys(zip(texts, ends or [""] * len(texts), strict=True)):
-        ids: list[int] = tokenizer(text, truncation=False, verbose=False).input_ids
-        if len(ids) <= length:
-            continue
-        closing = 1 if ids[-1] == tokenizer.eos_token_id else 0
-        dropped = tokenizer.decode(ids[length - closing : len(ids) - closing], skip_special_tokens=True)
-        whole = tokenizer.decode(tokenizer(end, add_special_tokens=False).input_ids, skip_special_tokens=True)
-        lost = dropped.strip().removesuffix(whole.strip()).strip()
-        what = f"the rest is ignored: {_shown(lost)}" if lost else "the end of the chat template is cut off"
-        message = f"a prompt has {len(ids)} tokens, and the {encoder} reads {length}: {what}."
-        report([f"{message} {remedy}".strip()])
-
-
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]}")
 
 
 def report(messages: Iterable[str]) -> None:

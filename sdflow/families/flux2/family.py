@@ -19,10 +19,10 @@ from sdflow.families.shared.noising import Flow
 from sdflow.families.shared.part import Companion, Layout, Part
 from sdflow.families.shared.request import Conditions, Request, Run
 from sdflow.families.shared.text import plain_texts
+from sdflow.families.shared.truncation import ends_of_chats, warn_of_truncation
 from sdflow.models.base import Config
 from sdflow.models.qwen3_text import LAYERS, TOKENS, Qwen3Bare, Qwen3Text
 from sdflow.parameter import Parameter
-from sdflow.prompts.limits import warn_of_truncation
 
 if TYPE_CHECKING:
     import torch
@@ -235,7 +235,6 @@ def _tokens(tokenizer: Any, texts: Sequence[str], length: int) -> dict[str, torc
         )
         for text in texts
     ]
-    ends = [chat.rpartition(text)[2] if text else "" for chat, text in zip(chats, texts, strict=True)]
-    warn_of_truncation(tokenizer, chats, length, "text_encoder (Qwen3)", ends=ends)
+    warn_of_truncation(tokenizer, chats, length, "text_encoder (Qwen3)", ends=ends_of_chats(chats, texts))
     found = tokenizer(chats, padding="max_length", max_length=length, truncation=True, return_tensors="pt")
     return {name: found[name] for name in ("input_ids", "attention_mask")}

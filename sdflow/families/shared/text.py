@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import UsageError
 from sdflow.families.shared.request import Run
+from sdflow.families.shared.truncation import warn_of_truncation
 from sdflow.models.base import Config
 from sdflow.parameter import Parameter
 from sdflow.prompts.chunks import Chunk, chunked
-from sdflow.prompts.limits import report, warn_of_truncation
+from sdflow.prompts.limits import report
 from sdflow.prompts.reading import Reading
 from sdflow.prompts.weights import parse
 

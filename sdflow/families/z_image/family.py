@@ -16,6 +16,7 @@ from sdflow.families.shared.latents import Latents
 from sdflow.families.shared.part import Companion, Layout, Part
 from sdflow.families.shared.request import Conditions, Request, Run
 from sdflow.families.shared.text import plain_texts
+from sdflow.families.shared.truncation import ends_of_chats, warn_of_truncation
 from sdflow.families.shared.unet_and_vae import VAE, vae_fingerprint
 from sdflow.families.z_image.noising import NOISING, is_turbo
 from sdflow.families.z_image.reference_loras import in_diffusers_names
@@ -24,7 +25,6 @@ from sdflow.families.z_image.transformer import TOKENS, USUAL_TOKENS, ZImageTran
 from sdflow.models import qwen3_text
 from sdflow.models.base import Config, halved
 from sdflow.parameter import Parameter
-from sdflow.prompts.limits import warn_of_truncation
 
 if TYPE_CHECKING:
     import torch
@@ -189,8 +189,7 @@ def _tokens(tokenizer: Any, texts: Sequence[str], length: int) -> tuple[torch.Te
         )
         for text in texts
     ]
-    ends = [chat.rpartition(text)[2] if text else "" for chat, text in zip(asked, texts, strict=True)]
-    warn_of_truncation(tokenizer, asked, length, "text_encoder (Qwen3)", ends=ends)
+    warn_of_truncation(tokenizer, asked, length, "text_encoder (Qwen3)", ends=ends_of_chats(asked, texts))
     found = tokenizer(asked, max_length=length, truncation=True)
     if isinstance(found.input_ids, torch.Tensor):  # inputs of a graph that is exported, padded already
         return found.input_ids, found.attention_mask

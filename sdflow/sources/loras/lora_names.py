@@ -70,6 +70,7 @@ others. kohya calls every denoiser a UNet, and PEFT writes no submodel at all.""
 _WRAPPED = "lycoris_"
 """How names begin that LyCORIS' wrapper of any one model gives: no submodel follows."""
 _OF_TEXT = re.compile(r"(text_model_)?encoder_layers_")
+_TEXT = "lora_te_"
 _PREFIXES = {_WRAPPED: _PREFIXES["lora_unet_"], **_PREFIXES}
 
 
@@ -92,7 +93,7 @@ def parse_name(name: str) -> LoraName | None:
                     kept = next((each for each in _KEPT if prefix.endswith(each)), "")
                     module = (kept + stem[len(prefix) :]).replace(".processor.", ".")
                     if prefix == _WRAPPED and _OF_TEXT.match(module):
-                        return LoraName("text_encoder", module, role)
+                        submodels = _PREFIXES[_TEXT]
                     return LoraName(_submodel(submodels, module), module, role)
     return None
 
