@@ -94,8 +94,8 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
     check_request(request)
     request, fewer = with_approximation(request, built)
     wanted = wanted_of(request)
-    prompts, negatives = zip(*((each.prompt, each.negative_prompt) for each in wanted), strict=True)
-    require_texts({"prompt": prompts, "negative_prompt": negatives, **request.more})
+    texts = {"prompt": [each.prompt for each in wanted], "negative_prompt": [each.negative_prompt for each in wanted]}
+    require_texts({**texts, **request.more})
     words = words_of(request, [text for each in wanted for text in (each.prompt, each.negative_prompt or "")])
     image, mask = (None if path is None else open_image(path) for path in (request.image, request.mask))
     controls = {each.name: control_of(each, open_image(each.path)) for each in request.controls}

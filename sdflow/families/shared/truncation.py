@@ -37,7 +37,7 @@ def warn_of_truncation(
 
 def ends_of_chats(chats: Sequence[str], texts: Sequence[str]) -> list[str]:
     """What a chat template put behind each text."""
-    return [chat.rpartition(text)[2] if text in chat else "" for chat, text in zip(chats, texts, strict=True)]
+    return [chat.rpartition(text)[2] if text and text in chat else "" for chat, text in zip(chats, texts, strict=True)]
 
 
 def _shown(text: str) -> str:

@@ -67,7 +67,7 @@ def merge_adapters(
     """As `merge_lora`, for the other kinds. metadata: PEFT's fields for this module, without its name in front."""
     groups = _grouped(tensors, path)
     stems = list(groups)
-    surrogates = {}
+    surrogates: Tensors = {}
     for index, stem in enumerate(stems):
         surrogates |= _numbered(_renamed(stem), index, _rows(groups[stem], stem, path))
     placed, changed = place(surrogates), 0
