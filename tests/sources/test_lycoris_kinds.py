@@ -258,7 +258,7 @@ FAULTS: dict[str, tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = {
         "LoRA, Tucker",
         "",
         lambda patch: patch.setattr(
-            adapter_modules, "_times_core", lambda core, down: times_core(core.transpose(1, 0, 2).copy(), down)
+            adapter_modules, "times_core", lambda core, down: times_core(core.transpose(1, 0, 2).copy(), down)
         ),
     ),
     "norms left as they are": (
@@ -270,7 +270,7 @@ FAULTS: dict[str, tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = {
         lambda patch: patch.setattr(dora, "norms", lambda rows: norms(rows) * 1.001),
     ),
 }  # fmt: skip
-times_core, norms = adapter_modules._times_core, dora.norms
+times_core, norms = adapter_modules.times_core, dora.norms
 
 
 @pytest.mark.parametrize("fault", FAULTS)

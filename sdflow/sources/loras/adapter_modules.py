@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sdflow.models.base import Original
 from sdflow.sources.loras.layers import (
@@ -17,7 +17,7 @@ from sdflow.sources.loras.layers import (
     Magnitude,
 )
 from sdflow.sources.loras.lora_names import LAZY, Places, Role, rows_of
-from sdflow.sources.loras.products import product
+from sdflow.sources.loras.products import product, times_core
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -104,7 +104,7 @@ class AdapterModule:
         if "mid" in self.values:
             core = self._shaped("mid", (rank, rank, *kernel)).reshape(rank, rank, -1)
             flat = self._shaped("down", (rank, columns, *one))
-            down = _times_core(core, flat)
+            down = times_core(core, flat)
         else:
             down = self._shaped("down", (rank, columns, *kernel))
         up = self._shaped("up", (rows, rank, *one))
@@ -127,7 +127,7 @@ class AdapterModule:
             if tucker:
                 core = self._shaped(f"hada_t{number}", (rank, rank, *kernel)).reshape(rank, rank, -1)
                 ups.append(self._shaped(f"hada_w{number}_a", (rank, rows)).T)
-                downs.append(_times_core(core, self._shaped(f"hada_w{number}_b", (rank, columns))))
+                downs.append(times_core(core, self._shaped(f"hada_w{number}_b", (rank, columns))))
             else:
                 ups.append(self._shaped(f"hada_w{number}_a", (rows, rank)))
                 downs.append(self._shaped(f"hada_w{number}_b", (rank, columns * prod(kernel))))
@@ -170,7 +170,7 @@ class AdapterModule:
             raise Unfit(
                 f"{self.names['lokr_w1_b']}: {list(second.shape)} does not fit {list(first.shape)} of lokr_w1_a"
             )
-        return product(first, second, _one())
+        return product(first, second)
 
     def _right(self, rows: int, columns: int, kernel: Sequence[int]) -> Floats | tuple[Floats, Floats]:
         if "lokr_w2" in self.values:
@@ -180,7 +180,7 @@ class AdapterModule:
         rank = len(second) if second.ndim else 0
         if "lokr_t2" in self.values:
             core = self._shaped("lokr_t2", (rank, rank, *kernel)).reshape(rank, rank, -1)
-            down = _times_core(core, self._shaped("lokr_w2_b", (rank, columns)))
+            down = times_core(core, self._shaped("lokr_w2_b", (rank, columns)))
             return self._shaped("lokr_w2_a", (rank, rows)).T, down
         if second.ndim > 2:
             down = self._shaped("lokr_w2_b", (rank, columns, *kernel)).reshape(rank, -1)
@@ -291,20 +291,6 @@ class AdapterModule:
 def read_at_once(names: Mapping[Role, str]) -> list[str]:
     """Which of a module's tensors are factors, read with the file: differences are as large as the weights."""
     return [name for role, name in names.items() if role != "alpha" and role not in LAZY]
-
-
-def _times_core(core: Floats, down: Floats) -> Floats:
-    """(rank, rank, kernel) times (rank, columns): (rank, columns * kernel)."""
-    rank, _, kernel = core.shape
-    spread = core.transpose(0, 2, 1).reshape(rank * kernel, rank)
-    found: Floats = product(spread, down, _one()).reshape(rank, kernel, -1).transpose(0, 2, 1).reshape(rank, -1)
-    return found
-
-
-def _one() -> Any:
-    import numpy as np
-
-    return np.float32(1)
 
 
 def _squeezed(shape: Sequence[int]) -> tuple[int, ...]:

@@ -72,7 +72,7 @@ class HadamardLayer:
         """As LoraLayer's."""
         import numpy as np
 
-        found = product(self.up[0], self.down[0], np.float32(1))
+        found = product(self.up[0], self.down[0])
         found *= product(self.up[1], self.down[1], np.float32(scale * self.scale))
         return found
 
@@ -96,7 +96,7 @@ class KroneckerLayer:
         import numpy as np
 
         left = self.left * np.float32(scale * self.scale)
-        right = product(*self.right, np.float32(1)) if isinstance(self.right, tuple) else self.right
+        right = product(*self.right) if isinstance(self.right, tuple) else self.right
         if self.rows is None:
             whole: Floats = (left[:, None, :, None] * right[None, :, None, :]).reshape(len(left) * len(right), -1)
             return whole

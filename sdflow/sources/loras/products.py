@@ -18,7 +18,7 @@ _BLOCK = 1 << 16
 """Values of a product that are computed at a time: they stay in the processor's cache."""
 
 
-def product(up: Floats, down: Floats, scale: np.float32) -> Floats:
+def product(up: Floats, down: Floats, scale: np.float32 | float = 1.0) -> Floats:
     """up @ down, times the scale, the same bits on every machine: float32 sums depend on the order in which a processor adds.
 
     Each factor is cut into two whole numbers, so short that the products and their sums are exact in float64, in any
@@ -64,3 +64,11 @@ def _cut(factor: Floats, bits: int) -> tuple[NDArray[np.float64], NDArray[np.flo
     scaled = factor.astype(np.float64) / unit
     high = np.rint(scaled)
     return high, np.rint((scaled - high) * 2.0**bits), unit
+
+
+def times_core(core: Floats, down: Floats) -> Floats:
+    """Two factors of a Tucker decomposition, (rank, rank, kernel) and (rank, columns), as one: (rank, columns * kernel)."""
+    rank, _, kernel = core.shape
+    spread = core.transpose(0, 2, 1).reshape(rank * kernel, rank)
+    found: Floats = product(spread, down).reshape(rank, kernel, -1).transpose(0, 2, 1).reshape(rank, -1)
+    return found
