@@ -309,10 +309,10 @@ def test_a_text_encoder_of_xl_is_told_by_its_class(submodel: str, says_its_class
 def test_peft_merges_what_is_refused_into_a_model_that_is_then_read(tiny: Checkpoint, tmp_path: Path) -> None:
     """As the message says: merge_and_unload, save_pretrained, `components`."""
     module = load_module("unet", tiny.submodels["unet"].load)
-    config = LoraConfig(r=4, target_modules=TARGETS, use_dora=True, init_lora_weights=False)
+    config = LoraConfig(r=4, target_modules=TARGETS, bias="lora_only", init_lora_weights=False)
     wrapped = get_peft_model(module, config)
     wrapped.save_pretrained(tmp_path / "lora")
-    with pytest.raises(CheckpointError, match="DoRA is not supported") as caught:
+    with pytest.raises(CheckpointError, match='bias = "lora_only" is not supported') as caught:
         lora_submodels(tmp_path / "lora" / "adapter_model.safetensors")
     assert "merge_and_unload" in str(caught.value.remedy) and "`components`" in str(caught.value.remedy)
     merged = PeftModel.from_pretrained(load_module("unet", tiny.submodels["unet"].load), str(tmp_path / "lora"))

@@ -165,7 +165,7 @@ class AdapterModule:
             if whole.ndim != 2:
                 raise Unfit(f"{self.names['lokr_w1']}: {list(whole.shape)} where a matrix belongs")
             return whole
-        first, second = self._named("lokr_w1_a", "lokr_w1_b")
+        first, second = self._pair("lokr_w1")
         if first.ndim != 2 or second.ndim != 2 or first.shape[1] != len(second) or not len(second):
             raise Unfit(
                 f"{self.names['lokr_w1_b']}: {list(second.shape)} does not fit {list(first.shape)} of lokr_w1_a"
@@ -176,7 +176,7 @@ class AdapterModule:
         if "lokr_w2" in self.values:
             self._alone("lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2")
             return self._shaped("lokr_w2", (rows, columns, *kernel)).reshape(rows, -1)
-        _, second = self._named("lokr_w2_a", "lokr_w2_b")
+        _, second = self._pair("lokr_w2")
         rank = len(second) if second.ndim else 0
         if "lokr_t2" in self.values:
             core = self._shaped("lokr_t2", (rank, rank, *kernel)).reshape(rank, rank, -1)
@@ -256,6 +256,11 @@ class AdapterModule:
         if len(self.shape) < 2:
             raise Unfit(f"{self._first}: {self.places[0].name} is no matrix and no convolution")
         return self.shape
+
+    def _pair(self, whole: Role) -> list[Floats]:
+        """The two factors in place of a whole matrix."""
+        parts = [f"{whole}_a", f"{whole}_b"]
+        return self._named(*(parts if any(part in self.values for part in parts) else [whole]))
 
     def _named(self, *roles: Role) -> list[Floats]:
         """The tensors of these roles. Raises Unfit for one that is missing."""
