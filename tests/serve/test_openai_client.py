@@ -51,7 +51,7 @@ def assert_same(image: PIL.Image.Image, expected: PIL.Image.Image) -> None:
 
 
 def test_what_is_not_read_of_a_prompt_is_in_the_answer(server: RunningServer) -> None:
-    for prompt, said in (("an otter", None), ("an otter " * 100, r"reads 77: the rest is ignored: 'otter an")):
+    for prompt, said in (("an otter", None), ("an otter " * 100, "reads 77: the rest is ignored: '")):
         body = {"prompt": prompt, "steps": 1, "size": SIZE}
         (image,) = httpx.post(f"{server.url}/v1/images/generations", json=body, timeout=PATIENCE).json()["data"]
         assert (said is None) == ("warnings" not in image)
