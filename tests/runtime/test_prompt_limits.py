@@ -130,7 +130,7 @@ def test_the_tokens_are_those_of_diffusers_and_what_is_cut_is_said(
 
 def test_the_end_of_a_chat_template_that_is_cut_off_is_said() -> None:
     made = Opened("flux2-tiny")
-    text = " a" * 200
+    text = ""
     while len(made.ours(text)[0]["text_encoder"][0]) < 512:
         text += " a"
     while not made.ours(text)[1]:
