@@ -118,7 +118,8 @@ def loras(root: Path) -> Case:
     from sdflow.families import FAMILIES
     from sdflow.sources.architectures import architecture_config
     from sdflow.sources.load import load_module
-    from sdflow.sources.loras.lora import lora_delta, lora_submodels, read_lora
+    from sdflow.sources.loras.layers import lora_delta
+    from sdflow.sources.loras.lora import lora_submodels, read_lora
     from sdflow.sources.safetensors_file import read_metadata
     from sdflow.verify.reference.merged_loras import merge_lora
 

@@ -21,8 +21,8 @@ from sdflow.sources.loras.lora_names import LoraName, parse_name
 from sdflow.sources.recognition import LORA
 from sdflow.sources.safetensors_file import TensorEntry, read_numbers
 
-# The first factor of each algorithm, which reads the module's input or is as wide as the rank: suffix -> axis of the rank.
-_FACTORS = {"hada_w1_b": 0, "hada_w2_b": 0, "lokr_w1_b": 0, "lokr_w2_b": 0}
+# The factors whose first axis is the rank, by role.
+_FACTORS = ("down", "hada_w1_b", "hada_w2_b", "lokr_w1_b", "lokr_w2_b")
 # Training programs' own words for themselves and their settings, in the order in which they are listed.
 _SAID = {
     "training base": ("ss_base_model_version", "modelspec.architecture"),
@@ -74,14 +74,14 @@ def inspect_adapter(contents: Contents) -> Description:
 
 
 def _parsed(name: str) -> LoraName | None:
-    """As a LoRA's name; of other algorithms, without what says how wide its module is, but for LoHa's factors."""
+    """As a LoRA's name; of kinds that are not merged, without what says how wide its module is."""
     parsed = parse_name(name)
     if parsed is not None or (module := module_of_tensor(name)) is None:
         return parsed
     bare = parse_name(f"{module}.alpha")
     if bare is None:
         return None
-    return LoraName(bare.submodel, bare.module, "down" if name.endswith(("hada_w1_b", "hada_w2_b")) else "alpha")
+    return LoraName(bare.submodel, bare.module, "alpha")
 
 
 def _algorithm(contents: Contents) -> str:
@@ -97,9 +97,9 @@ def _algorithm(contents: Contents) -> str:
 def _ranks(contents: Contents) -> list[int]:
     found = []
     for name, shape in contents.shapes.items():
-        parsed, suffix = parse_name(name), name.rpartition(".")[2]
-        if len(shape) >= 2 and (suffix in _FACTORS or (parsed is not None and parsed.role == "down")):
-            found.append(shape[_FACTORS.get(suffix, 0)])
+        parsed = parse_name(name)
+        if len(shape) >= 2 and parsed is not None and parsed.role in _FACTORS:
+            found.append(shape[0])
     return found
 
 

@@ -1,4 +1,4 @@
-"""LoraMerge: adds LoRAs to the weights of an exported model, W + sum of scale x delta, without exporting again.
+"""LoraMerge: merges LoRAs into the weights of an exported model (`sdflow/weights/lora.py`), without exporting again.
 
 It follows OnnxConversion, so that a checkpoint is converted once for all its LoRAs. A weight that no LoRA touches is
 copied byte for byte; a submodel that none touches comes out as it went in, and the steps behind it need not run again.
@@ -24,12 +24,12 @@ from sdflow.passes.weight_names import WeightName, read_weight_names, weight_spa
 if TYPE_CHECKING:
     import numpy as np
 
-    from sdflow.sources.loras.lora import LoraLayer
+    from sdflow.sources.loras.layers import Layer
     from sdflow.weights.lora import LoraInput
 
 COPY_BLOCK = 1 << 20
 
-_Lora = tuple[Mapping[str, "LoraLayer"], float]
+_Lora = tuple[Mapping[str, "Layer"], float]
 """What a LoRA holds for this submodel, by state_dict key, and its scale."""
 
 
@@ -124,12 +124,14 @@ def _merge(
     import numpy as np
 
     from sdflow.weights.finite import all_finite, refused_lora
-    from sdflow.weights.lora import Loras
+    from sdflow.weights.lora import Loras, merged_weight
 
     def merged(target: _Weight, values: bytes) -> np.ndarray:
         with np.errstate(over="ignore", invalid="ignore"):
-            total = _delta(target.name, loras)
-            total += np.frombuffer(values, "<f4").reshape(total.shape)
+            name = target.name
+            layers = [(held[name.key], scale) for held, scale in loras if scale and name.key in held]
+            stored = np.frombuffer(values, "<f4").reshape(name.stored_shape)
+            total = np.ascontiguousarray(name.apply(merged_weight(name.undo(stored), layers)))
         if not all_finite(total):
             refused = refused_lora(target.name.key, target.name.shape, Loras(loras), files)
             assert refused is not None, "a LoRA touches it"
@@ -154,19 +156,6 @@ def _merge(
             _copy(read, write, offset - read.tell())
             write.write(merged(target, _read(read, length)).data)
         shutil.copyfileobj(read, write, COPY_BLOCK)
-
-
-def _delta(name: WeightName, loras: Sequence[_Lora]) -> np.ndarray:
-    """Sum of scale x delta over the LoRAs, in the order of the workflow: float32, in the initializer's shape."""
-    import numpy as np
-
-    from sdflow.sources.loras.lora import lora_delta
-
-    layers = [(held[name.key], scale) for held, scale in loras if scale and name.key in held]
-    total = lora_delta(layers[0][0], name.shape, layers[0][1])
-    for layer, scale in layers[1:]:
-        total += lora_delta(layer, name.shape, scale)
-    return np.ascontiguousarray(name.apply(total))
 
 
 def _copy(read: IO[bytes], write: IO[bytes], length: int) -> None:

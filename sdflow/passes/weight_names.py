@@ -35,6 +35,12 @@ class Transform:
     def apply(self, values: np.ndarray) -> np.ndarray:
         return values.transpose(self.axes) if self.kind == "transpose" else values.reshape(self.axes)
 
+    def undo(self, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """Of `apply`. shape: what its result has."""
+        if self.kind == "reshape":
+            return values.reshape(shape)
+        return values.transpose([self.axes.index(axis) for axis in range(len(self.axes))])
+
     def shape_after(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(shape[axis] for axis in self.axes) if self.kind == "transpose" else self.axes
 
@@ -59,6 +65,15 @@ class WeightName:
         """The initializer's values for these of the parameter."""
         for step in self.transform:
             values = step.apply(values)
+        return values
+
+    def undo(self, values: np.ndarray) -> np.ndarray:
+        """The parameter's values, of the initializer's."""
+        shapes = [self.shape]
+        for step in self.transform:
+            shapes.append(step.shape_after(shapes[-1]))
+        for step, shape in zip(reversed(self.transform), reversed(shapes[:-1]), strict=True):
+            values = step.undo(values, shape)
         return values
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from sdflow.errors import UsageError
 from sdflow.families.shared.approximation import GUIDANCE_INTERVAL, REUSE, Approximation
 from sdflow.manifest import read_manifest
+from sdflow.prompts.limits import report
 from sdflow.runtime.drawing.drawing import Drawing, OutputType
 from sdflow.runtime.drawing.parts import Images
 from sdflow.runtime.drawing.preview import Preview
@@ -93,6 +94,7 @@ class Ensemble:
         `Pipeline` does."""
         with self.base.place.current():
             for drawing in self.drawings(prompt, image, **settings):
+                report(drawing.truncated)
                 drawing.run(callback_on_step_end, callback_on_preview)
             return drawing.finish(output_type)
 

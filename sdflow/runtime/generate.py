@@ -15,6 +15,7 @@ from sdflow.families.shared.approximation import Approximation
 from sdflow.families.shared.few_steps import spelled
 from sdflow.machine.packages import versions
 from sdflow.manifest import MANIFEST_FILE, Manifest, read_manifest
+from sdflow.prompts.limits import require_texts, truncations
 from sdflow.runtime.draw_request import GenerateRequest
 from sdflow.runtime.drawing.preview import Preview
 from sdflow.runtime.drawing.record import scheduler_settings
@@ -93,6 +94,8 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
     check_request(request)
     request, fewer = with_approximation(request, built)
     wanted = wanted_of(request)
+    texts = {"prompt": [each.prompt for each in wanted], "negative_prompt": [each.negative_prompt for each in wanted]}
+    require_texts({**texts, **request.more})
     words = words_of(request, [text for each in wanted for text in (each.prompt, each.negative_prompt or "")])
     image, mask = (None if path is None else open_image(path) for path in (request.image, request.mask))
     controls = {each.name: control_of(each, open_image(each.path)) for each in request.controls}
@@ -132,12 +135,17 @@ def generate(request: GenerateRequest, progress: Progress = Progress()) -> Gener
         callbacks: dict[str, Any] = {"callback_on_step_end": _counted(progress, label)}
         if request.preview:
             callbacks["callback_on_preview"] = _Previews(request.out / PREVIEWS, names).write
-        batch, flags, tiles = _draw(
-            pipeline,
-            request,
-            batch_of,
-            {"image": image, "mask_image": mask, "control": controls, **shown, **callbacks},
-        )
+        with truncations() as truncated:
+            batch, flags, tiles = _draw(
+                pipeline,
+                request,
+                batch_of,
+                {"image": image, "mask_image": mask, "control": controls, **shown, **callbacks},
+            )
+        for note in truncated:
+            if note not in notes:
+                progress.phase(note)
+                notes = (*notes, note)
         tiled = {} if tiles is None else {"vae_tiles": tiles}
         for name, made, each, flagged in zip(names, batch, batch_of, flags, strict=True):
             file = request.out / f"{name}.png"

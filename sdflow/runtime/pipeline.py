@@ -18,6 +18,7 @@ from sdflow.families.shared.image_prompts import adapter_count, token_axes
 from sdflow.families.shared.references import token_count
 from sdflow.families.shared.request import Conditions, Request
 from sdflow.families.shared.skipped_layers import LAYERS, SkippedLayers
+from sdflow.prompts.limits import report, require_texts, truncations
 from sdflow.prompts.reading import Reading
 from sdflow.runtime.denoiser.control import controls_of, read_controls, require_controls
 from sdflow.runtime.denoiser.denoiser import Denoiser, DenoiserInputs
@@ -70,6 +71,7 @@ class Pipeline(PipelineParts):
         """
         with self.place.current():
             drawing = self.drawing(prompt, image, mask_image, **settings)
+            report(drawing.truncated)
             if callback_on_text_end is not None:
                 callback_on_text_end()
             drawing.run(callback_on_step_end, callback_on_preview)
@@ -141,6 +143,7 @@ class Pipeline(PipelineParts):
             denoised = self.configs[self.family.denoiser]
             shown = image_prompts(ip_adapter_image, ip_adapter_scale, adapter_count(denoised))
             prompts, negatives = prompts_per_image(prompt, negative_prompt, num_images_per_prompt)
+            require_texts({"prompt": prompts, "negative_prompt": negatives, **more})
             require_start(self.task, image, mask_image)
             require_span(denoising_start, denoising_end, image, mask_image)
             require_blur(mask_blur, mask_image is not None, whole)
@@ -239,7 +242,8 @@ class Pipeline(PipelineParts):
                 skipped=() if skipped is None else skipped.layers,
                 references=token_count(encoded),
             )
-            denoiser, conditions = self._conditioned_denoiser(wanted, request, clip_skip or 0)
+            with truncations() as truncated:
+                denoiser, conditions = self._conditioned_denoiser(wanted, request, clip_skip or 0)
             given = {**conditions.inputs, **self._image_conditions(shown, rows, guided)}
             if encoded and self.family.references is not None:
                 given |= self.family.references.inputs(encoded, rows)
@@ -264,7 +268,7 @@ class Pipeline(PipelineParts):
                 whole=whole,
                 guess_mode=guess_mode,
             )
-            return Drawing(self, denoiser, DenoiserInputs(given, schedule, start.context), start, kept, said)
+            return Drawing(self, denoiser, DenoiserInputs(given, schedule, start.context), start, kept, said, truncated)
 
     def _conditioned_denoiser(
         self, wanted: DenoiserRequest, request: Request, clip_skip: int

@@ -174,13 +174,14 @@ class Preview(OfImage):
 @dataclass(frozen=True)
 class Drawn(OfImage):
     """An image, as a file. flagged: what the safety checker said; None without one. seconds: by stage. replica: which drew
-    it, where there are several."""
+    it, where there are several. warnings: what was cut off of its prompts."""
 
     file: bytes
     size: tuple[int, int]
     flagged: bool | None
     seconds: Mapping[str, float]
     replica: str | None = None
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ from sdflow.sources.checkpoint import (
 )
 from sdflow.sources.few_steps import few_steps
 from sdflow.sources.load import load_module, load_pipeline, submodel_config
+from sdflow.sources.loras.layers import LoraLayer, lora_delta
 from sdflow.sources.loras.lora import (
-    LoraLayer,
     find_lora,
-    lora_delta,
     lora_digest,
     lora_submodels,
     read_lora,

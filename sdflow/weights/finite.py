@@ -71,7 +71,7 @@ def refused_lora(key: str, shape: tuple[int, ...], held: Loras, files: Sequence[
     """Which of the LoRAs makes a weight infinite or NaN; all that change it, if none does alone; None if none changes it."""
     import numpy as np
 
-    from sdflow.sources.loras.lora import lora_delta
+    from sdflow.sources.loras.layers import lora_delta
 
     touching = []
     for (layers, scale), file in zip(held.layers, files, strict=True):

@@ -1,4 +1,8 @@
-"""Parameters with LoRAs merged into them, one at a time: W + sum of scale x delta, in float32, as LoraMerge has it."""
+"""Parameters with LoRAs merged into them, one at a time, in float32, in the order of the LoRAs.
+
+What only adds, LoRA, LoHa, LoKr and differences, is summed up first: W + sum of scale x delta. A DoRA sets the norms of what is
+there when its turn comes, so it makes a difference whether another LoRA comes before or after it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from sdflow.families import FAMILIES
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from sdflow.sources.loras.lora import LoraLayer
+    from sdflow.sources.loras.layers import Layer
     from sdflow.weights.tensors import Tensors
 
 
@@ -28,7 +32,7 @@ class LoraInput:
 class Loras:
     """What LoRAs hold for a submodel, (state_dict key -> layer, scale) each, in the order in which they are added."""
 
-    layers: Sequence[tuple[Mapping[str, LoraLayer], float]] = ()
+    layers: Sequence[tuple[Mapping[str, Layer], float]] = ()
 
     @property
     def touched(self) -> frozenset[str]:
@@ -64,21 +68,37 @@ class Merged:
     def read(self, key: str) -> NDArray[Any]:
         """The values of a parameter; float16 only where it is stored so and no LoRA touches it."""
         values = self.tensors.read(key)
-        layers = self._layers(key)
-        if not layers:
-            return values
-        from sdflow.sources.loras.lora import lora_delta
-        from sdflow.weights.half import add_to
-
-        total = lora_delta(layers[0][0], values.shape, layers[0][1])
-        for layer, scale in layers[1:]:
-            total += lora_delta(layer, values.shape, scale)
-        add_to(total, values)
-        return total
+        return merged_weight(values, self._layers(key))
 
     def blocks(self, key: str) -> Iterator[NDArray[Any]]:
         """The same values in row-major order, in flat blocks; where no LoRA touches them, of the type that they are stored in."""
         return iter((self.read(key).reshape(-1),)) if self._layers(key) else self.tensors.blocks(key)
 
-    def _layers(self, key: str) -> list[tuple[LoraLayer, float]]:
+    def _layers(self, key: str) -> list[tuple[Layer, float]]:
         return [(found[key], scale) for found, scale in self.loras.layers if scale and key in found]
+
+
+def merged_weight(values: NDArray[Any], layers: Sequence[tuple[Layer, float]]) -> NDArray[Any]:
+    """A weight with these layers merged at their scales, one after the other: float32; the values as they are where there is no
+    layer."""
+    from sdflow.sources.loras.layers import lora_delta
+    from sdflow.weights.dora import with_norms
+    from sdflow.weights.half import add_to
+
+    total: NDArray[Any] | None = None
+    for layer, scale in layers:
+        if layer.magnitude is None:
+            delta = lora_delta(layer, values.shape, scale)
+            if total is None:
+                total = delta
+            else:
+                total += delta
+            continue
+        if total is not None:
+            add_to(total, values)
+            values, total = total, None
+        values = with_norms(values, layer, scale)
+    if total is None:
+        return values
+    add_to(total, values)
+    return total

@@ -1,6 +1,6 @@
 """Weights with LoRAs computed by torch, where they are read: the same bits as `sdflow.weights.bind` writes.
 
-Everything here is exact in any order of additions, as `sdflow.sources.loras.lora.lora_delta` says, or rounds single
+Everything here is exact in any order of additions, as `sdflow.sources.loras.layers.lora_delta` says, or rounds single
 values as IEEE 754 has it. So a GPU and a CPU come to the same.
 """
 
@@ -29,7 +29,7 @@ from sdflow.weights.recipe import (
 if TYPE_CHECKING:
     import torch
 
-    from sdflow.sources.loras.lora import LoraLayer
+    from sdflow.sources.loras.layers import Layer, LoraLayer
 
 Rounding = tuple[float, float] | Literal["bfloat16"] | None
 """To float16: what becomes the smallest and the largest number. None: as it is."""
@@ -56,7 +56,7 @@ class _Stack:
     bits: int
 
     def deltas(self, rows: Sequence[int], scale: float) -> torch.Tensor:
-        """What these layers add to their weights, (layers, out, in): as `sdflow.sources.loras.lora.lora_delta`."""
+        """What these layers add to their weights, (layers, out, in): as `sdflow.sources.loras.layers.lora_delta`."""
         import numpy as np
         import torch
 
@@ -80,17 +80,22 @@ def _halves(values: torch.Tensor, unit: torch.Tensor, bits: int) -> tuple[torch.
 
 
 class Factors:
-    """The factors of a LoRA on a device, those of equal shapes in one piece: they are small and many."""
+    """The factors of a LoRA on a device, those of equal shapes in one piece: they are small and many. layers: all of it, by
+    parameter."""
 
-    def __init__(self, layers: Mapping[str, LoraLayer], device: torch.device) -> None:
+    def __init__(self, layers: Mapping[str, Layer], device: torch.device) -> None:
+        from sdflow.sources.loras.layers import LoraLayer as Plain
+
+        self.layers = layers
         self.places: dict[str, tuple[_Stack, int]] = {}
-        """By parameter: where its factors are."""
-        alike: dict[tuple[tuple[int, ...], ...], list[str]] = {}
+        """By parameter: where its factors are. Layers of other kinds than a plain LoRA are merged on the host."""
+        alike: dict[tuple[tuple[int, ...], ...], list[tuple[str, LoraLayer]]] = {}
         for key, layer in layers.items():
-            alike.setdefault((layer.up.shape, layer.down.shape), []).append(key)
-        for keys in alike.values():
-            stack = _stacked([layers[key] for key in keys], device)
-            self.places |= {key: (stack, row) for row, key in enumerate(keys)}
+            if isinstance(layer, Plain) and layer.magnitude is None:
+                alike.setdefault((layer.up.shape, layer.down.shape), []).append((key, layer))
+        for same in alike.values():
+            stack = _stacked([layer for _, layer in same], device)
+            self.places |= {key: (stack, row) for row, (key, _) in enumerate(same)}
 
 
 def _stacked(layers: Sequence[LoraLayer], device: torch.device) -> _Stack:
@@ -123,6 +128,11 @@ def merged(
     alike: dict[tuple[Any, ...], list[str]] = {}
     found: dict[Leaf, torch.Tensor] = {}
     for key, wanted in roundings.items():
+        layers = [(held.layers[key], scale) for held, scale in factors if scale and key in held.layers]
+        if any(scale and key in held.layers and key not in held.places for held, scale in factors):
+            whole = _on_host(own(key), layers)
+            found |= {(key, rounding): _rounded(whole, rounding) for rounding in wanted}
+            continue
         touching = tuple(
             (number, held.places[key][0])
             for number, (held, scale) in enumerate(factors)
@@ -148,6 +158,15 @@ def merged(
                 rows = zip(together, _rounded(total, rounding), strict=True)
                 found |= {(key, rounding): row.view(own(key).shape) for key, row in rows}
     return found
+
+
+def _on_host(values: torch.Tensor, layers: Sequence[tuple[Layer, float]]) -> torch.Tensor:
+    """By numpy: the same bits as bound weights have."""
+    import torch
+
+    from sdflow.weights.lora import merged_weight
+
+    return torch.from_numpy(merged_weight(values.cpu().numpy(), layers)).to(values.device)
 
 
 def _rounded(values: torch.Tensor, rounding: Rounding) -> torch.Tensor:

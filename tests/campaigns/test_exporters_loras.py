@@ -24,12 +24,12 @@ from sdflow.sources import (
     PlainDigests,
     load_module,
     load_pipeline,
-    lora_delta,
     lora_submodels,
     open_checkpoint,
     read_lora,
 )
 from sdflow.verify.reference.merged_loras import merge_lora
+from sdflow.weights.lora import merged_weight
 
 pytestmark = pytest.mark.slow
 
@@ -43,6 +43,7 @@ MERGED: dict[str, tuple[Any, ...]] = {
     "r": (1, 4, 7),
     "lora_alpha": (1, 6, 16),
     "use_rslora": (True,),
+    "use_dora": (True,),
     "rank_pattern": ({"to_q": 2, "q_proj": 2}, {r".*(conv1|fc1)": 5}),
     "alpha_pattern": ({"to_v": 3, "fc1": 5}, {r".*proj.*": 2}),
     "layers_to_transform": ([0], [0, 1]),
@@ -52,7 +53,6 @@ MERGED: dict[str, tuple[Any, ...]] = {
 }
 """Options, and values of them with which sdflow merges."""
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "use_dora": (True,),
     "bias": ("all", "lora_only"),
     "lora_bias": (True,),
     "modules_to_save": (["conv_out", "final_layer_norm"],),
@@ -72,7 +72,7 @@ def merged_by_sdflow(checkpoint: Checkpoint, weights: Weights, path: Path) -> We
     merged = {name: dict(state) for name, state in weights.items()}
     for name, layers in read_lora(path, shapes, checkpoint.family.name).items():
         for key, layer in layers.items():
-            merged[name][key] = weights[name][key] + torch.from_numpy(lora_delta(layer, shapes[name][key], 1.0))
+            merged[name][key] = torch.from_numpy(merged_weight(weights[name][key].numpy(), [(layer, 1.0)]))
     return merged
 
 

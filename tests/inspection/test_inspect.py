@@ -342,21 +342,18 @@ def test_several_ranks_are_told_with_the_usual_one(tmp_path: Path) -> None:
         },
         "LoKr": {"lokr_w1": (16, 16), "lokr_w2_a": (20, 4), "lokr_w2_b": (4, 48), "alpha": ()},
         "DoRA": {"lora_down.weight": (4, 768), "lora_up.weight": (320, 4), "dora_scale": (1, 768), "alpha": ()},
-        "LyCORIS full difference": {"diff": (320, 768)},
+        "full difference": {"diff": (320, 768)},
     }.items(),
 )
-def test_relatives_of_lora_are_named_and_said_not_to_be_merged(
-    algorithm: str, tensors: dict[str, tuple[int, ...]], tmp_path: Path
-) -> None:
+def test_relatives_of_lora_are_named(algorithm: str, tensors: dict[str, tuple[int, ...]], tmp_path: Path) -> None:
     found = only(
         write_header(tmp_path / "x.safetensors", {f"{ATTENTION}.{name}": each for name, each in tensors.items()})
     )
     assert (found.kind, found.details["algorithm"], found.details["layers"]) == ("LoRA", algorithm, {"unet": 1})
-    assert found.workflow is None
-    assert found.notes[-1].startswith(f"sdflow does not merge it: {algorithm} is not supported")
-    if algorithm in ("LoHa", "DoRA"):
-        assert found.of == ("Stable Diffusion 1.x",)
-    if algorithm != "LyCORIS full difference":
+    assert found.workflow is not None
+    assert not [note for note in found.notes if "does not merge" in note]
+    assert found.of == ("Stable Diffusion 1.x",)
+    if algorithm != "full difference":
         assert found.details["rank"] == "4"
 
 

@@ -303,6 +303,31 @@ def test_weights_in_the_graph_file_are_merged_too(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "model.onnx.data").exists()
 
 
+def test_norms_are_those_of_the_parameter_however_it_is_stored(tmp_path: Path) -> None:
+    """A DoRA's are of the rows of a weight, which stands transposed in the graph."""
+    import onnx
+    from onnx import helper
+    from safetensors.numpy import save_file
+
+    model = tmp_path / "model"
+    model.mkdir()
+    base = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
+    steps = (Transform("transpose", (1, 0)), Transform("reshape", (1, 3, 4)))
+    name = WeightName("touched.to_q.weight", (4, 3), steps)
+    np.testing.assert_array_equal(name.undo(name.apply(base.T)), base.T)
+    graph = helper.make_graph([], "weights", [], [], [onnx.numpy_helper.from_array(base[None], "touched")])
+    onnx.save_model(helper.make_model(graph), str(model / "model.onnx"))
+    write_weight_names({"touched": name}, model)
+    norms = np.arange(1, 5, dtype=np.float32)[:, None]
+    lora = {"lora_down.weight": np.ones((1, 3)), "lora_up.weight": np.ones((4, 1)), "dora_scale": norms}
+    tensors = {f"lora_unet_touched_to_q.{role}": each.astype(np.float32) for role, each in lora.items()}
+    save_file(tensors, tmp_path / "lora.safetensors")
+    merge("unet", model, [(tmp_path / "lora.safetensors", 1.0)], tmp_path / "out")
+    (stored,) = initializers(tmp_path / "out")["touched"]
+    np.testing.assert_allclose(np.linalg.norm(stored, axis=0), norms[:, 0], rtol=1e-6)
+    np.testing.assert_allclose(stored, (base + 1) * norms[:, 0] / np.linalg.norm(base + 1, axis=0), rtol=1e-6)
+
+
 def test_memory_is_bounded_by_the_largest_weight_and_not_by_the_model(tmp_path: Path) -> None:
     """128 MiB of weights, of which a LoRA touches a quarter, in less than 16 MiB: four times one weight."""
     import onnx

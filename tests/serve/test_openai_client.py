@@ -51,6 +51,18 @@ def assert_same(image: PIL.Image.Image, expected: PIL.Image.Image) -> None:
     np.testing.assert_allclose(np.asarray(image, np.int16), np.asarray(expected, np.int16), atol=1)
 
 
+def test_what_is_not_read_of_a_prompt_is_in_the_answer(server: RunningServer) -> None:
+    for prompt, said in (("an otter", None), ("an otter " * 100, "reads 77: the rest is ignored: '")):
+        body = {"prompt": prompt, "steps": 1, "size": SIZE}
+        (image,) = httpx.post(f"{server.url}/v1/images/generations", json=body, timeout=PATIENCE).json()["data"]
+        assert (said is None) == ("warnings" not in image)
+        if said is not None:
+            (only,) = image["warnings"]
+            assert said in only
+    log = [line for line in server.lines if "otter" in json.dumps(line)]
+    assert log == [], "what clients write is not logged"
+
+
 def test_the_models_are_listed_with_their_verdict(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
     assert (model.id, model.object, model.owned_by) == ("tiny", "model", "sdflow")

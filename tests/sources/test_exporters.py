@@ -20,8 +20,9 @@ from safetensors.torch import load_file, save_file
 from sdflow.errors import CheckpointError
 from sdflow.inspection import inspect
 from sdflow.models.ldm_names import ldm_unet_names
-from sdflow.sources import Checkpoint, load_module, load_pipeline, lora_delta, lora_submodels, read_lora
+from sdflow.sources import Checkpoint, load_module, load_pipeline, lora_submodels, read_lora
 from sdflow.verify.reference.merged_loras import merge_lora
+from sdflow.weights.lora import merged_weight
 
 State = dict[str, torch.Tensor]
 Weights = dict[str, State]
@@ -133,14 +134,16 @@ def by_peft_of_text(tiny: Checkpoint, folder: Path) -> Made:
     return Made(folder / "adapter_model.safetensors", {"unet": states(found)["unet"], "text_encoder": merged})
 
 
-def written_by_lycoris(tiny: Checkpoint, folder: Path, preset: str = PRESET, **options: Any) -> Path:
+def written_by_lycoris(
+    tiny: Checkpoint, folder: Path, preset: str = PRESET, alpha: float = 2.0, **options: Any
+) -> Path:
     from lycoris.kohya import create_network
 
     (folder / "preset.toml").write_text(preset)
     found = modules(tiny)
     parts = found["text_encoder"], found["unet"]
     torch.manual_seed(0)
-    network = create_network(1.0, 4, 2.0, None, *parts, preset=str(folder / "preset.toml"), **options)
+    network = create_network(1.0, 4, alpha, None, *parts, preset=str(folder / "preset.toml"), **options)
     network.apply_to(*parts, True, True)
     for parameter in network.parameters():
         parameter.data = torch.randn_like(parameter) * 0.1
@@ -220,6 +223,20 @@ def of_comfyui(tiny: Checkpoint, folder: Path) -> Made:
     return Made(folder / "comfyui.safetensors")
 
 
+def of_comfyui_with_biases(tiny: Checkpoint, folder: Path) -> Made:
+    """bias_diff, on by default: diff_b for biases, diff for the weights of norms."""
+    made = of_comfyui(tiny, folder)
+    state = states(modules(tiny))["unet"]
+    names = {"mid_block.resnets.0.norm1": "middle_block.0.in_layers.0", "conv_in": "input_blocks.0.0"}
+    found = {}
+    for module, name in names.items():
+        found[f"diffusion_model.{name}.diff_b"] = torch.full_like(state[f"{module}.bias"], 0.1)
+        if "norm" in module:
+            found[f"diffusion_model.{name}.diff"] = torch.full_like(state[f"{module}.weight"], 0.2)
+    save_file(load_file(made.path) | found, made.path)
+    return made
+
+
 EXPORTERS: dict[str, tuple[Callable[[Checkpoint, Path], Made], bool]] = {
     "diffusers": (by_diffusers, True),
     "diffusers, the UNet alone": (by_unet_alone, True),
@@ -229,10 +246,17 @@ EXPORTERS: dict[str, tuple[Callable[[Checkpoint, Path], Made], bool]] = {
     "LyCORIS, rank-stabilized": (by_lycoris(algo="lora", rs_lora=True), True),
     "LyCORIS, with a scalar": (by_lycoris(algo="lora", use_scalar=True), True),
     "LyCORIS, DyLoRA": (by_lycoris_as_dylora, False),
+    "LyCORIS, Tucker": (by_lycoris(algo="lora", use_tucker=True, conv_dim=3, conv_alpha=1.0), True),
+    "LyCORIS, DoRA": (by_lycoris(algo="lora", dora_wd=True, conv_dim=3, conv_alpha=1.0), True),
+    "LyCORIS, LoHa": (by_lycoris(algo="loha", alpha=4.0, conv_dim=3, conv_alpha=3.0), True),
+    "LyCORIS, LoKr": (by_lycoris(algo="lokr", alpha=4.0, factor=4, conv_dim=3, conv_alpha=3.0), True),
+    "LyCORIS, full": (by_lycoris(algo="full"), True),
+    "LyCORIS, with norms": (by_lycoris(algo="lora", train_norm=True, preset=PRESET_WITH_NORM), True),
     "kohya": (of_kohya, False),
     "civitai": (of_civitai, False),
     "OneTrainer": (of_onetrainer, False),
     "ComfyUI": (of_comfyui, False),
+    "ComfyUI, with biases": (of_comfyui_with_biases, False),
 }
 """Name -> what makes its file; whether that is the program itself."""
 
@@ -254,8 +278,7 @@ def test_a_file_merges_as_its_exporter_merges_it(name: str, tiny: Checkpoint, tm
             for key, value in state.items():
                 ours = before[submodel][key]
                 if key in found[submodel]:
-                    layer = found[submodel][key]
-                    ours = ours + torch.from_numpy(lora_delta(layer, shapes[submodel][key], 1.0))
+                    ours = torch.from_numpy(merged_weight(ours.numpy(), [(found[submodel][key], 1.0)]))
                     assert not torch.allclose(ours, before[submodel][key])
                 assert torch.linalg.vector_norm(ours - value) <= 2e-6 * torch.linalg.vector_norm(value), key
 
@@ -263,17 +286,11 @@ def test_a_file_merges_as_its_exporter_merges_it(name: str, tiny: Checkpoint, tm
 @pytest.mark.parametrize(
     ("options", "kind"),
     [
-        ({"algo": "lora", "dora_wd": True}, "DoRA"),
-        ({"algo": "loha"}, "LoHa"),
-        ({"algo": "lokr"}, "LoKr"),
-        ({"algo": "lora", "use_tucker": True, "conv_dim": 3}, "Tucker"),
-        ({"algo": "full"}, "full difference"),
         ({"algo": "glora"}, "GLoRA"),
         ({"algo": "tlora"}, "T-LoRA"),
         ({"algo": "boft"}, "BOFT"),
         ({"algo": "diag-oft", "rescaled": True}, r"\bOFT"),
         ({"algo": "ia3"}, "IA"),
-        ({"algo": "lora", "train_norm": True, "preset": PRESET_WITH_NORM}, "trained norms"),
     ],
 )
 def test_what_lycoris_makes_besides_is_refused_by_name(
@@ -292,7 +309,6 @@ def test_what_lycoris_makes_besides_is_refused_by_name(
 @pytest.mark.parametrize(
     ("more", "kind"),
     [
-        ("diffusion_model.middle_block.0.in_layers.2.diff_b", "full difference"),  # ComfyUI's bias_diff, on by default
         ("bundle_emb.ink.string_to_param.*", "bundled embeddings"),  # OneTrainer's bundled embeddings
         ("lora_unet_conv_in.oft_blocks", "OFT"),
     ],

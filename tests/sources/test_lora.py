@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from sdflow.errors import CheckpointError
 from sdflow.models.ldm_names import ldm_unet_names
 from sdflow.sources import Checkpoint, load_module, load_pipeline
-from sdflow.sources.loras.lora import lora_delta, lora_submodels, read_lora
+from sdflow.sources.loras.layers import lora_delta
+from sdflow.sources.loras.lora import lora_submodels, read_lora
 
 Shapes = dict[str, dict[str, tuple[int, ...]]]
 Tensors = dict[str, torch.Tensor]
@@ -246,12 +247,12 @@ def test_two_spellings_of_one_module_are_an_error(shapes: Shapes, tmp_path: Path
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        (f"{STEM}.dora_scale", "DoRA"),
-        ("unet.conv_in.lora_magnitude_vector", "DoRA"),
-        (f"{STEM}.hada_w1_a", "LoHa"),
-        (f"{STEM}.lokr_w1", "LoKr"),
-        (f"{STEM}.lora_mid.weight", "Tucker"),
-        (f"{STEM}.diff", "LyCORIS"),
+        (f"{STEM}.oft_blocks", "OFT"),
+        ("unet.conv_in.lora_magnitude_vector.default", "DoRA of another form"),
+        (f"{STEM}.hada_w3_a", "LoHa of another form"),
+        (f"{STEM}.lokr_t1", "LoKr of another form"),
+        (f"{STEM}.a1.weight", "GLoRA"),
+        (f"{STEM}.on_input", "IA"),
     ],
 )
 def test_other_adapters_are_refused_by_name(name: str, kind: str, shapes: Shapes, tmp_path: Path) -> None:

@@ -262,11 +262,11 @@ def test_what_does_not_fit_is_listed_briefly_and_both_families_are_named(tmp_pat
         assert checkpoint.family.title in (caught.value.remedy or "")
 
 
-@pytest.mark.parametrize("kind", ["dora_scale", "hada_w1_a", "lokr_w1"])
+@pytest.mark.parametrize("kind", ["oft_blocks", "on_input", "a1.weight"])
 def test_other_adapters_are_refused_in_the_second_text_encoder_too(kind: str, tmp_path: Path) -> None:
     stem = "lora_te2_text_model_encoder_layers_0_self_attn_q_proj"
     path = written(tmp_path, lora_of("sdxl") | {f"{stem}.{kind}": torch.zeros(4)})
-    names: dict[str, Any] = {"dora_scale": "DoRA", "hada_w1_a": "LoHa", "lokr_w1": "LoKr"}
+    names: dict[str, Any] = {"oft_blocks": "OFT", "on_input": "IA", "a1.weight": "GLoRA"}
     for read in (lambda: require_made_for(path, opened("synthetic:sdxl")), lambda: lora_submodels(path)):
         with pytest.raises(CheckpointError, match=names[kind]):
             read()

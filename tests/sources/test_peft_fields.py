@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from sdflow.errors import CheckpointError
@@ -25,14 +25,14 @@ from sdflow.sources import (
     read_lora,
     require_made_for,
 )
-from sdflow.sources.loras.adapter_kinds import LORA_CONFIG
+from sdflow.sources.loras.adapter_kinds import LOHA_CONFIG, LOKR_CONFIG, LORA_CONFIG
 from sdflow.sources.loras.peft_metadata import METADATA_KEY
 from sdflow.verify.reference.merged_loras import merge_lora
+from sdflow.weights.lora import merged_weight
 
 TARGETS = r"mid_block\..*(to_q|to_k|proj_in|conv1)"
 REFUSED: dict[str, Any] = {
-    "peft_type": "LOKR",
-    "use_dora": True,
+    "peft_type": "OFT",
     "bias": "lora_only",
     "lora_bias": True,
     "modules_to_save": ["conv_out"],
@@ -76,6 +76,7 @@ HONOURED: dict[str, Any] = {
     "rank_pattern": {"to_q": 2, r".*conv1": 5},
     "alpha_pattern": {"to_k": 7, r"mid_block\.resnets\.1.*": 3},
     "use_rslora": True,
+    "use_dora": True,
     "auto_mapping": {"base_model_class": "UNet2DConditionModel"},
 }
 
@@ -101,7 +102,7 @@ def read(path: Path, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
     found = dict(state)
     for key, layer in read_lora(path, {"unet": shapes})["unet"].items():
-        found[key] = state[key] + torch.from_numpy(lora_delta(layer, shapes[key], 1.0))
+        found[key] = torch.from_numpy(merged_weight(state[key].numpy(), [(layer, 1.0)]))
     return found
 
 
@@ -129,6 +130,12 @@ def test_every_field_of_the_installed_peft_is_decided() -> None:
     assert by_decision["without effect"] == set(NO_EFFECT)
     assert by_decision["honoured"] == set(HONOURED)
     assert all(field.why.endswith(".") for field in LORA_CONFIG.values())
+
+
+@pytest.mark.parametrize(("config", "fields"), [(LoHaConfig, LOHA_CONFIG), (LoKrConfig, LOKR_CONFIG)])
+def test_every_field_of_lycoris_kinds_is_decided(config: Any, fields: dict[str, Any]) -> None:
+    assert set(fields) == {field.name for field in dataclasses.fields(config)}
+    assert {name for name, field in fields.items() if field.decision == "refused"} == {"modules_to_save"}
 
 
 def test_what_peft_sets_by_itself_is_plain(tiny: Checkpoint, state: dict[str, torch.Tensor], tmp_path: Path) -> None:
@@ -200,7 +207,7 @@ def test_what_is_refused_is_named(
     field: str, value: Any, plain: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     path = change(copied(plain, tmp_path), **{field: value})
-    named = {"use_dora": "DoRA", "peft_type": "LoKr"}.get(field, field)
+    named = {"peft_type": "OFT"}.get(field, field)
     with pytest.raises(
         CheckpointError, match=rf"{named}.* is not supported \((peft_type )?in its adapter_config\.json\)"
     ):
@@ -302,10 +309,10 @@ def test_a_text_encoder_of_xl_is_told_by_its_class(submodel: str, says_its_class
 def test_peft_merges_what_is_refused_into_a_model_that_is_then_read(tiny: Checkpoint, tmp_path: Path) -> None:
     """As the message says: merge_and_unload, save_pretrained, `components`."""
     module = load_module("unet", tiny.submodels["unet"].load)
-    config = LoraConfig(r=4, target_modules=TARGETS, use_dora=True, init_lora_weights=False)
+    config = LoraConfig(r=4, target_modules=TARGETS, bias="lora_only", init_lora_weights=False)
     wrapped = get_peft_model(module, config)
     wrapped.save_pretrained(tmp_path / "lora")
-    with pytest.raises(CheckpointError, match="DoRA is not supported") as caught:
+    with pytest.raises(CheckpointError, match='bias = "lora_only" is not supported') as caught:
         lora_submodels(tmp_path / "lora" / "adapter_model.safetensors")
     assert "merge_and_unload" in str(caught.value.remedy) and "`components`" in str(caught.value.remedy)
     merged = PeftModel.from_pretrained(load_module("unet", tiny.submodels["unet"].load), str(tmp_path / "lora"))

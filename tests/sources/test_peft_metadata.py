@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from sdflow.errors import CheckpointError
 from sdflow.sources import Checkpoint, load_module, load_pipeline
-from sdflow.sources.loras.lora import lora_delta, read_lora
+from sdflow.sources.loras.layers import lora_delta
+from sdflow.sources.loras.lora import read_lora
 from sdflow.sources.loras.peft_metadata import METADATA_KEY, read_peft_configs
 
 Shapes = dict[str, dict[str, tuple[int, ...]]]
@@ -203,14 +204,17 @@ def test_fields_that_change_no_weight_are_accepted(plain: Any, shapes: Shapes, t
         ({"text_encoder.rank_pattern": {"q_proj": 4.5}}, r"text_encoder\.rank_pattern\['q_proj'\] that is no whole"),
         ({"unet.r": 0}, r"unet\.r that is no whole number above 0"),
         ({"unet.use_rslora": "no"}, r"unet\.use_rslora that is neither"),
-        ({"unet.use_dora": True}, "DoRA"),
+        ({"unet.use_dora": 1}, r"unet\.use_dora that is neither"),
+        ({"unet.r": 4, "unet.use_dora": True}, "without its lora_magnitude_vector"),
         ({"unet.bias": "all"}, r'unet\.bias = "all" is not supported'),
         ({"unet.lora_bias": True}, r"unet\.lora_bias = true is not supported"),
         ({"unet.modules_to_save": ["conv_in"]}, r"unet\.modules_to_save"),
         ({"unet.layer_replication": [[0, 1]]}, r"unet\.layer_replication"),
         ({"text_encoder.init_lora_weights": "pissa_niter_4"}, r"text_encoder\.init_lora_weights"),
         ({"text_encoder.kasa_config": {}}, r"text_encoder\.kasa_config"),
-        ({"unet.peft_type": "LOHA"}, r"unet\.peft_type"),
+        ({"unet.peft_type": "OFT"}, r"unet\.peft_type"),
+        ({"unet.peft_type": "LOHA"}, "of a LoRA, and PEFT's configuration says LoHa"),
+        ({"unet.peft_type": "LOKR", "unet.use_dora": True}, r"unet\.use_dora = true is not supported"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(

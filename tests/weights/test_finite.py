@@ -97,7 +97,8 @@ def test_loras_that_are_infinite_together_are_refused(built: Builder, lora: Path
 
 def delta_of(lora: Path, built: Builder) -> float:
     """The largest value that the LoRA adds to a weight."""
-    from sdflow.sources.loras.lora import lora_delta, read_lora
+    from sdflow.sources.loras.layers import lora_delta
+    from sdflow.sources.loras.lora import read_lora
 
     shapes = read_parameters(built.structure(SUBMODEL, "cpu"))
     layers = read_lora(lora, {SUBMODEL: shapes})[SUBMODEL]
@@ -116,7 +117,8 @@ def test_a_merge_that_carries_the_weights_refuses_too(built: Builder, lora: Path
 
 
 def test_what_float16_cuts_is_counted_and_named(built: Builder, lora: Path, tmp_path: Path) -> None:
-    from sdflow.sources.loras.lora import lora_delta, read_lora
+    from sdflow.sources.loras.layers import lora_delta
+    from sdflow.sources.loras.lora import read_lora
 
     structure = built.structure(SUBMODEL, "cuda")
     shapes = read_parameters(structure)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sdflow.sources.loras import lora
-from sdflow.sources.loras.lora import LoraLayer, lora_delta
+from sdflow.sources.loras import products
+from sdflow.sources.loras.layers import LoraLayer, lora_delta
 
 
 @pytest.mark.parametrize("rank", [1, 4, 16, 128, 513])
@@ -40,5 +40,5 @@ def test_the_short_way_for_float16_gives_the_bits_of_the_long_one(monkeypatch: p
         down += random.standard_normal(down.shape).astype(np.float32) * 1e-7
     layer = LoraLayer(up, down, 1.0)
     short = lora_delta(layer, (96, 200), 0.7)
-    monkeypatch.setattr(lora, "MOST_WITH_LOW_PARTS", -1.0)
+    monkeypatch.setattr(products, "MOST_WITH_LOW_PARTS", -1.0)
     np.testing.assert_array_equal(short.view(np.uint32), lora_delta(layer, (96, 200), 0.7).view(np.uint32))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sdflow.sources.loras.lora import LoraLayer, lora_delta
+from sdflow.sources.loras.layers import HadamardLayer, KroneckerLayer, Layer, LoraLayer, Magnitude, lora_delta
 from sdflow.weights import on_device
 from sdflow.weights.half import to_float16
 from sdflow.weights.lora import Loras, Merged
@@ -126,3 +126,34 @@ def test_several_loras_are_added_in_their_order(stored: type, most: int, monkeyp
         same_bits(found[key, None], expected.read(key))
     for key in "ab":
         same_bits(found[key, limits], to_float16(np.asarray(expected.read(key), np.float32), *limits))
+
+
+def test_other_kinds_have_the_bits_of_the_host_too() -> None:
+    """They are computed there, with what plain LoRAs before and after them add."""
+
+    def values(*shape: int) -> np.ndarray:
+        return RANDOM.standard_normal(shape).astype(np.float32)
+
+    own = {key: values(6, 4).astype(np.float16 if key == "half" else np.float32) for key in ("dora", "half", "plain")}
+
+    class Tensors:
+        def read(self, key: str) -> np.ndarray:
+            return own[key]
+
+        def file(self, key: str) -> str:
+            return key
+
+    def plain(magnitude: Magnitude | None = None) -> LoraLayer:
+        return LoraLayer(values(6, 2), values(2, 4), 0.5, magnitude)
+
+    layers: list[tuple[dict[str, Layer], float]] = [
+        ({key: plain() for key in own}, 0.8),
+        ({"dora": plain(Magnitude(np.abs(values(6)), 0, True)), "half": KroneckerLayer(values(3, 2), values(2, 2), 1.5)}, 0.6),
+        ({"half": HadamardLayer((values(6, 2), values(6, 2)), (values(2, 4), values(2, 4)), 0.5)}, 1.0),
+        ({"half": plain(Magnitude(np.abs(values(4)), 1, False)), "dora": plain()}, -0.4),
+    ]  # fmt: skip
+    expected = Merged(Tensors(), Loras(layers))
+    factors = [(Factors(held, CPU), scale) for held, scale in layers]
+    found = merged([(key, None) for key in own], lambda key: torch.from_numpy(own[key]), factors)
+    for key in own:
+        same_bits(found[key, None], expected.read(key))

@@ -20,7 +20,7 @@ from sdflow.families.shared.latents import Latents
 from sdflow.families.shared.noising import Flow, Noising, shift_of_diffusers
 from sdflow.families.shared.part import Companion, Layout, Part
 from sdflow.families.shared.request import Conditions, Request, Run
-from sdflow.families.shared.text import SECOND_PROMPTS, plain_texts, token_ids
+from sdflow.families.shared.text import SECOND_PROMPTS, plain_texts, text_ids
 from sdflow.families.shared.unet_and_vae import VAE, vae_fingerprint
 from sdflow.models import t5_text
 from sdflow.models.base import Config
@@ -209,8 +209,9 @@ class Flux(Family):
         second = [second] * count if isinstance(second, str) else list(second)
         clip, long = (plain_texts(texts, request.reading) for texts in (list(request.prompts), second))
         length = more.get("max_sequence_length", _length(request.denoiser))
-        pooled = run("text_encoder", {"input_ids": token_ids(companions["tokenizer"], clip)})
-        tokens = run("text_encoder_2", {"input_ids": token_ids(companions["tokenizer_2"], long, length)})
+        pooled = run("text_encoder", {"input_ids": text_ids(companions["tokenizer"], clip, "text_encoder (CLIP)")})
+        ids = text_ids(companions["tokenizer_2"], long, "text_encoder_2 (T5)", length)
+        tokens = run("text_encoder_2", {"input_ids": ids})
         inputs = {
             "encoder_hidden_states": tokens["last_hidden_state"],
             "pooled_projections": pooled["pooler_output"],

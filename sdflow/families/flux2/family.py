@@ -19,6 +19,7 @@ from sdflow.families.shared.noising import Flow
 from sdflow.families.shared.part import Companion, Layout, Part
 from sdflow.families.shared.request import Conditions, Request, Run
 from sdflow.families.shared.text import plain_texts
+from sdflow.families.shared.truncation import ends_of_chats, warn_of_truncation
 from sdflow.models.base import Config
 from sdflow.models.qwen3_text import LAYERS, TOKENS, Qwen3Bare, Qwen3Text
 from sdflow.parameter import Parameter
@@ -234,5 +235,6 @@ def _tokens(tokenizer: Any, texts: Sequence[str], length: int) -> dict[str, torc
         )
         for text in texts
     ]
+    warn_of_truncation(tokenizer, chats, length, "text_encoder (Qwen3)", ends=ends_of_chats(chats, texts))
     found = tokenizer(chats, padding="max_length", max_length=length, truncation=True, return_tensors="pt")
     return {name: found[name] for name in ("input_ids", "attention_mask")}

@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import UsageError
 from sdflow.families.shared.request import Run
+from sdflow.families.shared.truncation import warn_of_truncation
 from sdflow.models.base import Config
 from sdflow.parameter import Parameter
 from sdflow.prompts.chunks import Chunk, chunked
+from sdflow.prompts.limits import report
 from sdflow.prompts.reading import Reading
 from sdflow.prompts.weights import parse
 
 if TYPE_CHECKING:
     import torch
+
+_ANY_LENGTH = "prompt_syntax a1111 reads prompts of any length."
 
 SECOND_PROMPTS: Mapping[str, Parameter] = {
     "prompt_2": Parameter("Prompt for the second text encoder.", str, otherwise="the prompt"),
@@ -64,7 +68,7 @@ def encode(run: Run, reading: Reading, texts: Mapping[str, tuple[Any, Sequence[s
 
     if reading.plain and not reading.words:
         return {
-            name: Encoded(run(name, {"input_ids": token_ids(tokenizer, of)}), None, 1)
+            name: Encoded(run(name, {"input_ids": text_ids(tokenizer, of, name, remedy=_ANY_LENGTH)}), None, 1)
             for name, (tokenizer, of) in texts.items()
         }
     chunks = {name: [_chunks(tokenizer, text, reading) for text in of] for name, (tokenizer, of) in texts.items()}
@@ -93,7 +97,11 @@ def _chunks(tokenizer: Any, text: str, reading: Reading) -> list[Chunk]:
     if not reading.plain:
         return chunked(parse(text), reading, tokenize, tokenizer.get_vocab().get(",</w>"), size)
     pieces = [piece if isinstance(piece, tuple) else tokenize(piece) for piece in reading.pieces(text)]
-    ids = [token for piece in pieces for token in piece][:size]  # as diffusers cuts it
+    ids = [token for piece in pieces for token in piece]
+    if len(ids) > size:
+        words = f"a prompt has {len(ids) + 2} tokens, and the text encoder reads {size + 2}: the rest is ignored"
+        report([f"{words}. {_ANY_LENGTH}"])
+    ids = ids[:size]  # as diffusers cuts it
     return [Chunk(tuple(ids), (1.0,) * len(ids))]
 
 
@@ -131,6 +139,15 @@ def token_ids(tokenizer: Any, texts: Sequence[str], length: int | None = None) -
         return_tensors="pt",
     ).input_ids
     return ids
+
+
+def text_ids(
+    tokenizer: Any, texts: Sequence[str], encoder: str, length: int | None = None, remedy: str = ""
+) -> torch.Tensor:
+    """As `token_ids`, with a warning for each text of which something is cut off. encoder, remedy: for the warning."""
+    most = tokenizer.model_max_length if length is None else length
+    warn_of_truncation(tokenizer, texts, most, encoder, remedy)
+    return token_ids(tokenizer, texts, length)
 
 
 def last_but_one(config: Config) -> str:

@@ -17,7 +17,7 @@ from sdflow.families.shared.latents import Latents
 from sdflow.families.shared.noising import FLOW, Noising
 from sdflow.families.shared.part import Companion, Layout, Part
 from sdflow.families.shared.request import Conditions, Request, Run
-from sdflow.families.shared.text import SECOND_PROMPTS, last_but_one, last_but_one_layer, plain_texts, token_ids
+from sdflow.families.shared.text import SECOND_PROMPTS, last_but_one, last_but_one_layer, plain_texts, text_ids
 from sdflow.families.shared.unet_and_vae import VAE, vae_fingerprint
 from sdflow.families.stable_diffusion_3.reference_loras import in_diffusers_names
 from sdflow.families.stable_diffusion_3.transformer import TOKENS, SD3Transformer
@@ -203,7 +203,7 @@ class StableDiffusion3(Family):
             negatives = texts(request.negatives or [""] * count, ("negative_prompt_2", "negative_prompt_3"))
             wanted = [[*negative, *positive] for negative, positive in zip(negatives, wanted, strict=True)]
         outputs = [
-            run(name, {"input_ids": token_ids(companions[tokenizer], of)})
+            run(name, {"input_ids": text_ids(companions[tokenizer], of, f"{name} (CLIP)")})
             for name, tokenizer, of in (
                 ("text_encoder", "tokenizer", wanted[0]),
                 ("text_encoder_2", "tokenizer_2", wanted[1]),
@@ -232,7 +232,7 @@ class StableDiffusion3(Family):
         tokenizer = companions.get("tokenizer_3")
         if tokenizer is None:
             return torch.zeros(len(clip), length, width, dtype=clip.dtype, device=clip.device)
-        found = run("text_encoder_3", {"input_ids": token_ids(tokenizer, texts, length)})
+        found = run("text_encoder_3", {"input_ids": text_ids(tokenizer, texts, "text_encoder_3 (T5)", length)})
         return found["last_hidden_state"]
 
     def lora_loader(self) -> Any:

@@ -16,6 +16,7 @@ from sdflow.families.shared.latents import Latents
 from sdflow.families.shared.part import Companion, Layout, Part
 from sdflow.families.shared.request import Conditions, Request, Run
 from sdflow.families.shared.text import plain_texts
+from sdflow.families.shared.truncation import ends_of_chats, warn_of_truncation
 from sdflow.families.shared.unet_and_vae import VAE, vae_fingerprint
 from sdflow.families.z_image.noising import NOISING, is_turbo
 from sdflow.families.z_image.reference_loras import in_diffusers_names
@@ -189,6 +190,7 @@ def _tokens(tokenizer: Any, texts: Sequence[str], length: int) -> tuple[torch.Te
         )
         for text in texts
     ]
+    warn_of_truncation(tokenizer, asked, length, "text_encoder (Qwen3)", ends=ends_of_chats(asked, texts))
     found = tokenizer(asked, max_length=length, truncation=True)
     if isinstance(found.input_ids, torch.Tensor):  # inputs of a graph that is exported, padded already
         return found.input_ids, found.attention_mask

@@ -40,12 +40,15 @@ class Drawing:
         start: Start,
         kept: Kept | None = None,
         records: Sequence[Record] = (),
+        truncated: Sequence[str] = (),
     ) -> None:
-        """kept: what a mask keeps of the image to start from. records: the settings of each image, which its file will have."""
+        """kept: what a mask keeps of the image to start from. records: the settings of each image, which its file will have.
+        truncated: what was cut off of the prompts, a message each."""
         import torch
 
         self.denoiser, self.inputs, self.index = denoiser, inputs, 0
         self._pipeline, self._start, self._kept, self.records = pipeline, start, kept, records
+        self.truncated = tuple(truncated)
         schedule = inputs.schedule
         self.runs = schedule.runs
         with pipeline.place.current():

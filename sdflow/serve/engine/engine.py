@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sdflow.errors import SdflowError
 from sdflow.runtime.drawing.drawing import Drawing
@@ -277,7 +277,8 @@ class Engine:
         if finished is not None:
             self._leave(running)
             job, seconds = running.job, dict(running.seconds)
-            self._tell(Drawn(job.request, job.index, finished.file, finished.size, finished.flagged, seconds))
+            drawn = Drawn(job.request, job.index, finished.file, finished.size, finished.flagged, seconds)
+            self._tell(replace(drawn, warnings=finished.warnings))
 
     def _advance(self, running: _Running) -> None:
         """Raises StopIteration at its end."""

@@ -60,11 +60,12 @@ class Progress:
 
 @dataclass(frozen=True)
 class Finished:
-    """A finished image."""
+    """A finished image. warnings: what was cut off of its prompts."""
 
     file: bytes
     size: tuple[int, int]
     flagged: bool | None
+    warnings: tuple[str, ...] = ()
 
 
 class ServedPipeline:
@@ -189,7 +190,9 @@ class ServedPipeline:
     def draw(self, job: Job, progress: Progress = Progress()) -> Work:
         """One image, by a generator that says what it waits for. Raises UsageError as a pipeline does."""
         number = 0
+        truncated: list[str] = []
         for drawing in self.drawings(job):
+            truncated += drawing.truncated
             previewed = preview_steps(job.previews, drawing.runs)
             while not drawing.done:
                 yield drawing
@@ -211,7 +214,7 @@ class ServedPipeline:
         if job.loras:
             image = with_more(image, {"loras": [{"name": each.name, "scale": each.scale} for each in job.loras]})
         file = yield Compute(partial(encoded, image, job))
-        return Finished(file, image.size, None if flags is None else flags[0])
+        return Finished(file, image.size, None if flags is None else flags[0], tuple(dict.fromkeys(truncated)))
 
     def step(self, drawings: Sequence[Drawing], size: int) -> None:
         """Run the denoiser once for one drawing, or for several with the same `shared_steps`, in a batch of this size. On a GPU

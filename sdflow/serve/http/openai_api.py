@@ -234,10 +234,14 @@ async def _all(drawing: Drawing, jobs: Sequence[Job]) -> dict[int, Drawn]:
 
 def _datum(fields: Fields, job: Job, image: Drawn) -> dict[str, Any]:
     encoded = b64encode(image.file).decode()
-    more = {"seed": job.seed, "flagged": image.flagged}
+    more = {"seed": job.seed, "flagged": image.flagged, **_warnings(image)}
     if fields.response_format == "url":
         return {"url": f"data:image/{job.format.lower()};base64,{encoded}", **more}
     return {"b64_json": encoded, **more}
+
+
+def _warnings(image: Drawn) -> dict[str, Any]:
+    return {"warnings": list(image.warnings)} if image.warnings else {}
 
 
 def _shared_fields(jobs: list[Job], model: ServedModel) -> dict[str, str]:
@@ -275,6 +279,7 @@ async def _events(
                     seed=job.seed,
                     flagged=message.flagged,
                     usage=NO_USAGE,
+                    **_warnings(message),
                     **common,
                 )
     except ApiError as error:

@@ -125,6 +125,8 @@ def webui_routes(served: Served) -> APIRouter:
         if part is not None:
             files = [await run_in_threadpool(part.put_back, file) for file in files]
         info = _info(asked, drawn or jobs[:1], files, (width, height), model.name)
+        if said := list(dict.fromkeys(each for image in found.values() for each in image.warnings)):
+            info["comments"] = said
         left_out = set() if isinstance(asked, FromImage) and asked.include_init_images else {"init_images", "mask"}
         images = [b64encode(file).decode() for file in files] if asked.send_images else []
         return {"images": images, "parameters": asked.model_dump(exclude=left_out), "info": json.dumps(info)}

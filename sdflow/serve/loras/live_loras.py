@@ -31,7 +31,7 @@ from sdflow.weights.structure import read_parameters, read_recipe
 if TYPE_CHECKING:
     import torch
 
-    from sdflow.sources.loras.lora import LoraLayer
+    from sdflow.sources.loras.layers import Layer
     from sdflow.weights.on_device import Factors
     from sdflow.weights.recipe import Recipe
 
@@ -42,7 +42,7 @@ READERS = frozenset(["Attention", "Conv", "Gemm", "MatMul", "NhwcConv"])
 LORAS_KEPT = 4
 """Whose factors stay on the device."""
 
-Layers = Sequence[tuple[Mapping[str, "LoraLayer"], float]]
+Layers = Sequence[tuple[Mapping[str, "Layer"], float]]
 """What each LoRA holds for a submodel, and how much it counts."""
 
 Names = Mapping[str, frozenset[str]]
@@ -113,7 +113,7 @@ class LiveLoras:
         type that they are stored in. Raises CheckpointError when its files are not those that the pipeline was built with."""
         place = base.base.place
         self.names, self._structures, self._device = names, structures, place.device
-        self._kept_factors: dict[str, list[tuple[Mapping[str, LoraLayer], Factors]]] = {}
+        self._kept_factors: dict[str, list[tuple[Mapping[str, Layer], Factors]]] = {}
         with place.current():
             self._live = {}
             for name, wanted in names.items():
@@ -177,7 +177,7 @@ class LiveLoras:
 
         return self.pipeline.holding(hold)
 
-    def _factors(self, submodel: str, held: Mapping[str, LoraLayer]) -> Factors:
+    def _factors(self, submodel: str, held: Mapping[str, Layer]) -> Factors:
         """Of a LoRA for a submodel; of the last ones they stay on the device, as long as what they are of is kept."""
         import torch
 

@@ -24,7 +24,8 @@ from sdflow.serve.jobs import LoraFile
 from sdflow.serve.loras.live_loras import Layers, LiveLoras, Names, SharedValues, Structure
 from sdflow.serve.loras.lora_structures import read_structures
 from sdflow.sources import Checkpoint
-from sdflow.sources.loras.lora import LoraLayer, read_lora, require_made_for
+from sdflow.sources.loras.layers import DifferenceLayer, Layer
+from sdflow.sources.loras.lora import read_lora, require_made_for
 from sdflow.weights.lora import LoraInput, read_loras
 
 LORAS_READ = 8
@@ -71,7 +72,7 @@ class LoraPipelines:
     _values: SharedValues = field(default_factory=SharedValues)
     _live: LiveLoras | None = None
     _files_alone: bool = False
-    _read: dict[str, Mapping[str, Mapping[str, LoraLayer]]] = field(default_factory=dict)
+    _read: dict[str, Mapping[str, Mapping[str, Layer]]] = field(default_factory=dict)
     _own: dict[str, Layers] = field(default_factory=dict)
     _made: dict[tuple[LoraFile, ...], Made] = field(default_factory=dict)
     _alive: weakref.WeakValueDictionary[tuple[LoraFile, ...], ServedPipeline] = field(
@@ -135,8 +136,14 @@ class LoraPipelines:
             for name in self._structures
         }
         names = {name: found for name, each in self._structures.items() if (found := each.touched(layers[name]))}
-        live = self._base.why_alone is None and all(
-            wanted <= self._structures[name].changeable for name, wanted in names.items()
+        # Differences are read from their files, which are checked after files of weights were written.
+        small = not any(
+            isinstance(each, DifferenceLayer) for found in held for layer in found.values() for each in layer.values()
+        )
+        live = (
+            small
+            and self._base.why_alone is None
+            and all(wanted <= self._structures[name].changeable for name, wanted in names.items())
         )
         return Wanted(loras, names, layers, live)
 
@@ -176,7 +183,7 @@ class LoraPipelines:
             self._live = LiveLoras(self._folder, self._base, self._structures, wanted)
         return None if self._live.pipeline.why_alone else self._live
 
-    def _layers(self, lora: LoraFile) -> Mapping[str, Mapping[str, LoraLayer]]:
+    def _layers(self, lora: LoraFile) -> Mapping[str, Mapping[str, Layer]]:
         """What a LoRA holds for each submodel; the last ones stay, as they are small."""
         if lora.sha256 not in self._read:
             require_made_for(Path(lora.path), self._checkpoint)

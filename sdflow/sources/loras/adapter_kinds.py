@@ -1,9 +1,9 @@
 """Which kind of adapter a file or a PEFT configuration holds, where it is not a plain LoRA: `run`, `bake`, `validate`, `serve`
 and `inspect` name it alike.
 
-A plain LoRA adds scale * up @ down to a weight. Everything else is refused by name: as a LoRA it would be merged wrongly, or only
-in part. Of PEFT's LoraConfig every field is honoured, refused by name, or without effect on a merge. Tests hold both tables to
-the PEFT that is installed, so that what is new there fails them until it is decided here.
+LoRA, LoHa, LoKr, their DoRA, and differences of weights are merged (`layers.py`). Every other kind is refused by name: as a LoRA
+it would be merged wrongly, or only in part. Of PEFT's LoraConfig every field is honoured, refused by name, or without effect on a
+merge. Tests hold the tables to the PEFT that is installed, so that what is new there fails them until it is decided here.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ USE_A_LORA = "Use a plain LoRA instead."
 
 @dataclass(frozen=True)
 class PeftType:
-    """A kind of adapter of PEFT's. merges: whether its merge_and_unload puts it into the weights of a model."""
+    """A kind of adapter of PEFT's. merges: whether its merge_and_unload puts it into the weights of a model. read: sdflow merges
+    it."""
 
     title: str
     merges: bool = True
+    read: bool = False
 
 
 PEFT_TYPES: Mapping[str, PeftType] = {
@@ -51,8 +53,8 @@ PEFT_TYPES: Mapping[str, PeftType] = {
     "IA3": PeftType("(IA)3"),
     "LILY": PeftType("Lily", merges=False),
     "LN_TUNING": PeftType("LN tuning"),
-    "LOHA": PeftType("LoHa"),
-    "LOKR": PeftType("LoKr"),
+    "LOHA": PeftType("LoHa", read=True),
+    "LOKR": PeftType("LoKr", read=True),
     "MISS": PeftType("MiSS"),
     "MULTITASK_PROMPT_TUNING": PeftType("multitask prompt tuning", merges=False),
     "OFT": PeftType("OFT"),
@@ -88,21 +90,28 @@ _IN_NAMES = {
 
 _Dims = tuple[int, ...]
 
-_KINDS: tuple[tuple[re.Pattern[str], str], ...] = (
-    (re.compile(r"\.dora_scale$|\.lora_magnitude_vector"), "DoRA"),
+_READ: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"\.dora_scale$|\.lora_magnitude_vector(\.weight)?$"), "DoRA"),
+    (re.compile(r"\.hada_(w[12]_[ab]|t[12])$"), "LoHa"),
+    (re.compile(r"\.lokr_(w[12](_[ab])?|t2)$"), "LoKr"),
+    (re.compile(r"\.lora_mid\.weight$"), "LoCon with a Tucker decomposition"),
+    (re.compile(r"\.[wb]_norm$"), "trained norms"),
+    (re.compile(r"\.diff(_b)?$"), "full difference"),
+)
+"""Those that are merged, by what only their tensors' names contain."""
+
+_REFUSED: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"\.lora_magnitude_vector"), "DoRA of another form"),
     (re.compile(r"\.lora_[AB]\.bias$"), "a LoRA with biases of its own (lora_bias)"),
     (re.compile(r"\.lora_embedding_[AB]"), "embedding LoRA"),
     (re.compile(r"\.lora_(E|ranknum|[AB])$"), "AdaLoRA"),
     (re.compile(r"\.lora_diag$"), "KaSA"),
     (re.compile(r"\.base_layer\.bias$"), "a LoRA with biases of the model (bias)"),
-    (re.compile(r"\.hada_"), "LoHa"),
-    (re.compile(r"\.lokr_"), "LoKr"),
-    (re.compile(r"\.lora_mid\."), "LoCon with a Tucker decomposition"),
+    (re.compile(r"\.hada_"), "LoHa of another form"),
+    (re.compile(r"\.lokr_"), "LoKr of another form"),
     (re.compile(r"\.(a1|a2|b1|b2|bm)\.weight$"), "GLoRA"),
     (re.compile(r"\.([qp]_layer\.weight|lambda_layer)$"), "T-LoRA"),
     (re.compile(r"\.oft_|\.oft\.|\.rescale$"), "OFT"),
-    (re.compile(r"\.[wb]_norm$"), "a LoRA with trained norms (train_norm)"),
-    (re.compile(r"\.diff(_b)?$"), "LyCORIS full difference"),
     (re.compile(r"\.on_input$|\.ia3_l"), "(IA)3"),
     (re.compile(r"(\.|^base_model\.)frod_"), "FRoD"),
     (re.compile(r"\.trainable_tokens_"), "training of single tokens (trainable tokens)"),
@@ -111,7 +120,8 @@ _KINDS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"^(string_to_param|bundle_emb)\."), "a LoRA with bundled embeddings"),
     *((re.compile(pattern), PEFT_TYPES[each].title) for each, pattern in _IN_NAMES.items()),
 )  # fmt: skip
-"""Kinds, by what only their tensors' names contain."""
+"""Kinds that are not merged, likewise."""
+_KINDS = (*_READ, *_REFUSED)
 
 _OFT_BLOCKS = ".oft_blocks"
 _BUTTERFLY = 4
@@ -119,7 +129,8 @@ _BUTTERFLY = 4
 
 
 def kind_of_tensor(name: str, shape: _Dims = ()) -> str | None:
-    """The kind of adapter that a tensor of this name belongs to; None for a plain LoRA's, and for one that is unknown."""
+    """The kind of adapter that a tensor of this name belongs to; None for a plain LoRA's, and for one that is unknown. Kinds that
+    are merged are among `READ`."""
     if name.endswith(_OFT_BLOCKS) and len(shape) == _BUTTERFLY:
         return "BOFT"
     return next((kind for pattern, kind in _KINDS if pattern.search(name)), None)
@@ -131,11 +142,20 @@ def module_of_tensor(name: str) -> str | None:
     return None if found is None else name[: found.start()]
 
 
+READ = frozenset(kind for _, kind in _READ)
+"""The kinds that are merged, besides plain LoRAs."""
+
+
 def kind_of_config(peft_type: Any) -> PeftType | None:
-    """The kind that PEFT's configuration names; None for a plain LoRA. One that is unknown has its `peft_type` for a title."""
+    """The kind that PEFT's configuration names; None for a LoRA. One that is unknown has its `peft_type` for a title."""
     if peft_type is None or peft_type == "LORA":
         return None
     return PEFT_TYPES.get(str(peft_type), PeftType(str(peft_type)[:100], merges=False))
+
+
+def title_of(peft_type: str) -> str:
+    """The kind that PEFT's configuration names, one that is known, by its title."""
+    return "LoRA" if peft_type == "LORA" else PEFT_TYPES[peft_type].title
 
 
 @dataclass(frozen=True)
@@ -165,8 +185,8 @@ LORA_CONFIG: Mapping[str, Field] = {
     "rank_pattern": _honoured("Ranks by the names of modules; the first pattern that fits counts."),
     "alpha_pattern": _honoured("Alphas by the names of modules; the first pattern that fits counts."),
     "use_rslora": _honoured("The scale is alpha / sqrt(r): https://arxiv.org/abs/2312.03732."),
-    "peft_type": _refused("LoHa, LoKr, OFT and others are other products of other tensors.", "LORA"),
-    "use_dora": _refused("DoRA scales the columns of the merged weight: https://arxiv.org/abs/2402.09353.", False),
+    "use_dora": _honoured("DoRA sets the norms of the merged weight: https://arxiv.org/abs/2402.09353."),
+    "peft_type": _refused("OFT and others are other products of other tensors.", "LORA"),
     "bias": _refused("The file then holds biases that replace the model's.", "none"),
     "lora_bias": _refused("The file then holds biases that are added.", False),
     "modules_to_save": _refused("The file then holds whole modules that replace the model's.", []),
@@ -207,3 +227,31 @@ LORA_CONFIG: Mapping[str, Field] = {
     "base_model_name_or_path": _no_effect(_ORIGIN),
     "revision": _no_effect(_ORIGIN),
 }  # fmt: skip
+
+_SHARED = (
+    *("r", "rank_pattern", "alpha_pattern", "modules_to_save", "target_modules", "exclude_modules"),
+    *("layers_to_transform", "layers_pattern", "inference_mode", "task_type", "auto_mapping", "peft_version"),
+    *("base_model_name_or_path", "revision"),
+)
+_IN_SHAPES = "The shapes of the tensors say it."
+_OF_TRAINING = "It is of the training."
+
+LOHA_CONFIG: Mapping[str, Field] = {
+    **{name: LORA_CONFIG[name] for name in _SHARED},
+    "alpha": _honoured("The scale is alpha / r."),
+    "peft_type": _honoured("It says which products the tensors are factors of."),
+    "init_weights": _no_effect("Every way to begin leaves the model's weights as they are."),
+    "use_effective_conv2d": _no_effect(_IN_SHAPES),
+    "rank_dropout": _no_effect(_OF_TRAINING),
+    "module_dropout": _no_effect(_OF_TRAINING),
+}
+"""The fields of LoHaConfig."""
+LOKR_CONFIG: Mapping[str, Field] = {
+    **LOHA_CONFIG,
+    "decompose_both": _no_effect(_IN_SHAPES),
+    "decompose_factor": _no_effect(_IN_SHAPES),
+    "rank_dropout_scale": _no_effect(_OF_TRAINING),
+}
+"""The fields of LoKrConfig."""
+CONFIGS: Mapping[str, Mapping[str, Field]] = {"LORA": LORA_CONFIG, "LOHA": LOHA_CONFIG, "LOKR": LOKR_CONFIG}
+"""`peft_type` -> its fields, of the kinds that are merged."""

@@ -1,12 +1,13 @@
 """What the header of a LoRA file, and PEFT's configuration of it, say: which weights it changes, of which submodels, and how.
 
-Whatever is not a plain LoRA is refused here, from the header alone, so that every command refuses it before it builds anything.
+Kinds of adapters that are not merged are refused here, from the header alone, so that every command refuses them before it
+builds anything.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from sdflow.sources.checkpoint import listing
 from sdflow.sources.loras.adapter_kinds import (
     MERGE_ELSEWHERE,
     MERGE_WITH_PEFT,
+    READ,
     kind_of_config,
     kind_of_tensor,
     module_of_tensor,
@@ -118,7 +120,7 @@ def _require_lora(path: Path, entries: Mapping[str, TensorEntry], names: Mapping
             remedy="Write a copy of it without these tensors, and use that.",
         )
     for name, entry in entries.items():
-        if (kind := kind_of_tensor(name, entry.shape)) is not None:
+        if (kind := kind_of_tensor(name, entry.shape)) is not None and kind not in READ:
             raise CheckpointError(
                 f"{kind} is not supported (tensor {name})",
                 where=str(path),
@@ -129,7 +131,7 @@ def _require_lora(path: Path, entries: Mapping[str, TensorEntry], names: Mapping
         raise CheckpointError(
             f"tensors that belong to no LoRA: {listing(strange)}" if strange else "holds no tensors",
             where=str(path),
-            remedy="Supported are LoRAs in diffusers' (peft) and kohya's key styles.",
+            remedy="Supported are LoRA, LoHa, LoKr and DoRA in diffusers' (peft), kohya's and LyCORIS' key styles.",
         )
 
 
@@ -163,13 +165,32 @@ def misfit(
     for name, parsed in names.items():
         if parsed.submodel not in family.with_loras:
             return f"{name}: {family.title} has no {parsed.submodel}"
-        shape = header[name].shape
-        if parsed.role != "down" or parsed.submodel not in configs or len(shape) < 2:
+    for name, parsed, width in input_widths(names, header):
+        if parsed.submodel not in configs:
             continue
         model, module = family.part(parsed.submodel).model, parsed.module.replace(".", "_")
-        if why := model.lora_misfit(configs[parsed.submodel], module, shape[1]):
+        if why := model.lora_misfit(configs[parsed.submodel], module, width):
             return f"{name}: {why}"
     return None
+
+
+def input_widths(
+    names: Mapping[str, LoraName], header: Mapping[str, TensorEntry]
+) -> Iterator[tuple[str, LoraName, int]]:
+    """The tensors that tell how wide the input of a module is, and the width. A LoKr's is the product of two widths."""
+    left = {}
+    for name, parsed in names.items():
+        shape, module = header[name].shape, (parsed.submodel, parsed.module)
+        if len(shape) < 2:
+            continue
+        if parsed.role in ("down", "hada_w1_b", "diff"):
+            yield name, parsed, shape[1]
+        elif parsed.role in ("lokr_w1", "lokr_w1_b"):
+            left[module] = shape[1]
+    for name, parsed in names.items():
+        shape, module = header[name].shape, (parsed.submodel, parsed.module)
+        if parsed.role in ("lokr_w2", "lokr_w2_b") and len(shape) > 1 and module in left:
+            yield name, parsed, left[module] * shape[1]
 
 
 def made_for(names: Mapping[str, LoraName], header: Mapping[str, TensorEntry]) -> tuple[str, ...]:

@@ -2,14 +2,16 @@
 
 Every spelling of every module of a submodel is written into one table, and a name is looked up in it whole: nothing
 is guessed from parts of a name, so nothing is dropped in silence. The spellings are those of diffusers (peft, and the
-three that came before it) and of kohya's sd-scripts, the latter over diffusers' names and over the original UNet's.
+three that came before it), of kohya's sd-scripts and of LyCORIS, the latter two over diffusers' names and over the original
+UNet's.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from sdflow.families import FAMILIES
 from sdflow.models.base import Model, Original, Shapes
@@ -17,9 +19,22 @@ from sdflow.models.base import Model, Original, Shapes
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-Role = Literal["up", "down", "alpha"]
+Role = str
+"""What a tensor is for its module: `up`, `down`, `alpha`; else the last part of its name in files of LyCORIS."""
+
+_LYCORIS = (
+    *(f"hada_{each}" for each in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")),
+    *(f"lokr_{each}" for each in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")),
+    *("diff", "diff_b", "w_norm", "b_norm", "dora_scale"),
+)
+LAZY = ("diff", "diff_b", "w_norm", "b_norm")
+"""The roles of tensors as large as what they are added to."""
 
 _ROLES: tuple[tuple[str, Role], ...] = (
+    *((f".{each}", each) for each in _LYCORIS),
+    (".lora_magnitude_vector", "magnitude"),
+    (".lora_magnitude_vector.weight", "magnitude"),
+    (".lora_mid.weight", "mid"),
     (".lora_A.weight", "down"),
     (".lora_B.weight", "up"),
     (".lora_down.weight", "down"),
@@ -52,6 +67,11 @@ _PREFIXES = {
 }
 """How a name begins -> the submodels that it may be for, with their models; the longest first, as some are the beginning of
 others. kohya calls every denoiser a UNet, and PEFT writes no submodel at all."""
+_WRAPPED = "lycoris_"
+"""How names begin that LyCORIS' wrapper of any one model gives: no submodel follows."""
+_OF_TEXT = re.compile(r"(text_model_)?encoder_layers_")
+_TEXT = "lora_te_"
+_PREFIXES = {_WRAPPED: _PREFIXES["lora_unet_"], **_PREFIXES}
 
 
 @dataclass(frozen=True)
@@ -72,6 +92,8 @@ def parse_name(name: str) -> LoraName | None:
                 if stem.startswith(prefix):
                     kept = next((each for each in _KEPT if prefix.endswith(each)), "")
                     module = (kept + stem[len(prefix) :]).replace(".processor.", ".")
+                    if prefix == _WRAPPED and _OF_TEXT.match(module):
+                        submodels = _PREFIXES[_TEXT]
                     return LoraName(_submodel(submodels, module), module, role)
     return None
 
@@ -104,7 +126,7 @@ Places = tuple[Original, ...]
 
 
 def rows_of(up: NDArray[Any], place: Original) -> NDArray[Any]:
-    """Those of the factor `up` (rows, rank) that are for a weight, in its order."""
+    """Those rows of `up`, which has all of a module's, that are for a weight, in its order."""
     import numpy as np
 
     size = len(up) // place.parts
@@ -112,15 +134,16 @@ def rows_of(up: NDArray[Any], place: Original) -> NDArray[Any]:
     return np.roll(own, len(own) // 2, axis=0) if place.swapped else own
 
 
-def spellings(model: Model, shapes: Shapes) -> dict[str, Places]:
+def spellings(model: Model, shapes: Shapes, *, norms: bool = False) -> dict[str, Places]:
     """Every spelling of the modules of a model with a weight that a LoRA can change: spelling -> its places.
 
-    shapes: of its whole state_dict.
+    shapes: of its whole state_dict. norms: with those whose weight is a vector.
     """
+    dims = (1, 2, 4) if norms else (2, 4)
     modules = {
         key.removesuffix(".weight"): key
         for key, shape in shapes.items()
-        if key.endswith(".weight") and len(shape) in (2, 4) and not key.endswith("_embedding.weight")
+        if key.endswith(".weight") and len(shape) in dims and not key.endswith("_embedding.weight")
     }
     found: dict[str, dict[int, Original]] = {}
     for module, names in model.lora_spellings(modules).items():

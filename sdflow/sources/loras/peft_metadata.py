@@ -21,12 +21,14 @@ from typing import Any
 from sdflow.disk.input_file import read_input, require_shallow
 from sdflow.errors import CheckpointError
 from sdflow.sources.loras.adapter_kinds import (
-    LORA_CONFIG,
+    CONFIGS,
     MERGE_ELSEWHERE,
     MERGE_WITH_PEFT,
     PEFT_TYPES,
     USE_A_LORA,
+    Field,
     kind_of_config,
+    title_of,
 )
 from sdflow.sources.safetensors_file import read_metadata
 from sdflow.sources.weight_files import ADAPTER_CONFIG
@@ -64,13 +66,17 @@ _Pattern = tuple[re.Pattern[str], float]
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """What peft's configuration of one submodel says of its layers. A module's name is the one that peft saw."""
+    """What peft's configuration of one submodel says of its layers. A module's name is the one that peft saw.
+
+    dora: use_dora. kind: the title of the kind, if it is said."""
 
     rank_default: float
     alpha_default: float
     ranks: tuple[_Pattern, ...]
     alphas: tuple[_Pattern, ...]
     rslora: bool
+    dora: bool = False
+    kind: str | None = None
 
     def require_quick(self, modules: Sequence[str], where: str) -> None:
         """Raises CheckpointError where it would take too long to find the patterns of these modules."""
@@ -100,7 +106,7 @@ def read_peft_configs(path: Path, submodels: Sequence[str], own: Collection[str]
 
     own: the submodels that the file's tensors are for. diffusers' save_lora_adapter, of one model, writes no submodel in front
         of the fields: they are then those of the only one.
-    Raises CheckpointError for what is no configuration, and for an adapter that is no plain LoRA.
+    Raises CheckpointError for what is no configuration, and for a kind of adapter that is not merged.
     """
     text = read_metadata(path).get(METADATA_KEY)
     if text is None:
@@ -136,7 +142,7 @@ def peft_fields_of(path: Path) -> dict[str, Any] | None:
 
 
 def peft_config_of(path: Path, fields: Mapping[str, Any]) -> PeftConfig:
-    """What these fields, from beside a file, say. Raises CheckpointError for an adapter that is no plain LoRA."""
+    """What these fields, from beside a file, say. Raises CheckpointError for a kind of adapter that is not merged."""
     return _config(fields, _Where(BESIDE, "", str(path)))
 
 
@@ -180,25 +186,34 @@ class _Where:
 
 
 def _config(fields: Mapping[str, Any], at: _Where) -> PeftConfig:
-    _require_lora(fields.get("peft_type"), at)
+    peft_type = fields.get("peft_type")
+    _require_lora(peft_type, at)
+    known = CONFIGS[peft_type or "LORA"]
     for field, value in fields.items():
-        _require_plain(field, value, at)
-    rslora = fields.get("use_rslora", False)
-    if not isinstance(rslora, bool):
-        raise at.bad("use_rslora", "neither true nor false")
+        _require_plain(field, value, known, at)
+    alpha = "lora_alpha" if "lora_alpha" in known else "alpha"
     return PeftConfig(
         _rank(fields.get("r", _DEFAULT), "r", at),
-        _alpha(fields.get("lora_alpha", _DEFAULT), "lora_alpha", at),
+        _alpha(fields.get(alpha, _DEFAULT), alpha, at),
         _patterns(fields.get("rank_pattern"), "rank_pattern", _rank, at),
         _patterns(fields.get("alpha_pattern"), "alpha_pattern", _alpha, at),
-        rslora,
+        _flag("use_rslora", fields, known, at),
+        _flag("use_dora", fields, known, at),
+        None if peft_type is None else title_of(peft_type),
     )
+
+
+def _flag(field: str, fields: Mapping[str, Any], known: Mapping[str, Field], at: _Where) -> bool:
+    value = fields.get(field) if field in known else None
+    if value is not None and not isinstance(value, bool):
+        raise at.bad(field, "neither true nor false")
+    return bool(value)
 
 
 def _require_lora(peft_type: Any, at: _Where) -> None:
     """Raises CheckpointError for another kind of adapter: first of all, as its fields are others."""
     kind = kind_of_config(peft_type)
-    if kind is None:
+    if kind is None or kind.read:
         return
     unknown = "" if peft_type in PEFT_TYPES else ", a kind that this version of sdflow does not know,"
     raise CheckpointError(
@@ -208,15 +223,16 @@ def _require_lora(peft_type: Any, at: _Where) -> None:
     )
 
 
-def _require_plain(field: str, value: Any, at: _Where) -> None:
-    """Raises CheckpointError for a field that is refused, and for one that this version does not know and that is set."""
-    known = LORA_CONFIG.get(field)
+def _require_plain(field: str, value: Any, fields: Mapping[str, Field], at: _Where) -> None:
+    """Raises CheckpointError for a field that is refused, and for one that this version does not know and that is set. fields: of
+    the kind."""
+    known = fields.get(field)
     plain = _UNSET if known is None else known.plain
     if value is None or (known is not None and known.decision != "refused"):
         return
     # 0 and 1 are no booleans here, although Python holds them for equal.
     if not any(type(value) is type(one) and value == one for one in plain):
-        kind = "DoRA" if field == "use_dora" else f"{at.prefix}{field} = {json.dumps(value)[:100]}"
+        kind = f"{at.prefix}{field} = {json.dumps(value)[:100]}"
         why = "a field that this version of sdflow does not know" if known is None else known.why
         raise CheckpointError(
             f"{kind} is not supported (in its {at.name}): {why}",

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import VerificationError
 from sdflow.families.shared.base import Family
 from sdflow.families.shared.original_unet_names import KOHYA, ORIGINAL, diffusers_names, is_original
+from sdflow.verify.reference.merged_adapters import is_plain, merge_adapters
 
 if TYPE_CHECKING:
     import torch
@@ -69,31 +71,25 @@ def merge_lora(
     if all(name.startswith(PEFT_PREFIX) for name in tensors):
         tensors, beside = _from_peft(tensors, path, family)
         metadata = beside if metadata is None else metadata
+    if not is_plain(tensors):
+        said_of_it = {name: value for name, value in (metadata or {}).items() if name.startswith(f"{component}.")}
+        fields = {name.partition(".")[2]: value for name, value in said_of_it.items()}
+        if not hasattr(module, OLDER.removesuffix(".")):
+            fields = _current(fields)
+        place = partial(_placed, module=module, component=component, family=family, denoiser=denoiser, path=path)
+        try:
+            return merge_adapters(tensors, fields, lambda factors: place(factors)[0], module, scale, path, deferred)
+        except (ValueError, TypeError, KeyError, IndexError, RuntimeError) as error:
+            raise VerificationError(f"diffusers and PEFT cannot merge it: {error!r}"[:300], where=str(path)) from error
     tensors, folded = _without_alphas(tensors, path)
     if folded and metadata is not None:
         if folded < _count(tensors):
             raise VerificationError("says the alphas of some layers, and its header those of others", where=str(path))
         metadata = None
-    tensors = _past_diffusers_reader(tensors, family, denoiser)
-    placed: Tensors = {}
-    count = 0
-    for part in _by_style(tensors, family):
-        try:
-            found, layers = family.lora_state(part, denoiser)
-        except (ValueError, KeyError, IndexError) as error:
-            raise VerificationError(f"diffusers cannot read its names: {error!r}"[:300], where=str(path)) from error
-        count += layers
-        placed |= found
-    if count != _count(tensors):
-        raise VerificationError(f"diffusers gives {count} of its {_count(tensors)} layers a place", where=str(path))
-    own = {
-        name.removeprefix(f"{component}."): each for name, each in placed.items() if name.startswith(f"{component}.")
-    }
+    own, older = _placed(tensors, module, component, family, denoiser, path)
     if not own:
         return 0
     is_denoiser = component == family.part(family.denoiser).component
-    older = any(name.startswith(OLDER) for name in own) and not hasattr(module, OLDER.removesuffix("."))
-    own = _in_shape(_peft_names(own, is_denoiser, older), module, path)
     whole = {f"{component}.{name}": each for name, each in own.items()}
     said_of_it = {name: value for name, value in (metadata or {}).items() if name.startswith(f"{component}.")}
     configured = (_current(said_of_it) if older else said_of_it) or None
@@ -111,6 +107,31 @@ def merge_lora(
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         raise VerificationError(f"diffusers and PEFT cannot merge it: {error}", where=str(path)) from error
     return _count(own)
+
+
+def _placed(
+    tensors: Tensors, module: Any, component: str, family: Family, denoiser: Mapping[str, Any], path: Path
+) -> tuple[Tensors, bool]:
+    """The factors for the module, by the names that PEFT gives them in it; and whether transformers gave its modules longer names
+    in the file. Every layer of the file must have a place in some module."""
+    tensors = _past_diffusers_reader(tensors, family, denoiser)
+    placed: Tensors = {}
+    count = 0
+    for part in _by_style(tensors, family):
+        try:
+            found, layers = family.lora_state(part, denoiser)
+        except (ValueError, KeyError, IndexError) as error:
+            raise VerificationError(f"diffusers cannot read its names: {error!r}"[:300], where=str(path)) from error
+        count += layers
+        placed |= found
+    if count != _count(tensors):
+        raise VerificationError(f"diffusers gives {count} of its {_count(tensors)} layers a place", where=str(path))
+    own = {
+        name.removeprefix(f"{component}."): each for name, each in placed.items() if name.startswith(f"{component}.")
+    }
+    older = any(name.startswith(OLDER) for name in own) and not hasattr(module, OLDER.removesuffix("."))
+    is_denoiser = component == family.part(family.denoiser).component
+    return _in_shape(_peft_names(own, is_denoiser, older), module, path) if own else own, older
 
 
 def _count(tensors: Mapping[str, Any]) -> int:

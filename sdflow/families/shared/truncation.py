@@ -1,0 +1,44 @@
+"""Reports what a text encoder does not read of a prompt, because it has more tokens than the encoder reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sdflow.prompts.limits import report
+
+_SHOWN = 160
+"""Characters of a text in a message."""
+
+
+def warn_of_truncation(
+    tokenizer: Any, texts: Sequence[str], length: int, encoder: str, remedy: str = "", *, ends: Sequence[str] = ()
+) -> None:
+    """Warn of each text that has more tokens than `length`, naming what is left out.
+
+    texts: as the tokenizer gets them. encoder: what reads the tokens. remedy: a sentence, or nothing. ends: what a chat template
+    put behind each text. Nothing is said of a stand-in for a tokenizer, as exports use.
+    """
+    from transformers import PreTrainedTokenizerBase
+
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        return
+    for text, end in dict.fromkeys(zip(texts, ends or [""] * len(texts), strict=True)):
+        ids: list[int] = tokenizer(text, truncation=False, verbose=False).input_ids
+        if len(ids) <= length:
+            continue
+        closing = 1 if ids[-1] == tokenizer.eos_token_id else 0
+        dropped = ids[length - closing : len(ids) - closing]
+        dropped = dropped[: max(0, len(dropped) - len(tokenizer(end, add_special_tokens=False).input_ids))]
+        lost = f"the rest is ignored: {_shown(tokenizer.decode(dropped).strip())}"
+        what = lost if dropped else "the end of the chat template is cut off"
+        report([f"a prompt has {len(ids)} tokens, and the {encoder} reads {length}: {what}. {remedy}".strip()])
+
+
+def ends_of_chats(chats: Sequence[str], texts: Sequence[str]) -> list[str]:
+    """What a chat template put behind each text."""
+    return [chat.rpartition(text)[2] if text and text in chat else "" for chat, text in zip(chats, texts, strict=True)]
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]}")

@@ -1,0 +1,133 @@
+"""What an adapter holds for one weight, and what it adds to it: in float32, without torch, the same bits on every machine.
+
+LoRA          scale * up @ down                            Hu et al. 2021, https://arxiv.org/abs/2106.09685, section 4.1
+LoHa          scale * (up1 @ down1) * (up2 @ down2)        Hyeon-Woo et al. 2022, https://arxiv.org/abs/2108.06098
+LoKr          scale * kron(left, right)                    Yeh et al. 2024, https://arxiv.org/abs/2309.14859
+differences   scale * difference
+
+A Tucker decomposition of a convolution is multiplied out when it is read: `down` is then core times down. DoRA also changes the
+norms of the merged weight: `sdflow/weights/dora.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sdflow.models.base import Original
+from sdflow.sources.loras.lora_names import rows_of
+from sdflow.sources.loras.products import product
+from sdflow.sources.safetensors_file import TensorEntry, read_entry
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Magnitude:
+    """DoRA's norms of the merged weight. values: one for each row (axis 0) or each column, which is an input (axis 1).
+
+    blends: how a scale other than 1 is meant. True, for `dora_scale` of LyCORIS and OneTrainer, as ComfyUI and A1111 apply them:
+    W + scale * (merged at 1 - W). False, for PEFT's `lora_magnitude_vector`: the product is scaled before it is normalized.
+    """
+
+    values: Floats
+    axis: int
+    blends: bool
+
+
+@dataclass(frozen=True)
+class LoraLayer:
+    """What a LoRA holds for one weight.
+
+    up: (out, rank). down: (rank, in * kernel height * kernel width). scale: alpha / rank.
+    """
+
+    up: Floats
+    down: Floats
+    scale: float
+    magnitude: Magnitude | None = None
+
+    def product(self, scale: float) -> Floats:
+        """What is added at this scale, (out, in * kernel)."""
+        import numpy as np
+
+        return product(self.up, self.down, np.float32(scale * self.scale))
+
+
+@dataclass(frozen=True)
+class HadamardLayer:
+    """What a LoHa holds for one weight: two LoRAs whose products are multiplied value by value. up and down as LoraLayer's."""
+
+    up: tuple[Floats, Floats]
+    down: tuple[Floats, Floats]
+    scale: float
+    magnitude: Magnitude | None = None
+
+    def product(self, scale: float) -> Floats:
+        """As LoraLayer's."""
+        import numpy as np
+
+        found = product(self.up[0], self.down[0])
+        found *= product(self.up[1], self.down[1], np.float32(scale * self.scale))
+        return found
+
+
+@dataclass(frozen=True)
+class KroneckerLayer:
+    """What a LoKr holds for one weight: kron(left, right).
+
+    right: a matrix, columns * kernel wide, or two factors of it, (rows, rank) and (rank, columns * kernel). rows: those of the
+    Kronecker product that are the weight's, in its order; None: all.
+    """
+
+    left: Floats
+    right: Floats | tuple[Floats, Floats]
+    scale: float
+    rows: NDArray[np.intp] | None = None
+    magnitude: Magnitude | None = None
+
+    def product(self, scale: float) -> Floats:
+        """As LoraLayer's."""
+        import numpy as np
+
+        left = self.left * np.float32(scale * self.scale)
+        right = product(*self.right) if isinstance(self.right, tuple) else self.right
+        if self.rows is None:
+            whole: Floats = (left[:, None, :, None] * right[None, :, None, :]).reshape(len(left) * len(right), -1)
+            return whole
+        upper, lower = np.divmod(self.rows, len(right))
+        some: Floats = (left[upper][:, :, None] * right[lower][:, None, :]).reshape(len(self.rows), -1)
+        return some
+
+
+@dataclass(frozen=True)
+class DifferenceLayer:
+    """A difference that is added to one weight, or to one bias. As large as the weight, it is read when it is needed.
+
+    place: which rows of the tensor are the weight's."""
+
+    path: Path
+    name: str
+    entry: TensorEntry
+    place: Original
+    magnitude: None = None
+
+    def product(self, scale: float) -> Floats:
+        """As LoraLayer's."""
+        import numpy as np
+
+        own: Floats = rows_of(read_entry(self.path, self.name, self.entry), self.place) * np.float32(scale)
+        return own
+
+
+Layer = LoraLayer | HadamardLayer | KroneckerLayer | DifferenceLayer
+
+
+def lora_delta(layer: Layer, shape: tuple[int, ...], scale: float) -> Floats:
+    """What the adapter adds to a weight of this shape at this scale, float32. Of a DoRA: before the norms are changed."""
+    return layer.product(scale).reshape(shape)
