@@ -33,7 +33,7 @@ from sdflow.config.workflow import EvaluateSpec, LoraSpec, Mark, VerifySpec
 from sdflow.families import any_family
 from sdflow.sources.components.nets import nets_in_folder
 from sdflow.sources.reference import AdapterReference
-from sdflow.store.remote.spec import TIMEOUT, RemoteSpec, is_url, unknown_scheme, without_secrets
+from sdflow.store.remote.spec import TIMEOUT, RemoteSpec, at, is_url, unknown_scheme, without_secrets
 
 Kind = TypeVar("Kind", YamlMap, YamlList)
 
@@ -92,7 +92,7 @@ class Named:
         url = remote.url
         if not is_url(url):
             written = place.entries["url"] if isinstance(place, YamlMap) else place
-            url = str((self._files.folder(written.mark) / Path(url).expanduser()).resolve())
+            url = at(str((self._files.folder(written.mark) / Path(url).expanduser()).resolve()), "cache")
         timeout = TIMEOUT if remote.timeout is None else remote.timeout
         return RemoteSpec(url, push=fields.push, timeout=timeout, trust=tuple(remote.trust))
 

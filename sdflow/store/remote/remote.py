@@ -12,28 +12,33 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 from sdflow import stop
-from sdflow.artifact import Action, Record
+from sdflow.artifact import Record
 from sdflow.store.layout import Layout, free_bytes, keep_bytes, log, remove_tree
 from sdflow.store.objects import BadTree, read_manifest
 from sdflow.store.records import BadRecord, Stored
 from sdflow.store.remote.down import WrongBytes, bring
 from sdflow.store.remote.entry import (
+    LIST,
     MOST_OF_ENTRY,
     MOST_OF_MANIFEST,
     Cuts,
     action_path,
+    dump_list,
     no_cuts,
     object_path,
     read_entry,
+    read_list,
     read_object,
 )
 from sdflow.store.remote.parallel import Lines
 from sdflow.store.remote.share import Absent, Refused, Share, Unusable
 from sdflow.store.remote.spec import RemoteSpec
-from sdflow.store.remote.trust import Claim, Signer, Untrusted, claim, claims, require_cryptography, require_signed
+from sdflow.store.remote.trust import MOST_OF_SIGNATURE, Claim, claim, claims, require_signed, signature_path
 from sdflow.store.remote.up import DamagedHere, Sent, send
+from sdflow.store.signing import Signer, Untrusted, require_signers
 from sdflow.units import spell_bytes
 
 TRIES = 3
@@ -51,7 +56,7 @@ class Remote:
 
     def __init__(self, spec: RemoteSpec, layout: Layout, cuts: Cuts = no_cuts, signer: Signer | None = None) -> None:
         if spec.trust:
-            require_cryptography()
+            require_signers(spec.trust)
         self.spec = spec
         self.share = Share(spec)
         self.tell: Callable[[str], None] = log.warning
@@ -78,19 +83,18 @@ class Remote:
 
     # Down
 
-    def look(self, action: Action, meanwhile: Callable[[], None] = lambda: None) -> Stored | None:
+    def look(self, digest: str, meanwhile: Callable[[], None] = lambda: None) -> Stored | None:
         """What the remote says that the action gave; None when it has none, or cannot be asked."""
-        if not self._read_from or action.digest in self._mend:
+        if not self._read_from or digest in self._mend:
             return None
-        if action.digest not in self._known:
-            path = action_path(action.digest)
+        if digest not in self._known:
+            path = action_path(digest)
             data = b""
             try:
                 data = self._read(path, MOST_OF_ENTRY, meanwhile)
-                entry = read_entry(data, action.digest)
-                if self.spec.trust:
-                    require_signed(data, self.spec.trust)
-                self._known[action.digest] = entry
+                entry = read_entry(data, digest)
+                self._require_signed(data, meanwhile)
+                self._known[digest] = entry
             except Refused:
                 self._say(
                     f"{self.spec.shown} refuses to tell what it lacks (403): that counts as not there. If it should be, look at "
@@ -103,13 +107,43 @@ class Remote:
                 self._give_up(error)
                 return None
             except Untrusted:
-                self._mend.add(action.digest)
+                self._mend.add(digest)
                 self._say(f"{self.spec.shown} has results that no key signed that is trusted: they count as not there")
                 return None
             except BadRecord as error:
-                self._wrong(action.digest, path, data, str(error))
+                self._wrong(digest, path, data, str(error))
                 return None
-        return self._known[action.digest]
+        return self._known[digest]
+
+    def exported(self, meanwhile: Callable[[], None] = lambda: None) -> tuple[Mapping[str, Any], list[Stored]]:
+        """What `export` wrote: JSON about it, and its entries. Raises Absent, BadRecord, Unusable, Untrusted."""
+        data = self._read(LIST, MOST_OF_MANIFEST, meanwhile)
+        about, digests = read_list(data)
+        self._require_signed(data, meanwhile)
+        entries = [(digest, self.look(digest, meanwhile)) for digest in digests]
+        for digest, entry in entries:
+            if entry is None:
+                raise Absent(
+                    self.distrusted or self.unusable or f"the action {digest[:12]} that it lists, as is trusted"
+                )
+        return about, [entry for _, entry in entries if entry is not None]
+
+    def export(self, about: Mapping[str, Any], actions: Sequence[str]) -> None:
+        """Say what was exported, after it was pushed. Raises Unusable."""
+        data = dump_list(about, actions)
+        if self._signer is not None:
+            self.share.write(signature_path(data), self._signer.signature(data))
+        self.share.write(LIST, data)
+
+    def _require_signed(self, data: bytes, meanwhile: Callable[[], None]) -> None:
+        """Raises Untrusted, where signers are trusted, for what none of them has signed."""
+        if self.spec.trust and require_signed(
+            data, self.spec.trust, lambda: self._read(signature_path(data), MOST_OF_SIGNATURE, meanwhile)
+        ):
+            self._say(
+                f"{self.spec.shown} has signatures of an earlier sdflow, which the next one does not read: push again with a key "
+                "of `sdflow cache key`, and name that in trust"
+            )
 
     def bring(self, entry: Stored, folder: Path, meanwhile: Callable[[], None] = lambda: None) -> bool:
         """Make the files of an entry in `folder`, or go on with what an earlier attempt left there.

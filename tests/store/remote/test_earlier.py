@@ -75,7 +75,7 @@ def test_an_earlier_archive_is_imported(earlier: Path) -> None:
     assert len(found.new) == 2
     assert [files_of(record)["model.onnx"] for record in found.new] == [b"graph" * 40] * 2
     assert cache.notes.imported_architectures() == [{"config": {"_class_name": "UNet"}, "defaults": {}}]
-    assert import_structures(earlier / "structures.sdflow", cache).new == []
+    assert not import_structures(earlier / "structures.sdflow", cache).new
 
 
 @pytest.mark.parametrize("cut", [100, 1000])
