@@ -53,8 +53,13 @@ def require_signers(trust: Sequence[str]) -> None:
     """Raises UsageError for one who is trusted whose key or certificate cannot be read."""
     require_signing("checking signatures")
     for each in trust:
-        if not EARLIER.fullmatch(each) and not each.startswith(f"{SIGSTORE}:"):
+        if POINT.fullmatch(each) or is_file(each):
             _pem_of(each)
+
+
+def is_file(trusted: str) -> bool:
+    """Whether who is trusted is named by a PEM file."""
+    return not (EARLIER.fullmatch(trusted) or POINT.fullmatch(trusted) or trusted.startswith(f"{SIGSTORE}:"))
 
 
 def make_key(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""OpenSSF Model Signing: its own command checks what sdflow signed, and sdflow checks what it signed; nothing is sent anywhere."""
+"""OpenSSF Model Signing: its own command checks what sdflow signed, and the other way round; nothing is sent anywhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from sdflow.errors import UsageError, VerificationError
+from sdflow.config import load_workflow
+from sdflow.errors import UsageError, VerificationError, WorkflowError
+from sdflow.passes.registry import catalog
 from sdflow.run.sign import check_signature, sign_pipeline, signature_of
 from sdflow.store import Cache
 from sdflow.store.remote import RemoteSpec
@@ -220,3 +222,18 @@ def test_who_is_trusted_by_no_key_is_an_error(trusted: str, tmp_path: Path, monk
     Path("text.pem").write_text("no key")
     with pytest.raises(UsageError):
         Cache(tmp_path / "c", remote=RemoteSpec("/x", trust=(trusted,)))
+
+
+def test_a_workflow_names_who_is_trusted(key: str, tmp_path: Path) -> None:
+    """Files lie beside the workflow; what is no key is told with its line."""
+    path = tmp_path / "workflow.yaml"
+    trust = [key, "key.pem.pub", "sigstore:me@example.com https://accounts.example.com", "0" * 64]
+    text = "extends: base/tiny.yaml\nmodel: synthetic:sd15-tiny\ntarget: cpu\ncache: {remote: {url: shared.zip, trust: %s}}\n"
+    path.write_text(text % trust)
+    remote = load_workflow(path, catalog=catalog()).remote
+    assert remote is not None
+    assert remote.archive == tmp_path / "shared.zip"
+    assert remote.trust == (key, str(tmp_path / "key.pem.pub"), *trust[2:])
+    path.write_text(text % ["04" + "0" * 64])
+    with pytest.raises(WorkflowError, match=r"workflow.yaml:4"):
+        load_workflow(path, catalog=catalog())

@@ -110,10 +110,10 @@ def test_a_signature_holds_for_every_field(folder: Path, key: str, what: str) ->
         case "shape":
             bundle["dsseEnvelope"]["signatures"] = []
         case "of another":
-            (folder / "other").write_bytes(b"other")
             bundle = json.loads(Signer(folder / "key.pem").signature(b"other"))
         case "no bundle":
             bundle = {"verificationMaterial": [1]}
+    signature(folder).parent.mkdir(exist_ok=True)
     signature(folder).write_text(json.dumps(bundle))
     if what == "none":
         signature(folder).unlink()
@@ -212,8 +212,9 @@ def test_the_key_stays_here(folder: Path, key: str) -> None:
 def test_without_the_package_trust_is_an_error_and_no_trust_is_none(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sdflow.machine.packages.installed_version", lambda name: None)
+    monkeypatch.setattr("sdflow.machine.packages.missing", lambda *names: names)
     Cache(folder / "c", remote=RemoteSpec("/x"))
     with pytest.raises(UsageError) as told:
         Cache(folder / "c", remote=RemoteSpec("/x", trust=("02" + "0" * 64,)))
     assert told.value.remedy == "pip install 'sdflow[sign]'"
+    assert told.value.what.endswith("needs model-signing, pyopenssl, which are not installed")
