@@ -35,6 +35,7 @@ from sdflow.store.records import BadRecord, Stored
 from sdflow.store.remote import RemoteSpec
 from sdflow.store.remote.archives import to_read, to_write
 from sdflow.store.remote.copying import answering, copy_entries
+from sdflow.store.remote.down import WrongBytes
 from sdflow.store.remote.share import Absent, Unusable
 from sdflow.store.remote.spec import at
 from sdflow.store.signing import Signer, Untrusted
@@ -238,23 +239,17 @@ def import_structures(where: str | Path, cache: Cache, trust: Sequence[str] = ()
             about, entries = source.remote.exported(stop.check)
             _require_structures_of_ours(about, entries)
             copied = copy_entries(source, [entry.action for entry in entries], up=False, whole=True)
-    except Absent as error:
-        raise _not_imported(where, f"holds no exported structures, or not all: it lacks {error}", said) from error
-    except Untrusted as error:
-        raise _not_imported(where, f"is signed by nobody whom you trust ({error})", said) from error
-    except (BadRecord, Unusable) as error:
-        raise _not_imported(where, f"is no archive of structures, or is damaged: {error}", said) from error
-    except CacheError as error:
-        raise _not_imported(where, f"is damaged: {error.what}", said) from error
-    if len(copied.new) < copied.missing:
-        raise _not_imported(where, "is damaged, or cannot be used", said)
+            if len(copied.new) < copied.missing:
+                raise Absent(source.remote.distrusted or "parts of them")
+    except (Absent, Untrusted, BadRecord, WrongBytes, Unusable, CacheError) as error:
+        what = {Absent: "holds no exported structures, or lacks some", Untrusted: "is signed by nobody whom you trust"}
+        raise UsageError(
+            "; ".join([f"{what.get(type(error), 'is no archive of structures, or is damaged')}: {error}", *said]),
+            where=where,
+            remedy="Nothing was imported. Copy it again, or write it again: sdflow cache export.",
+        ) from error
     cache.notes.note_imported([entry.action for entry in entries], about.get("architectures", ()))
     return Imported(where, about, len(entries), copied.new)
-
-
-def _not_imported(where: str, what: str, said: Sequence[str]) -> UsageError:
-    remedy = "Nothing was imported. Copy it again, or write it again: sdflow cache export."
-    return UsageError("; ".join([what, *said]), where=where, remedy=remedy)
 
 
 def _require_structures_of_ours(about: Mapping[str, Any], entries: Sequence[Stored]) -> None:
