@@ -96,7 +96,7 @@ class Remote:
         try:
             data = self._read(action_path(digest), MOST_OF_ENTRY, meanwhile)
             entry = self._parsed(action_path(digest), data, lambda: read_entry(data, digest))
-            self._require_signed(data, meanwhile)
+            self._require_signed(action_path(digest), data, meanwhile)
         except Refused:
             self._say(
                 f"{self.spec.shown} refuses to tell what it lacks (403): that counts as not there. If it should be, look at "
@@ -119,7 +119,7 @@ class Remote:
         """What `export` wrote: JSON about it, and its entries. Raises Absent, WrongBytes, Unusable, Untrusted."""
         data = self._read(LIST, MOST_OF_MANIFEST, meanwhile)
         about, digests = self._parsed(LIST, data, lambda: read_list(data))
-        self._require_signed(data, meanwhile)
+        self._require_signed(LIST, data, meanwhile)
         entries = {digest: self.look(digest, meanwhile) for digest in digests}
         if missing := [digest for digest, entry in entries.items() if entry is None]:
             raise Absent(self.distrusted or self.unusable or f"the action {missing[0][:12]}, signed as is asked for")
@@ -132,11 +132,13 @@ class Remote:
             self.share.write(signature_path(data), self._signer.signature(data))
         self.share.write(LIST, data)
 
-    def _require_signed(self, data: bytes, meanwhile: Callable[[], None]) -> None:
-        """Raises Untrusted, where signers are trusted, for what none of them has signed."""
-        if self.spec.trust and require_signed(
-            data, self.spec.trust, lambda: self._read(signature_path(data), MOST_OF_SIGNATURE, meanwhile)
-        ):
+    def _require_signed(self, path: str, data: bytes, meanwhile: Callable[[], None]) -> None:
+        """Raises Untrusted, where signers are trusted, for what none of them has signed, WrongBytes for what is none."""
+
+        def read() -> bytes:
+            return self._read(signature_path(data), MOST_OF_SIGNATURE, meanwhile)
+
+        if self.spec.trust and self._parsed(path, data, lambda: require_signed(data, self.spec.trust, read)):
             self._say(
                 f"{self.spec.shown} has signatures of an earlier sdflow, which the next one does not read: push again with a key "
                 "of `sdflow cache key`, and name that in trust"
