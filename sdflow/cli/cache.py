@@ -48,8 +48,8 @@ def list_entries(
         print_entries(Cache(cache_folder(cache)).entries(), as_json=json)
         return
     from sdflow import stop
+    from sdflow.store.copying import answering
     from sdflow.store.remote.catalog import listed
-    from sdflow.store.remote.copying import answering
 
     with answering(_shared(cache_folder(cache), url)) as remote_cache:
         entries = listed(remote_cache.share, stop.check)
@@ -64,8 +64,8 @@ def push(workflow: Workflows = None, url: Url = None, cache: CacheDir = None, js
     Skips what is already there.
     """
     from sdflow.report.cache import print_pushed
+    from sdflow.store.copying import copy_entries
     from sdflow.store.remote.archives import to_write
-    from sdflow.store.remote.copying import copy_entries
 
     opened, plans = _planned(cache_folder(cache), url, workflow or [])
     records = list(opened.steps()) if not workflow else [each.record for each in plans if each.record is not None]
@@ -85,8 +85,8 @@ def pull(workflow: Workflows = None, url: Url = None, cache: CacheDir = None, js
     """
     from sdflow import stop
     from sdflow.report.cache import print_pulled
+    from sdflow.store.copying import answering, copy_entries
     from sdflow.store.remote.catalog import listed
-    from sdflow.store.remote.copying import answering, copy_entries
 
     opened, plans = _planned(cache_folder(cache), url, workflow or [])
     if workflow:
@@ -267,8 +267,8 @@ def gc(
 
     if remote:
         from sdflow import stop
+        from sdflow.store.copying import answering
         from sdflow.store.remote.catalog import sweep
-        from sdflow.store.remote.copying import answering
 
         if older_than is None or max_size is not None:
             raise UsageError("a remote cache is shrunk by age", where="--remote", remedy="Give --older-than 30d.")

@@ -31,10 +31,10 @@ from sdflow.run.options import RunOptions
 from sdflow.run.run import run_workflow
 from sdflow.sources.config_recognition import config_defaults
 from sdflow.store import Cache
+from sdflow.store.copying import answering, copy_entries
 from sdflow.store.records import BadRecord, Stored
 from sdflow.store.remote import RemoteSpec
 from sdflow.store.remote.archives import to_read, to_write
-from sdflow.store.remote.copying import answering, copy_entries
 from sdflow.store.remote.down import WrongBytes
 from sdflow.store.remote.share import Absent, Unusable
 from sdflow.store.remote.spec import at

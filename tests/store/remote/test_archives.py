@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from sdflow.store import Cache
+from sdflow.store.copying import copy_entries
 from sdflow.store.remote import RemoteSpec, catalog
 from sdflow.store.remote.archives import to_write
-from sdflow.store.remote.copying import copy_entries
 from sdflow.store.remote.spec import at
 
 from ..builds import contents, make_action, publish
