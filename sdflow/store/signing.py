@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,8 +36,8 @@ SIGNER = re.compile(rf"{EARLIER.pattern}|{POINT.pattern}|sigstore:\S+ https?://\
 certificates."""
 _CURVES = {33: "SECP256R1", 49: "SECP384R1", 67: "SECP521R1"}
 """Bytes of a point, compressed -> its curve."""
-DEEPEST = 8
-"""Folders in one another that are signed."""
+MOST_FILES = 1_000
+"""Of a folder with links: some may lead in a circle."""
 _NEW_KEY = "`sdflow cache key FILE` makes one."
 
 
@@ -264,20 +265,23 @@ def _without_links(model: Path) -> Iterator[tuple[Path, Any]]:
         return
     from model_signing.hashing import Config
 
-    def mirror(folder: Path, place: Path, depth: int) -> None:
-        place.mkdir()
-        for each in folder.iterdir():
-            found = each.resolve(strict=True)
-            if not found.is_dir():
-                (place / each.name).symlink_to(found)
-            elif depth:
-                mirror(found, place / each.name, depth - 1)
-            else:
-                raise ValueError(f"{each} lies too deep")
+    found = 0
+
+    def counted(folder: str, names: list[str]) -> list[str]:
+        nonlocal found
+        found += len(names)
+        if found > MOST_FILES:
+            raise ValueError(f"it has more than {MOST_FILES:,} files, or links in a circle")
+        return []
+
+    def link(source: str, target: str) -> None:
+        Path(target).symlink_to(Path(source).resolve())
 
     with tempfile.TemporaryDirectory(prefix="sdflow-") as folder:
-        mirror(model, Path(folder, model.name), DEEPEST)
-        yield Path(folder, model.name), Config().set_allow_symlinks(True)
+        yield (
+            Path(shutil.copytree(model, Path(folder, model.name), ignore=counted, copy_function=link)),
+            Config().set_allow_symlinks(True),
+        )
 
 
 @contextmanager

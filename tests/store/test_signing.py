@@ -113,7 +113,7 @@ def test_what_the_command_signed_is_verified(pipeline: Path, key: str, tmp_path:
         check_signature(copy, copy / "model.sig", [other])
 
 
-@pytest.mark.parametrize("change", ["more", "less", "renamed", "linked elsewhere"])
+@pytest.mark.parametrize("change", ["more", "less", "renamed", "linked elsewhere", "a circle"])
 def test_a_folder_that_was_changed_is_not_what_was_signed(
     change: str, pipeline: Path, key: str, tmp_path: Path
 ) -> None:
@@ -125,6 +125,9 @@ def test_a_folder_that_was_changed_is_not_what_was_signed(
             (pipeline / "sdflow.json").unlink()
         case "renamed":
             (pipeline / "unet").rename(pipeline / "vae")
+        case "a circle":
+            for name in ("a", "b", "c"):
+                (pipeline / name).symlink_to(pipeline)
         case _:
             (pipeline / "unet").unlink()
             (pipeline / "unet").symlink_to(tmp_path)
