@@ -228,8 +228,12 @@ def import_structures(where: str | Path, cache: Cache, trust: Sequence[str] = ()
     """Bring all structures that were exported to an archive, a folder or a URL into the cache, where plans find them, or none.
 
     trust: signers, of whom one must have signed them. Raises UsageError for what is no such place, is damaged or of a newer
-    format, or holds something else than structures of this sdflow's passes.
+    format, or holds something else than structures of this sdflow's passes; CacheError for a cache that cannot be written.
     """
+    if not cache.writable:
+        raise CacheError(
+            "the cache cannot be written", where=str(cache.root), remedy="Make it so, or name another with --cache."
+        )
     where, said = str(where), list[str]()
     try:
         with to_read(RemoteSpec(at(where, "sdflow cache import"), trust=tuple(trust))) as place:
