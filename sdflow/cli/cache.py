@@ -71,7 +71,7 @@ def push(workflow: Workflows = None, url: Url = None, cache: CacheDir = None, js
     records = list(opened.steps()) if not workflow else [each.record for each in plans if each.record is not None]
     remote = _remote_of(opened)
     with to_write(remote.spec) as place:
-        there = opened.at(place)
+        there = opened if place is remote.spec else opened.at(place)  # it may know already what is to be replaced
         _remote_of(there)
         copied = copy_entries(there, [record.action for record in records], up=True)
     print_pushed(copied.sent, len(records), remote.spec.shown, as_json=json)
