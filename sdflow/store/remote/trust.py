@@ -184,11 +184,10 @@ def read_claim(data: bytes, signature: bytes | None, object_digest: str, trust: 
         raise BadRecord("it says nothing that can be shown")
     said = Claim(str(level), str(target), versions)
     if signature is not None:
-        key, own = body.get("key"), []
-        if isinstance(key, str) and POINT.fullmatch(key):
-            own = [key]
-        signer = verify_data(data, signature, [*trust, *own])
-        return replace(said, key=signer, trusted=signer in trust)
+        key = body.get("key")
+        own = [key] if isinstance(key, str) and POINT.fullmatch(key) else []
+        signed_by = verify_data(data, signature, [*trust, *own])
+        return replace(said, key=signed_by, trusted=signed_by in trust)
     keys = [key for key, _ in _earlier(data)]
     for candidates in (trust, keys):
         if keys and (signer := _signed_earlier(data, candidates)):
