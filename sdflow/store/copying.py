@@ -35,8 +35,8 @@ def copy_entries(cache: Cache, actions: Iterable[Action], *, up: bool, whole: bo
     with cache.lease(), answering(cache.remote) as remote:
         if up:
             sent = Sent()
-            for record in filter(None, map(cache.lookup, chosen)):
-                sent += remote.push(record, stop.check) or Sent()
+            for each in filter(None, map(cache.lookup, chosen)):
+                sent += remote.push(each, stop.check) or Sent()
                 require_usable(remote)
             return Copied(len(chosen), (), sent)
         missing = [action for action in chosen if cache.lookup(action) is None]

@@ -138,7 +138,10 @@ class Remote:
         def read() -> bytes:
             return self._read(signature_path(data), MOST_OF_SIGNATURE, meanwhile)
 
-        if self.spec.trust and self._parsed(path, data, lambda: require_signed(data, self.spec.trust, read)):
+        if not self.spec.trust:
+            return
+        earlier = self._parsed(path, data, lambda: require_signed(data, self.spec.trust, read))
+        if earlier:
             self._say(
                 f"{self.spec.shown} has signatures of an earlier sdflow, which the next one does not read: push again with a key "
                 "of `sdflow cache key`, and name that in trust"
