@@ -53,9 +53,9 @@ def sign(
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Sign a pipeline with OpenSSF Model Signing, or check its signature.
+    """Sign a pipeline, or check who signed it.
 
-    `model_signing verify` accepts the signatures, and `--check` those of `model_signing sign`.
+    By OpenSSF Model Signing: `model_signing verify` accepts the signatures, and `--check` those of `model_signing sign`.
     """
     from sdflow.errors import UsageError
     from sdflow.report.output import print_json, put
