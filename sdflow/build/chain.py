@@ -154,7 +154,7 @@ def _each(steps: Sequence[Step], ready: bool, cache: Cache) -> Iterator[PlannedS
         if record is not None:
             yield PlannedStep(step, "cached", action, record, (), failure)
             before = record.artifact.digest
-        elif cache.remote is not None and (entry := cache.remote.look(action)) is not None:
+        elif cache.remote is not None and (entry := cache.remote.look(action.digest)) is not None:
             yield PlannedStep(step, "remote", action, None, (f"fetched from {cache.remote.spec.shown}",))
             before = entry.object
         else:

@@ -24,6 +24,7 @@ from sdflow.cli.opened import made_here, open_cache
 from sdflow.cli.options import takes
 from sdflow.cli.selftest import selftest
 from sdflow.cli.serve import serve
+from sdflow.cli.sign import sign
 from sdflow.parameter import parameters
 from sdflow.run.options import RunOptions
 
@@ -44,6 +45,7 @@ app.add_typer(cache_app, name="cache")
 app.command()(generate)
 app.command()(export)
 app.command()(bake)
+app.command()(sign)
 app.command()(bench)
 app.command()(tune)
 app.command()(inspect)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     cls=CacheCommands, help="List, check, share and shrink the cache.", no_args_is_help=True, rich_markup_mode=None
 )
-
-_REMEDY = "Look at the URL, the network, and the store's own settings for credentials."
 
 Url = Annotated[
     str | None,
@@ -51,10 +48,10 @@ def list_entries(
         print_entries(Cache(cache_folder(cache)).entries(), as_json=json)
         return
     from sdflow import stop
+    from sdflow.store.copying import answering
     from sdflow.store.remote.catalog import listed
 
-    remote_cache = _shared(cache_folder(cache), url)
-    with _must_answer(remote_cache):
+    with answering(_shared(cache_folder(cache), url)) as remote_cache:
         entries = listed(remote_cache.share, stop.check)
         claims = remote_cache.claims(each.entry.object for each in entries)
         print_remote_entries(entries, claims, remote_cache.spec.shown, as_json=json)
@@ -66,19 +63,18 @@ def push(workflow: Workflows = None, url: Url = None, cache: CacheDir = None, js
 
     Skips what is already there.
     """
-    from sdflow import stop
     from sdflow.report.cache import print_pushed
-    from sdflow.store.remote.up import Sent
+    from sdflow.store.copying import copy_entries
+    from sdflow.store.remote.archives import to_write
 
     opened, plans = _planned(cache_folder(cache), url, workflow or [])
-    remote_cache = _remote_of(opened)
     records = list(opened.steps()) if not workflow else [each.record for each in plans if each.record is not None]
-    total = Sent()
-    with opened.lease(), _must_answer(remote_cache):
-        for record in {record.action.digest: record for record in records}.values():
-            total += remote_cache.push(record, stop.check) or Sent()
-            _require_usable(remote_cache)
-    print_pushed(total, len(records), remote_cache.spec.shown, as_json=json)
+    remote = _remote_of(opened)
+    with to_write(remote.spec) as place:
+        there = opened if place is remote.spec else opened.at(place)  # it may know already what is to be replaced
+        _remote_of(there)
+        copied = copy_entries(there, [record.action for record in records], up=True)
+    print_pushed(copied.sent, len(records), remote.spec.shown, as_json=json)
 
 
 @app.command()
@@ -89,43 +85,37 @@ def pull(workflow: Workflows = None, url: Url = None, cache: CacheDir = None, js
     """
     from sdflow import stop
     from sdflow.report.cache import print_pulled
+    from sdflow.store.copying import answering, copy_entries
     from sdflow.store.remote.catalog import listed
 
     opened, plans = _planned(cache_folder(cache), url, workflow or [])
-    remote_cache = _remote_of(opened)
-    with opened.lease(), _must_answer(remote_cache):
-        if workflow:
-            actions = [each.action for each in plans if each.state == "remote" and each.action is not None]
-        else:
-            # Steps alone: a verdict is each machine's own, whatever somebody has put there.
-            actions = [
-                each.entry.action for each in listed(remote_cache.share, stop.check) if each.entry.action.of_step
-            ]
-        fetched = []
-        missing = {action.digest: action for action in actions if opened.lookup(action) is None}
-        for action in missing.values():
-            with opened.lock(action, meanwhile=stop.check):
-                record = opened.lookup(action) or opened.fetch(action, stop.check)
-            _require_usable(remote_cache)
-            fetched += [] if record is None else [record]
-    print_pulled(fetched, len(missing), remote_cache.spec.shown, as_json=json)
+    if workflow:
+        actions = [each.action for each in plans if each.state == "remote" and each.action is not None]
+    else:
+        # Steps alone: a verdict is each machine's own, whatever somebody has put there.
+        with answering(opened.remote) as remote:
+            actions = [each.entry.action for each in listed(remote.share, stop.check) if each.entry.action.of_step]
+    copied = copy_entries(opened, actions, up=False)
+    print_pulled(copied.new, copied.missing, _remote_of(opened).spec.shown, as_json=json)
 
 
 @app.command()
 def key(file: Annotated[Path, typer.Argument(help="File to write the private key to.", metavar="FILE")]) -> None:
-    """Create a key that signs what you push.
+    """Create a key that signs what you push, and pipelines.
 
-    Set $SDFLOW_SIGNING_KEY to its file. Prints the public key, for those who should trust it.
+    Set $SDFLOW_SIGNING_KEY to its file. Prints the public key, for those who should trust it, and writes it to FILE.pub.
     """
     from sdflow.report.output import put
-    from sdflow.store.remote.trust import make_key
+    from sdflow.store.signing import make_key
 
     put(make_key(file), wrap=False)
 
 
 @app.command("export")
 def export_(
-    file: Annotated[Path, typer.Argument(help="Archive to write.", metavar="FILE")],
+    file: Annotated[
+        str, typer.Argument(help="Where to write: an archive (.zip, .sdflow), a folder, or a URL.", metavar="FILE")
+    ],
     structures: Annotated[
         str,
         typer.Option(
@@ -155,17 +145,28 @@ def export_(
     from sdflow.cli.progress import progress_view
     from sdflow.report.structures import print_exported
     from sdflow.run.structures import export_structures
+    from sdflow.store.signing import signer_from_environment
 
+    signer = signer_from_environment()
+    names, targets = _listed(structures), _listed(target or "")
     with progress_view() as listener:
         result = export_structures(
-            _listed(structures), _listed(target or ""), file, open_cache(cache), listener, verify=verify, jobs=jobs
+            names, targets, file, open_cache(cache), listener, verify=verify, jobs=jobs, signer=signer
         )
     print_exported(result, as_json=json)
 
 
 @app.command("import")
 def import_(
-    file: Annotated[Path, typer.Argument(help="Archive written by `sdflow cache export`.", metavar="FILE")],
+    file: Annotated[
+        str, typer.Argument(help="Where `sdflow cache export` wrote: an archive, a folder, or a URL.", metavar="FILE")
+    ],
+    trust: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--trust", help="Import only what this key, certificate, or identity signed. Repeatable.", metavar="KEY"
+        ),
+    ] = None,
     cache: CacheDir = None,
     json: AsJson = False,
 ) -> None:
@@ -176,7 +177,7 @@ def import_(
     from sdflow.report.structures import print_imported
     from sdflow.run.structures import import_structures
 
-    print_imported(import_structures(file, open_cache(cache)), as_json=json)
+    print_imported(import_structures(file, open_cache(cache), trust or ()), as_json=json)
 
 
 def _listed(text: str) -> list[str]:
@@ -212,25 +213,6 @@ def _remote_of(cache: Cache) -> Remote:
         )
     cache.remote.tell = say
     return cache.remote
-
-
-@contextmanager
-def _must_answer(remote_cache: Remote) -> Iterator[None]:
-    """Here the remote is what it is about: raises CacheError when it cannot be used."""
-    from sdflow.errors import CacheError
-    from sdflow.store.remote.share import Unusable
-
-    try:
-        yield
-    except Unusable as error:
-        raise CacheError(str(error), where=remote_cache.spec.shown, remedy=_REMEDY) from error
-
-
-def _require_usable(remote_cache: Remote) -> None:
-    from sdflow.errors import CacheError
-
-    if (why := remote_cache.unusable or remote_cache.distrusted or remote_cache.closed) is not None:
-        raise CacheError(why, where=remote_cache.spec.shown, remedy=_REMEDY)
 
 
 @app.command()
@@ -285,12 +267,12 @@ def gc(
 
     if remote:
         from sdflow import stop
+        from sdflow.store.copying import answering
         from sdflow.store.remote.catalog import sweep
 
         if older_than is None or max_size is not None:
             raise UsageError("a remote cache is shrunk by age", where="--remote", remedy="Give --older-than 30d.")
-        remote_cache = _shared(cache_folder(cache), url)
-        with _must_answer(remote_cache):
+        with answering(_shared(cache_folder(cache), url)) as remote_cache:
             swept = sweep(remote_cache.share, parse_age(older_than), dry_run=dry_run, meanwhile=stop.check)
         print_swept(swept, remote_cache.spec.shown, dry_run=dry_run, as_json=json)
         return

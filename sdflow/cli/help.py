@@ -25,6 +25,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "verify": "sdflow verify pipelines/sd15-cuda --html report.html",
         "explain": "sdflow explain workflow.yaml --step BindWeights",
         "bake": "sdflow bake --base pipelines/sd15 --lora ink.safetensors --out pipelines/ink",
+        "sign": "sdflow sign pipelines/sd15-cuda --key signing.pem",
         "export": "sdflow export pipelines/sd15-cuda --one-file sd15.onnx",
     },
     "Generate and serve": {
@@ -93,6 +94,7 @@ PANELS: Mapping[str, str] = {
     "Graph": "one_file schedule schedule_file open_schedule negative text embed",
     "Hardware": "target on threads low_memory keep device_memory vae_tiles",
     "Cache": "cache rehash engine_cache remote url older_than max_size dry_run",
+    "Signature": "key certificate sigstore identity_token trust_config signature trust",
     "Output": "out overwrite results html report sheet preview previews log_prompts traces interactive quiet verbose json",
 }
 """Group of options -> names of parameters, in the order in which they are shown. What is in none is under "Options"."""

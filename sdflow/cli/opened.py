@@ -42,7 +42,7 @@ def open_cache(
     from sdflow.onnx_model.tensor_offsets import tensor_offsets
     from sdflow.store import Cache
     from sdflow.store.remote.spec import RemoteSpec, at, remote_from_environment
-    from sdflow.store.remote.trust import signer_from_environment
+    from sdflow.store.signing import signer_from_environment
 
     root = cache_folder(given)
     require_utf8(str(root.resolve()), "--cache")

@@ -12,6 +12,7 @@ from sdflow.config.workflow import EvaluateSpec, ImageSpec, LatencySpec, VerifyS
 from sdflow.families.settings import COMMON
 from sdflow.families.shared.approximation import MOST_EVERY, MOST_LAYERS, Interval, Reuse
 from sdflow.families.shared.references import MOST_REFERENCES
+from sdflow.store.signing import SIGNER
 
 WORKFLOW: Mapping[str, str] = {
     "extends": "A workflow file, or a list of them, that this one builds on. Relative to this file; a missing "
@@ -226,10 +227,11 @@ class RemoteFields(_Fields):
         Field(description="Seconds without any answer after which it counts as gone for the run; null: 30."),
     ] = None
     trust: Annotated[
-        list[Annotated[str, Field(pattern="^[0-9a-f]{64}$")]],
+        list[Annotated[str, Field(pattern=f"^({SIGNER.pattern})$", max_length=1000)]],
         Field(
             max_length=1000,
-            description="Public keys of `sdflow cache key`: what none of them has signed counts as not there. []: any.",
+            description="Public keys of `sdflow cache key`, PEM files of keys or root certificates, or "
+            "`sigstore:IDENTITY ISSUER`: what none of them has signed counts as not there. []: any.",
         ),
     ] = []
 

@@ -33,7 +33,8 @@ from sdflow.config.workflow import EvaluateSpec, LoraSpec, Mark, VerifySpec
 from sdflow.families import any_family
 from sdflow.sources.components.nets import nets_in_folder
 from sdflow.sources.reference import AdapterReference
-from sdflow.store.remote.spec import TIMEOUT, RemoteSpec, is_url, unknown_scheme, without_secrets
+from sdflow.store.remote.spec import TIMEOUT, RemoteSpec, at, is_url, unknown_scheme, without_secrets
+from sdflow.store.signing import is_file
 
 Kind = TypeVar("Kind", YamlMap, YamlList)
 
@@ -92,9 +93,11 @@ class Named:
         url = remote.url
         if not is_url(url):
             written = place.entries["url"] if isinstance(place, YamlMap) else place
-            url = str((self._files.folder(written.mark) / Path(url).expanduser()).resolve())
+            url = at(str((self._files.folder(written.mark) / Path(url).expanduser()).resolve()), "cache")
         timeout = TIMEOUT if remote.timeout is None else remote.timeout
-        return RemoteSpec(url, push=fields.push, timeout=timeout, trust=tuple(remote.trust))
+        folder = self._files.folder(place.mark)
+        trust = tuple(str(folder / Path(each).expanduser()) if is_file(each) else each for each in remote.trust)
+        return RemoteSpec(url, push=fields.push, timeout=timeout, trust=trust)
 
     def _written(self, node: Node | None, kind: type[Kind], words: str, what: str) -> Kind | None:
         """What is written there; None for nothing, and for what is of another kind, which is then said."""

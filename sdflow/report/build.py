@@ -128,7 +128,7 @@ def _claims(steps: Sequence[PlannedStep], cache: Cache) -> dict[str, list[str]]:
     for step in steps:
         if step.record is not None and FROM in step.record.built:
             objects[step.step.id] = step.record.artifact.digest
-        elif step.state == "remote" and step.action is not None and (entry := cache.remote.look(step.action)):
+        elif step.state == "remote" and step.action is not None and (entry := cache.remote.look(step.action.digest)):
             objects[step.step.id] = entry.object
     found = cache.remote.claims(objects.values()) if objects else {}
     return {name: [said.words for said in found.get(digest, ())] for name, digest in objects.items()}

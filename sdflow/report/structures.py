@@ -14,25 +14,26 @@ def print_exported(result: Exported, *, as_json: bool) -> None:
     """What was written, and how it was verified."""
     if as_json:
         sizes = {"bytes": result.bytes, "unpacked": result.unpacked}
-        print_json("exported structures", {"file": str(result.path), **sizes, "structures": list(result.structures)})
+        print_json("exported structures", {"file": result.where, **sizes, "structures": list(result.structures)})
         return
     _print(result.structures)
-    put(f"{result.path}: {spell_bytes(result.bytes)}, {spell_bytes(result.unpacked)} unpacked")
+    size = "" if result.bytes is None else f"{spell_bytes(result.bytes)}, "
+    put(f"{result.where}: {size}{spell_bytes(result.unpacked)} unpacked")
 
 
 def print_imported(result: Imported, *, as_json: bool) -> None:
     """What an archive holds, and what of it was new."""
-    about, entries = result.archive.about, result.archive.entries
+    about = result.about
     if as_json:
-        counts = {"results": len(entries), "new": [record.action.digest for record in result.new]}
-        print_json("imported structures", {"file": str(result.path), "about": about, **counts})
+        counts = {"results": result.count, "new": [record.action.digest for record in result.new]}
+        print_json("imported structures", {"file": result.where, "about": about, **counts})
         return
     structures = about.get("structures")
     _print([each for each in structures if isinstance(each, dict)] if isinstance(structures, list) else [])
     versions = about.get("versions")
     if isinstance(versions, dict):
         put("made with " + ", ".join(_plain(f"{name} {version}") for name, version in versions.items()))
-    put(f"{len(result.new)} of {len(entries)} results were new to the cache")
+    put(f"{len(result.new)} of {result.count} results were new to the cache")
 
 
 def _print(structures: Sequence[Mapping[str, Any]]) -> None:

@@ -8,12 +8,12 @@ the checkpoint of the workflow that was named), assembled, and verified at the q
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sdflow import __version__
+from sdflow import __version__, stop
 from sdflow.artifact import Record
 from sdflow.build.execute import Executor
 from sdflow.build.listener import Listener, Steps
@@ -22,7 +22,7 @@ from sdflow.config import load_workflow
 from sdflow.config.workflow import EvaluateSpec, PipelineSpec, VerifySpec, Workflow
 from sdflow.disk.locked_folder import scratch_folder
 from sdflow.disk.shipped import shipped_workflow
-from sdflow.errors import UsageError
+from sdflow.errors import CacheError, UsageError
 from sdflow.families import ARCHITECTURES
 from sdflow.inspection.lines import base_of
 from sdflow.machine.packages import REFERENCE, require_packages, versions
@@ -31,7 +31,14 @@ from sdflow.run.options import RunOptions
 from sdflow.run.run import run_workflow
 from sdflow.sources.config_recognition import config_defaults
 from sdflow.store import Cache
-from sdflow.store.archive import Archive, import_archive, write_archive
+from sdflow.store.copying import answering, copy_entries
+from sdflow.store.records import BadRecord, Stored
+from sdflow.store.remote import RemoteSpec
+from sdflow.store.remote.archives import to_read, to_write
+from sdflow.store.remote.down import WrongBytes
+from sdflow.store.remote.share import Absent, Unusable
+from sdflow.store.remote.spec import at
+from sdflow.store.signing import Signer, Untrusted
 from sdflow.verify import Verification
 
 SUFFIX = ".yaml"
@@ -39,39 +46,43 @@ SUFFIX = ".yaml"
 
 @dataclass(frozen=True)
 class Exported:
-    """An archive that was written. structures: what it holds, as `about` in it says. bytes: of the file; unpacked: of what is
-    in it."""
+    """What was written, and where to. structures: what is there, as `about` there says. bytes: of the archive, None where it is
+    none; unpacked: of what is in it."""
 
-    path: Path
+    where: str
     structures: Sequence[dict[str, Any]]
-    bytes: int
+    bytes: int | None
     unpacked: int
 
 
 @dataclass(frozen=True)
 class Imported:
-    """An archive that was read. new: what was not in the cache yet."""
+    """What was read, and where from. about: what is said there. count: of results; new: what was not in the cache yet."""
 
-    path: Path
-    archive: Archive
+    where: str
+    about: Mapping[str, Any]
+    count: int
     new: Sequence[Record]
 
 
 def export_structures(
     names: Sequence[str],
     targets: Sequence[str],
-    path: Path,
+    where: str | Path,
     cache: Cache,
     listener: Listener,
     *,
     verify: bool = True,
     jobs: int | None = None,
+    signer: Signer | None = None,
 ) -> Exported:
-    """Write the structures of architectures, by name, and of workflows, by file, for these targets into one file.
+    """Write the structures of architectures, by name, and of workflows, by file, for these targets to an archive, a folder or a
+    URL.
 
-    What is not cached is made. targets: none: those of the workflows. verify: prove each first.
+    What is not cached is made. targets: none: those of the workflows. verify: prove each first. signer: of what is written.
     Raises UsageError for what is not known or carries its weights, and all that a run raises.
     """
+    spec = RemoteSpec(at(str(where), "sdflow cache export"), push=True)
     if verify:
         require_packages("verifying what is exported", *REFERENCE)
     workflows = [_workflow(name, targets, verify) for name in names]
@@ -93,9 +104,17 @@ def export_structures(
             "structures": descriptions,
             "architectures": architectures,
         }
-        size = write_archive(path, records, about, lambda record: cache.check(record.artifact))
+        for record in records:
+            cache.check(record.artifact)
+        actions = list({record.action.digest: record.action for record in records}.values())
+        with to_write(spec) as place:
+            to = cache.at(place, signer)
+            copy_entries(to, actions, up=True)
+            with answering(to.remote) as remote:
+                remote.export(about, [action.digest for action in actions])
     unpacked = {record.artifact.digest: record.artifact.bytes for record in records}
-    return Exported(path, descriptions, size, sum(unpacked.values()))
+    size = spec.archive.stat().st_size if spec.archive else None
+    return Exported(spec.shown, descriptions, size, sum(unpacked.values()))
 
 
 def _workflow(name: str, targets: Sequence[str], verify: bool) -> Workflow:
@@ -205,49 +224,67 @@ def _description(name: str, made: _Made, records: Sequence[Record]) -> dict[str,
     }
 
 
-def import_structures(path: Path, cache: Cache) -> Imported:
-    """Bring the structures of a file into the cache, where plans find them.
+def import_structures(where: str | Path, cache: Cache, trust: Sequence[str] = ()) -> Imported:
+    """Bring all structures that were exported to an archive, a folder or a URL into the cache, where plans find them, or none.
 
-    Raises UsageError for a file that is no such archive, is damaged or of a newer format, and for one whose passes are not those
-    of this sdflow; then the cache is as it was.
+    trust: signers, of whom one must have signed them. Raises UsageError for what is no such place, is damaged or of a newer
+    format, or holds something else than structures of this sdflow's passes; CacheError for a cache that cannot be written.
     """
+    if not cache.writable:
+        raise CacheError(
+            "the cache cannot be written", where=str(cache.root), remedy="Make it so, or name another with --cache."
+        )
+    where, said = str(where), list[str]()
+    try:
+        with to_read(RemoteSpec(at(where, "sdflow cache import"), trust=tuple(trust))) as place:
+            source = cache.at(place)
+            assert source.remote is not None
+            source.remote.tell = said.append
+            about, entries = source.remote.exported(stop.check)
+            _require_structures_of_ours(about, entries)
+            copied = copy_entries(source, [entry.action for entry in entries], up=False, whole=True)
+            if len(copied.new) < copied.missing:
+                raise Absent(source.remote.distrusted or "parts of them")
+    except (Absent, Untrusted, BadRecord, WrongBytes, Unusable, CacheError) as error:
+        why = error.what if isinstance(error, CacheError) else error
+        what = {Absent: "holds no exported structures, or lacks some", Untrusted: "is signed by nobody whom you trust"}
+        raise UsageError(
+            "; ".join([f"{what.get(type(error), 'is no archive of structures, or is damaged')}: {why}", *said]),
+            where=where,
+            remedy="Nothing was imported. Copy it again, or write it again: sdflow cache export.",
+        ) from error
+    cache.notes.note_imported([entry.action for entry in entries], about.get("architectures", ()))
+    return Imported(where, about, len(entries), copied.new)
 
-    def accept(archive: Archive) -> None:
-        for entry in archive.entries:
-            content = entry.action.content
-            if (
-                not entry.action.of_step
-                or content.get("weights") != "symbolic"
-                or not isinstance(content.get("uses"), dict)
-            ):
-                raise UsageError(
-                    "holds something else than structures", where=str(path), remedy="Nothing was imported."
-                )
-            _require_pass(archive, content.get("pass"), path)
-        known = archive.about.get("architectures", [])
-        maps = [each.get(part) for each in known for part in ("config", "defaults")] if _are_maps(known) else [None]
-        if not _are_maps(maps):
-            raise UsageError(
-                "does not say of which architectures it is", where=str(path), remedy="Nothing was imported."
-            )
 
-    archive, new = import_archive(path, cache, accept)
-    return Imported(path, archive, new)
+def _require_structures_of_ours(about: Mapping[str, Any], entries: Sequence[Stored]) -> None:
+    for entry in entries:
+        content = entry.action.content
+        if (
+            not entry.action.of_step
+            or content.get("weights") != "symbolic"
+            or not isinstance(content.get("uses"), dict)
+        ):
+            raise BadRecord("it holds something else than structures")
+        _require_pass(about, content.get("pass"))
+    known = about.get("architectures", [])
+    maps = [each.get(part) for each in known for part in ("config", "defaults")] if _are_maps(known) else [None]
+    if not _are_maps(maps):
+        raise BadRecord("it does not say of which architectures it is")
 
 
 def _are_maps(found: Any) -> bool:
     return isinstance(found, list) and all(isinstance(each, dict) for each in found)
 
 
-def _require_pass(archive: Archive, named: Any, path: Path) -> None:
+def _require_pass(about: Mapping[str, Any], named: Any) -> None:
     """Of a pass of sdflow's own it must be the version that is here: no plan would find it."""
     name, version = (named.get("name"), named.get("version")) if isinstance(named, dict) else (None, None)
     if name not in OWN | APPENDED:
         return
     here = find_pass(name, Path()).version
     if version != here:
-        raise UsageError(
-            f"sdflow {archive.about.get('sdflow')!s:.20} wrote it, whose {name} is of version {version!r:.10}; here it is {here}",
-            where=str(path),
-            remedy="Nothing was imported: no plan would find it. Install that sdflow, or write it with this one.",
+        raise BadRecord(
+            f"sdflow {about.get('sdflow')!s:.20} wrote it, whose {name} is of version {version!r:.10}; here it is {here}. No "
+            "plan would find it: install that sdflow, or write it with this one"
         )

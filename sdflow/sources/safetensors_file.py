@@ -197,14 +197,6 @@ def read_float_tensors(path: Path, names: Iterable[str] | None = None) -> dict[s
     return tensors
 
 
-def read_entry(path: Path, name: str, entry: TensorEntry) -> NDArray[np.float32]:
-    """One tensor whose place is known, as float32. Raises CheckpointError as `read_float_tensors` does."""
-    with os_errors_as("cannot be read", path, kind=CheckpointError), path.open("rb") as stream:
-        stream.seek(entry.begin)
-        raw = stream.read(entry.end - entry.begin)
-    return _decode(path, name, entry, raw)
-
-
 def _decode(path: Path, name: str, entry: TensorEntry, raw: bytes) -> NDArray[np.float32]:
     import numpy as np
 

@@ -20,15 +20,15 @@ from sdflow.store.gc import Entry, GcReport, clean, collect, entries
 from sdflow.store.layout import FULL, READ_ONLY, Layout, cache_error, log, put_aside, reading, writing
 from sdflow.store.locks import file_lock, held
 from sdflow.store.notes import Notes, note
-from sdflow.store.objects import AbsentObject, BadTree, VerifyReport, find, verify
+from sdflow.store.objects import AbsentObject, BadTree, VerifyReport, find, tree_of, verify
 from sdflow.store.pins import Pin, files_put, note_output_folder, write_pin
 from sdflow.store.publish import Staging
-from sdflow.store.records import BadRecord, load_action, read_record
+from sdflow.store.records import BadRecord, Stored, load_action, read_record
 from sdflow.store.remote.entry import Cuts, no_cuts
 from sdflow.store.remote.remote import Remote, incoming, settle
 from sdflow.store.remote.spec import RemoteSpec
-from sdflow.store.remote.trust import Signer
 from sdflow.store.remote.up import FROM
+from sdflow.store.signing import Signer
 from sdflow.store.stat_cache import StatCache
 
 
@@ -60,12 +60,17 @@ class Cache:
         self.root = root
         self.salt = salt
         self._layout = Layout(root)
-        self._rehash = rehash
+        self._rehash, self._cuts, self._signer = rehash, cuts, signer
         self.stat = StatCache(self._layout, rehash=rehash)
         self.notes = Notes(self._layout)
         self.remote = None if remote is None else Remote(remote, self._layout, cuts, signer)
         self._lease: locks.Lease | None = None
         self._damaged: set[str] = set()  # objects that could not be moved to quarantine
+
+    def at(self, remote: RemoteSpec, signer: Signer | None = None) -> Cache:
+        """The same cache with another remote."""
+        signer = signer or self._signer
+        return Cache(self.root, salt=self.salt, rehash=self._rehash, remote=remote, cuts=self._cuts, signer=signer)
 
     def lookup(self, action: Action) -> Record | None:
         """The finished action, or None if it has to be built. Raises CacheError if the cache cannot be read."""
@@ -103,17 +108,11 @@ class Cache:
 
         To be called with the action's lock, after `lookup`. What `meanwhile` raises ends the waiting.
         """
-        if self.remote is None or not self.writable:
-            return None
-        entry = self.remote.look(action, meanwhile)
-        if entry is None:
-            return None
         try:
-            self._layout.ensure()
-            with writing(self.root), held(self._layout.lock(f"incoming-{entry.object}"), None, meanwhile):
-                folder = incoming(self._layout, entry)
-                if not self.remote.bring(entry, folder, meanwhile):
+            with self._incoming(action, meanwhile) as found:
+                if found is None or self.remote is None:
                     return None
+                entry, folder = found
                 with self.staging(action) as staging:
                     settle(folder, staging.files)
                     if staging.tree_digest() != entry.object:
@@ -121,8 +120,31 @@ class Cache:
                         return None
                     return staging.publish(entry.facts, {**entry.built, FROM: self.remote.spec.shown})
         except (CacheError, PassError) as error:
+            assert self.remote is not None
             self.remote.tell(f"not fetched from {self.remote.spec.shown}: {error.what}")
             return None
+
+    def bring(self, action: Action, meanwhile: Callable[[], None] = lambda: None) -> bool:
+        """Bring what the remote has of an action to where `fetch` goes on from, and check it. False, and the remote says why, if
+        that is not to be had."""
+        with self._incoming(action, meanwhile) as found:
+            if found is not None and tree_of(found[1]) == found[0].object:
+                return True
+            if found is not None and self.remote is not None:
+                self.remote.disbelieve(found[0])
+            return False
+
+    @contextmanager
+    def _incoming(self, action: Action, meanwhile: Callable[[], None]) -> Iterator[tuple[Stored, Path] | None]:
+        """The remote's entry, and the folder with its files, which is this process's alone."""
+        entry = None if self.remote is None or not self.writable else self.remote.look(action.digest, meanwhile)
+        if entry is None or self.remote is None:
+            yield None
+            return
+        self._layout.ensure()
+        with writing(self.root), held(self._layout.lock(f"incoming-{entry.object}"), None, meanwhile):
+            folder = incoming(self._layout, entry)
+            yield (entry, folder) if self.remote.bring(entry, folder, meanwhile) else None
 
     def offer(self, record: Record) -> None:
         """Push a result to the remote, if there is one and that was asked for; `lease` ends when it is there."""

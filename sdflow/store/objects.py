@@ -57,6 +57,11 @@ def scan(files: Path) -> Iterator[tuple[str, os.stat_result]]:
                 yield entry.name, found
 
 
+def tree_of(files: Path) -> str:
+    """The digest that the files of a folder have as an object. Raises BadTree, OSError."""
+    return digest_tree(FileEntry(name, found.st_size, digest_file(files / name)) for name, found in scan(files))
+
+
 def seal(files: Path, digests: Mapping[str, str]) -> tuple[tuple[FileEntry, ...], list[tuple[str, str, str]]]:
     """Write everything under `files` out to the disk, make it read-only, and hash what is not in `digests`.
 

@@ -1,4 +1,4 @@
-"""Every lie of a remote about everything that it can lie about: actions, manifests and pieces.
+"""Every lie of a remote about everything that it can lie about: actions, signatures, manifests and pieces.
 
 What no lie may do: change a byte of what is built, fail the build, hold it beyond the timeout, fill the memory, ask a host that
 nobody named, or tell more than one message.
@@ -14,12 +14,20 @@ from ..store.remote.liar import KINDS
 from ..store.remote.lies import TIMEOUT, deceived, lying, require_harmless
 
 pytest.importorskip("aiohttp", reason="pip install -e '.[test]'")
-CASES = [(kind, of) for kind in KINDS if kind != "endless_pages" for of in ("actions", "objects", "pieces")]
+pytest.importorskip("model_signing", reason="pip install -e '.[test]'")
+
+from sdflow.store.signing import Signer, make_key
+
+CASES = [
+    (kind, of) for kind in KINDS if kind != "endless_pages" for of in ("actions", "objects", "pieces", "signatures")
+]
 
 
 def test_no_lie_about_anything_harms_a_build(tmp_path: Path) -> None:
-    with lying(tmp_path / "lies") as lies:
-        found = deceived(lies, tmp_path / "deceived", CASES)
+    tmp_path.joinpath("lies").mkdir()
+    key = make_key(tmp_path / "key.pem")
+    with lying(tmp_path / "lies", Signer(tmp_path / "key.pem")) as lies:
+        found = deceived(lies, tmp_path / "deceived", CASES, trust=[key])
         for (kind, of), each in zip(CASES, found, strict=True):
             require_harmless(kind, of, each)
         assert lies.elsewhere == [], "a host that nobody named was asked"

@@ -18,6 +18,8 @@ from sdflow.inspection.contents import read_contents
 from sdflow.passes.registry import catalog
 from sdflow.printable import printable
 from sdflow.run.init import InitRequest, write_workflow
+from sdflow.run.sign import check_signature, sign_pipeline
+from sdflow.run.structures import import_structures
 from sdflow.runtime.denoiser.start import MOST_PIXELS, require_size
 from sdflow.runtime.draw_request import read_prompts
 from sdflow.runtime.files.image_files import open_image
@@ -25,7 +27,8 @@ from sdflow.serve.keys import read_keys
 from sdflow.sources import PlainDigests, open_checkpoint
 from sdflow.sources.checkpoint import LONGEST_NAME, listing
 from sdflow.sources.loras.lora import find_lora
-from sdflow.store.archive import read_archive
+from sdflow.store import Cache
+from sdflow.store.signing import Signer, make_key
 from tests.support.small_lora import write_lora
 from tests.verify.described_folder import opened
 
@@ -150,7 +153,9 @@ def test_nothing_that_a_command_names_is_waited_for(tmp_path: Path) -> None:
     taken: tuple[Callable[[], object], ...] = (
         lambda: open_image(pipe),
         lambda: read_keys(pipe),
-        lambda: read_archive(pipe, tmp_path),
+        lambda: import_structures(pipe, Cache(tmp_path / "cache")),
+        lambda: sign_pipeline(pipe, tmp_path / "x.sig", Signer(None)),
+        lambda: check_signature(tmp_path, pipe, [make_key(tmp_path / "key.pem")]),
         lambda: read_prompts(pipe),
         lambda: write_workflow(InitRequest(out=pipe, force=True, model="synthetic:sd15-tiny")),
         lambda: read_contents(pipe),
@@ -159,7 +164,9 @@ def test_nothing_that_a_command_names_is_waited_for(tmp_path: Path) -> None:
         lambda: opened("synthetic:sd15-tiny", components={"vae": str(pipe)}),
     )
     for read in taken:
-        with pytest.raises((UsageError, CheckpointError), match="a pipe, a socket or a device|is no file"):
+        with pytest.raises(
+            (UsageError, CheckpointError), match="a pipe, a socket or a device|is no file|no such signature"
+        ):
             read()
 
 

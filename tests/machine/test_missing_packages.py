@@ -48,9 +48,10 @@ WITH_BASE: dict[str, tuple[tuple[str, ...], int, str]] = {
     "cache ls": ((), 0, "0 entries"),
     "cache push": (("--url", "https://localhost/x"), 2, REMOTE),
     "cache pull": (("--url", "s3://x/y"), 2, "pip install 'sdflow[remote,s3]'"),
-    "cache key": (("key.pem",), 2, REMOTE),
+    "cache key": (("key.pem",), 2, "pip install 'sdflow[sign]'"),
+    "sign": ((".", "--key", "key.pem"), 2, "pip install 'sdflow[sign]'"),
     "cache export": (("x.sdflow", "--structures", TINY), 2, "pip install 'sdflow[build]'"),
-    "cache import": (("x.sdflow",), 2, "no such file"),
+    "cache import": (("x.sdflow",), 2, "No such file"),
     "cache verify": ((), 0, "sound: "),
     "cache gc": ((), 0, "removed 0 entries"),
     "cache clean": (("--yes",), 0, "is empty"),
@@ -103,8 +104,11 @@ def says(install: LightInstall, *arguments: str) -> str:
     return done.stderr
 
 
-def test_a_remote_that_is_a_folder_needs_its_extra_too(base: LightInstall, tmp_path: Path) -> None:
-    assert REMOTE in says(base, "cache", "ls", "--url", str(tmp_path))
+def test_a_remote_that_is_a_folder_or_an_archive_needs_no_extra(base: LightInstall, tmp_path: Path) -> None:
+    for url in (tmp_path / "folder", tmp_path / "archive.zip"):
+        done = base.run("cache", "push", "--url", str(url))
+        assert done.returncode == 0, done.stderr
+        assert "0 of 0 results were new" in done.stdout
 
 
 def test_the_server_names_its_extra_where_the_rest_is_there(tmp_path: Path) -> None:

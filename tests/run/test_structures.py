@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-import lzma
 import subprocess
-import tarfile
 import venv
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from sdflow.artifact import Action
 from sdflow.build import imported
 from sdflow.build.plan import make_plan
 from sdflow.config import load_workflow
+from sdflow.digest import FileEntry, digest_tree
 from sdflow.errors import UsageError
 from sdflow.machine import packages
 from sdflow.passes.registry import catalog
@@ -37,6 +37,9 @@ from sdflow.sources import Checkpoint
 from sdflow.sources.architectures import architecture_config
 from sdflow.store import Cache
 from sdflow.store.records import dump
+from sdflow.store.remote.entry import LIST, action_path, object_path
+from sdflow.store.remote.share import FOLDER
+from sdflow.store.signing import Signer, make_key
 
 SUBMODELS = {
     "text_encoder": {
@@ -223,7 +226,8 @@ def test_commands_that_need_more_say_so_there(machines: Machines, words: str) ->
 def test_export_says_what_it_wrote(machines: Machines) -> None:
     (structure,) = machines.exported.structures
     assert structure["submodels"] == ["text_encoder", "vae_decoder"] and structure["verified"] is None
-    assert machines.exported.bytes == machines.archive.stat().st_size < machines.exported.unpacked
+    assert machines.exported.bytes == machines.archive.stat().st_size
+    assert machines.exported.bytes < machines.exported.unpacked
     again = machines.folder / "again.sdflow"
     with pytest.raises(UsageError, match="no architecture is called 'sd16'"):
         export_structures(["sd16"], ["cpu"], again, machines.full, Events())
@@ -233,78 +237,79 @@ def test_export_says_what_it_wrote(machines: Machines) -> None:
     assert not again.exists()
 
 
-Members = list[tuple[tarfile.TarInfo, bytes]]
+Members = dict[str, bytes]
 
 
 def unpacked(path: Path) -> Members:
-    with lzma.open(path) as stream, tarfile.open(fileobj=stream) as archive:
-        return [(each, archive.extractfile(each).read()) for each in archive.getmembers()]  # type: ignore[union-attr]
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
 
 
-def packed(members: Members) -> bytes:
+def packed(members: Members, compression: int = zipfile.ZIP_DEFLATED) -> bytes:
     out = io.BytesIO()
-    with lzma.open(out, "wb") as stream, tarfile.open(fileobj=stream, mode="w|") as archive:
-        for member, data in members:
-            member.size = len(data)
-            archive.addfile(member, io.BytesIO(data))
+    with zipfile.ZipFile(out, "w", compression) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
     return out.getvalue()
 
 
+def with_pieces(members: Members, change: Callable[[bytes], bytes | None]) -> bytes:
+    """The archive with other content in the place of a piece, or without it."""
+    name = next(name for name in members if "/pieces/" in name)
+    changed = change(members.pop(name))
+    return packed(members if changed is None else {**members, name: changed})
+
+
 def relisted(members: Members, change: Callable[[dict[str, Any]], None]) -> bytes:
-    """The archive with another list, whose own digest is right."""
-    body = json.loads(members[0][1])["record"]
-    change(body)
-    return packed([(members[0][0], dump(body)), *members[1:]])
+    """The archive with other actions, whose digests and list are right."""
+    listed, digests = json.loads(members[LISTED])["record"], []
+    for digest in listed["actions"]:
+        body = json.loads(members.pop(f"{FOLDER}/{action_path(digest)}"))["record"]
+        change(body)
+        digests.append(Action(body["action"]).digest)
+        members[f"{FOLDER}/{action_path(digests[-1])}"] = dump(body)
+    return packed({**members, LISTED: dump({**listed, "actions": digests})})
 
 
-def _renamed(members: Members) -> bytes:
-    members[1][0].name = "../../outside"
-    return packed(members)
+def _escaping(members: Members) -> bytes:
+    """A manifest that leads outside, and whose digests all hold: whoever made it wanted it so."""
+    old = next(name for name in members if "/objects/" in name)
+    body = json.loads(members.pop(old))["record"]
+    body["files"][0][0] = "../../../outside"
+    tree = digest_tree(FileEntry(*each[:3]) for each in body["files"])
+    members[f"{FOLDER}/{object_path(tree)}"] = dump({**body, "object": tree})
 
+    def change(record: dict[str, Any]) -> None:
+        record["object"] = tree if record["object"] == body["object"] else record["object"]
 
-def _linked(members: Members) -> bytes:
-    members[1][0].type, members[1][0].linkname = tarfile.SYMTYPE, "/etc/passwd"
-    return packed(members)
-
-
-def _escaping(body: dict[str, Any]) -> None:
-    """A list that leads outside, and whose digests all hold: whoever made it wanted it so."""
-    from sdflow.digest import FileEntry, digest_tree
-
-    old = next(iter(body["objects"]))
-    files = body["objects"].pop(old)
-    files[0][0] = "../../../outside"
-    new = digest_tree(FileEntry(*each) for each in files)
-    body["objects"][new] = files
-    for each in body["actions"]:
-        each["object"] = new if each["object"] == old else each["object"]
+    return relisted(members, change)
 
 
 def _of_another_pass(body: dict[str, Any]) -> None:
-    for each in body["actions"]:
-        each["action"]["pass"]["version"] = 99
+    body["action"]["pass"]["version"] = 99
 
 
 def _bound(body: dict[str, Any]) -> None:
-    del body["actions"][0]["action"]["weights"]
+    del body["action"]["weights"]
 
 
+LISTED = f"{FOLDER}/{LIST}"
 DAMAGES: dict[str, tuple[Callable[[bytes, Members], bytes], str]] = {
     "truncated": (lambda data, members: data[: len(data) // 2], "damaged"),
     "without its last bytes": (lambda data, members: data[:-20], "damaged"),
     "flipped": (lambda data, members: data[:2000] + bytes([data[2000] ^ 1]) + data[2001:], "damaged"),
     "empty": (lambda data, members: b"", "damaged"),
     "no archive": (lambda data, members: b"PK\x03\x04 something else" * 50, "no archive of structures"),
-    "another file": (lambda data, members: packed([(members[0][0], b"{}")]), "no archive of structures"),
-    "a file changed": (
-        lambda data, members: packed([*members[:-1], (members[-1][0], b"x" + members[-1][1][1:])]), "has the digest"
+    "another archive": (lambda data, members: packed({"readme": b"{}"}), "holds no exported structures"),
+    "another list": (lambda data, members: packed({**members, LISTED: b"{}"}), "no archive of structures"),
+    "a file changed": (lambda data, members: with_pieces(members, lambda piece: b"x" + piece[1:]), "this digest"),
+    "a file missing": (lambda data, members: with_pieces(members, lambda piece: None), "has lost parts"),
+    "a bomb": (lambda data, members: with_pieces(members, lambda piece: bytes(200 << 20)), "it is longer than"),
+    "compressed otherwise": (lambda data, members: packed(members, zipfile.ZIP_LZMA), "another way than by deflate"),
+    "a list that leads outside": (lambda data, members: _escaping(members), "outside the object"),
+    "a newer format": (
+        lambda data, members: packed({**members, LISTED: dump({"format": 3})}), "format 3: a newer sdflow wrote it"
     ),
-    "a file missing": (lambda data, members: packed(members[:-1]), "ends before what it lists"),
-    "a file more": (lambda data, members: packed([*members, (tarfile.TarInfo("../more"), b"x")]), "it does not list"),
-    "a member outside": (lambda data, members: _renamed(members), "in the place of"),
-    "a link": (lambda data, members: _linked(members), "in the place of"),
-    "a list that leads outside": (lambda data, members: relisted(members, _escaping), "outside the object"),
-    "a newer format": (lambda data, members: relisted(members, lambda body: body.update(format=2)), "format 2"),
     "other passes": (lambda data, members: relisted(members, _of_another_pass), "of version 99; here it is"),
     "what is no structure": (lambda data, members: relisted(members, _bound), "something else than structures"),
 }  # fmt: skip
@@ -321,12 +326,41 @@ def test_an_archive_that_is_not_whole_is_refused_and_nothing_is_imported(
     with pytest.raises(UsageError, match=told) as refused:
         import_structures(path, cache)
     assert refused.value.remedy and "Nothing was imported" in refused.value.remedy
-    assert not (tmp_path / "cache").exists() and not (tmp_path / "outside").exists()
+    assert not cache.entries() and not cache.notes.imported_architectures() and not (tmp_path / "outside").exists()
+
+
+def test_no_name_in_an_archive_is_taken_for_a_path(machines: Machines, tmp_path: Path) -> None:
+    path = tmp_path / "more.zip"
+    members = {**unpacked(machines.archive), "../../outside": b"x", f"{FOLDER}/actions/../../../outside": b"x"}
+    path.write_bytes(packed(members))
+    assert len(import_structures(path, Cache(tmp_path / "cache")).new) == 4
+    assert not list(tmp_path.rglob("outside"))
+
+
+@pytest.mark.parametrize("kind", ["folder", "archive", "url"])
+def test_structures_are_exported_to_any_place_and_imported_from_there(
+    machines: Machines, tmp_path: Path, kind: str
+) -> None:
+    where = {"folder": f"{tmp_path}/there", "archive": f"{tmp_path}/x.zip", "url": "memory://structures"}[kind]
+    key, names = make_key(tmp_path / "key.pem"), [str(machines.workflow("structures"))]
+    exported = export_structures(
+        names, (), where, machines.full, Events(), verify=False, signer=Signer(tmp_path / "key.pem")
+    )
+    assert (exported.bytes is None) is (kind != "archive")
+    with pytest.raises(UsageError, match="nobody whom you trust"):
+        import_structures(where, Cache(tmp_path / "strict"), [make_key(tmp_path / "another.pem")])
+    with pytest.raises(UsageError, match="nobody whom you trust"):
+        import_structures(machines.archive, Cache(tmp_path / "strict"), [key])
+    assert not Cache(tmp_path / "strict").entries()
+    cache = Cache(tmp_path / "cache")
+    assert len(import_structures(where, cache, [key]).new) == 4
+    assert {entry.object for entry in cache.entries()} <= {entry.object for entry in machines.full.entries()}
 
 
 def test_an_archive_is_the_same_bytes_whenever_it_is_packed(machines: Machines) -> None:
-    members = unpacked(machines.archive)
-    assert {member.mtime for member, _ in members} == {0} and {member.uid for member, _ in members} == {0}
+    with zipfile.ZipFile(machines.archive) as archive:
+        assert {member.date_time for member in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
+        assert archive.namelist() == sorted(archive.namelist())
 
 
 def test_of_several_imported_structures_the_one_most_like_this_machine_is_taken(

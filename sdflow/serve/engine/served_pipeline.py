@@ -204,13 +204,13 @@ class ServedPipeline:
                     (image,) = drawn.images
                     if show is not None and show.end:
                         image = with_record(image, drawing.records[0]) if drawing.records else image
-                        return (yield from self._finished(job, image, drawn.nsfw_content_detected))
+                        return (yield from self._finished(job, image, drawn.nsfw_content_detected, truncated))
                     progress.preview(number, (yield Compute(partial(encoded, image, job))))
                     number += 1
         drawn = yield from drawing.finishing()
-        return (yield from self._finished(job, drawn.images[0], drawn.nsfw_content_detected))
+        return (yield from self._finished(job, drawn.images[0], drawn.nsfw_content_detected, truncated))
 
-    def _finished(self, job: Job, image: Any, flags: Sequence[bool] | None) -> Work:
+    def _finished(self, job: Job, image: Any, flags: Sequence[bool] | None, truncated: Sequence[str]) -> Work:
         if job.loras:
             image = with_more(image, {"loras": [{"name": each.name, "scale": each.scale} for each in job.loras]})
         file = yield Compute(partial(encoded, image, job))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from sdflow.models.base import Original
 from sdflow.sources.loras.lora_names import rows_of
 from sdflow.sources.loras.products import product
-from sdflow.sources.safetensors_file import TensorEntry, read_entry
+from sdflow.sources.safetensors_file import TensorEntry, float_values
 
 if TYPE_CHECKING:
     import numpy as np
@@ -121,7 +121,7 @@ class DifferenceLayer:
         """As LoraLayer's."""
         import numpy as np
 
-        own: Floats = rows_of(read_entry(self.path, self.name, self.entry), self.place) * np.float32(scale)
+        own: Floats = rows_of(float_values(self.path, self.name, self.entry), self.place) * np.float32(scale)
         return own
 
 

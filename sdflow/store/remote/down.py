@@ -17,7 +17,6 @@ from sdflow import stop
 from sdflow.disk.input_file import open_input
 from sdflow.store.remote.entry import Piece, RemoteObject
 from sdflow.store.remote.parallel import Lines
-from sdflow.store.remote.reading import TooLong
 from sdflow.store.remote.share import Unusable
 from sdflow.units import spell_bytes
 
@@ -34,7 +33,7 @@ class WrongBytes(Exception):
 
     def __init__(self, path: str, data: bytes, reason: str) -> None:
         super().__init__(f"{path}: {reason}")
-        self.path, self.data, self.reason = path, data, reason
+        self.path, self.data = path, data
 
 
 @dataclass
@@ -64,12 +63,9 @@ def bring(
     begun, left = time.monotonic(), size
 
     def fetch(each: _Wanted) -> int:
-        try:
-            data = read(each.piece.path, each.piece.size)
-            if not _is(data, each.piece):
-                data = read(each.piece.path, each.piece.size)  # a bit may flip on the way
-        except TooLong as error:
-            raise WrongBytes(each.piece.path, b"", str(error)) from error
+        data = read(each.piece.path, each.piece.size)
+        if not _is(data, each.piece):
+            data = read(each.piece.path, each.piece.size)  # a bit may flip on the way
         if not _is(data, each.piece):
             raise WrongBytes(each.piece.path, data, f"{len(data):,} bytes that do not have this digest")
         for path, offset in each.places:

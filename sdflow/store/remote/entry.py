@@ -58,6 +58,25 @@ def object_path(digest: str) -> str:
     return f"objects/{digest[:2]}/{digest}.json"
 
 
+LIST = "structures.json"
+"""What `sdflow cache export` wrote there: the actions, and JSON about them."""
+
+
+def dump_list(about: Mapping[str, Any], actions: Sequence[str]) -> bytes:
+    return dump({"format": 2, "about": about, "actions": [*actions]})
+
+
+def read_list(data: bytes) -> tuple[Mapping[str, Any], list[str]]:
+    """What is said about the exported actions, and their digests. Raises BadRecord."""
+    body = load(data)
+    if body.get("format") != 2:
+        raise BadRecord(f"it is of the format {body.get('format')!r:.20}: a newer sdflow wrote it")
+    about, actions = body.get("about"), body.get("actions")
+    if not isinstance(about, dict) or not isinstance(actions, list) or not all(map(is_digest, actions)):
+        raise BadRecord("it lists no structures")
+    return about, actions
+
+
 def read_entry(data: bytes, digest: str) -> Stored:
     """The entry of the action that was asked for. Raises BadRecord."""
     from sdflow.store.remote.entry_form import require_entry  # pydantic, which planning does without

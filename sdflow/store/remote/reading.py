@@ -99,6 +99,21 @@ def read_other(files: Any, path: str, limit: int) -> bytes:
     return _within(bytes(files.cat_file(path, start=0, end=limit + 1)), limit)
 
 
+def open_archive(path: Path) -> Any:
+    """The file system of a zip file. Raises OSError, BadZipFile, and Misled for what cannot be unpacked in small steps."""
+    from zipfile import ZIP_DEFLATED, ZIP_STORED
+
+    from fsspec.implementations.zip import ZipFileSystem
+
+    files = ZipFileSystem(open_input(path))
+    members = files.zip.infolist()
+    if len(members) > MOST_LISTED:
+        raise _endless()
+    if any(each.compress_type not in (ZIP_STORED, ZIP_DEFLATED) or each.flag_bits & 1 for each in members):
+        raise Misled("it holds a file that is encrypted, or compressed in another way than by deflate")
+    return files
+
+
 def listing(files: Any, protocol: str, root: str, seconds: float) -> dict[str, dict[str, Any]]:
     """Every file under a folder by its path, with what the store tells of it. Raises what that raises, and Misled."""
     from fsspec.asyn import sync

@@ -12,29 +12,38 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any, TypeVar
 
 from sdflow import stop
-from sdflow.artifact import Action, Record
+from sdflow.artifact import Record
+from sdflow.errors import UsageError
 from sdflow.store.layout import Layout, free_bytes, keep_bytes, log, remove_tree
 from sdflow.store.objects import BadTree, read_manifest
 from sdflow.store.records import BadRecord, Stored
 from sdflow.store.remote.down import WrongBytes, bring
 from sdflow.store.remote.entry import (
+    LIST,
     MOST_OF_ENTRY,
     MOST_OF_MANIFEST,
     Cuts,
     action_path,
+    dump_list,
     no_cuts,
     object_path,
     read_entry,
+    read_list,
     read_object,
 )
 from sdflow.store.remote.parallel import Lines
+from sdflow.store.remote.reading import TooLong
 from sdflow.store.remote.share import Absent, Refused, Share, Unusable
 from sdflow.store.remote.spec import RemoteSpec
-from sdflow.store.remote.trust import Claim, Signer, Untrusted, claim, claims, require_cryptography, require_signed
+from sdflow.store.remote.trust import MOST_OF_SIGNATURE, Claim, claim, claims, require_signed, signature_path
 from sdflow.store.remote.up import DamagedHere, Sent, send
+from sdflow.store.signing import Signer, Untrusted, require_signers
 from sdflow.units import spell_bytes
+
+Read = TypeVar("Read")
 
 TRIES = 3
 PAUSE = 0.2
@@ -51,7 +60,7 @@ class Remote:
 
     def __init__(self, spec: RemoteSpec, layout: Layout, cuts: Cuts = no_cuts, signer: Signer | None = None) -> None:
         if spec.trust:
-            require_cryptography()
+            require_signers(spec.trust)
         self.spec = spec
         self.share = Share(spec)
         self.tell: Callable[[str], None] = log.warning
@@ -78,38 +87,65 @@ class Remote:
 
     # Down
 
-    def look(self, action: Action, meanwhile: Callable[[], None] = lambda: None) -> Stored | None:
+    def look(self, digest: str, meanwhile: Callable[[], None] = lambda: None) -> Stored | None:
         """What the remote says that the action gave; None when it has none, or cannot be asked."""
-        if not self._read_from or action.digest in self._mend:
+        if not self._read_from or digest in self._mend:
             return None
-        if action.digest not in self._known:
-            path = action_path(action.digest)
-            data = b""
-            try:
-                data = self._read(path, MOST_OF_ENTRY, meanwhile)
-                entry = read_entry(data, action.digest)
-                if self.spec.trust:
-                    require_signed(data, self.spec.trust)
-                self._known[action.digest] = entry
-            except Refused:
-                self._say(
-                    f"{self.spec.shown} refuses to tell what it lacks (403): that counts as not there. If it should be, look at "
-                    "what these credentials may read."
-                )
-                return None
-            except Absent:
-                return None
-            except Unusable as error:
-                self._give_up(error)
-                return None
-            except Untrusted:
-                self._mend.add(action.digest)
-                self._say(f"{self.spec.shown} has results that no key signed that is trusted: they count as not there")
-                return None
-            except BadRecord as error:
-                self._wrong(action.digest, path, data, str(error))
-                return None
-        return self._known[action.digest]
+        if digest in self._known:
+            return self._known[digest]
+        try:
+            data = self._read(action_path(digest), MOST_OF_ENTRY, meanwhile)
+            entry = self._parsed(action_path(digest), data, lambda: read_entry(data, digest))
+            self._require_signed(action_path(digest), data, meanwhile)
+        except Refused:
+            self._say(
+                f"{self.spec.shown} refuses to tell what it lacks (403): that counts as not there. If it should be, look at "
+                "what these credentials may read."
+            )
+        except Absent:
+            pass
+        except Unusable as error:
+            self._give_up(error)
+        except Untrusted:
+            self._mend.add(digest)
+            self._say(f"{self.spec.shown} has results that no key signed that is trusted: they count as not there")
+        except WrongBytes as error:
+            self._wrong(digest, error)
+        else:
+            self._known[digest] = entry
+        return self._known.get(digest)
+
+    def exported(self, meanwhile: Callable[[], None] = lambda: None) -> tuple[Mapping[str, Any], list[Stored]]:
+        """What `export` wrote: JSON about it, and its entries. Raises Absent, WrongBytes, Unusable, Untrusted."""
+        data = self._read(LIST, MOST_OF_MANIFEST, meanwhile)
+        about, digests = self._parsed(LIST, data, lambda: read_list(data))
+        self._require_signed(LIST, data, meanwhile)
+        entries = {digest: self.look(digest, meanwhile) for digest in digests}
+        if missing := [digest for digest, entry in entries.items() if entry is None]:
+            raise Absent(self.distrusted or self.unusable or f"the action {missing[0][:12]}, signed as is asked for")
+        return about, [entry for entry in entries.values() if entry is not None]
+
+    def export(self, about: Mapping[str, Any], actions: Sequence[str]) -> None:
+        """Say what was exported, after it was pushed. Raises Unusable."""
+        data = dump_list(about, actions)
+        if self._signer is not None:
+            self.share.write(signature_path(data), self._signer.signature(data))
+        self.share.write(LIST, data)
+
+    def _require_signed(self, path: str, data: bytes, meanwhile: Callable[[], None]) -> None:
+        """Raises Untrusted, where signers are trusted, for what none of them has signed, WrongBytes for what is none."""
+
+        def read() -> bytes:
+            return self._read(signature_path(data), MOST_OF_SIGNATURE, meanwhile)
+
+        if not self.spec.trust:
+            return
+        earlier = self._parsed(path, data, lambda: require_signed(data, self.spec.trust, read))
+        if earlier:
+            self._say(
+                f"{self.spec.shown} has signatures of an earlier sdflow, which the next one does not read: push again with a key "
+                "of `sdflow cache key`, and name that in trust"
+            )
 
     def bring(self, entry: Stored, folder: Path, meanwhile: Callable[[], None] = lambda: None) -> bool:
         """Make the files of an entry in `folder`, or go on with what an earlier attempt left there.
@@ -118,11 +154,10 @@ class Remote:
         """
         if not self._read_from:
             return False
-        path = object_path(entry.object)
-        data = b""
+        digest, path = entry.action.digest, object_path(entry.object)
         try:
             data = self._read(path, MOST_OF_MANIFEST, meanwhile)
-            content = read_object(data, entry.object)
+            content = self._parsed(path, data, lambda: read_object(data, entry.object))
             missing = content.bytes - min(content.bytes, _written(folder))
             if missing > free_bytes(self._layout.root):
                 self._say(f"{spell_bytes(missing)} of {self.spec.shown} have no room on the disk: building here")
@@ -136,23 +171,22 @@ class Remote:
                 like=self._like,
             )
         except Absent as error:
-            self._mend.add(entry.action.digest)
+            self._mend.add(digest)
             self._say(f"{self.spec.shown} has lost parts of what it names ({error}): building here")
         except Unusable as error:
             self._give_up(error)
-        except BadRecord as error:
-            self._wrong(entry.action.digest, path, data, str(error))
         except WrongBytes as error:
-            self._wrong(entry.action.digest, error.path, error.data, error.reason)
+            self._wrong(digest, error)
         except (IsADirectoryError, FileExistsError, NotADirectoryError) as error:  # a file below a file
-            self._wrong(entry.action.digest, path, data, f"its files do not fit together ({error.strerror})")
+            self._wrong(digest, WrongBytes(path, data, f"its files do not fit together ({error.strerror})"))
         else:
             return True
         return False
 
     def disbelieve(self, entry: Stored) -> None:
         """The files of an entry are, all in all, not those that it names."""
-        self._wrong(entry.action.digest, object_path(entry.object), b"", "its pieces do not make up its files")
+        path = object_path(entry.object)
+        self._wrong(entry.action.digest, WrongBytes(path, b"", "its pieces do not make up its files"))
 
     def _read(self, path: str, limit: int, meanwhile: Callable[[], None]) -> bytes:
         """An action or a manifest: all tries together take no longer than the timeout."""
@@ -163,12 +197,20 @@ class Remote:
         for attempt in range(1, TRIES + 1):
             try:
                 return self.share.read(path, size)
+            except TooLong as error:
+                raise WrongBytes(path, b"", str(error)) from error
             except Unusable as error:
                 if attempt == TRIES or error.final or self._abandoned.is_set() or not self._read_from:
                     raise
                 log.debug("%s: %s; trying again", path, error)
                 time.sleep(PAUSE * 2 ** (attempt - 1))
         raise AssertionError("the last try returns or raises")
+
+    def _parsed(self, path: str, data: bytes, read: Callable[[], Read]) -> Read:
+        try:
+            return read()
+        except BadRecord as error:
+            raise WrongBytes(path, data, str(error)) from error
 
     @property
     def _read_from(self) -> bool:
@@ -257,8 +299,8 @@ class Remote:
             return
         try:
             claim(self.share, objects, said, self._signer)
-        except Unusable as error:
-            self._close(error)
+        except (Unusable, UsageError) as error:  # Sigstore may not answer
+            self._close(Unusable(str(error)))
 
     def claims(self, objects: Iterable[str]) -> Mapping[str, Sequence[Claim]]:
         """Who says to have verified these; empty where the remote cannot be listed."""
@@ -308,19 +350,18 @@ class Remote:
         """Whether pushing has no use any more."""
         return self.closed is not None or self.unusable is not None
 
-    def _wrong(self, action: str, path: str, data: bytes, reason: str) -> None:
+    def _wrong(self, action: str, error: WrongBytes) -> None:
         """Put aside what the remote gave, and believe nothing more of it in this run."""
         self._mend.add(action)
         self._wrongs.add(action)
         with self._lock:
             if self.distrusted is not None:  # by another thread, and told
                 return
-            self.distrusted = f"{path}: {reason}"
-        place = keep_bytes(self._layout, path, data, f"{self.spec.shown}: {path}: {reason}")
+            self.distrusted = str(error)
+        place = keep_bytes(self._layout, error.path, error.data, f"{self.spec.shown}: {error}")
         kept = f"; what it gave is in {place}" if place else ""
         self._say(
-            f"{self.spec.shown} is wrong: {path}: {reason}{kept}; nothing more is fetched from it in this run, and the rest "
-            "is built here"
+            f"{self.spec.shown} is wrong: {error}{kept}; nothing more is fetched from it in this run, and the rest is built here"
         )
 
     def _say(self, text: str) -> None:

@@ -22,6 +22,7 @@ from sdflow.store.remote.reading import (
     Misled,
     TooLong,
     listing,
+    open_archive,
     open_limits,
     read_http,
     read_local,
@@ -117,6 +118,8 @@ class Share:
     def write(self, path: str, data: bytes) -> None:
         """Give a file its whole content at once. Raises Unusable."""
         files, target = self._open(), f"{self._root}/{path}"
+        if self.spec.archive:
+            raise Unusable("an archive is written as a whole: `sdflow cache push --url`, or `export`", final=True)
         with _usable(also=FileNotFoundError):
             if self._whole_at_once:
                 files.pipe_file(target, data)
@@ -181,6 +184,10 @@ class Share:
         try:
             from fsspec.core import url_to_fs
 
+            if self.spec.archive:
+                with _usable(also=FileNotFoundError):
+                    self._files, self._root = open_archive(self.spec.archive), FOLDER
+                return self._files
             url = self.spec.url if is_url(self.spec.url) else f"file://{self.spec.url}"
             if "::" in url.partition("://")[0]:
                 raise Unusable(

@@ -20,23 +20,33 @@ _STORES = {
     "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs",
 }  # fmt: skip
 """Scheme -> the distribution that knows it, each in an extra of sdflow's own."""
+_ARCHIVE = "zip://"
+ARCHIVES = (".zip", ".sdflow")
+"""Names of archives end so. Of an archive that is there, any name is taken."""
 _LINKS = re.compile(r"::(?=[A-Za-z][A-Za-z0-9+.-]*://)")
 
 
 @dataclass(frozen=True)
 class RemoteSpec:
     """url: where, as fsspec reads it. push: what is built here goes there. timeout: seconds without any answer after which
-    it counts as gone for this run. trust: public keys of which one must have signed what is fetched; empty: none must."""
+    it counts as gone for this run. trust: signers, as `sdflow.store.signing` reads them, of whom one must have signed what is
+    fetched; empty: none must. name: what it is called in place of its URL."""
 
     url: str
     push: bool = False
     timeout: float = TIMEOUT
     trust: tuple[str, ...] = ()
+    name: str = ""
 
     @property
     def shown(self) -> str:
         """The URL for eyes and files: without a user, a password, a token."""
-        return without_secrets(self.url)
+        return self.name or (str(self.archive) if self.archive else without_secrets(self.url))
+
+    @property
+    def archive(self) -> Path | None:
+        """The file that the remote is in."""
+        return Path(self.url.removeprefix(_ARCHIVE)) if self.url.startswith(_ARCHIVE) else None
 
 
 def is_url(text: str) -> bool:
@@ -81,10 +91,17 @@ def remote_from_environment(said: RemoteSpec | None, environment: Mapping[str, s
 
 
 def at(url: str, said: str) -> str:
-    """The URL, or the folder's absolute path. said: by what it was named. Raises UsageError for a scheme that fsspec lacks."""
+    """The URL; of a folder the absolute path, of an archive zip:// and that. said: by what it was named.
+
+    Raises UsageError for a scheme that fsspec lacks.
+    """
     if (remedy := unknown_scheme(url)) is not None:
         raise UsageError(f"{without_secrets(url)!r} is no URL of a remote cache", where=said, remedy=remedy)
-    return url if is_url(url) else str(Path(url).expanduser().absolute())
+    if is_url(url) and not url.startswith(_ARCHIVE):
+        return url
+    path = Path(url.removeprefix(_ARCHIVE)).expanduser().absolute()
+    is_archive = url.startswith(_ARCHIVE) or path.suffix in ARCHIVES or (path.exists() and not path.is_dir())
+    return f"{_ARCHIVE if is_archive else ''}{path}"
 
 
 def scheme_of(url: str) -> str:
@@ -92,19 +109,23 @@ def scheme_of(url: str) -> str:
 
 
 def packages_of(url: str) -> tuple[str, ...]:
-    """The distributions that a remote at this URL or in this folder needs, as far as sdflow has an extra for them."""
-    store = _STORES.get(scheme_of(url)) if is_url(url) else None
+    """The distributions that a remote at this URL needs, as far as sdflow has an extra for them."""
+    if not is_url(url) or scheme_of(url) in ("zip", "file", "local"):
+        return ()
+    store = _STORES.get(scheme_of(url))
     return (*EXTRAS["remote"], *([store] if store else []))
 
 
 def unknown_scheme(url: str) -> str | None:
-    """None if fsspec has the URL's scheme; else what to write. Raises UsageError where fsspec is not installed."""
+    """None if fsspec has the URL's scheme; else what to write. Raises UsageError where a package for it is not installed."""
     if not is_url(url):
         return None
-    if missing("fsspec"):
+    if packages_of(url) and missing(*EXTRAS["remote"]):
         raise lacks(f"the remote cache {without_secrets(url)}", missing(*packages_of(url)))
     from fsspec.registry import available_protocols
 
     if scheme_of(url) in available_protocols():
         return None
-    return "s3://BUCKET/PREFIX, gs://, az://, https:// (for reading), or a shared folder; any URL that fsspec knows"
+    return (
+        "s3://BUCKET/PREFIX, gs://, az://, https:// (for reading), a folder, or a .zip file; any URL that fsspec knows"
+    )

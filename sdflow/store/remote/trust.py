@@ -1,91 +1,86 @@
-"""Who is believed: entries are signed with Ed25519 (RFC 8032), and where keys are named, others are no entries.
+"""Who is believed: entries and claims are signed by OpenSSF Model Signing, and where signers are named, others are no entries.
 
-What is signed is the body of an action's file. It names the object by its tree digest, and so every byte of it.
+What is signed is an action's file. It names the object by its tree digest, and so every byte of it. Its signature lies at
+`signatures/ab/<digest of the file>.sig`: whoever replaces the file writes another.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 import re
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
 
-from sdflow.digest import canonical_json, digest_json
-from sdflow.disk.input_file import read_input
-from sdflow.errors import UsageError, os_errors_as
+from sdflow.digest import canonical_json
 from sdflow.store.records import BadRecord, dump, load
 from sdflow.store.remote.parallel import Lines
 from sdflow.store.remote.share import Absent, Found, Share
+from sdflow.store.signing import EARLIER, POINT, Signer, Untrusted, verify_data
 
 FOLDER = "verified"
-_NAME = re.compile(r"[0-9a-f]{2}/([0-9a-f]{64})\.[0-9a-f]{16}\.json")
+SIGNATURES = "signatures"
+_NAME = re.compile(r"[0-9a-f]{2}/([0-9a-f]{64})\.[0-9a-f]{16}\.json(\.sig)?")
 _MOST = 64
 """Claims of one object that are read, and versions of one claim."""
 MOST_OF_CLAIM = 64 << 10
 """Bytes of a claim's file at most."""
-
-KEY_VARIABLE = "SDFLOW_SIGNING_KEY"
-SIGNATURES = "signatures"
+MOST_OF_SIGNATURE = 64 << 10
+"""Bytes of a signature at most: those with a chain of certificates have some thousands."""
 MOST_SIGNATURES = 16
-"""Of one record. Each takes its time to check, and whoever can write to a remote can add some."""
-_MISSING = "pip install 'sdflow[remote]'"
+"""Of one record of an earlier sdflow. Each takes its time to check, and whoever can write to a remote can add some."""
 
 
-class Untrusted(Exception):
-    """An entry is not signed by any of the keys that are trusted."""
+def signature_path(data: bytes) -> str:
+    """Where the signature of a file with this content lies."""
+    digest = hashlib.sha256(data).hexdigest()
+    return f"{SIGNATURES}/{digest[:2]}/{digest}.sig"
 
 
-def make_key(path: Path) -> str:
-    """Make a private key and write it to a new file that only its owner reads. Returns the public one."""
-    serialization, ed25519 = require_cryptography()
-    key = ed25519.Ed25519PrivateKey.generate()
-    data = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    with os_errors_as("the key cannot be written", path, "Name a new file."):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "wb") as stream:  # noqa: PTH123
-            stream.write(data)
-    return _spell(key.public_key())
+def require_signed(data: bytes, trust: Sequence[str], read: Callable[[], bytes]) -> bool:
+    """Raises Untrusted unless one of those who are trusted has signed a record, BadRecord for what is none. read: its signature,
+    which may raise Absent. Returns whether it is signed as an earlier sdflow did it."""
+    if _signed_earlier(data, trust):
+        return True
+    try:
+        signature = read()
+    except Absent as error:
+        raise Untrusted("nobody has signed it") from error
+    verify_data(data, signature, trust)
+    return False
 
 
-class Signer:
-    """Signs with the private key in a PEM file. Raises UsageError when that is none."""
-
-    def __init__(self, path: Path) -> None:
-        serialization, ed25519 = require_cryptography()
-        remedy = f"{KEY_VARIABLE} names a PEM file with an Ed25519 private key; `sdflow cache key FILE` makes one."
-        try:
-            key = serialization.load_pem_private_key(read_input(path.expanduser()), None)
-        except OSError as error:
-            raise UsageError(f"cannot be read ({error.strerror})", where=str(path), remedy=remedy) from error
-        except (ValueError, TypeError) as error:
-            raise UsageError("holds no private key without a password", where=str(path), remedy=remedy) from error
-        if not isinstance(key, ed25519.Ed25519PrivateKey):
-            raise UsageError("holds a key of another kind", where=str(path), remedy=remedy)
-        self._key = key
-        self.public = _spell(key.public_key())
-
-    def signed(self, data: bytes) -> bytes:
-        """The record with a signature of its body."""
-        outer = json.loads(data)
-        signature = self._key.sign(canonical_json(outer["record"])).hex()
-        return canonical_json({**outer, SIGNATURES: [{"key": self.public, "signature": signature}]})
+def is_signed(data: bytes, signature: bytes | None, trust: Sequence[str]) -> bool:
+    """Whether a record is sound and signed by one who is trusted; where nobody is, whether it has a signature: whose, cannot be
+    told without a key."""
+    try:
+        load(data)
+        if signature is None:
+            return _signed_earlier(data, trust or [key for key, _ in _earlier(data)]) is not None
+        if trust:
+            verify_data(data, signature, trust)
+    except (BadRecord, Untrusted):
+        return False
+    return True
 
 
-def signer_from_environment(environment: Mapping[str, str] = os.environ) -> Signer | None:
-    """What signs what is pushed, if $SDFLOW_SIGNING_KEY names a key. Raises UsageError."""
-    path = environment.get(KEY_VARIABLE)
-    return Signer(Path(path)) if path else None
+def _signed_earlier(data: bytes, trust: Sequence[str]) -> str | None:
+    """Who of these has signed a record within the record itself, as an earlier sdflow did it: the content, with Ed25519."""
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    content = canonical_json(load(data))
+    for key, signature in _earlier(data):
+        with suppress(InvalidSignature, ValueError):
+            if key in trust and EARLIER.fullmatch(key):
+                Ed25519PublicKey.from_public_bytes(bytes.fromhex(key)).verify(bytes.fromhex(signature), content)
+                return key
+    return None
 
 
-def signatures(data: bytes) -> list[tuple[str, str]]:
+def _earlier(data: bytes) -> list[tuple[str, str]]:
     """The keys and signatures that a sound record carries, checked or not. Raises BadRecord when there are too many."""
     given = json.loads(data).get(SIGNATURES)
     if not isinstance(given, list):
@@ -94,53 +89,6 @@ def signatures(data: bytes) -> list[tuple[str, str]]:
         raise BadRecord(f"it has {len(given):,} signatures, and {MOST_SIGNATURES} at most are checked")
     pairs = [(each.get("key"), each.get("signature")) for each in given if isinstance(each, dict)]
     return [(key, signature) for key, signature in pairs if isinstance(key, str) and isinstance(signature, str)]
-
-
-def require_signed(data: bytes, trusted: Sequence[str]) -> None:
-    """Raises Untrusted unless one of the keys has signed the record, BadRecord for what is none."""
-    _, ed25519 = require_cryptography()
-    from cryptography.exceptions import InvalidSignature
-
-    content = canonical_json(load(data))
-    for key, signature in signatures(data):
-        if key not in trusted:
-            continue
-        try:
-            ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(key)).verify(bytes.fromhex(signature), content)
-        except (InvalidSignature, ValueError):
-            continue
-        return
-    raise Untrusted("no key that is trusted has signed it")
-
-
-def is_signed(data: bytes, trusted: Sequence[str]) -> bool:
-    """Whether a record is sound and signed by one of the keys; where none are named, by any. Where signatures cannot be checked,
-    one that is there counts."""
-    try:
-        load(data)
-        keys = [key for key, _ in signatures(data)]
-        if not keys:
-            return False
-        require_signed(data, trusted or keys)
-    except UsageError:
-        return True
-    except (BadRecord, Untrusted):
-        return False
-    return True
-
-
-def require_cryptography() -> tuple[Any, Any]:
-    """What serializes keys, and what signs. Raises UsageError where signatures cannot be made or checked."""
-    try:
-        from cryptography.hazmat.primitives import serialization
-        from cryptography.hazmat.primitives.asymmetric import ed25519
-    except ImportError as error:
-        raise UsageError("signatures cannot be made or checked", where="remote cache", remedy=_MISSING) from error
-    return serialization, ed25519
-
-
-def _spell(public: Any) -> str:
-    return str(public.public_bytes_raw().hex())
 
 
 @dataclass(frozen=True)
@@ -166,19 +114,22 @@ class Claim:
 def claim(share: Share, objects: Iterable[str], said: Claim, signer: Signer | None) -> None:
     """Write that these were verified. What is said already is not said again. Raises Unusable."""
     for object_digest in objects:
-        body = {
-            "format": 1,
-            "object": object_digest,
-            "level": said.level,
-            "target": said.target,
-            "versions": dict(said.versions),
-        }
-        name = digest_json({**body, "key": signer.public if signer else None})[:16]
-        path = f"{FOLDER}/{object_digest[:2]}/{object_digest}.{name}.json"
-        data = dump({**body, "verified": time.time()})
+        data = dump(
+            {
+                "format": 2,
+                "object": object_digest,
+                "level": said.level,
+                "target": said.target,
+                "versions": dict(said.versions),
+                "key": signer.public if signer else None,
+            }
+        )
+        path = f"{FOLDER}/{object_digest[:2]}/{object_digest}.{hashlib.sha256(data).hexdigest()[:16]}.json"
 
-        def write(path: str = path, data: bytes = signer.signed(data) if signer else data) -> None:
+        def write(path: str = path, data: bytes = data) -> None:
             if share.size(path) is None:
+                if signer is not None:
+                    share.write(f"{path}.sig", signer.signature(data))
                 share.write(path, data)
 
         Lines(share).one(write)
@@ -189,19 +140,24 @@ def claims(
 ) -> dict[str, list[Claim]]:
     """What is said of these objects. A claim that is none, or whose signature does not hold, is left out. Raises Unusable."""
     wanted, lines = set(objects), Lines(share, meanwhile)
-
-    def read(file: Found) -> tuple[str, Claim] | None:
-        object_digest = named(file)
-        with suppress(Absent, BadRecord, Untrusted):
-            return str(object_digest), read_claim(share.read(file.path, MOST_OF_CLAIM), str(object_digest), trust)
-        return None
-
     counts: dict[str | None, int] = defaultdict(int)
     chosen = []
+    signed = set()
     for file in lines.listed(FOLDER):
-        if (digest := named(file)) in wanted and counts[digest] < _MOST:
+        if file.path.endswith(".sig"):
+            signed.add(file.path)
+        elif (digest := named(file)) in wanted and counts[digest] < _MOST:
             counts[digest] += 1
             chosen.append(file)
+
+    def read(file: Found) -> tuple[str, Claim] | None:
+        object_digest, signature = str(named(file)), f"{file.path}.sig"
+        with suppress(Absent, BadRecord, Untrusted):
+            data = share.read(file.path, MOST_OF_CLAIM)
+            found = share.read(signature, MOST_OF_SIGNATURE) if signature in signed else None
+            return object_digest, read_claim(data, found, object_digest, trust)
+        return None
+
     by_object = defaultdict(list)
     for object_digest, each in lines.found(chosen, read):
         by_object[object_digest].append(each)
@@ -209,13 +165,16 @@ def claims(
 
 
 def named(file: Found) -> str | None:
-    """The object that a claim's file is of; None for what is no claim."""
+    """The object that a claim's file, or the signature of one, is of; None for what is neither."""
     match = _NAME.fullmatch(file.path.partition("/")[2])
     return None if match is None else match[1]
 
 
-def read_claim(data: bytes, object_digest: str, trust: Sequence[str]) -> Claim:
-    """Raises BadRecord for what is no claim of this object, Untrusted for a signature that does not hold."""
+def read_claim(data: bytes, signature: bytes | None, object_digest: str, trust: Sequence[str]) -> Claim:
+    """Raises BadRecord for what is no claim of this object, Untrusted for a signature that does not hold.
+
+    Who signed is one who is trusted, or else the key that the claim itself names.
+    """
     body = load(data)
     level, target, versions = (body.get(name) for name in ("level", "target", "versions"))
     if body.get("object") != object_digest or not isinstance(versions, dict) or len(versions) > _MOST:
@@ -223,11 +182,16 @@ def read_claim(data: bytes, object_digest: str, trust: Sequence[str]) -> Claim:
     texts = [level, target, *versions, *versions.values()]
     if not all(isinstance(text, str) and len(text) < 100 and text.isprintable() for text in texts):
         raise BadRecord("it says nothing that can be shown")
-    keys = {key for key, _ in signatures(data)}
-    if not keys:
-        return Claim(str(level), str(target), versions)
-    for key in sorted(keys, key=lambda key: key not in trust):
-        with suppress(Untrusted, UsageError):  # without the package nobody's signature can be told
-            require_signed(data, [key])
-            return Claim(str(level), str(target), versions, key, key in trust)
-    raise Untrusted("its signature does not hold")
+    said = Claim(str(level), str(target), versions)
+    if signature is not None:
+        key = body.get("key")
+        own = [key] if isinstance(key, str) and POINT.fullmatch(key) else []
+        signed_by = verify_data(data, signature, [*trust, *own])
+        return replace(said, key=signed_by, trusted=signed_by in trust)
+    keys = [key for key, _ in _earlier(data)]
+    for candidates in (trust, keys):
+        if keys and (signer := _signed_earlier(data, candidates)):
+            return replace(said, key=signer, trusted=signer in trust)
+    if keys or body.get("key") is not None:
+        raise Untrusted("its signature does not hold")
+    return said

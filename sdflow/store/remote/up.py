@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +26,8 @@ from sdflow.store.remote.entry import (
 from sdflow.store.remote.parallel import Lines
 from sdflow.store.remote.reading import TooLong
 from sdflow.store.remote.share import Absent, Share
-from sdflow.store.remote.trust import Signer, is_signed
+from sdflow.store.remote.trust import MOST_OF_SIGNATURE, is_signed, signature_path
+from sdflow.store.signing import Signer
 
 FROM = "from"
 """Of how an artifact was built: the remote that it came from. It stays on this machine, and what has it is not signed here."""
@@ -110,18 +112,25 @@ def send(
     if not is_there():  # else another machine was first: the first result stands
         built = {key: value for key, value in record.built.items() if key != FROM}
         data = dump_action(Stored(record.action, artifact.digest, record.facts, built, time.time()))
+        signature = None
         if signer is not None and FROM not in record.built:  # a signature says who has built it
-            data = signer.signed(data)
-        if mend and lines.one(lambda: _there(share, committed, data, trust)):
+            signature = signer.signature(data)
+        if mend and lines.one(lambda: _there(share, committed, data, signature, trust)):
             return sum(sent, Sent())
+        if signature is not None:
+            signed = signature
+            lines.one(lambda: share.write(signature_path(data), signed))
         lines.one(lambda: share.write(committed, data))
     return sum(sent, Sent(results=1))
 
 
-def _there(share: Share, path: str, data: bytes, trust: Sequence[str]) -> bool:
+def _there(share: Share, path: str, data: bytes, signature: bytes | None, trust: Sequence[str]) -> bool:
     """Whether an entry is there that this must not replace: it is signed, or signed by who is trusted, and this is not."""
+    signed = None
     try:
         there = share.read(path, MOST_OF_ENTRY)
+        with suppress(Absent, TooLong):
+            signed = share.read(signature_path(there), MOST_OF_SIGNATURE)
     except (Absent, TooLong):
         return False
-    return any(is_signed(there, keys) and not is_signed(data, keys) for keys in (trust, ()))
+    return any(is_signed(there, signed, keys) and not is_signed(data, signature, keys) for keys in (trust, ()))

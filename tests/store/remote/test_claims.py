@@ -11,11 +11,12 @@ from sdflow.store import Cache
 from sdflow.store.records import BadRecord, dump
 from sdflow.store.remote import Claim, RemoteSpec, catalog
 from sdflow.store.remote.share import FOLDER
-from sdflow.store.remote.trust import Signer, Untrusted, claims, make_key, read_claim
+from sdflow.store.remote.trust import claims, read_claim
+from sdflow.store.signing import Signer, Untrusted, make_key
 
 from .machines import Machine, make_action
 
-pytest.importorskip("cryptography", reason="pip install -e '.[test]'")
+pytest.importorskip("model_signing", reason="pip install -e '.[test]'")
 
 SAID = Claim("full", "cuda", {"onnxruntime": "1.31.1", "torch": "2.13.0"})
 
@@ -39,7 +40,7 @@ def test_what_one_verified_another_is_told_with_its_versions_and_key(tmp_path: P
             cache = opened(tmp_path, signer)
             assert cache.remote is not None
             cache.remote.vouch([digest], SAID)
-    assert len(files(tmp_path)) == 2, "what is said already is not said again"
+    assert len(files(tmp_path)) == 3, "what is said already is not said again; one is signed"
     for trust in ((), (key,)):
         remote = opened(tmp_path, trust=trust).remote
         assert remote is not None
@@ -63,17 +64,18 @@ def test_a_claim_that_was_altered_or_is_none_is_not_shown(tmp_path: Path) -> Non
     remote = opened(tmp_path, Signer(tmp_path / "key.pem")).remote
     assert remote is not None
     remote.vouch(["0" * 64], SAID)
-    (path,) = files(tmp_path)
-    data = path.read_bytes()
-    outer = json.loads(data)
-    body = {**outer["record"], "target": "directml"}
+    path, signature = files(tmp_path)
+    data, signed = path.read_bytes(), signature.read_bytes()
+    body = {**json.loads(data)["record"], "target": "directml"}
     with pytest.raises(Untrusted):
-        read_claim(json.dumps({**outer, **json.loads(dump(body))}).encode(), "0" * 64, ())
+        read_claim(dump(body), signed, "0" * 64, ())
+    with pytest.raises(Untrusted):
+        read_claim(data, None, "0" * 64, ())
     with pytest.raises(BadRecord):
-        read_claim(data, "1" * 64, ())
+        read_claim(data, signed, "1" * 64, ())
     for wrong in ({**body, "level": "\x1b[2J"}, {**body, "versions": [1]}, {**body, "target": None}):
         with pytest.raises(BadRecord):
-            read_claim(dump(wrong), "0" * 64, ())
+            read_claim(dump(wrong), None, "0" * 64, ())
     path.write_bytes(data[:-9])
     assert claims(remote.share, (), ["0" * 64]) == {}
 

@@ -207,7 +207,7 @@ def test_what_a_retention_rule_removes_under_a_reader_is_built_here_and_pushed_a
 ) -> None:
     action = make_action()
     one.build(action)
-    assert other.remote.look(action) is not None
+    assert other.remote.look(action.digest) is not None
     for path in stored(shared, which):
         path.unlink()
     record = other.build(action)

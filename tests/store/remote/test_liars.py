@@ -137,18 +137,37 @@ def test_a_folder_of_a_share_that_links_above_itself_is_listed_once(tmp_path: Pa
 
 
 @pytest.mark.parametrize("count", [17, 50_000])
-def test_an_entry_with_thousands_of_signatures_is_wrong(count: int, tmp_path: Path) -> None:
-    pytest.importorskip("cryptography", reason="pip install -e '.[test]'")
-    from sdflow.store.remote.trust import SIGNATURES, Signer, make_key
-
-    key = make_key(tmp_path / "key.pem")
-    with lying(tmp_path, Signer(tmp_path / "key.pem")) as lies:
+def test_an_entry_of_an_earlier_sdflow_with_thousands_of_signatures_is_wrong(count: int, tmp_path: Path) -> None:
+    pytest.importorskip("model_signing", reason="pip install -e '.[test]'")
+    key = "0" * 64
+    with lying(tmp_path) as lies:
         entry = tmp_path / f"shared/sdflow-v1/actions/{make_action('one').digest[:2]}/{make_action('one').digest}.json"
-        signed = json.loads(entry.read_text())
-        (own,) = signed[SIGNATURES]
-        false = [{"key": key, "signature": f"{number:0128x}"} for number in range(count - 1)]
-        entry.write_text(json.dumps({**signed, SIGNATURES: [*false, own]}))
+        false = [{"key": key, "signature": f"{number:0128x}"} for number in range(count)]
+        entry.write_text(json.dumps({**json.loads(entry.read_text()), "signatures": false}))
         (found,) = deceived(lies, tmp_path, [("honest", "nothing")], trust=[key])
     require_harmless("signatures", "an action", found)
     (told,) = found["told"]
     assert ("signatures, and 16 at most are checked" if count < 5000 else "it is longer than") in told
+
+
+@pytest.fixture(scope="module")
+def signed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Lies, str]]:
+    pytest.importorskip("model_signing", reason="pip install -e '.[test]'")
+    from sdflow.store.signing import Signer, make_key
+
+    folder = tmp_path_factory.mktemp("signed")
+    key = make_key(folder / "key.pem")
+    with lying(folder, Signer(folder / "key.pem")) as found:
+        yield found, key
+
+
+def test_a_lie_about_signatures_is_no_signature(signed: tuple[Lies, str], tmp_path: Path) -> None:
+    """Those who trust a key build themselves what it has not signed, whatever the remote has in the place of a signature."""
+    lies, key = signed
+    cases = [
+        (kind, "signatures") for kind in ("honest", "endless", "replayed", "shorter", "empty", "nested", "gzip_bomb")
+    ]
+    cases += [(kind, "actions") for kind in ("honest", "replayed", "flipped")]
+    for (kind, of), found in zip(cases, deceived(lies, tmp_path, cases, trust=[key]), strict=True):
+        require_harmless(kind, of, found)
+    assert lies.elsewhere == []

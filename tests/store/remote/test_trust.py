@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,13 @@ from sdflow.store.remote.share import FOLDER
 
 from .machines import BUILT, files_of, make_action
 
-pytest.importorskip("cryptography", reason="pip install -e '.[test]'")
+pytest.importorskip("model_signing", reason="pip install -e '.[test]'")
 
-from sdflow.store.remote.trust import SIGNATURES, Signer, make_key, signer_from_environment
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+from sdflow.store.remote.trust import signature_path
+from sdflow.store.signing import Signer, make_key, signer_from_environment
 
 ACTION = make_action("signed")
 
@@ -49,6 +52,11 @@ def build(cache: Cache, content: bytes = b"content") -> None:
     with cache.lease(), cache.staging(ACTION) as staging:
         (staging.files / "model.onnx").write_bytes(content)
         cache.offer(staging.publish({}, BUILT))
+
+
+def signature(folder: Path) -> Path:
+    """Of the entry."""
+    return folder / "shared" / FOLDER / signature_path(entry(folder).read_bytes())
 
 
 def entry(folder: Path) -> Path:
@@ -82,24 +90,33 @@ def test_what_nobody_signed_or_somebody_else_is_a_miss_said_once(folder: Path, k
         entry(folder).unlink()
 
 
-@pytest.mark.parametrize("what", ["object", "facts", "published", "signature", "key", "none", "shape"])
+@pytest.mark.parametrize(
+    "what", ["object", "facts", "published", "payload", "hint", "none", "shape", "of another", "no bundle"]
+)
 def test_a_signature_holds_for_every_field(folder: Path, key: str, what: str) -> None:
     build(opened(folder, "one", Signer(folder / "key.pem"))[0])
-    path = entry(folder)
-    outer = json.loads(path.read_bytes())
-    signatures = outer[SIGNATURES]
-    body = load(path.read_bytes())
-    if what in body:
-        body[what] = {"object": "0" * 64, "facts": {"nodes": 1}, "published": 0}[what]
-    elif what == "signature":
-        signatures[0]["signature"] = "00" * 64
-    elif what == "key":
-        signatures[0]["key"] = make_key(folder / "another.pem")
-    elif what == "none":
-        signatures = []
-    else:
-        signatures = {"key": [1], "signature": None}
-    path.write_text(json.dumps({**json.loads(dump(body)), SIGNATURES: signatures}))
+    path, signed = entry(folder), signature(folder).read_bytes()
+    body, bundle = load(path.read_bytes()), json.loads(signed)
+    changes = {"object": "0" * 64, "facts": {"nodes": 1}, "published": 0}
+    if what in changes:
+        path.write_bytes(dump({**body, what: changes[what]}))
+    match what:
+        case "payload":
+            statement = json.loads(base64.b64decode(bundle["dsseEnvelope"]["payload"]))
+            statement["predicate"]["resources"][0]["digest"] = "0" * 64
+            bundle["dsseEnvelope"]["payload"] = base64.b64encode(json.dumps(statement).encode()).decode()
+        case "hint":
+            del bundle["verificationMaterial"]["publicKey"]["hint"]
+        case "shape":
+            bundle["dsseEnvelope"]["signatures"] = []
+        case "of another":
+            bundle = json.loads(Signer(folder / "key.pem").signature(b"other"))
+        case "no bundle":
+            bundle = {"verificationMaterial": [1]}
+    signature(folder).parent.mkdir(exist_ok=True)
+    signature(folder).write_text(json.dumps(bundle))
+    if what == "none":
+        signature(folder).unlink()
     other, told = opened(folder, "other", trust=(key,))
     assert other.fetch(ACTION) is None
     assert "they count as not there" in told[0]
@@ -155,7 +172,7 @@ def test_what_came_from_elsewhere_is_not_signed_here(folder: Path, key: str) -> 
     entry(folder).unlink()
     with mine.lease():
         mine.offer(record)
-    assert SIGNATURES not in json.loads(entry(folder).read_bytes())
+    assert not signature(folder).exists()
     assert opened(folder, "third", trust=(key,))[0].fetch(ACTION) is None
 
 
@@ -171,7 +188,14 @@ def test_a_key_is_its_owners_and_overwrites_nothing(folder: Path, key: str) -> N
 
 def test_a_key_that_is_none_is_told(folder: Path) -> None:
     (folder / "text").write_text("no key")
-    for name, said in (("text", "no private key"), ("missing", "cannot be read")):
+    (folder / "earlier").write_bytes(
+        Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    )
+    for name, said in (
+        ("text", "no private key"),
+        ("missing", "cannot be read"),
+        ("earlier", "key of an earlier sdflow"),
+    ):
         with pytest.raises(UsageError, match=said):
             signer_from_environment({"SDFLOW_SIGNING_KEY": str(folder / name)})
     assert signer_from_environment({}) is None
@@ -185,31 +209,12 @@ def test_the_key_stays_here(folder: Path, key: str) -> None:
             assert secret.encode() not in path.read_bytes()
 
 
-def test_openssl_agrees(folder: Path, key: str) -> None:
-    """A signature is checked by another program: what is signed is the canonical JSON of the record."""
-    from sdflow.digest import canonical_json
-
-    build(opened(folder, "one", Signer(folder / "key.pem"))[0])
-    outer = json.loads(entry(folder).read_bytes())
-    (folder / "content").write_bytes(canonical_json(outer["record"]))
-    (folder / "signature").write_bytes(bytes.fromhex(outer[SIGNATURES][0]["signature"]))
-    try:
-        checked = subprocess.run(
-            ["openssl", "pkeyutl", "-verify", "-inkey", folder / "key.pem", "-rawin", "-in", folder / "content",
-             "-sigfile", folder / "signature"], capture_output=True, text=True,
-        )  # fmt: skip
-    except FileNotFoundError:
-        pytest.skip("no openssl on this machine")
-    assert checked.returncode == 0, checked.stderr
-
-
-def test_without_the_package_trust_is_an_error_and_no_trust_is_none(folder: Path) -> None:
-    code = (
-        "import sys; sys.modules['cryptography'] = None\n"
-        "from pathlib import Path\nfrom sdflow.store import Cache\nfrom sdflow.store.remote import RemoteSpec\n"
-        f"Cache(Path({str(folder)!r}) / 'c', remote=RemoteSpec('/x'))\n"
-        f"Cache(Path({str(folder)!r}) / 'c', remote=RemoteSpec('/x', trust=('0' * 64,)))\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "pip install 'sdflow[remote]'" in ended.stderr
-    assert "line 6" in ended.stderr, "the first is made"
+def test_without_the_package_trust_is_an_error_and_no_trust_is_none(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sdflow.machine.packages.missing", lambda *names: names)
+    Cache(folder / "c", remote=RemoteSpec("/x"))
+    with pytest.raises(UsageError) as told:
+        Cache(folder / "c", remote=RemoteSpec("/x", trust=("02" + "0" * 64,)))
+    assert told.value.remedy == "pip install 'sdflow[sign]'"
+    assert told.value.what.endswith("needs model-signing, pyopenssl, which are not installed")
