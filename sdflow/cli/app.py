@@ -183,6 +183,9 @@ def plan(
     target: Targets = None,
     overrides: Overrides = None,
     cache: CacheDir = None,
+    locked: Annotated[
+        bool, typer.Option("--locked", help="Refuse inputs that differ from WORKFLOW.lock, which `sdflow lock` writes.")
+    ] = False,
     verbose: Verbose = False,
     json: AsJson = False,
 ) -> None:
@@ -190,12 +193,38 @@ def plan(
 
     Builds nothing.
     """
+    from sdflow.build.lock import locked_plan
     from sdflow.build.plan import make_plan
     from sdflow.report.build import print_plan
 
     loaded = [_load(path, overrides, target) for path in workflow]
     opened = open_cache(cache, loaded)
-    print_plan([make_plan(each, opened) for each in loaded], opened, as_json=json, verbose=verbose)
+    plans = [(locked_plan if locked else make_plan)(each, opened) for each in loaded]
+    print_plan(plans, opened, as_json=json, verbose=verbose)
+
+
+@app.command()
+def lock(
+    workflow: Workflows,
+    target: Targets = None,
+    overrides: Overrides = None,
+    rehash: Rehash = False,
+    cache: CacheDir = None,
+    quiet: Quiet = False,
+    json: AsJson = False,
+) -> None:
+    """Lock a workflow to its inputs.
+
+    Writes digests and hub commits to WORKFLOW.lock; `sdflow run --locked` then builds from nothing else.
+    """
+    from sdflow.build.lock import write_lock
+    from sdflow.cli.progress import progress_view
+    from sdflow.report.build import print_locks
+
+    loaded = [_load(path, overrides, target) for path in workflow]
+    with progress_view(quiet=quiet, verbose=False):
+        written = [write_lock(each, open_cache(cache, [each], rehash=rehash)) for each in loaded]
+    print_locks(written, as_json=json, quiet=quiet)
 
 
 @app.command()

@@ -129,7 +129,7 @@ def workflow_of(path: Path, origin: Origin, loras: Sequence[LoraSpec], name: str
     Raises UsageError when the manifest does not say how the pipeline was built.
     """
     mark = Mark(str(path), 0, 0)
-    own = [LoraSpec(lora.reference, lora.scale, lora.weight_name, mark) for lora in origin.loras]
+    own = [LoraSpec(lora.pinned, lora.scale, lora.weight_name, mark) for lora in origin.loras]
     submodels = {}
     for submodel in FAMILIES[origin.family].ordered(origin.chains):
         chain = origin.chains[submodel]

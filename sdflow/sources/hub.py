@@ -226,6 +226,17 @@ def _offline() -> bool:
     return bool(constants.HF_HUB_OFFLINE)
 
 
+def commit_of(path: Path) -> str | None:
+    """The commit that a file of the local hub cache is of; None for any other file."""
+    from huggingface_hub import constants
+
+    with suppress(ValueError):
+        within = path.relative_to(constants.HF_HUB_CACHE).parts
+        if within[1:2] == ("snapshots",) and _COMMIT.fullmatch(within[2]):
+            return within[2]
+    return None
+
+
 def _repository_folder(hub: HubReference) -> Path:
     from huggingface_hub import constants
 

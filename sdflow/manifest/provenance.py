@@ -1,0 +1,59 @@
+"""`provenance.json` in a pipeline folder: an in-toto statement with SLSA's predicate, as it is read.
+
+It names every file of the folder by its digest, `sdflow.json` among them. `sdflow.run.provenance` writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from sdflow.digest import inside
+from sdflow.disk.input_file import read_json
+from sdflow.errors import UsageError
+
+PROVENANCE_FILE = "provenance.json"
+STATEMENT = "https://in-toto.io/Statement/v1"
+SLSA = "https://slsa.dev/provenance/v1"
+
+
+def read_provenance(folder: Path) -> dict[str, Any] | None:
+    """The statement of a pipeline folder; None for one of an earlier sdflow, which has none.
+
+    Raises UsageError for a file that is no such statement.
+    """
+    path = folder / PROVENANCE_FILE
+    try:
+        statement = read_json(path)
+        if not isinstance(statement, dict) or statement.get("_type") != STATEMENT:
+            raise ValueError(f"its _type is not {STATEMENT}")
+        if statement.get("predicateType") != SLSA:
+            raise ValueError(f"its predicateType is not {SLSA}")
+        subjects_of(statement)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UsageError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
+    except ValueError as error:
+        remedy = "Delete it, then run the pipeline's workflow again: it is written anew."
+        raise UsageError(f"is no statement of in-toto: {error}", where=str(path), remedy=remedy) from error
+    return statement
+
+
+def subjects_of(statement: Mapping[str, Any]) -> dict[str, str]:
+    """File -> SHA-256. Raises ValueError for what is no list of such subjects."""
+    return dict(_subjects(statement.get("subject")))
+
+
+def _subjects(subjects: Any) -> Iterator[tuple[str, str]]:
+    if not isinstance(subjects, list) or not subjects:
+        raise ValueError("it names no subject")
+    for each in subjects:
+        name = each.get("name") if isinstance(each, dict) else None
+        digests = each.get("digest") if isinstance(each, dict) else None
+        if not isinstance(name, str) or not inside(name):
+            raise ValueError(f"the subject {name!r:.60} is no file of the folder")
+        if not isinstance(digests, dict) or not isinstance(digests.get("sha256"), str):
+            raise ValueError(f"the subject {name:.60} has no SHA-256")
+        yield name, digests["sha256"]
