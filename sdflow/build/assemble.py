@@ -183,7 +183,7 @@ def copy_file(source: Path, destination: Path, check: Callable[[], None] = lambd
 # What is there already
 
 
-def require_replaceable(out: Path, keeper: Pinning) -> None:
+def require_replaceable(out: Path, keeper: Pinning | None) -> None:
     """Raises UsageError where it is known before anything is built that `assemble` would refuse `out`."""
     out = out.parent.resolve() / out.name
     with os_errors_as("the pipeline cannot be written", out, kind=CacheError, of_many=True):

@@ -24,9 +24,14 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "lock": "sdflow lock workflow.yaml",
         "run": "sdflow run sd15 --target cuda",
         "verify": "sdflow verify pipelines/sd15-cuda --html report.html",
+        "provenance": "sdflow provenance pipelines/sd15-cuda",
         "explain": "sdflow explain workflow.yaml --step BindWeights",
         "bake": "sdflow bake --base pipelines/sd15 --lora ink.safetensors --out pipelines/ink",
         "export": "sdflow export pipelines/sd15-cuda --one-file sd15.onnx",
+    },
+    "Share": {
+        "push": "sdflow push oci://ghcr.io/me/fox:1 pipelines/fox-cuda",
+        "pull": "sdflow pull oci://ghcr.io/me/fox:1",
     },
     "Generate and serve": {
         "generate": 'sdflow generate pipelines/sd15-cuda -p "a red fox in the snow" --seed 7',
@@ -84,7 +89,7 @@ PANELS: Mapping[str, str] = {
     "Build": "overrides copy jobs rebuild evaluate locked keep_failed require_target",
     "Verification": "verify full fresh fix run_on memory require_verified check checker",
     "Measurement": "engine list_engines warmup rounds tuning first_limit option compare force",
-    "Network and access": "host port api_key_file no_auth cors_origin open_page",
+    "Network and access": "host port api_key_file no_auth cors_origin open_page plain_http",
     "LoRAs of requests": "loras lora_memory max_uploads max_upload_gb",
     "Limits of requests": "max_queue deadline stall max_images max_steps max_pixels max_body max_connections",
     "Scheduling": "batch_sizes lanes",

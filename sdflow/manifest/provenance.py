@@ -12,8 +12,10 @@ from typing import Any
 from sdflow.digest import inside
 from sdflow.disk.input_file import read_json
 from sdflow.errors import UsageError
+from sdflow.manifest.file import read_manifest
 
 PROVENANCE_FILE = "provenance.json"
+BUILD_TYPE = "urn:sdflow:build:1"
 STATEMENT = "https://in-toto.io/Statement/v1"
 SLSA = "https://slsa.dev/provenance/v1"
 
@@ -39,6 +41,24 @@ def read_provenance(folder: Path) -> dict[str, Any] | None:
         remedy = "Delete it, then run the pipeline's workflow again: it is written anew."
         raise UsageError(f"is no statement of in-toto: {error}", where=str(path), remedy=remedy) from error
     return statement
+
+
+def require_provenance(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The file and the statement in it. Raises UsageError where there is none, or one that another program wrote."""
+    path = folder / PROVENANCE_FILE
+    read_manifest(folder)  # says what is wrong with a folder that is no pipeline
+    statement = read_provenance(folder)
+    if statement is None:
+        remedy = "An earlier sdflow built it: run its workflow again, and it is written."
+        raise UsageError("the pipeline has no provenance", where=str(path), remedy=remedy)
+    try:
+        predicate = statement["predicate"]
+        build_type = predicate["buildDefinition"]["buildType"]
+    except (KeyError, TypeError) as error:
+        raise UsageError(f"lacks {error}", where=str(path)) from error
+    if build_type != BUILD_TYPE:
+        raise UsageError(f"its buildType is {build_type!r:.60}, not {BUILD_TYPE}", where=str(path))
+    return path, statement
 
 
 def subjects_of(statement: Mapping[str, Any]) -> dict[str, str]:

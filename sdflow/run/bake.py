@@ -74,6 +74,13 @@ def bake(
             assert planned.checkpoint is not None and folder is not None, "planned with download=True"
             made_of = read_manifest(folder).origin
             require_same_checkpoint(planned.checkpoint, made_of, str(folder / MANIFEST_FILE))
+            for lora, merged in zip(planned.loras, made_of.loras, strict=False):  # its own; those to be added follow
+                if lora.sha256 != merged.sha256:
+                    raise UsageError(
+                        f"the LoRA {lora.path} is not the one it was built with",
+                        where=str(folder / MANIFEST_FILE),
+                        remedy="Put back what it was built from, or run its workflow again.",
+                    )
 
     (result,) = run_workflow(workflow, cache, options, listener, planned=of_the_base).pipelines
     return result

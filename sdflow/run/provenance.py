@@ -21,7 +21,7 @@ from sdflow.build.inputs import LORA, Input, inputs_of, packages_of, scripts_of
 from sdflow.build.pipeline_folder import Layout
 from sdflow.build.plan import PipelinePlan
 from sdflow.digest import canonical_json
-from sdflow.manifest.provenance import SLSA, STATEMENT
+from sdflow.manifest.provenance import BUILD_TYPE, SLSA, STATEMENT
 from sdflow.sources import FileDigests
 from sdflow.sources.companions import companion_files
 from sdflow.sources.licence import declared_licence
@@ -30,7 +30,6 @@ from sdflow.sources.reference import HubReference, LocalReference, parse_referen
 from sdflow.verify import Verification
 from sdflow.verify.result import worst_output
 
-BUILD_TYPE = "urn:sdflow:build:1"
 BUILDER_VARIABLE = "SDFLOW_BUILDER_ID"
 LOCAL_BUILDER = "urn:sdflow:local"
 Descriptor = dict[str, Any]
