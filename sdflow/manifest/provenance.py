@@ -7,17 +7,69 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sdflow.digest import inside
 from sdflow.disk.input_file import read_json
-from sdflow.errors import UsageError
+from sdflow.errors import UsageError, first_problem
 from sdflow.manifest.file import read_manifest
 
 PROVENANCE_FILE = "provenance.json"
 BUILD_TYPE = "urn:sdflow:build:1"
 STATEMENT = "https://in-toto.io/Statement/v1"
 SLSA = "https://slsa.dev/provenance/v1"
+
+
+class _Form(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _Descriptor(_Form):
+    name: str
+    uri: str = ""
+    digest: dict[str, str] = {}
+    annotations: dict[str, Any] = {}
+
+
+class _Asked(_Form):
+    pipeline: str
+    target: str
+    model: str
+    workflow: str
+
+
+class _Made(_Form):
+    actions: dict[str, list[dict[Literal["pass", "action"], str]]]
+
+
+class _Definition(_Form):
+    build_type: Literal["urn:sdflow:build:1"] = Field(alias="buildType")
+    asked: _Asked = Field(alias="externalParameters")
+    made: _Made = Field(alias="internalParameters")
+    dependencies: list[_Descriptor] = Field(alias="resolvedDependencies")
+
+
+class _Builder(_Form):
+    id: str
+    version: dict[str, str]
+
+
+class _Metadata(_Form):
+    started: str = Field(alias="startedOn")
+    finished: str = Field(alias="finishedOn")
+
+
+class _Details(_Form):
+    builder: _Builder
+    metadata: _Metadata
+    byproducts: list[_Descriptor]
+
+
+class _Predicate(_Form):
+    definition: _Definition = Field(alias="buildDefinition")
+    details: _Details = Field(alias="runDetails")
 
 
 def read_provenance(folder: Path) -> dict[str, Any] | None:
@@ -52,12 +104,9 @@ def require_provenance(folder: Path) -> tuple[Path, dict[str, Any]]:
         remedy = "An earlier sdflow built it: run its workflow again, and it is written."
         raise UsageError("the pipeline has no provenance", where=str(path), remedy=remedy)
     try:
-        predicate = statement["predicate"]
-        build_type = predicate["buildDefinition"]["buildType"]
-    except (KeyError, TypeError) as error:
-        raise UsageError(f"lacks {error}", where=str(path)) from error
-    if build_type != BUILD_TYPE:
-        raise UsageError(f"its buildType is {build_type!r:.60}, not {BUILD_TYPE}", where=str(path))
+        _Predicate.model_validate(statement.get("predicate"))
+    except ValidationError as error:
+        raise UsageError(f"is none of sdflow's: {first_problem(error)}", where=str(path)) from error
     return path, statement
 
 

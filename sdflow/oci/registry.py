@@ -29,6 +29,8 @@ MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 REDIRECTS = 5
 ATTEMPTS = 3
 """How often a blob whose transfer breaks off is gone on with."""
+MOST_OF_A_CHALLENGE = 4096
+"""Characters: oras reads them with an expression that takes the square of their number."""
 _BLOCK = 1 << 20
 
 
@@ -175,12 +177,18 @@ class Registry:
 
     def _authorize(self, answer: Any) -> None:
         """As the registry asks for it: with the user's name and password, or with a token for what was refused."""
-        if answer.headers.get("Www-Authenticate", "").lower().startswith("basic"):
+        challenge = answer.headers.get("Www-Authenticate", "")
+        if len(challenge) > MOST_OF_A_CHALLENGE:
+            raise _Misled(f"it asks for credentials with {len(challenge):,} characters")
+        if challenge.lower().startswith("basic"):
             if (known := getattr(self._auth, "_basic_auth", None)) is not None:
                 self._authorization = {"Authorization": f"Basic {known}"}
             return
         self._auth.token = None  # one for reading does not do for writing
-        found, _ = self._auth.authenticate_request(answer, {})
+        try:
+            found, _ = self._auth.authenticate_request(answer, {})
+        except (AttributeError, TypeError, LookupError) as error:
+            raise _Misled("it asks for credentials in words that oras does not know") from error
         self._authorization = {name: value for name, value in found.items() if name == "Authorization"}
 
     def _require(self, answer: Any, what: str) -> None:
@@ -270,7 +278,7 @@ def _session(limits: Limits, plain: bool) -> Any:
                     raise _Misled(f"it leads to an address without TLS, {url:.100}")
                 call = partial(ask, method, url, *arguments, **options)
                 answer = _within(limits.answer + self.more, call)
-                target = self.get_redirect_target(answer)
+                target = super().get_redirect_target(answer)
                 if target is None or method not in ("GET", "HEAD"):
                     return answer
                 answer.close()
@@ -279,6 +287,10 @@ def _session(limits: Limits, plain: bool) -> Any:
                     del headers["Authorization"]
                     options["headers"] = headers
             raise _Misled(f"it redirects more than {REDIRECTS} times")
+
+        def get_redirect_target(self, resp: Any) -> Any:
+            """None: where there is one, requests reads the whole body, though it does not go there."""
+            return None
 
     session = Bounded()
     session.auth = lambda request: request

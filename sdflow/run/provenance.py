@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from sdflow import __version__
 from sdflow.build.inputs import LORA, Input, inputs_of, packages_of, scripts_of
@@ -53,7 +54,7 @@ class Build:
 
     def _statement(self, layout: Layout) -> dict[str, Any]:
         pipeline = self.plan.pipeline
-        loras = [{"reference": each.reference, "scale": each.scale} for each in self.plan.loras]
+        loras = [{"reference": self._shown(each.reference), "scale": each.scale} for each in self.plan.loras]
         return {
             "_type": STATEMENT,
             "subject": [_file(name, digest) for name, digest in sorted(_subjects(layout, self.digests))],
@@ -62,10 +63,10 @@ class Build:
                 "buildDefinition": {
                     "buildType": BUILD_TYPE,
                     "externalParameters": {
-                        "workflow": self.files[0].name if self.files else None,
+                        "workflow": self.files[0].name,
                         "pipeline": pipeline.name,
                         "target": pipeline.target,
-                        "model": pipeline.model,
+                        "model": self._shown(pipeline.model),
                         "loras": loras,
                     },
                     "internalParameters": {"actions": self.actions},
@@ -82,6 +83,16 @@ class Build:
             },
         }
 
+    def _shown(self, reference: str) -> str:
+        """A reference without the place that files have on this machine: as seen from the workflow, or the name alone."""
+        parsed = parse_reference(reference)
+        if not isinstance(parsed, LocalReference):
+            return reference
+        folder = self.files[0].absolute().parent
+        inside = parsed.path.is_relative_to(folder)
+        shown = parsed.path.relative_to(folder).as_posix() if inside else parsed.path.name
+        return shown + (f"#{parsed.architecture}" if parsed.architecture else "")
+
     def _dependencies(self) -> Iterator[Descriptor]:
         for plan in filter(None, (self.plan, self.plan.refiner)):
             for each in inputs_of(plan):
@@ -91,7 +102,7 @@ class Build:
         for script in scripts_of(self.plan):
             yield _file(f"script/{script.name}", self.digests.digest(script))
         for name, version in packages_of(self.plan).items():
-            yield {"name": name, "uri": f"pkg:pypi/{name}@{version}"}
+            yield {"name": name, "uri": f"pkg:pypi/{name}@{quote(version)}"}
 
     def _of_input(self, each: Input) -> Iterator[Descriptor]:
         parsed = parse_reference(each.reference)
