@@ -295,14 +295,24 @@ def validate(workflow: Workflows, target: Targets = None, overrides: Overrides =
 
 
 @app.command()
-def schema() -> None:
-    """Print the JSON Schema of workflows for your editor."""
+def schema(
+    name: Annotated[
+        str, typer.Argument(help="workflow, run (what `run --json` prints), or lock.", show_default=True)
+    ] = "workflow",
+) -> None:
+    """Print the JSON Schema of workflows for your editor, or of sdflow's output."""
     import json
 
     from sdflow.config import json_schema
     from sdflow.passes.registry import catalog
 
-    print(json.dumps(json_schema(catalog()), indent=2))
+    if name == "workflow":
+        found = json_schema(catalog())
+    else:
+        from sdflow.report.schemas import schema_named
+
+        found = schema_named(name)
+    print(json.dumps(found, indent=2))
 
 
 @app.command()
