@@ -48,7 +48,7 @@ def first(new_shell: Shell) -> Any:
 
 def test_the_first_run_builds_every_step_and_draws_an_image(shell: Shell, first: Any) -> None:
     (pipeline,) = first["pipelines"]
-    jsonschema.validate(first, shell.json("schema", "run"))
+    jsonschema.validate(first, json.loads(shell.run("schema", "run").stdout))
     assert first["format_version"] == 1
     assert {step["outcome"] for step in pipeline["steps"]} == {"built"}
     assert pipeline["evaluation"]["measured"]
@@ -77,7 +77,7 @@ def test_the_recorder_of_the_test_above_does_record(shell: Shell) -> None:
 
 
 def test_a_run_that_fails_prints_one_document_too(shell: Shell) -> None:
-    schema = shell.json("schema", "run")
+    schema = json.loads(shell.run("schema", "run").stdout)
     for words, status in (
         (("gone.yaml",), 2),
         ((str(TINY), "--set", "unet.passes.0.no=1"), 2),

@@ -1,4 +1,4 @@
-"""The Dockerfile and the example of GitHub Actions: every command in them is run, or parsed where it needs Docker or a network."""
+"""The Dockerfile and the example of GitHub Actions: their commands are run, or parsed where that takes Docker or a network."""
 
 from __future__ import annotations
 
