@@ -233,13 +233,24 @@ class Registry:
             yield
         except (RequestException, HTTPError, OSError, ValueError, _Misled) as error:
             if last or isinstance(error, _Misled):
-                said = (str(error).strip() or type(error).__name__).splitlines()[0]
-                remedy = f"For a registry without TLS: --plain-http. Else check the network and the name {self._host}."
+                said = _reason(error)
+                remedy = f"Check the network and the name {self._host}."
+                if not self._plain:
+                    remedy = f"{remedy} For a registry without TLS: --plain-http."
                 raise RegistryError(f"{what}: {said:.300}", where=self._where, remedy=remedy) from error
 
 
 class _Misled(Exception):
     """The registry answers in a way that is not followed."""
+
+
+def _reason(error: BaseException) -> str:
+    """What the system says at the bottom of what three libraries wrapped around it."""
+    inner: BaseException | None = error
+    while inner is not None:
+        error, inner = inner, inner.__cause__ or inner.__context__
+    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error).strip()
+    return (said or type(error).__name__).splitlines()[0]
 
 
 def _message(answer: Any) -> str:

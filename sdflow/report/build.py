@@ -103,8 +103,10 @@ def print_locks(written: Sequence[tuple[Path, Lock]], *, as_json: bool, quiet: b
         return
     for path, lock in written:
         commits = sum(each.commit is not None for each in lock.inputs.values())
-        held = f"{len(lock.inputs)} inputs ({commits} at a commit of the hub), {len(lock.packages)} packages"
-        put(path if quiet else f"{path}: {held}, {len(lock.pipelines)} pipelines", wrap=not quiet)
+        counts = {"input": len(lock.inputs), "hub commit": commits, "package": len(lock.packages)}
+        counts |= {"pipeline": len(lock.pipelines)}
+        held = ", ".join(f"{number} {what}{'s' if number != 1 else ''}" for what, number in counts.items())
+        put(path if quiet else f"{path}: {held}", wrap=not quiet)
 
 
 def print_explanation(plans: Sequence[Plan], cache: Cache, *, only: str | None, as_json: bool) -> None:
