@@ -22,7 +22,7 @@ from sdflow.cli.inspect import init, inspect
 from sdflow.cli.needs import needs
 from sdflow.cli.opened import made_here, open_cache
 from sdflow.cli.options import takes
-from sdflow.cli.registry import pull, push
+from sdflow.cli.registry import provenance, pull, push
 from sdflow.cli.selftest import selftest
 from sdflow.cli.serve import serve
 from sdflow.parameter import parameters
@@ -49,6 +49,7 @@ app.command()(bench)
 app.command()(tune)
 app.command()(inspect)
 app.command()(init)
+app.command()(provenance)
 app.command()(push)
 app.command()(pull)
 app.command()(serve)
@@ -178,22 +179,6 @@ def verify(
         quiet=quiet,
         verbose=verbose,
     )
-
-
-@app.command()
-def provenance(
-    pipeline: Annotated[Path, typer.Argument(help="Pipeline folder.", metavar="PIPELINE")],
-    verbose: Verbose = False,
-    json: AsJson = False,
-) -> None:
-    """Show what a pipeline was built from and by what.
-
-    Prints provenance.json, an in-toto statement with SLSA's predicate. `sdflow verify` compares the files with it.
-    """
-    from sdflow.manifest.provenance import require_provenance
-    from sdflow.report.provenance import print_provenance
-
-    print_provenance(*require_provenance(pipeline), as_json=json, verbose=verbose)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""`sdflow push` and `sdflow pull`: pipelines in OCI registries."""
+"""`sdflow provenance`, `sdflow push` and `sdflow pull`: pipelines that are passed on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sdflow.cli.arguments import AsJson, CacheDir, Quiet
+from sdflow.cli.arguments import AsJson, CacheDir, Quiet, Verbose
 from sdflow.cli.opened import open_cache
 
 OciReference = Annotated[
@@ -71,3 +71,18 @@ def pull(
         pulled = pull_pipeline(parsed, out, digests, plain=plain_http, progress=lambda text: view.doing("pull", text))
         view.doing("pull", "")
     print_pull(pulled, as_json=json, quiet=quiet)
+
+
+def provenance(
+    pipeline: Annotated[Path, typer.Argument(help="Pipeline folder.", metavar="PIPELINE")],
+    verbose: Verbose = False,
+    json: AsJson = False,
+) -> None:
+    """Show what a pipeline was built from and by what.
+
+    Prints provenance.json, an in-toto statement with SLSA's predicate. `sdflow verify` compares the files with it.
+    """
+    from sdflow.manifest.provenance import require_provenance
+    from sdflow.report.provenance import print_provenance
+
+    print_provenance(*require_provenance(pipeline), as_json=json, verbose=verbose)

@@ -19,7 +19,8 @@ from sdflow.manifest import REFINER, read_manifest
 from sdflow.manifest.provenance import read_provenance, subjects_of
 from sdflow.oci.artifact import Descriptor, files_of
 from sdflow.oci.reference import Reference
-from sdflow.oci.registry import LIMITS, Limits, Registry, require_oras
+from sdflow.oci.registry import Registry, require_oras
+from sdflow.oci.session import LIMITS, Limits
 from sdflow.sources import FileDigests
 from sdflow.units import spell_bytes
 

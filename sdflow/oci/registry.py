@@ -7,47 +7,25 @@ has neither limits nor deadlines, and reads what is no file whole.
 from __future__ import annotations
 
 import os
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 from urllib.parse import urljoin, urlsplit
 
-from sdflow import __version__, stop
+from sdflow import stop
 from sdflow.disk.input_file import open_input, parse_json
 from sdflow.errors import CacheError, SdflowError, VerificationError, os_errors_as
 from sdflow.oci.reference import Reference
+from sdflow.oci.session import BLOCK, LIMITS, Limits, Misled, open_session
 
-T = TypeVar("T")
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
-REDIRECTS = 5
 ATTEMPTS = 3
 """How often a blob whose transfer breaks off is gone on with."""
 MOST_OF_A_CHALLENGE = 4096
 """Characters: oras reads them with an expression that takes the square of their number."""
-_BLOCK = 1 << 20
-
-
-@dataclass(frozen=True)
-class Limits:
-    """seconds: without a byte. answer: seconds until an answer begins, and for one that is no blob. manifest, other: bytes of
-    these. rate: bytes a second that a blob comes with at least, over `window` seconds."""
-
-    seconds: float = 30
-    answer: float = 120
-    manifest: int = 4 << 20
-    other: int = 1 << 20
-    rate: int = 4096
-    window: float = 60
-
-
-LIMITS = Limits()
 
 
 class RegistryError(SdflowError):
@@ -70,7 +48,7 @@ class Registry:
         self._plain = plain or reference.local
         self._host = reference.host
         self._base = f"{'http' if self._plain else 'https'}://{reference.host}/v2/{reference.name}"
-        self._session = _session(limits, self._plain)
+        self._session = open_session(limits, self._plain)
         self._auth: Any = oras.auth.get_auth_backend("token", self._session, self._plain)
         self._authorization: dict[str, str] = {}
         with self._failing("the credentials of docker cannot be read"):
@@ -179,7 +157,7 @@ class Registry:
         """As the registry asks for it: with the user's name and password, or with a token for what was refused."""
         challenge = answer.headers.get("Www-Authenticate", "")
         if len(challenge) > MOST_OF_A_CHALLENGE:
-            raise _Misled(f"it asks for credentials with {len(challenge):,} characters")
+            raise Misled(f"it asks for credentials with {len(challenge):,} characters")
         if challenge.lower().startswith("basic"):
             if (known := getattr(self._auth, "_basic_auth", None)) is not None:
                 self._authorization = {"Authorization": f"Basic {known}"}
@@ -188,7 +166,7 @@ class Registry:
         try:
             found, _ = self._auth.authenticate_request(answer, {})
         except (AttributeError, TypeError, LookupError) as error:
-            raise _Misled("it asks for credentials in words that oras does not know") from error
+            raise Misled("it asks for credentials in words that oras does not know") from error
         self._authorization = {name: value for name, value in found.items() if name == "Authorization"}
 
     def _require(self, answer: Any, what: str) -> None:
@@ -210,7 +188,7 @@ class Registry:
         if encoding.lower() != "identity":
             raise RegistryError(f"it compresses what was asked for as it is ({encoding:.40})", where=self._where)
         begun, came = time.monotonic(), 0
-        while block := answer.raw.read1(_BLOCK, decode_content=False):
+        while block := answer.raw.read1(BLOCK, decode_content=False):
             came += len(block)
             if (took := time.monotonic() - begun) > self._limits.window:
                 if came < self._limits.rate * took:
@@ -231,17 +209,13 @@ class Registry:
 
         try:
             yield
-        except (RequestException, HTTPError, OSError, ValueError, _Misled) as error:
-            if last or isinstance(error, _Misled):
+        except (RequestException, HTTPError, OSError, ValueError, Misled) as error:
+            if last or isinstance(error, Misled):
                 said = _reason(error)
                 remedy = f"Check the network and the name {self._host}."
                 if not self._plain:
                     remedy = f"{remedy} For a registry without TLS: --plain-http."
                 raise RegistryError(f"{what}: {said:.300}", where=self._where, remedy=remedy) from error
-
-
-class _Misled(Exception):
-    """The registry answers in a way that is not followed."""
 
 
 def _reason(error: BaseException) -> str:
@@ -260,83 +234,6 @@ def _message(answer: Any) -> str:
         return f"{errors[0].get('message') or errors[0].get('code')}"[:200]
     except (ValueError, LookupError, TypeError, AttributeError):
         return ""
-
-
-def _session(limits: Limits, plain: bool) -> Any:
-    import requests
-
-    class Bounded(requests.Session):
-        """No answer is longer than it may be or takes longer, no redirect leaves TLS, and no credentials are sent that were not
-        given for the registry (.netrc)."""
-
-        more = 0.0
-        """Seconds that a request may take besides."""
-
-        def request(self, method: Any, url: Any, *arguments: Any, stream: Any = False, **options: Any) -> Any:
-            options |= {"timeout": limits.seconds, "stream": True, "allow_redirects": False}
-            answer = self._answer(method, str(url), super().request, *arguments, **options)
-            if not stream or answer.status_code >= 300:
-                most = limits.manifest if "/manifests/" in str(url) and answer.ok else limits.other
-                answer._content = _within(limits.answer, lambda: _read(answer, most))
-                answer._content_consumed = True
-            return answer
-
-        def _answer(self, method: str, url: str, ask: Any, *arguments: Any, **options: Any) -> Any:
-            """What a redirect leads to. Its body is not read, and credentials do not go along to another host."""
-            host = urlsplit(url).netloc
-            for _ in range(REDIRECTS + 1):
-                if not plain and not url.startswith("https://"):
-                    raise _Misled(f"it leads to an address without TLS, {url:.100}")
-                call = partial(ask, method, url, *arguments, **options)
-                answer = _within(limits.answer + self.more, call)
-                target = super().get_redirect_target(answer)
-                if target is None or method not in ("GET", "HEAD"):
-                    return answer
-                answer.close()
-                url = urljoin(url, target)
-                if urlsplit(url).netloc != host and "Authorization" in (headers := dict(options.get("headers") or {})):
-                    del headers["Authorization"]
-                    options["headers"] = headers
-            raise _Misled(f"it redirects more than {REDIRECTS} times")
-
-        def get_redirect_target(self, resp: Any) -> Any:
-            """None: where there is one, requests reads the whole body, though it does not go there."""
-            return None
-
-    session = Bounded()
-    session.auth = lambda request: request
-    session.headers.update({"Accept-Encoding": "identity", "User-Agent": f"sdflow/{__version__}"})
-    return session
-
-
-def _read(answer: Any, most: int) -> bytes:
-    content = bytearray()
-    while block := answer.raw.read1(_BLOCK, decode_content=False):
-        content += block
-        if len(content) > most:
-            answer.close()
-            raise _Misled(f"its answer is longer than {most:,} bytes")
-    return bytes(content)
-
-
-def _within(seconds: float, call: Callable[[], T]) -> T:
-    """What a call returns, which may take so long and no longer: no socket's timeout bounds a header that drips."""
-    done: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            done.put((call(), None))
-        except Exception as error:  # noqa: BLE001  # it is raised where it was called
-            done.put((None, error))
-
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        value, error = done.get(timeout=seconds)
-    except queue.Empty:
-        raise _Misled(f"no answer within {seconds:.0f} seconds") from None
-    if error is not None:
-        raise error
-    return value  # type: ignore[return-value]
 
 
 def require_oras() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sdflow.build.chain import PlannedStep
-from sdflow.build.lock import Lock
+from sdflow.build.lock_content import Lock
 from sdflow.build.plan import Plan
 from sdflow.errors import Problem, UsageError
 from sdflow.report.output import print_json, print_table, put

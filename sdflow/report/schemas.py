@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter
 
 from sdflow.bench.evaluate import EvaluationResult
-from sdflow.build.lock import Lock
+from sdflow.build.lock_content import Lock
 from sdflow.errors import UsageError
 from sdflow.verify import Verification
 

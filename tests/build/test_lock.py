@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from small_lora import write_lora
 from small_workflows import SMALL_PASSES, Bench
 
-from sdflow.build.lock import Lock, LockedChain, LockedInput, LockedPipeline, differences, locked_plan, write_lock
+from sdflow.build.lock import locked_plan, write_lock
+from sdflow.build.lock_content import Lock, LockedChain, LockedInput, LockedPipeline, differences
 from sdflow.config import load_workflow
 from sdflow.config.workflow import Workflow
 from sdflow.errors import UsageError

@@ -14,7 +14,7 @@ import pytest
 
 from sdflow.errors import SdflowError
 from sdflow.oci import parse_oci, pull
-from sdflow.oci.registry import Limits
+from sdflow.oci.session import Limits
 from sdflow.sources import PlainDigests
 from tests.oci.lying_registry import Handler, LyingRegistry, serving
 from tests.oci.pipelines import content_of, make_pipeline
