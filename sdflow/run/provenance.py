@@ -38,12 +38,12 @@ Descriptor = dict[str, Any]
 
 @dataclass(frozen=True)
 class Build:
-    """A build of one pipeline. actions: submodel -> the pass and the cache key of each step. files: of the workflow; of a bake,
-    the base's sdflow.json. started: when it began."""
+    """A build of one pipeline. actions: submodel -> the pass and the cache key of each step. files: of the workflow, with their
+    SHA-256 from before the build; of a bake, the base's sdflow.json. started: when it began."""
 
     plan: PipelinePlan
     actions: Mapping[str, Sequence[Mapping[str, str]]]
-    files: Sequence[Path]
+    files: Sequence[tuple[Path, str]]
     started: datetime
     verification: Verification | None
     digests: FileDigests
@@ -63,7 +63,7 @@ class Build:
                 "buildDefinition": {
                     "buildType": BUILD_TYPE,
                     "externalParameters": {
-                        "workflow": self.files[0].name,
+                        "workflow": self.files[0][0].name,
                         "pipeline": pipeline.name,
                         "target": pipeline.target,
                         "model": self._shown(pipeline.model),
@@ -88,7 +88,7 @@ class Build:
         parsed = parse_reference(reference)
         if not isinstance(parsed, LocalReference):
             return reference
-        folder = self.files[0].absolute().parent
+        folder = self.files[0][0].absolute().parent
         inside = parsed.path.is_relative_to(folder)
         shown = parsed.path.relative_to(folder).as_posix() if inside else parsed.path.name
         return shown + (f"#{parsed.architecture}" if parsed.architecture else "")
@@ -97,8 +97,8 @@ class Build:
         for plan in filter(None, (self.plan, self.plan.refiner)):
             for each in inputs_of(plan):
                 yield from self._of_input(each)
-        for file in self.files:
-            yield _file(f"workflow/{file.name}", self.digests.digest(file))
+        for file, digest in self.files:
+            yield _file(f"workflow/{file.name}", digest)
         for script in scripts_of(self.plan):
             yield _file(f"script/{script.name}", self.digests.digest(script))
         for name, version in packages_of(self.plan).items():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -93,6 +93,7 @@ def run_workflow(
     if options.require_target:  # what is known beforehand costs no build
         for pipeline in workflow.pipelines:
             require_package(TARGETS[pipeline.target])
+    written = [(file, cache.stat.digest(file)) for file in workflow.files or (workflow.path,)]
     plan = (locked_plan if options.locked else make_plan)(workflow, cache, download=True)
     for each in plan.pipelines:
         require_replaceable(options.out / each.pipeline.name, cache)
@@ -112,7 +113,7 @@ def run_workflow(
     with cache.lease():
         finished = executor.run_all(
             plan.pipelines,
-            lambda pipeline, steps, begun, group: _assemble(pipeline, steps, begun, group, executor, options, workflow),
+            lambda pipeline, steps, begun, group: _assemble(pipeline, steps, begun, group, executor, options, written),
         )
         evaluated = [_evaluate(pipeline, executor, options) for pipeline in finished]
     return RunResult(tuple(evaluated), time.perf_counter() - started)
@@ -135,7 +136,7 @@ def _assemble(
     group: WorkerGroup,
     executor: Executor,
     options: RunOptions,
-    workflow: Workflow,
+    written: Sequence[tuple[Path, str]],
 ) -> PipelineResult:
     folder = options.out / plan.pipeline.name
     started = datetime.now(UTC) - timedelta(seconds=time.perf_counter() - begun)
@@ -177,8 +178,7 @@ def _assemble(
             if executor.cache.remote is not None:
                 said = Claim(verification.level, verification.target, verification.versions)
                 executor.cache.remote.vouch(verification.artifacts.values(), said)
-    files = workflow.files or (workflow.path,)
-    build = Build(plan, actions_of(steps), files, started, verification, executor.cache.stat)
+    build = Build(plan, actions_of(steps), written, started, verification, executor.cache.stat)
     assembled = assemble(
         folder,
         **what,
