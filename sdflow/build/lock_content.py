@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-FORMAT_VERSION = 1
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Commit = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
 
@@ -42,7 +41,7 @@ class LockedPipeline(_Form):
 class Lock(_Form):
     """The content of `WORKFLOW.lock`, which `sdflow lock` writes."""
 
-    format_version: Literal[1] = FORMAT_VERSION
+    format_version: Literal[1] = 1
     inputs: Annotated[dict[str, LockedInput], Field(description="By reference; paths are relative to the lock.")]
     scripts: Annotated[dict[str, Digest], Field(description="Scripts of passes and what they import -> SHA-256.")] = {}
     packages: Annotated[dict[str, str], Field(description="Versions that are part of cache keys.")]
