@@ -14,7 +14,7 @@ LORA = "LoRA"
 
 @dataclass(frozen=True)
 class Input:
-    """role: "model", "component vae", "controlnet canny", "IP-Adapter 1", "LoRA". reference: as in the workflow. origin: what
+    """role: "model", "component NAME", "ControlNet NAME", "IP-Adapter 1", "LoRA". reference: as in the workflow. origin: what
     identifies its content: kind, commit, path, files. place: where its files are, if that is known."""
 
     role: str
@@ -44,7 +44,7 @@ def inputs_of(plan: PipelinePlan) -> Iterator[Input]:
     for name, origin in provenance.get("components", {}).items():
         yield Input(f"component {name}", str(pipeline.components[name]), origin, _path(origin))
     for name, origin in provenance.get("controlnets", {}).items():
-        yield Input(f"controlnet {name}", pipeline.controlnets[name], origin, _path(origin))
+        yield Input(f"ControlNet {name}", pipeline.controlnets[name], origin, _path(origin))
     for name, origin in provenance.get("ip_adapters", {}).items():
         adapter = pipeline.ip_adapters[int(name) if name.isdigit() else 0]
         if name.isdigit():

@@ -285,7 +285,7 @@ def schema(
         str, typer.Argument(help="workflow, run (what `run --json` prints), or lock.", show_default=True)
     ] = "workflow",
 ) -> None:
-    """Print the JSON Schema of workflows for your editor, or of sdflow's output."""
+    """Print the JSON Schema of workflows, results or locks."""
     import json
 
     from sdflow.config import json_schema
