@@ -211,7 +211,7 @@ class Registry:
             yield
         except (RequestException, HTTPError, OSError, ValueError, Misled) as error:
             if last or isinstance(error, Misled):
-                said = _reason(error)
+                said = str(error) if isinstance(error, Misled) else _reason(error)
                 remedy = f"Check the network and the name {self._host}."
                 if not self._plain:
                     remedy = f"{remedy} For a registry without TLS: --plain-http."
