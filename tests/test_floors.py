@@ -28,6 +28,7 @@ FLOORS = {
             "passes",
             "build",
             "export verify",
+            "oci",
             "bench",
             "run",
             "selftest serve",

@@ -8,6 +8,7 @@ whoever comes after a crash, finds the old pipeline or the new one.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import sys
@@ -23,7 +24,8 @@ from sdflow.disk.input_file import read_input
 from sdflow.disk.locked_folder import alone_in, locked_folder
 from sdflow.disk.replace_folder import remove_stale, staging_place, swap, sync_directory, sync_tree
 from sdflow.errors import CacheError, UsageError, os_errors_as
-from sdflow.manifest import MANIFEST_FILE, NewerManifest, Origin, read_manifest
+from sdflow.manifest import MANIFEST_FILE, REFINER, NewerManifest, Origin, read_manifest
+from sdflow.manifest.provenance import PROVENANCE_FILE, read_provenance, subjects_of
 from sdflow.sources.checkpoint import FileDigests, PlainDigests
 from sdflow.sources.companions import companion_files
 
@@ -65,6 +67,7 @@ def assemble(
     check: Callable[[], None] = lambda: None,
     keeper: Pinning | None = None,
     digests: FileDigests | None = None,
+    provenance: Callable[[Layout], bytes] | None = None,
 ) -> Assembled:
     """Make `out` the pipeline of these artifacts.
 
@@ -72,6 +75,7 @@ def assemble(
     copies in place of links; always so on Windows. check: called now and then, and when everything is there, right before it
     takes its place: what it raises leaves `out` as it was. keeper: of what the folder links to, from before it takes its place;
     None: the folder is for the moment, and need not outlive a power cut. digests: of files, to tell whether `out` is current.
+    provenance: the content of provenance.json; one that names the same files is left as it is, whenever it was written.
     Raises UsageError when `out` is something else than a pipeline made here, CacheError when it cannot be written.
     """
     out = out.parent.resolve() / out.name  # a link at `out` itself is somebody's, and refused below
@@ -94,12 +98,17 @@ def assemble(
         remove_stale(out)
         with alone_in(out.parent, check):  # another run's exchange must not come between two looks
             mended = _refuse_foreign(out, layout, keeper)
-            if _is_current(out, layout, digests or PlainDigests()):
+            statement = None if provenance is None else provenance(layout)
+            if _is_current(out, layout, digests or PlainDigests()) and (
+                statement is None or _names_the_same(out, statement)
+            ):
                 return Assembled(out, changed=False, pinned=pin(out))
         if keeper is not None:
             keeper.note_output_folder(out.parent)
         with locked_folder(staging_place(out), mode=0o777) as staging:  # it becomes `out`, which others may read
             _fill(staging, out, layout, check)
+            if statement is not None:
+                (staging / PROVENANCE_FILE).write_bytes(statement)
             if keeper is not None:
                 sync_tree(staging)
             with alone_in(out.parent, check):
@@ -174,7 +183,7 @@ def copy_file(source: Path, destination: Path, check: Callable[[], None] = lambd
 # What is there already
 
 
-def require_replaceable(out: Path, keeper: Pinning) -> None:
+def require_replaceable(out: Path, keeper: Pinning | None) -> None:
     """Raises UsageError where it is known before anything is built that `assemble` would refuse `out`."""
     out = out.parent.resolve() / out.name
     with os_errors_as("the pipeline cannot be written", out, kind=CacheError, of_many=True):
@@ -197,7 +206,7 @@ def _refuse_foreign(out: Path, layout: Layout | None, keeper: Pinning | None) ->
         return None
     damage = None
     try:
-        known = set(read_manifest(out).files)
+        known = {*read_manifest(out).files, *_pulled(out)}
     except UsageError as error:
         put = None if keeper is None or isinstance(error, NewerManifest) else keeper.files_put(out)
         if put is None:
@@ -208,7 +217,7 @@ def _refuse_foreign(out: Path, layout: Layout | None, keeper: Pinning | None) ->
         if layout is None:
             return damage
         known = {*put, *layout.manifest.files}
-    if foreign := sorted(found - known):
+    if foreign := sorted(found - known - {PROVENANCE_FILE}):
         names = ", ".join(foreign[:5]) + (" ..." if len(foreign) > 5 else "")
         raise UsageError(
             f"this pipeline folder holds files that sdflow did not put there, and is not replaced: {names}",
@@ -216,6 +225,15 @@ def _refuse_foreign(out: Path, layout: Layout | None, keeper: Pinning | None) ->
             remedy="Move them elsewhere, then run again.",
         )
     return damage
+
+
+def _pulled(out: Path) -> set[str]:
+    """The files of a pipeline whose submodels were links where it was pushed from, and are copies where it was pulled to."""
+    manifest = read_manifest(out)
+    files = {f"{name}/{entry.path}" for name, part in manifest.parts.items() for entry in part.files}
+    if manifest.origin.refiner == REFINER and (out / REFINER / MANIFEST_FILE).is_file():
+        files |= {f"{REFINER}/{name}" for name in _pulled(out / REFINER)}
+    return files
 
 
 def _not_ours(out: Path, error: UsageError) -> UsageError:
@@ -243,6 +261,15 @@ def _entries(folder: Path) -> set[str]:
     return found
 
 
+def _names_the_same(out: Path, statement: bytes) -> bool:
+    """Whether the provenance that is there names these files with these digests."""
+    try:
+        found = read_provenance(out)
+    except UsageError:
+        return False
+    return found is not None and subjects_of(found) == subjects_of(json.loads(statement))
+
+
 def _is_current(out: Path, layout: Layout, digests: FileDigests) -> bool:
     """Whether `out` already is this pipeline: every file is there with the content that it would be given, every link
     leads to its artifact, and there is nothing else."""
@@ -253,7 +280,7 @@ def _is_current(out: Path, layout: Layout, digests: FileDigests) -> bool:
         return digests.digest(out / name / path) == digests.digest(layout.companions[name] / path)
 
     try:
-        if _entries(out) != set(layout.manifest.files):
+        if _entries(out) - {PROVENANCE_FILE} != set(layout.manifest.files):
             return False
         if any(read_input(out / name) != content for name, content in layout.described.items()):
             return False

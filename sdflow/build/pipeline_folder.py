@@ -195,7 +195,7 @@ def origin_of(plan: PipelinePlan, steps: Steps) -> Origin:
     """Where every file of a pipeline came from, and what was measured on it."""
     pipeline = plan.pipeline
     loras = (
-        MergedLora(lora.reference, spec.weight_name, lora.sha256, lora.scale)
+        MergedLora(lora.reference, spec.weight_name, lora.sha256, lora.scale, lora.commit)
         for spec, lora in zip(pipeline.loras, plan.loras, strict=True)
     )
     return Origin(

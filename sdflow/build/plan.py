@@ -27,6 +27,7 @@ from sdflow.families.shared.few_steps import spelled
 from sdflow.machine.packages import lacks
 from sdflow.manifest import REFINER
 from sdflow.passes import registry
+from sdflow.sources.hub import commit_of
 from sdflow.store import Cache
 
 
@@ -235,4 +236,5 @@ def _open_lora(spec: LoraSpec, cache: Cache, download: bool) -> LoraFile | None:
         return None
     except CheckpointError as error:
         raise CheckpointError(error.what, where=error.where or str(spec.mark), remedy=error.remedy) from error
-    return LoraFile(spec.reference, path, digest, spec.scale, submodels, stamp)
+    commit = commit_of(path) if spec.reference.startswith("hf:") else None
+    return LoraFile(spec.reference, path, digest, spec.scale, submodels, stamp, commit)

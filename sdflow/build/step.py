@@ -24,7 +24,7 @@ ACTION_FORMAT = 2
 class LoraFile:
     """A LoRA on disk: the digest of its content, its scale, how the workflow calls it, and the submodels it changes.
 
-    stamp: of the file, from before it was read.
+    stamp: of the file, from before it was read. commit: of the hub's repository that it is from.
     """
 
     reference: str
@@ -33,6 +33,7 @@ class LoraFile:
     scale: float
     submodels: tuple[str, ...]
     stamp: Stamp
+    commit: str | None = None
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from sdflow.cli.inspect import init, inspect
 from sdflow.cli.needs import needs
 from sdflow.cli.opened import made_here, open_cache
 from sdflow.cli.options import takes
+from sdflow.cli.registry import provenance, pull, push
 from sdflow.cli.selftest import selftest
 from sdflow.cli.serve import serve
 from sdflow.cli.sign import sign
@@ -50,6 +51,9 @@ app.command()(bench)
 app.command()(tune)
 app.command()(inspect)
 app.command()(init)
+app.command()(provenance)
+app.command()(push)
+app.command()(pull)
 app.command()(serve)
 app.command()(deploy)
 app.command()(query)
@@ -185,6 +189,9 @@ def plan(
     target: Targets = None,
     overrides: Overrides = None,
     cache: CacheDir = None,
+    locked: Annotated[
+        bool, typer.Option("--locked", help="Refuse inputs that differ from WORKFLOW.lock, which `sdflow lock` writes.")
+    ] = False,
     verbose: Verbose = False,
     json: AsJson = False,
 ) -> None:
@@ -192,12 +199,38 @@ def plan(
 
     Builds nothing.
     """
+    from sdflow.build.lock import locked_plan
     from sdflow.build.plan import make_plan
     from sdflow.report.build import print_plan
 
     loaded = [_load(path, overrides, target) for path in workflow]
     opened = open_cache(cache, loaded)
-    print_plan([make_plan(each, opened) for each in loaded], opened, as_json=json, verbose=verbose)
+    plans = [(locked_plan if locked else make_plan)(each, opened) for each in loaded]
+    print_plan(plans, opened, as_json=json, verbose=verbose)
+
+
+@app.command()
+def lock(
+    workflow: Workflows,
+    target: Targets = None,
+    overrides: Overrides = None,
+    rehash: Rehash = False,
+    cache: CacheDir = None,
+    quiet: Quiet = False,
+    json: AsJson = False,
+) -> None:
+    """Lock a workflow to its inputs.
+
+    Writes digests and hub commits to WORKFLOW.lock; `sdflow run --locked` then builds from nothing else.
+    """
+    from sdflow.build.lock import write_lock
+    from sdflow.cli.progress import progress_view
+    from sdflow.report.build import print_locks
+
+    loaded = [_load(path, overrides, target) for path in workflow]
+    with progress_view(quiet=quiet, verbose=False):
+        written = [write_lock(each, open_cache(cache, [each], rehash=rehash)) for each in loaded]
+    print_locks(written, as_json=json, quiet=quiet)
 
 
 @app.command()
@@ -249,14 +282,24 @@ def validate(workflow: Workflows, target: Targets = None, overrides: Overrides =
 
 
 @app.command()
-def schema() -> None:
-    """Print the JSON Schema of workflows for your editor."""
+def schema(
+    name: Annotated[
+        str, typer.Argument(help="workflow, run (what `run --json` prints), or lock.", show_default=True)
+    ] = "workflow",
+) -> None:
+    """Print the JSON Schema of workflows, results or locks."""
     import json
 
     from sdflow.config import json_schema
     from sdflow.passes.registry import catalog
 
-    print(json.dumps(json_schema(catalog()), indent=2))
+    if name == "workflow":
+        found = json_schema(catalog())
+    else:
+        from sdflow.report.schemas import schema_named
+
+        found = schema_named(name)
+    print(json.dumps(found, indent=2))
 
 
 @app.command()

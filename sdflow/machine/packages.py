@@ -24,6 +24,7 @@ EXTRAS = {
     "s3": ("aiobotocore", "s3fs"),
     "gs": ("gcsfs",),
     "az": ("adlfs",),
+    "oci": ("oras",),
     "ray": ("ray",),
     "samples": ("sdflow-samples",),
     "bench": ("nvidia-ml-py", "torchao"),

@@ -69,12 +69,18 @@ class Chain:
 
 @dataclass(frozen=True)
 class MergedLora:
-    """A LoRA of the pipeline. reference: as in the workflow. sha256: of the file that was merged."""
+    """A LoRA of the pipeline. reference: as in the workflow. sha256: of the file that was merged. commit: of its repository."""
 
     reference: str
     weight_name: str | None
     sha256: str
     scale: float
+    commit: str | None = None
+
+    @property
+    def pinned(self) -> str:
+        """The reference, a repository of the hub at the commit that was used."""
+        return _pinned(self.reference, {"commit": self.commit})
 
 
 @dataclass(frozen=True)

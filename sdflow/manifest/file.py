@@ -51,7 +51,7 @@ def as_json(manifest: Manifest) -> dict[str, Any]:
         "sdflow_version": manifest.sdflow_version,
         "copied": manifest.copied,
         **{name: getattr(origin, name) for name in _ALWAYS},
-        "loras": [asdict(lora) for lora in origin.loras],
+        "loras": [_without_none(asdict(lora), "commit") for lora in origin.loras],
         "submodels": submodels,
         "files": sorted(manifest.files),
         **{name: getattr(origin, name) for name, default in _BESIDE.items() if getattr(origin, name) != default},
@@ -132,6 +132,10 @@ def _require_format(found: object, where: str) -> None:
         where=where,
         remedy="Run the pipeline's workflow again, into another folder.",
     )
+
+
+def _without_none(content: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in content.items() if name != key or value is not None}
 
 
 def _chain_json(chain: Chain | None) -> dict[str, Any]:

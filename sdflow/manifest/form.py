@@ -109,6 +109,7 @@ class _Lora(_Form):
     weight_name: str | None = None
     sha256: str
     scale: float
+    commit: str | None = None
 
 
 class _Adapter(_Form):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from sdflow.build.chain import PlannedStep
+from sdflow.build.lock_content import Lock
 from sdflow.build.plan import Plan
 from sdflow.errors import Problem, UsageError
 from sdflow.report.output import print_json, print_table, put
@@ -92,6 +94,19 @@ def _planned_json(planned: PlannedStep) -> dict[str, Any]:
         "action": planned.action.digest if planned.action else None,
         "artifact": planned.record.artifact.digest if planned.record else None,
     }
+
+
+def print_locks(written: Sequence[tuple[Path, Lock]], *, as_json: bool, quiet: bool = False) -> None:
+    """Where the locks are, and what is in them."""
+    if as_json:
+        print_json("locks", {"locks": [{"file": str(path), **lock.model_dump()} for path, lock in written]})
+        return
+    for path, lock in written:
+        commits = sum(each.commit is not None for each in lock.inputs.values())
+        counts = {"input": len(lock.inputs), "hub commit": commits, "package": len(lock.packages)}
+        counts |= {"pipeline": len(lock.pipelines)}
+        held = ", ".join(f"{number} {what}{'s' if number != 1 else ''}" for what, number in counts.items())
+        put(path if quiet else f"{path}: {held}", wrap=not quiet)
 
 
 def print_explanation(plans: Sequence[Plan], cache: Cache, *, only: str | None, as_json: bool) -> None:

@@ -74,6 +74,13 @@ def bake(
             assert planned.checkpoint is not None and folder is not None, "planned with download=True"
             made_of = read_manifest(folder).origin
             require_same_checkpoint(planned.checkpoint, made_of, str(folder / MANIFEST_FILE))
+            for lora, merged in zip(planned.loras, made_of.loras, strict=False):  # its own; those to be added follow
+                if lora.sha256 != merged.sha256:
+                    raise UsageError(
+                        f"the LoRA {lora.path} is not the one it was built with",
+                        where=str(folder / MANIFEST_FILE),
+                        remedy="Put back what it was built from, or run its workflow again.",
+                    )
 
     (result,) = run_workflow(workflow, cache, options, listener, planned=of_the_base).pipelines
     return result
@@ -129,7 +136,7 @@ def workflow_of(path: Path, origin: Origin, loras: Sequence[LoraSpec], name: str
     Raises UsageError when the manifest does not say how the pipeline was built.
     """
     mark = Mark(str(path), 0, 0)
-    own = [LoraSpec(lora.reference, lora.scale, lora.weight_name, mark) for lora in origin.loras]
+    own = [LoraSpec(lora.pinned, lora.scale, lora.weight_name, mark) for lora in origin.loras]
     submodels = {}
     for submodel in FAMILIES[origin.family].ordered(origin.chains):
         chain = origin.chains[submodel]

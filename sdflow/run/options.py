@@ -19,6 +19,9 @@ class RunOptions:
     rebuild: Annotated[
         bool, Parameter("Rebuild every step of this workflow.", options=("--clean_cache", "--clean-cache"))
     ] = False
+    locked: Annotated[bool, Parameter("Refuse inputs that differ from WORKFLOW.lock, which `sdflow lock` writes.")] = (
+        False
+    )
     check: Annotated[bool, Parameter("Rebuild cached steps and compare digests, replacing nothing.")] = False
     verify: Annotated[bool, Parameter("Verify against PyTorch, as the workflow specifies.")] = True
     evaluate: Annotated[bool, Parameter("Measure latency and generate the workflow's image.")] = True

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from sdflow.bench.evaluate import EvaluationResult, evaluate
 from sdflow.build.assemble import assemble, require_replaceable
 from sdflow.build.execute import Executor
 from sdflow.build.listener import Listener, Steps
+from sdflow.build.lock import locked_plan
 from sdflow.build.pipeline_folder import content_of, of_refiner
 from sdflow.build.plan import PipelinePlan, Plan, make_plan
 from sdflow.config.workflow import Workflow
@@ -30,6 +32,7 @@ from sdflow.machine.providers import require_package
 from sdflow.manifest import REFINER
 from sdflow.processes.worker_group import WorkerGroup
 from sdflow.run.options import RunOptions
+from sdflow.run.provenance import Build, actions_of
 from sdflow.store import Cache
 from sdflow.store.remote import Claim
 from sdflow.targets import TARGETS
@@ -90,7 +93,8 @@ def run_workflow(
     if options.require_target:  # what is known beforehand costs no build
         for pipeline in workflow.pipelines:
             require_package(TARGETS[pipeline.target])
-    plan = make_plan(workflow, cache, download=True)
+    written = [(file, cache.stat.digest(file)) for file in workflow.files or (workflow.path,)]
+    plan = (locked_plan if options.locked else make_plan)(workflow, cache, download=True)
     for each in plan.pipelines:
         require_replaceable(options.out / each.pipeline.name, cache)
     anew = options.rebuild or options.check
@@ -109,7 +113,7 @@ def run_workflow(
     with cache.lease():
         finished = executor.run_all(
             plan.pipelines,
-            lambda pipeline, steps, begun, group: _assemble(pipeline, steps, begun, group, executor, options),
+            lambda pipeline, steps, begun, group: _assemble(pipeline, steps, begun, group, executor, options, written),
         )
         evaluated = [_evaluate(pipeline, executor, options) for pipeline in finished]
     return RunResult(tuple(evaluated), time.perf_counter() - started)
@@ -126,9 +130,16 @@ def _workers(on: str | None) -> Callable[[int | None, Callable[[str], None]], Wo
 
 
 def _assemble(
-    plan: PipelinePlan, steps: Steps, begun: float, group: WorkerGroup, executor: Executor, options: RunOptions
+    plan: PipelinePlan,
+    steps: Steps,
+    begun: float,
+    group: WorkerGroup,
+    executor: Executor,
+    options: RunOptions,
+    written: Sequence[tuple[Path, str]],
 ) -> PipelineResult:
     folder = options.out / plan.pipeline.name
+    started = datetime.now(UTC) - timedelta(seconds=time.perf_counter() - begun)
     if options.copy:
         for chain in steps.values():
             executor.cache.check(chain[-1].record.artifact)
@@ -167,9 +178,11 @@ def _assemble(
             if executor.cache.remote is not None:
                 said = Claim(verification.level, verification.target, verification.versions)
                 executor.cache.remote.vouch(verification.artifacts.values(), said)
+    build = Build(plan, actions_of(steps), written, started, verification, executor.cache.stat)
     assembled = assemble(
         folder,
         **what,
+        provenance=build.statement,
         copy=options.copy,
         keeper=executor.cache,
         digests=executor.cache.stat,

@@ -19,6 +19,7 @@ from sdflow.families import FAMILIES
 from sdflow.models.base import Model
 from sdflow.sources.checkpoint import Access, Checkpoint, CheckpointNotLocal, MissingFile, listing
 from sdflow.sources.folder import open_folder
+from sdflow.sources.licence import CARD
 from sdflow.sources.reference import PICKLE_SUFFIXES, HubReference
 from sdflow.sources.weight_files import ADAPTER_CONFIG, choose_weights, is_shard
 
@@ -210,9 +211,9 @@ def choose_file(names: Collection[str], weight_name: str | None, where: str) -> 
 
 
 def needed_files(names: Collection[str], left_out: Collection[str] = (), replaced: Collection[str] = ()) -> list[str]:
-    """The files of a repository that `open_folder` reads: no second copy of any weights, none of the components that are left
-    out, and of replaced ones the configuration alone."""
-    wanted = [name for name in names if name == "model_index.json"]
+    """The files of a repository that `open_folder` reads, and its card, which names the licence: no second copy of any weights,
+    none of the components that are left out, and of replaced ones the configuration alone."""
+    wanted = [name for name in names if name in ("model_index.json", CARD)]
     components = {name: parts[0].model for family in FAMILIES.values() for name, parts in family.components.items()}
     for component, model in components.items():
         if component in left_out:
@@ -240,6 +241,17 @@ def _offline() -> bool:
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
+
+
+def commit_of(path: Path) -> str | None:
+    """The commit that a file of the local hub cache is of; None for any other file."""
+    from huggingface_hub import constants
+
+    with suppress(ValueError):
+        within = path.relative_to(constants.HF_HUB_CACHE).parts
+        if within[1:2] == ("snapshots",) and _COMMIT.fullmatch(within[2]):
+            return within[2]
+    return None
 
 
 def _repository_folder(hub: HubReference) -> Path:

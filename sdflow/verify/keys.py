@@ -10,6 +10,7 @@ from sdflow.config.workflow import VerifySpec
 from sdflow.digest import FileEntry, digest_json, digest_tree
 from sdflow.machine.packages import distribution_version
 from sdflow.manifest import MANIFEST_FILE
+from sdflow.manifest.provenance import PROVENANCE_FILE
 from sdflow.store import Cache
 from sdflow.verify.artifact import judge
 from sdflow.verify.as_json import as_json
@@ -85,11 +86,11 @@ def tree_digest(folder: Path, cache: Cache) -> str:
 
 
 def digest_of_other_files(folder: Path, submodels: Container[str], cache: Cache) -> str:
-    """Everything in the folder but sdflow.json and these submodels, whatever it is: a verification is about the
+    """Everything in the folder but sdflow.json, its provenance and these submodels, whatever it is: a verification is about the
     folder as a whole."""
     found = {}
     for path in sorted(folder.iterdir()):
-        if path.name != MANIFEST_FILE and path.name not in submodels:
+        if path.name not in (MANIFEST_FILE, PROVENANCE_FILE) and path.name not in submodels:
             found[path.name] = cache.stat.digest(path) if path.is_file() else tree_digest(path, cache)
     return digest_json(found)
 

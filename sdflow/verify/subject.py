@@ -64,7 +64,7 @@ def subject_with(folder: Path, digests: FileDigests, *, target: str | None = Non
     checkpoint = reopen_checkpoint(origin, where, digests=digests)
     loras = []
     for lora in origin.loras:
-        path = find_lora(lora.reference, lora.weight_name, download=False)
+        path = find_lora(lora.pinned, lora.weight_name, download=False)
         stamp = file_stamp(path)  # before the digest
         if lora_digest(path, digests) != lora.sha256:
             raise UsageError(

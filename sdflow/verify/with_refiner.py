@@ -24,6 +24,7 @@ from sdflow.verify.artifact import judge
 from sdflow.verify.as_json import as_json
 from sdflow.verify.check import How, Verified, image_files, keep, run_worker_on, stamps_of_folder, verify_alone
 from sdflow.verify.ensemble import EnsembleRequest
+from sdflow.verify.folder.provenance import compare_with_provenance
 from sdflow.verify.keys import ACTION_FORMAT, digest_of_other_files, tree_digest
 from sdflow.verify.reference import reference
 from sdflow.verify.reference.selection import Selection, select
@@ -43,8 +44,17 @@ def verify(
     """Verify a pipeline and, where it has one, its refiner. All as of `verify_alone`; submodels: of the refiner
     `refiner/SUBMODEL`.
 
-    Without all submodels there is no image of both.
+    Without all submodels there is no image of both. What in the folder is not what its provenance names is found too.
     """
+    verified = _verify(subject, spec, cache, submodels=submodels, **how)
+    changed = tuple(compare_with_provenance(subject.folder, cache.stat))
+    result = verified.result
+    return replace(verified, result=replace(result, findings=(*result.findings, *changed))) if changed else verified
+
+
+def _verify(
+    subject: Subject, spec: VerifySpec, cache: Cache, *, submodels: Sequence[str] | None = None, **how: Unpack[How]
+) -> Verified:
     if subject.refiner is None:
         return verify_alone(subject, spec, cache, submodels=submodels, **how)
     own = None if submodels is None else [name for name in submodels if not name.startswith(f"{REFINER}/")]

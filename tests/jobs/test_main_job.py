@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 from earlier_folder import as_an_earlier_sdflow
 from PIL import Image
@@ -46,6 +48,7 @@ def first(new_shell: Shell) -> Any:
 
 def test_the_first_run_builds_every_step_and_draws_an_image(shell: Shell, first: Any) -> None:
     (pipeline,) = first["pipelines"]
+    jsonschema.validate(first, json.loads(shell.run("schema", "run").stdout))
     assert first["format_version"] == 1
     assert {step["outcome"] for step in pipeline["steps"]} == {"built"}
     assert pipeline["evaluation"]["measured"]
@@ -71,6 +74,40 @@ def test_the_recorder_of_the_test_above_does_record(shell: Shell) -> None:
     subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(folder)}, check=True)
     assert (folder / "reached").read_text() == "localhost\n"
     (folder / "reached").unlink()
+
+
+def test_a_run_that_fails_prints_one_document_too(shell: Shell) -> None:
+    schema = json.loads(shell.run("schema", "run").stdout)
+    for words, status in (
+        (("gone.yaml",), 2),
+        ((str(TINY), "--set", "unet.passes.0.no=1"), 2),
+        ((str(TINY), "--locked"), 2),
+    ):
+        done = shell.run("run", *words, "--json")
+        assert done.returncode == status
+        document = json.loads(done.stdout)
+        jsonschema.validate(document, schema)
+        assert document["kind"] == "error" and document["exit_status"] == status
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**document, "exit_status": None}, schema)
+
+
+def test_verify_compares_the_folder_with_its_provenance(shell: Shell, first: Any) -> None:
+    said = shell.json("provenance", "pipelines/tiny_cpu")
+    (verdict,) = said["statement"]["predicate"]["runDetails"]["byproducts"]
+    assert verdict["annotations"]["passed"] and verdict["annotations"]["level"] == "quick"
+    file = shell.folder / said["file"]
+    before = file.read_text()
+    digest = hashlib.sha256(
+        (shell.folder / "pipelines/tiny_cpu/tokenizer/tokenizer_config.json").read_bytes()
+    ).hexdigest()
+    file.write_text(before.replace(digest, "0" * 64))
+    try:
+        done = shell.run("verify", "pipelines/tiny_cpu", "--quick")
+    finally:
+        file.write_text(before)
+    assert done.returncode == 4
+    assert "tokenizer/tokenizer_config.json: is not the file that was built" in done.stderr
 
 
 def test_a_second_run_executes_no_pass_and_changes_nothing(shell: Shell, first: Any) -> None:

@@ -93,7 +93,7 @@ def test_only_the_needed_files_are_downloaded(client: Client) -> None:
     client("hf:owner/tiny")
     names = {path.name for path in client.home.glob("hub/models--owner--tiny/snapshots/*/**/*")}
     assert "diffusion_pytorch_model.safetensors" in names
-    assert not {"README.md", "v1-5-pruned.ckpt", "diffusion_pytorch_model.bin"} & names
+    assert not {"v1-5-pruned.ckpt", "diffusion_pytorch_model.bin"} & names
     assert "diffusion_pytorch_model.fp16.safetensors" not in names
     assert not any(".ckpt" in request or ".bin" in request for request in client.hub.requests)
 

@@ -75,6 +75,11 @@ def lora_digest(path: Path, digests: FileDigests) -> str:
     return digest_json({"file": whole, "config": digests.digest(path.with_name(BESIDE))})
 
 
+def lora_files(path: Path) -> list[Path]:
+    """The files that `lora_digest` is of."""
+    return [path, *([path.with_name(BESIDE)] if read_lora_header(path).beside else [])]
+
+
 def require_made_for(path: Path, checkpoint: Checkpoint) -> None:
     """Raise CheckpointError for a LoRA that its header says was made for another kind of model than this checkpoint.
 

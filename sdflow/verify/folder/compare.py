@@ -13,6 +13,7 @@ from sdflow.artifact import CONFIG_FILE, INDEX_FILE
 from sdflow.disk.input_file import is_regular, parse_json, read_input
 from sdflow.errors import CheckpointError, os_errors_as
 from sdflow.manifest import MANIFEST_FILE, REFINER, Manifest
+from sdflow.manifest.provenance import PROVENANCE_FILE
 from sdflow.sources.companions import KNOWN
 from sdflow.verify.finding import Finding
 from sdflow.verify.folder.on_purpose import ABSENT, Expected
@@ -74,7 +75,7 @@ def _foreign(folder: Path, expected: Expected, inside: set[str]) -> Iterator[Fin
 
     A tokenizer may read any file that lies in its folder.
     """
-    known = {INDEX_FILE, MANIFEST_FILE, *expected.submodels, *expected.companions, *inside}
+    known = {INDEX_FILE, MANIFEST_FILE, PROVENANCE_FILE, *expected.submodels, *expected.companions, *inside}
     for path in sorted(folder.iterdir()):
         if path.name not in known:
             yield Finding("", CHECK, "warning", path.name, "is no part of the pipeline", "move it away")

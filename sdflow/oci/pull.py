@@ -1,0 +1,141 @@
+"""`sdflow pull`: a pipeline from a registry, whole and as it was pushed, or not at all.
+
+Files come into a folder beside the destination. Each is compared with its digest as it comes, all of them with `sdflow.json` and
+the provenance at the end; then the folder takes its place in one step.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from sdflow.build.assemble import copy_file, require_replaceable
+from sdflow.disk.locked_folder import alone_in, locked_folder
+from sdflow.disk.replace_folder import remove_stale, staging_place, swap, sync_directory, sync_tree
+from sdflow.errors import CacheError, UsageError, VerificationError, os_errors_as
+from sdflow.manifest import REFINER, read_manifest
+from sdflow.manifest.provenance import read_provenance, subjects_of
+from sdflow.oci.artifact import Descriptor, files_of
+from sdflow.oci.reference import Reference
+from sdflow.oci.registry import Registry, require_oras
+from sdflow.oci.session import LIMITS, Limits
+from sdflow.sources import FileDigests
+from sdflow.units import spell_bytes
+
+_FOREIGN = "It was not pushed by `sdflow push`, or changed since."
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """exact: what was pulled, by its digest. fetched, kept: files that came, and that were at the destination. bytes: that
+    came."""
+
+    exact: Reference
+    folder: Path
+    fetched: tuple[str, ...]
+    kept: tuple[str, ...]
+    bytes: int
+
+
+def pull(
+    reference: Reference,
+    out: Path,
+    digests: FileDigests,
+    *,
+    plain: bool = False,
+    progress: Callable[[str], None] = lambda phrase: None,
+    limits: Limits = LIMITS,
+) -> Pulled:
+    """Make `out` the pipeline that a registry has. A pipeline of sdflow that is there is replaced, once the other is whole.
+
+    Raises UsageError where something else is there, VerificationError for what is not what its digest says, RegistryError where
+    it does not come.
+    """
+    require_oras()
+    out = out.parent.resolve() / out.name
+    require_replaceable(out, None)
+    registry = Registry(reference, plain=plain, limits=limits)
+    progress("manifest")
+    content, digest = registry.manifest(reference)
+    files = files_of(content, str(reference))
+    with os_errors_as("the pipeline cannot be written", out, kind=CacheError, of_many=True):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _require_space(out, files)
+        remove_stale(out)
+        with locked_folder(staging_place(out), mode=0o777) as staging:
+            fetched, kept = _fill(staging, out, files, registry, digests, progress)
+            progress("comparing the files with sdflow.json")
+            _require_whole(staging, files, str(reference))
+            sync_tree(staging)
+            with alone_in(out.parent):
+                require_replaceable(out, None)
+                swap(staging, out)
+                sync_directory(out.parent)
+    came = {files[name].digest: files[name].size for name in fetched}
+    return Pulled(reference.at(digest), out, tuple(fetched), tuple(kept), sum(came.values()))
+
+
+def _fill(
+    staging: Path,
+    out: Path,
+    files: dict[str, Descriptor],
+    registry: Registry,
+    digests: FileDigests,
+    progress: Callable[[str], None],
+) -> tuple[list[str], list[str]]:
+    here: dict[str, Path] = {}
+    fetched, kept = [], []
+    for index, (name, layer) in enumerate(files.items(), 1):
+        place = staging / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if (source := here.get(layer.digest)) is None and _is_the_same(out / name, layer, digests):
+            source = out / name
+        if source is not None:
+            copy_file(source, place)
+            kept.append(name)
+        else:
+            said = f"{name}, {index} of {len(files)} files, {spell_bytes(layer.size)}"
+            progress(said)
+            registry.fetch(layer.digest, layer.size, place)
+            fetched.append(name)
+        here[layer.digest] = place
+    return fetched, kept
+
+
+def _is_the_same(path: Path, layer: Descriptor, digests: FileDigests) -> bool:
+    try:
+        return path.stat().st_size == layer.size and f"sha256:{digests.digest(path)}" == layer.digest
+    except (OSError, CacheError):
+        return False
+
+
+def _require_space(out: Path, files: dict[str, Descriptor]) -> None:
+    needed, free = sum(layer.size for layer in files.values()), shutil.disk_usage(out.parent).free
+    if needed > free:
+        raise CacheError(
+            f"the pipeline has {spell_bytes(needed)}, and {spell_bytes(free)} are free",
+            where=str(out.parent),
+            remedy="Free space, or name a folder on another disk.",
+        )
+
+
+def _require_whole(folder: Path, files: dict[str, Descriptor], where: str, within: str = "") -> None:
+    """Raises VerificationError where the files are not those that sdflow.json and the provenance name."""
+    try:
+        manifest, statement = read_manifest(folder / within), read_provenance(folder / within)
+    except UsageError as error:
+        raise VerificationError(f"{within}: {error.what}".removeprefix(": "), where=where, remedy=_FOREIGN) from error
+    begins = f"{within}/" if within else ""
+    named = {f"{name}/{file.path}": file.sha256 for name, part in manifest.parts.items() for file in part.files}
+    named |= subjects_of(statement) if statement is not None else {}
+    for name, sha256 in named.items():
+        layer = files.get(f"{begins}{name}")
+        if layer is None or layer.digest != f"sha256:{sha256}":
+            what = "lacks" if layer is None else "has another"
+            raise VerificationError(f"it {what} {begins}{name:.200}", where=where, remedy=_FOREIGN)
+    if absent := next((name for name in manifest.files if not (folder / within / name).exists()), None):
+        raise VerificationError(f"it lacks {begins}{absent:.200}", where=where, remedy=_FOREIGN)
+    if manifest.origin.refiner == REFINER and not within:
+        _require_whole(folder, files, where, REFINER)

@@ -1,0 +1,93 @@
+"""`sdflow push`: a pipeline folder into a registry. What the repository has already is not sent again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from io import BytesIO
+from pathlib import Path
+
+from sdflow.digest import inside
+from sdflow.errors import UsageError, VerificationError
+from sdflow.manifest import REFINER, read_manifest
+from sdflow.oci.artifact import manifest_of
+from sdflow.oci.reference import Reference
+from sdflow.oci.registry import Registry, RegistryError, require_oras
+from sdflow.runtime.files.soundness import require_sound_pipeline
+from sdflow.sources import FileDigests
+from sdflow.units import spell_bytes
+from sdflow.verify.folder.provenance import compare_with_provenance
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """reference: by tag; exact: by the digest of the manifest. sent, kept: files that were sent, and that the repository had.
+    bytes: that were sent."""
+
+    reference: Reference
+    exact: Reference
+    sent: tuple[str, ...]
+    kept: tuple[str, ...]
+    bytes: int
+
+
+def push(
+    reference: Reference,
+    folder: Path,
+    digests: FileDigests,
+    *,
+    plain: bool = False,
+    progress: Callable[[str], None] = lambda phrase: None,
+) -> Pushed:
+    """Send a pipeline, the manifest last, so that a tag never names what is not there whole.
+
+    Raises VerificationError where a file is not what was built, RegistryError where the registry does not take it.
+    """
+    require_oras()
+    if reference.digest is not None:
+        raise UsageError("a digest is what a push results in", where=str(reference), remedy="Name a tag.")
+    pipeline = read_manifest(folder)
+    progress("comparing the files with what was built")
+    require_sound_pipeline(folder)
+    for found in compare_with_provenance(folder, digests):
+        raise VerificationError(str(found), where=str(folder))
+    files = {name: folder / name for name in sorted(_files(folder))}
+    layers = {name: (digests.digest(path), path.stat().st_size) for name, path in files.items()}
+    manifest, config = manifest_of(pipeline, layers)
+    registry = Registry(reference, plain=plain)
+    sent: dict[str, str] = {}
+    kept: list[str] = []
+    moved = 0
+    for index, (name, (sha, size)) in enumerate(layers.items(), 1):
+        if sha in sent or registry.has(f"sha256:{sha}"):
+            kept.append(name)
+            continue
+        progress(f"{name}, {index} of {len(layers)} files, {spell_bytes(size)}")
+        registry.upload(files[name], f"sha256:{sha}", size)
+        sent[sha] = name
+        moved += size
+    config_digest = f"sha256:{sha256(config).hexdigest()}"
+    if not registry.has(config_digest):
+        registry.upload_from(BytesIO(config), config_digest, len(config))
+    registry.put_manifest(manifest, reference)
+    exact = reference.at(f"sha256:{sha256(manifest).hexdigest()}")
+    if registry.manifest(exact)[0] != manifest:
+        raise RegistryError("the registry keeps another manifest than was sent", where=str(reference))
+    return Pushed(reference, exact, tuple(sent.values()), tuple(kept), moved)
+
+
+def _files(folder: Path, within: str = "") -> Iterator[str]:
+    """Every file, through the links to artifacts that a pipeline has, and through no others."""
+    place = folder / within if within else folder
+    links = {*read_manifest(place).parts} if within in ("", REFINER) else set()
+    for path in place.iterdir():
+        name = f"{within}/{path.name}" if within else path.name
+        if path.is_symlink() and not (path.name in links and path.is_dir()):
+            raise UsageError("a link that sdflow did not make is not followed", where=str(path), remedy="Move it away.")
+        if path.is_dir():
+            yield from _files(folder, name)
+        elif path.is_file() and inside(name):
+            yield name
+        else:
+            raise UsageError("is no file that can be sent", where=str(path), remedy="Move it away.")

@@ -1,0 +1,32 @@
+"""A pipeline folder against its provenance: every file that the statement names, by its digest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from sdflow.errors import CacheError, UsageError
+from sdflow.manifest.provenance import PROVENANCE_FILE, read_provenance, subjects_of
+from sdflow.sources import FileDigests
+from sdflow.verify.finding import Finding
+from sdflow.verify.folder.compare import REBUILD
+
+CHECK = "provenance"
+
+
+def compare_with_provenance(folder: Path, digests: FileDigests) -> Iterator[Finding]:
+    """What is no longer what was built. A folder of an earlier sdflow has no provenance, and nothing is said of it."""
+    try:
+        statement = read_provenance(folder)
+    except UsageError as error:
+        yield Finding("", CHECK, "error", PROVENANCE_FILE, error.what, REBUILD)
+        return
+    for name, sha256 in subjects_of(statement).items() if statement is not None else ():
+        try:
+            changed = None if digests.digest(folder / name) == sha256 else "is not the file that was built"
+        except FileNotFoundError:
+            changed = "is missing"
+        except (OSError, CacheError) as error:
+            changed = f"cannot be read: {error}"
+        if changed is not None:
+            yield Finding("", CHECK, "error", name, changed, REBUILD)
