@@ -5,7 +5,7 @@ products that read one value share its rows, and where they alone read what a GE
 gives, that is quantized as it is computed.
 
     Float8MatMul(x, weight, scales)
-        Float8Product(Float8Rows(x), weight, scales)
+        Float8Product(Float8Rows(x), weight, scales)                        both with Bfloat16 behind their names in bfloat16
         Float8Product(Float8SplitGelu(x, bias), weight, scales)             for BiasSplitGelu
         Float8Product(Float8LayerNorm(x, skip, ...), weight, scales)        for SkipLayerNormalization
 
@@ -25,12 +25,10 @@ from typing import Any
 from sdflow.errors import TargetUnavailableError
 from sdflow.onnx_model.float8 import DOMAIN, reads_float8
 from sdflow.onnx_model.nodes import copied
+from sdflow.runtime.kernels.hopper import FLOAT8_SINCE
 from sdflow.runtime.kernels.library import build
 from sdflow.runtime.kernels.parts import FLOAT8
 from sdflow.runtime.kernels.replace import VERSION
-
-OLDEST = (8, 9)
-"""The first compute capability with products of float8."""
 
 WHERE = "cuda"
 NEEDS = "Draw with a float16 or float32 pipeline: the workflow without QuantizeFp8."
@@ -46,9 +44,9 @@ def float8_library() -> Path:
 
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
-        if (device.major, device.minor) < OLDEST:
+        if (device.major, device.minor) < FLOAT8_SINCE:
             raise TargetUnavailableError(
-                f"float8 needs a GPU of compute capability {'.'.join(map(str, OLDEST))} or newer; "
+                f"float8 needs a GPU of compute capability {'.'.join(map(str, FLOAT8_SINCE))} or newer; "
                 f"{device.name} has {device.major}.{device.minor}",
                 where=WHERE,
                 remedy=NEEDS,
@@ -81,25 +79,24 @@ def with_float8(model: Any, *, hopper: bool = False) -> Any:
     products = fused.gated() if hopper else {}
     for node in graph.node:
         if not reads_float8(node):
-            product = products.get(node.input[0]) if node.input else None
-            if product is None:
+            gated = products.get(node.input[0]) if node.input else None
+            if gated is None:
                 made.append(fused.replaced(node, rows) or node)
                 continue
-            operands = [*rows[product.input[0]], *product.input[1:], node.input[1]]
+            operands = [*rows[gated.input[0]], *gated.input[1:], node.input[1]]
             made.append(onnx.helper.make_node("Float8GatedProduct", operands, [*node.output], node.name, domain=DOMAIN))
             continue
         source = node.input[0]
+        ending = fused.ending(node)
         if source not in rows:
             rows[source] = _rows_of(source)
-            made.append(onnx.helper.make_node("Float8Rows", [source], rows[source], f"{source}/float8", domain=DOMAIN))
+            rounding = f"Float8Rows{ending}", [source], rows[source], f"{source}/float8"
+            made.append(onnx.helper.make_node(*rounding, domain=DOMAIN))
         name = node.output[0]
         if name in products:
             continue
-        made.append(
-            onnx.helper.make_node(
-                "Float8Product", [*rows[source], *node.input[1:]], [name, f"{name}/workspace"], node.name, domain=DOMAIN
-            )
-        )
+        product = f"Float8Product{ending}", [*rows[source], *node.input[1:]], [name, f"{name}/workspace"], node.name
+        made.append(onnx.helper.make_node(*product, domain=DOMAIN))
     copies = [copied(node) for node in made]
     del graph.node[:]
     graph.node.extend(copies)
@@ -126,6 +123,15 @@ class _Fused:
             for name in node.input:
                 self._readers.setdefault(name, []).append(node)
         self._made = {node.output[0]: node for node in graph.node if reads_float8(node)}
+        self._weights = {tensor.data_type for tensor in graph.initializer}
+
+    def ending(self, product: Any) -> str:
+        """Of the names of operators for what a product reads and gives: by its type, or the weights' where no types are known."""
+        from onnx import TensorProto
+
+        known = {self._types[name].elem_type for name in (product.input[0], product.output[0]) if name in self._types}
+        found = known or self._weights
+        return "Bfloat16" if TensorProto.BFLOAT16 in found and TensorProto.FLOAT16 not in found else ""
 
     def gated(self) -> dict[str, Any]:
         """Result -> product, of those that nothing but a GELU with its gate reads."""

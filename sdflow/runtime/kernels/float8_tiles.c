@@ -9,7 +9,6 @@
 
 enum { TENSOR_MAP_UINT8 = 0, SWIZZLE_128 = 3, L2_PROMOTION_NONE = 0 };
 #define LARGEST (1 << 24)
-#define MOST_ROUNDS 7
 
 /* As in float8_product.cu. */
 typedef struct {
@@ -31,7 +30,7 @@ static int64_t tiles_of(int64_t rows, int64_t columns, int width) {
 int float8_tiles_suit(int64_t rows, int64_t n, int64_t k) {
     if (!gpu.float8_product[0] || rows > LARGEST || n > LARGEST || k > LARGEST) return 0;
     const int64_t tiles = tiles_of(rows, n, FLOAT8_COLUMNS), rounds = (tiles + gpu.processors - 1) / gpu.processors;
-    return rounds <= MOST_ROUNDS && tiles * 10 >= rounds * gpu.processors * 9;
+    return rounds <= FLOAT8_MOST_ROUNDS && tiles * 10 >= rounds * gpu.processors * 9;
 }
 
 /* A matrix in rows of k bytes. Returns the driver's error. */
@@ -55,7 +54,7 @@ static const char *multiply(const Float8Operands *of, int64_t rows, int64_t colu
     const Launch config = {{blocks, 1, 1}, {384, 1, 1}, FLOAT8_SHARED, stream, 0, 0};
     void *plain[] = {&row_map, &weight_map, &all.row_scales, &all.weight_scales, &all.to, &size};
     void *gated[] = {&row_map, &weight_map, &all.row_scales, &all.weight_scales, &all.bias, &all.to, &size};
-    return launch(gates ? gpu.float8_product[1] : gpu.float8_product[0], config, gates ? gated : plain);
+    return launch(gpu.float8_product[gates ? 1 : of->bfloat16 ? 2 : 0], config, gates ? gated : plain);
 }
 
 const char *multiply_float8_tiles(const Float8Operands *of, int64_t rows, int64_t n, int64_t k, void *stream) {
@@ -104,7 +103,7 @@ static Status *compute(void *op_kernel, void *context) {
     TRY(data(api, value, &to));
     TRY(GPU_STREAM(api)(context, &stream));
     if (!rows) return 0;
-    const Float8Operands of = {at[ROWS], at[ROW_SCALES], at[WEIGHT], at[WEIGHT_SCALES], at[BIAS], to};
+    const Float8Operands of = {at[ROWS], at[ROW_SCALES], at[WEIGHT], at[WEIGHT_SCALES], at[BIAS], to, 0};
     const char *why = multiply(&of, rows, columns, columns, k, stream);
     return why ? failure(api, "Float8GatedProduct cannot be launched", why) : 0;
 }
