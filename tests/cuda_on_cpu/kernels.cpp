@@ -83,6 +83,8 @@ const Kernel kernels[] = {
     {"geglu_in_turns", run<geglu_in_turns>, 3 * WARPGROUP, 90},
     {"float8_product", run<float8_product_kernel>, 3 * WARPGROUP, 90},
     {"float8_product_bfloat16", run<float8_product_bfloat16_kernel>, 3 * WARPGROUP, 90},
+    {"float8_product_in_turns", run<float8_product_in_turns>, 3 * WARPGROUP, 90},
+    {"float8_product_in_turns_bfloat16", run<float8_product_in_turns_bfloat16>, 3 * WARPGROUP, 90},
     {"float8_gated_product", run<float8_gated_product_kernel>, 3 * WARPGROUP, 90},
     {nullptr, nullptr, 0, 0},
 };

@@ -127,6 +127,18 @@ def test_our_tiles_are_the_product_of_its_definition(
     assert product(program, tmp_path, shape, Gpu(processors)) == [f"float8_product ({blocks}, 1, 1) (384, 1, 1) 1"]
 
 
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_tiles_in_turns_are_the_product_of_its_definition(
+    bfloat16: bool, faulty: Callable[[str, str, str], Path], tmp_path: Path
+) -> None:
+    """By a library that chooses them: which is quicker is measured."""
+    program = faulty("float8_tiles.c", "2 * FLOAT8_IN_TURNS", "2")
+    ending = "_bfloat16" if bfloat16 else ""
+    for blocks, shape in ((2, (1, 300, 272, 208)), (1, (1, 5, 16, 16))):  # three tiles for each block; one without
+        launches = product(program, tmp_path, shape, Gpu(blocks), bfloat16=bfloat16)
+        assert launches == [f"float8_product_in_turns{ending} ({blocks}, 1, 1) (384, 1, 1) 1"]
+
+
 def gated(program: Path, folder: Path, shape: tuple[int, int, int, int], gpu: Gpu) -> str:
     """Runs and checks it. Returns what was launched."""
     feeds = gated_feeds(shape)

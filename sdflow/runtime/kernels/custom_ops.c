@@ -117,7 +117,8 @@ static int find_part(Part part, const Driver *driver) {
         if (FIND(gpu.float8_rows, "float8_rows", "float8_split_gelu", "float8_layer_norm", "float8_rows_bfloat16"))
             gpu.float8_rows[0] = 0;
         find_large(driver, gpu.float8_product,
-                   (const char *const[]){"float8_product", "float8_gated_product", "float8_product_bfloat16"}, 3, FLOAT8_SHARED);
+                   (const char *const[]){"float8_product", "float8_product_bfloat16", "float8_product_in_turns",
+                                         "float8_product_in_turns_bfloat16", "float8_gated_product"}, 5, FLOAT8_SHARED);
         return 0;
     case PART_rotary_qkv: return FIND(gpu.rotary_qkv, "rotary_qkv_float16", "rotary_qkv_bfloat16");
     case PART_residual_norm:
@@ -164,7 +165,7 @@ static const char *load_locked(Part part) {
         return refusal;
     }
     if (find_part(part, &from)) return "the kernels are not complete";
-    if (!gpu.describe) gpu.geglu[0] = gpu.geglu[1] = gpu.float8_product[0] = gpu.float8_product[1] = gpu.float8_product[2] = 0;
+    if (!gpu.describe) gpu.geglu[0] = gpu.geglu[1] = gpu.float8_product[0] = gpu.float8_product[4] = 0;
     loaded[part] = 1;
     return 0;
 }

@@ -30,7 +30,7 @@ static int64_t tiles_of(int64_t rows, int64_t columns, int width) {
 int float8_tiles_suit(int64_t rows, int64_t n, int64_t k) {
     if (!gpu.float8_product[0] || rows > LARGEST || n > LARGEST || k > LARGEST) return 0;
     const int64_t tiles = tiles_of(rows, n, FLOAT8_COLUMNS), rounds = (tiles + gpu.processors - 1) / gpu.processors;
-    return rounds <= FLOAT8_MOST_ROUNDS && tiles * 10 >= rounds * gpu.processors * 9;
+    return rounds <= FLOAT8_MOST_ROUNDS && tiles * 10 >= rounds * gpu.processors * FLOAT8_LEAST_FILLED;
 }
 
 /* A matrix in rows of k bytes. Returns the driver's error. */
@@ -54,7 +54,7 @@ static const char *multiply(const Float8Operands *of, int64_t rows, int64_t colu
     const Launch config = {{blocks, 1, 1}, {384, 1, 1}, FLOAT8_SHARED, stream, 0, 0};
     void *plain[] = {&row_map, &weight_map, &all.row_scales, &all.weight_scales, &all.to, &size};
     void *gated[] = {&row_map, &weight_map, &all.row_scales, &all.weight_scales, &all.bias, &all.to, &size};
-    return launch(gpu.float8_product[gates ? 1 : of->bfloat16 ? 2 : 0], config, gates ? gated : plain);
+    return launch(gpu.float8_product[gates ? 4 : 2 * FLOAT8_IN_TURNS + of->bfloat16], config, gates ? gated : plain);
 }
 
 const char *multiply_float8_tiles(const Float8Operands *of, int64_t rows, int64_t n, int64_t k, void *stream) {
@@ -66,7 +66,7 @@ enum { ROWS, ROW_SCALES, WEIGHT, WEIGHT_SCALES, BIAS, INPUTS };
 static Status *create(const void *op, Api api, const void *info, void **result) {
     (void)op, (void)info;
     const char *why = load_kernels(PART_float8);
-    if (!why && !gpu.float8_product[1]) why = "it is for GPUs of compute capability 9.0";
+    if (!why && !gpu.float8_product[4]) why = "it is for GPUs of compute capability 9.0";
     if (why) return failure(api, "Float8GatedProduct cannot run", why);
     Api *kernel = malloc(sizeof *kernel);
     if (!kernel) return failure(api, "Float8GatedProduct: out of memory", 0);

@@ -67,6 +67,8 @@ DEFINES = {
     "FLOAT8_HELD": 5,
     "FLOAT8_STAGES": 6,
     "FLOAT8_MOST_ROUNDS": 7,
+    "FLOAT8_LEAST_FILLED": 9,
+    "FLOAT8_IN_TURNS": 0,
     "ROTARY_THREADS": 384,
     "ROTARY_PER_PROCESSOR": 3,
     "RESIDUAL_THREADS": 512,
@@ -78,7 +80,8 @@ DEFINES = {
 }
 """Threads of a block, at most; and blocks of a kernel for each of the GPU's multiprocessors: measured on an H200.
 FLOAT8_STAGES: tiles along K that a block of float8_product.cu has in shared memory. FLOAT8_MOST_ROUNDS: tiles of it for each
-multiprocessor, beyond which cuBLASLt multiplies. OVERLAPS: 0: a kernel is launched only
+multiprocessor, beyond which cuBLASLt multiplies; FLOAT8_LEAST_FILLED: tenths of the multiprocessors, below which it does.
+FLOAT8_IN_TURNS: 1: its warpgroups take turns without gates, too. OVERLAPS: 0: a kernel is launched only
 when the one before it has ended (overlap.cuh)."""
 FOLDER_VARIABLE = "SDFLOW_KERNELS"
 OLDEST = (8, 0)

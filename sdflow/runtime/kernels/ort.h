@@ -92,7 +92,7 @@ typedef struct {
     void *context, *sums[2], *apply[2], *held[2], *bias_split_gelu, *interleave; /* sums, apply: float16, float32 */
     void *few_keys_attention[FEW_KEYS_COUNT], *geglu[2];                         /* geglu: wide, in turns */
     void *float8_rows[4]; /* of values, gated GELUs, layer normalizations; of values in bfloat16 */
-    void *float8_product[3]; /* plain, gated, plain in bfloat16 */
+    void *float8_product[5]; /* float16 and bfloat16, the same with warpgroups in turns, gated */
     void *rotary_qkv[2], *residual_norm[4], *gated_activation[4];
     void *float8_norm[4], *float8_activation[4]; /* the same in the same order, of which products of float8 read */
     int shared_memory; /* bytes that a block may have */
