@@ -8,8 +8,8 @@ WEIGHTS/NAME: what benchmarks/gpu/with_weights.py made; all of one checkpoint. d
 (TensorFloat-32 off) with the same weights and first latents, and what it feeds each submodel is recorded. Each artifact gets
 the same inputs; so does PyTorch in the artifact's 16 bits, which is the yardstick. Then the final latents and the image are
 compared.
-PyTorch's float16 and bfloat16 pipelines stand beside ours, with eager times; `float8` is bfloat16 with the denoiser's large Linears
-in float8 (float8_linear.py), which is the yardstick of denoisers in float8. --compiled: also a step of each, PyTorch's of these
+PyTorch's float16 and bfloat16 pipelines stand beside ours, with eager times; `float8` is bfloat16 with the denoiser's large
+Linears in float8 (float8_linear.py), the yardstick of denoisers in float8. --compiled: also a step of each, PyTorch's of these
 types with its repeated blocks compiled, in turns in one process; --profile: and the kernels of it. --processes: random weights
 are made by so many. --lock: a file; whoever has it locked has the device, the others load meanwhile. --graphs: the pipelines
 without their weights, where with_weights.py is still at work; each is waited for. What was found is in FILE after each part. The
@@ -172,7 +172,7 @@ def per_step(run: Any, steps: int) -> float:
 def plain_torch(
     checkpoint: Any, pipeline: Any, dtype: str, options: Any, reference: Reference, latents: Any
 ) -> tuple[dict[str, Any], Any]:
-    """diffusers' pipeline in 16 bits throughout, or with its denoiser in float8: each submodel's distances, the image's, its times and
+    """diffusers' pipeline in 16 bits, or with its denoiser in float8: each submodel's distances, the image's, its times and
     memory; its denoiser."""
     kind = halves_of(dtype)
     modules = {}

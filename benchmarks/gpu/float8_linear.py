@@ -1,7 +1,7 @@
 """PyTorch's own products in float8: what sdflow's are held to and measured beside.
 
-A Linear as torchao has it with PerRow scales (float8 dynamic activations and weights): weights in E4M3 with a scale for each output
-channel, what comes in row by row as it comes, and torch._scaled_mm, which is cuBLASLt's. Nothing of sdflow's is in here.
+A Linear as torchao has it with PerRow scales (float8 dynamic activations and weights): weights in E4M3 with a scale for each
+output channel, what comes in row by row as it comes, and torch._scaled_mm, which is cuBLASLt's. Nothing of sdflow's is in here.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python benchmarks/gpu/float8_products.py [ROWSxKxN ...] [--json FILE]
 
-Microseconds of one and TFLOP/s, medians of turns: torch.matmul in bfloat16, torch._scaled_mm with scales for rows and columns, and
-Float8ProductBfloat16 by cuBLASLt, by our tiles, and by our tiles with warpgroups in turns. Each is a captured graph of several
-products with values of their own, more than the L2 holds. First each library is compiled and proved, as a session does it.
+Microseconds of one and TFLOP/s, medians of turns: torch.matmul in bfloat16, torch._scaled_mm with scales for rows and columns,
+and Float8ProductBfloat16 by cuBLASLt, by our tiles, and by our tiles with warpgroups in turns. Each is a captured graph of
+several products with values of their own, more than the L2 holds. First each library is compiled and proved.
 """
 
 from __future__ import annotations
