@@ -82,7 +82,7 @@ def test_each_product_reads_the_rows_of_what_it_read_before(tmp_path: Path) -> N
     before, after = ours(plain), ours(found)
     for name, source in read.items():
         assert list(after[name].input[:2]) == [f"{source}/float8", f"{source}/float8/scales"]
-    fused = [node for node in after.values() if node.op_type.startswith("Float8") and node.name in before]
+    fused = [node for name, node in after.items() if name in before and name not in read]
     assert len(fused) == 4
     for node in fused:
         values = list(before[node.name].output)
