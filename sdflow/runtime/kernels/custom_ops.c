@@ -177,6 +177,13 @@ const char *load_kernels(Part part) {
     return why;
 }
 
+int describe_matrix(TensorMap *map, int type, const void *at, int64_t rows, int64_t columns, unsigned box_rows, int promotion) {
+    const int size = type == TENSOR_MAP_UINT8 ? 1 : 2;
+    const uint64_t sizes[2] = {(uint64_t)columns, (uint64_t)rows}, stride = (uint64_t)columns * size;
+    const unsigned box[2] = {128u / size, box_rows}, each[2] = {1, 1};
+    return gpu.describe(map, type, 2, (void *)at, sizes, &stride, box, each, 0, 3 /* SWIZZLE_128B */, promotion, 0);
+}
+
 const char *launch(void *function, Launch config, void **arguments) {
     Attribute attributes[2];
     unsigned count = 0;

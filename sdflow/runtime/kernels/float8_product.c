@@ -159,24 +159,20 @@ static void destroy(void *op_kernel) {
     free(kernel);
 }
 
-enum { ROWS, ROW_SCALES, WEIGHT, WEIGHT_SCALES, INPUTS };
-
-static Status *multiply(Kernel *kernel, void *context, void **at, int64_t *dims, size_t rank, int64_t n) {
+static Status *multiply(Kernel *kernel, void *context, Float8Operands *of, Float8Sizes *sizes) {
     Api api = kernel->api;
     Plan *plan = &kernel->plan;
     const float one = 1, nothing = 0;
-    void *value, *to, *workspace, *stream;
-    int64_t rows = 1, k = dims[rank - 1];
-    for (size_t i = 0; i + 1 < rank; ++i) rows *= dims[i];
-    dims[rank - 1] = n;
-    TRY(OUTPUT(api)(context, 0, dims, rank, &value));
-    TRY(data(api, value, &to));
+    const int64_t rows = sizes->rows, n = sizes->n, k = sizes->k;
+    void *value, *workspace, *stream;
+    sizes->dims[sizes->rank - 1] = n;
+    TRY(OUTPUT(api)(context, 0, sizes->dims, sizes->rank, &value));
+    TRY(data(api, value, &of->to));
     TRY(GPU_STREAM(api)(context, &stream));
     const int tiles = float8_tiles_suit(rows, n, k);
     if (rows && !tiles && (plan->rows != rows || plan->n != n || plan->k != k)) {
         release(plan);
-        const char *why = make_plan(plan, rows, n, k, at[WEIGHT_SCALES], at[ROW_SCALES],
-                                    kernel->bfloat16 ? CUDA_R_16BF : CUDA_R_16F);
+        const char *why = make_plan(plan, rows, n, k, of->weight_scales, of->row_scales, of->bfloat16 ? CUDA_R_16BF : CUDA_R_16F);
         if (why) return failure(api, "Float8Product", why);
     }
     const int64_t size = rows && !tiles ? (int64_t)plan->choice.workspace : 0;
@@ -184,14 +180,13 @@ static Status *multiply(Kernel *kernel, void *context, void **at, int64_t *dims,
     TRY(data(api, value, &workspace));
     if (!rows) return 0;
     if (tiles) {
-        const Float8Operands of = {at[ROWS], at[ROW_SCALES], at[WEIGHT], at[WEIGHT_SCALES], 0, to, kernel->bfloat16};
-        const char *why = multiply_float8_tiles(&of, rows, n, k, stream);
+        const char *why = multiply_float8_tiles(of, rows, n, k, stream);
         return why ? failure(api, "Float8Product cannot be launched", why) : 0;
     }
-    int failed = point(plan, at[WEIGHT_SCALES], at[ROW_SCALES]);
+    int failed = point(plan, of->weight_scales, of->row_scales);
     if (!failed)
-        failed = blas.multiply(blas.handle, plan->description, &one, at[WEIGHT], plan->weight, at[ROWS], plan->activation,
-                               &nothing, to, plan->result, to, plan->result, plan->choice.algo, workspace,
+        failed = blas.multiply(blas.handle, plan->description, &one, of->weight, plan->weight, of->rows, plan->activation,
+                               &nothing, of->to, plan->result, of->to, plan->result, plan->choice.algo, workspace,
                                (size_t)size, stream);
     char why[48];
     snprintf(why, sizeof why, "cuBLASLt's status is %d", failed);
@@ -200,34 +195,20 @@ static Status *multiply(Kernel *kernel, void *context, void **at, int64_t *dims,
 
 static Status *compute(void *op_kernel, void *context) {
     Kernel *kernel = op_kernel;
-    Api api = kernel->api;
-    const void *inputs[INPUTS];
-    void *at[INPUTS];
-    int64_t dims[MOST_AXES], weight_dims[MOST_AXES], row_scales, scales, rows = 1;
-    size_t rank = 0, weight_rank = 0;
-    for (size_t i = 0; i < INPUTS; ++i) {
-        TRY(INPUT(api)(context, i, &inputs[i]));
-        TRY(data(api, inputs[i], &at[i]));
-    }
-    TRY(shape_of(api, inputs[ROWS], dims, &rank));
-    TRY(shape_of(api, inputs[WEIGHT], weight_dims, &weight_rank));
-    if (!rank || weight_rank != 2 || weight_dims[1] != dims[rank - 1] || weight_dims[0] % 16 || weight_dims[1] % 16)
-        return failure(api, "Float8Product: not for matrices of these sizes", 0);
-    TRY(elements_of(api, inputs[ROW_SCALES], &row_scales));
-    TRY(elements_of(api, inputs[WEIGHT_SCALES], &scales));
-    for (size_t i = 0; i + 1 < rank; ++i) rows *= dims[i];
-    if (row_scales != rows || scales != weight_dims[0])
-        return failure(api, "Float8Product: there is not a scale for each row and each column", 0);
+    Float8Operands of;
+    Float8Sizes sizes;
+    TRY(read_float8_operands(kernel->api, context, "Float8Product", 0, &of, &sizes));
+    of.bfloat16 = kernel->bfloat16;
     pthread_mutex_lock(&kernel->lock); /* the scales' places are in the plan */
-    Status *failed = multiply(kernel, context, at, dims, rank, weight_dims[0]);
+    Status *failed = multiply(kernel, context, &of, &sizes);
     pthread_mutex_unlock(&kernel->lock);
     return failed;
 }
 
 static const char *name(const Op *op) { return op == &float8_product ? "Float8Product" : "Float8ProductBfloat16"; }
-static int input_type(const Op *op, size_t i) { return (void)op, i == ROWS || i == WEIGHT ? UINT8 : FLOAT; }
+static int input_type(const Op *op, size_t i) { return (void)op, i % 2 ? FLOAT : UINT8; }
 static int output_type(const Op *op, size_t i) { return i ? UINT8 : op == &float8_product ? FLOAT16 : BFLOAT16; }
-static size_t input_count(const Op *op) { return (void)op, INPUTS; }
+static size_t input_count(const Op *op) { return (void)op, 4; }
 static size_t output_count(const Op *op) { return (void)op, 2; }
 static int required(const Op *op, size_t i) { return (void)op, (void)i, REQUIRED; }
 

@@ -7,18 +7,12 @@
 
 #include "ort.h"
 
-enum { TENSOR_MAP_UINT8 = 0, SWIZZLE_128 = 3, L2_PROMOTION_NONE = 0 };
 #define LARGEST (1 << 24)
 
 /* As in float8_product.cu. */
 typedef struct {
     int rows, columns, depth;
 } Size;
-
-/* CUtensorMap */
-typedef struct {
-    _Alignas(64) uint64_t content[16];
-} TensorMap;
 
 /* Of y; width: columns of one. */
 static int64_t tiles_of(int64_t rows, int64_t columns, int width) {
@@ -33,11 +27,8 @@ int float8_tiles_suit(int64_t rows, int64_t n, int64_t k) {
     return rounds <= FLOAT8_MOST_ROUNDS && tiles * 10 >= rounds * gpu.processors * FLOAT8_LEAST_FILLED;
 }
 
-/* A matrix in rows of k bytes. Returns the driver's error. */
 static int describe(TensorMap *map, const void *at, int64_t rows, int64_t k, unsigned box_rows) {
-    const uint64_t sizes[2] = {(uint64_t)k, (uint64_t)rows}, stride = (uint64_t)k;
-    const unsigned box[2] = {FLOAT8_DEPTH, box_rows}, each[2] = {1, 1};
-    return gpu.describe(map, TENSOR_MAP_UINT8, 2, (void *)at, sizes, &stride, box, each, 0, SWIZZLE_128, L2_PROMOTION_NONE, 0);
+    return describe_matrix(map, TENSOR_MAP_UINT8, at, rows, k, box_rows, L2_PROMOTION_NONE);
 }
 
 /* gates: columns of the weight beside those of the result, each with a bias. */
@@ -63,6 +54,31 @@ const char *multiply_float8_tiles(const Float8Operands *of, int64_t rows, int64_
 
 enum { ROWS, ROW_SCALES, WEIGHT, WEIGHT_SCALES, BIAS, INPUTS };
 
+Status *read_float8_operands(Api api, const void *context, const char *name, int gates, Float8Operands *of, Float8Sizes *sizes) {
+    const void *inputs[INPUTS];
+    void *at[INPUTS] = {0};
+    int64_t weight_dims[MOST_AXES], row_scales, scales, biases = 0;
+    size_t weight_rank = 0;
+    for (size_t i = 0; i < (gates ? INPUTS : BIAS); ++i) {
+        TRY(INPUT(api)(context, i, &inputs[i]));
+        TRY(data(api, inputs[i], &at[i]));
+    }
+    TRY(shape_of(api, inputs[ROWS], sizes->dims, &sizes->rank));
+    TRY(shape_of(api, inputs[WEIGHT], weight_dims, &weight_rank));
+    TRY(elements_of(api, inputs[ROW_SCALES], &row_scales));
+    TRY(elements_of(api, inputs[WEIGHT_SCALES], &scales));
+    if (gates) TRY(elements_of(api, inputs[BIAS], &biases));
+    if (!sizes->rank || weight_rank != 2 || weight_dims[1] != sizes->dims[sizes->rank - 1] || (gates && biases != weight_dims[0]))
+        return failure(api, name, "weight and bias are not of the rows' size");
+    sizes->n = weight_dims[0], sizes->k = weight_dims[1], sizes->rows = 1;
+    for (size_t i = 0; i + 1 < sizes->rank; ++i) sizes->rows *= sizes->dims[i];
+    if (!sizes->k || sizes->k % 16 || !sizes->n || sizes->n % 16) return failure(api, name, "not for matrices of these sizes");
+    if (row_scales != sizes->rows || scales != sizes->n)
+        return failure(api, name, "there is not a scale for each row and each column");
+    *of = (Float8Operands){at[ROWS], at[ROW_SCALES], at[WEIGHT], at[WEIGHT_SCALES], at[BIAS], 0, 0};
+    return 0;
+}
+
 static Status *create(const void *op, Api api, const void *info, void **result) {
     (void)op, (void)info;
     const char *why = load_kernels(PART_float8);
@@ -77,34 +93,19 @@ static Status *create(const void *op, Api api, const void *info, void **result) 
 
 static Status *compute(void *op_kernel, void *context) {
     Api api = *(Api *)op_kernel;
-    const void *inputs[INPUTS];
-    void *at[INPUTS], *value, *to, *stream;
-    int64_t dims[MOST_AXES], weight_dims[MOST_AXES], elements, row_scales, scales, rows = 1;
-    size_t rank = 0, weight_rank = 0;
-    for (size_t i = 0; i < INPUTS; ++i) {
-        TRY(INPUT(api)(context, i, &inputs[i]));
-        TRY(data(api, inputs[i], &at[i]));
-    }
-    TRY(shape_of(api, inputs[ROWS], dims, &rank));
-    TRY(shape_of(api, inputs[WEIGHT], weight_dims, &weight_rank));
-    TRY(elements_of(api, inputs[ROW_SCALES], &row_scales));
-    TRY(elements_of(api, inputs[WEIGHT_SCALES], &scales));
-    TRY(elements_of(api, inputs[BIAS], &elements));
-    if (!rank || weight_rank != 2 || weight_dims[1] != dims[rank - 1] || elements != weight_dims[0])
-        return failure(api, "Float8GatedProduct: weight and bias are not of the rows' size", 0);
-    const int64_t k = weight_dims[1], columns = weight_dims[0] / 2;
-    for (size_t i = 0; i + 1 < rank; ++i) rows *= dims[i];
-    if (row_scales != rows || scales != weight_dims[0])
-        return failure(api, "Float8GatedProduct: there is not a scale for each row and each column", 0);
-    if (!k || k % 16 || !columns || weight_dims[0] % 16 || rows > LARGEST || weight_dims[0] > LARGEST || k > LARGEST)
+    Float8Operands of;
+    Float8Sizes sizes;
+    void *value, *stream;
+    TRY(read_float8_operands(api, context, "Float8GatedProduct", 1, &of, &sizes));
+    if (sizes.rows > LARGEST || sizes.n > LARGEST || sizes.k > LARGEST)
         return failure(api, "Float8GatedProduct: not for matrices of these sizes", 0);
-    dims[rank - 1] = columns;
-    TRY(OUTPUT(api)(context, 0, dims, rank, &value));
-    TRY(data(api, value, &to));
+    const int64_t columns = sizes.n / 2;
+    sizes.dims[sizes.rank - 1] = columns;
+    TRY(OUTPUT(api)(context, 0, sizes.dims, sizes.rank, &value));
+    TRY(data(api, value, &of.to));
     TRY(GPU_STREAM(api)(context, &stream));
-    if (!rows) return 0;
-    const Float8Operands of = {at[ROWS], at[ROW_SCALES], at[WEIGHT], at[WEIGHT_SCALES], at[BIAS], to, 0};
-    const char *why = multiply(&of, rows, columns, columns, k, stream);
+    if (!sizes.rows) return 0;
+    const char *why = multiply(&of, sizes.rows, columns, columns, sizes.k, stream);
     return why ? failure(api, "Float8GatedProduct cannot be launched", why) : 0;
 }
 

@@ -128,12 +128,31 @@ const char *load_kernels(Part part);
 /* Null when the kernel is queued, else why it is not. */
 const char *launch(void *function, Launch config, void **arguments);
 
+/* CUtensorMap: a matrix in memory, and the box of it that Hopper's copy engine moves at once. */
+typedef struct {
+    _Alignas(64) uint64_t content[16];
+} TensorMap;
+
+enum { TENSOR_MAP_UINT8 = 0, TENSOR_MAP_FLOAT16 = 6, L2_PROMOTION_NONE = 0, L2_PROMOTION_256 = 3 };
+
+/* A matrix in rows, which is moved in boxes of `box_rows` rows of 128 swizzled bytes. Returns the driver's error. */
+int describe_matrix(TensorMap *map, int type, const void *at, int64_t rows, int64_t columns, unsigned box_rows, int promotion);
+
 /* Of a product of float8 rows, where they are on the device. bias: null without gates; to: the result. */
 typedef struct {
     const void *rows, *row_scales, *weight, *weight_scales, *bias;
     void *to;
     int bfloat16; /* of the result; not with gates */
 } Float8Operands;
+
+/* dims: of the rows, and how many axes that are. n, k: of the weight (n, k). */
+typedef struct {
+    int64_t dims[MOST_AXES], rows, n, k;
+    size_t rank;
+} Float8Sizes;
+
+/* What an operator reads: rows, their scales, weight, its scales and, with gates, bias. */
+Status *read_float8_operands(Api api, const void *context, const char *name, int gates, Float8Operands *of, Float8Sizes *sizes);
 
 /* Whether our kernel is there for a product of this size, and quicker than cuBLASLt. rows: (rows, k), weight: (n, k). */
 int float8_tiles_suit(int64_t rows, int64_t n, int64_t k);
