@@ -36,9 +36,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch  # before ONNX Runtime
 
-from benchmarks.gpu import float8_linear
 from benchmarks.gpu.compiled_blocks import FLOAT8, IN_A_ROW, captured, halves_of, our_run, profiled, torch_runs
 from benchmarks.gpu.compiled_blocks import measure as measure_turns
+from benchmarks.gpu.float8_linear import quantize
 from benchmarks.gpu.image_latency import session_of
 from benchmarks.gpu.pipelines_on_gpu import PROMPT, distance, own_gigabytes, say, synchronize, used
 from benchmarks.gpu.random_weights import made_by
@@ -182,7 +182,7 @@ def plain_torch(
             modules[component] = copy.deepcopy(network.module)
             network.model.to_half(modules[component], kind)
     if dtype == FLOAT8:
-        layers = float8_linear.quantize(modules[checkpoint.family.part(checkpoint.family.denoiser).component])
+        layers = quantize(modules[checkpoint.family.part(checkpoint.family.denoiser).component])
         say(f"PyTorch, float8: {layers} layers")
     companions = {name: getattr(pipeline, name, None) for name in checkpoint.family.companions}
     half = checkpoint.family.torch_pipeline(modules, companions, checkpoint.options)
