@@ -12,7 +12,6 @@ from cuda_on_cpu import Gpu, run
 
 from sdflow.distance import relative_l2
 from sdflow.runtime.kernels.float8_proof import (
-    EPSILON,
     RowsCase,
     dequantized,
     gated_expected,
@@ -30,9 +29,8 @@ FLAT, WIDE = Gpu(132), (2, 3, 5120)
 def rows(program: Path, folder: Path, case: RowsCase, gpu: Gpu = FLAT) -> str:
     """Runs and checks it. Returns the kernel and its blocks."""
     feeds = rows_feeds(case)
-    attributes = {"epsilon": EPSILON} if case.operator == "Float8LayerNorm" else {}
     count = 3 if case.kept else 2
-    (launch,), outputs = run(program, folder, gpu, case.operator, [*feeds.values()], count, attributes)
+    (launch,), outputs = run(program, folder, gpu, case.operator, [*feeds.values()], count, case.attributes)
     expected = rows_expected(feeds, case)
     bits, scales = np.frombuffer(outputs[0], np.uint8).reshape(case.shape), np.frombuffer(outputs[1], np.float32)
     wanted = quantized(expected["rows"], case.bfloat16)
@@ -53,6 +51,8 @@ def rows(program: Path, folder: Path, case: RowsCase, gpu: Gpu = FLAT) -> str:
         (3, RowsCase("Float8Rows", (9, 2560))),  # two warps for a row
         (1, RowsCase("Float8Rows", (1, 10240))),  # all eight
         (1, RowsCase("Float8RowsBfloat16", (5, 1280))),
+        (2, RowsCase("Float8Rows", (3, 4, 640), first=2, behind=1)),
+        (1, RowsCase("Float8RowsBfloat16", (2, 3, 64), behind=5)),
         (2, RowsCase("Float8RowsBfloat16", (2, 12288))),  # sixteen
         (1, RowsCase("Float8Rows", (1, 3, 16))),
         (1, RowsCase("Float8SplitGelu", (1, 2, 640))),
@@ -210,7 +210,13 @@ def test_what_float8_cannot_do_is_refused(
     message: str, gpu: Gpu, operator: str, inputs: list[np.ndarray | None], program: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(AssertionError, match=message):
-        run(program, tmp_path, gpu, operator, inputs, 2)
+        run(program, tmp_path, gpu, operator, inputs, 2, {"tokens": 0, "first": 0})
+
+
+def test_rows_that_an_image_does_not_have_are_refused(program: Path, tmp_path: Path) -> None:
+    x = np.zeros((1, 4, 16), np.float16)
+    with pytest.raises(AssertionError, match="not for these rows of each image"):
+        run(program, tmp_path, FLAT, "Float8Rows", [x], 2, {"tokens": 3, "first": 2})
 
 
 FAULTS = {

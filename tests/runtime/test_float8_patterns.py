@@ -102,3 +102,19 @@ def test_a_result_that_something_else_reads_stays(tmp_path: Path) -> None:
     assert found is not None
     counts = Counter(node.op_type for node in ours(found).values())
     assert counts == {"ModulatedNorm": 1, "Float8Rows": 1, "Float8Product": 1}
+
+
+@pytest.mark.parametrize("read_twice", [False, True])
+def test_some_of_an_images_rows_are_taken_without_a_copy(read_twice: bool, tmp_path: Path) -> None:
+    """As of what a joint attention gives, text and image behind one another."""
+    g = Graph()
+    part = g.part(g.input(2, 9, 64), 3, 9, 1)
+    results = [g.product(part, 64, 32, bias=False), *([part] if read_twice else [])]
+    made = with_float8(quantized(g.model(*results), tmp_path))
+    (rows,) = (node for node in made.graph.node if node.op_type == "Float8Rows")
+    given = {item.name: item.i for item in rows.attribute}
+    if read_twice:
+        assert (list(rows.input), given) == ([part], {"tokens": 0, "first": 0})
+    else:
+        assert (list(rows.input), given) == (["in0"], {"tokens": 6, "first": 3})
+    assert any(node.op_type == "Slice" for node in made.graph.node) is read_twice

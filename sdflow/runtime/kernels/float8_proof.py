@@ -28,11 +28,20 @@ EPSILON = 1e-5
 @dataclass(frozen=True)
 class RowsCase:
     """Rows of float8. operator: which of them. shape: of what they stand for, channels last. kept: whether Float8LayerNorm
-    gives the sum too."""
+    gives the sum too. first, behind: rows of each image that x has before these and behind them."""
 
     operator: str
     shape: tuple[int, ...]
     kept: bool = False
+    first: int = 0
+    behind: int = 0
+
+    @property
+    def attributes(self) -> dict[str, float]:
+        """All of the operator's."""
+        if self.operator.startswith("Float8Rows"):
+            return {"tokens": self.shape[1] if self.first or self.behind else 0, "first": self.first}
+        return {"epsilon": EPSILON} if self.operator == "Float8LayerNorm" else {}
 
     @property
     def bfloat16(self) -> bool:
@@ -44,6 +53,7 @@ ROWS_CASES = (
     RowsCase("Float8Rows", (2, 77, 640)),
     RowsCase("Float8Rows", (3, 5120)),
     RowsCase("Float8RowsBfloat16", (40, 3072)),
+    RowsCase("Float8Rows", (2, 30, 1536), first=7, behind=3),
     RowsCase("Float8RowsBfloat16", (3, 12288)),
     RowsCase("Float8SplitGelu", (2, 33, 2560)),
     RowsCase("Float8SplitGelu", (5, 5120)),
@@ -76,8 +86,7 @@ def rows_difference(library: Path, case: RowsCase) -> float:
     feeds = rows_feeds(case)
     outputs = {"rows": (TensorProto.UINT8, case.shape), "scales": (TensorProto.FLOAT, None)}
     outputs |= {"sum": (TensorProto.FLOAT16, case.shape)} if case.kept else {}
-    attributes = {"epsilon": EPSILON} if case.operator == "Float8LayerNorm" else {}
-    node = helper.make_node(case.operator, list(feeds), list(outputs), domain=DOMAIN, **attributes)
+    node = helper.make_node(case.operator, list(feeds), list(outputs), domain=DOMAIN, **case.attributes)
     results = [helper.make_tensor_value_info(name, *given) for name, given in outputs.items()]
     found = one_node_session(library, node, feeds, results).run(list(outputs), widened(feeds))
     wanted = rows_expected(feeds, case)
@@ -111,7 +120,9 @@ def rows_feeds(case: RowsCase) -> dict[str, np.ndarray]:
     random = np.random.default_rng(2)
     if case.operator == "Float8SplitGelu":
         return gelu_feeds((*case.shape[:-1], 2 * case.shape[-1]))
-    x = random.normal(size=case.shape) * random.uniform(0.01, 30, (*case.shape[:-1], 1))
+    shape = list(case.shape)
+    shape[-2] += case.first + case.behind
+    x = random.normal(size=shape) * random.uniform(0.01, 30, (*shape[:-1], 1))
     if case.operator.startswith("Float8Rows"):
         x[..., 0, :] = 0
         return {"x": x.astype(ml_dtypes.bfloat16 if case.bfloat16 else np.float16)}
@@ -125,7 +136,7 @@ def rows_expected(feeds: dict[str, np.ndarray], case: RowsCase) -> dict[str, np.
     import numpy as np
 
     if case.operator.startswith("Float8Rows"):
-        return {"rows": feeds["x"]}
+        return {"rows": feeds["x"][..., case.first : case.first + case.shape[-2], :]}
     if case.operator == "Float8SplitGelu":
         return {"rows": gelu_expected(feeds)}
     total = (feeds["x"].astype(np.float32) + feeds["skip"] + feeds["bias"]).astype(np.float16)

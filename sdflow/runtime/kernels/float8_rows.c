@@ -1,6 +1,7 @@
 /* What float8 products read of their activations: rows as E4M3, with a scale for each.
  *
- * sdflow.Float8Rows           x (..., C); Float8RowsBfloat16 for bfloat16
+ * sdflow.Float8Rows           x (..., C); Float8RowsBfloat16 for bfloat16. Attributes: tokens, first: of x (N, T, C) so many of the T
+ *                             rows of each image, from the first one on; tokens 0: all rows.
  * sdflow.Float8SplitGelu      x (..., 2 C), bias (2 C): BiasSplitGelu
  * sdflow.Float8LayerNorm      x, skip (..., C), gamma, beta, bias (C): the layer normalization of x + skip + bias. Attribute:
  *                             epsilon.
@@ -16,13 +17,14 @@
 
 /* As in float8_rows.cu. */
 typedef struct {
-    int rows, lanes, warps;
+    int rows, lanes, warps, tokens, whole, first;
 } Rows;
 
 typedef struct {
     Api api;
     const Op *op;
     float epsilon;
+    int64_t tokens, first;
 } Kernel;
 
 static int is_plain(const Op *op) { return op == &float8_rows || op == &float8_rows_bfloat16; }
@@ -41,8 +43,10 @@ static Status *create(const void *given, Api api, const void *info, void **resul
     if (why) return failure(api, name(op), why);
     Kernel *kernel = calloc(1, sizeof *kernel);
     if (!kernel) return failure(api, name(op), "out of memory");
-    *kernel = (Kernel){api, op, 0};
+    *kernel = (Kernel){api, op, 0, 0, 0};
     Status *failed = op == &float8_layer_norm ? FLOAT_ATTRIBUTE(api)(info, "epsilon", &kernel->epsilon) : 0;
+    if (!failed && is_plain(op)) failed = INT_ATTRIBUTE(api)(info, "tokens", &kernel->tokens);
+    if (!failed && is_plain(op)) failed = INT_ATTRIBUTE(api)(info, "first", &kernel->first);
     if (failed) free(kernel);
     else *result = kernel;
     return failed;
@@ -65,6 +69,10 @@ static Status *compute(void *op_kernel, void *context) {
     const int most_warps = FLOAT8_WARPS * (is_plain(op) ? 2 : 1);
     if (!rank || dims[rank - 1] % (unit * VECTOR) || dims[rank - 1] > (int64_t)unit * most_warps * FLOAT8_HELD * 32 * VECTOR)
         return failure(api, name(op), "not for this number of channels");
+    const int64_t tokens = kernel->tokens, first = kernel->first, whole = rank > 1 ? dims[rank - 2] : 1;
+    if (tokens && (rank != 3 || tokens < 0 || first < 0 || first + tokens > whole))
+        return failure(api, name(op), "not for these rows of each image");
+    if (tokens) dims[1] = tokens;
     for (size_t i = 0; i + 1 < rank; ++i) count *= dims[i];
     for (size_t i = 1; i < input_count(op); ++i) {
         TRY(elements_of(api, inputs[i], &elements));
@@ -82,7 +90,7 @@ static Status *compute(void *op_kernel, void *context) {
         TRY(data(api, value, &sum));
     }
     TRY(GPU_STREAM(api)(context, &stream));
-    Rows all = {(int)count, (int)dims[rank - 1] / VECTOR, 1};
+    Rows all = {(int)count, (int)dims[rank - 1] / VECTOR, 1, (int)(tokens ? tokens : count), (int)whole, (int)first};
     if (!all.rows || !all.lanes) return 0;
     while (all.warps * FLOAT8_HELD * 32 < all.lanes) all.warps *= 2;
     void *rows[] = {&at[0], &to, &scales, &all}, *split[] = {&at[0], &at[1], &to, &scales, &all};

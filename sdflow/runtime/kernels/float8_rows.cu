@@ -8,6 +8,7 @@
 // FLOAT8_WARPS warps, or twice as many where one row takes them. Block (32, warps).
 struct Rows {
     int rows, lanes, warps;  // lanes: vectors of a row
+    int tokens, whole, first;  // of x's rows: `tokens` from `first` on of each `whole`
 };
 
 struct Held {
@@ -67,17 +68,19 @@ static __device__ __forceinline__ void quantize(const Held& held, const Rows& al
     }
 }
 
-// x: (rows, lanes), y the same; scales: (rows).
+// x: (images, whole, lanes), y: (images, tokens, lanes); scales: a number for each row of y.
 template <class Type>
 static __device__ __forceinline__ void quantize_rows(const uint4* __restrict__ x, uint2* __restrict__ y,
                                                      float* __restrict__ scales, const Rows& all) {
     wait_for_earlier_kernels();
     __shared__ float shared[2 * FLOAT8_WARPS];
     Held held = of_thread(all);
+    const int image = held.row / all.tokens;
+    const size_t from = ((size_t)image * all.whole + all.first + held.row - image * all.tokens) * all.lanes;
 #pragma unroll
     for (int i = 0; i < FLOAT8_HELD; ++i) {
         const int lane = held.first + i * held.step;
-        if (lane < held.end) held.at[i] = x[(size_t)held.row * all.lanes + lane];
+        if (lane < held.end) held.at[i] = x[from + lane];
     }
     quantize<Type>(held, all, y, scales, shared);
 }
