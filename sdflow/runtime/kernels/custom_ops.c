@@ -177,7 +177,7 @@ const char *load_kernels(Part part) {
     return why;
 }
 
-int describe_matrix(TensorMap *map, int type, const void *at, int64_t rows, int64_t columns, unsigned box_rows, int promotion) {
+int map_matrix(MatrixMap *map, int type, const void *at, int64_t rows, int64_t columns, unsigned box_rows, int promotion) {
     const int size = type == TENSOR_MAP_UINT8 ? 1 : 2;
     const uint64_t sizes[2] = {(uint64_t)columns, (uint64_t)rows}, stride = (uint64_t)columns * size;
     const unsigned box[2] = {128u / size, box_rows}, each[2] = {1, 1};

@@ -27,8 +27,8 @@ int float8_tiles_suit(int64_t rows, int64_t n, int64_t k) {
     return rounds <= FLOAT8_MOST_ROUNDS && tiles * 10 >= rounds * gpu.processors * FLOAT8_LEAST_FILLED;
 }
 
-static int describe(TensorMap *map, const void *at, int64_t rows, int64_t k, unsigned box_rows) {
-    return describe_matrix(map, TENSOR_MAP_UINT8, at, rows, k, box_rows, L2_PROMOTION_NONE);
+static int describe(MatrixMap *map, const void *at, int64_t rows, int64_t k, unsigned box_rows) {
+    return map_matrix(map, TENSOR_MAP_UINT8, at, rows, k, box_rows, L2_PROMOTION_NONE);
 }
 
 /* gates: columns of the weight beside those of the result, each with a bias. */
@@ -36,7 +36,7 @@ static const char *multiply(const Float8Operands *of, int64_t rows, int64_t colu
     const int halves = gates ? 2 : 1;
     const int64_t tiles = tiles_of(rows, columns, FLOAT8_COLUMNS / halves);
     const unsigned blocks = (unsigned)(tiles < gpu.processors ? tiles : gpu.processors);
-    TensorMap row_map, weight_map;
+    MatrixMap row_map, weight_map;
     if (describe(&row_map, of->rows, rows, k, FLOAT8_ROWS) ||
         describe(&weight_map, of->weight, columns + gates, k, FLOAT8_COLUMNS / halves))
         return "the driver does not describe the matrices";

@@ -30,8 +30,8 @@ static Status *create(const void *op, Api api, const void *info, void **result) 
     return 0;
 }
 
-static int describe(TensorMap *map, void *at, int64_t rows, int64_t columns, unsigned box_rows) {
-    return describe_matrix(map, TENSOR_MAP_FLOAT16, at, rows, columns, box_rows, L2_PROMOTION_256);
+static int describe(MatrixMap *map, void *at, int64_t rows, int64_t columns, unsigned box_rows) {
+    return map_matrix(map, TENSOR_MAP_FLOAT16, at, rows, columns, box_rows, L2_PROMOTION_256);
 }
 
 static Status *compute(void *op_kernel, void *context) {
@@ -61,7 +61,7 @@ static Status *compute(void *op_kernel, void *context) {
     TRY(data(api, value, &y));
     TRY(GPU_STREAM(api)(context, &stream));
     if (!rows) return 0;
-    TensorMap x_map, weight_map, y_map;
+    MatrixMap x_map, weight_map, y_map;
     if (describe(&x_map, from, rows, depth, ROWS) || describe(&weight_map, by, depth, 2 * width, DEPTH) ||
         describe(&y_map, y, rows, width, 64))
         return failure(api, "Geglu: the driver does not describe its tensors", 0);

@@ -130,13 +130,13 @@ const char *launch(void *function, Launch config, void **arguments);
 
 /* CUtensorMap: a matrix in memory, and the box of it that Hopper's copy engine moves at once. */
 typedef struct {
-    _Alignas(64) uint64_t content[16];
-} TensorMap;
+    uint64_t content[16];
+} __attribute__((aligned(64))) MatrixMap;
 
 enum { TENSOR_MAP_UINT8 = 0, TENSOR_MAP_FLOAT16 = 6, L2_PROMOTION_NONE = 0, L2_PROMOTION_256 = 3 };
 
 /* A matrix in rows, which is moved in boxes of `box_rows` rows of 128 swizzled bytes. Returns the driver's error. */
-int describe_matrix(TensorMap *map, int type, const void *at, int64_t rows, int64_t columns, unsigned box_rows, int promotion);
+int map_matrix(MatrixMap *map, int type, const void *at, int64_t rows, int64_t columns, unsigned box_rows, int promotion);
 
 /* Of a product of float8 rows, where they are on the device. bias: null without gates; to: the result. */
 typedef struct {
