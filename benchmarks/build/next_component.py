@@ -1,7 +1,7 @@
 """A fine-tuned denoiser bound into a pipeline that was built before, beside a copy of its file by `cp`.
 
     python benchmarks/build/next_component.py BASE MODEL COMPONENT --cache CACHE [--target cuda] [--repeat 2]
-        [--folder DIR] [--dtype float16]
+        [--folder DIR] [--dtype float16|bfloat16|float32]
 
 CACHE: where BASE was built with MODEL, `synthetic:NAME` (benchmarks/build/from_zero.py --keep), so that only weights are left
 to be bound. A safetensors file of COMPONENT with other random weights is written under --folder, in the names of diffusers.
@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 def write(folder: Path, model: str, component: str, dtype: str) -> Path:
     """A component's folder as diffusers saves one, a tensor at a time."""
+    import ml_dtypes
     import numpy as np
 
     from sdflow.sources import PlainDigests, open_checkpoint
@@ -37,8 +38,9 @@ def write(folder: Path, model: str, component: str, dtype: str) -> Path:
     part = checkpoint.family.components[component][0]
     load = checkpoint.submodels[part.name].load
     shapes = parameter_shapes(part.name, load)
-    header, place, size = {}, 0, np.dtype(dtype).itemsize
-    kind = {"float16": "F16", "float32": "F32"}[dtype]
+    as_numpy = np.dtype({"bfloat16": ml_dtypes.bfloat16}.get(dtype, dtype))
+    header, place, size = {}, 0, as_numpy.itemsize
+    kind = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}[dtype]
     for key, shape in shapes.items():
         length = int(np.prod(shape)) * size
         header[key] = {"dtype": kind, "shape": list(shape), "data_offsets": [place, place + length]}
@@ -51,7 +53,7 @@ def write(folder: Path, model: str, component: str, dtype: str) -> Path:
     with file.open("wb") as out:
         out.write(len(head).to_bytes(8, "little") + head)
         for key, shape in shapes.items():
-            out.write(tensors_for(part.model, {key: shape}, 1)[key].astype(dtype).tobytes())
+            out.write(tensors_for(part.model, {key: shape}, 1)[key].astype(as_numpy).tobytes())
     print(f"{file}: {file.stat().st_size / 1e9:.2f} GB, {len(shapes)} tensors")
     return file
 
@@ -73,7 +75,7 @@ def main() -> None:
     parser.add_argument("--target", default="cuda")
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=Path("next_component"))
-    parser.add_argument("--dtype", choices=("float16", "float32"), default="float16")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="float16")
     given = parser.parse_args()
     folder: Path = given.folder.absolute()
     file = write(folder / given.component, given.model, given.component, given.dtype)

@@ -111,9 +111,17 @@ def compute_reference(
     calls, drawn = recorded(
         networks,
         drawing,
-        lambda: pipeline(prompt=PROMPT, latents=latents.to(device), output_type="latent", **call).images,
+        lambda: (
+            pipeline(
+                prompt=PROMPT,
+                latents=family.packed(latents).to(device),
+                output_type="latent",
+                **call,
+                **arguments_of(checkpoint),
+            ).images
+        ),
     )
-    drawn = as_stepped(pipeline, drawn)
+    drawn = as_stepped(pipeline, drawn, call)
     what = family.latents({name: each.load["config"] for name, each in checkpoint.submodels.items()})
     (decoded_port,) = networks[family.decoder].ports.inputs
     calls[family.decoder] = [{decoded_port.name: what.to_vae(drawn.float().cpu())}]
@@ -133,8 +141,18 @@ def compute_reference(
     return found
 
 
-def as_stepped(pipeline: Any, latents: torch.Tensor) -> torch.Tensor:
-    """A diffusers pipeline's latents as its scheduler steps them: FLUX.2's come out unfolded, without their normalization."""
+def arguments_of(checkpoint: Any) -> Mapping[str, Any]:
+    """What diffusers' pipeline is told besides, to read prompts of the length that sdflow's does."""
+    return checkpoint.family.reference_arguments_of(
+        {name: each.load["config"] for name, each in checkpoint.submodels.items()}
+    )
+
+
+def as_stepped(pipeline: Any, latents: torch.Tensor, call: Mapping[str, Any]) -> torch.Tensor:
+    """A diffusers pipeline's latents as sdflow steps them: FLUX.1's come out as rows of patches, FLUX.2's unfolded and without
+    their normalization."""
+    if latents.ndim == 3:
+        return pipeline._unpack_latents(latents, call["height"], call["width"], pipeline.vae_scale_factor)
     statistics = getattr(pipeline.vae, "bn", None)
     if statistics is None:
         return latents
@@ -195,12 +213,11 @@ def plain_torch(
         ]
 
     def draw(steps: int, kind_of: str) -> Any:
-        given = latents.to(options.device, kind)
-        return half(
-            prompt=PROMPT, latents=given, output_type=kind_of, **{**options.call, "num_inference_steps": steps}
-        ).images
+        given = checkpoint.family.packed(latents).to(options.device, kind)
+        call = {**options.call, "num_inference_steps": steps, **arguments_of(checkpoint)}
+        return half(prompt=PROMPT, latents=given, output_type=kind_of, **call).images
 
-    stepped = as_stepped(half, draw(options.steps, "latent").float())
+    stepped = as_stepped(half, draw(options.steps, "latent").float(), options.call)
     found["latents"] = distance(stepped.cpu().numpy(), reference.latents)
     with peak_gb(found, options.device):
         found["image"] = distance(draw(options.steps, "np"), reference.image)
@@ -384,9 +401,10 @@ def measure(options: Any, results: Results, loaded: list[Any], checkpoint: Any) 
         return
     for dtype in options.torch:
         with results.part(f"PyTorch in {dtype}"):
-            found["torch"][dtype], denoisers[dtype] = plain_torch(
-                checkpoint, pipeline, dtype, options, reference, latents
-            )
+            found["torch"][dtype], denoiser = plain_torch(checkpoint, pipeline, dtype, options, reference, latents)
+            if dtype in options.compiled:
+                denoisers[dtype] = denoiser
+            del denoiser
         gc.collect()
     del pipeline
     gc.collect()

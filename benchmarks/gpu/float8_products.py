@@ -57,7 +57,7 @@ def session_run(library: Path, operands: list[dict[str, torch.Tensor]], shape: t
         inputs += [
             helper.make_tensor_value_info(name, types[value.dtype], tuple(value.shape)) for name, value in named.items()
         ]
-        node = helper.make_node("Float8ProductBfloat16", list(named), [f"y{index}", f"w{index}"], domain=DOMAIN)
+        node = helper.make_node("Float8ProductBfloat16", list(named), [f"y{index}", f"workspace{index}"], domain=DOMAIN)
         nodes.append(node)
         outputs.append(helper.make_tensor_value_info(f"y{index}", TensorProto.BFLOAT16, shape))
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid(DOMAIN, 1)]

@@ -89,7 +89,7 @@ PANELS: Mapping[str, str] = {
     "Scheduling": "batch_sizes lanes",
     "Ray cluster": "replicas gpus queue take_over",
     "Graph": "one_file schedule schedule_file open_schedule negative text embed",
-    "Hardware": "target on threads low_memory vae_tiles",
+    "Hardware": "target on threads low_memory keep device_memory vae_tiles",
     "Cache": "cache rehash engine_cache remote url older_than max_size dry_run",
     "Output": "out overwrite results html report sheet preview previews log_prompts interactive quiet verbose json",
 }

@@ -15,7 +15,7 @@ def inspect(
     paths: Annotated[
         list[Path],
         typer.Argument(
-            help="Checkpoint, LoRA, VAE, embedding or another file of weights, or a folder.",
+            help="Checkpoint, LoRA, VAE, embedding or another file of weights, a folder, or sample:NAME.",
             metavar="FILE_OR_FOLDER...",
         ),
     ],
@@ -25,10 +25,14 @@ def inspect(
 
     Also prints the workflow lines that use them. Reads headers only.
     """
+    from sdflow.disk.shipped import sample_folder
     from sdflow.inspection import inspect as look
     from sdflow.report.inspect import print_inspection
 
-    print_inspection([each for path in paths for each in look(path)], as_json=json)
+    places = [
+        sample_folder(name) if (name := str(path).removeprefix("sample:")) != str(path) else path for path in paths
+    ]
+    print_inspection([each for place in places for each in look(place)], as_json=json)
 
 
 def init(

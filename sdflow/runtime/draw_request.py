@@ -13,6 +13,8 @@ from sdflow.families.settings import Settings
 from sdflow.parameter import Parameter, parameters
 from sdflow.runtime.files.control_files import ControlFile, parse_control
 from sdflow.runtime.files.image_prompt_files import ImagePromptFile, parse_image_prompt
+from sdflow.runtime.sessions.residency import Keep
+from sdflow.units import parse_size
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,22 @@ class GenerateRequest(Settings):
     batch: Annotated[int, Parameter("Batch size.", least=1)] = 1
     target: Annotated[str | None, Parameter("Target to run on.", otherwise="the one the pipeline was built for")] = None
     low_memory: Annotated[bool, Parameter("Load one submodel at a time and tile the VAE. Slower.")] = False
+    keep: Annotated[
+        Keep,
+        Parameter(
+            "Weights on a CUDA device: `all` stay there; with `fit`, submodels that do not fit together take turns, and the "
+            "others wait in host memory."
+        ),
+    ] = "fit"
+    device_memory: Annotated[
+        int | None,
+        Parameter(
+            "Memory limit on a CUDA device, such as 12GB.",
+            otherwise="free memory",
+            metavar="SIZE",
+            read=lambda text: parse_size(text, "--device-memory"),
+        ),
+    ] = None
     vae_tiles: Annotated[
         bool | None,
         Parameter(

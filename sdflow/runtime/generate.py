@@ -160,6 +160,8 @@ def _load(request: GenerateRequest, target: Target, tuning: Tuning, words: Seque
         "scheduler": request.scheduler,
         "checker": request.checker,
         "low_memory": request.low_memory,
+        "keep": request.keep,
+        "device_memory": request.device_memory,
         "vae_tiles": request.vae_tiles,
         "threads": request.threads,
         "tuning": tuning,

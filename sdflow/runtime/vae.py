@@ -54,7 +54,9 @@ def tile_side(half: Submodel, rows: int, columns: int, scale: int, tiles: bool |
     wanted = row_bytes(model, half.config, (rows, columns), device)
     if wanted <= max(ALWAYS_THERE, half.reached):
         return None
-    free = SHARE * available_bytes(device)
+    if half.residency is not None:
+        half.residency.make_room(int(wanted / SHARE))
+    free = SHARE * _room(half)
     if wanted <= free:
         return None
     side = own
@@ -115,7 +117,7 @@ def _chosen(half: Submodel, rows: int, columns: int, scale: int, tiles: bool | N
     side = tile_side(half, rows, columns, scale, tiles)
     if side is not None and tiles is None:
         wanted = row_bytes(half.part.model, half.config, (rows, columns), half.place.device)
-        free = available_bytes(half.place.device)
+        free = _room(half)
         warnings.warn(
             f"the {half.part.name.replace('_', ' ')} works in tiles of {side} pixels, which changes the image a little: "
             f"all of it at once would take about {spell_bytes(wanted)}, and {spell_bytes(free)} are free",
@@ -125,8 +127,15 @@ def _chosen(half: Submodel, rows: int, columns: int, scale: int, tiles: bool | N
     return side
 
 
+def _room(half: Submodel) -> int:
+    """Bytes that can still be taken on its device."""
+    return available_bytes(half.place.device) if half.residency is None else half.residency.room()
+
+
 def _reached(half: Submodel, rows: int, columns: int) -> None:
-    """Its session's memory holds a run of this size from now on."""
+    """Its session's memory holds a run of this size from now on, where it does not go back to the device."""
+    if half.residency is not None:
+        return
     wanted = row_bytes(half.part.model, half.config, (rows, columns), half.place.device)
     half.reached = max(half.reached, wanted)
 

@@ -8,7 +8,7 @@ on other tensors. Values are uniform, computed from PCG64's raw output, whose st
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from math import prod, sqrt
 from typing import TYPE_CHECKING, Any
 
@@ -107,9 +107,19 @@ def synthetic_tensors(
 def _tensor(stream: str, name: str, shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
     import numpy as np
 
+    values, begin = np.empty(prod(shape), np.float32), 0
+    for block in _blocks(stream, name, shape, seed):
+        values[begin : begin + block.size] = block
+        begin += block.size
+    return values.reshape(shape)
+
+
+def _blocks(stream: str, name: str, shape: tuple[int, ...], seed: int) -> Iterator[NDArray[np.float32]]:
+    import numpy as np
+
     mean, deviation = _distribution(name, shape)
     key = hashlib.sha256(f"sdflow-synthetic/{GENERATOR_VERSION}/{seed}/{stream}".encode()).digest()
-    return _uniform(np.random.PCG64(int.from_bytes(key, "little")), prod(shape), mean, deviation).reshape(shape)
+    return _uniform(np.random.PCG64(int.from_bytes(key, "little")), prod(shape), mean, deviation)
 
 
 def _distribution(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
@@ -124,18 +134,17 @@ def _distribution(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     return (0.0, 0.05) if name.endswith("bias") else (1.0, 0.1)
 
 
-def _uniform(bits: np.random.PCG64, count: int, mean: float, deviation: float) -> NDArray[np.float32]:
+def _uniform(bits: np.random.PCG64, count: int, mean: float, deviation: float) -> Iterator[NDArray[np.float32]]:
     import numpy as np
 
     step = np.float32(deviation * sqrt(12.0) / 2**24)
     low = np.float32(mean - deviation * sqrt(3.0))
-    values = np.empty(count, np.float32)
     for begin in range(0, count, _CHUNK):
-        chunk = values[begin : begin + _CHUNK]
+        chunk = np.empty(min(_CHUNK, count - begin), np.float32)
         words = bits.random_raw((len(chunk) + 1) // 2).astype("<u8", copy=False).view("<u4")[: len(chunk)]
         np.multiply(words >> np.uint32(8), step, out=chunk, dtype=np.float32, casting="unsafe")
         chunk += low
-    return values
+        yield chunk
 
 
 def tensors_for(model: Model, shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, NDArray[np.float32]]:
@@ -144,3 +153,9 @@ def tensors_for(model: Model, shapes: Mapping[str, tuple[int, ...]], seed: int) 
     names = {name: model.current_name(name) for name in shapes}
     tensors = synthetic_tensors(model.class_name, {names[name]: shape for name, shape in shapes.items()}, seed)
     return {name: tensors[names[name]] for name in shapes}
+
+
+def blocks_of(model: Model, name: str, shape: tuple[int, ...], seed: int) -> Iterator[NDArray[np.float32]]:
+    """The values of `tensors_for` of one parameter, in row-major order, a flat block after the other."""
+    current = model.current_name(name)
+    return _blocks(f"{model.class_name}/{current}", current, shape, seed)

@@ -206,7 +206,7 @@ def _values(tensor: Any, recipe: Recipe, tensors: Merged, counts: AtLimit) -> ND
     from sdflow.weights.recipe import evaluate
 
     try:
-        values = evaluate(recipe, tensors.read, counts)
+        values = evaluate(recipe, tensors.read, counts, tensors.blocks)
     except ValueError as error:
         raise PassError(f"the recipe of {tensor.name}: {error}", remedy=REMEDY) from error
     return contiguous(values)

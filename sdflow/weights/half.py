@@ -45,7 +45,7 @@ def to_float16(
     at float16's limits is added to `counts`.
     """
     as_they_are = values.dtype == np.float16 and smallest <= SMALLEST and largest >= LARGEST
-    exact = np.ascontiguousarray(values, values.dtype if as_they_are else np.float32).reshape(-1)
+    exact = np.ascontiguousarray(values if as_they_are else widened(values)).reshape(-1)
     if as_they_are and counts is None:
         return exact.reshape(values.shape)
     rounded = exact if as_they_are else np.empty(exact.size, np.float16)
@@ -76,13 +76,40 @@ def to_float16(
 
 
 def to_bfloat16(values: NDArray[Any], counts: AtLimit | None = None) -> NDArray[Any]:
-    """Round to the nearest bfloat16, ties to even. What is not finite is added to `counts`; bfloat16 has float32's range."""
-    from ml_dtypes import bfloat16
+    """Round to the nearest bfloat16, ties to even. bfloat16 values come back as they are.
 
-    rounded = values.astype(bfloat16)
+    What is not finite is added to `counts`; bfloat16 has float32's range.
+    """
+    rounded = values.astype(numpy_type("bfloat16"), copy=False)
     if counts is not None:
-        counts.not_finite += int(np.count_nonzero((rounded.view(np.uint16) & _INFINITE) == _INFINITE))
+        counts.not_finite += _not_finite(np.ascontiguousarray(rounded).view(np.uint16).reshape(-1))
     return rounded
+
+
+def numpy_type(name: str) -> np.dtype[Any]:
+    """NumPy's type of that name; of `bfloat16`, which NumPy lacks, ml_dtypes'."""
+    import ml_dtypes
+
+    found: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    return found
+
+
+def widened(values: NDArray[Any]) -> NDArray[np.float32]:
+    """The same values as float32: bfloat16 ones by their bits, twice as fast as ml_dtypes' cast."""
+    if values.dtype.name != "bfloat16":
+        return np.asarray(values, np.float32)
+    return (values.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)  # its upper half
+
+
+def _not_finite(bits: NDArray[np.uint16]) -> int:
+    """How many bfloat16 values are infinite or NaN. Quick where none is."""
+    found, doubled = 0, np.empty(min(_BLOCK, bits.size), np.uint16)
+    for begin in range(0, bits.size, _BLOCK):
+        block = bits[begin : begin + _BLOCK]
+        twice = np.add(block, block, out=doubled[: block.size])  # without the sign
+        if twice.max() >= 2 * _INFINITE:
+            found += int(np.count_nonzero(twice >= 2 * _INFINITE))
+    return found
 
 
 def _at_least(limit: np.uint16, values: NDArray[np.uint16]) -> NDArray[np.intp]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,7 +64,7 @@ class Merged:
     def read(self, key: str) -> NDArray[Any]:
         """The values of a parameter; float16 only where it is stored so and no LoRA touches it."""
         values = self.tensors.read(key)
-        layers = [(found[key], scale) for found, scale in self.loras.layers if scale and key in found]
+        layers = self._layers(key)
         if not layers:
             return values
         from sdflow.sources.loras.lora import lora_delta
@@ -75,3 +75,10 @@ class Merged:
             total += lora_delta(layer, values.shape, scale)
         add_to(total, values)
         return total
+
+    def blocks(self, key: str) -> Iterator[NDArray[Any]]:
+        """The same values in row-major order, in flat blocks; where no LoRA touches them, of the type that they are stored in."""
+        return iter((self.read(key).reshape(-1),)) if self._layers(key) else self.tensors.blocks(key)
+
+    def _layers(self, key: str) -> list[tuple[LoraLayer, float]]:
+        return [(found[key], scale) for found, scale in self.loras.layers if scale and key in found]

@@ -9,14 +9,15 @@ How one is stored: `sdflow.weights.recipe_json`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sdflow.weights.half import AtLimit, to_bfloat16, to_float16
+from sdflow.weights.half import AtLimit, numpy_type, to_bfloat16, to_float16
 from sdflow.weights.layout import contiguous, joined
 from sdflow.weights.quantized import KINDS
 
@@ -209,45 +210,76 @@ def unrounded(recipe: Recipe) -> Recipe:
     return recipe if isinstance(recipe, Param | Constant) else replace(recipe, of=unrounded(recipe.of))
 
 
-def evaluate(recipe: Recipe, read: Callable[[str], Array], counts: AtLimit | None = None) -> Array:
+Blocks = Callable[[str], Iterable[Array]]
+
+
+def evaluate(
+    recipe: Recipe, read: Callable[[str], Array], counts: AtLimit | None = None, blocks: Blocks | None = None
+) -> Array:
     """The values of a recipe; `read` gives a parameter's values, float32 or, if it is stored so, float16.
+
+    blocks: gives the same values in row-major order, a flat block after the other, bfloat16 too if they are stored so. What is
+    rounded is read through it, so that no parameter is ever whole in float32.
 
     Rounding goes first, at the leaves: it is a function of single values, so it may change places with moving them, and
     then half as many bytes are moved. It does not change places with a sum. The result may be a view that is not
     contiguous. 16-bit values that ended at the type's limits are added to `counts`. Raises ValueError for a parameter
     of another shape.
     """
-    return _evaluate(recipe, read, counts, None)
+    return _evaluate(recipe, _Source(read, blocks, counts), None)
 
 
-def _evaluate(recipe: Recipe, read: Callable[[str], Array], counts: AtLimit | None, rounding: Rounded | None) -> Array:
+@dataclass(frozen=True)
+class _Source:
+    """The arguments of `evaluate`."""
+
+    read: Callable[[str], Array]
+    blocks: Blocks | None
+    counts: AtLimit | None
+
+
+def _evaluate(recipe: Recipe, source: _Source, rounding: Rounded | None) -> Array:
     if isinstance(recipe, Rounded):
-        return _evaluate(recipe.of, read, counts, recipe)
+        return _evaluate(recipe.of, source, recipe)
     if isinstance(recipe, Quantized | Scales):
-        kind, exact = KINDS[recipe.kind], _evaluate(recipe.of, read, None, None)
+        kind, exact = KINDS[recipe.kind], _evaluate(recipe.of, replace(source, counts=None), None)
         scales = kind.scales(exact, recipe.axis)
         return scales if isinstance(recipe, Scales) else kind.quantize(exact, scales, recipe.axis)
     if isinstance(recipe, Transpose):
-        return _evaluate(recipe.of, read, counts, rounding).transpose(recipe.axes)
+        return _evaluate(recipe.of, source, rounding).transpose(recipe.axes)
     if isinstance(recipe, Reshape):
-        return contiguous(_evaluate(recipe.of, read, counts, rounding)).reshape(recipe.shape)
+        return contiguous(_evaluate(recipe.of, source, rounding)).reshape(recipe.shape)
     if isinstance(recipe, Join):
-        return joined([_evaluate(part, read, counts, rounding) for part in recipe.parts], recipe.axis)
+        return joined([_evaluate(part, source, rounding) for part in recipe.parts], recipe.axis)
     if isinstance(recipe, Sum | SumAlong):
+        exactly = replace(source, counts=None)
         if isinstance(recipe, Sum):
-            total = add_up([_evaluate(part, read, None, None) for part in recipe.parts])
+            total = add_up([_evaluate(part, exactly, None) for part in recipe.parts])
         else:
-            total = add_along(_evaluate(recipe.of, read, None, None), recipe.axis, recipe.groups)
-        return rounding.round(total, counts) if rounding else total
+            total = add_along(_evaluate(recipe.of, exactly, None), recipe.axis, recipe.groups)
+        return rounding.round(total, source.counts) if rounding else total
+    if isinstance(recipe, Param) and rounding is not None and source.blocks is not None:
+        return _rounded(recipe, source.blocks(recipe.key), rounding, source.counts)
     if isinstance(recipe, Constant):
         values: Array = np.frombuffer(recipe.raw, recipe.dtype).reshape(recipe.shape)
     else:
-        values = read(recipe.key)
+        values = source.read(recipe.key)
         if values.shape != recipe.shape:
             raise ValueError(f"{recipe.key} has the shape {list(values.shape)}, not {list(recipe.shape)}")
     if rounding is not None:
-        return rounding.round(values, counts)
+        return rounding.round(values, source.counts)
     return values if values.dtype == recipe.dtype else values.astype(recipe.dtype)
+
+
+def _rounded(param: Param, blocks: Iterable[Array], rounding: Rounded, counts: AtLimit | None) -> Array:
+    values, done = np.empty(prod(param.shape), numpy_type(rounding.dtype)), 0
+    for block in blocks:
+        if done + block.size <= values.size:
+            values[done : done + block.size] = rounding.round(block, counts)
+        done += block.size
+    if done != values.size:
+        raise ValueError(f"{param.key} has {done} values; the shape {list(param.shape)} takes {values.size}")
+    return values.reshape(param.shape)
 
 
 def add_up(parts: Sequence[Array]) -> Array:

@@ -22,20 +22,25 @@ from sdflow.sources.checkpoint import files_of, stamps_of
 from sdflow.sources.fitting import apart, fit
 from sdflow.sources.load import load_pickle
 from sdflow.sources.safetensors_file import read_header
-from sdflow.sources.synthetic import tensors_for
+from sdflow.sources.synthetic import blocks_of, tensors_for
+from sdflow.weights.half import numpy_type, widened
 
 Array = NDArray[Any]
 Shapes = Mapping[str, tuple[int, ...]]
+
+_BLOCK = 1 << 20  # values read at a time
 
 _NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """Parameters by their keys. read: the values of one, float32, or float16 where they are stored so; it may be called from
-    several threads. file: where they are from, for messages."""
+    """Parameters by their keys. read: the values of one, float32, or float16 where they are stored so. blocks: the same values
+    in row-major order, a flat block after the other, bfloat16 too where they are stored so. Both may be called from several
+    threads. file: where they are from, for messages."""
 
     read: Callable[[str], Array]
+    blocks: Callable[[str], Iterator[Array]]
     file: Callable[[str], str]
 
 
@@ -50,14 +55,20 @@ def open_tensors(submodel: str, load: Mapping[str, Any], parameters: Shapes) -> 
     sources: dict[str, Tensors] = {}
     for part, how, shapes in apart(part_of(load, submodel), load, parameters):
         sources |= dict.fromkeys(shapes, _opened(part, how, shapes))
-    yield Tensors(lambda key: sources[key].read(key), lambda key: sources[key].file(key))
+    yield Tensors(
+        lambda key: sources[key].read(key), lambda key: sources[key].blocks(key), lambda key: sources[key].file(key)
+    )
     check_stamps(stamps_of(load))
 
 
 def _opened(part: Part, load: Mapping[str, Any], parameters: Shapes) -> Tensors:
     if load["kind"] == "synthetic":
-        read = lambda key: tensors_for(part.model, {key: parameters[key]}, load["seed"])[key]  # noqa: E731
-        return Tensors(read, lambda key: "synthetic weights")
+        seed = load["seed"]
+        return Tensors(
+            lambda key: tensors_for(part.model, {key: parameters[key]}, seed)[key],
+            lambda key: blocks_of(part.model, key, parameters[key], seed),
+            lambda key: "synthetic weights",
+        )
     return (_pickled if load["pickled"] else _mapped)(part, files_of(load), load.get("prefix"), parameters)
 
 
@@ -67,7 +78,7 @@ def _mapped(part: Part, files: Sequence[tuple[Path, str]], prefix: str | None, p
     places = fit(part, [(name, entry.shape) for _, name, entry in found], parameters, prefix, str(files[0][0]))
     entries = {key: (found[place.index][0], found[place.index][2]) for key, place in places.items()}
 
-    def read(key: str) -> Array:
+    def stored(key: str) -> Array:
         path, entry = entries[key]
         if places[key].original.identity:
             return np.eye(parameters[key][0], dtype=np.float32)
@@ -76,15 +87,24 @@ def _mapped(part: Part, files: Sequence[tuple[Path, str]], prefix: str | None, p
                 f"tensor {key} is of dtype {entry.dtype}", where=str(path), remedy="Convert it to F32, F16 or BF16."
             )
         raw = np.memmap(path, np.uint8, "r", entry.begin, (entry.end - entry.begin,))  # read as it is used, then let go
-        stored: Array = np.asarray(raw).view(_NUMPY[entry.dtype]).reshape(entry.shape)
-        values: Array = places[key].values(stored, parameters[key])
+        values: Array = places[key].values(
+            np.asarray(raw).view(_NUMPY[entry.dtype]).reshape(entry.shape), parameters[key]
+        )
         if not (values.flags.aligned and values.flags.c_contiguous):  # a header of odd length; a transposed matrix
             values = values.copy()
-        if entry.dtype == "BF16":  # the upper half of a float32
-            return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        return values.astype(np.float32) if entry.dtype == "F64" else values
+        return values.view(numpy_type("bfloat16")) if entry.dtype == "BF16" else values
 
-    return Tensors(read, lambda key: str(entries[key][0]))
+    def blocks(key: str) -> Iterator[Array]:
+        values = stored(key).reshape(-1)
+        for begin in range(0, values.size, _BLOCK):
+            block = values[begin : begin + _BLOCK]
+            yield block.astype(np.float32) if block.dtype == np.float64 else block
+
+    def read(key: str) -> Array:
+        values = stored(key)
+        return values if values.dtype == np.float16 else widened(values)
+
+    return Tensors(read, blocks, lambda key: str(entries[key][0]))
 
 
 def _pickled(part: Part, files: Sequence[tuple[Path, str]], prefix: str | None, parameters: Shapes) -> Tensors:
@@ -103,4 +123,4 @@ def _pickled(part: Part, files: Sequence[tuple[Path, str]], prefix: str | None, 
         values: Array = exact.numpy().reshape(parameters[key])
         return values
 
-    return Tensors(read, of_file.__getitem__)
+    return Tensors(read, lambda key: iter((read(key).reshape(-1),)), of_file.__getitem__)

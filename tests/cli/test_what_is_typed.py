@@ -122,6 +122,7 @@ def test_names_that_are_not_alike_are_not_offered_nor_is_a_name_itself(place: Pa
         (("plan", "sd15"), r".*sd15.yaml:\d+:1", "no `target`"),
         (("generate", "dream", "-p", "x"), "dream/sdflow.json", "not an sdflow pipeline"),
         (("cache", "gc", "--max-size", "ten"), "--max-size", "'ten' is not a size"),
+        (("inspect", "sample:nope"), "sample:nope", "there is no sample 'nope'"),
         (("run",), ".*sdflow run", "Missing argument 'WORKFLOW'."),
         (("run", "shapes", "--nothing"), ".*sdflow run", "No such option: --nothing.*"),
         (("build",), "sdflow", "there is no command 'build'"),
@@ -145,6 +146,11 @@ def test_with_json_a_failure_that_has_a_document_of_its_own_is_that_one(sdflow: 
     done = sdflow("plan", "wrong.yaml", "--json", folder=place)
     said = json.loads(done.stdout)
     assert [each["line"] for each in said["problems"]] == [2, 3] and said["where"] == "wrong.yaml:2:1"
+
+
+def test_a_sample_is_inspected_by_its_name(sdflow: Command, place: Path) -> None:
+    done = sdflow("inspect", "sample:shapes-klein", folder=place)
+    assert done.returncode == 0 and "FLUX.2-klein" in done.stdout, done.stderr
 
 
 JARGON = ("mapping", "block", "flow", "scalar", "token", "expected", "indicator", "stream", "context", "node")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ml_dtypes import bfloat16
 
-from sdflow.weights.half import to_float16
+from sdflow.weights.half import AtLimit, to_float16
 from sdflow.weights.recipe import (
     Bfloat16,
     Constant,
@@ -60,6 +60,32 @@ def test_a_recipe_gives_what_numpy_gives(recipe: Recipe, expected: np.ndarray) -
     values = evaluate(recipe, {"w": W}.__getitem__)
     assert (values.dtype, values.shape) == (expected.dtype, expected.shape) == (np.dtype(recipe.dtype), recipe.shape)
     np.testing.assert_array_equal(values, expected)
+
+
+@pytest.mark.parametrize("stored", [np.float32, np.float16, bfloat16])
+@pytest.mark.parametrize("size", [1, 5, 24])
+@pytest.mark.parametrize(("recipe", "_"), CASES)
+def test_a_parameter_read_in_blocks_gives_the_same_bits(recipe: Recipe, _: np.ndarray, stored: Any, size: int) -> None:
+    with np.errstate(over="ignore", invalid="ignore"):
+        values = W.astype(stored)
+        values[2, 1], values[3, 3] = np.inf, 1e30  # beyond float16
+        flat, whole, by_block = values.reshape(-1), AtLimit(), AtLimit()
+        expected = evaluate(recipe, lambda key: values.astype(np.float32), whole)
+        found = evaluate(
+            recipe,
+            lambda key: values.astype(np.float32),
+            by_block,
+            lambda key: (flat[begin : begin + size] for begin in range(0, flat.size, size)),
+        )
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    assert np.ascontiguousarray(found).tobytes() == np.ascontiguousarray(expected).tobytes()
+    assert by_block == whole
+
+
+@pytest.mark.parametrize("size", [23, 25])
+def test_blocks_of_another_length_are_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=f"w has {size} values; the shape"):
+        evaluate(HALF, lambda key: W, None, lambda key: iter((np.zeros(size, np.float32),)))
 
 
 @pytest.mark.parametrize("recipe", [recipe for recipe, _ in CASES])

@@ -43,6 +43,8 @@ def test_one_file_in_the_original_layout_is_read_tensor_by_tensor(
         with open_tensors(submodel, load, parameter_shapes(submodel, load)) as found:
             for key, value in expected.items():
                 assert np.array_equal(found.read(key).astype(np.float32), value.numpy()), key
+                blocks = np.concatenate([block.astype(np.float32) for block in found.blocks(key)])
+                assert np.array_equal(blocks, value.numpy().reshape(-1)), key
 
 
 def test_a_pickle_is_mapped_from_its_file_and_not_read_whole(original: dict[str, torch.Tensor], tmp_path: Path) -> None:

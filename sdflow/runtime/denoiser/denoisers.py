@@ -179,6 +179,8 @@ class Denoisers:
         if key not in self.kept:
             taken = self._bytes(shape, sizes)
             self._make_room(taken, needed)
+            if self._model.residency is not None:
+                self._model.residency.make_room(taken + self._data_bytes())
             reserve = partial(self._reserve, key, taken, needed) if self.shares_weights else None
             self.kept[key], self._taken[key] = self._made(shape, sizes, layers, texts, skipped, reserve), taken
         self.kept.move_to_end(key)
@@ -188,9 +190,14 @@ class Denoisers:
         """What a denoiser in parts takes."""
         model = self._model
         assert model.path is not None, "only a submodel of a pipeline folder is taken apart"
-        weights = 0 if model.weights is not None else sum(each.stat().st_size for each in model.path.parent.iterdir())
+        weights = 0 if model.weights is not None else self._data_bytes()
         size = with_references((shape[2], shape[3]), sizes.get(REFERENCE_TOKENS, 0))
         return weights + sizes["batch"] * row_bytes(model.part.model, model.config, size, model.place.device)
+
+    def _data_bytes(self) -> int:
+        """Of the model's files: its weights, but for a little."""
+        assert self._model.path is not None, "only a submodel of a pipeline folder is taken apart"
+        return sum(each.stat().st_size for each in self._model.path.parent.iterdir())
 
     def _make_room(self, wanted: int, needed: Container[Key]) -> None:
         """Let those go that were not used for the longest time, until so many bytes are within the share."""

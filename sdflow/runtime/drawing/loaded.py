@@ -19,6 +19,7 @@ from sdflow.runtime.denoiser.start import require_size
 from sdflow.runtime.drawing.preview import previewer, previewer_of
 from sdflow.runtime.drawing.record import Record, folder_record
 from sdflow.runtime.drawing.text import learned_words, with_words, without_last_layers
+from sdflow.runtime.drawing.turns import moving_weights
 from sdflow.runtime.files.folder import (
     SCHEDULER,
     TAKEN_APART,
@@ -30,6 +31,7 @@ from sdflow.runtime.files.folder import (
     read_options,
     target_of,
 )
+from sdflow.runtime.sessions.residency import Keep
 from sdflow.runtime.sessions.session import LoadOptions
 from sdflow.runtime.sessions.submodel import Submodel
 from sdflow.runtime.sessions.tuning import UNTUNED, Tuning
@@ -41,6 +43,7 @@ class LoadedPipeline:
     """The submodels of a pipeline folder.
 
     low_memory: a submodel's session is loaded when its turn comes and let go after it, and the VAE works in tiles.
+    moving: the submodels' weights take turns on the device.
     vae_tiles: whether it does; None: where the memory that is free would not do for the whole image, which TiledWarning tells.
     options: of model_index.json, as the family reads them. defaults: of a call, for each task; None: what the configs say.
     split: take the denoiser apart, so that nothing is computed twice (`sdflow.runtime.denoiser.split`).
@@ -56,6 +59,7 @@ class LoadedPipeline:
         *,
         defaults: Mapping[Task, Defaults] | None = None,
         low_memory: bool = False,
+        moving: bool = False,
         vae_tiles: bool | None = None,
         split: bool = True,
         words: Sequence[Embedding] = (),
@@ -96,7 +100,7 @@ class LoadedPipeline:
             self.latents.scale,
             family.token_sizes(configs),
             split=split,
-            low_memory=low_memory,
+            low_memory=low_memory or moving,
             tiles=self.vae_tiles,
             referencing=referencing,
         )
@@ -110,6 +114,8 @@ class LoadedPipeline:
         scheduler: str | None = None,
         checker: bool = True,
         low_memory: bool = False,
+        keep: Keep = "fit",
+        device_memory: int | None = None,
         vae_tiles: bool | None = None,
         cuda_graphs: Container[str] | None = None,
         engine_cache: Path | None = None,
@@ -122,7 +128,9 @@ class LoadedPipeline:
         """Load an assembled pipeline, its sessions side by side.
 
         target: cpu, cuda, ...; None: the one that it was built for. scheduler: one of `families.schedulers.SCHEDULERS`
-        instead of the folder's. checker: whether the family's checker, if it is there, sees the images. cuda_graphs: the
+        instead of the folder's. checker: whether the family's checker, if it is there, sees the images. keep: "all": the weights
+        of all submodels stay on a CUDA device; "fit": where they do not fit together, they take turns. device_memory: bytes of
+        the device that this process may take; None: all that is free. cuda_graphs: the
         submodels that may be captured, None: all. tuning: what `sdflow tune` chose for this machine: `recorded_tuning(folder,
         target).tuning`. embeddings: files of textual inversion, FILE or FILE:WORD, and folders of them, whose files go by their
         names; their words may stand in prompts. shared:
@@ -135,6 +143,7 @@ class LoadedPipeline:
         onnxruntime_for(target)
         family = folder_family(folder)
         names = [name for name in onnx_submodels(folder) if checker or name != family.checker]
+        moves = None if low_memory else moving_weights(folder, names, target, keep, device_memory)
 
         def load(name: str) -> Submodel:
             if name in shared:
@@ -143,11 +152,24 @@ class LoadedPipeline:
             late = (family.encoder, *family.optional_parts(names))
             late = (*late, family.denoiser) if target.name in TAKEN_APART else late
             lazy = (
-                low_memory or target.session.static_shapes or name in late or bool(embeddings and name in family.text)
+                low_memory
+                or moves is not None
+                or target.session.static_shapes
+                or name in late
+                or bool(embeddings and name in family.text)
             )
             graphs = () if low_memory else cuda_graphs
             options = LoadOptions(engine_cache, threads, tuning)
-            return load_submodel(folder, name, target, cuda_graphs=graphs, lazy=lazy, options=options)
+            return load_submodel(
+                folder,
+                name,
+                target,
+                cuda_graphs=graphs,
+                lazy=lazy,
+                options=options,
+                residency=moves,
+                shrinks=moves is not None and name in (family.encoder, family.decoder),
+            )
 
         with ThreadPoolExecutor(max_workers=len(names)) as pool:
             submodels = dict(zip(names, pool.map(load, names), strict=True))
@@ -158,6 +180,7 @@ class LoadedPipeline:
             read_options(folder),
             defaults=folder_defaults(folder),
             low_memory=low_memory,
+            moving=moves is not None,
             vae_tiles=vae_tiles,
             words=learned_words(embeddings, family, submodels),
         )

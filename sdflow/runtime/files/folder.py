@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from sdflow.runtime.sessions.device_weights import DeviceWeights
 from sdflow.runtime.sessions.engine_cache import Profile, Shapes, keeps_engines
 from sdflow.runtime.sessions.live_weights import LiveWeights
 from sdflow.runtime.sessions.place import place
+from sdflow.runtime.sessions.residency import Residency
 from sdflow.runtime.sessions.session import DAMAGED, PLAIN, LoadOptions, create_session
 from sdflow.runtime.sessions.submodel import Edit, Submodel, read_edited
 from sdflow.sources.load import load_companion
@@ -194,20 +195,23 @@ def load_submodel(
     options: LoadOptions = PLAIN,
     live: LiveWeights | None = None,
     shared: DeviceWeights | None = None,
+    residency: Residency | None = None,
+    shrinks: bool = False,
 ) -> Submodel:
     """One submodel of a pipeline folder on a target. Its sessions are queued on the stream of its place.
 
     family: None: as the folder says. shapes: of its inputs, for targets with static shapes. cuda_graphs: the submodels that
     may be captured, None: all. lazy: load the session when it is first needed, as is always done where there will be one
     for each set of shapes. live: weights that its sessions read from there. shared: the others on the device, where the same
-    model is loaded already.
+    model is loaded already. residency: where the weights make room for others on the device; None: they stay. shrinks: what a
+    run works in goes back to the device behind it; such a run is not captured.
     """
     where = place("cuda" if target.session.needs_cuda else "cpu")
     model = (folder / submodel / MODEL_FILE).resolve()
     fixed = target.name == "cuda" and (cuda_graphs is None or submodel in cuda_graphs)
     if where.stream is not None:
         options = replace(options, stream=where.stream.cuda_stream)
-    weights = (shared or DeviceWeights(model, where.device)) if fixed else None
+    weights = (shared or DeviceWeights(model, where.device, residency)) if fixed else None
     config = submodel_config(folder, submodel)
     part = (family or folder_family(folder)).part(submodel).of(config)
 
@@ -231,18 +235,22 @@ def load_submodel(
         if weights is not None and graph is not None:
             with where.current():
                 held = weights.of(graph)
-        return create_session(
-            model,
-            target,
-            options,
-            shapes=wanted or shapes,
-            graph=graph,
-            weights=held,
-            live=inputs,
-            capture=capture and fixed,
-            artifact=artifact,
-            profile=profile,
-        )
+        resident = None if weights is None else weights.resident
+        with nullcontext() if resident is None else resident.using():
+            session = create_session(
+                model,
+                target,
+                options,
+                shapes=wanted or shapes,
+                graph=graph,
+                weights=held,
+                live=inputs,
+                capture=capture and fixed and not shrinks,
+                artifact=artifact,
+                profile=profile,
+            )
+        session.resident, session.shrinks = resident, shrinks
+        return session
 
     loaded = Submodel(
         load,
@@ -255,6 +263,7 @@ def load_submodel(
         fixed=fixed,
         outputs=None if part.read is None else part.read(config),
         weights=weights,
+        residency=residency,
     )
     if not lazy and not fixed and (shapes is not None or not target.session.profiles):
         loaded.load(shapes)

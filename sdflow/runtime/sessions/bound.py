@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from sdflow.machine.onnx_runtime import numpy_type, onnxruntime_errors
 from sdflow.runtime.sessions.cannot_run import cannot_run
 from sdflow.runtime.sessions.cublas import small_workspaces
 from sdflow.runtime.sessions.place import Place
+from sdflow.runtime.sessions.residency import Resident
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -39,10 +41,14 @@ class Bound:
         self.outputs: dict[str, torch.Tensor] = {}
         self._session: onnxruntime.InferenceSession = session
         self._place = place
+        self._resident: Resident | None = getattr(session, "resident", None)
         self._options = onnxruntime.RunOptions()
         if place.stream is not None:
             self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-            self._options.add_run_config_entry("gpu_graph_id", "0" if fixed else "-1")
+            shrinks = getattr(session, "shrinks", False)
+            self._options.add_run_config_entry("gpu_graph_id", "0" if fixed and not shrinks else "-1")
+            if shrinks:
+                self._options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "gpu:0")
         self._unprepared = place.stream is not None
         self._io = session.io_binding()
         for name, tensor in (*inputs.items(), *_live(session).items()):
@@ -67,9 +73,10 @@ class Bound:
         import onnxruntime
 
         try:
-            if self._unprepared:
-                self._prepare()
-            self._session.run_with_iobinding(self._io, self._options)
+            with nullcontext() if self._resident is None else self._resident.using():
+                if self._unprepared:
+                    self._prepare()
+                self._session.run_with_iobinding(self._io, self._options)
         except onnxruntime_errors(onnxruntime) as error:
             target, built_for = (getattr(self._session, name, None) for name in ("loaded_on", "built_for"))
             provider = self._session.get_providers()[0]

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from sdflow.onnx_model.facts import tensor_bytes
 from sdflow.onnx_model.files import data_span, is_external
+from sdflow.runtime.sessions.moving_memory import MovingMemory
+from sdflow.runtime.sessions.residency import Residency, Resident
 from sdflow.runtime.sessions.session import read_graph
 
 if TYPE_CHECKING:
@@ -29,13 +31,17 @@ ALIGNMENT = 256
 class DeviceWeights:
     """The external data of a model as one piece of a device's memory; copied there when first asked for.
 
-    model: path of the ModelProto; its data file lies beside it and must stay as it is.
+    model: path of the ModelProto; its data file lies beside it and must stay as it is. residency: where they make room for
+    others; None: they stay.
     """
 
-    def __init__(self, model: Path, device: str) -> None:
+    def __init__(self, model: Path, device: str, residency: Residency | None = None) -> None:
         self._model, self._device = model, device
         self._lock = threading.Lock()
         self._values: dict[_Span, torch.Tensor] | None = None
+        self._residency = residency
+        self.resident: Resident | None = None
+        """What sessions that were given the weights must use them by; None where these stay."""
 
     def of(self, graph: onnx.ModelProto) -> dict[str, onnxruntime.OrtValue]:
         """Initializer name -> its value on the device, for a graph whose initializers lie in the model's data file.
@@ -47,8 +53,12 @@ class DeviceWeights:
         return {name: onnxruntime.OrtValue.from_dlpack(value) for name, value in self._of(graph).items()}
 
     def tensors(self, names: Collection[str]) -> dict[str, torch.Tensor]:
-        """The same memory as tensors, by the names that the model has for them. It is for reading only."""
-        return {name: value for name, value in self._of(read_graph(self._model)).items() if name in names}
+        """The same memory as tensors, by the names that the model has for them. It is for reading only, and stays from now on."""
+        found = {name: value for name, value in self._of(read_graph(self._model)).items() if name in names}
+        if self.resident is not None:
+            with self.resident.using():
+                self.resident.residency.forget(self.resident.weights)
+        return found
 
     def _of(self, graph: onnx.ModelProto) -> dict[str, torch.Tensor]:
         with self._lock:
@@ -62,6 +72,9 @@ class DeviceWeights:
         """Let go of the memory; it is free when the sessions that were given it are gone too."""
         with self._lock:
             self._values = None
+            if self.resident is not None:
+                self.resident.residency.forget(self.resident.weights)
+                self.resident = None
 
     def _copied(self) -> dict[_Span, torch.Tensor]:
         import numpy as np
@@ -72,13 +85,25 @@ class DeviceWeights:
         tensors = read_graph(self._model).graph.initializer
         found = {_span(tensor): tensor for tensor in tensors if is_external(tensor) and _span(tensor)[2]}
         sizes = {span: -(-span[2] // ALIGNMENT) * ALIGNMENT for span in found}
-        memory = torch.empty(sum(sizes.values()), dtype=torch.uint8, device=self._device)
+        size = sum(sizes.values())
+
+        def read(memory: torch.Tensor) -> None:
+            for (location, offset, length), slot in zip(found, memory.split(list(sizes.values())), strict=True):
+                # Copy on write: torch wants memory that it may write to.
+                data = np.memmap(self._model.parent / location, np.uint8, "c", offset, (length,))
+                slot[:length].copy_(torch.from_numpy(data))
+
+        if self._residency is None:
+            memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+            read(memory)
+        else:
+            moving = MovingMemory(size, self._device, read)
+            self.resident = Resident(self._residency, moving)
+            with self.resident.using():
+                memory = moving.bytes()
         values = {}
         for span, slot in zip(found, memory.split(list(sizes.values())), strict=True):
-            location, offset, length = span
-            # Copy on write: torch wants memory that it may write to.
-            data = np.memmap(self._model.parent / location, np.uint8, "c", offset, (length,))
-            slot[:length].copy_(torch.from_numpy(data))
+            length = span[2]
             element = found[span].data_type
             if element == TensorProto.FLOAT8E4M3FN:  # sessions read it as bytes (`sdflow.runtime.kernels.float8`)
                 element = TensorProto.UINT8

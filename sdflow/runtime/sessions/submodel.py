@@ -20,6 +20,7 @@ from sdflow.runtime.sessions.device_weights import DeviceWeights
 from sdflow.runtime.sessions.dimensions import free_dimensions
 from sdflow.runtime.sessions.engine_cache import Profile, Shapes
 from sdflow.runtime.sessions.place import Place
+from sdflow.runtime.sessions.residency import Residency
 from sdflow.runtime.sessions.session import read_graph
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ class Submodel:
     load: makes the session. part: of the family. static_shapes: the target wants one for each set of shapes. profiles: it wants
     to know between which shapes they will be. path: of the model. fixed: a session is made of that for each set of shapes, its
     shape arithmetic folded (`specialize`), which can be captured. outputs: those that are wanted of it, None for all. weights:
-    what its sessions share on the device. edits: what is changed in the graph as it is loaded.
+    what its sessions share on the device. edits: what is changed in the graph as it is loaded. residency: where weights leave
+    the device when others, or what a run works in, need their room; None: none do.
     """
 
     def __init__(
@@ -61,8 +63,10 @@ class Submodel:
         outputs: Sequence[str] | None = None,
         weights: DeviceWeights | None = None,
         edits: Sequence[Edit] = (),
+        residency: Residency | None = None,
     ) -> None:
         self.part = part
+        self.residency = residency
         self.config = config
         self.place = place
         self.path = path
@@ -125,6 +129,7 @@ class Submodel:
             outputs=None if self.part.read is None else self.part.read(config),
             weights=self.weights,
             edits=self._edits if edit is None else (*self._edits, edit),
+            residency=self.residency,
         )
 
     def unload(self) -> None:

@@ -1,0 +1,151 @@
+"""Memory of a CUDA device at addresses that stay while it comes and goes, by the driver's virtual memory management.
+
+https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html. Sessions and captured CUDA graphs read weights at fixed
+addresses; vLLM's sleep mode frees theirs in the same way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from sdflow.errors import TargetUnavailableError
+
+if TYPE_CHECKING:
+    import torch
+
+_PINNED, _DEVICE, _READ_AND_WRITE = (
+    1,
+    1,
+    3,
+)  # CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_LOCATION_TYPE_DEVICE, ..._PROT_READWRITE
+
+
+class _Location(ctypes.Structure):
+    """CUmemLocation."""
+
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Properties(ctypes.Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("win32_metadata", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+class _Access(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+class AddressRange:
+    """Addresses on a device, with or without memory behind them. Not for several threads at once.
+
+    What lies there is undefined whenever memory comes. Nobody may read or write while there is none: the device would be lost
+    to the process.
+    """
+
+    def __init__(self, size: int, device: int) -> None:
+        """size: bytes, of which there will be a little more. device: its index.
+
+        Raises TargetUnavailableError when the driver cannot do this.
+        """
+        import torch
+
+        torch.cuda.synchronize(device)  # makes the device's context that of this thread
+        self._address, self._handle, self._filled = ctypes.c_uint64(), ctypes.c_uint64(), False
+        self._location = _Location(_DEVICE, device)
+        self._properties = _Properties(type=_PINNED, location=self._location)
+        granularity = ctypes.c_size_t()
+        _call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._properties), 0)
+        self.size = -(-size // granularity.value) * granularity.value
+        nowhere = ctypes.c_uint64(0)
+        _call("cuMemAddressReserve", ctypes.byref(self._address), *_sizes(self.size, 0), nowhere, ctypes.c_uint64(0))
+
+    @property
+    def filled(self) -> bool:
+        """Whether there is memory."""
+        return self._filled
+
+    def fill(self) -> None:
+        """Put memory there. Raises torch.cuda.OutOfMemoryError where the device has none left."""
+        no_flags = ctypes.c_uint64(0)
+        _call("cuMemCreate", ctypes.byref(self._handle), *_sizes(self.size), ctypes.byref(self._properties), no_flags)
+        try:
+            _call("cuMemMap", self._address, *_sizes(self.size, 0), self._handle, no_flags)
+        except BaseException:
+            _call("cuMemRelease", self._handle)
+            raise
+        access = _Access(self._location, _READ_AND_WRITE)
+        _call("cuMemSetAccess", self._address, *_sizes(self.size), ctypes.byref(access), *_sizes(1))
+        self._filled = True
+
+    def empty(self) -> None:
+        """Give the memory back to the device. All work that was queued on it must be done."""
+        if self._filled:
+            self._filled = False
+            _call("cuMemUnmap", self._address, *_sizes(self.size))
+            _call("cuMemRelease", self._handle)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing() and self._address.value:
+            import torch
+
+            torch.cuda.synchronize(self._location.id)
+            self.empty()
+            _call("cuMemAddressFree", self._address, *_sizes(self.size))
+
+    def bytes(self) -> torch.Tensor:
+        """What lies there as a tensor of uint8, which keeps the addresses, but not the memory."""
+        import torch
+
+        assert self._filled, "torch asks the driver whose memory it is"
+        return torch.as_tensor(_ArrayInterface(self, int(self._address.value)), device=f"cuda:{self._location.id}")
+
+
+class _ArrayInterface:
+    """https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html"""
+
+    def __init__(self, owner: AddressRange, address: int) -> None:
+        self.owner = owner
+        self.__cuda_array_interface__ = {
+            "shape": (owner.size,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None,
+        }  # fmt: skip
+
+
+def _sizes(*sizes: int) -> tuple[ctypes.c_size_t, ...]:
+    return tuple(map(ctypes.c_size_t, sizes))
+
+
+@cache
+def _driver() -> Any:
+    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    try:
+        return ctypes.CDLL(name)
+    except OSError as error:
+        raise TargetUnavailableError(f"NVIDIA's driver cannot be loaded: {error}", where="cuda") from error
+
+
+def _call(function: str, *arguments: Any) -> None:
+    driver = _driver()
+    status = getattr(driver, function)(*arguments)
+    if status == 2:  # CUDA_ERROR_OUT_OF_MEMORY
+        import torch
+
+        raise torch.cuda.OutOfMemoryError(f"{function}: the device has no memory left")
+    if status:
+        said = ctypes.c_char_p()
+        driver.cuGetErrorString(status, ctypes.byref(said))
+        words = said.value.decode() if said.value else f"status {status}"
+        raise TargetUnavailableError(
+            f"{function}: {words}", where="cuda", remedy="Keep all weights on the device: --keep all."
+        )

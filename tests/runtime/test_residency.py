@@ -1,0 +1,156 @@
+"""Weights take turns on a device: those in use are there, and those that were not used for the longest time leave first."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sdflow.errors import UsageError
+from sdflow.runtime.drawing.turns import moving_weights
+from sdflow.runtime.sessions.residency import HEADROOM, Residency
+from sdflow.targets import TARGETS
+
+MB = 1 << 20
+
+
+class Device:
+    """A memory of fixed size, of which maps of this process take their parts."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.maps = size, dict[int, mmap.mmap]()
+
+    def free(self) -> int:
+        return self.size - sum(map(len, self.maps.values()))
+
+
+class Weights:
+    """A map that comes and goes, filled with a byte of its own."""
+
+    def __init__(self, device: Device, number: int, size: int) -> None:
+        self.device, self.number, self.size = device, number, size
+
+    @property
+    def present(self) -> bool:
+        return self.number in self.device.maps
+
+    def bring(self) -> None:
+        assert self.device.free() >= self.size, "more than the device has"
+        self.device.maps[self.number] = mmap.mmap(-1, self.size)
+        self.device.maps[self.number][:1] = bytes([self.number])
+
+    def remove(self) -> None:
+        self.device.maps.pop(self.number).close()
+
+
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    uses=st.lists(st.integers(0, 4), max_size=30),
+    room=st.integers(40, 120),
+)
+def test_what_is_used_is_there_and_the_longest_unused_leaves_first(
+    sizes: list[int], uses: list[int], room: int
+) -> None:
+    device = Device(HEADROOM + room * MB)
+    places = Residency(device.free, lambda: None)
+    weights = [Weights(device, number, size * MB) for number, size in enumerate(sizes)]
+    expected: OrderedDict[int, None] = OrderedDict()
+    for use in uses:
+        number = use % len(weights)
+        if number not in expected:
+            while expected and sum(sizes[each] for each in expected) + sizes[number] > room:
+                expected.popitem(last=False)
+        expected[number] = None
+        expected.move_to_end(number)
+        with places.using(weights[number]):
+            assert device.maps[number][0] == number
+        assert {*device.maps} == {*expected}
+    for each in [*device.maps]:
+        weights[each].remove()
+
+
+def test_a_limit_counts_from_what_was_free_at_first() -> None:
+    device = Device(10 * HEADROOM)
+    device.maps[99] = mmap.mmap(-1, HEADROOM)  # somebody else's
+    places = Residency(device.free, lambda: None, limit=4 * HEADROOM)
+    assert places.room() == 4 * HEADROOM
+    first, second = Weights(device, 1, 2 * HEADROOM), Weights(device, 2, 2 * HEADROOM)
+    with places.using(first):
+        assert places.room() == 2 * HEADROOM
+    with places.using(second):
+        assert not first.present
+    device.maps.clear()
+
+
+def test_nobody_waits_for_work_unless_something_leaves() -> None:
+    device, waited = Device(HEADROOM + 30 * MB), list[bool]()
+    places = Residency(device.free, lambda: waited.append(True))
+    first, second = Weights(device, 1, 20 * MB), Weights(device, 2, 20 * MB)
+    for each, waits in ((first, 0), (first, 0), (second, 1), (second, 1), (first, 2)):
+        with places.using(each):
+            assert len(waited) == waits
+    places.forget(first)
+    places.make_room(device.size)
+    assert first.present, "forgotten weights are not moved"
+    device.maps.clear()
+
+
+def test_weights_in_use_stay_while_another_thread_needs_their_room() -> None:
+    device = Device(HEADROOM + 30 * MB)
+    places = Residency(device.free, lambda: None)
+    first, second = Weights(device, 1, 20 * MB), Weights(device, 2, 20 * MB)
+
+    def other() -> None:
+        with places.using(second):
+            pass
+
+    with places.using(first):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(0.2)
+        assert first.present and thread.is_alive()
+    thread.join(10)
+    assert second.present and not first.present
+    device.maps.clear()
+
+
+def test_on_the_cpu_nothing_moves(tiny_pipeline: Path) -> None:
+    assert moving_weights(tiny_pipeline, ["unet"], TARGETS["cpu"], "fit", 1) is None
+
+
+@pytest.mark.gpu
+def test_memory_leaves_a_device_and_its_values_come_back_to_their_address() -> None:
+    import torch
+
+    from sdflow.runtime.sessions.moving_memory import MovingMemory
+
+    values = torch.randint(0, 256, (300 * MB + 5,), dtype=torch.uint8)
+    read = list[bool]()
+
+    def fill(memory: torch.Tensor) -> None:
+        read.append(True)
+        memory.copy_(values)
+
+    moving = MovingMemory(values.numel(), "cuda", fill)
+    moving.bring()
+    address = moving.bytes().data_ptr()
+    free = torch.cuda.mem_get_info()[0]
+    for _ in range(3):
+        torch.cuda.synchronize()
+        moving.remove()
+        assert torch.cuda.mem_get_info()[0] - free >= 300 * MB and not moving.present
+        moving.bring()
+        assert moving.bytes().data_ptr() == address and torch.equal(moving.bytes().cpu(), values)
+    assert len(read) == 1, "it waited in the host's memory"
+
+
+@pytest.mark.gpu
+def test_weights_that_are_more_than_the_device_are_refused(tiny_pipeline: Path) -> None:
+    unet = (tiny_pipeline / "unet/model.onnx.data").stat().st_size
+    with pytest.raises(UsageError, match=r"the weights of its unet are .*\n  Quantize it"):
+        moving_weights(tiny_pipeline, ["unet"], TARGETS["cuda"], "fit", unet // 2)
