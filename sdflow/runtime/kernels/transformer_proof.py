@@ -93,7 +93,7 @@ def _computed(
     results = {f"{name}/float": (TensorProto.FLOAT, shape) for name, shape in plain.items()}
     for name in rows:
         shape = expected[name].shape
-        results |= {name: (TensorProto.UINT8, shape), f"{name}{SCALES}": (TensorProto.FLOAT, [math.prod(shape[:-1])])}
+        results |= {name: (TensorProto.UINT8, shape), f"{name}{SCALES}": (TensorProto.FLOAT, (math.prod(shape[:-1]),))}
     graph = helper.make_graph(
         nodes,
         case.operator,
