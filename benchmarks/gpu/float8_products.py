@@ -39,9 +39,9 @@ SIZES = (
 )
 """Of klein, Z-Image and SD3.5-medium, and of q, k and v, or both products before a gate, as one."""
 LIBRARIES = {
-    "cuBLASLt": {"FLOAT8_MOST_ROUNDS": 0},
-    "ours": {"FLOAT8_MOST_ROUNDS": 10000, "FLOAT8_LEAST_FILLED": 0},
-    "ours in turns": {"FLOAT8_MOST_ROUNDS": 10000, "FLOAT8_LEAST_FILLED": 0, "FLOAT8_IN_TURNS": 1},
+    "cuBLASLt": {"FLOAT8_MOST_DEPTH": 0},
+    "ours": {"FLOAT8_MOST_DEPTH": 1 << 24, "FLOAT8_LEAST_FILLED": 0},
+    "ours in turns": {"FLOAT8_MOST_DEPTH": 1 << 24, "FLOAT8_LEAST_FILLED": 0, "FLOAT8_IN_TURNS": 1},
 }
 
 

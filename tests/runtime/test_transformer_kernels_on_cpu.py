@@ -50,7 +50,8 @@ def check_all(case: ResidualCase | ActivationCase, outputs: list[bytes], expecte
         found = {name: np.frombuffer(given[name], np.uint8).reshape(value.shape)}
         found[f"{name}{SCALES}"] = np.frombuffer(given[f"{name}{SCALES}"], np.float32)
         (apart,) = results_apart(found, {name: value}, bfloat16=case.bfloat16).values()
-        assert apart < FLOAT8_ROWS_LIMIT, "Mismatched elements"
+        limit = activation_limit(case) if isinstance(case, ActivationCase) else FLOAT8_ROWS_LIMIT
+        assert apart < limit, "Mismatched elements"
 
 
 def residual(program: Path, folder: Path, case: ResidualCase, gpu: Gpu = FOUR) -> str:

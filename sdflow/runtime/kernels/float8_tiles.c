@@ -19,12 +19,12 @@ static int64_t tiles_of(int64_t rows, int64_t columns, int width) {
     return (rows + FLOAT8_ROWS - 1) / FLOAT8_ROWS * ((columns + width - 1) / width);
 }
 
-/* Measured on an H200 (benchmarks/RESULTS.md, "Products in float8 of our own"): where the tiles leave few multiprocessors without one, and a
- * block has not so many that writing them, while nothing is multiplied, costs more than cuBLASLt's narrower choice of tiles does. */
+/* Measured on an H200 (benchmarks/gpu/RESULTS.md, "Products in float8"): where the tiles leave few multiprocessors without one, and the
+ * products are short: of long ones cuBLASLt's tiles are the quicker. */
 int float8_tiles_suit(int64_t rows, int64_t n, int64_t k) {
     if (!gpu.float8_product[0] || rows > LARGEST || n > LARGEST || k > LARGEST) return 0;
     const int64_t tiles = tiles_of(rows, n, FLOAT8_COLUMNS), rounds = (tiles + gpu.processors - 1) / gpu.processors;
-    return rounds <= FLOAT8_MOST_ROUNDS && tiles * 10 >= rounds * gpu.processors * FLOAT8_LEAST_FILLED;
+    return rounds * k <= FLOAT8_MOST_DEPTH && tiles * 10 >= rounds * gpu.processors * FLOAT8_LEAST_FILLED;
 }
 
 static int describe(MatrixMap *map, const void *at, int64_t rows, int64_t k, unsigned box_rows) {
