@@ -27,6 +27,7 @@ from sdflow.runtime.kernels.transformer_definitions import (
     residual_expected,
     residual_feeds,
 )
+from sdflow.runtime.kernels.transformer_proof import activation_limit
 from sdflow.tolerances import FLOAT8_ROWS_LIMIT, KERNEL_LIMIT, KERNEL_LIMIT_BFLOAT16
 
 FOUR = Gpu(4)
