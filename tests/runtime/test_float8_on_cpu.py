@@ -101,7 +101,7 @@ def test_a_product_in_bfloat16_is_that_of_its_definition(program: Path, tmp_path
         ((1, 33, 128, 16), FLAT),
         ((1, 300, 128, 320), Gpu(2, 89)),
         ((1, 300, 64, 320), Gpu(8)),  # two multiprocessors would have no tile of ours
-        ((1, 1000, 16, 16), Gpu(1)),  # more tiles of ours for each than they are quicker for
+        ((1, 1000, 784, 16), Gpu(1)),  # longer products of ours than they are quicker for
     ],
     ids=str,
 )
