@@ -8,6 +8,9 @@
     sdflow run workflows/shapes_float8_cuda.yaml --no-evaluate
     python benchmarks/cpu/quantized_pipeline.py pipelines/shapes-cuda pipelines/shapes_float8_cuda
 
+    sdflow run shapes_klein --target cuda --no-evaluate, the same with --set transformer.passes.QuantizeFp8.insert_after=...
+    python benchmarks/cpu/quantized_pipeline.py pipelines/shapes_klein-cuda pipelines/NAME --steps 4 --guidance 1
+
 Both draw the fixed cases of the sample's evaluation from the same latents, a batch each in turn, in one process with one thread.
 Prints the share of images that show what was asked for, PSNR and SSIM of the second pipeline's images to the first's, processor
 time of an image, and the size of the submodels.
@@ -38,15 +41,15 @@ from sdflow.digest import digest_file, digest_json
 from sdflow.disk.atomic_write import replacing
 from sdflow.distance import psnr, ssim
 from sdflow.manifest import read_manifest
-from sdflow.runtime.files.folder import folder_family
+from sdflow.runtime.files.folder import folder_family, folder_latents
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.samples.prompts import ScenePrompt, evaluation_set, first_latents
+from sdflow.samples.scene import PIXELS
 from sdflow.samples.score import read, tally
 from sdflow.verify.artifact.graph import RunnableGraph, open_graph, run_graph
 from sdflow.verify.images import text_to_image
 from sdflow.verify.reference.selection import Selection
 
-SCALE = 7.5
 Draw = Callable[[Sequence[str], np.ndarray], Sequence[np.ndarray]]
 """Prompts and latents to images, (rows, columns, 3) in [0, 1]."""
 
@@ -55,7 +58,16 @@ def megabytes(folder: Path, submodel: str) -> float:
     return sum(path.stat().st_size for path in (folder / submodel).resolve().rglob("*")) / 1e6
 
 
-def drawing(folder: Path, steps: int, threads: int) -> tuple[str, Draw]:
+def noise(folder: Path, seed: int) -> np.ndarray:
+    """The first latents of a case: `first_latents` where they have the shape of the shapes' UNet."""
+    latents = folder_latents(folder)
+    shape = (latents.channels, PIXELS // latents.scale, PIXELS // latents.scale)
+    made = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+    assert shape != first_latents(seed).shape or np.array_equal(made, first_latents(seed))
+    return made
+
+
+def drawing(folder: Path, steps: int, guidance: float, threads: int) -> tuple[str, Draw]:
     """How a pipeline's images are made on this machine, in words, and what makes them."""
     target = read_manifest(folder).origin.target
     if target == "cpu":
@@ -63,7 +75,7 @@ def drawing(folder: Path, steps: int, threads: int) -> tuple[str, Draw]:
 
         def as_it_is(prompts: Sequence[str], latents: np.ndarray) -> Sequence[np.ndarray]:
             given = torch.from_numpy(latents)
-            how = {"num_inference_steps": steps, "guidance_scale": SCALE, "output_type": "np"}
+            how = {"num_inference_steps": steps, "guidance_scale": guidance, "output_type": "np"}
             return list(pipeline(list(prompts), latents=given, **how).images)
 
         return "as it is", as_it_is
@@ -75,7 +87,7 @@ def drawing(folder: Path, steps: int, threads: int) -> tuple[str, Draw]:
         return run_graph(held[submodel], inputs)
 
     def lowered(prompts: Sequence[str], latents: np.ndarray) -> Sequence[np.ndarray]:
-        what = Selection((), tuple(prompts), steps, SCALE, 0, *latents.shape[2:], (), ())
+        what = Selection((), tuple(prompts), steps, guidance, 0, *latents.shape[2:], (), ())
         return list(text_to_image(run, folder_family(folder), folder, prompts, latents, steps, what))
 
     return f"for {target}, lowered", lowered
@@ -147,18 +159,21 @@ def main() -> None:
         "--images", type=Path, help="folder that keeps batches: what was drawn with this is not drawn again"
     )
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--guidance", type=float, default=7.5)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    engines = {folder: drawing(folder, options.steps, options.threads) for folder in options.pipelines}
+    engines = {
+        folder: drawing(folder, options.steps, options.guidance, options.threads) for folder in options.pipelines
+    }
     cases = evaluation_set()[: options.cases]
     drawn: dict[Path, list[Any]] = {folder: [] for folder in engines}
     taken: dict[Path, list[float]] = {folder: [] for folder in engines}
     started = time.perf_counter()
     for start in range(options.first, len(cases), options.batch):
         part = cases[start : start + options.batch]
-        latents = np.stack([first_latents(case.seed) for case in part])
+        latents = np.stack([noise(options.pipelines[0], case.seed) for case in part])
         for folder in [*engines][:: 1 if start // options.batch % 2 else -1]:
             make = partial(engines[folder][1], [case.prompt for case in part], latents)
             content = [digest_file(folder / "sdflow.json"), options.steps, [case.seed for case in part]]

@@ -8,7 +8,8 @@ WEIGHTS/NAME: what benchmarks/gpu/with_weights.py made; all of one checkpoint. d
 (TensorFloat-32 off) with the same weights and first latents, and what it feeds each submodel is recorded. Each artifact gets
 the same inputs; so does PyTorch in the artifact's 16 bits, which is the yardstick. Then the final latents and the image are
 compared.
-PyTorch's float16 and bfloat16 pipelines stand beside ours, with eager times. --compiled: also a step of each, PyTorch's of these
+PyTorch's float16 and bfloat16 pipelines stand beside ours, with eager times; `float8` is bfloat16 with the denoiser's large
+Linears in float8 (float8_linear.py), the yardstick of denoisers in float8. --compiled: also a step of each, PyTorch's of these
 types with its repeated blocks compiled, in turns in one process; --profile: and the kernels of it. --processes: random weights
 are made by so many. --lock: a file; whoever has it locked has the device, the others load meanwhile. --graphs: the pipelines
 without their weights, where with_weights.py is still at work; each is waited for. What was found is in FILE after each part. The
@@ -35,15 +36,16 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch  # before ONNX Runtime
 
-from benchmarks.gpu.compiled_blocks import IN_A_ROW, captured, our_run, profiled, torch_runs
+from benchmarks.gpu.compiled_blocks import FLOAT8, IN_A_ROW, captured, halves_of, our_run, profiled, torch_runs
 from benchmarks.gpu.compiled_blocks import measure as measure_turns
+from benchmarks.gpu.float8_linear import quantize
 from benchmarks.gpu.image_latency import session_of
 from benchmarks.gpu.pipelines_on_gpu import PROMPT, distance, own_gigabytes, say, synchronize, used
 from benchmarks.gpu.random_weights import made_by
 from benchmarks.gpu.unattended import Results, device_alone, wait_for
 
 Tensors = dict[str, torch.Tensor]
-PLAIN = ("bfloat16", "float16")
+PLAIN = ("bfloat16", "float16", FLOAT8)
 
 
 @dataclass
@@ -188,14 +190,18 @@ def per_step(run: Any, steps: int) -> float:
 def plain_torch(
     checkpoint: Any, pipeline: Any, dtype: str, options: Any, reference: Reference, latents: Any
 ) -> tuple[dict[str, Any], Any]:
-    """diffusers' pipeline in 16 bits throughout: each submodel's distances, the image's, its times and memory; its denoiser."""
-    kind = getattr(torch, dtype)
+    """diffusers' pipeline in 16 bits, or with its denoiser in float8: each submodel's distances, the image's, its times and
+    memory; its denoiser."""
+    kind = halves_of(dtype)
     modules = {}
     for name, network in networks_of(checkpoint, pipeline).items():
         component = checkpoint.family.part(name).component
         if component not in modules:
             modules[component] = copy.deepcopy(network.module)
             network.model.to_half(modules[component], kind)
+    if dtype == FLOAT8:
+        layers = quantize(modules[checkpoint.family.part(checkpoint.family.denoiser).component])
+        say(f"PyTorch, float8: {layers} layers")
     companions = {name: getattr(pipeline, name, None) for name in checkpoint.family.companions}
     half = checkpoint.family.torch_pipeline(modules, companions, checkpoint.options)
     half.set_progress_bar_config(disable=True)
@@ -260,6 +266,8 @@ def artifact(
             distances = relative(ours, {key: value for key, value in outputs.items() if key in ours})
             # ONNX Runtime's CUDA provider computes float32 in TensorFloat-32, which has as many digits as float16.
             kind = "float16" if precision == "float32" and options.target == "cuda" else precision
+            if chains[name].quantized is not None:
+                precision = kind = FLOAT8
             yardstick = plain.get(kind, {}).get("submodels", {}).get(name)
             for key, value in distances.items():
                 most = FLOAT16_RATIO * yardstick[index][key] if yardstick else FLOAT32_AT_MOST

@@ -23,6 +23,13 @@ from benchmarks.gpu.step_latency import kernels_of, lines, told
 Run = Callable[[], Any]
 IN_A_ROW = 10
 """Steps for one measurement."""
+FLOAT8 = "float8"
+"""What PyTorch's modules in bfloat16 are called whose large products are in float8 (float8_linear.py)."""
+
+
+def halves_of(dtype: str) -> torch.dtype:
+    """The 16 bits that a module of this name has its other values in."""
+    return torch.bfloat16 if dtype == FLOAT8 else getattr(torch, dtype)
 
 
 def compile_blocks(module: Any) -> int:
@@ -49,7 +56,7 @@ def captured(run: Run) -> Run:
 
 def torch_runs(dtype: str, network: Any, inputs: Mapping[str, torch.Tensor], device: str) -> dict[str, Run]:
     """Ways to run PyTorch's module by name: eager and with its blocks compiled. inputs: of its ports, on the host."""
-    kind = getattr(torch, dtype)
+    kind = halves_of(dtype)
     exact = {port.name for port in network.ports.inputs if port.exact}
     given = {
         name: value.to(device, kind) if value.is_floating_point() and name not in exact else value.to(device)

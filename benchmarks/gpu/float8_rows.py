@@ -89,7 +89,7 @@ class Kernels:
             warps *= 2
         if warps > most:
             raise SystemExit(f"{channels} channels are too many for {self.defines}")
-        of = (c_int * 3)(rows, channels // 8, warps)
+        of = (c_int * 6)(rows, channels // 8, warps, rows, rows, 0)
         given = [of if each is ... else each for each in values]
         self.launch(name, (-(-rows // (most // warps)), 1), (32, most), *given)
 

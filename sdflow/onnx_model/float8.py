@@ -1,11 +1,11 @@
 """The operator of sdflow that a graph with products in float8 has.
 
     sdflow.Float8MatMul (1)
-        x (..., K) float16, weight (N, K) float8_e4m3fn, scales (N) float32  ->  y (..., N) float16
+        x (..., K) float16 or bfloat16, weight (N, K) float8_e4m3fn, scales (N) float32  ->  y (..., N), of x's type
 
 x is quantized as it comes, each row with a scale: its largest magnitude over 448, or 1 for a row of zeros. The quotients are
 rounded to E4M3 (4 bits of exponent, 3 of fraction, the largest value 448) to nearest, halves to even. y is the product of
-both, times the scales of its row and its column. K and N are multiples of 16, K at most 10240.
+both, times the scales of its row and its column. K and N are multiples of 16, K at most 20480.
 https://arxiv.org/abs/2209.05433 for E4M3.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 DOMAIN = "sdflow"
 FLOAT8_MATMUL = "Float8MatMul"
-UNIT, WIDEST = 16, 10240
+UNIT, WIDEST = 16, 20480
 """Of K and N; and the largest K."""
 
 

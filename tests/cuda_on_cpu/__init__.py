@@ -30,10 +30,10 @@ CPU = Path(__file__).parent
 PTX = ("overlap.cuh", "float16.cuh", "float8.cuh", "cluster.cuh", "mma.cuh", "hopper.cuh", "bfloat16.cuh")
 """What cuda.h has instead."""
 ATTENTION = ("few_keys_attention.h", "few_keys_attention.cu")
-TRANSFORMERS = ("sixteen_bits.cuh", "residual_norm.cu", "gated_activation.cu", "rotary_qkv.cu")
-BOTH = "halves.cuh"
-"""What the objects `attention` and `transformers` are made of alone, so that little is compiled for a change; what `kernels`
-has, too."""
+TRANSFORMERS = ("residual_norm.cu", "gated_activation.cu", "rotary_qkv.cu")
+"""What the objects `attention` and `transformers` are made of alone, so that little is compiled for a change."""
+SHARED = ("halves.cuh", "sixteen_bits.cuh", "float8_row.cuh")
+"""What each of them has, and `kernels` too."""
 
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 PATTERN = "-ftrivial-auto-var-init=pattern"
@@ -69,7 +69,7 @@ def object_of(source: str) -> str:
 def compile_kernels(folder: Path, made: str, texts: dict[str, str], optimization: str = "-O1") -> Path:
     """The object `made`, of sources with these texts."""
     source = folder / f"{made}.cu"
-    parts = [f'#line 1 "{name}"\n{text}' for name, text in texts.items() if name == BOTH or object_of(name) == made]
+    parts = [f'#line 1 "{name}"\n{text}' for name, text in texts.items() if name in SHARED or object_of(name) == made]
     source.write_text("\n".join(parts), encoding="utf-8")
     command = [
         *CPP,

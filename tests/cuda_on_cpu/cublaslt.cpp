@@ -14,7 +14,7 @@
 namespace {
 
 enum { NOT_SUPPORTED = 15, INVALID_VALUE = 7 };
-enum { R_32F = 0, R_16F = 2, R_8F_E4M3 = 28, COMPUTE_32F = 68, OUTER_VEC_32F = 3 };
+enum { R_32F = 0, R_16F = 2, R_16BF = 14, R_8F_E4M3 = 28, COMPUTE_32F = 68, OUTER_VEC_32F = 3 };
 constexpr std::size_t WORKSPACE = 4096;  // of every algorithm here, which fills it
 
 struct Description {
@@ -72,7 +72,7 @@ int release_preference(void*) { return 0; }
 
 // Of the transposed A (k, m) and B (k, n): D (m, n).
 bool supported(const Description& what, const Layout& a, const Layout& b, const Layout& d) {
-    const bool types = a.type == R_8F_E4M3 && b.type == R_8F_E4M3 && d.type == R_16F;
+    const bool types = a.type == R_8F_E4M3 && b.type == R_8F_E4M3 && (d.type == R_16F || d.type == R_16BF);
     const bool sizes = a.rows == b.rows && d.rows == a.columns && d.columns == b.columns && a.rows % 16 == 0 && d.rows % 8 == 0;
     const bool dense = a.leading == (int64_t)a.rows && b.leading == (int64_t)b.rows && d.leading == (int64_t)d.rows;
     const bool scaled = what.mode_a == OUTER_VEC_32F && what.mode_b == OUTER_VEC_32F && what.scales_a && what.scales_b;
@@ -89,7 +89,7 @@ int choose(void* handle, const Description* what, const Layout* a, const Layout*
 }
 
 int matmul(void* handle, const Description* what, const float* alpha, const uint8_t* a, const Layout* of_a, const uint8_t* b,
-             const Layout* of_b, const float* beta, const void*, const Layout*, _Float16* d, const Layout* of_d, const uint64_t* algo,
+             const Layout* of_b, const float* beta, const void*, const Layout*, uint16_t* d, const Layout* of_d, const uint64_t* algo,
              void* workspace, std::size_t size, void* stream) {
     const bool given = handle == &a_handle && stream == &a_stream && size >= WORKSPACE && algo[0] == of_d->columns;
     if (!given || !supported(*what, *of_a, *of_b, *of_d) || *alpha != 1 || *beta != 0) return INVALID_VALUE;
@@ -99,7 +99,9 @@ int matmul(void* handle, const Description* what, const float* alpha, const uint
             float sum = 0;
             for (uint64_t i = 0; i < of_a->rows; ++i)
                 sum += of_eight(a[row * of_a->leading + i]) * of_eight(b[column * of_b->leading + i]);
-            d[column * of_d->leading + row] = (_Float16)(sum * what->scales_a[row] * what->scales_b[column]);
+            const float scaled = sum * what->scales_a[row] * what->scales_b[column];
+            const uint16_t half = __builtin_bit_cast(uint16_t, (_Float16)scaled);
+            d[column * of_d->leading + row] = of_d->type == R_16BF ? (uint16_t)bfloat16(scaled) : half;
         }
     return 0;
 }

@@ -122,7 +122,7 @@ def test_options_that_fit_nothing_are_errors(
 
 
 def test_a_graph_in_float32_is_told_to_become_float16_first(fused_unet: Any, tmp_path: Path) -> None:
-    with pytest.raises(PassError, match="not float16"):
+    with pytest.raises(PassError, match="neither float16 nor bfloat16"):
         QuantizeFp8().run(PassInputs("unet", fused_unet.path, {}), tmp_path, QuantizeFp8Config(smallest=256))
 
 

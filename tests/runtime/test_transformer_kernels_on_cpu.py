@@ -12,12 +12,14 @@ import pytest
 from cuda_on_cpu import Gpu, run
 
 from sdflow.distance import relative_l2
+from sdflow.runtime.kernels.float8_proof import results_apart
 from sdflow.runtime.kernels.transformer_definitions import (
     ACTIVATION_INPUTS,
     LAYER_NORM,
     NO_NORM,
     RESIDUAL_INPUTS,
     RMS_NORM,
+    SCALES,
     ActivationCase,
     ResidualCase,
     activation_expected,
@@ -25,7 +27,10 @@ from sdflow.runtime.kernels.transformer_definitions import (
     residual_expected,
     residual_feeds,
 )
-from sdflow.tolerances import KERNEL_LIMIT, KERNEL_LIMIT_BFLOAT16
+from sdflow.runtime.kernels.transformer_proof import activation_limit
+from sdflow.tolerances import FLOAT8_ROWS_LIMIT, KERNEL_LIMIT, KERNEL_LIMIT_BFLOAT16
+
+FOUR = Gpu(4)
 
 
 def check(content: bytes, expected: np.ndarray, bfloat16: bool) -> None:
@@ -36,14 +41,26 @@ def check(content: bytes, expected: np.ndarray, bfloat16: bool) -> None:
     assert relative_l2(found, expected) <= (KERNEL_LIMIT_BFLOAT16 if bfloat16 else KERNEL_LIMIT)
 
 
-def residual(program: Path, folder: Path, case: ResidualCase) -> str:
+def check_all(case: ResidualCase | ActivationCase, outputs: list[bytes], expected: dict[str, np.ndarray]) -> None:
+    """Each result; rows of float8 by their definition, with their scales."""
+    given = dict(zip(case.outputs, outputs, strict=True))
+    for name, value in expected.items():
+        if f"{name}{SCALES}" not in given:
+            check(given[name], value, case.bfloat16)
+            continue
+        found = {name: np.frombuffer(given[name], np.uint8).reshape(value.shape)}
+        found[f"{name}{SCALES}"] = np.frombuffer(given[f"{name}{SCALES}"], np.float32)
+        (apart,) = results_apart(found, {name: value}, bfloat16=case.bfloat16).values()
+        limit = activation_limit(case) if isinstance(case, ActivationCase) else FLOAT8_ROWS_LIMIT
+        assert apart < limit, "Mismatched elements"
+
+
+def residual(program: Path, folder: Path, case: ResidualCase, gpu: Gpu = FOUR) -> str:
     """Runs and checks it. Returns what was launched."""
     feeds = residual_feeds(case)
     inputs = [feeds.inputs.get(name) for name in RESIDUAL_INPUTS]
-    (launch,), outputs = run(program, folder, Gpu(4), case.operator, inputs, len(case.outputs), case.attributes)
-    expected = residual_expected(case, feeds.values)
-    for name, content in zip(case.outputs, outputs, strict=True):
-        check(content, expected[name], case.bfloat16)
+    (launch,), outputs = run(program, folder, gpu, case.operator, inputs, len(case.outputs), case.attributes)
+    check_all(case, outputs, residual_expected(case, feeds.values))
     return launch.removesuffix(" 1")
 
 
@@ -51,8 +68,9 @@ def activation(program: Path, folder: Path, case: ActivationCase, processors: in
     """Runs and checks it. Returns what was launched."""
     feeds = activation_feeds(case)
     inputs = [feeds.get(name) for name in ACTIVATION_INPUTS]
-    (launch,), (content,) = run(program, folder, Gpu(processors), case.operator, inputs, 1, case.attributes)
-    check(content, activation_expected(case, feeds), case.bfloat16)
+    count = len(case.outputs)
+    (launch,), outputs = run(program, folder, Gpu(processors), case.operator, inputs, count, case.attributes)
+    check_all(case, outputs, {"y": activation_expected(case, feeds)})
     return launch.removesuffix(" 1")
 
 
@@ -79,6 +97,10 @@ MODULATED = ResidualCase((2, 2, 1536), "scale shift scale2 shift2", kept=False, 
          ResidualCase((4, 8), "branch gate gamma beta", RMS_NORM)),
         ("residual_norm_half (2, 1, 1) (32, 4, 1)",
          ResidualCase((1, 2, 3072), "scale shift", NO_NORM, kept=False)),
+        ("float8_norm_half (2, 2, 1) (32, 2, 1)", replace(DUAL, float8=True)),
+        ("float8_norm_bfloat16 (2, 2, 1) (32, 2, 1)", replace(MODULATED, float8=True, bfloat16=True)),
+        ("float8_norm_half (3, 2, 1) (32, 1, 1)", replace(SHORT, float8=True)),
+        ("float8_norm_bfloat16_normed (3, 1, 1) (32, 5, 1)", replace(NORMED, float8=True)),
     ],
     ids=str,
 )  # fmt: skip
@@ -100,6 +122,10 @@ UNEVEN = ActivationCase((7,), 2056, bfloat16=True)
         ("silu_gated_half (1, 20, 1) (3, 85, 1)", ActivationCase((3000,), 16, "beside", before=8)),
         ("tanh_gelu_half (1, 1, 1) (2, 128, 1)", ActivationCase((2, 3), 16, biases=True)),
         ("tanh_gelu_bfloat16 (2, 7, 1) (256, 1, 1)", UNEVEN),
+        ("float8_silu_gated_bfloat16 (5, 1, 1) (32, 1, 1)", replace(BESIDE, float8=True)),
+        ("float8_silu_gated_half (3, 1, 1) (32, 6, 1)", replace(WIDE, float8=True)),
+        ("float8_tanh_gelu_bfloat16 (7, 1, 1) (32, 3, 1)", replace(UNEVEN, float8=True)),
+        ("float8_tanh_gelu_half (2, 1, 1) (32, 12, 1)", ActivationCase((2,), 9216, before=3072, float8=True)),
     ],
     ids=str,
 )
@@ -112,6 +138,7 @@ def test_activations_are_right(launch: str, case: ActivationCase, program: Path,
     [
         ("not for this number of channels", ResidualCase((2, 2, 12), "branch")),
         ("not for this number of channels", ResidualCase((1, 1, 12296), "branch")),
+        ("float8 needs a GPU of compute capability 8.9", ResidualCase((1, 1, 16), "scale", kept=False, float8=True)),
         ("two branches, and one with a norm", ResidualCase((1, 1, 16), "branch branch_gamma branch2")),
         ("x is too large", ResidualCase((65536, 1, 8), "branch")),
     ],
@@ -121,7 +148,7 @@ def test_sums_and_norms_refuse_what_they_cannot_do(
     message: str, case: ResidualCase, program: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(AssertionError, match=message):
-        residual(program, tmp_path, case)
+        residual(program, tmp_path, case, Gpu(4, 80))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ kernels run, and a warning says why.
     few_keys_attention.cu, .c, .h
                              MultiHeadAttention to a text, or as few other keys, float16
     float8_rows.cu, .c       rows of float8 and their scales, of values, gated GELUs and layer normalizations
+    float8_row.cuh           what of it norms and activations of transformers have, too, which give such rows themselves
     float8_product.c         products of them, by cuBLASLt
     float8_product.cu, float8_tiles.c
                              on Hopper by our own where that is quicker, and with the GELU that gates them

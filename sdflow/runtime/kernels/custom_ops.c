@@ -114,15 +114,20 @@ static int find_part(Part part, const Driver *driver) {
         find_large(driver, gpu.geglu, (const char *const[]){"geglu_wide", "geglu_in_turns"}, 2, GEGLU_SHARED);
         return 0;
     case PART_float8:
-        if (FIND(gpu.float8_rows, "float8_rows", "float8_split_gelu", "float8_layer_norm")) gpu.float8_rows[0] = 0;
-        find_large(driver, gpu.float8_product, (const char *const[]){"float8_product", "float8_gated_product"}, 2,
-                   FLOAT8_SHARED);
+        if (FIND(gpu.float8_rows, "float8_rows", "float8_split_gelu", "float8_layer_norm", "float8_rows_bfloat16"))
+            gpu.float8_rows[0] = 0;
+        find_large(driver, gpu.float8_product,
+                   (const char *const[]){"float8_product", "float8_product_bfloat16", "float8_product_in_turns",
+                                         "float8_product_in_turns_bfloat16", "float8_gated_product"}, 5, FLOAT8_SHARED);
         return 0;
     case PART_rotary_qkv: return FIND(gpu.rotary_qkv, "rotary_qkv_float16", "rotary_qkv_bfloat16");
     case PART_residual_norm:
+        FIND(gpu.float8_norm, "float8_norm_half", "float8_norm_half_normed", "float8_norm_bfloat16", "float8_norm_bfloat16_normed");
         return FIND(gpu.residual_norm, "residual_norm_half", "residual_norm_half_normed", "residual_norm_bfloat16",
                     "residual_norm_bfloat16_normed");
     case PART_gated_activation:
+        FIND(gpu.float8_activation, "float8_tanh_gelu_half", "float8_tanh_gelu_bfloat16", "float8_silu_gated_half",
+             "float8_silu_gated_bfloat16");
         return FIND(gpu.gated_activation, "tanh_gelu_half", "tanh_gelu_bfloat16", "silu_gated_half", "silu_gated_bfloat16");
     case PART_COUNT: break;
     }
@@ -160,7 +165,7 @@ static const char *load_locked(Part part) {
         return refusal;
     }
     if (find_part(part, &from)) return "the kernels are not complete";
-    if (!gpu.describe) gpu.geglu[0] = gpu.geglu[1] = gpu.float8_product[0] = gpu.float8_product[1] = 0;
+    if (!gpu.describe) gpu.geglu[0] = gpu.geglu[1] = gpu.float8_product[0] = gpu.float8_product[4] = 0;
     loaded[part] = 1;
     return 0;
 }
@@ -170,6 +175,13 @@ const char *load_kernels(Part part) {
     const char *why = load_locked(part);
     pthread_mutex_unlock(&loading);
     return why;
+}
+
+int map_matrix(MatrixMap *map, int type, const void *at, int64_t rows, int64_t columns, unsigned box_rows, int promotion) {
+    const int size = type == TENSOR_MAP_UINT8 ? 1 : 2;
+    const uint64_t sizes[2] = {(uint64_t)columns, (uint64_t)rows}, stride = (uint64_t)columns * size;
+    const unsigned box[2] = {128u / size, box_rows}, each[2] = {1, 1};
+    return gpu.describe(map, type, 2, (void *)at, sizes, &stride, box, each, 0, 3 /* SWIZZLE_128B */, promotion, 0);
 }
 
 const char *launch(void *function, Launch config, void **arguments) {
@@ -192,7 +204,9 @@ __attribute__((visibility("default"))) Status *RegisterCustomOps(void *options, 
     static void *domain = 0; /* sessions refer to it as long as they live */
     const Op *all[] = {&group_norm, &group_norm_single, &bias_split_gelu, &few_keys_attention, &interleave_phases,
                        &interleave_phases_single, &float8_rows, &float8_split_gelu,
-                       &float8_layer_norm, &float8_product, &float8_gated_product, &geglu,
+                       &float8_layer_norm, &float8_product, &float8_gated_product, &geglu, &float8_rows_bfloat16,
+                       &float8_product_bfloat16, &float8_norms[0], &float8_norms[1], &float8_norms[2], &float8_norms[3],
+                       &float8_activations[0], &float8_activations[1], &float8_activations[2], &float8_activations[3],
                        &op_rotary_qkv, &op_rotary_qkv_bfloat16,
                        &residual_norms[0], &residual_norms[1], &residual_norms[2], &residual_norms[3], &residual_norms[4],
                        &residual_norms[5], &gated_activations[0], &gated_activations[1], &gated_activations[2],

@@ -5,7 +5,7 @@ products that read one value share its rows, and where they alone read what a GE
 gives, that is quantized as it is computed.
 
     Float8MatMul(x, weight, scales)
-        Float8Product(Float8Rows(x), weight, scales)
+        Float8Product(Float8Rows(x), weight, scales)                        both with Bfloat16 behind their names in bfloat16
         Float8Product(Float8SplitGelu(x, bias), weight, scales)             for BiasSplitGelu
         Float8Product(Float8LayerNorm(x, skip, ...), weight, scales)        for SkipLayerNormalization
 
@@ -25,12 +25,10 @@ from typing import Any
 from sdflow.errors import TargetUnavailableError
 from sdflow.onnx_model.float8 import DOMAIN, reads_float8
 from sdflow.onnx_model.nodes import copied
+from sdflow.runtime.kernels.hopper import FLOAT8_SINCE
 from sdflow.runtime.kernels.library import build
 from sdflow.runtime.kernels.parts import FLOAT8
 from sdflow.runtime.kernels.replace import VERSION
-
-OLDEST = (8, 9)
-"""The first compute capability with products of float8."""
 
 WHERE = "cuda"
 NEEDS = "Draw with a float16 or float32 pipeline: the workflow without QuantizeFp8."
@@ -46,9 +44,9 @@ def float8_library() -> Path:
 
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
-        if (device.major, device.minor) < OLDEST:
+        if (device.major, device.minor) < FLOAT8_SINCE:
             raise TargetUnavailableError(
-                f"float8 needs a GPU of compute capability {'.'.join(map(str, OLDEST))} or newer; "
+                f"float8 needs a GPU of compute capability {'.'.join(map(str, FLOAT8_SINCE))} or newer; "
                 f"{device.name} has {device.major}.{device.minor}",
                 where=WHERE,
                 remedy=NEEDS,
@@ -81,25 +79,26 @@ def with_float8(model: Any, *, hopper: bool = False) -> Any:
     products = fused.gated() if hopper else {}
     for node in graph.node:
         if not reads_float8(node):
-            product = products.get(node.input[0]) if node.input else None
-            if product is None:
-                made.append(fused.replaced(node, rows) or node)
+            gated = products.get(node.input[0]) if node.input else None
+            if gated is None:
+                if not fused.is_window(node):
+                    made.append(fused.replaced(node, rows) or node)
                 continue
-            operands = [*rows[product.input[0]], *product.input[1:], node.input[1]]
+            operands = [*rows[gated.input[0]], *gated.input[1:], node.input[1]]
             made.append(onnx.helper.make_node("Float8GatedProduct", operands, [*node.output], node.name, domain=DOMAIN))
             continue
         source = node.input[0]
+        ending = fused.ending(node)
         if source not in rows:
             rows[source] = _rows_of(source)
-            made.append(onnx.helper.make_node("Float8Rows", [source], rows[source], f"{source}/float8", domain=DOMAIN))
+            value, attributes = fused.window(source)
+            rounding = f"Float8Rows{ending}", [value], rows[source], f"{source}/float8"
+            made.append(onnx.helper.make_node(*rounding, domain=DOMAIN, **attributes))
         name = node.output[0]
         if name in products:
             continue
-        made.append(
-            onnx.helper.make_node(
-                "Float8Product", [*rows[source], *node.input[1:]], [name, f"{name}/workspace"], node.name, domain=DOMAIN
-            )
-        )
+        product = f"Float8Product{ending}", [*rows[source], *node.input[1:]], [name, f"{name}/workspace"], node.name
+        made.append(onnx.helper.make_node(*product, domain=DOMAIN))
     copies = [copied(node) for node in made]
     del graph.node[:]
     graph.node.extend(copies)
@@ -126,6 +125,48 @@ class _Fused:
             for name in node.input:
                 self._readers.setdefault(name, []).append(node)
         self._made = {node.output[0]: node for node in graph.node if reads_float8(node)}
+        self._weights = {tensor.data_type for tensor in graph.initializer}
+        self._windows = self._found_windows(graph)
+
+    def ending(self, product: Any) -> str:
+        """Of the names of operators for what a product reads and gives: by its type, or the weights' where no types are known."""
+        from onnx import TensorProto
+
+        known = {self._types[name].elem_type for name in (product.input[0], product.output[0]) if name in self._types}
+        found = known or self._weights
+        return "Bfloat16" if TensorProto.BFLOAT16 in found and TensorProto.FLOAT16 not in found else ""
+
+    def is_window(self, node: Any) -> bool:
+        """Whether a node gives products of float8 alone some of the rows of each image, which Float8Rows takes itself."""
+        return node.op_type == "Slice" and node.output[0] in self._windows
+
+    def window(self, source: str) -> tuple[str, dict[str, int]]:
+        """The value that holds the rows of `source`, and which ones they are, as Float8Rows has it."""
+        value, tokens, first = self._windows.get(source, (source, 0, 0))
+        return value, {"tokens": tokens, "first": first}
+
+    def _found_windows(self, graph: Any) -> dict[str, tuple[str, int, int]]:
+        """Result of a Slice -> what it is a part of, how many rows, from which on."""
+        from onnx import TensorProto, numpy_helper
+
+        constants = {tensor.name: tensor for tensor in graph.initializer}
+        found = {}
+        for node in graph.node:
+            if node.op_type != "Slice" or node.domain not in ("", "ai.onnx"):
+                continue
+            result = node.output[0]
+            shape, whole = self._shape(result), self._shape(node.input[0])
+            if result not in self._products or result in self._others | self._results or not shape or not whole:
+                continue
+            if len(whole) != 3 or [whole[0], whole[2]] != [shape[0], shape[2]]:
+                continue
+            bounds = [constants.get(name) for name in node.input[1:]]
+            if len(bounds) < 3 or any(each is None or each.data_location == TensorProto.EXTERNAL for each in bounds):
+                continue
+            starts, _, axes, *steps = (numpy_helper.to_array(each).tolist() for each in bounds)
+            if axes in ([1], [-2]) and (not steps or steps[0] == [1]):
+                found[result] = (node.input[0], shape[1], starts[0] if starts[0] >= 0 else max(0, starts[0] + whole[1]))
+        return found
 
     def gated(self) -> dict[str, Any]:
         """Result -> product, of those that nothing but a GELU with its gate reads."""

@@ -1,7 +1,8 @@
 /* sdflow.Float8Product: a matrix product of E4M3, summed up in float32, by cuBLASLt or by our kernels where they are quicker.
  *
  * inputs: rows (..., K) uint8 and their scales (M) float32, as Float8Rows gives them; weight (N, K) uint8 and its scales (N)
- * float32. outputs: (..., N) float16; cuBLASLt's workspace, empty without it. K and N are multiples of 16.
+ * float32. outputs: (..., N) float16, or bfloat16 of Float8ProductBfloat16; cuBLASLt's workspace, empty without it. K and N are
+ * multiples of 16.
  *
  * cuBLASLt has its matrices in columns: there it is the transposed weight times the rows, and the result (N, M).
  * https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api; the numbers are those of cublasLt.h of CUDA 13.
@@ -13,7 +14,7 @@
 
 #include "ort.h"
 
-enum { CUDA_R_32F = 0, CUDA_R_16F = 2, CUDA_R_8F_E4M3 = 28, COMPUTE_32F = 68 };
+enum { CUDA_R_32F = 0, CUDA_R_16F = 2, CUDA_R_16BF = 14, CUDA_R_8F_E4M3 = 28, COMPUTE_32F = 68 };
 enum { DESC_TRANSA = 3, A_SCALE_POINTER = 17, B_SCALE_POINTER = 18, FAST_ACCUM = 25, A_SCALE_MODE = 31, B_SCALE_MODE = 32 };
 enum { SCALE_OUTER_VEC_32F = 3, PREF_MAX_WORKSPACE_BYTES = 1 };
 #define MOST_WORKSPACE ((size_t)32 << 20)
@@ -86,6 +87,7 @@ typedef struct {
 
 typedef struct {
     Api api;
+    int bfloat16;
     pthread_mutex_t lock;
     Plan plan;
 } Kernel;
@@ -104,7 +106,8 @@ static int point(const Plan *plan, const void *weight_scales, const void *row_sc
 }
 
 /* Null, or what failed. */
-static const char *make_plan(Plan *plan, int64_t rows, int64_t n, int64_t k, const void *weight_scales, const void *row_scales) {
+static const char *make_plan(Plan *plan, int64_t rows, int64_t n, int64_t k, const void *weight_scales, const void *row_scales,
+                             int result) {
     static __thread char refusal[96];
     const int transposed = 1, mode = SCALE_OUTER_VEC_32F;
     const int8_t fast = 1; /* 1e-3 of a product, where rounding to E4M3 takes 3e-2 */
@@ -119,7 +122,7 @@ static const char *make_plan(Plan *plan, int64_t rows, int64_t n, int64_t k, con
     if (!failed) failed = point(plan, weight_scales, row_scales);
     if (!failed) failed = blas.layout(&plan->weight, CUDA_R_8F_E4M3, (uint64_t)k, (uint64_t)n, k);
     if (!failed) failed = blas.layout(&plan->activation, CUDA_R_8F_E4M3, (uint64_t)k, (uint64_t)rows, k);
-    if (!failed) failed = blas.layout(&plan->result, CUDA_R_16F, (uint64_t)n, (uint64_t)rows, n);
+    if (!failed) failed = blas.layout(&plan->result, result, (uint64_t)n, (uint64_t)rows, n);
     if (!failed) failed = blas.preference(&preference);
     if (!failed) failed = blas.prefer(preference, PREF_MAX_WORKSPACE_BYTES, &most, sizeof most);
     if (!failed)
@@ -136,14 +139,14 @@ static const char *make_plan(Plan *plan, int64_t rows, int64_t n, int64_t k, con
 }
 
 static Status *create(const void *op, Api api, const void *info, void **result) {
-    (void)op, (void)info;
+    (void)info;
     const char *why = load_kernels(PART_float8);
     if (!why && !gpu.float8_rows[0]) why = TOO_OLD_FOR_FLOAT8;
     if (!why) why = load_blas();
     if (why) return failure(api, "Float8Product cannot run", why);
     Kernel *kernel = calloc(1, sizeof *kernel);
     if (!kernel) return failure(api, "Float8Product: out of memory", 0);
-    kernel->api = api;
+    kernel->api = api, kernel->bfloat16 = op == &float8_product_bfloat16;
     pthread_mutex_init(&kernel->lock, 0);
     *result = kernel;
     return 0;
@@ -156,23 +159,20 @@ static void destroy(void *op_kernel) {
     free(kernel);
 }
 
-enum { ROWS, ROW_SCALES, WEIGHT, WEIGHT_SCALES, INPUTS };
-
-static Status *multiply(Kernel *kernel, void *context, void **at, int64_t *dims, size_t rank, int64_t n) {
+static Status *multiply(Kernel *kernel, void *context, Float8Operands *of, Float8Sizes *sizes) {
     Api api = kernel->api;
     Plan *plan = &kernel->plan;
     const float one = 1, nothing = 0;
-    void *value, *to, *workspace, *stream;
-    int64_t rows = 1, k = dims[rank - 1];
-    for (size_t i = 0; i + 1 < rank; ++i) rows *= dims[i];
-    dims[rank - 1] = n;
-    TRY(OUTPUT(api)(context, 0, dims, rank, &value));
-    TRY(data(api, value, &to));
+    const int64_t rows = sizes->rows, n = sizes->n, k = sizes->k;
+    void *value, *workspace, *stream;
+    sizes->dims[sizes->rank - 1] = n;
+    TRY(OUTPUT(api)(context, 0, sizes->dims, sizes->rank, &value));
+    TRY(data(api, value, &of->to));
     TRY(GPU_STREAM(api)(context, &stream));
     const int tiles = float8_tiles_suit(rows, n, k);
     if (rows && !tiles && (plan->rows != rows || plan->n != n || plan->k != k)) {
         release(plan);
-        const char *why = make_plan(plan, rows, n, k, at[WEIGHT_SCALES], at[ROW_SCALES]);
+        const char *why = make_plan(plan, rows, n, k, of->weight_scales, of->row_scales, of->bfloat16 ? CUDA_R_16BF : CUDA_R_16F);
         if (why) return failure(api, "Float8Product", why);
     }
     const int64_t size = rows && !tiles ? (int64_t)plan->choice.workspace : 0;
@@ -180,14 +180,13 @@ static Status *multiply(Kernel *kernel, void *context, void **at, int64_t *dims,
     TRY(data(api, value, &workspace));
     if (!rows) return 0;
     if (tiles) {
-        const Float8Operands of = {at[ROWS], at[ROW_SCALES], at[WEIGHT], at[WEIGHT_SCALES], 0, to};
-        const char *why = multiply_float8_tiles(&of, rows, n, k, stream);
+        const char *why = multiply_float8_tiles(of, rows, n, k, stream);
         return why ? failure(api, "Float8Product cannot be launched", why) : 0;
     }
-    int failed = point(plan, at[WEIGHT_SCALES], at[ROW_SCALES]);
+    int failed = point(plan, of->weight_scales, of->row_scales);
     if (!failed)
-        failed = blas.multiply(blas.handle, plan->description, &one, at[WEIGHT], plan->weight, at[ROWS], plan->activation,
-                               &nothing, to, plan->result, to, plan->result, plan->choice.algo, workspace,
+        failed = blas.multiply(blas.handle, plan->description, &one, of->weight, plan->weight, of->rows, plan->activation,
+                               &nothing, of->to, plan->result, of->to, plan->result, plan->choice.algo, workspace,
                                (size_t)size, stream);
     char why[48];
     snprintf(why, sizeof why, "cuBLASLt's status is %d", failed);
@@ -196,38 +195,26 @@ static Status *multiply(Kernel *kernel, void *context, void **at, int64_t *dims,
 
 static Status *compute(void *op_kernel, void *context) {
     Kernel *kernel = op_kernel;
-    Api api = kernel->api;
-    const void *inputs[INPUTS];
-    void *at[INPUTS];
-    int64_t dims[MOST_AXES], weight_dims[MOST_AXES], row_scales, scales, rows = 1;
-    size_t rank = 0, weight_rank = 0;
-    for (size_t i = 0; i < INPUTS; ++i) {
-        TRY(INPUT(api)(context, i, &inputs[i]));
-        TRY(data(api, inputs[i], &at[i]));
-    }
-    TRY(shape_of(api, inputs[ROWS], dims, &rank));
-    TRY(shape_of(api, inputs[WEIGHT], weight_dims, &weight_rank));
-    if (!rank || weight_rank != 2 || weight_dims[1] != dims[rank - 1] || weight_dims[0] % 16 || weight_dims[1] % 16)
-        return failure(api, "Float8Product: not for matrices of these sizes", 0);
-    TRY(elements_of(api, inputs[ROW_SCALES], &row_scales));
-    TRY(elements_of(api, inputs[WEIGHT_SCALES], &scales));
-    for (size_t i = 0; i + 1 < rank; ++i) rows *= dims[i];
-    if (row_scales != rows || scales != weight_dims[0])
-        return failure(api, "Float8Product: there is not a scale for each row and each column", 0);
+    Float8Operands of;
+    Float8Sizes sizes;
+    TRY(read_float8_operands(kernel->api, context, "Float8Product", 0, &of, &sizes));
+    of.bfloat16 = kernel->bfloat16;
     pthread_mutex_lock(&kernel->lock); /* the scales' places are in the plan */
-    Status *failed = multiply(kernel, context, at, dims, rank, weight_dims[0]);
+    Status *failed = multiply(kernel, context, &of, &sizes);
     pthread_mutex_unlock(&kernel->lock);
     return failed;
 }
 
-static const char *name(const Op *op) { return (void)op, "Float8Product"; }
-static int input_type(const Op *op, size_t i) { return (void)op, i == ROWS || i == WEIGHT ? UINT8 : FLOAT; }
-static int output_type(const Op *op, size_t i) { return (void)op, i ? UINT8 : FLOAT16; }
-static size_t input_count(const Op *op) { return (void)op, INPUTS; }
+static const char *name(const Op *op) { return op == &float8_product ? "Float8Product" : "Float8ProductBfloat16"; }
+static int input_type(const Op *op, size_t i) { return (void)op, i % 2 ? FLOAT : UINT8; }
+static int output_type(const Op *op, size_t i) { return i ? UINT8 : op == &float8_product ? FLOAT16 : BFLOAT16; }
+static size_t input_count(const Op *op) { return (void)op, 4; }
 static size_t output_count(const Op *op) { return (void)op, 2; }
 static int required(const Op *op, size_t i) { return (void)op, (void)i, REQUIRED; }
 
-const Op float8_product = {
-    ORT_VERSION, 0, name, on_cuda, input_type, input_count, output_type, output_count, 0, destroy,
-    required, required, on_device, none, none, none, none, create, compute,
-};
+#define OP                                                                                                          \
+    {                                                                                                               \
+        ORT_VERSION, 0, name, on_cuda, input_type, input_count, output_type, output_count, 0, destroy,               \
+            required, required, on_device, none, none, none, none, create, compute,                                  \
+    }
+const Op float8_product = OP, float8_product_bfloat16 = OP;

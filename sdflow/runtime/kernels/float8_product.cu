@@ -1,8 +1,9 @@
-// y = a b^T of E4M3, with scales of a's rows and of b's, which are y's columns: sums in float32, y in float16. a: (m, k), b: (n, k).
+// y = a b^T of E4M3, with scales of a's rows and of b's, which are y's columns: sums in float32, y in float16, or in bfloat16 where
+// no gates are computed. a: (m, k), b: (n, k).
 //
 // One thread of a block has the copy engine bring tiles of 128 along K, as far ahead as shared memory has places, and two
-// warpgroups multiply them. A block goes from tile to tile of y. The warpgroups have a half of a tile each; or, where gates are
-// computed too, they take turns, so that one of them multiplies while the other one writes.
+// warpgroups multiply them. A block goes from tile to tile of y. The warpgroups have a half of a tile each; or, as always where
+// gates are computed too, they take turns, so that one of them multiplies while the other one writes.
 // Clusters of blocks that bring tiles for each other were no quicker on an H200.
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -89,7 +90,7 @@ static __device__ __forceinline__ void exchange(unsigned (&v)[2]) {
 }
 
 // What belongs to a thread's columns of y, two of each eight, four of these eights; of values, then of their gates.
-template <bool GATED>
+template <bool GATED, bool BFLOAT16>
 struct Float8Columns {
     static constexpr int HALVES = GATED ? 2 : 1, EIGHTS = FLOAT8_COLUMNS / 8 / HALVES;  // of y's tile
     float2 scales[HALVES][4];
@@ -117,7 +118,7 @@ struct Float8Columns {
             return packed((value.x + value_bias.x) * quick_gelu(gate[0] * by * gate_scale.x + gate_bias.x),
                           (value.y + value_bias.y) * quick_gelu(gate[1] * by * gate_scale.y + gate_bias.y));
         } else {
-            return packed(value.x, value.y);
+            return BFLOAT16 ? packed_bfloat16(value.x, value.y) : packed(value.x, value.y);
         }
     }
 
@@ -136,20 +137,20 @@ struct Float8Columns {
     }
 };
 
-// GATED: a warpgroup multiplies whole tiles, every second one; else a half of each, 64 rows.
-template <bool GATED>
+// TURNS: a warpgroup multiplies whole tiles, every second one; else a half of each, 64 rows.
+template <bool GATED, bool TURNS, bool BFLOAT16>
 static __device__ __forceinline__ void multiply_tiles(const Float8Places& places, const Float8Tiles<GATED>& tiles, int steps,
                                                       const Float8Size& size, const float* __restrict__ row_scales,
                                                       const float* __restrict__ column_scales, const unsigned* __restrict__ bias,
                                                       uint4* __restrict__ y) {
-    constexpr int HIGH = GATED ? 2 : 1;  // 64 rows, how often
-    constexpr int EIGHTS = Float8Columns<GATED>::EIGHTS, FOURS = (EIGHTS + 3) / 4, AHEAD = GATED ? 0 : FOURS;
-    const int group = threadIdx.x / WARPGROUP - 1, lane = threadIdx.x % 32, first_row = GATED ? 0 : group * 64;
-    int before = GATED ? group * steps : 0;  // steps of this block
+    constexpr int HIGH = TURNS ? 2 : 1;  // 64 rows, how often
+    constexpr int EIGHTS = Float8Columns<GATED, BFLOAT16>::EIGHTS, FOURS = (EIGHTS + 3) / 4, AHEAD = TURNS ? 0 : FOURS;
+    const int group = threadIdx.x / WARPGROUP - 1, lane = threadIdx.x % 32, first_row = TURNS ? 0 : group * 64;
+    int before = TURNS ? group * steps : 0;  // steps of this block
     int stage = before % FLOAT8_STAGES, phase = before / FLOAT8_STAGES & 1, turn = group ^ 1;
-    for (int i = blockIdx.x + (GATED ? group * gridDim.x : 0); i < tiles.count; i += (GATED ? 2 : 1) * gridDim.x) {
+    for (int i = blockIdx.x + (TURNS ? group * gridDim.x : 0); i < tiles.count; i += (TURNS ? 2 : 1) * gridDim.x) {
         float sums[HIGH][FLOAT8_COLUMNS / 2];
-        if (GATED) {  // not before the other one has seen its places full: until then they may be a phase behind
+        if (TURNS) {  // not before the other one has seen its places full: until then they may be a phase behind
             wait_for_phase(places.turns + 8 * group, turn);
             turn ^= 1;
         }
@@ -169,9 +170,9 @@ static __device__ __forceinline__ void multiply_tiles(const Float8Places& places
             last = stage;
             if (++stage == FLOAT8_STAGES) stage = 0, phase ^= 1;
         }
-        if (GATED && lane == 0) arrive(places.turns + 8 * (group ^ 1));
+        if (TURNS && lane == 0) arrive(places.turns + 8 * (group ^ 1));
         const int column = tiles.column(i), row = tiles.row(i) + first_row + threadIdx.x % WARPGROUP / 32 * 16 + lane / 4;
-        Float8Columns<GATED> columns[FOURS];
+        Float8Columns<GATED, BFLOAT16> columns[FOURS];
 #pragma unroll
         for (int four = 0; four < AHEAD; ++four) columns[four].load(column + four * 32, size, column_scales, bias);
         float by[2 * HIGH];
@@ -191,14 +192,14 @@ static __device__ __forceinline__ void multiply_tiles(const Float8Places& places
                 else columns[four].template write<2>(from, by[r], y, place, left);
             }
         }
-        if (GATED) {  // the other one's tile comes between
+        if (TURNS) {  // the other one's tile comes between
             before += 2 * steps;
             stage = before % FLOAT8_STAGES, phase = before / FLOAT8_STAGES & 1;
         }
     }
 }
 
-template <bool GATED>
+template <bool GATED, bool TURNS, bool BFLOAT16>
 static __device__ __forceinline__ void float8_product_of(const TensorMap& a, const TensorMap& b, const float* __restrict__ row_scales,
                                                          const float* __restrict__ column_scales, const unsigned* __restrict__ bias,
                                                          uint4* __restrict__ y, const Float8Size& size) {
@@ -208,7 +209,7 @@ static __device__ __forceinline__ void float8_product_of(const TensorMap& a, con
     if (threadIdx.x == 0) {
         for (int i = 0; i < FLOAT8_STAGES; ++i) {
             make_barrier(places.full + 8 * i, 1);
-            make_barrier(places.empty + 8 * i, GATED ? 4 : 8);  // the warps that read it
+            make_barrier(places.empty + 8 * i, TURNS ? 4 : 8);  // the warps that read it
         }
         for (int i = 0; i < 2; ++i) make_barrier(places.turns + 8 * i, 4);
         barriers_are_made();
@@ -221,22 +222,28 @@ static __device__ __forceinline__ void float8_product_of(const TensorMap& a, con
         if (threadIdx.x == 0) bring_tiles(a, b, places, tiles, steps, size);
     } else {
         take_registers<232>();
-        multiply_tiles<GATED>(places, tiles, steps, size, row_scales, column_scales, bias, y);
+        multiply_tiles<GATED, TURNS, BFLOAT16>(places, tiles, steps, size, row_scales, column_scales, bias, y);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(3 * WARPGROUP, 1)
-float8_product(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const float* __restrict__ row_scales,
-               const float* __restrict__ column_scales, uint4* __restrict__ y, const Float8Size size) {
-    float8_product_of<false>(a, b, row_scales, column_scales, nullptr, y, size);
-}
+#define FLOAT8_PRODUCT(NAME, TURNS, BFLOAT16)                                                                             \
+    extern "C" __global__ void __launch_bounds__(3 * WARPGROUP, 1)                                                        \
+    NAME(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const float* __restrict__ row_scales,  \
+         const float* __restrict__ column_scales, uint4* __restrict__ y, const Float8Size size) {                         \
+        float8_product_of<false, TURNS, BFLOAT16>(a, b, row_scales, column_scales, nullptr, y, size);                     \
+    }
+
+FLOAT8_PRODUCT(float8_product, false, false)
+FLOAT8_PRODUCT(float8_product_bfloat16, false, true)
+FLOAT8_PRODUCT(float8_product_in_turns, true, false)
+FLOAT8_PRODUCT(float8_product_in_turns_bfloat16, true, true)
 
 // bias: pairs of halves.
 extern "C" __global__ void __launch_bounds__(3 * WARPGROUP, 1)
 float8_gated_product(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const float* __restrict__ row_scales,
                      const float* __restrict__ column_scales, const unsigned* __restrict__ bias, uint4* __restrict__ y,
                      const Float8Size size) {
-    float8_product_of<true>(a, b, row_scales, column_scales, bias, y, size);
+    float8_product_of<true, true, false>(a, b, row_scales, column_scales, bias, y, size);
 }
 
 #endif

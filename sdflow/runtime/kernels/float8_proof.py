@@ -6,6 +6,7 @@ how far quantizing takes it from float16 is for the verification to say, of each
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,8 +15,9 @@ from sdflow.distance import relative_l2
 from sdflow.onnx_model.float8 import DOMAIN
 from sdflow.runtime.kernels.definitions import gelu_expected, gelu_feeds
 from sdflow.runtime.kernels.hopper import on_hopper
-from sdflow.runtime.kernels.one_node import one_node_session
-from sdflow.tolerances import FLOAT8_PRODUCT_LIMIT, FLOAT8_ROWS_LIMIT
+from sdflow.runtime.kernels.one_node import FLOAT, one_node_session, widened
+from sdflow.runtime.kernels.transformer_definitions import BFLOAT16, SCALES
+from sdflow.tolerances import FLOAT8_PRODUCT_LIMIT, FLOAT8_ROWS_LIMIT, KERNEL_LIMIT_BFLOAT16
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,17 +27,34 @@ EPSILON = 1e-5
 
 @dataclass(frozen=True)
 class RowsCase:
-    """Rows of float8. operator: which of the three. shape: of what they stand for, channels last. kept: whether Float8LayerNorm
-    gives the sum too."""
+    """Rows of float8. operator: which of them. shape: of what they stand for, channels last. kept: whether Float8LayerNorm
+    gives the sum too. first, behind: rows of each image that x has before these and behind them."""
 
     operator: str
     shape: tuple[int, ...]
     kept: bool = False
+    first: int = 0
+    behind: int = 0
+
+    @property
+    def attributes(self) -> dict[str, float]:
+        """All of the operator's."""
+        if self.operator.startswith("Float8Rows"):
+            return {"tokens": self.shape[1] if self.first or self.behind else 0, "first": self.first}
+        return {"epsilon": EPSILON} if self.operator == "Float8LayerNorm" else {}
+
+    @property
+    def bfloat16(self) -> bool:
+        """Else float16."""
+        return self.operator.endswith(BFLOAT16)
 
 
 ROWS_CASES = (
     RowsCase("Float8Rows", (2, 77, 640)),
     RowsCase("Float8Rows", (3, 5120)),
+    RowsCase("Float8RowsBfloat16", (40, 3072)),
+    RowsCase("Float8Rows", (2, 30, 1536), first=7, behind=3),
+    RowsCase("Float8RowsBfloat16", (3, 12288)),
     RowsCase("Float8SplitGelu", (2, 33, 2560)),
     RowsCase("Float8SplitGelu", (5, 5120)),
     RowsCase("Float8LayerNorm", (2, 39, 1280), kept=True),
@@ -53,6 +72,8 @@ def float8_differences(library: Path) -> dict[str, tuple[float, float]]:
     found = {f"{case}": (rows_difference(library, case), FLOAT8_ROWS_LIMIT) for case in ROWS_CASES}
     for shape in PRODUCTS:
         found[f"Float8Product, {shape}"] = (product_difference(library, shape), FLOAT8_PRODUCT_LIMIT)
+        apart = product_difference(library, shape, bfloat16=True)
+        found[f"Float8ProductBfloat16, {shape}"] = (apart, max(FLOAT8_PRODUCT_LIMIT, KERNEL_LIMIT_BFLOAT16))
     for shape in GATED_PRODUCTS if on_hopper() else ():
         found[f"Float8GatedProduct, {shape}"] = (gated_difference(library, shape), FLOAT8_PRODUCT_LIMIT)
     return found
@@ -65,26 +86,46 @@ def rows_difference(library: Path, case: RowsCase) -> float:
     feeds = rows_feeds(case)
     outputs = {"rows": (TensorProto.UINT8, case.shape), "scales": (TensorProto.FLOAT, None)}
     outputs |= {"sum": (TensorProto.FLOAT16, case.shape)} if case.kept else {}
-    attributes = {"epsilon": EPSILON} if case.operator == "Float8LayerNorm" else {}
-    node = helper.make_node(case.operator, list(feeds), list(outputs), domain=DOMAIN, **attributes)
+    node = helper.make_node(case.operator, list(feeds), list(outputs), domain=DOMAIN, **case.attributes)
     results = [helper.make_tensor_value_info(name, *given) for name, given in outputs.items()]
-    found = one_node_session(library, node, feeds, results).run(list(outputs), feeds)
+    found = one_node_session(library, node, feeds, results).run(list(outputs), widened(feeds))
     wanted = rows_expected(feeds, case)
-    apart = relative_l2(dequantized(found[0], found[1]), dequantized(*quantized(wanted["rows"])))
+    apart = relative_l2(dequantized(found[0], found[1]), dequantized(*quantized(wanted["rows"], case.bfloat16)))
     return max(apart, relative_l2(found[2], wanted["sum"])) if case.kept else apart
+
+
+def results_apart(
+    found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], *, bfloat16: bool
+) -> dict[str, float]:
+    """Result -> relative L2 distance to what is expected, by name. What has scales is E4M3, and is held to what is expected in
+    E4M3 with the same scales, and these to what they should be: one value that is rounded to 16 bits another way may be a row's
+    largest, and take all its row elsewhere."""
+    apart = {}
+    for name, value in expected.items():
+        scales = found.get(f"{name}{SCALES}")
+        if scales is None:
+            apart[name] = relative_l2(found[name], value)
+            continue
+        again = quantized(value, bfloat16, scales)
+        rows = relative_l2(dequantized(found[name], scales), dequantized(*again))
+        apart[name] = max(rows, relative_l2(scales, quantized(value, bfloat16)[1]))
+    return apart
 
 
 def rows_feeds(case: RowsCase) -> dict[str, np.ndarray]:
     """Random inputs, in the operator's order; rows of Float8Rows differ in size, and one is 0."""
+    import ml_dtypes
     import numpy as np
 
     random = np.random.default_rng(2)
     if case.operator == "Float8SplitGelu":
         return gelu_feeds((*case.shape[:-1], 2 * case.shape[-1]))
-    x = random.normal(size=case.shape) * random.uniform(0.01, 30, (*case.shape[:-1], 1))
-    if case.operator == "Float8Rows":
+    shape = list(case.shape)
+    shape[-2] += case.first + case.behind
+    x = random.normal(size=shape) * random.uniform(0.01, 30, (*shape[:-1], 1))
+    if case.operator.startswith("Float8Rows"):
         x[..., 0, :] = 0
-        return {"x": x.astype(np.float16)}
+        return {"x": x.astype(ml_dtypes.bfloat16 if case.bfloat16 else np.float16)}
     feeds = {"x": x, "skip": random.normal(size=case.shape) + 1}
     feeds |= {name: random.normal(size=case.shape[-1]) for name in ("gamma", "beta", "bias")}
     return {name: value.astype(np.float16) for name, value in feeds.items()}
@@ -94,8 +135,8 @@ def rows_expected(feeds: dict[str, np.ndarray], case: RowsCase) -> dict[str, np.
     """What the rows stand for, before it is rounded, and the sum."""
     import numpy as np
 
-    if case.operator == "Float8Rows":
-        return {"rows": feeds["x"]}
+    if case.operator.startswith("Float8Rows"):
+        return {"rows": feeds["x"][..., case.first : case.first + case.shape[-2], :]}
     if case.operator == "Float8SplitGelu":
         return {"rows": gelu_expected(feeds)}
     total = (feeds["x"].astype(np.float32) + feeds["skip"] + feeds["bias"]).astype(np.float16)
@@ -104,16 +145,21 @@ def rows_expected(feeds: dict[str, np.ndarray], case: RowsCase) -> dict[str, np.
     return {"rows": normal * feeds["gamma"] + feeds["beta"], "sum": total}
 
 
-def quantized(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Float8Rows by its definition: the bits of E4M3, and the rows' scales."""
+def quantized(
+    values: np.ndarray, bfloat16: bool = False, scales: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Float8Rows by its definition: the bits of E4M3, and the rows' scales. scales: to take in place of their own."""
     import ml_dtypes
     import numpy as np
 
-    exact = values.astype(np.float16).astype(np.float32)
+    exact = values.astype(ml_dtypes.bfloat16 if bfloat16 else np.float16).astype(np.float32)
     largest = np.abs(exact).max(-1, keepdims=True)
+    if scales is not None:
+        largest = scales.reshape(largest.shape) * np.float32(448)
     up = np.divide(np.float32(448), largest, out=np.ones_like(largest), where=largest > 0)
-    scales = np.where(largest > 0, largest / np.float32(448), np.float32(1))
-    return (exact * up).astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scales.reshape(-1)
+    own = np.where(largest > 0, largest / np.float32(448), np.float32(1))
+    bits = np.clip(exact * up, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return bits, own.reshape(-1) if scales is None else scales
 
 
 def dequantized(bits: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -126,14 +172,16 @@ def dequantized(bits: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return result
 
 
-def product_difference(library: Path, shape: tuple[int, int, int, int]) -> float:
+def product_difference(library: Path, shape: tuple[int, int, int, int], *, bfloat16: bool = False) -> float:
     """Relative L2 distance of Float8Product to numpy's product of the same numbers."""
     from onnx import TensorProto, helper
 
     feeds = product_feeds(shape)
-    node = helper.make_node("Float8Product", list(feeds), ["y", "workspace"], domain=DOMAIN)
-    result = helper.make_tensor_value_info("y", TensorProto.FLOAT16, (*shape[:2], shape[3]))
-    (found,) = one_node_session(library, node, feeds, [result]).run(["y"], feeds)
+    operator = f"Float8Product{BFLOAT16 * bfloat16}"
+    element = TensorProto.BFLOAT16 if bfloat16 else TensorProto.FLOAT16
+    node = helper.make_node(operator, list(feeds), ["y", "workspace"], domain=DOMAIN)
+    result = helper.make_tensor_value_info("y", element, (*shape[:2], shape[3]))
+    (found,) = one_node_session(library, node, feeds, [result]).run([f"y{FLOAT}" if bfloat16 else "y"], feeds)
     return relative_l2(found, product_expected(feeds))
 
 

@@ -1,11 +1,12 @@
 /* What float8 products read of their activations: rows as E4M3, with a scale for each.
  *
- * sdflow.Float8Rows           x (..., C)
+ * sdflow.Float8Rows           x (..., C); Float8RowsBfloat16 for bfloat16. Attributes: tokens, first: of x (N, T, C) so many of the T
+ *                             rows of each image, from the first one on; tokens 0: all rows.
  * sdflow.Float8SplitGelu      x (..., 2 C), bias (2 C): BiasSplitGelu
  * sdflow.Float8LayerNorm      x, skip (..., C), gamma, beta, bias (C): the layer normalization of x + skip + bias. Attribute:
  *                             epsilon.
  *
- * All inputs are float16. outputs: the rows (..., C), uint8; their scales, float32, one for each row; of Float8LayerNorm, if it
+ * All other inputs are float16. outputs: the rows (..., C), uint8; their scales, float32, one for each row; of Float8LayerNorm, if it
  * is wanted, x + skip + bias. What the operator stands for is about the rows times their scales.
  */
 #include <stdlib.h>
@@ -16,19 +17,23 @@
 
 /* As in float8_rows.cu. */
 typedef struct {
-    int rows, lanes, warps;
+    int rows, lanes, warps, tokens, whole, first;
 } Rows;
 
 typedef struct {
     Api api;
     const Op *op;
     float epsilon;
+    int64_t tokens, first;
 } Kernel;
 
+static int is_plain(const Op *op) { return op == &float8_rows || op == &float8_rows_bfloat16; }
+
 static const char *name(const Op *op) {
-    return op == &float8_rows ? "Float8Rows" : op == &float8_split_gelu ? "Float8SplitGelu" : "Float8LayerNorm";
+    if (is_plain(op)) return op == &float8_rows ? "Float8Rows" : "Float8RowsBfloat16";
+    return op == &float8_split_gelu ? "Float8SplitGelu" : "Float8LayerNorm";
 }
-static size_t input_count(const Op *op) { return op == &float8_rows ? 1 : op == &float8_split_gelu ? 2 : MOST_INPUTS; }
+static size_t input_count(const Op *op) { return is_plain(op) ? 1 : op == &float8_split_gelu ? 2 : MOST_INPUTS; }
 static size_t output_count(const Op *op) { return op == &float8_layer_norm ? 3 : 2; }
 
 static Status *create(const void *given, Api api, const void *info, void **result) {
@@ -38,8 +43,10 @@ static Status *create(const void *given, Api api, const void *info, void **resul
     if (why) return failure(api, name(op), why);
     Kernel *kernel = calloc(1, sizeof *kernel);
     if (!kernel) return failure(api, name(op), "out of memory");
-    *kernel = (Kernel){api, op, 0};
+    *kernel = (Kernel){api, op, 0, 0, 0};
     Status *failed = op == &float8_layer_norm ? FLOAT_ATTRIBUTE(api)(info, "epsilon", &kernel->epsilon) : 0;
+    if (!failed && is_plain(op)) failed = INT_ATTRIBUTE(api)(info, "tokens", &kernel->tokens);
+    if (!failed && is_plain(op)) failed = INT_ATTRIBUTE(api)(info, "first", &kernel->first);
     if (failed) free(kernel);
     else *result = kernel;
     return failed;
@@ -59,8 +66,13 @@ static Status *compute(void *op_kernel, void *context) {
     }
     TRY(shape_of(api, inputs[0], dims, &rank));
     const int unit = op == &float8_split_gelu ? 2 : 1;
-    if (!rank || dims[rank - 1] % (unit * VECTOR) || dims[rank - 1] > (int64_t)unit * FLOAT8_WARPS * FLOAT8_HELD * 32 * VECTOR)
+    const int most_warps = FLOAT8_WARPS * (is_plain(op) ? 2 : 1);
+    if (!rank || dims[rank - 1] % (unit * VECTOR) || dims[rank - 1] > (int64_t)unit * most_warps * FLOAT8_HELD * 32 * VECTOR)
         return failure(api, name(op), "not for this number of channels");
+    const int64_t tokens = kernel->tokens, first = kernel->first, whole = rank > 1 ? dims[rank - 2] : 1;
+    if (tokens && (rank != 3 || tokens < 0 || first < 0 || first + tokens > whole))
+        return failure(api, name(op), "not for these rows of each image");
+    if (tokens) dims[1] = tokens;
     for (size_t i = 0; i + 1 < rank; ++i) count *= dims[i];
     for (size_t i = 1; i < input_count(op); ++i) {
         TRY(elements_of(api, inputs[i], &elements));
@@ -78,19 +90,20 @@ static Status *compute(void *op_kernel, void *context) {
         TRY(data(api, value, &sum));
     }
     TRY(GPU_STREAM(api)(context, &stream));
-    Rows all = {(int)count, (int)dims[rank - 1] / VECTOR, 1};
+    Rows all = {(int)count, (int)dims[rank - 1] / VECTOR, 1, (int)(tokens ? tokens : count), (int)whole, (int)first};
     if (!all.rows || !all.lanes) return 0;
     while (all.warps * FLOAT8_HELD * 32 < all.lanes) all.warps *= 2;
     void *rows[] = {&at[0], &to, &scales, &all}, *split[] = {&at[0], &at[1], &to, &scales, &all};
     void *norm[] = {&at[0], &at[1], &at[2], &at[3], &at[4], &to, &scales, &sum, &all, &kernel->epsilon};
-    void *function = op == &float8_rows ? gpu.float8_rows[0] : op == &float8_split_gelu ? gpu.float8_rows[1] : gpu.float8_rows[2];
-    void **arguments = op == &float8_rows ? rows : op == &float8_split_gelu ? split : norm;
-    const Launch config = {{ceil_div(all.rows, FLOAT8_WARPS / all.warps), 1, 1}, {32, FLOAT8_WARPS, 1}, 0, stream, 0, 0};
+    void *function = gpu.float8_rows[op == &float8_rows ? 0 : op == &float8_split_gelu ? 1 : op == &float8_layer_norm ? 2 : 3];
+    void **arguments = is_plain(op) ? rows : op == &float8_split_gelu ? split : norm;
+    const int warps = all.warps > FLOAT8_WARPS ? all.warps : FLOAT8_WARPS;
+    const Launch config = {{ceil_div(all.rows, warps / all.warps), 1, 1}, {32, warps, 1}, 0, stream, 0, 0};
     const char *why = launch(function, config, arguments);
     return why ? failure(api, name(op), why) : 0;
 }
 
-static int input_type(const Op *op, size_t i) { return (void)op, (void)i, FLOAT16; }
+static int input_type(const Op *op, size_t i) { return (void)i, op == &float8_rows_bfloat16 ? BFLOAT16 : FLOAT16; }
 static int output_type(const Op *op, size_t i) { return (void)op, i == 0 ? UINT8 : i == 1 ? FLOAT : FLOAT16; }
 static int required(const Op *op, size_t i) { return (void)op, (void)i, REQUIRED; }
 static int output_characteristic(const Op *op, size_t i) { return (void)op, i < 2 ? REQUIRED : OPTIONAL; }
@@ -100,4 +113,4 @@ static int output_characteristic(const Op *op, size_t i) { return (void)op, i < 
         ORT_VERSION, 0, name, on_cuda, input_type, input_count, output_type, output_count, 0, free,                  \
             required, output_characteristic, on_device, none, none, none, none, create, compute,                     \
     }
-const Op float8_rows = OP, float8_split_gelu = OP, float8_layer_norm = OP;
+const Op float8_rows = OP, float8_rows_bfloat16 = OP, float8_split_gelu = OP, float8_layer_norm = OP;

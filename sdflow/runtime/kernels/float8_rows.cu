@@ -1,15 +1,14 @@
-// Rows of float16 as E4M3 with a scale for each, as float8 products read them: of values that are there, of a GELU with its
-// gate, of a layer normalization. A row's largest magnitude becomes 448. Computed in float32; what is quantized is rounded to
-// float16 first, as it is where another kernel writes it.
+// Rows of float16 or bfloat16 as E4M3 with a scale for each, as float8 products read them: of values that are there; in float16
+// also of a GELU with its gate and of a layer normalization. A row's largest magnitude becomes 448. Computed in float32; what is
+// quantized is rounded to 16 bits first, as it is where another kernel writes it.
 
 #if __CUDA_ARCH__ >= 890
 
-#define LARGEST_FLOAT8 448.0f
-
 // A row is held by `warps` warps, a power of two, FLOAT8_HELD vectors of eight channels in each thread; a block has
-// FLOAT8_WARPS warps. Block (32, FLOAT8_WARPS).
+// FLOAT8_WARPS warps, or twice as many where one row takes them. Block (32, warps).
 struct Rows {
     int rows, lanes, warps;  // lanes: vectors of a row
+    int tokens, whole, first;  // of x's rows: `tokens` from `first` on of each `whole`
 };
 
 struct Held {
@@ -20,7 +19,7 @@ struct Held {
 static __device__ __forceinline__ Held of_thread(const Rows& all) {
     Held held;
     const int warp = threadIdx.y;
-    held.row = blockIdx.x * (FLOAT8_WARPS / all.warps) + warp / all.warps;
+    held.row = blockIdx.x * ((int)blockDim.y / all.warps) + warp / all.warps;
     held.part = warp % all.warps;
     held.first = held.part * 32 + threadIdx.x;
     held.step = all.warps * 32;
@@ -28,7 +27,7 @@ static __device__ __forceinline__ Held of_thread(const Rows& all) {
     return held;
 }
 
-// Of all threads of a row. shared: FLOAT8_WARPS numbers that nothing else is in.
+// Of all threads of a row. shared: a number for each warp, that nothing else is in.
 static __device__ __forceinline__ float sum_of_row(float value, const Held& held, int warps, float* shared) {
 #pragma unroll
     for (int distance = 16; distance; distance /= 2) value += __shfl_xor_sync(~0u, value, distance);
@@ -50,41 +49,50 @@ static __device__ __forceinline__ float largest_of_row(float value, const Held& 
     return value;
 }
 
+template <class Type>
 static __device__ __forceinline__ void quantize(const Held& held, const Rows& all, uint2* y, float* scales, float* shared) {
     float largest = 0;
 #pragma unroll
     for (int i = 0; i < FLOAT8_HELD; ++i) {
         if (held.first + i * held.step >= held.end) continue;
-        const Floats values = floats(held.at[i]);
-#pragma unroll
-        for (int j = 0; j < VECTOR; ++j) largest = fmaxf(largest, fabsf(values.at[j]));
+        largest = fmaxf(largest, largest_of(Type::floats_of(held.at[i])));
     }
     largest = largest_of_row(largest, held, all.warps, shared);
-    const float up = largest > 0 ? LARGEST_FLOAT8 / largest : 1.0f;
-    if (held.end && held.first == 0) scales[held.row] = largest > 0 ? largest / LARGEST_FLOAT8 : 1.0f;
+    const float up = up_of(largest);
+    if (held.end && held.first == 0) scales[held.row] = scale_of(largest);
 #pragma unroll
     for (int i = 0; i < FLOAT8_HELD; ++i) {
         const int lane = held.first + i * held.step;
         if (lane >= held.end) continue;
-        const Floats v = floats(held.at[i]);
-        y[(size_t)held.row * all.lanes + lane] =
-            make_uint2(eights(v.at[0] * up, v.at[1] * up, v.at[2] * up, v.at[3] * up),
-                       eights(v.at[4] * up, v.at[5] * up, v.at[6] * up, v.at[7] * up));
+        y[(size_t)held.row * all.lanes + lane] = eights_of(Type::floats_of(held.at[i]), up);
     }
 }
 
-// x: (rows, lanes), y the same; scales: (rows).
-extern "C" __global__ void __launch_bounds__(32 * FLOAT8_WARPS)
-float8_rows(const uint4* __restrict__ x, uint2* __restrict__ y, float* __restrict__ scales, Rows all) {
+// x: (images, whole, lanes), y: (images, tokens, lanes); scales: a number for each row of y.
+template <class Type>
+static __device__ __forceinline__ void quantize_rows(const uint4* __restrict__ x, uint2* __restrict__ y,
+                                                     float* __restrict__ scales, const Rows& all) {
     wait_for_earlier_kernels();
-    __shared__ float shared[FLOAT8_WARPS];
+    __shared__ float shared[2 * FLOAT8_WARPS];
     Held held = of_thread(all);
+    const int image = held.row / all.tokens;
+    const size_t from = ((size_t)image * all.whole + all.first + held.row - image * all.tokens) * all.lanes;
 #pragma unroll
     for (int i = 0; i < FLOAT8_HELD; ++i) {
         const int lane = held.first + i * held.step;
-        if (lane < held.end) held.at[i] = x[(size_t)held.row * all.lanes + lane];
+        if (lane < held.end) held.at[i] = x[from + lane];
     }
-    quantize(held, all, y, scales, shared);
+    quantize<Type>(held, all, y, scales, shared);
+}
+
+extern "C" __global__ void __launch_bounds__(2 * 32 * FLOAT8_WARPS)
+float8_rows(const uint4* __restrict__ x, uint2* __restrict__ y, float* __restrict__ scales, Rows all) {
+    quantize_rows<Half>(x, y, scales, all);
+}
+
+extern "C" __global__ void __launch_bounds__(2 * 32 * FLOAT8_WARPS)
+float8_rows_bfloat16(const uint4* __restrict__ x, uint2* __restrict__ y, float* __restrict__ scales, Rows all) {
+    quantize_rows<Bfloat16>(x, y, scales, all);
 }
 
 // As bias_split_gelu. x: (rows, 2 lanes), bias: (2 lanes), y: (rows, lanes).
@@ -106,7 +114,7 @@ float8_split_gelu(const uint4* __restrict__ x, const uint4* __restrict__ bias, u
         for (int j = 0; j < VECTOR; ++j) plain.at[j] *= gelu(gate.at[j]);
         held.at[i] = halves(plain);
     }
-    quantize(held, all, y, scales, shared);
+    quantize<Half>(held, all, y, scales, shared);
 }
 
 // The layer normalization of x + skip + bias, which is `sum`. x, skip, sum, y: (rows, lanes), gamma, beta, bias: (lanes).
@@ -152,7 +160,7 @@ float8_layer_norm(const uint4* __restrict__ x, const uint4* __restrict__ skip, c
         for (int j = 0; j < VECTOR; ++j) value.at[j] = (value.at[j] - mean) * factor * by.at[j] + plus.at[j];
         held.at[i] = halves(value);
     }
-    quantize(held, all, y, scales, shared[2]);
+    quantize<Half>(held, all, y, scales, shared[2]);
 }
 
 #endif

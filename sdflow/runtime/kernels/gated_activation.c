@@ -1,7 +1,8 @@
 /* sdflow.SiluGated  y = silu(a + a_bias) * (b + b_bias)
  * sdflow.TanhGelu   y = gelu(a + a_bias), the GELU by tanh
  *
- * Each for float16, and with a name that ends in Bfloat16 for that; all inputs and the output are of that type.
+ * Each for float16, and with a name that ends in Bfloat16 for that; all inputs and the output are of that type. Float8SiluGated and
+ * Float8TanhGelu give their rows as E4M3, uint8, and the rows' scales, float32, as a second output.
  *
  * inputs: a (..., W); b (..., W2), of SiluGated alone; optional a_bias, b_bias (C) and before (..., P). output: (..., P + C),
  * `before` and y side by side. Of a's rows C channels are read from the attribute a on, of b's from the attribute b on; C is the
@@ -16,7 +17,7 @@ enum { A, B, A_BIAS, B_BIAS, BEFORE, INPUTS };
 /* As in gated_activation.cu. */
 typedef struct {
     const void *a, *b, *a_bias, *b_bias, *before;
-    void *y;
+    void *y, *scales;
     int a_step, b_step, rows, lanes, before_lanes;
 } Activation;
 
@@ -26,16 +27,18 @@ typedef struct {
     int64_t a, b, channels;
 } Kernel;
 
-static int place_of(const Op *op) { return (int)(op - gated_activations); }
+static int is_float8(const Op *op) { return op >= float8_activations && op < float8_activations + 4; }
+static int place_of(const Op *op) { return (int)(op - (is_float8(op) ? float8_activations : gated_activations)); }
 
 static const char *name(const Op *op) {
-    static const char *const names[] = {"TanhGelu", "TanhGeluBfloat16", "SiluGated", "SiluGatedBfloat16"};
-    return names[place_of(op)];
+    static const char *const names[] = {"Float8TanhGelu", "Float8TanhGeluBfloat16", "Float8SiluGated", "Float8SiluGatedBfloat16"};
+    return names[place_of(op)] + (is_float8(op) ? 0 : sizeof "Float8" - 1);
 }
 
 static Status *create(const void *given, Api api, const void *info, void **result) {
     const Op *op = given;
     const char *why = load_kernels(PART_gated_activation);
+    if (!why && is_float8(op) && !gpu.float8_activation[0]) why = TOO_OLD_FOR_FLOAT8;
     if (why) return failure(api, name(op), why);
     Kernel *kernel = calloc(1, sizeof *kernel);
     if (!kernel) return failure(api, name(op), "out of memory");
@@ -95,15 +98,25 @@ static Status *compute(void *op_kernel, void *context) {
     dims[rank - 1] = width * VECTOR;
     TRY(OUTPUT(api)(context, 0, dims, rank, &value));
     TRY(data(api, value, (void **)&of.y));
+    if (is_float8(op)) {
+        if (width > (int64_t)ACTIVATION_ROW_THREADS * ACTIVATION_HELD) return failure(api, name(op), "rows are too wide");
+        TRY(OUTPUT(api)(context, 1, &rows, 1, &value));
+        TRY(data(api, value, &of.scales));
+    }
     TRY(GPU_STREAM(api)(context, &stream));
     if (!rows) return 0;
+    void *arguments[] = {&of};
+    if (is_float8(op)) {
+        const Launch config = {{of.rows, 1, 1}, {32, ceil_div((int)width, 32 * ACTIVATION_HELD), 1}, 0, stream, 0, 0};
+        const char *why = launch(gpu.float8_activation[place_of(op)], config, arguments);
+        return why ? failure(api, name(op), why) : 0;
+    }
     /* As BiasSplitGelu: a thread has its channels' biases in registers and goes down the rows. */
     const int wide = width < ACTIVATION_THREADS ? (int)width : ACTIVATION_THREADS, deep = ACTIVATION_THREADS / wide;
     const int across = ceil_div((int)width, wide), most = ceil_div(of.rows, deep);
     int blocks = ceil_div(gpu.processors * ACTIVATION_PER_PROCESSOR, across);
     if (blocks > most) blocks = most;
     if (blocks > 65535) blocks = 65535;
-    void *arguments[] = {&of};
     const Launch config = {{across, blocks, 1}, {wide, deep, 1}, 0, stream, 0, 0};
     const char *why = launch(gpu.gated_activation[place_of(op)], config, arguments);
     return why ? failure(api, name(op), why) : 0;
@@ -111,13 +124,14 @@ static Status *compute(void *op_kernel, void *context) {
 
 static int type(const Op *op, size_t i) { return (void)i, place_of(op) % 2 ? BFLOAT16 : FLOAT16; }
 static size_t input_count(const Op *op) { return (void)op, INPUTS; }
-static size_t output_count(const Op *op) { return (void)op, 1; }
+static int output_type(const Op *op, size_t i) { return !is_float8(op) ? type(op, i) : i ? FLOAT : UINT8; }
+static size_t output_count(const Op *op) { return is_float8(op) ? 2 : 1; }
 static int input_characteristic(const Op *op, size_t i) { return (void)op, i == A ? REQUIRED : OPTIONAL; }
 static int output_characteristic(const Op *op, size_t i) { return (void)op, (void)i, REQUIRED; }
 
 #define OP                                                                                                          \
     {                                                                                                               \
-        ORT_VERSION, 0, name, on_cuda, type, input_count, type, output_count, 0, free,                               \
+        ORT_VERSION, 0, name, on_cuda, type, input_count, output_type, output_count, 0, free,                               \
             input_characteristic, output_characteristic, on_device, none, none, none, none, create, compute,         \
     }
-const Op gated_activations[4] = {OP, OP, OP, OP};
+const Op gated_activations[4] = {OP, OP, OP, OP}, float8_activations[4] = {OP, OP, OP, OP};

@@ -4,11 +4,13 @@
 //     y = gelu(a + bias)                     TANH_GELU
 //
 // a and b are columns of what one product gives, or two give: rows are read where they lie, `step` vectors apart. The columns
-// before y's own are a copy of `before`: where the network's next product reads both, they need no Concat.
+// before y's own are a copy of `before`: where the network's next product reads both, they need no Concat. Where that is a product of
+// float8, its rows are written as it reads them (float8_row.cuh), rounded to their 16 bits before.
 
 struct Activation {
     const uint4 *a, *b, *a_bias, *b_bias, *before;
-    uint4* y;
+    uint4* y;       // uint2 of float8
+    float* scales;  // of float8, one for each row
     int a_step, b_step;
     int rows, lanes, before_lanes;  // y: (rows, before_lanes + lanes)
 };
@@ -64,6 +66,59 @@ static __device__ __forceinline__ void activate(const Activation& of) {
         if (GATED) b = next_b;
     }
 }
+
+#if __CUDA_ARCH__ >= 890
+// Grid (rows), block (32, warps): 32 * warps * ACTIVATION_HELD >= before_lanes + lanes.
+template <class Type, bool GATED>
+static __device__ __forceinline__ void activate_row(const Activation& of) {
+    wait_for_earlier_kernels();
+    __shared__ float shared[32];
+    const int row = blockIdx.x, lanes = of.before_lanes + of.lanes;
+    const int first = threadIdx.y * 32 + threadIdx.x, step = 32 * blockDim.y;
+    uint4 held[ACTIVATION_HELD], gates[ACTIVATION_HELD];
+#pragma unroll
+    for (int i = 0; i < ACTIVATION_HELD; ++i) {
+        const int column = first + i * step, lane = column - of.before_lanes;
+        if (column >= lanes) continue;
+        held[i] = lane < 0 ? of.before[(size_t)row * of.before_lanes + column] : of.a[(size_t)row * of.a_step + lane];
+        if (GATED && lane >= 0) gates[i] = of.b[(size_t)row * of.b_step + lane];
+    }
+    float largest = 0;
+#pragma unroll
+    for (int i = 0; i < ACTIVATION_HELD; ++i) {
+        const int column = first + i * step, lane = column - of.before_lanes;
+        if (column >= lanes) continue;
+        if (lane >= 0) {
+            Floats value = Type::floats_of(held[i]), gated = {};
+            if (of.a_bias) add(value, Type::floats_of(of.a_bias[lane]));
+            if (GATED) gated = Type::floats_of(gates[i]);
+            if (GATED && of.b_bias) add(gated, Type::floats_of(of.b_bias[lane]));
+#pragma unroll
+            for (int j = 0; j < VECTOR; ++j)
+                value.at[j] = GATED ? silu(value.at[j]) * gated.at[j] : tanh_gelu(value.at[j]);
+            held[i] = Type::rounded(value);
+        }
+        largest = fmaxf(largest, largest_of(Type::floats_of(held[i])));
+    }
+    largest = largest_of_block(largest, shared);
+    if (first == 0) of.scales[row] = scale_of(largest);
+    const float up = up_of(largest);
+    uint2* const y = (uint2*)of.y + (size_t)row * lanes;
+#pragma unroll
+    for (int i = 0; i < ACTIVATION_HELD; ++i) {
+        const int column = first + i * step;
+        if (column < lanes) y[column] = eights_of(Type::floats_of(held[i]), up);
+    }
+}
+
+#define FLOAT8_ACTIVATION(NAME, TYPE, GATED)                                                                              \
+    extern "C" __global__ void __launch_bounds__(ACTIVATION_ROW_THREADS) NAME(const Activation of) { activate_row<TYPE, GATED>(of); }
+
+FLOAT8_ACTIVATION(float8_tanh_gelu_half, Half, false)
+FLOAT8_ACTIVATION(float8_tanh_gelu_bfloat16, Bfloat16, false)
+FLOAT8_ACTIVATION(float8_silu_gated_half, Half, true)
+FLOAT8_ACTIVATION(float8_silu_gated_bfloat16, Bfloat16, true)
+#endif
 
 #define ACTIVATION(NAME, TYPE, GATED)                                                                                     \
     extern "C" __global__ void __launch_bounds__(ACTIVATION_THREADS) NAME(const Activation of) { activate<TYPE, GATED>(of); }

@@ -7,7 +7,6 @@
 
 #include "ort.h"
 
-enum { TENSOR_MAP_FLOAT16 = 6, SWIZZLE_128 = 3, L2_PROMOTION_256 = 3 };
 enum { ROWS = 128, DEPTH = 64, WIDE = 128, NARROW = 64 }; /* as in geglu.cu */
 
 /* The depth from which tiles of WIDE columns are quicker (2 % on an H200), where there are several of them for each
@@ -18,11 +17,6 @@ enum { DEEP = 1024, SEVERAL = 4 };
 typedef struct {
     int rows, width, depth, band;
 } Size;
-
-/* CUtensorMap */
-typedef struct {
-    _Alignas(64) uint64_t content[16];
-} TensorMap;
 
 static Status *create(const void *op, Api api, const void *info, void **result) {
     (void)op, (void)info;
@@ -36,11 +30,8 @@ static Status *create(const void *op, Api api, const void *info, void **result) 
     return 0;
 }
 
-/* Of a matrix in rows, which is moved in boxes of 64 columns. Returns the driver's error. */
-static int describe(TensorMap *map, void *at, int64_t rows, int64_t columns, unsigned box_rows) {
-    const uint64_t sizes[2] = {(uint64_t)columns, (uint64_t)rows}, stride = (uint64_t)columns * 2;
-    const unsigned box[2] = {64, box_rows}, each[2] = {1, 1};
-    return gpu.describe(map, TENSOR_MAP_FLOAT16, 2, at, sizes, &stride, box, each, 0, SWIZZLE_128, L2_PROMOTION_256, 0);
+static int describe(MatrixMap *map, void *at, int64_t rows, int64_t columns, unsigned box_rows) {
+    return map_matrix(map, TENSOR_MAP_FLOAT16, at, rows, columns, box_rows, L2_PROMOTION_256);
 }
 
 static Status *compute(void *op_kernel, void *context) {
@@ -70,7 +61,7 @@ static Status *compute(void *op_kernel, void *context) {
     TRY(data(api, value, &y));
     TRY(GPU_STREAM(api)(context, &stream));
     if (!rows) return 0;
-    TensorMap x_map, weight_map, y_map;
+    MatrixMap x_map, weight_map, y_map;
     if (describe(&x_map, from, rows, depth, ROWS) || describe(&weight_map, by, depth, 2 * width, DEPTH) ||
         describe(&y_map, y, rows, width, 64))
         return failure(api, "Geglu: the driver does not describe its tensors", 0);

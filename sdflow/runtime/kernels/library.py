@@ -66,16 +66,23 @@ DEFINES = {
     "FLOAT8_WARPS": 8,
     "FLOAT8_HELD": 5,
     "FLOAT8_STAGES": 6,
+    "FLOAT8_MOST_DEPTH": 6144,
+    "FLOAT8_LEAST_FILLED": 8,
+    "FLOAT8_IN_TURNS": 0,
     "ROTARY_THREADS": 384,
     "ROTARY_PER_PROCESSOR": 3,
     "RESIDUAL_THREADS": 512,
     "RESIDUAL_HELD": 3,
     "ACTIVATION_THREADS": 256,
     "ACTIVATION_PER_PROCESSOR": 5,
+    "ACTIVATION_ROW_THREADS": 512,
+    "ACTIVATION_HELD": 4,
 }
 """Threads of a block, at most; and blocks of a kernel for each of the GPU's multiprocessors: measured on an H200.
-FLOAT8_STAGES: tiles along K that a block of float8_product.cu has in shared memory. OVERLAPS: 0: a kernel is launched only
-when the one before it has ended (overlap.cuh)."""
+FLOAT8_STAGES: tiles along K that a block of float8_product.cu has in shared memory. FLOAT8_MOST_DEPTH: K times the tiles of y for
+each multiprocessor, beyond which cuBLASLt multiplies; FLOAT8_LEAST_FILLED: tenths of the multiprocessors, below which it does.
+FLOAT8_IN_TURNS: 1: its warpgroups take turns without gates, too. OVERLAPS: 0: a kernel is launched only when the one before it
+has ended (overlap.cuh)."""
 FOLDER_VARIABLE = "SDFLOW_KERNELS"
 OLDEST = (8, 0)
 """The first compute capability that packs two floats into halves in one instruction, as float16.cuh does."""

@@ -91,8 +91,10 @@ enum { FEW_KEYS_COUNT = 0 FEW_KEYS_KERNELS(ADD_ONE) };
 typedef struct {
     void *context, *sums[2], *apply[2], *held[2], *bias_split_gelu, *interleave; /* sums, apply: float16, float32 */
     void *few_keys_attention[FEW_KEYS_COUNT], *geglu[2];                         /* geglu: wide, in turns */
-    void *float8_rows[3], *float8_product[2]; /* of values, gated GELUs and layer normalizations; plain, gated */
+    void *float8_rows[4]; /* of values, gated GELUs, layer normalizations; of values in bfloat16 */
+    void *float8_product[5]; /* float16 and bfloat16, the same with warpgroups in turns, gated */
     void *rotary_qkv[2], *residual_norm[4], *gated_activation[4];
+    void *float8_norm[4], *float8_activation[4]; /* the same in the same order, of which products of float8 read */
     int shared_memory; /* bytes that a block may have */
     int processors, overlaps; /* overlaps: a kernel may be launched while the one before it runs */
     int (*launch)(const Launch *, void *, void **, void **);
@@ -126,11 +128,31 @@ const char *load_kernels(Part part);
 /* Null when the kernel is queued, else why it is not. */
 const char *launch(void *function, Launch config, void **arguments);
 
+/* CUtensorMap: a matrix in memory, and the box of it that Hopper's copy engine moves at once. */
+typedef struct {
+    uint64_t content[16];
+} __attribute__((aligned(64))) MatrixMap;
+
+enum { TENSOR_MAP_UINT8 = 0, TENSOR_MAP_FLOAT16 = 6, L2_PROMOTION_NONE = 0, L2_PROMOTION_256 = 3 };
+
+/* A matrix in rows, which is moved in boxes of `box_rows` rows of 128 swizzled bytes. Returns the driver's error. */
+int map_matrix(MatrixMap *map, int type, const void *at, int64_t rows, int64_t columns, unsigned box_rows, int promotion);
+
 /* Of a product of float8 rows, where they are on the device. bias: null without gates; to: the result. */
 typedef struct {
     const void *rows, *row_scales, *weight, *weight_scales, *bias;
     void *to;
+    int bfloat16; /* of the result; not with gates */
 } Float8Operands;
+
+/* dims: of the rows, and how many axes that are. n, k: of the weight (n, k). */
+typedef struct {
+    int64_t dims[MOST_AXES], rows, n, k;
+    size_t rank;
+} Float8Sizes;
+
+/* What an operator reads: rows, their scales, weight, its scales and, with gates, bias. */
+Status *read_float8_operands(Api api, const void *context, const char *name, int gates, Float8Operands *of, Float8Sizes *sizes);
 
 /* Whether our kernel is there for a product of this size, and quicker than cuBLASLt. rows: (rows, k), weight: (n, k). */
 int float8_tiles_suit(int64_t rows, int64_t n, int64_t k);
@@ -165,7 +187,9 @@ extern const Op group_norm, group_norm_single, bias_split_gelu, geglu, few_keys_
 extern const Op interleave_phases, interleave_phases_single;
 extern const Op op_rotary_qkv, op_rotary_qkv_bfloat16;
 extern const Op residual_norms[6], gated_activations[4];
-extern const Op float8_rows, float8_split_gelu, float8_layer_norm, float8_product, float8_gated_product;
+extern const Op float8_rows, float8_rows_bfloat16, float8_split_gelu, float8_layer_norm;
+extern const Op float8_product, float8_product_bfloat16, float8_gated_product;
+extern const Op float8_norms[4], float8_activations[4];
 
 static inline const char *on_cuda(const Op *op) { return (void)op, "CUDAExecutionProvider"; }
 static inline int on_device(const Op *op, size_t index) { return (void)op, (void)index, 0; }

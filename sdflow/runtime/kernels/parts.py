@@ -48,10 +48,13 @@ PARTS = {
         Part(
             FLOAT8,
             (
-                *(*HALVES, "gelu.cuh", "float8.cuh", "float8_rows.cu"),
+                *(*SIXTEEN, "gelu.cuh", "float8.cuh", "float8_row.cuh", "float8_rows.cu"),
                 *("mma.cuh", "hopper.cuh", "quick_gelu.cuh", "float8_product.cu"),
             ),
-            ("Float8Rows", "Float8SplitGelu", "Float8LayerNorm", "Float8Product", "Float8GatedProduct"),
+            (
+                *_of_both("Float8Rows", "Float8Product"),
+                *("Float8SplitGelu", "Float8LayerNorm", "Float8GatedProduct"),
+            ),
         ),
         Part(
             "few_keys_attention",
@@ -62,10 +65,17 @@ PARTS = {
         Part("rotary_qkv", (*SIXTEEN, "rotary_qkv.cu"), _of_both("RotaryQkv")),
         Part(
             "residual_norm",
-            (*SIXTEEN, "residual_norm.cu"),
-            _of_both("GatedResidual", "ModulatedNorm", "GatedResidualNorm"),
+            (*SIXTEEN, "float8.cuh", "float8_row.cuh", "residual_norm.cu"),
+            _of_both(
+                *("GatedResidual", "ModulatedNorm", "GatedResidualNorm"),
+                *("Float8ModulatedNorm", "Float8GatedResidualNorm"),
+            ),
         ),
-        Part("gated_activation", (*SIXTEEN, "gated_activation.cu"), _of_both("TanhGelu", "SiluGated")),
+        Part(
+            "gated_activation",
+            (*SIXTEEN, "float8.cuh", "float8_row.cuh", "gated_activation.cu"),
+            _of_both("TanhGelu", "SiluGated", "Float8TanhGelu", "Float8SiluGated"),
+        ),
     )
 }
 """By name, as ort.h has them."""

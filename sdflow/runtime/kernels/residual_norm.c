@@ -2,7 +2,8 @@
  * sdflow.ModulatedNorm      y, y2 = norm(x) * scale + shift, norm(x) * scale2 + shift2
  * sdflow.GatedResidualNorm  y, sum, y2: both, of the sum
  *
- * Each for float16, and with a name that ends in Bfloat16 for that; all inputs and outputs are of that type.
+ * Each for float16, and with a name that ends in Bfloat16 for that; all inputs and outputs are of that type. Float8ModulatedNorm and
+ * Float8GatedResidualNorm give rows of E4M3, uint8, in the place of y and of y2, each followed by its rows' scales, float32.
  *
  * inputs: x (N, ..., C) and, each optional: branch, as x; branch_bias, branch_gamma (C); gate, N rows or one; branch2, as x;
  * branch2_bias (C); gate2; gamma, beta (C); scale, shift, scale2, shift2, N rows or one. Of those rows C channels are read, from
@@ -17,7 +18,19 @@
 #include "ort.h"
 
 enum { X, BRANCH, BRANCH_BIAS, BRANCH_GAMMA, GATE, BRANCH2, BRANCH2_BIAS, GATE2, GAMMA, BETA, SCALE, SHIFT, SCALE2, SHIFT2, INPUTS };
-enum { RESIDUAL, MODULATED, RESIDUAL_NORM };
+enum { RESIDUAL, MODULATED, RESIDUAL_NORM, FLOAT8_MODULATED, FLOAT8_RESIDUAL_NORM };
+enum { Y, SCALES, SUM, Y2, SCALES2, RESULTS };
+
+/* By task: what the outputs are, the required ones first. */
+static const struct {
+    int required, count, at[RESULTS];
+} outputs_of[] = {
+    {1, 1, {SUM}},
+    {1, 2, {Y, Y2}},
+    {2, 3, {Y, SUM, Y2}},
+    {2, 4, {Y, SCALES, Y2, SCALES2}},
+    {3, 5, {Y, SCALES, SUM, Y2, SCALES2}},
+};
 
 /* As in residual_norm.cu. */
 typedef struct {
@@ -35,7 +48,7 @@ typedef struct {
     Branch branches[2];
     const void *gamma, *beta;
     PerImage scale[2], shift[2];
-    void *sum, *y[2];
+    void *sum, *y[2], *scales[2];
     int rows, lanes, norm, plus_one;
     float epsilon, branch_epsilon;
 } ResidualNorm;
@@ -51,19 +64,23 @@ static const char *const row_names[INPUTS] = {
     [GATE] = "gate", [GATE2] = "gate2", [SCALE] = "scale", [SHIFT] = "shift", [SCALE2] = "scale2", [SHIFT2] = "shift2",
 };
 
-static int place_of(const Op *op) { return (int)(op - residual_norms); }
+static int is_float8(const Op *op) { return op >= float8_norms && op < float8_norms + 4; }
+static int place_of(const Op *op) { return is_float8(op) ? 6 + (int)(op - float8_norms) : (int)(op - residual_norms); }
 static int task_of(const Op *op) { return place_of(op) / 2; }
 static int is_bfloat16(const Op *op) { return place_of(op) % 2; }
 
 static const char *name(const Op *op) {
     static const char *const names[] = {"GatedResidual", "GatedResidualBfloat16", "ModulatedNorm", "ModulatedNormBfloat16",
-                                        "GatedResidualNorm", "GatedResidualNormBfloat16"};
+                                        "GatedResidualNorm", "GatedResidualNormBfloat16", "Float8ModulatedNorm",
+                                        "Float8ModulatedNormBfloat16", "Float8GatedResidualNorm",
+                                        "Float8GatedResidualNormBfloat16"};
     return names[place_of(op)];
 }
 
 static Status *create(const void *given, Api api, const void *info, void **result) {
     const Op *op = given;
     const char *why = load_kernels(PART_residual_norm);
+    if (!why && is_float8(op) && !gpu.float8_norm[0]) why = TOO_OLD_FOR_FLOAT8;
     if (why) return failure(api, name(op), why);
     Kernel *kernel = calloc(1, sizeof *kernel);
     if (!kernel) return failure(api, name(op), "out of memory");
@@ -132,17 +149,19 @@ static Status *compute(void *op_kernel, void *context) {
         TRY(per_image(kernel, inputs[scale], scale, images, channels, &of.scale[i]));
         TRY(per_image(kernel, inputs[shift], shift, images, channels, &of.shift[i]));
     }
-    void **to[3] = {&of.y[0], task_of(op) == RESIDUAL_NORM ? &of.sum : &of.y[1], &of.y[1]};
-    if (task_of(op) == RESIDUAL) to[0] = &of.sum;
+    void **to[RESULTS] = {&of.y[0], &of.scales[0], &of.sum, &of.y[1], &of.scales[1]};
+    const int64_t every = all / channels;
     TRY(OUTPUT_COUNT(api)(context, &outputs));
     for (size_t i = 0; i < outputs; ++i) {
-        TRY(OUTPUT(api)(context, i, dims, rank, &value));
-        TRY(data(api, value, to[i]));
+        const int what = outputs_of[task_of(op)].at[i], scales = what == SCALES || what == SCALES2;
+        TRY(OUTPUT(api)(context, i, scales ? &every : dims, scales ? 1 : rank, &value));
+        TRY(data(api, value, to[what]));
     }
     TRY(GPU_STREAM(api)(context, &stream));
     if (!all) return 0;
     of.rows = (int)(all / channels / images);
-    void *arguments[] = {&of}, *function = gpu.residual_norm[2 * is_bfloat16(op) + (at[BRANCH_GAMMA] != 0)];
+    void *const *kernels = is_float8(op) ? gpu.float8_norm : gpu.residual_norm;
+    void *arguments[] = {&of}, *function = kernels[2 * is_bfloat16(op) + (at[BRANCH_GAMMA] != 0)];
     const Launch config = {{of.rows, images, 1}, {32, ceil_div(of.lanes, 32 * RESIDUAL_HELD), 1}, 0, stream, 0, 0};
     const char *why = launch(function, config, arguments);
     return why ? failure(api, name(op), why) : 0;
@@ -150,15 +169,20 @@ static Status *compute(void *op_kernel, void *context) {
 
 static int type(const Op *op, size_t i) { return (void)i, is_bfloat16(op) ? BFLOAT16 : FLOAT16; }
 static size_t input_count(const Op *op) { return (void)op, INPUTS; }
-static size_t output_count(const Op *op) { return (size_t)task_of(op) + 1; }
+static int output_type(const Op *op, size_t i) {
+    const int what = outputs_of[task_of(op)].at[i];
+    if (what == SCALES || what == SCALES2) return FLOAT;
+    return is_float8(op) && what != SUM ? UINT8 : type(op, i);
+}
+static size_t output_count(const Op *op) { return (size_t)outputs_of[task_of(op)].count; }
 static int input_characteristic(const Op *op, size_t i) { return (void)op, i == X ? REQUIRED : OPTIONAL; }
 static int output_characteristic(const Op *op, size_t i) {
-    return i <= (task_of(op) == RESIDUAL_NORM) ? REQUIRED : OPTIONAL;
+    return (int)i < outputs_of[task_of(op)].required ? REQUIRED : OPTIONAL;
 }
 
 #define OP                                                                                                          \
     {                                                                                                               \
-        ORT_VERSION, 0, name, on_cuda, type, input_count, type, output_count, 0, free,                               \
+        ORT_VERSION, 0, name, on_cuda, type, input_count, output_type, output_count, 0, free,                               \
             input_characteristic, output_characteristic, on_device, none, none, none, none, create, compute,         \
     }
-const Op residual_norms[6] = {OP, OP, OP, OP, OP, OP};
+const Op residual_norms[6] = {OP, OP, OP, OP, OP, OP}, float8_norms[4] = {OP, OP, OP, OP};

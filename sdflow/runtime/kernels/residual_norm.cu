@@ -5,7 +5,8 @@
 //
 // norm: a layer normalization, an RMS normalization or the sum itself. A branch can have an RMS normalization of its own before
 // its gate. Gates, scales and shifts are a row for each image, gamma, beta and bias one for all. Everything is float16 or
-// bfloat16 in memory and float32 in registers: the norm is that of the sum before it is rounded.
+// bfloat16 in memory and float32 in registers: the norm is that of the sum before it is rounded. Where only products of float8 read
+// y, it is written as rows of E4M3 with a scale for each (float8_row.cuh), rounded to its 16 bits before.
 //
 // A block has a row. A thread holds RESIDUAL_HELD vectors of eight channels, so that all loads of the row are under way at once,
 // and nothing is read twice.
@@ -26,7 +27,8 @@ struct ResidualNorm {
     Branch branches[2];
     const uint4 *gamma, *beta;
     PerImage scale[2], shift[2];
-    uint4 *sum, *y[2];
+    uint4 *sum, *y[2];  // y: uint2 of float8
+    float* scales[2];   // of float8, one for each row
     int rows, lanes;  // rows of an image, vectors of a row
     int norm;         // NO_NORM, LAYER_NORM or RMS_NORM
     int plus_one;     // bit i: modulation i scales by 1 + scale
@@ -111,7 +113,7 @@ static __device__ __forceinline__ void add_branch(Floats (&sum)[RESIDUAL_HELD], 
 
 // In place, from sums to their norm without gamma and beta.
 static __device__ __forceinline__ void normalize(Floats (&sum)[RESIDUAL_HELD], const ResidualNorm& of, const Mine& mine,
-                                                 float (&shared)[3][32]) {
+                                                 float (*shared)[32]) {
     const float channels = VECTOR * of.lanes;
     if (of.norm == LAYER_NORM) {
         float total = 0;
@@ -150,11 +152,28 @@ static __device__ __forceinline__ void multiply_add(Floats& value, const Floats&
     for (int j = 0; j < VECTOR; ++j) value.at[j] = value.at[j] * (by.at[j] + more) + plus.at[j];
 }
 
+// y: where the row begins.
+template <class Type>
+static __device__ __forceinline__ void store_row(const Raw& row, uint2* y, float* scales, const Mine& mine, float* shared) {
+    float largest = 0;
+#pragma unroll
+    for (int i = 0; i < RESIDUAL_HELD; ++i) {
+        if (mine.has(i)) largest = fmaxf(largest, largest_of(Type::floats_of(row.at[i])));
+    }
+    largest = largest_of_block(largest, shared);
+    if (mine.first == 0) scales[(size_t)blockIdx.y * gridDim.x + blockIdx.x] = scale_of(largest);
+    const float up = up_of(largest);
+#pragma unroll
+    for (int i = 0; i < RESIDUAL_HELD; ++i) {
+        if (mine.has(i)) y[mine.lane(i)] = eights_of(Type::floats_of(row.at[i]), up);
+    }
+}
+
 // Grid (rows, images), block (32, warps): 32 * warps * RESIDUAL_HELD >= lanes.
-template <class Type, bool NORMED>
+template <class Type, bool NORMED, bool FLOAT8>
 static __device__ __forceinline__ void residual_norm(const ResidualNorm& of) {
     wait_for_earlier_kernels();
-    __shared__ float shared[3][32];
+    __shared__ float shared[FLOAT8 ? 5 : 3][32];
     const Mine mine = {(int)(threadIdx.y * 32 + threadIdx.x), (int)(32 * blockDim.y), of.lanes};
     const size_t start = ((size_t)blockIdx.y * of.rows + blockIdx.x) * of.lanes;
     const Branch &one = of.branches[0], &other = of.branches[1];
@@ -198,6 +217,7 @@ static __device__ __forceinline__ void residual_norm(const ResidualNorm& of) {
         if (k && of.scale[k].at) load(scale, of_image(of.scale[k]), mine);
         if (k && of.shift[k].at) load(shift, of_image(of.shift[k]), mine);
         const float more = of.plus_one >> k & 1 ? 1.0f : 0.0f;
+        Raw rounded;
 #pragma unroll
         for (int i = 0; i < RESIDUAL_HELD; ++i) {
             if (!mine.has(i)) continue;
@@ -206,15 +226,23 @@ static __device__ __forceinline__ void residual_norm(const ResidualNorm& of) {
                 multiply_add(value, Type::floats_of(scale.at[i]), more, of.shift[k].at ? Type::floats_of(shift.at[i]) : none);
             else if (of.shift[k].at)
                 add(value, Type::floats_of(shift.at[i]));
-            y[start + mine.lane(i)] = Type::rounded(value);
+            rounded.at[i] = Type::rounded(value);
+            if (!FLOAT8) y[start + mine.lane(i)] = rounded.at[i];
         }
+        if constexpr (FLOAT8) store_row<Type>(rounded, (uint2*)y + start, of.scales[k], mine, shared[3 + k]);
     }
 }
 
-#define RESIDUAL_NORM(NAME, TYPE, NORMED)                                                                                 \
-    extern "C" __global__ void __launch_bounds__(RESIDUAL_THREADS) NAME(const ResidualNorm of) { residual_norm<TYPE, NORMED>(of); }
+#define RESIDUAL_NORM(NAME, ...)                                                                                          \
+    extern "C" __global__ void __launch_bounds__(RESIDUAL_THREADS) NAME(const ResidualNorm of) { residual_norm<__VA_ARGS__>(of); }
 
-RESIDUAL_NORM(residual_norm_half, Half, false)
-RESIDUAL_NORM(residual_norm_half_normed, Half, true)
-RESIDUAL_NORM(residual_norm_bfloat16, Bfloat16, false)
-RESIDUAL_NORM(residual_norm_bfloat16_normed, Bfloat16, true)
+RESIDUAL_NORM(residual_norm_half, Half, false, false)
+RESIDUAL_NORM(residual_norm_half_normed, Half, true, false)
+RESIDUAL_NORM(residual_norm_bfloat16, Bfloat16, false, false)
+RESIDUAL_NORM(residual_norm_bfloat16_normed, Bfloat16, true, false)
+#if __CUDA_ARCH__ >= 890
+RESIDUAL_NORM(float8_norm_half, Half, false, true)
+RESIDUAL_NORM(float8_norm_half_normed, Half, true, true)
+RESIDUAL_NORM(float8_norm_bfloat16, Bfloat16, false, true)
+RESIDUAL_NORM(float8_norm_bfloat16_normed, Bfloat16, true, true)
+#endif

@@ -23,6 +23,8 @@ RESIDUAL_INPUTS = (
 """Of GatedResidual, ModulatedNorm and GatedResidualNorm, in order."""
 PER_IMAGE = ("gate", "gate2", "scale", "shift", "scale2", "shift2")
 """Those with a row for each image; and the attributes that say where in a longer row it begins."""
+SCALES = "_scales"
+"""What the name of an output with the scales of another one's rows ends in."""
 ACTIVATION_INPUTS = ("a", "b", "a_bias", "b_bias", "before")
 """Of SiluGated and TanhGelu, in order."""
 
@@ -33,7 +35,7 @@ class ResidualCase:
 
     shape: of x. inputs: the optional ones that there are, by name. norm: of `NO_NORM` and its like. plus_one: as the attribute.
     kept: whether the sum is a result beside the norm. bfloat16: else float16. shared: whether all images have one row of what is
-    by image. parts: of one longer row, each `shift` channels on.
+    by image. parts: of one longer row, each `shift` channels on. float8: y and y2 are rows of E4M3 and their scales.
     """
 
     shape: tuple[int, ...]
@@ -44,6 +46,7 @@ class ResidualCase:
     bfloat16: bool = False
     shared: bool = False
     parts: bool = False
+    float8: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -54,12 +57,21 @@ class ResidualCase:
     def operator(self) -> str:
         """The operator that computes it."""
         plain = "GatedResidualNorm" if self.kept else "ModulatedNorm"
-        return (plain if self.norm or not self.kept else "GatedResidual") + BFLOAT16 * self.bfloat16
+        plain = plain if self.norm or not self.kept else "GatedResidual"
+        return "Float8" * self.float8 + plain + BFLOAT16 * self.bfloat16
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """Of the operator, in order."""
-        if self.operator.startswith("GatedResidual") and not self.norm:
+        if self.results == ("sum",):
+            return self.results
+        given = [(name, f"{name}{SCALES}") if self.float8 and name != "sum" else (name,) for name in self.results]
+        return tuple(name for names in given for name in names)
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """What the outputs stand for, in order."""
+        if self.kept and not self.norm:
             return ("sum",)
         second = ("y2",) if "scale2" in self.names else ()
         return ("y", *(("sum",) if self.kept else ()), *second)
@@ -91,12 +103,22 @@ RESIDUALS = (
     ResidualCase((3, 2, 2, 520), "branch gamma beta scale", shared=True),
     ResidualCase((4, 8), "branch gate scale", RMS_NORM, plus_one=1),
 )
+FLOAT8_RESIDUALS = (
+    ResidualCase((2, 333, 1536), "branch branch_bias gate scale shift", plus_one=1, parts=True, float8=True),
+    ResidualCase((2, 70, 1536), "scale shift scale2 shift2", kept=False, plus_one=3, parts=True, float8=True),
+    ResidualCase((2, 40, 1536), "branch branch_bias gate scale shift scale2 shift2", plus_one=3, float8=True),
+    ResidualCase((1, 512, 3072), "branch gate scale shift", bfloat16=True, float8=True),
+    ResidualCase((1, 260, 3840), "branch branch_gamma gate gamma scale", RMS_NORM, bfloat16=True, float8=True),
+    ResidualCase((1, 64, 3840), "gamma scale", RMS_NORM, kept=False, bfloat16=True, float8=True),
+)
+"""On GPUs that have float8."""
 
 
 @dataclass(frozen=True)
 class ActivationCase:
     """rows: the axes before the last one. channels: of the result. gate: "" for a GELU, "own" where b is another product's,
     "beside" where a and b are halves of one's row. behind: channels of that row before a. before: of what the result begins with.
+    float8: the result is rows of E4M3 and their scales.
     """
 
     rows: tuple[int, ...]
@@ -106,11 +128,17 @@ class ActivationCase:
     behind: int = 0
     before: int = 0
     bfloat16: bool = False
+    float8: bool = False
 
     @property
     def operator(self) -> str:
         """The operator that computes it."""
-        return ("SiluGated" if self.gate else "TanhGelu") + BFLOAT16 * self.bfloat16
+        return "Float8" * self.float8 + ("SiluGated" if self.gate else "TanhGelu") + BFLOAT16 * self.bfloat16
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Of the operator, in order."""
+        return ("y", f"y{SCALES}") if self.float8 else ("y",)
 
     @property
     def attributes(self) -> dict[str, int]:
@@ -129,6 +157,14 @@ ACTIVATIONS = (
     ActivationCase((2, 2, 30), 2560, "own", biases=True),
     ActivationCase((700,), 40, "beside", biases=True, before=8),
 )
+FLOAT8_ACTIVATIONS = (
+    ActivationCase((2, 333), 6144, biases=True, float8=True),
+    ActivationCase((1, 300), 9216, "beside", bfloat16=True, float8=True),
+    ActivationCase((1, 300), 9216, "beside", behind=9216, before=3072, bfloat16=True, float8=True),
+    ActivationCase((1, 70), 10240, "own", bfloat16=True, float8=True),
+    ActivationCase((1, 40), 12288, before=3072, bfloat16=True, float8=True),
+)
+"""On GPUs that have float8."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +240,7 @@ def residual_expected(case: ResidualCase, values: Mapping[str, np.ndarray]) -> d
         more = case.plus_one >> bit & 1
         scale = by_image(f"scale{number}", 1 - more) + more
         results[f"y{number}"] = normal * scale + by_image(f"shift{number}", 0)
-    return {name: results[name] for name in case.outputs}
+    return {name: results[name] for name in case.results}
 
 
 def _rms(value: np.ndarray, epsilon: float) -> np.ndarray:

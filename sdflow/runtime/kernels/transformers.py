@@ -7,6 +7,7 @@ from typing import Any
 
 from sdflow.onnx_model.nodes import copied, in_order
 from sdflow.runtime.kernels.activations import activation_operators
+from sdflow.runtime.kernels.float8_between import with_float8_results
 from sdflow.runtime.kernels.graph_index import GraphIndex, Known
 from sdflow.runtime.kernels.parts import PART_OF
 from sdflow.runtime.kernels.residuals import Fused, residual_operators
@@ -33,6 +34,7 @@ def with_transformer_kernels(model: Any, known: Known, without: Collection[str] 
     results = [item.name for item in graph.output]
     nodes = _read(nodes, results)
     nodes, constants = _without_unread_parts(nodes, index, results)
+    nodes = with_float8_results(nodes, known, results)
     values = {name for node in nodes for name in node.output}
     read = {name for node in nodes for name in node.input} | set(results)
     kept = [copied(item) for item in graph.value_info if item.name in values]

@@ -27,7 +27,7 @@ class Product:
     """A quantized product by the names of what it is made of.
 
     source: the value before it is quantized. weight, scales: initializers. bias: an initializer or a value, or "". transposed:
-    the weight is (out, in). half: the values around it are float16.
+    the weight is (out, in). half: the values around it have 16 bits.
     """
 
     source: str
@@ -71,6 +71,7 @@ def take_out(model: Any, recipes: Mapping[str, Recipe]) -> tuple[list[str], list
 
     producers = {name: node for node in model.graph.node for name in node.output if name}
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
+    half = onnx.TensorProto.BFLOAT16 if _has_bfloat16(model.graph) else onnx.TensorProto.FLOAT16
     taken: dict[str, int] = {}
     wrong: list[str] = []
     nodes = []
@@ -82,7 +83,7 @@ def take_out(model: Any, recipes: Mapping[str, Recipe]) -> tuple[list[str], list
             continue
         if problem := _apart(product, recipes):
             wrong.append(f"{node.name}: {problem}")
-        taken[product.weight] = onnx.TensorProto.FLOAT16 if product.half else onnx.TensorProto.FLOAT
+        taken[product.weight] = half if product.half else onnx.TensorProto.FLOAT
         nodes += _exact(node, product)
     del model.graph.node[:]
     model.graph.node.extend(_read(nodes, {item.name for item in model.graph.output}))
@@ -93,6 +94,15 @@ def take_out(model: Any, recipes: Mapping[str, Recipe]) -> tuple[list[str], list
         tensor.name, tensor.data_type, tensor.data_location = name, element, onnx.TensorProto.EXTERNAL
         tensor.dims.extend(dims)
     return [*taken], wrong
+
+
+def _has_bfloat16(graph: Any) -> bool:
+    """Whether a graph's values in 16 bits are bfloat16: what is not quantized of its weights, or what is cast."""
+    import onnx
+
+    brain = onnx.TensorProto.BFLOAT16
+    casts = (item.i for node in graph.node if node.op_type == "Cast" for item in node.attribute if item.name == "to")
+    return brain in casts or any(tensor.data_type == brain for tensor in graph.initializer)
 
 
 def _apart(product: Product, recipes: Mapping[str, Recipe]) -> str:
