@@ -12,6 +12,8 @@ from typing import Any
 
 KOHYA = ("lora_unet_", "lora_transformer_", "lora_te_", "lora_te1_", "lora_te2_")
 """How kohya begins the names of modules: those of the denoiser, then those of the text encoders."""
+KOHYA_DENOISER, KOHYA_TEXT = "lora_unet_", "lora_te_"
+"""Those of a model's denoiser, and of its only text encoder."""
 ORIGINAL = "diffusion_model."
 """How ComfyUI begins the names of the original UNet's modules."""
 _BEGINNING = re.compile(r"(input_blocks|middle_block|output_blocks|time_embed|label_emb|out)_\d")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sdflow.families import FAMILIES
+from sdflow.families.shared.original_unet_names import KOHYA_DENOISER, KOHYA_TEXT
 from sdflow.models.base import Model, Original, Shapes
 
 if TYPE_CHECKING:
@@ -70,8 +71,7 @@ others. kohya calls every denoiser a UNet, and PEFT writes no submodel at all.""
 _WRAPPED = "lycoris_"
 """How names begin that LyCORIS' wrapper of any one model gives: no submodel follows."""
 _OF_TEXT = re.compile(r"(text_model_)?encoder_layers_")
-_TEXT = "lora_te_"
-_PREFIXES = {_WRAPPED: _PREFIXES["lora_unet_"], **_PREFIXES}
+_PREFIXES = {_WRAPPED: _PREFIXES[KOHYA_DENOISER], **_PREFIXES}
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def parse_name(name: str) -> LoraName | None:
                     kept = next((each for each in _KEPT if prefix.endswith(each)), "")
                     module = (kept + stem[len(prefix) :]).replace(".processor.", ".")
                     if prefix == _WRAPPED and _OF_TEXT.match(module):
-                        submodels = _PREFIXES[_TEXT]
+                        submodels = _PREFIXES[KOHYA_TEXT]
                     return LoraName(_submodel(submodels, module), module, role)
     return None
 

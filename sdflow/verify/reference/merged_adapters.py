@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import VerificationError
+from sdflow.families.shared.original_unet_names import KOHYA_DENOISER, KOHYA_TEXT
 
 if TYPE_CHECKING:
     import torch
@@ -176,7 +177,7 @@ def _renamed(stem: str) -> str:
     """As kohya spells it where LyCORIS' wrapper of one model spelled it."""
     if not stem.startswith(_WRAPPED):
         return stem
-    prefix = "lora_te_" if _OF_TEXT.match(stem) else "lora_unet_"
+    prefix = KOHYA_TEXT if _OF_TEXT.match(stem) else KOHYA_DENOISER
     return prefix + stem.removeprefix(_WRAPPED)
 
 
