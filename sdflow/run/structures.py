@@ -235,6 +235,8 @@ def import_structures(where: str | Path, cache: Cache, trust: Sequence[str] = ()
             "the cache cannot be written", where=str(cache.root), remedy="Make it so, or name another with --cache."
         )
     where, said = str(where), list[str]()
+    if "://" not in where and not Path(where).exists():
+        raise UsageError("no such file or folder", where=where, remedy="Check the path.")
     try:
         with to_read(RemoteSpec(at(where, "sdflow cache import"), trust=tuple(trust))) as place:
             source = cache.at(place)

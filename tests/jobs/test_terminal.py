@@ -150,6 +150,11 @@ FAILS: dict[str, tuple[tuple[str, ...], str]] = {
     "run": (("nothing.yaml",), "there is no file 'nothing.yaml'"),
     "generate": (("nothing", "-p", "x"), "nothing"),
     "cache import": (("nothing",), "nothing: no such file"),
+    "lock": (("nothing.yaml",), "there is no file 'nothing.yaml'"),
+    "provenance": (("nothing",), "not an sdflow pipeline"),
+    "sign": (("nothing",), "nothing to sign with"),
+    "push": (("oci://localhost:1/fox:1", "nothing"), "not an sdflow pipeline"),
+    "pull": (("nothing",), "nothing"),
 }
 ELSEWHERE = {"run", "serve", "deploy"}
 """Driven by tests of their own."""
