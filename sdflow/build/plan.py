@@ -24,6 +24,7 @@ from sdflow.config.workflow import LoraSpec, PipelineSpec, Workflow
 from sdflow.disk.file_stamp import file_stamp
 from sdflow.errors import CheckpointError, WorkflowError
 from sdflow.families.shared.few_steps import spelled
+from sdflow.families.shared.sampler_names import known_scheduler
 from sdflow.machine.packages import lacks
 from sdflow.manifest import REFINER
 from sdflow.passes import registry
@@ -206,6 +207,9 @@ def _plan_pipeline(
             checkpoint, [(spec.reference, spec.weight_name, lora.path) for spec, lora in merged]
         )
         said = {**few_steps, **pipeline.generate}
+        if "scheduler" in said:
+            schedulers = checkpoint.family.noising.schedulers
+            said["scheduler"] = known_scheduler(said["scheduler"], "generate.scheduler", schedulers)
         checkpoint = replace(checkpoint, said=said)
         if few_steps:
             notes.append(f"{few_steps['because']}: it draws with {spelled(said)}, where nobody says otherwise")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from contextlib import ExitStack
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -80,13 +81,13 @@ class AddressRange:
         """Put memory there. Raises torch.cuda.OutOfMemoryError where the device has none left."""
         no_flags = ctypes.c_uint64(0)
         _call("cuMemCreate", ctypes.byref(self._handle), *_sizes(self.size), ctypes.byref(self._properties), no_flags)
-        try:
-            _call("cuMemMap", self._address, *_sizes(self.size, 0), self._handle, no_flags)
-        except BaseException:
-            _call("cuMemRelease", self._handle)
-            raise
         access = _Access(self._location, _READ_AND_WRITE)
-        _call("cuMemSetAccess", self._address, *_sizes(self.size), ctypes.byref(access), *_sizes(1))
+        with ExitStack() as undo:
+            undo.callback(_call, "cuMemRelease", self._handle)
+            _call("cuMemMap", self._address, *_sizes(self.size, 0), self._handle, no_flags)
+            undo.callback(_call, "cuMemUnmap", self._address, *_sizes(self.size))
+            _call("cuMemSetAccess", self._address, *_sizes(self.size), ctypes.byref(access), *_sizes(1))
+            undo.pop_all()
         self._filled = True
 
     def empty(self) -> None:

@@ -41,7 +41,7 @@ class QuantizeFp8(QuantizingPass[QuantizeFp8Config, Any]):
     """Products in float8 (E4M3), scales found as values come: CUDA, the last pass of a chain in 16 bits."""
 
     name: ClassVar[str] = "QuantizeFp8"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     domain: ClassVar[str] = DOMAIN
     moves_weights: ClassVar[bool] = True
     quantizes: ClassVar[str | None] = KIND

@@ -18,6 +18,7 @@ from sdflow.prompts.limits import report
 from sdflow.runtime.drawing.drawing import Drawing, OutputType
 from sdflow.runtime.drawing.parts import Images
 from sdflow.runtime.drawing.preview import Preview
+from sdflow.runtime.drawing.turns import weight_bytes
 from sdflow.runtime.files.folder import refiner_of, target_of
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.refiner_requirements import require_exact, require_no_mask
@@ -63,12 +64,14 @@ class Ensemble:
         """Load two pipeline folders; what both have, down to the bytes, once. target: None: the base's. options: of
         `Pipeline.load`."""
         target = target_of(Path(folder), target)
-        base = Pipeline.load(folder, target, **options)
         mine, theirs = (read_manifest(Path(each)).artifacts for each in (folder, refiner))
+        others = [name for name, digest in theirs.items() if mine.get(name) != digest]
+        base = Pipeline.load(folder, target, **options, beside=sum(weight_bytes(Path(refiner), others).values()))
         shared = {name: each for name, each in base.submodels.items() if mine.get(name) == theirs.get(name)}
         if options.get("embeddings"):  # each text encoder takes the words by itself
             shared = {name: each for name, each in shared.items() if name not in base.family.text}
-        return cls(base, Pipeline.load(refiner, target, **options, shared=shared))
+        beside = sum(weight_bytes(Path(folder), base.submodels).values())
+        return cls(base, Pipeline.load(refiner, target, **options, shared=shared, beside=beside))
 
     @classmethod
     def of_folder(cls, folder: Path | str, target: str | Target | None = None, **options: Any) -> Pipeline | Ensemble:

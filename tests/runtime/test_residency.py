@@ -94,10 +94,34 @@ def test_nobody_waits_for_work_unless_something_leaves() -> None:
     for each, waits in ((first, 0), (first, 0), (second, 1), (second, 1), (first, 2)):
         with places.using(each):
             assert len(waited) == waits
-    places.forget(first)
-    places.make_room(device.size)
-    assert first.present, "forgotten weights are not moved"
     device.maps.clear()
+
+
+def test_weights_that_stay_are_not_moved_by_later_uses() -> None:
+    device = Device(HEADROOM + 30 * MB)
+    places = Residency(device.free, lambda: None)
+    first, second = Weights(device, 1, 10 * MB), Weights(device, 2, 20 * MB)
+    places.stay(first)
+    for each in (first, second, first):
+        with places.using(each):
+            pass
+    places.make_room(device.size)
+    assert first.present and not second.present
+    device.maps.clear()
+
+
+def test_what_cannot_be_read_does_not_count_as_present() -> None:
+    class Unreadable(Weights):
+        def bring(self) -> None:
+            raise OSError("it is gone")
+
+    device = Device(HEADROOM + 30 * MB)
+    places = Residency(device.free, lambda: None)
+    gone = Unreadable(device, 1, MB)
+    for _ in range(2):
+        with pytest.raises(OSError, match="it is gone"), places.using(gone):
+            pass
+    assert not gone.present
 
 
 def test_weights_in_use_stay_while_another_thread_needs_their_room() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from sdflow.build.plan import Plan
 from sdflow.digest import digest_file
 from sdflow.manifest import MANIFEST_FILE
+from sdflow.manifest.provenance import PROVENANCE_FILE
 from sdflow.store import Cache
 
 EARLIER = Path(__file__).parents[1] / "data/earlier_sdflow.json"
@@ -23,6 +24,7 @@ EARLIER = Path(__file__).parents[1] / "data/earlier_sdflow.json"
 def as_an_earlier_sdflow(folder: Path, out: Path, plan: Plan, cache: Cache) -> Path:
     """A copy of the folder of tiny_cpu with the earlier sdflow.json. plan: of its workflow, all of it cached."""
     shutil.copytree(folder, out, symlinks=True)
+    (out / PROVENANCE_FILE).unlink()  # it had none
     (pipeline,) = plan.pipelines
     found: dict[str, Any] = {}
     for planned in pipeline.steps(cache):

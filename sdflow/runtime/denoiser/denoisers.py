@@ -202,7 +202,9 @@ class Denoisers:
     def _make_room(self, wanted: int, needed: Container[Key]) -> None:
         """Let those go that were not used for the longest time, until so many bytes are within the share."""
         held = sum(self._taken.values())
-        most = SHARE * (available_bytes(self._model.place.device) + held)
+        places = self._model.residency
+        free = available_bytes(self._model.place.device) if places is None else places.room()
+        most = SHARE * (free + held)
         for key in [key for key in self.kept if key not in needed]:
             if held + wanted <= most:
                 return

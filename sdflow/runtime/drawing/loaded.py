@@ -119,6 +119,7 @@ class LoadedPipeline:
         low_memory: bool = False,
         keep: Keep = "fit",
         device_memory: int | None = None,
+        beside: int = 0,
         vae_tiles: bool | None = None,
         cuda_graphs: Container[str] | None = None,
         engine_cache: Path | None = None,
@@ -133,7 +134,8 @@ class LoadedPipeline:
         target: cpu, cuda, ...; None: the one that it was built for. scheduler: one of `families.schedulers.SCHEDULERS`
         instead of the folder's, or what A1111 or ComfyUI calls it. checker: whether the family's checker, if it is there,
         sees the images. keep: "all": the weights of all submodels stay on a CUDA device; "fit": where they do not fit
-        together, they take turns. device_memory: bytes of the device that this process may take; None: all that is free.
+        together, they take turns. device_memory: bytes of the device that this process may take, from now on; None: as before,
+        at first all that is free. beside: bytes of weights that another pipeline will put there.
         cuda_graphs: the submodels that may be captured, None: all. tuning: what `sdflow tune` chose for this machine:
         `recorded_tuning(folder, target).tuning`. embeddings: files of textual inversion, FILE or FILE:WORD, and folders of
         them, whose files go by their names; their words may stand in prompts. shared: submodels that another pipeline has
@@ -146,7 +148,14 @@ class LoadedPipeline:
         onnxruntime_for(target)
         family = folder_family(folder)
         names = [name for name in onnx_submodels(folder) if checker or name != family.checker]
-        moves = None if low_memory else moving_weights(folder, names, target, keep, device_memory)
+        if device_memory is not None and (low_memory or keep == "all" or target.name != "cuda"):
+            raise UsageError(
+                "only limits weights that may take turns on a CUDA device",
+                where="device_memory",
+                remedy="Leave it out, or draw on the target cuda with keep 'fit' and without low_memory.",
+            )
+        own = [name for name in names if name not in shared]
+        moves = None if low_memory else moving_weights(folder, own, target, keep, device_memory, beside)
 
         def load(name: str) -> Submodel:
             if name in shared:

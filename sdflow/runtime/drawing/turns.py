@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from sdflow.artifact import WEIGHTS_FILE
@@ -14,25 +14,31 @@ from sdflow.targets import Target
 from sdflow.units import spell_bytes
 
 
+def weight_bytes(folder: Path, names: Iterable[str]) -> dict[str, int]:
+    """Submodel -> the bytes of its data file, where it has one."""
+    files = {name: folder / name / WEIGHTS_FILE for name in names}
+    return {name: file.stat().st_size for name, file in files.items() if file.exists()}
+
+
 def moving_weights(
-    folder: Path, names: Sequence[str], target: Target, keep: Keep, device_memory: int | None
+    folder: Path, names: Sequence[str], target: Target, keep: Keep, device_memory: int | None, beside: int = 0
 ) -> Residency | None:
     """Where the weights of these submodels take turns; None where all stay: on the CPU, for "all", and where they fit together,
     with what drawing one image of the model's own size with guidance takes.
 
-    device_memory: bytes that the process may take; None: all that is free. Raises UsageError where those of one submodel are
-    more than that.
+    device_memory: bytes that the process may take; None: all that is free. beside: bytes of weights that will lie there too.
+    Raises UsageError where those of one submodel are more than that.
     """
     if target.name != "cuda" or keep == "all":
         return None
     configs, family = folder_configs(folder), folder_family(folder)
-    files = {name: folder / name / WEIGHTS_FILE for name in names}
-    sizes = {name: file.stat().st_size for name, file in files.items() if file.exists()}
+    sizes = weight_bytes(folder, names)
     working = drawing_bytes(family, configs, family.latents(configs).size, device="cuda")
     places = residency("cuda", device_memory)
     room = places.room()
-    if sum(sizes.values()) + working + HEADROOM <= room:
-        return None
+    fits = not sizes or sum(sizes.values()) + beside + working + HEADROOM <= room
+    if fits:
+        return None if device_memory is None else places
     largest = max(sizes, key=sizes.__getitem__)
     if sizes[largest] + HEADROOM > room:
         raise UsageError(

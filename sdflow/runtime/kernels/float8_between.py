@@ -31,7 +31,9 @@ def with_float8_results(nodes: Sequence[Any], known: Known, results: Collection[
     def rows(value: str) -> Any | None:
         """The Float8Rows that alone reads a value."""
         found = readers.get(value, [])
-        return found[0] if len(found) == 1 and value not in results and _kind(found[0]) == "Float8Rows" else None
+        if len(found) != 1 or value in results or _kind(found[0]) != "Float8Rows":
+            return None
+        return None if any(each.name == "tokens" and each.i for each in found[0].attribute) else found[0]  # of all rows
 
     gone: set[str] = set()
     made = []

@@ -56,8 +56,7 @@ class DeviceWeights:
         """The same memory as tensors, by the names that the model has for them. It is for reading only, and stays from now on."""
         found = {name: value for name, value in self._of(read_graph(self._model)).items() if name in names}
         if self.resident is not None:
-            with self.resident.using():
-                self.resident.residency.forget(self.resident.weights)
+            self.resident.residency.stay(self.resident.weights)
         return found
 
     def _of(self, graph: onnx.ModelProto) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from sdflow.machine.cuda_memory import AddressRange
@@ -40,11 +41,18 @@ class MovingMemory:
 
     def bring(self) -> None:
         """Put the values on the device: queued on torch's current stream where they wait in page-locked memory."""
+        import torch
+
         self._range.fill()
-        if self._host is None:
-            self._read(self.bytes())
-        else:
-            self.bytes().copy_(self._host, non_blocking=True)
+        try:
+            if self._host is None:
+                self._read(self.bytes())
+            else:
+                self.bytes().copy_(self._host, non_blocking=True)
+        except BaseException:  # else what lies there would count as the values
+            torch.cuda.synchronize()
+            self._range.empty()
+            raise
 
     def remove(self) -> None:
         """Give the device's memory back. The first time, the values are copied to page-locked memory of the host, if there is
@@ -69,4 +77,8 @@ def _page_locked(size: int) -> torch.Tensor | None:
 
     memory = torch.empty(size, dtype=torch.uint8)
     status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)
-    return memory if int(status) == 0 else None
+    if int(status) == 0:
+        return memory
+    with suppress(RuntimeError):  # the next launch reports the failure, and clears it
+        torch.zeros(1, device="cuda").add_(1)
+    return None

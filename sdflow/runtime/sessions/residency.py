@@ -49,6 +49,7 @@ class Residency:
         self._free, self._wait = free, wait
         self._lock = threading.RLock()
         self._present: OrderedDict[Movable, None] = OrderedDict()
+        self._staying: set[Movable] = set()
         self.limit, self._at_first = limit, free()
 
     def room(self) -> int:
@@ -63,8 +64,9 @@ class Residency:
             if not weights.present:
                 self.make_room(weights.size + HEADROOM, weights)
                 weights.bring()
-            self._present[weights] = None
-            self._present.move_to_end(weights)
+            if weights not in self._staying:
+                self._present[weights] = None
+                self._present.move_to_end(weights)
             yield
 
     def make_room(self, wanted: int, user: Movable | None = None) -> None:
@@ -77,10 +79,17 @@ class Residency:
                 each.remove()
                 del self._present[each]
 
+    def stay(self, weights: Movable) -> None:
+        """They are brought, and never leave again: somebody reads them without `using`."""
+        with self._lock, self.using(weights):
+            self._present.pop(weights, None)
+            self._staying.add(weights)
+
     def forget(self, weights: Movable) -> None:
-        """They are no longer moved."""
+        """They are of no use any more."""
         with self._lock:
             self._present.pop(weights, None)
+            self._staying.discard(weights)
 
 
 @dataclass(frozen=True)

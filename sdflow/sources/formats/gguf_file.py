@@ -114,8 +114,9 @@ def _pieces(path: Path, header: Header) -> list[tuple[str, TensorEntry]]:
     for info in header.tensors:
         kind = TYPES[info.kind]
         count = prod(info.shape)
-        if info.shape and info.shape[-1] % kind.block:
-            raise invalid(path, f"rows of {info.shape[-1]} values of {info.name} are no whole blocks of {kind.name}")
+        width = info.shape[-1] if info.shape else 1
+        if width % kind.block:
+            raise invalid(path, f"rows of {width} values of {info.name} are no whole blocks of {kind.name}")
         begin = header.data_begin + info.offset
         if begin != position:
             raise invalid(

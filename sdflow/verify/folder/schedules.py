@@ -47,8 +47,8 @@ def compare_schedules(folder: Path, source: Source) -> list[Finding]:
         try:
             loaded = ours if name is None else named_scheduler(name, ours.config, family.noising)
             wanted = _of_diffusers([each for each in (source.scheduler, name) if each], family, source, theirs)
-        except UsageError:
-            return None  # what neither takes is the same
+        except UsageError as error:
+            return error.what if name is None else None  # of the others, what neither takes is the same
         return next((why for steps in STEPS if (why := _apart(loaded, wanted, steps, family))), None)
 
     if why := apart(None):
