@@ -26,7 +26,7 @@ from sdflow.serve.http.requested import find_model
 from sdflow.serve.http.uploads import as_mask, as_rgb, read_base64
 from sdflow.serve.http.webui_controlnet import control_fields, require_shapes
 from sdflow.serve.http.webui_fields import FromImage, Options, Text
-from sdflow.serve.http.webui_inpaint import Part, filled
+from sdflow.serve.http.webui_inpaint import Part, filled, inverted
 from sdflow.serve.http.webui_samplers import requested_scheduler
 from sdflow.serve.jobs import Drawn, Image, Job, Preview, Stepped
 
@@ -92,12 +92,15 @@ def webui_routes(served: Served) -> APIRouter:
         )
         width, height = asked.width or side, asked.height or side
         if isinstance(asked, FromImage) and image is not None and mask is not None:
+            if asked.inpaint_full_res:  # the part is enlarged to this size here, before the worker sees it
+                most = served.drawing.most_pixels(model.name) or served.limits.sent_pixels
+                served.limits.require_size(height, width, model.latents.granularity, most)
             if asked.inpainting_fill == 0:
                 image = await run_in_threadpool(filled, image, mask)
             if asked.inpaint_full_res:
                 padding = asked.inpaint_full_res_padding
                 part = await run_in_threadpool(Part.of, image, mask, width, height, padding, asked.mask_blur)
-                image, mask = part.cut(width, height)
+                image, mask = await run_in_threadpool(part.cut, width, height)
         try:
             units = asked.units()
         except ValueError as error:
@@ -140,11 +143,12 @@ def webui_routes(served: Served) -> APIRouter:
         def read(text: str, param: str) -> Image:
             return as_rgb(read_base64(text, param, served.limits))
 
-        image, mask = await run_in_threadpool(read, asked.init_images[0], "init_images"), None
-        if asked.mask:
-            mask = as_mask(await run_in_threadpool(read, asked.mask, "mask"))
-            if asked.inpainting_mask_invert:
-                mask = Image(mask.mode, mask.size, bytes(255 - value for value in mask.pixels))
+        def read_mask(text: str) -> Image:
+            mask = as_mask(read(text, "mask"))
+            return inverted(mask) if asked.inpainting_mask_invert else mask
+
+        image = await run_in_threadpool(read, asked.init_images[0], "init_images")
+        mask = await run_in_threadpool(read_mask, asked.mask) if asked.mask else None
         return await draw(request, asked, image, mask)
 
     @routes.get("/progress", summary="How far what this API is drawing is")
