@@ -24,7 +24,10 @@ import pytest
 from serve.conftest import SIZE, RunningServer, running_server
 from until import PATIENCE, until
 
+from sdflow.errors import UsageError
 from sdflow.serve.http.app import PAGE_FOLDER
+from sdflow.serve.http.models import Models
+from sdflow.serve.http.served_model import read_served
 
 NGINX = shutil.which("nginx") or shutil.which("/usr/sbin/nginx")
 LARGE = "256x256"
@@ -137,6 +140,11 @@ def test_the_page_names_nothing_by_an_absolute_path() -> None:
             text = path.read_text()
             found = re.findall(r"""(?:href|src)="/[^"]*"|from "/[^"]*"|fetch\([`"']/[^)]*""", text)
             assert found == [], path.name
+
+
+def test_an_alias_is_no_name_of_a_pipeline(tiny_pipeline: Path) -> None:
+    with pytest.raises(UsageError, match="a pipeline is named 'tiny' itself"):
+        Models({"tiny": read_served(tiny_pipeline, check=False)}, {"tiny": "tiny"})
 
 
 def test_who_generates_may_not_administer_and_keys_are_read_again(operated: Operated) -> None:

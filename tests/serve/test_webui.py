@@ -147,6 +147,10 @@ def test_what_is_drawn_tells_how_far_it_is_and_is_interrupted(server: RunningSer
         ({"override_settings": {"sd_model_checkpoint": ["tiny"]}}, "valid string"),
         ({"prompt": "a <lora:ink:0.8>"}, "no LoRA is named 'ink' here"),
         ({"width": 70}, "multiples of 64"),
+        (
+            {"alwayson_scripts": {"ControlNet": {"args": [{"model": "x" * 300, "image": "AA=="}]}}},
+            "at most 200 characters",
+        ),
         ({"steps": 1000}, "at most 150"),
         ({"batch_size": 4, "n_iter": 4}, "n is 16, and may be at most 4"),
     ],

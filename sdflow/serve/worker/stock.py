@@ -282,6 +282,7 @@ class Stock:
                 lane.loaded.pipelines[name], lane.paces[name], lane.ready[name] = pipeline, pace, found
             self._used = [*(each for each in self._used if each != name), name]
             self._problems.pop(name, None)
+            self._told.pop(name, None)
 
     def _unload(self, name: str) -> None:
         with self._lock:
