@@ -17,7 +17,7 @@ RUN pip install --no-cache-dir torch==2.13.0 --index-url https://download.pytorc
 RUN pip install --no-cache-dir -c /src/constraints.txt '/src[cpu,oci,remote,s3]'
 CMD ["doctor"]
 
-# Serves the pipeline mounted at /pipeline; the first line of /run/secrets/api_key is the key that requests must send.
+# Serves the pipeline mounted at /pipeline; requests must send one of the keys in /run/secrets/api_key, one on each line.
 FROM build AS serve
 RUN pip install --no-cache-dir -c /src/constraints.txt '/src[cpu,serve]'
 RUN useradd --create-home sdflow && mkdir -p /cache && chown sdflow /cache

@@ -177,7 +177,8 @@ def serve(
         float | None,
         typer.Option(
             min=0,
-            help="Maximum cost of a request: images x steps x megapixels x chunks of the prompt. Default: unlimited.",
+            help="Maximum cost of a request: images x steps x megapixels x sections of the prompt between BREAKs. "
+            "Default: unlimited.",
             show_default=False,
         ),
     ] = None,

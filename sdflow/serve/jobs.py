@@ -96,10 +96,11 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Load:
-    """Load the pipeline of a folder, in the place of one of this name if there is one."""
+    """Load the pipeline of a folder, in the place of one of this name if there is one. number: tells orders apart."""
 
     name: str
     folder: Path
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -134,12 +135,21 @@ class Ready:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was found out about a pipeline that was to be loaded; None: it cannot be, and error says why."""
+    """What was found out about a pipeline that was to be loaded; None: it cannot be, and error says why. number: of the order."""
 
     name: str
     folder: Path
     found: Mapping[str, Any] | None
     error: str = ""
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was found out anew about a pipeline that is there."""
+
+    name: str
+    found: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -215,7 +225,7 @@ class Lost:
     remedy: str | None = None
 
 
-Message = Lost | Ready | Loaded | OfImage | Turned
+Message = Lost | Ready | Loaded | Measured | OfImage | Turned
 
 Order = Job | Cancel | Show | Load | Drop
 """What the process that draws is told."""

@@ -19,7 +19,7 @@ class Limits:
     take, its waiting included. previews: of an image. loras: of one request; lora_bytes: of one that is sent; uploads,
     upload_bytes: of all that were sent and are there. conditioning_images: for ControlNets, and for IP-Adapters.
     connections: that are open at a time. chunks: of 75 tokens, that a prompt may have. cost: of a request, in steps times
-    megapixels times chunks, of all its images; None: any."""
+    megapixels times sections between BREAKs, of all its images; None: any."""
 
     UPLOAD_PATH: ClassVar[str] = "/v1/loras"
     """The path of what is received into files; all other bodies are in memory."""
@@ -76,7 +76,7 @@ class Limits:
         self.require_at_most("prompt", chunks, self.chunks, "chunks of 75 tokens (BREAK begins a new one)")
         found = images * steps * pixels * chunks / 1e6
         if self.cost is not None and found > self.cost:
-            words = f"{images} x {steps} steps x {pixels / 1e6:.3g} megapixels x {chunks} chunks of its prompt"
+            words = f"{images} x {steps} steps x {pixels / 1e6:.3g} megapixels x {chunks} sections of its prompt"
             raise ApiError(
                 400, f"the request costs {found:.4g} ({words}), and may cost {self.cost:g} here.", code="too_costly"
             )

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import json
 from base64 import b64encode
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import PIL.Image
 import pytest
+from starlette.requests import Request
 
 from sdflow.serve.api_error import ApiError
-from sdflow.serve.http.openai_fields import Generation
+from sdflow.serve.http.openai_api import read_form
+from sdflow.serve.http.openai_fields import Edit, Generation
 from sdflow.serve.http.requested import jobs_of
 from sdflow.serve.http.served_model import read_served
 from sdflow.serve.http.uploads import read_conditioning_images
@@ -67,3 +72,17 @@ def test_a_pipeline_without_them_says_so_and_the_size_is_that_of_what_it_follows
     assert job.conditioning.controls[0].image.size == (64, 64)
     with pytest.raises(ApiError, match="there are 1 images for 2 IP-Adapters"):
         read_conditioning_images(Generation(prompt="a", image_prompts=shown[:1]), able, Limits())
+
+
+def test_a_reference_in_a_form_may_be_as_long_as_the_body() -> None:
+    image, text = ("a.png", png(), "image/png"), json.dumps(["A" * (2 << 20)])
+    sent = httpx.Request("POST", "http://test/", data={"prompt": "a", "references": text}, files={"image": image})
+    content = sent.read()
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": content}
+
+    headers = [(b"content-type", sent.headers["content-type"].encode())]
+    request = Request({"type": "http", "method": "POST", "path": "/", "headers": headers}, receive)
+    fields, _, _ = asyncio.run(read_form(request, Limits(), Edit))
+    assert [len(each) for each in fields.references] == [2 << 20]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sdflow.serve.api_error import ApiError, of_failure
 from sdflow.serve.http.drawing import Drawing
-from sdflow.serve.jobs import Begun, Cancel, Drawn, Failed, Job, Lost, Message, Ready
+from sdflow.serve.jobs import Begun, Cancel, Drawn, Drop, Failed, Job, Load, Loaded, Lost, Measured, Message, Ready
 from sdflow.serve.limits import Limits
 from sdflow.serve.metrics import Metrics
 
@@ -71,6 +72,44 @@ def test_a_worker_that_ends_is_told_and_nothing_is_taken_until_another_is_there(
     assert (refused.value.status, refused.value.code) == (503, "not_ready")
     drawing.hear(Ready({"tiny": {}}))
     drawing.require_place(1)
+
+
+def test_what_waited_for_a_pipeline_that_was_removed_is_not_sent_to_the_next_worker() -> None:
+    error, sent, _ = asked(Limits(), Lost("WorkerEnded", "it ended"), Ready({"other": {}}))
+    assert (error.status, error.param) == (400, "model") and "removed" in error.message
+    assert sent == JOBS
+
+
+def test_only_its_own_order_answers_a_load_and_what_was_removed_does_not_come_back() -> None:
+    sent: list[Any] = []
+    drawing = Drawing(Limits(), Metrics(), sent.append)
+    drawing.hear(Ready({"tiny": {"lanes": 1}}))
+
+    async def load(*said: Message) -> ApiError | None:
+        loading = asyncio.ensure_future(drawing.load("tiny", Path("tiny")))
+        await asyncio.sleep(0)
+        assert isinstance(sent[-1], Load)
+        for each in said:
+            drawing.hear(each)
+        await asyncio.wait([loading], timeout=0.05)
+        if not loading.done():
+            drawing.drop("tiny")
+        (error,) = await asyncio.gather(loading, return_exceptions=True)
+        assert error is None or isinstance(error, ApiError)
+        return error
+
+    drawing.hear(Measured("tiny", {"lanes": 2}))
+    assert drawing.found == {"tiny": {"lanes": 2}}
+    removed = asyncio.run(load(Measured("tiny", {"lanes": 3})))
+    assert removed is not None and removed.status == 409 and sent[-1] == Drop("tiny")
+    late = Loaded("tiny", Path("tiny"), {"lanes": 4}, number=1)
+    drawing.hear(late)
+    drawing.hear(Measured("tiny", {"lanes": 5}))
+    assert drawing.found == {}
+    assert asyncio.run(load(late, Loaded("tiny", Path("tiny"), {"lanes": 6}, number=2))) is None
+    assert drawing.found == {"tiny": {"lanes": 6}}
+    lost = asyncio.run(load(Lost("WorkerEnded", "it ended with signal 9")))
+    assert lost is not None and (lost.status, lost.code) == (503, "worker_lost")
 
 
 def test_what_waited_when_a_worker_ended_is_drawn_by_the_next_and_given_up_with_that() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hmac
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -19,7 +20,7 @@ from sdflow.serve.http.connection import Connection
 from sdflow.serve.http.loras import Loras
 from sdflow.serve.http.server import LOOPBACK, access_of, listen
 from sdflow.serve.jobs import WorkerOptions
-from sdflow.serve.keys import Access, Keys
+from sdflow.serve.keys import Access, Keys, read_keys
 from sdflow.serve.limits import Limits
 from sdflow.serve.log import log_line
 
@@ -114,6 +115,19 @@ def test_a_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
         headers = {"Authorization": f"Bearer {given}"}
         assert ask(Access(Keys(("secret",))), "/v1/models", headers=headers).status_code == status
     assert compared == [(given.encode(), b"secret") for given, _ in wanted]
+
+
+def test_a_key_comes_as_a_bearers_or_a_password_only() -> None:
+    """A gateway counts requests by the header: a key with any word before it would be counted apart."""
+    access, password = Access(Keys(("secret",))), base64.b64encode(b"ann:secret").decode()
+    wanted = (("bearer secret", True), (f"Basic {password}", True), ("Token secret", False), ("secret", False))
+    for header, known in wanted:
+        assert (access.caller(header.encode()) is not None) is known, header
+
+
+def test_comments_and_a_byte_order_mark_are_no_keys(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_bytes("\ufeffann\n  # of the page\n\n bob \n".encode())
+    assert read_keys(tmp_path / "keys") == ("ann", "bob")
 
 
 FORM = b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\n'

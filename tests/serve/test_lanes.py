@@ -19,7 +19,7 @@ from sdflow.serve.engine.lanes import Lanes, Tell
 from sdflow.serve.engine.loading import LoadedLane, Spent, load_lanes, sooner
 from sdflow.serve.engine.served_pipeline import ServedPipeline
 from sdflow.serve.engine.waiting import Waiting
-from sdflow.serve.jobs import Begun, Drawn, Failed, Job, LoraFile, Message, Turned, WorkerOptions
+from sdflow.serve.jobs import Begun, Drawn, Drop, Failed, Job, Load, Loaded, LoraFile, Message, Turned, WorkerOptions
 from sdflow.serve.loras.live_loras import SharedValues, Values
 from sdflow.serve.worker.stock import Stock
 
@@ -197,6 +197,32 @@ def test_other_lanes_take_the_place_of_those_that_are_there(loaded: list[LoadedL
     until(lambda: first not in stock.lanes.engines)
     assert len(stock.lanes.engines) == 2 and stock.about("tiny")["lanes"] == 2
     assert not first.busy and first.jobs == ()
+    stock.lanes.end()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+def test_the_newest_order_for_a_pipeline_counts(loaded: list[LoadedLane], tiny_pipeline: Path) -> None:
+    """Removed while it is drawn, and added again before that has an effect, it is there; an image of none fails alone."""
+    told: list[Message] = []
+    lane = LoadedLane(dict(loaded[0].pipelines), dict(loaded[0].seconds), loaded[0].first, loaded[0].threads)
+    stock = Stock(WorkerOptions({"tiny": tiny_pipeline}, batch_sizes=(1,), threads=2, lanes=1), [lane], told.append)
+    thread = threading.Thread(target=stock.lanes.run, daemon=True)
+    thread.start()
+    stock.submit(job(0, steps=40, size=128))
+    until(lambda: any(isinstance(each, Begun) for each in told))
+    for order in (Drop("tiny"), Load("tiny", tiny_pipeline, 7)):
+        stock.do(order)
+    until(lambda: any(isinstance(each, Loaded) and each.number == 7 for each in told))
+    until(lambda: sum(isinstance(each, Drawn) for each in told) == 1)
+    stock._pool.submit(lambda: None).result(PATIENCE)
+    stock.submit(job(1))
+    until(lambda: sum(isinstance(each, Drawn) for each in told) == 2)
+    stock.do(Drop("tiny"))
+    until(lambda: "tiny" not in stock._folders)
+    stock.submit(job(2))
+    (failed,) = (each for each in told if isinstance(each, Failed))
+    assert (failed.kind, failed.request) == ("UsageError", "request 2")
     stock.lanes.end()
     thread.join(PATIENCE)
     assert not thread.is_alive()

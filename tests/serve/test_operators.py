@@ -24,7 +24,10 @@ import pytest
 from serve.conftest import SIZE, RunningServer, running_server
 from until import PATIENCE, until
 
+from sdflow.errors import UsageError
 from sdflow.serve.http.app import PAGE_FOLDER
+from sdflow.serve.http.models import Models
+from sdflow.serve.http.served_model import read_served
 
 NGINX = shutil.which("nginx") or shutil.which("/usr/sbin/nginx")
 LARGE = "256x256"
@@ -139,6 +142,11 @@ def test_the_page_names_nothing_by_an_absolute_path() -> None:
             assert found == [], path.name
 
 
+def test_an_alias_is_no_name_of_a_pipeline(tiny_pipeline: Path) -> None:
+    with pytest.raises(UsageError, match="a pipeline is named 'tiny' itself"):
+        Models({"tiny": read_served(tiny_pipeline, check=False)}, {"tiny": "tiny"})
+
+
 def test_who_generates_may_not_administer_and_keys_are_read_again(operated: Operated) -> None:
     for method, path in (
         ("POST", "/v1/loras"),
@@ -169,6 +177,8 @@ def test_an_owner_stops_only_its_own_requests(operated: Operated) -> None:
     with ThreadPoolExecutor(1) as pool:
         for key, stopped in (("bob", False), ("ann", True), ("root", True)):
             future, _ = begun()
+            seen = operated.ask("GET", "/sdapi/v1/progress", key).json()
+            assert bool(seen["state"]["job_count"]) is stopped and (stopped or seen["current_image"] is None), key
             assert operated.ask("POST", "/sdapi/v1/interrupt", key).status_code == 200
             state = operated.ask("GET", "/sdapi/v1/progress").json()["state"]
             assert bool(state["interrupted"] or not state["job_count"]) is stopped, key
@@ -178,6 +188,8 @@ def test_an_owner_stops_only_its_own_requests(operated: Operated) -> None:
 
 
 def test_pipelines_have_aliases_and_clients_that_cannot_be_changed_get_the_default(operated: Operated) -> None:
+    assert operated.ask("GET", "/v1/models/dall-e-3").json()["id"] == "one"
+    assert operated.ask("GET", "/v1/models/gpt-image-1").status_code == 404, "which the default is not"
     for name in ("one", "dall-e-3", "gpt-image-1"):
         assert operated.log_of(operated.draw(model=name))["pipeline"] == "one"
 
@@ -185,6 +197,12 @@ def test_pipelines_have_aliases_and_clients_that_cannot_be_changed_get_the_defau
 def test_pipelines_are_added_unloaded_brought_back_read_again_and_removed(operated: Operated) -> None:
     """There is memory for one and a half: each of them makes room for the other."""
     assert operated.ask("POST", "/v1/models", "root", json={"id": "../one"}).status_code == 404
+    folder = operated.keys.parent / "pipelines"
+    (folder / "link").symlink_to(folder / "two")
+    for wrong, says in (("link", "a link to the pipeline two"), ("dall-e-3", "is an alias here")):
+        refused = operated.ask("POST", "/v1/models", "root", json={"id": wrong})
+        assert refused.status_code == 400 and says in refused.json()["error"]["message"]
+    (folder / "link").unlink()
     first = operated.draw()
     added = operated.ask("POST", "/v1/models", "root", json={"id": "two"})
     assert added.status_code == 201 and added.json()["sdflow"]["max_pixels"] > 0
@@ -198,7 +216,14 @@ def test_pipelines_are_added_unloaded_brought_back_read_again_and_removed(operat
     operated.server.wait_for(lambda line: line.get("event") == "loaded" and line["pipeline"] == "one", seen)
     assert drawn[0].json()["data"][0]["b64_json"] == first.json()["data"][0]["b64_json"]
     assert operated.ask("POST", "/v1/models", "root", json={"id": "one"}).status_code == 201, "it is read again"
+    two, layers = {"sd_model_checkpoint": "two"}, {"CLIP_stop_at_last_layers": 2}
+    for key, wanted in (("bob", two), ("ann", layers)):
+        assert operated.ask("POST", "/sdapi/v1/options", key, json=wanted).status_code == 200
     assert operated.ask("DELETE", "/v1/models/two", "root").json()["deleted"] is True
+    found = {key: operated.ask("GET", "/sdapi/v1/options", key).json() for key in ("ann", "bob")}
+    assert [each["sd_model_checkpoint"] for each in found.values()] == ["one", "one"], "two is not there any more"
+    assert [each["CLIP_stop_at_last_layers"] for each in found.values()] == [2, 1]
+    assert operated.ask("POST", "/sdapi/v1/options", "ann", json={"CLIP_stop_at_last_layers": 1}).status_code == 200
     assert operated.ask("DELETE", "/v1/models/two", "root").status_code == 404
     assert operated.log_of(operated.draw(model="two"))["pipeline"] == "one", "the default"
 
@@ -292,7 +317,8 @@ def test_nginx_in_front_limits_rates_and_passes_the_rest_on(operated: Operated, 
         "rate=30r/m", "rate=2r/m"
     )
     made = made.replace("burst=10", "burst=2").replace("images.example.org", "images.example")
-    prefix = f"server {{ listen 127.0.0.1:{below}; location /images/ {{ proxy_pass http://sdflow/; }} }}"
+    passed = "\n".join(line for line in lines if line.lstrip().startswith(("proxy_http", "proxy_set", "proxy_buf")))
+    prefix = f"server {{ listen 127.0.0.1:{below}; {passed}\n location /images/ {{ proxy_pass http://sdflow/; }} }}"
     temporary = " ".join(
         f"{kind}_temp_path {tmp_path}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     )

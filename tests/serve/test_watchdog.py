@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from serve.conftest import SIZE, RunningServer, running_server
 from transformers import CLIPTokenizer
 from until import PATIENCE, until
 
-from sdflow.serve.engine.pulse import LEAST_SECONDS, Patience
+from sdflow.serve.engine.engine import Engine
+from sdflow.serve.engine.lanes import Lanes
+from sdflow.serve.engine.pulse import LEAST_SECONDS, Patience, Pulse, Pulses
+from sdflow.serve.engine.served_pipeline import ServedPipeline
 from sdflow.serve.jobs import Begun, Drawn, Job, Lost, Message, Ready, WorkerOptions
 from sdflow.serve.worker.worker import WorkerLine
 
@@ -171,3 +175,23 @@ def test_larger_images_may_take_longer(sizes: tuple[int, ...], seconds: float) -
     patience = Patience(LEAST_SECONDS, 6000, {"tiny": 64 * 64})
     jobs = tuple(Job("a", 0, "tiny", "a", 1, arguments={"height": size, "width": size}) for size in sizes)
     assert patience.of(jobs) == seconds
+
+
+@pytest.mark.parametrize(("loading", "looks"), [(False, 10), (True, 40)])
+def test_an_image_that_waits_for_a_pipeline_hangs_only_after_the_time_of_a_start(
+    monkeypatch: pytest.MonkeyPatch, loading: bool, looks: int
+) -> None:
+    """Looks are counted, so a busy machine changes nothing."""
+    monkeypatch.setattr("sdflow.serve.engine.pulse.PULSE_SECONDS", 0.01)
+    monkeypatch.setattr("sdflow.serve.engine.pulse.START_SECONDS", 0.3)
+
+    def find(job: Job) -> ServedPipeline:
+        raise AssertionError("it is not loaded")
+
+    lanes, heard = Lanes(lambda message: None), list[Message | Pulse]()
+    lanes.add(lambda waiting, tell: Engine(find, {}, tell, waiting=waiting))
+    lanes.submit(Job("waits", 0, "tiny", "a", 1))
+    Pulses(heard.append).watch(lanes, Patience(0.1, 0.1, {"tiny": 64 * 64}), partial(bool, loading))
+    until(lambda: any(isinstance(each, Pulse) and each.stuck is not None for each in heard))
+    first = next(number for number, each in enumerate(heard) if isinstance(each, Pulse) and each.stuck is not None)
+    assert looks <= first <= looks + 5

@@ -25,6 +25,8 @@ from sdflow.runtime.denoiser.schedule import named_scheduler
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.http.webui_api import loras_in
+from sdflow.serve.http.webui_inpaint import inverted
+from sdflow.serve.jobs import Image as PlainImage
 
 SMALL = {"prompt": "a (red:1.2) circle", "width": 64, "height": 64, "steps": 2, "seed": 5, "sampler_name": "Euler a"}
 
@@ -145,6 +147,10 @@ def test_what_is_drawn_tells_how_far_it_is_and_is_interrupted(server: RunningSer
         ({"override_settings": {"sd_model_checkpoint": ["tiny"]}}, "valid string"),
         ({"prompt": "a <lora:ink:0.8>"}, "no LoRA is named 'ink' here"),
         ({"width": 70}, "multiples of 64"),
+        (
+            {"alwayson_scripts": {"ControlNet": {"args": [{"model": "x" * 300, "image": "AA=="}]}}},
+            "at most 200 characters",
+        ),
         ({"steps": 1000}, "at most 150"),
         ({"batch_size": 4, "n_iter": 4}, "n is 16, and may be at most 4"),
     ],
@@ -153,6 +159,14 @@ def test_what_is_wrong_is_told(server: RunningServer, fields: dict[str, Any], sa
     answer = ask(server, "txt2img", {**SMALL, **fields})
     assert answer.status_code == 400
     assert says in answer.json()["detail"]
+
+
+def test_a_masked_part_is_enlarged_only_within_the_limits(server: RunningServer) -> None:
+    small = b64encode(png(PIL.Image.new("RGB", (8, 8), "white"))).decode()
+    body = {**SMALL, "init_images": [small], "mask": small, "width": 30720, "height": 30720}
+    answer = ask(server, "img2img", {**body, "inpainting_mask_invert": 1})
+    assert answer.status_code == 400 and "this pipeline draws at most" in answer.json()["detail"]
+    assert inverted(PlainImage("L", (2, 1), b"\x00\xf0")).pixels == b"\xff\x0f"
 
 
 def test_loras_are_taken_out_of_a_prompt() -> None:

@@ -59,28 +59,32 @@ class Pulses:
 
     def __init__(self, tell: Callable[[Pulse], None]) -> None:
         self._tell = tell
-        self._watched: tuple[Lanes, Patience] | None = None
+        self._watched: tuple[Lanes, Patience, Callable[[], bool]] | None = None
         threading.Thread(target=self._beat, name="pulse", daemon=True).start()
 
-    def watch(self, lanes: Lanes, patience: Patience) -> None:
-        """Tell of these, too, from now on."""
-        self._watched = lanes, patience
+    def watch(self, lanes: Lanes, patience: Patience, loading: Callable[[], bool] = lambda: False) -> None:
+        """Tell of these, too, from now on. loading: whether they may have to wait for a pipeline that is being loaded, which may
+        take as long as a start, or a request."""
+        self._watched = lanes, patience, loading
         self._tell(Pulse(None, patience.seconds))
 
     def _beat(self) -> None:
         known: dict[int, tuple[int, float]] = {}
+        loaded = 0.0
         while True:
             time.sleep(PULSE_SECONDS)
             if self._watched is None:
                 self._tell(Pulse())
                 continue
-            lanes, patience = self._watched
+            lanes, patience, loading = self._watched
+            loaded = loaded + PULSE_SECONDS if loading() else 0.0
+            spared = 0 < loaded <= max(START_SECONDS, patience.most)
             stuck, any_drawn = None, any(engine.jobs for engine in lanes.engines)
             for number, engine in enumerate(lanes.engines):
                 before, seconds = known.get(number, (-1, 0.0))
                 # Looks are counted, not the clock: it goes on while all of sdflow is stopped by Ctrl-Z.
                 waits = engine.busy and (bool(engine.jobs) or not any_drawn)  # else, for room beside another lane's
-                seconds = seconds + PULSE_SECONDS if waits and engine.progress == before else 0.0
+                seconds = seconds + PULSE_SECONDS if waits and not spared and engine.progress == before else 0.0
                 known[number] = engine.progress, seconds
                 if seconds > patience.of(engine.jobs):
                     stuck = seconds

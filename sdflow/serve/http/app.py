@@ -165,6 +165,7 @@ def _own_routes(app: FastAPI, drawing: Drawing, metrics: Metrics) -> None:
 
     @app.get("/metrics", tags=["Server"], summary="For Prometheus")
     async def figures() -> Response:
+        metrics.ready.set(int(drawing.ready))  # 0 while it drains, too
         return PlainTextResponse(metrics.text(), media_type="text/plain; version=0.0.4")
 
     if (PAGE_FOLDER / "index.html").is_file():

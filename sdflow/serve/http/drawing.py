@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from sdflow.serve.jobs import (
     Load,
     Loaded,
     Lost,
+    Measured,
     Message,
     OfImage,
     Order,
@@ -79,7 +81,8 @@ class Drawing:
         self.draining = False
         self._seconds = QueueSeconds()
         self._requests: dict[str, _OpenRequest] = {}
-        self._loading: dict[str, asyncio.Future[None]] = {}
+        self._loading: dict[str, tuple[int, asyncio.Future[None]]] = {}
+        self._orders = itertools.count(1)
 
     @property
     def ready(self) -> bool:
@@ -97,16 +100,19 @@ class Drawing:
         if isinstance(message, Ready):
             if self.found is None:
                 for waiting in self._requests.values():
-                    self._send_open(waiting)
+                    self._send_open(waiting, message)
             self.found = {}
             for name, found in message.pipelines.items():
                 self._note(name, found)
         elif isinstance(message, Loaded):
             self._hear_loaded(message)
+        elif isinstance(message, Measured):
+            if self.found is not None and message.name in self.found:
+                self._note(message.name, message.found)
         elif isinstance(message, Lost):
             self.found = None
             for name in tuple(self._loading):
-                self._hear_loaded(Loaded(name, Path(), None, f"the process that draws ended: {message.what}"))
+                self._give_up_loading(name, _lost(message))
             for waiting in self._requests.values():
                 if waiting.begun or waiting.survived:
                     waiting.queue.put_nowait(message)
@@ -123,26 +129,38 @@ class Drawing:
         self._seconds.start(name, found)
 
     def _hear_loaded(self, message: Loaded) -> None:
-        if message.found is not None and self.found is not None:
+        number, loading = self._loading.get(message.name, (None, None))
+        if loading is None or number != message.number:
+            return  # it was removed since
+        if message.found is None:
+            words = f"{message.name} cannot be loaded: {message.error}."
+            self._give_up_loading(message.name, ApiError(400, words, param="id"))
+            return
+        del self._loading[message.name]
+        if self.found is not None:
             self._note(message.name, message.found)
-        loading = self._loading.pop(message.name, None)
+        if not loading.done():
+            loading.set_result(None)
+
+    def _give_up_loading(self, name: str, error: ApiError) -> None:
+        _, loading = self._loading.pop(name, (0, None))
         if loading is not None and not loading.done():
-            if message.found is not None:
-                loading.set_result(None)
-            else:
-                loading.set_exception(ApiError(400, f"{message.name} cannot be loaded: {message.error}.", param="id"))
+            loading.set_exception(error)
 
     async def load(self, name: str, folder: Path) -> None:
         """Have the worker load a pipeline. Raises ApiError when it cannot."""
         self.require_place(0)
         if name in self._loading:
             raise ApiError(409, f"{name} is being loaded already.", param="id", code="loading")
-        self._loading[name] = asyncio.get_running_loop().create_future()
-        self.send(Load(name, folder))
-        await asyncio.shield(self._loading[name])
+        number, loading = next(self._orders), asyncio.get_running_loop().create_future()
+        self._loading[name] = number, loading
+        self.send(Load(name, folder, number))
+        await asyncio.shield(loading)
 
     def drop(self, name: str) -> None:
         """Have the worker unload a pipeline, when it has drawn what it has begun."""
+        words = f"{name} was removed while it was being loaded."
+        self._give_up_loading(name, ApiError(409, words, param="id", code="loading"))
         self.send(Drop(name))
         self.found = None if self.found is None else {each: self.found[each] for each in self.found if each != name}
 
@@ -153,10 +171,14 @@ class Drawing:
         found: int | None = self.found.get(pipeline, {}).get("max_pixels")
         return found
 
-    def _send_open(self, waiting: _OpenRequest) -> None:
+    def _send_open(self, waiting: _OpenRequest, ready: Ready | None = None) -> None:
+        """ready: what a new worker said; images whose pipeline was removed since have failed."""
         for job in waiting.jobs:
             if job.index in waiting.open:
-                self.send(job)
+                if ready is None or job.pipeline in ready.pipelines:
+                    self.send(job)
+                else:
+                    waiting.hear(Failed(job.request, job.index, "UsageError", "its pipeline was removed", "model"))
 
     def require_place(self, images: int) -> None:
         """Raises ApiError when so many more images cannot be taken now."""
@@ -216,8 +238,8 @@ class Drawing:
                 ):  # not around `yield`: it would end whoever asks, wherever that is then
                     message = await waiting.queue.get()
                 if isinstance(message, Lost):
-                    words = f"The process that draws ended: {message.what}. It is started again."
-                    raise self._refusal("worker_lost", 503, words, RESTART_SECONDS)
+                    self._metrics.refusals.labels("worker_lost").inc()
+                    raise _lost(message)
                 if isinstance(message, Failed):
                     raise of_failure(message)
                 now = time.monotonic()
@@ -243,3 +265,8 @@ class Drawing:
             del self._requests[request]
             if waiting.open or waiting.count < len(jobs):
                 self.send(Cancel(request))
+
+
+def _lost(message: Lost) -> ApiError:
+    words = f"The process that draws ended: {message.what}. It is started again."
+    return ApiError(503, words, code="worker_lost", retry_after=RESTART_SECONDS)

@@ -18,8 +18,13 @@ class Models(Mapping[str, ServedModel]):
     def __init__(
         self, models: Mapping[str, ServedModel], aliases: Mapping[str, str] | None = None, default: str | None = None
     ) -> None:
-        """Raises UsageError for a name that no pipeline has."""
+        """Raises UsageError for a name that no pipeline has, and for an alias that is a pipeline's name."""
         self._models, self._aliases, self._default = dict(models), dict(aliases or {}), default
+        for alias in self._aliases:
+            if alias in self._models:
+                raise UsageError(
+                    f"a pipeline is named {alias!r} itself", where="--alias", remedy="Take another name for the alias."
+                )
         wanted = [("--alias", name) for name in self._aliases.values()]
         for option, name in [*wanted, *([] if default is None else [("--default", default)])]:
             if name not in self._models:
@@ -41,15 +46,33 @@ class Models(Mapping[str, ServedModel]):
         """Other names of this pipeline."""
         return [alias for alias, of in self._aliases.items() if of == name]
 
+    def named(self, name: str | None) -> ServedModel | None:
+        """The pipeline of this name or alias; None where there is none."""
+        return self._models.get(self._aliases.get(name or "", name or ""))
+
+    def is_alias(self, name: str) -> bool:
+        """Whether it is another name of a pipeline, even if that is not there now."""
+        return name in self._aliases
+
+    def get_named(self, name: str) -> ServedModel:
+        """The pipeline of this name or alias. Raises ApiError."""
+        if (found := self.named(name)) is None:
+            raise self._unknown(name)
+        return found
+
     def find(self, name: str | None) -> ServedModel:
         """The pipeline of this name or alias; the default where none is named. Raises ApiError."""
-        named = self._aliases.get(name or "", name)
-        if named is not None and named in self._models:
-            return self._models[named]
+        if (found := self.named(name)) is not None:
+            return found
         if self._models and (name is None or self._default in self._models):
             return self._models[next(iter(self))]
+        raise self._unknown(name)
+
+    def _unknown(self, name: str | None) -> ApiError:
         known = ", ".join([*self, *self._aliases]) or "there is none"
-        raise ApiError(404, f"no pipeline is named {name!r} here, only {known}.", param="model", code="model_not_found")
+        return ApiError(
+            404, f"no pipeline is named {name!r} here, only {known}.", param="model", code="model_not_found"
+        )
 
     def put(self, model: ServedModel) -> None:
         """One more, or another in the place of one of this name."""
@@ -75,16 +98,20 @@ class Additions:
         """The pipeline of this name: the one that is there, read again, or one of the folder. Raises ApiError."""
         folder = there.folder if there is not None else self._find(name)
         try:
-            return read_served(folder, require_verified=self.require_verified, check=self.check)
+            found = read_served(folder, require_verified=self.require_verified, check=self.check)
         except SdflowError as error:
             raise ApiError(
                 400, f"{name} cannot be served: {error.what}.", param="id", code="invalid_pipeline"
             ) from error
+        if found.name != name:
+            words = f"{name} is a link to the pipeline {found.name}: add it by that name."
+            raise ApiError(400, words, param="id", code="invalid_pipeline")
+        return found
 
     def _find(self, name: str) -> Path:
         if self.folder is None:
             raise ApiError(400, "pipelines can be added only to a server with --pipeline-folder.", param="id")
-        if not name or name in (".", "..") or "/" in name or "\\" in name or not (self.folder / name).is_dir():
+        if not name or name in (".", "..") or set(name) & set("/\\:") or not (self.folder / name).is_dir():
             there = ", ".join(sorted(path.parent.name for path in self.folder.glob("*/sdflow.json"))) or "none"
             raise ApiError(
                 404,

@@ -35,6 +35,8 @@ def model_routes(served: Served, additions: Additions | None) -> APIRouter:
 
     @routes.post("/models", summary="Add a pipeline of the server's folder, or read one again", status_code=201)
     async def added(wanted: Addition) -> dict[str, Any]:
+        if served.models.is_alias(wanted.id):
+            raise ApiError(400, f"{wanted.id} is an alias here: take the pipeline's own name.", param="id")
         there = served.models.get(wanted.id)
         model = await run_in_threadpool(found().read, wanted.id, there)
         await served.drawing.load(model.name, model.folder.absolute())

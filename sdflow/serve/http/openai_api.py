@@ -69,7 +69,7 @@ def openai_routes(served: Served) -> APIRouter:
 
     @routes.get("/models/{name}", tags=["OpenAI"], summary="One pipeline", operation_id="retrieveModel")
     async def model(name: str) -> dict[str, Any]:
-        return described(find_model(served.models, name))
+        return described(served.models.get_named(name))
 
     def described(model: ServedModel) -> dict[str, Any]:
         return model.to_json(served.drawing.most_pixels(model.name))
@@ -110,7 +110,8 @@ async def read_form(request: Request, limits: Limits, kind: type[Edit]) -> tuple
     require_form(request)
     texts: dict[str, Any] = {}
     files: dict[str, list[bytes]] = {"image": [], "mask": []}
-    async with request.form(max_files=limits.conditioning_images + 4, max_fields=100, max_part_size=1 << 20) as form:
+    most = limits.conditioning_images + 4
+    async with request.form(max_files=most, max_fields=100, max_part_size=limits.body) as form:
         for name, value in form.multi_items():
             name = name.removesuffix("[]")
             if isinstance(value, UploadFile) and name in files:

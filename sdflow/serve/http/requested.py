@@ -60,7 +60,6 @@ def jobs_of(
     arguments = {**settings.call_arguments(), **_size(fields, model, limits, most_pixels, start)}
     negative = arguments.pop("negative_prompt", None)
     steps, pixels = _steps_and_pixels(settings, arguments, model, mask is not None, image is not None)
-    limits.require_cost(images, steps, pixels, _chunks(settings, fields.prompt, model))
     first = random.SystemRandom().randrange(2**32) if settings.seed is None else settings.seed
     request = uuid.uuid4().hex
 
@@ -74,7 +73,7 @@ def jobs_of(
         limits.require_short(param, found)
         return found
 
-    return [
+    jobs = [
         Job(
             request,
             index,
@@ -96,6 +95,8 @@ def jobs_of(
         )
         for index, seed in enumerate((first + index) % (MOST_SEED + 1) for index in range(images))
     ]
+    limits.require_cost(images, steps, pixels, max(_chunks(settings, job) for job in jobs))
+    return jobs
 
 
 def _steps_and_pixels(
@@ -110,11 +111,11 @@ def _steps_and_pixels(
     return max(1, round(runs * steps * strength)), arguments.get("height", side) * arguments.get("width", side)
 
 
-def _chunks(settings: Settings, prompt: str, model: ServedModel) -> int:
-    """That the longest prompt has, at least: each section between BREAKs is one. The worker counts tokens, too."""
+def _chunks(settings: Settings, job: Job) -> int:
+    """That the longest prompt of an image has, at least: each section between BREAKs is one. The worker counts tokens, too."""
     if settings.prompt_syntax != "a1111":
         return 1
-    return max(len(BREAK.split(text)) for text in (prompt, settings.negative_prompt or ""))
+    return max(len(BREAK.split(text)) for text in (job.prompt, job.negative_prompt or ""))
 
 
 def _require_runs(settings: Settings, limits: Limits) -> None:

@@ -19,6 +19,7 @@ from sdflow.families.image_text import PARAMETERS
 from sdflow.families.image_text_reading import LORA, infotext_values
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.http.callers import caller_of
+from sdflow.serve.http.models import Models
 from sdflow.serve.http.openai_api import Served, of_validation, prepared, wanted_still
 from sdflow.serve.http.openai_fields import Edit
 from sdflow.serve.http.openai_fields import Lora as LoraField
@@ -26,7 +27,7 @@ from sdflow.serve.http.requested import find_model
 from sdflow.serve.http.uploads import as_mask, as_rgb, read_base64
 from sdflow.serve.http.webui_controlnet import control_fields, require_shapes
 from sdflow.serve.http.webui_fields import FromImage, Options, Text
-from sdflow.serve.http.webui_inpaint import Part, filled
+from sdflow.serve.http.webui_inpaint import Part, filled, inverted
 from sdflow.serve.http.webui_samplers import requested_scheduler
 from sdflow.serve.jobs import Drawn, Image, Job, Preview, Stepped
 
@@ -66,11 +67,20 @@ class _Now:
 
     def __init__(self) -> None:
         self.open: dict[str, _Open] = {}
-        self.options = Options()
+        self._options: dict[str | None, Options] = {}
 
     def of(self, request: Request) -> list[tuple[str, _Open]]:
-        """What this one may stop: its owner's."""
+        """What this one may see and stop: its owner's."""
         return [(name, each) for name, each in self.open.items() if caller_of(request).may_stop(each.owner)]
+
+    def options(self, request: Request, models: Models) -> Options:
+        """As this owner set them, without a pipeline that was removed since."""
+        found = self._options.get(caller_of(request).owner, Options())
+        removed = models.named(found.sd_model_checkpoint) is None
+        return found.model_copy(update={"sd_model_checkpoint": None}) if removed else found
+
+    def set(self, request: Request, options: Options) -> None:
+        self._options[caller_of(request).owner] = options
 
 
 def webui_routes(served: Served) -> APIRouter:
@@ -82,27 +92,31 @@ def webui_routes(served: Served) -> APIRouter:
         request: Request, asked: Text, image: Image | None = None, mask: Image | None = None
     ) -> dict[str, Any]:
         prompt, loras = loras_in(asked.prompt)
-        options = _set(now.options, asked.override_settings)
+        options = _set(now.options(request, served.models), asked.override_settings)
         model = find_model(served.models, options.sd_model_checkpoint)
         if not asked.override_settings_restore_afterwards:
-            now.options = options
+            now.set(request, options)
         side, part = model.latents.image_size, None
         scheduler = requested_scheduler(
             asked.sampler_name or asked.sampler_index, asked.scheduler, asked.eta, model.schedulers
         )
         width, height = asked.width or side, asked.height or side
         if isinstance(asked, FromImage) and image is not None and mask is not None:
+            if asked.inpaint_full_res:  # the part is enlarged to this size here, before the worker sees it
+                most = served.drawing.most_pixels(model.name) or served.limits.sent_pixels
+                served.limits.require_size(height, width, model.latents.granularity, most)
             if asked.inpainting_fill == 0:
                 image = await run_in_threadpool(filled, image, mask)
             if asked.inpaint_full_res:
                 padding = asked.inpaint_full_res_padding
                 part = await run_in_threadpool(Part.of, image, mask, width, height, padding, asked.mask_blur)
-                image, mask = part.cut(width, height)
+                image, mask = await run_in_threadpool(part.cut, width, height)
+        start = asked.init_images[0] if isinstance(asked, FromImage) else None
         try:
             units = asked.units()
+            control = control_fields(units, start)
         except ValueError as error:
             raise of_validation(error) from error
-        start = asked.init_images[0] if isinstance(asked, FromImage) else None
         skipped = (options.CLIP_stop_at_last_layers or 1) - 1
         given = {
             **asked.settings(),
@@ -114,7 +128,7 @@ def webui_routes(served: Served) -> APIRouter:
             "scheduler": scheduler,
             "clip_skip": skipped or None,
             "loras": loras,
-            "control": control_fields(units, start),
+            "control": control,
             **({} if mask is not None else {"mask_blur": None}),
         }
         jobs = await prepared(request, served, Edit.model_validate(given), model, image, mask)
@@ -140,26 +154,28 @@ def webui_routes(served: Served) -> APIRouter:
         def read(text: str, param: str) -> Image:
             return as_rgb(read_base64(text, param, served.limits))
 
-        image, mask = await run_in_threadpool(read, asked.init_images[0], "init_images"), None
-        if asked.mask:
-            mask = as_mask(await run_in_threadpool(read, asked.mask, "mask"))
-            if asked.inpainting_mask_invert:
-                mask = Image(mask.mode, mask.size, bytes(255 - value for value in mask.pixels))
+        def read_mask(text: str) -> Image:
+            mask = as_mask(read(text, "mask"))
+            return inverted(mask) if asked.inpainting_mask_invert else mask
+
+        image = await run_in_threadpool(read, asked.init_images[0], "init_images")
+        mask = await run_in_threadpool(read_mask, asked.mask) if asked.mask else None
         return await draw(request, asked, image, mask)
 
     @routes.get("/progress", summary="How far what this API is drawing is")
-    async def progress(skip_current_image: bool = False) -> dict[str, Any]:
-        request, first = next(iter(now.open.items()), ("", None))
-        share = sum(each.share() for each in now.open.values()) / max(1, len(now.open))
-        steps = [step for each in now.open.values() for step in each.steps.values()]
+    async def progress(asked: Request, skip_current_image: bool = False) -> dict[str, Any]:
+        own = dict(now.of(asked))
+        request, first = next(iter(own.items()), ("", None))
+        share = sum(each.share() for each in own.values()) / max(1, len(own))
+        steps = [step for each in own.values() for step in each.steps.values()]
         done, total = sum(step[0] for step in steps), sum(step[1] for step in steps)
-        seconds = time.monotonic() - min((each.begun for each in now.open.values()), default=0.0)
+        seconds = time.monotonic() - min((each.begun for each in own.values()), default=0.0)
         state = {
-            "skipped": any(each.skipped for each in now.open.values()),
-            "interrupted": any(each.interrupted for each in now.open.values()),
+            "skipped": any(each.skipped for each in own.values()),
+            "interrupted": any(each.interrupted for each in own.values()),
             "job": "txt2img" if first else "",
-            "job_count": sum(-(-len(each.steps) // each.batch) for each in now.open.values()),
-            "job_no": sum(each.finished // each.batch for each in now.open.values()),
+            "job_count": sum(-(-len(each.steps) // each.batch) for each in own.values()),
+            "job_no": sum(each.finished // each.batch for each in own.values()),
             "sampling_step": done,
             "sampling_steps": total,
         }
@@ -189,15 +205,16 @@ def webui_routes(served: Served) -> APIRouter:
         return {}
 
     @routes.get("/options", summary="The settings of requests that say nothing else")
-    async def options() -> dict[str, Any]:
-        model = now.options.sd_model_checkpoint or next(iter(served.models))
-        skipped = now.options.CLIP_stop_at_last_layers or 1
+    async def options(request: Request) -> dict[str, Any]:
+        own = now.options(request, served.models)
+        model = own.sd_model_checkpoint or next(iter(served.models), None)
+        skipped = own.CLIP_stop_at_last_layers or 1
         return {"sd_model_checkpoint": model, "CLIP_stop_at_last_layers": skipped, "sd_vae": "Automatic"}
 
     @routes.post("/options", summary="Change them")
-    async def set_options(asked: Options) -> dict[str, Any]:
+    async def set_options(request: Request, asked: Options) -> dict[str, Any]:
         find_model(served.models, asked.sd_model_checkpoint)
-        now.options = _set(now.options, asked)
+        now.set(request, _set(now.options(request, served.models), asked))
         return {}
 
     return routes

@@ -20,6 +20,13 @@ def _plain(opened: Any) -> Image:
     return Image(opened.mode, opened.size, opened.tobytes())
 
 
+def inverted(mask: Image) -> Image:
+    """White where it was black."""
+    from PIL import ImageOps
+
+    return _plain(ImageOps.invert(_pil(mask)))
+
+
 def filled(image: Image, mask: Image) -> Image:
     """The image with the colors around the mask spread over what is below it, from far and then from near."""
     import PIL.Image

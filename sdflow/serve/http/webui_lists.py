@@ -28,7 +28,7 @@ from sdflow.sources.safetensors_file import read_metadata
 
 EMPTY = ("hypernetworks", "face-restorers", "realesrgan-models", "prompt-styles", "latent-upscale-modes", "sd-vae")
 REFRESHED = ("refresh-checkpoints", "refresh-loras", "refresh-vae", "refresh-embeddings")
-"""Files are looked for at every request, and pipelines are those of the command line: there is nothing to refresh."""
+"""Files are looked for at every request, and pipelines are those that are served: there is nothing to refresh."""
 
 REFUSED = {
     "extra-single-image": "enlarging and restoring faces",

@@ -17,7 +17,7 @@ from functools import partial
 from threading import RLock, Thread
 from typing import Any
 
-from sdflow.errors import SdflowError
+from sdflow.errors import SdflowError, UsageError
 from sdflow.machine.device import cores
 from sdflow.machine.memory import trim
 from sdflow.serve.engine.engine import Engine
@@ -36,7 +36,7 @@ from sdflow.serve.engine.pace import Pace
 from sdflow.serve.engine.served_pipeline import ServedPipeline
 from sdflow.serve.engine.shared_steps import SharedSteps
 from sdflow.serve.engine.waiting import Waiting
-from sdflow.serve.jobs import Drop, Job, Load, Loaded, Message, WorkerOptions
+from sdflow.serve.jobs import Drop, Failed, Job, Load, Loaded, Measured, Message, WorkerOptions
 from sdflow.serve.log import log_error, log_line
 from sdflow.serve.loras.live_loras import SharedValues
 from sdflow.serve.worker.ready_pipelines import ReadyPipelines
@@ -46,6 +46,8 @@ REST_SECONDS, MOST_REST, LOOK_SECONDS = 60.0, 3600.0, 5.0
 
 IDLE_SECONDS = 0.05
 """Between two looks whether a pipeline is drawn that is to be unloaded."""
+
+REMOVED = "its pipeline was removed"
 
 
 @dataclass
@@ -69,8 +71,10 @@ class Stock:
         self._used: list[str] = []
         self._leaving: set[str] = set()
         self._coming: Future[None] | None = None
-        self._adding = False
+        self._adding = self._is_loading = False
+        self._newest: dict[str, Load | Drop] = {}
         self._problems: dict[str, Exception] = {}
+        self._told: dict[str, Exception] = {}
         self._lock = RLock()
         self._pool = ThreadPoolExecutor(1, "pipelines")
         self._on_cpu = all(each.base.place.stream is None for each in loaded[0].pipelines.values())
@@ -81,8 +85,12 @@ class Stock:
     def _adopt(self, loaded: list[LoadedLane]) -> None:
         """Draw with these lanes from now on."""
         with self._lock:
-            self._lanes = [_Lane(each) for each in loaded]
+            known = self._lanes[0].paces if self._lanes else {}  # those too that are not loaded now
+            paces = [{name: Pace(pace.seconds) for name, pace in known.items()} for _ in loaded]
+            self._lanes = [_Lane(each, paces=of) for each, of in zip(loaded, paces, strict=True)]
         for name in list(loaded[0].pipelines):
+            for each in loaded:
+                each.pipelines[name].keep_sizes(self.room.most[name] // len(loaded))
             self._keep(name, [each.pipelines[name] for each in loaded], [each.seconds[name] for each in loaded])
         for lane in self._lanes:
             self.lanes.add(partial(self._engine, lane), partial(self._rest, lane))
@@ -110,13 +118,15 @@ class Stock:
         before = waiting.drawn
         if not all(each.seconds[1] < MOST_DELAYED * SMALL_SECONDS for each in self._paces()):
             return False  # of larger models one keeps all cores busy
-        loaded = load_lanes(replace(self._options, pipelines={name: self._folders[name] for name in self._used}))
+        with self._lock:
+            names = list(self._used)
+        loaded = load_lanes(replace(self._options, pipelines={name: self._folders[name] for name in names}))
         if waiting.drawn != before or waiting.busy or len(loaded) == len(self._lanes):
             return False  # what is drawn beside it makes it say nothing
         self.lanes.replace(partial(self._adopt, loaded))
         log_line("lanes", lanes=len(loaded))
-        for name in self._used:
-            self._tell(Loaded(name, self._folders[name], self.about(name)))
+        for name in names:
+            self._tell(Measured(name, self.about(name)))
         return True
 
     def _paces(self) -> list[Pace]:
@@ -133,8 +143,26 @@ class Stock:
             "pixels": self.room.own[name],
         }
 
+    @property
+    def loading(self) -> bool:
+        """Whether images may have to wait for a pipeline."""
+        coming = self._coming
+        return self._is_loading or (coming is not None and not coming.done())
+
+    def submit(self, job: Job) -> None:
+        """Draw this when there is a place for it. One whose pipeline is not there any more has failed."""
+        with self.lanes.waiting.changed:  # so that it is not removed in between
+            if job.pipeline in self._folders:
+                self.lanes.submit(job)
+                return
+        self._tell(Failed(job.request, job.index, "UsageError", REMOVED, "model"))
+
     def do(self, order: Load | Drop) -> None:
-        """While others are drawn. What becomes of it is told."""
+        """While others are drawn. What becomes of it is told. Of the orders for one name, the newest counts."""
+        self._newest[order.name] = order
+        self._begin(order)
+
+    def _begin(self, order: Load | Drop) -> None:
         work = partial(self._add, order) if isinstance(order, Load) else partial(self._drop, order)
         if self._on_cpu:
             self._pool.submit(work)
@@ -144,6 +172,9 @@ class Stock:
     def is_ready(self, lane: _Lane, job: Job, begin: bool) -> bool:
         """Whether `find` has nothing to wait for. begin: if it has, that is begun."""
         with self._lock:
+            if job.pipeline not in self._folders:
+                self._problems[job.pipeline] = UsageError(REMOVED, where="model")
+                return True
             if begin and not self._adding and (self._coming is None or self._coming.done()):
                 self._leaving.discard(job.pipeline)  # what it made room for was older, and is not wanted any more
             found = None if job.pipeline in self._leaving else lane.ready.get(job.pipeline)
@@ -160,8 +191,11 @@ class Stock:
         """Raises what kept it from being loaded."""
         with self._lock:
             if problem := self._problems.pop(job.pipeline, None):
+                self._told[job.pipeline] = problem
                 raise problem
-            found = lane.ready[job.pipeline]
+            found = lane.ready.get(job.pipeline)
+            if found is None:  # another lane was told in the meantime
+                raise self._told.get(job.pipeline) or UsageError(REMOVED, where="model")
         return found.find(job)
 
     def load_others(self) -> dict[str, Mapping[str, Any]]:
@@ -212,12 +246,26 @@ class Stock:
 
     def _load(self, name: str) -> None:
         """In every lane; in the place of the one that is there, if there is one."""
-        folder, begun = self._folders[name], time.perf_counter()
-        made = [load(folder, lane.loaded.threads, self._options) for lane in self._lanes]
-        seconds = [warm(name, each, self._options) for each in made]
+        folder, begun, made = self._folders[name], time.perf_counter(), list[ServedPipeline]()
+        self._is_loading = True
+        try:
+            for lane in self._lanes:
+                made.append(load(folder, lane.loaded.threads, self._options))
+                self._require_one_lane(name, made[-1])
+            seconds = [warm(name, each, self._options) for each in made]
+        finally:
+            self._is_loading = False
         self.room.add(name, made)
         self._keep(name, made, seconds)
         log_line("loaded", pipeline=name, seconds=round(time.perf_counter() - begun, 2))
+
+    def _require_one_lane(self, name: str, pipeline: ServedPipeline) -> None:
+        """Raises UsageError for a pipeline on a GPU among several lanes."""
+        if pipeline.base.place.stream is not None and len(self._lanes) > 1:
+            raise UsageError(
+                f"{name} draws on a GPU, which has one lane, and the pipelines on the CPU here have {len(self._lanes)}",
+                remedy="Start a server for it, or this one with --lanes 1.",
+            )
 
     def _keep(self, name: str, made: list[ServedPipeline], seconds: Sequence[Mapping[int, float]]) -> None:
         """For jobs from now on; all lanes have it at the same moment."""
@@ -233,6 +281,8 @@ class Stock:
             for lane, pipeline, (found, pace) in zip(self._lanes, made, kept, strict=True):
                 lane.loaded.pipelines[name], lane.paces[name], lane.ready[name] = pipeline, pace, found
             self._used = [*(each for each in self._used if each != name), name]
+            self._problems.pop(name, None)
+            self._told.pop(name, None)
 
     def _unload(self, name: str) -> None:
         with self._lock:
@@ -254,6 +304,12 @@ class Stock:
         trim()
 
     def _add(self, order: Load) -> None:
+        if self._newest[order.name] is not order:
+            self._adding = False
+            self._leaving.clear()
+            self._tell(Loaded(order.name, order.folder, None, "it was removed meanwhile", order.number))
+            self.lanes.look_again()
+            return
         before = self._folders.get(order.name)
         self._folders[order.name], self._adding = order.folder, True
         try:
@@ -268,14 +324,16 @@ class Stock:
                 del self._folders[order.name]
             else:
                 self._folders[order.name] = before
-            self._tell(Loaded(order.name, order.folder, None, said))
+            self._tell(Loaded(order.name, order.folder, None, said, order.number))
         else:
-            self._tell(Loaded(order.name, order.folder, self.about(order.name)))
+            self._tell(Loaded(order.name, order.folder, self.about(order.name), number=order.number))
         self._leaving.clear()
         self._adding = False
         self.lanes.look_again()
 
     def _drop(self, order: Drop) -> None:
+        if self._newest[order.name] is not order:
+            return  # it was added again
         waiting = self.lanes.waiting
         with waiting.changed:
             drawn = order.name in waiting.pipelines or any(job.pipeline == order.name for job in waiting.jobs)
@@ -290,7 +348,7 @@ class Stock:
         """When what is drawn now has gone on; on a GPU this is the thread that draws it."""
         if self._on_cpu:
             time.sleep(IDLE_SECONDS)
-        self.do(order)
+        self._begin(order)
 
 
 def _pace(pipeline: ServedPipeline, seconds: Mapping[int, float], *, again: bool) -> Pace:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from sdflow.errors import SdflowError
 from sdflow.processes.workers import deny_network
 from sdflow.serve.engine.pulse import Pulse, Pulses, Watchdog
-from sdflow.serve.jobs import Cancel, Drop, End, Job, Loaded, Lost, Message, Order, Ready, Show, WorkerOptions
+from sdflow.serve.jobs import Cancel, Drop, End, Job, Load, Loaded, Lost, Message, Order, Ready, Show, WorkerOptions
 from sdflow.serve.log import ROTATED, log_as_json, log_line
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _draw(connection: Connection, options: WorkerOptions, tell: Tell, pulses: Pu
     loaded = load_lanes(with_room(options))
     stock = Stock(options, loaded, tell)
     about = stock.load_others()
-    pulses.watch(stock.lanes, patience_of(loaded[0], options, stock.room.own))
+    pulses.watch(stock.lanes, patience_of(loaded[0], options, stock.room.own), lambda: stock.loading)
     tell(Ready(about))
     threading.Thread(target=_listen, args=(connection, stock), name="from the server", daemon=True).start()
     stock.lanes.run()
@@ -103,7 +103,7 @@ def _listen(connection: Connection, stock: Stock) -> None:
     with suppress(EOFError, OSError):
         while not isinstance(message := connection.recv(), End):
             if isinstance(message, Job):
-                stock.lanes.submit(message)
+                stock.submit(message)
             elif isinstance(message, Cancel):
                 stock.lanes.cancel(message.request)
             elif isinstance(message, Show):
@@ -134,6 +134,7 @@ class WorkerLine:
         self._context = multiprocessing.get_context("spawn")  # a fork would inherit threads' locks
         self._process: Any = None
         self._messages: SimpleQueue[Order | End | None] = SimpleQueue()
+        self._newest = dict[str, Load | Drop]()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="worker line", daemon=True)
 
@@ -148,6 +149,8 @@ class WorkerLine:
 
     def send(self, message: Order) -> None:
         """Without waiting: a worker that computes reads later. What is for one that is gone, nobody gets."""
+        if isinstance(message, Load | Drop):
+            self._newest[message.name] = message
         if isinstance(message, Drop):
             rest = {name: folder for name, folder in self._options.pipelines.items() if name != message.name}
             self._options = replace(self._options, pipelines=rest)
@@ -163,6 +166,11 @@ class WorkerLine:
             if process.is_alive():
                 process.kill()
                 process.join()
+
+    def _is_wanted(self, loaded: Loaded) -> bool:
+        """Whether it is there, and was not removed while it was being loaded."""
+        order = self._newest.get(loaded.name)
+        return loaded.found is not None and isinstance(order, Load) and order.number == loaded.number
 
     def _keep(self) -> None:
         failures = 0
@@ -201,7 +209,7 @@ class WorkerLine:
                     said = message
                 elif not isinstance(message, Pulse) and not given_up.is_set():
                     ready = ready or isinstance(message, Ready)
-                    if isinstance(message, Loaded) and message.found is not None:  # for the next worker, too
+                    if isinstance(message, Loaded) and self._is_wanted(message):  # for the next worker, too
                         pipelines = {**self._options.pipelines, message.name: message.folder}
                         self._options = replace(self._options, pipelines=pipelines)
                     self._hear(message)
