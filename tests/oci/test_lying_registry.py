@@ -357,3 +357,29 @@ def test_a_redirect_to_another_host_takes_no_credentials_along(
         assert "Basic Zm94OnJlZA==" in registry.authorizations
         assert other.authorizations and set(other.authorizations) == {None}
     assert content_of(tmp_path / "fox") == content_of(fox)
+
+
+@pytest.mark.parametrize("kind", ["Basic", "Bearer"])
+def test_another_host_that_asks_for_credentials_gets_none(
+    registry: LyingRegistry, fox: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    (tmp_path / "docker").mkdir()
+    config = {"auths": {registry.host: {"auth": "Zm94OnJlZA=="}}}
+    (tmp_path / "docker" / "config.json").write_text(json.dumps(config))
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
+    with serving(LyingRegistry.of(fox)) as other:
+        asked = {"Www-Authenticate": f'{kind} realm="http://{other.host}/token",service="s",scope="p"'}
+        other.answer = lambda handler: (
+            handler.send(b'{"token": "t"}') if "/token" in handler.path else handler.send(b"", asked, 401),
+            True,
+        )[1]
+
+        def answer(handler: Handler) -> bool:
+            if "/blobs/" in handler.path:
+                handler.send(b"", {"Location": f"http://{other.host}{handler.path}"}, 307)
+                return True
+            return False
+
+        registry.answer = answer
+        assert f"redirects to {other.host}, which asks for credentials" in tried(registry, tmp_path / "pipelines/fox")
+        assert other.authorizations and set(other.authorizations) == {None}
