@@ -73,10 +73,10 @@ def test_an_archive_that_cannot_be_written_leaves_what_was_there(archive: Path, 
 
 def test_what_is_pushed_into_an_archive_leaves_what_it_has(archive: Path, tmp_path: Path) -> None:
     third, spec = make_action("third"), RemoteSpec(at(str(archive), "--url"))
-    cache = Cache(tmp_path / "third")
-    publish(cache, third)
+    builder = Machine(tmp_path / "third", str(tmp_path / "nowhere"), push=False)
+    builder.build(third)
     with to_write(spec, add=True) as place:
-        copy_entries(cache.at(place), [third], up=True)
+        copy_entries(builder.cache.at(place), [third], up=True)
     machine = Machine(tmp_path / "other", spec.url, push=False)
     for action in (*ACTIONS, third):
         record = machine.fetch(action)
