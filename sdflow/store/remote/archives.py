@@ -85,7 +85,13 @@ def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
     try:
         with os_errors_as("cannot be read", path, remedy), zipfile.ZipFile(path) as archive:
             yield archive
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:  # one is for a password
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        EOFError,
+        NotImplementedError,
+        RuntimeError,
+    ) as error:  # one is for a password
         raise UsageError(f"the archive is damaged: {error}", where=str(path), remedy=remedy) from error
 
 
