@@ -106,7 +106,7 @@ def test_a_signature_holds_for_every_field(folder: Path, key: str, what: str) ->
             statement["predicate"]["resources"][0]["digest"] = "0" * 64
             bundle["dsseEnvelope"]["payload"] = base64.b64encode(json.dumps(statement).encode()).decode()
         case "hint":
-            del bundle["verificationMaterial"]["publicKey"]["hint"]
+            bundle["verificationMaterial"]["publicKey"]["hint"] = "0" * 64
         case "shape":
             bundle["dsseEnvelope"]["signatures"] = []
         case "of another":
@@ -218,3 +218,15 @@ def test_without_the_package_trust_is_an_error_and_no_trust_is_none(
         Cache(folder / "c", remote=RemoteSpec("/x", trust=("02" + "0" * 64,)))
     assert told.value.remedy == "pip install 'sdflow[sign]'"
     assert told.value.what.endswith("needs model-signing, pyopenssl, which are not installed")
+
+
+def test_what_is_there_unsigned_is_signed_by_who_pushes_it_with_a_key(folder: Path, key: str) -> None:
+    build(opened(folder, "one")[0])
+    assert opened(folder, "two", trust=(key,))[0].fetch(ACTION) is None
+    mine, _ = opened(folder, "one", Signer(folder / "key.pem"))
+    record = mine.lookup(ACTION)
+    assert record is not None and mine.remote is not None
+    for results in (1, 0):
+        sent = mine.remote.push(record)
+        assert sent is not None and (sent.results, sent.bytes) == (results, 0)
+    assert opened(folder, "two", trust=(key,))[0].fetch(ACTION) is not None
