@@ -250,7 +250,10 @@ def import_structures(where: str | Path, cache: Cache, trust: Sequence[str] = ()
                 raise Absent(source.remote.distrusted or "parts of them")
     except (Absent, Untrusted, BadRecord, WrongBytes, Unusable, CacheError) as error:
         why = error.what if isinstance(error, CacheError) else error
-        what = {Absent: "holds no exported structures, or lacks some", Untrusted: "is signed by nobody whom you trust"}
+        what = {
+            Absent: "holds no exported structures, or lacks some",
+            Untrusted: "has no signature from anyone you trust",
+        }
         raise UsageError(
             "; ".join([f"{what.get(type(error), 'is no archive of structures, or is damaged')}: {why}", *said]),
             where=where,

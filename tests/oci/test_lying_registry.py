@@ -250,6 +250,12 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda m: layer(m, "unet/model.onnx.data").update(digest=layer(m, "vae_decoder/model.onnx.data")["digest"], size=15000),
         "it has another unet/model.onnx.data",
     ),
+    "another file": (
+        lambda m: m["layers"].append(
+            layer(m) | {"annotations": {"org.cncf.model.filepath": "README.md"}}
+        ),
+        "it has README.md, which its sdflow.json does not name",
+    ),
     "no tokenizer": (lambda m: m["layers"].remove(layer(m, "tokenizer/vocab.json")), "it lacks tokenizer/vocab.json"),
     "a container image": (lambda m: m.update(artifactType="application/vnd.oci.image.config.v1+json"), "not a model"),
     "an index": (lambda m: {"schemaVersion": 2, "manifests": []}, "no manifest of a model"),
