@@ -178,7 +178,7 @@ def test_a_lock_says_which_file_of_a_repository_is_at_which_scale(
     def load(*names: str) -> Workflow:
         loras = [
             {"file": "pair", "weight_name": f"{name}.safetensors", "scale": scale}
-            for name, scale in zip(names, (1, 0.5))
+            for name, scale in zip(names, (1, 0.5), strict=True)
         ]
         path = bench.folder / "w.yaml"
         path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "loras": loras}))
