@@ -206,7 +206,7 @@ def _refuse_foreign(out: Path, layout: Layout | None, keeper: Pinning | None) ->
         return None
     damage = None
     try:
-        known = {*read_manifest(out).files, *_pulled(out)}
+        known = files_of_sdflow(out)
     except UsageError as error:
         put = None if keeper is None or isinstance(error, NewerManifest) else keeper.files_put(out)
         if put is None:
@@ -225,6 +225,11 @@ def _refuse_foreign(out: Path, layout: Layout | None, keeper: Pinning | None) ->
             remedy="Move them elsewhere, then run again.",
         )
     return damage
+
+
+def files_of_sdflow(out: Path) -> set[str]:
+    """Every file that sdflow may have put into a pipeline folder. Raises UsageError for a folder that is none."""
+    return {*read_manifest(out).files, *_pulled(out), PROVENANCE_FILE}
 
 
 def _pulled(out: Path) -> set[str]:

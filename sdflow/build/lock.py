@@ -135,7 +135,7 @@ def lock_of(plan: Plan, folder: Path) -> Lock:
             raise CheckpointError(
                 "its model or a LoRA is not on this machine",
                 where=each.pipeline.name,
-                remedy="`sdflow run` downloads it.",
+                remedy="`sdflow run --locked` downloads it.",
             )
         for one in inputs_of(each):
             add_input(inputs, _spelled(one.reference, folder), LockedInput(commit=one.commit, files=one.files))
@@ -151,6 +151,7 @@ def _locked(plan: PipelinePlan, folder: Path) -> LockedPipeline:
         target=plan.pipeline.target,
         model=_spelled(plan.pipeline.model, folder),
         loras=[f"{_spelled(lora.reference, folder)} {lora.scale:g}" for lora in plan.loras],
+        lora_files=[lora.sha256 for lora in plan.loras],
         submodels={
             chain.submodel: LockedChain(
                 checkpoint=digest_json(plan.checkpoint.submodels[chain.submodel].identity),

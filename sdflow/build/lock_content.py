@@ -35,6 +35,7 @@ class LockedPipeline(_Form):
     target: str
     model: str
     loras: Annotated[list[str], Field(description="Reference and scale.")] = []
+    lora_files: Annotated[list[Digest], Field(description="SHA-256 of each LoRA's file, in the same order.")] = []
     submodels: dict[str, LockedChain]
 
 
@@ -105,7 +106,7 @@ def differences(found: Lock, locked: Lock) -> Iterator[str]:
 
 
 def _of_pipeline(name: str, found: LockedPipeline, locked: LockedPipeline) -> Iterator[str]:
-    for key in ("target", "model", "loras"):
+    for key in ("target", "model", "loras", "lora_files"):
         here, there = getattr(found, key), getattr(locked, key)
         if here != there:
             yield f"{name}: {key} {_words(here)}, and locked as {_words(there)}"

@@ -70,7 +70,7 @@ def push(workflow: Workflows = None, url: Url = None, cache: CacheDir = None, js
     opened, plans = _planned(cache_folder(cache), url, workflow or [])
     records = list(opened.steps()) if not workflow else [each.record for each in plans if each.record is not None]
     remote = _remote_of(opened)
-    with to_write(remote.spec) as place:
+    with to_write(remote.spec, add=True) as place:
         there = opened if place is remote.spec else opened.at(place)  # it may know already what is to be replaced
         _remote_of(there)
         copied = copy_entries(there, [record.action for record in records], up=True)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sdflow.cli.arguments import AsJson
+
+if TYPE_CHECKING:
+    from sdflow.store.signing import Signer
 
 
 def sign(
@@ -55,30 +59,61 @@ def sign(
 ) -> None:
     """Sign a pipeline, or check who signed it.
 
-    By OpenSSF Model Signing: `model_signing verify` accepts the signatures, and `--check` those of `model_signing sign`.
+    Signatures follow OpenSSF Model Signing: `model_signing verify` can check them, and `--check` can check those of
+    `model_signing sign`.
     """
     from sdflow.errors import UsageError
     from sdflow.report.output import print_json, put
     from sdflow.run.sign import check_signature, sign_pipeline, signature_of
-    from sdflow.store.signing import Signer, signer_from_environment
+
+    def refuse(option: str, given: object, why: str, remedy: str) -> None:
+        if given:
+            raise UsageError(why, where=option, remedy=remedy)
 
     place = signature or signature_of(pipeline)
     if check:
+        for option, given in (
+            ("--key", key), ("--certificate", certificate), ("--sigstore", sigstore), ("--identity-token", identity_token)
+        ):  # fmt: skip
+            refuse(option, given, "is for signing, and --check only checks", "Leave one of them out.")
         signed_by = check_signature(pipeline, place, trust or (), trust_config)
     else:
-        if sigstore and key is not None:
-            raise UsageError("--key and --sigstore exclude each other", where="sdflow sign", remedy="Give one of them.")
-        signer = Signer(None, None, identity_token, trust_config) if sigstore else signer_from_environment()
-        signer = signer if key is None else Signer(key, certificate)
-        if signer is None:
-            raise UsageError(
-                "nothing to sign with",
-                where="sdflow sign",
-                remedy="Give --key FILE (`sdflow cache key FILE` makes one), or --sigstore.",
-            )
+        refuse("--trust", trust, "belongs to --check", "Add --check, or leave it out to sign.")
+        signer = _signer(key, certificate, sigstore, identity_token, trust_config)
         sign_pipeline(pipeline, place, signer)
         signed_by = signer.public
     if json:
         print_json("signature", {"pipeline": str(pipeline), "signature": str(place), "signer": signed_by})
     else:
         put(f"{place}: {'the signature holds, ' if check else ''}signed by {signed_by}", wrap=False)
+
+
+def _signer(
+    key: Path | None, certificate: Path | None, sigstore: bool, identity_token: str | None, trust_config: Path | None
+) -> Signer:
+    """As the options say it, or else the environment. Raises UsageError for options that do not belong together."""
+    from sdflow.errors import UsageError
+    from sdflow.store.signing import KEY_VARIABLE, SIGSTORE, Signer, certificates_from_environment
+
+    if sigstore and key is not None:
+        raise UsageError("--key and --sigstore exclude each other", where="sdflow sign", remedy="Give one of them.")
+    named = os.environ.get(KEY_VARIABLE)
+    sigstore = sigstore or (key is None and named == SIGSTORE)
+    if key is None and not sigstore and named:
+        key = Path(named)
+    for option, given, needs in (
+        ("--certificate", certificate is not None and key is None, f"--key, or ${KEY_VARIABLE}"),
+        ("--identity-token", identity_token is not None and not sigstore, "--sigstore"),
+        ("--trust-config", trust_config is not None and not sigstore, "--sigstore"),
+    ):
+        if given:
+            raise UsageError(f"it needs {needs}", where=option, remedy="Add that, or leave it out.")
+    if sigstore:
+        return Signer(None, None, identity_token, trust_config)
+    if key is None:
+        raise UsageError(
+            "nothing to sign with",
+            where="sdflow sign",
+            remedy="Give --key FILE (`sdflow cache key FILE` makes one), or --sigstore.",
+        )
+    return Signer(key, certificate or certificates_from_environment())

@@ -39,7 +39,9 @@ SERVES = EXTRAS["serve"]
 REFERENCE = (*DRAWS, "accelerate", "safetensors")
 """What makes the PyTorch model that artifacts are held to."""
 _DISTRIBUTIONS = {
+    "OpenSSL": "pyopenssl",
     "PIL": "pillow",
+    "model_signing": "model-signing",
     "olive": "olive-ai",
     "onnx_ir": "onnx-ir",
     "onnxruntime_extensions": "onnxruntime-extensions",

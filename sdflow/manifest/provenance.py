@@ -106,7 +106,7 @@ def require_provenance(folder: Path) -> tuple[Path, dict[str, Any]]:
     try:
         _Predicate.model_validate(statement.get("predicate"))
     except ValidationError as error:
-        raise UsageError(f"is none of sdflow's: {first_problem(error)}", where=str(path)) from error
+        raise UsageError(f"was not written by sdflow: {first_problem(error)}", where=str(path)) from error
     return path, statement
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sdflow.build.assemble import copy_file, require_replaceable
+from sdflow.build.assemble import copy_file, files_of_sdflow, require_replaceable
 from sdflow.disk.locked_folder import alone_in, locked_folder
 from sdflow.disk.replace_folder import remove_stale, staging_place, swap, sync_directory, sync_tree
 from sdflow.errors import CacheError, UsageError, VerificationError, os_errors_as
@@ -137,5 +137,9 @@ def _require_whole(folder: Path, files: dict[str, Descriptor], where: str, withi
             raise VerificationError(f"it {what} {begins}{name:.200}", where=where, remedy=_FOREIGN)
     if absent := next((name for name in manifest.files if not (folder / within / name).exists()), None):
         raise VerificationError(f"it lacks {begins}{absent:.200}", where=where, remedy=_FOREIGN)
+    if not within and (more := sorted(files.keys() - files_of_sdflow(folder))):
+        raise VerificationError(
+            f"it has {more[0]:.200}, which its sdflow.json does not name", where=where, remedy=_FOREIGN
+        )
     if manifest.origin.refiner == REFINER and not within:
         _require_whole(folder, files, where, REFINER)

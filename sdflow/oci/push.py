@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from io import BytesIO
 from pathlib import Path
 
+from sdflow.build.assemble import files_of_sdflow
 from sdflow.digest import inside
 from sdflow.errors import UsageError, VerificationError
 from sdflow.manifest import REFINER, read_manifest
@@ -46,13 +47,19 @@ def push(
     """
     require_oras()
     if reference.digest is not None:
-        raise UsageError("a digest is what a push results in", where=str(reference), remedy="Name a tag.")
+        raise UsageError("you cannot push to a digest", where=str(reference), remedy="Name a tag.")
     pipeline = read_manifest(folder)
     progress("comparing the files with what was built")
     require_sound_pipeline(folder)
     for found in compare_with_provenance(folder, digests):
         raise VerificationError(str(found), where=str(folder))
     files = {name: folder / name for name in sorted(_files(folder))}
+    if more := sorted(files.keys() - files_of_sdflow(folder)):  # else what is pulled could not be replaced
+        raise UsageError(
+            f"this pipeline folder holds files that sdflow did not put there: {_some(more)}",
+            where=str(folder),
+            remedy="Move them elsewhere, then push again.",
+        )
     layers = {name: (digests.digest(path), path.stat().st_size) for name, path in files.items()}
     manifest, config = manifest_of(pipeline, layers)
     registry = Registry(reference, plain=plain)
@@ -75,6 +82,10 @@ def push(
     if registry.manifest(exact)[0] != manifest:
         raise RegistryError("the registry keeps another manifest than was sent", where=str(reference))
     return Pushed(reference, exact, tuple(sent.values()), tuple(kept), moved)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
 
 
 def _files(folder: Path, within: str = "") -> Iterator[str]:

@@ -148,6 +148,10 @@ class Registry:
                 answer = self._session.request(method, url, headers=sent, data=data, stream=stream)
                 if answer.status_code != 401:
                     break
+                if (
+                    host := urlsplit(str(answer.url)).netloc.lower()
+                ) != self._host.lower():  # its realm would get the credentials
+                    raise Misled(f"it redirects to {host:.100}, which asks for credentials")
                 self._authorize(answer)
                 if hasattr(data, "seek"):
                     data.seek(0)

@@ -34,7 +34,7 @@ from sdflow.store import Cache
 from sdflow.store.copying import answering, copy_entries
 from sdflow.store.records import BadRecord, Stored
 from sdflow.store.remote import RemoteSpec
-from sdflow.store.remote.archives import to_read, to_write
+from sdflow.store.remote.archives import require_archive, to_read, to_write
 from sdflow.store.remote.down import WrongBytes
 from sdflow.store.remote.share import Absent, Unusable
 from sdflow.store.remote.spec import at
@@ -83,6 +83,7 @@ def export_structures(
     Raises UsageError for what is not known or carries its weights, and all that a run raises.
     """
     spec = RemoteSpec(at(str(where), "sdflow cache export"), push=True)
+    require_archive(spec)
     if verify:
         require_packages("verifying what is exported", *REFERENCE)
     workflows = [_workflow(name, targets, verify) for name in names]
@@ -249,7 +250,10 @@ def import_structures(where: str | Path, cache: Cache, trust: Sequence[str] = ()
                 raise Absent(source.remote.distrusted or "parts of them")
     except (Absent, Untrusted, BadRecord, WrongBytes, Unusable, CacheError) as error:
         why = error.what if isinstance(error, CacheError) else error
-        what = {Absent: "holds no exported structures, or lacks some", Untrusted: "is signed by nobody whom you trust"}
+        what = {
+            Absent: "holds no exported structures, or lacks some",
+            Untrusted: "has no signature from anyone you trust",
+        }
         raise UsageError(
             "; ".join([f"{what.get(type(error), 'is no archive of structures, or is damaged')}: {why}", *said]),
             where=where,

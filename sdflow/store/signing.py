@@ -7,6 +7,7 @@ with Sigstore both do. `model_signing` takes a second to import: it is imported 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -40,6 +41,7 @@ MOST_FILES = 1_000
 """Of a folder with links: some may lead in a circle."""
 _DIGESTS = re.compile(r": Expected 'Digest\(.*?\)', Actual 'Digest\(.*?\)'(?=\"|$)")
 """Of a file that was changed: the bytes of both digests, unreadably."""
+_CERTIFICATE = b"BEGIN CERTIFICATE"
 _NEW_KEY = "`sdflow cache key FILE` makes one."
 
 
@@ -58,6 +60,17 @@ def require_signers(trust: Sequence[str]) -> None:
     for each in trust:
         if POINT.fullmatch(each) or is_file(each):
             _pem_of(each)
+
+
+def is_public_key(key: str) -> bool:
+    """Whether it is a public key: what looks like one need not be a point of its curve."""
+    if not POINT.fullmatch(key):
+        return False
+    try:
+        _pem_of(key)
+    except UsageError:
+        return False
+    return True
 
 
 def is_file(trusted: str) -> bool:
@@ -167,10 +180,15 @@ class Signer:
 
 def signer_from_environment(environment: Mapping[str, str] = os.environ) -> Signer | None:
     """What signs what is pushed, if $SDFLOW_SIGNING_KEY names a key, or Sigstore. Raises UsageError."""
-    key, certificates = (environment.get(name) for name in (KEY_VARIABLE, CERTIFICATE_VARIABLE))
+    key = environment.get(KEY_VARIABLE)
     if not key:
         return None
-    return Signer(None if key == SIGSTORE else Path(key), Path(certificates) if certificates else None)
+    return Signer(None if key == SIGSTORE else Path(key), certificates_from_environment(environment))
+
+
+def certificates_from_environment(environment: Mapping[str, str] = os.environ) -> Path | None:
+    certificates = environment.get(CERTIFICATE_VARIABLE)
+    return Path(certificates) if certificates else None
 
 
 def verify(model: Path, signature: Path, trust: Sequence[str], trust_config: Path | None = None) -> str:
@@ -178,37 +196,43 @@ def verify(model: Path, signature: Path, trust: Sequence[str], trust_config: Pat
 
     Raises Untrusted, which says why; UsageError for a trusted key or certificate that cannot be read.
     """
-    from model_signing.verifying import Config
-
     why = "no key that is trusted has signed it"
-    hint = _hint(signature)
+    by_key, hint = _made_by(signature)
     for trusted in trust:
         if EARLIER.fullmatch(trusted):
             continue
-        config = Config()
-        if trusted.startswith(f"{SIGSTORE}:"):
-            identity, _, issuer = trusted.partition(":")[2].partition(" ")
-            with _failing("signatures of Sigstore cannot be checked"):
-                config.use_sigstore_verifier(identity=identity, oidc_issuer=issuer, trust_config=trust_config)
-        else:
-            pem = _pem_of(trusted)
-            if b"BEGIN CERTIFICATE" not in pem and hashlib.sha256(pem).hexdigest() != hint:
-                continue
-            with tempfile.TemporaryDirectory(prefix="sdflow-") as folder:
-                file = Path(folder, "trusted.pem")
-                file.write_bytes(pem)
-                if b"BEGIN CERTIFICATE" in pem:
-                    config.use_certificate_verifier(certificate_chain=[file])
-                else:
-                    config.use_elliptic_key_verifier(public_key=file)
+        pem = None if trusted.startswith(f"{SIGSTORE}:") else _pem_of(trusted)
+        is_key = pem is not None and _CERTIFICATE not in pem
+        if is_key is not by_key or (is_key and hint and hashlib.sha256(pem or b"").hexdigest() != hint):
+            continue
         try:
-            with _without_links(model) as (place, linked):
-                config.set_hashing_config(linked).verify(place, signature)
+            with (
+                _without_links(model) as (place, linked),
+                _hinting(signature, pem if is_key and not hint else None) as file,
+            ):
+                _verifier(trusted, pem, trust_config).set_hashing_config(linked).verify(place, file)
         except Exception as error:  # noqa: BLE001  (what a bundle of a stranger makes the library raise is without end)
             why = _DIGESTS.sub("", " ".join(f"{error}".split()))[:1000] or type(error).__name__
             continue
         return trusted
     raise Untrusted(why)
+
+
+def _verifier(trusted: str, pem: bytes | None, trust_config: Path | None) -> Any:
+    """The library's, for one who is trusted; for Sigstore it takes the network."""
+    from model_signing.verifying import Config
+
+    config = Config()
+    if pem is None:
+        identity, _, issuer = trusted.partition(":")[2].partition(" ")
+        with _failing("signatures of Sigstore cannot be checked"):
+            return config.use_sigstore_verifier(identity=identity, oidc_issuer=issuer, trust_config=trust_config)
+    with tempfile.TemporaryDirectory(prefix="sdflow-") as folder:
+        file = Path(folder, "trusted.pem")
+        file.write_bytes(pem)
+        if _CERTIFICATE in pem:
+            return config.use_certificate_verifier(certificate_chain=[file])
+        return config.use_elliptic_key_verifier(public_key=file)
 
 
 def verify_data(data: bytes, signature: bytes, trust: Sequence[str]) -> str:
@@ -220,30 +244,51 @@ def verify_data(data: bytes, signature: bytes, trust: Sequence[str]) -> str:
         return verify(model, place, trust)
 
 
-def _hint(signature: Path) -> str | None:
-    """Which public key a bundle says that it was signed with. Raises Untrusted for what is no bundle."""
+def _made_by(signature: Path) -> tuple[bool, str]:
+    """Whether a bundle was signed with a key alone, and the digest of the public one, where it says so. Raises Untrusted for what
+    is no bundle."""
     try:
-        found = parse_json(read_input(signature))["verificationMaterial"].get("publicKey", {})
-        return str(found["hint"]) if found else None
+        material = parse_json(read_input(signature))["verificationMaterial"]
+        return "publicKey" in material, str((material.get("publicKey") or {}).get("hint") or "")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Untrusted(f"its signature is no bundle of Sigstore ({error})") from error
 
 
+@contextmanager
+def _hinting(signature: Path, pem: bytes | None) -> Iterator[Path]:
+    """A bundle that does not say its key, with this one: else the library prints a warning to standard output."""
+    if pem is None:
+        yield signature
+        return
+    bundle = parse_json(read_input(signature))
+    bundle["verificationMaterial"]["publicKey"] = {"hint": hashlib.sha256(pem).hexdigest()}
+    with tempfile.TemporaryDirectory(prefix="sdflow-") as folder:
+        file = Path(folder, "hinting")
+        file.write_text(json.dumps(bundle))
+        yield file
+
+
 def _pem_of(trusted: str) -> bytes:
     """A public key, or certificates, in PEM. Raises UsageError."""
+    from cryptography import x509
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
     remedy = "Name a public key, or a PEM file with one or with certificates."
+    what = "is no public key that signs models"
     with os_errors_as("cannot be read", trusted, remedy):
         try:
             if not POINT.fullmatch(trusted):
                 content = read_input(Path(trusted).expanduser())
-                return content if b"BEGIN CERTIFICATE" in content else _pem(serialization.load_pem_public_key(content))
+                if _CERTIFICATE not in content:
+                    return _pem(serialization.load_pem_public_key(content))
+                what = "holds a certificate that cannot be read"
+                x509.load_pem_x509_certificates(content)
+                return content
             point = bytes.fromhex(trusted)
             return _pem(ec.EllipticCurvePublicKey.from_encoded_point(getattr(ec, _CURVES[len(point)])(), point))
         except (ValueError, KeyError) as error:
-            raise UsageError("is no public key that signs models", where=trusted, remedy=remedy) from error
+            raise UsageError(what, where=trusted, remedy=remedy) from error
 
 
 def _pem(public: Any) -> bytes:

@@ -43,6 +43,7 @@ LOCKS = st.builds(
             target=NAMES,
             model=REFERENCES,
             loras=st.lists(st.builds("{} {}".format, REFERENCES, st.sampled_from(["1", "0.5"])), max_size=2),
+            lora_files=st.lists(DIGESTS, max_size=2),
             submodels=st.dictionaries(
                 NAMES,
                 st.builds(
@@ -164,6 +165,28 @@ def test_a_workflow_is_held_to_its_lock(bench: Bench, locked: Callable[..., Work
     assert "ink.safetensors has changed: SHA-256" in refusal(bench, locked())
     write_lock(locked(), bench.cache)
     locked_plan(locked(), bench.cache)
+
+
+def test_a_lock_says_which_file_of_a_repository_is_at_which_scale(
+    bench: Bench, locked: Callable[..., Workflow]
+) -> None:
+    """Two LoRAs of one folder have one reference: only their files tell them apart."""
+    (bench.folder / "pair").mkdir()
+    for name, seed in (("a", 1), ("b", 2)):
+        write_lora(bench.folder / "pair" / f"{name}.safetensors", seed=seed)
+
+    def load(*names: str) -> Workflow:
+        loras = [
+            {"file": "pair", "weight_name": f"{name}.safetensors", "scale": scale}
+            for name, scale in zip(names, (1, 0.5), strict=True)
+        ]
+        path = bench.folder / "w.yaml"
+        path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "loras": loras}))
+        return locked()
+
+    write_lock(load("a", "b"), bench.cache)
+    locked_plan(locked(), bench.cache)
+    assert "lora_files" in refusal(bench, load("b", "a"))
 
 
 @pytest.mark.parametrize(

@@ -250,6 +250,12 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda m: layer(m, "unet/model.onnx.data").update(digest=layer(m, "vae_decoder/model.onnx.data")["digest"], size=15000),
         "it has another unet/model.onnx.data",
     ),
+    "another file": (
+        lambda m: m["layers"].append(
+            layer(m) | {"annotations": {"org.cncf.model.filepath": "README.md"}}
+        ),
+        "it has README.md, which its sdflow.json does not name",
+    ),
     "no tokenizer": (lambda m: m["layers"].remove(layer(m, "tokenizer/vocab.json")), "it lacks tokenizer/vocab.json"),
     "a container image": (lambda m: m.update(artifactType="application/vnd.oci.image.config.v1+json"), "not a model"),
     "an index": (lambda m: {"schemaVersion": 2, "manifests": []}, "no manifest of a model"),
@@ -357,3 +363,29 @@ def test_a_redirect_to_another_host_takes_no_credentials_along(
         assert "Basic Zm94OnJlZA==" in registry.authorizations
         assert other.authorizations and set(other.authorizations) == {None}
     assert content_of(tmp_path / "fox") == content_of(fox)
+
+
+@pytest.mark.parametrize("kind", ["Basic", "Bearer"])
+def test_another_host_that_asks_for_credentials_gets_none(
+    registry: LyingRegistry, fox: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    (tmp_path / "docker").mkdir()
+    config = {"auths": {registry.host: {"auth": "Zm94OnJlZA=="}}}
+    (tmp_path / "docker" / "config.json").write_text(json.dumps(config))
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
+    with serving(LyingRegistry.of(fox)) as other:
+        asked = {"Www-Authenticate": f'{kind} realm="http://{other.host}/token",service="s",scope="p"'}
+        other.answer = lambda handler: (
+            handler.send(b'{"token": "t"}') if "/token" in handler.path else handler.send(b"", asked, 401),
+            True,
+        )[1]
+
+        def answer(handler: Handler) -> bool:
+            if "/blobs/" in handler.path:
+                handler.send(b"", {"Location": f"http://{other.host}{handler.path}"}, 307)
+                return True
+            return False
+
+        registry.answer = answer
+        assert f"redirects to {other.host}, which asks for credentials" in tried(registry, tmp_path / "pipelines/fox")
+        assert other.authorizations and set(other.authorizations) == {None}

@@ -133,6 +133,13 @@ def test_what_is_not_what_was_built_is_not_pushed(registry: DockerRegistry, tmp_
         pushed(f"oci://{registry.host}/changed/fox:1", other)
 
 
+def test_a_file_of_somebody_else_is_not_pushed(registry: DockerRegistry, tmp_path: Path) -> None:
+    folder = make_pipeline(tmp_path)
+    (folder / "README.md").write_text("mine")
+    with pytest.raises(UsageError, match=r"sdflow did not put there: README\.md"):
+        pushed(f"oci://{registry.host}/more/fox:1", folder)
+
+
 def test_what_is_there_and_no_pipeline_is_not_replaced(registry: DockerRegistry, tmp_path: Path) -> None:
     folder = make_pipeline(tmp_path)
     pushed(f"oci://{registry.host}/kept/fox:1", folder)

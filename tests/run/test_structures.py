@@ -347,9 +347,9 @@ def test_structures_are_exported_to_any_place_and_imported_from_there(
         names, (), where, machines.full, Events(), verify=False, signer=Signer(tmp_path / "key.pem")
     )
     assert (exported.bytes is None) is (kind != "archive")
-    with pytest.raises(UsageError, match="nobody whom you trust"):
+    with pytest.raises(UsageError, match="no signature from anyone you trust"):
         import_structures(where, Cache(tmp_path / "strict"), [make_key(tmp_path / "another.pem")])
-    with pytest.raises(UsageError, match="nobody whom you trust"):
+    with pytest.raises(UsageError, match="no signature from anyone you trust"):
         import_structures(machines.archive, Cache(tmp_path / "strict"), [key])
     assert not Cache(tmp_path / "strict").entries()
     cache = Cache(tmp_path / "cache")

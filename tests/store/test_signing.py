@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,9 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from typer.testing import CliRunner
 
+from sdflow.cli.app import app
 from sdflow.config import load_workflow
 from sdflow.errors import UsageError, VerificationError, WorkflowError
 from sdflow.passes.registry import catalog
@@ -219,10 +222,11 @@ def test_sigstore_without_a_network_is_an_error_that_says_so(
     assert not (tmp_path / "x.sig").exists()
 
 
-@pytest.mark.parametrize("trusted", ["03" + "f" * 64, "nothing.pem", "text.pem"])
+@pytest.mark.parametrize("trusted", ["03" + "f" * 64, "nothing.pem", "text.pem", "bad.pem"])
 def test_who_is_trusted_by_no_key_is_an_error(trusted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.pem").write_text("no key")
+    Path("bad.pem").write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
     with pytest.raises(UsageError):
         Cache(tmp_path / "c", remote=RemoteSpec("/x", trust=(trusted,)))
 
@@ -240,3 +244,60 @@ def test_a_workflow_names_who_is_trusted(key: str, tmp_path: Path) -> None:
     path.write_text(text % ["04" + "0" * 64])
     with pytest.raises(WorkflowError, match=r"workflow.yaml:4"):
         load_workflow(path, catalog=catalog())
+
+
+def test_who_did_not_sign_is_not_asked(
+    pipeline: Path, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sigstore takes the network; a bundle with a key cannot be its."""
+    for name in ("HTTPS_PROXY", "HTTP_PROXY", "https_proxy", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    sigstore = "sigstore:me@example.com https://accounts.example.com"
+    sign_pipeline(pipeline, signature_of(pipeline), Signer(tmp_path / "key.pem"))
+    assert check_signature(pipeline, signature_of(pipeline), [sigstore, key]) == key
+    root, leaf, private = (tmp_path / name for name in authority(tmp_path))
+    sign_pipeline(pipeline, signature_of(pipeline), Signer(private, leaf))
+    assert check_signature(pipeline, signature_of(pipeline), [key, sigstore, str(root)]) == str(root)
+
+
+def test_a_bundle_that_does_not_say_its_key_is_checked_with_each(
+    pipeline: Path, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sign_pipeline(pipeline, signature_of(pipeline), Signer(tmp_path / "key.pem"))
+    bundle = json.loads(signature_of(pipeline).read_text())
+    del bundle["verificationMaterial"]["publicKey"]["hint"]
+    signature_of(pipeline).write_text(json.dumps(bundle))
+    other = make_key(tmp_path / "another.pem")
+    assert check_signature(pipeline, signature_of(pipeline), [other, key]) == key
+    with pytest.raises(VerificationError):
+        check_signature(pipeline, signature_of(pipeline), [other])
+    assert capsys.readouterr().out == "", "output in JSON stays so"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--trust", "key.pem.pub"], "--trust: belongs to --check"),
+        (["--key", "key.pem", "--identity-token", "x"], "--identity-token: it needs --sigstore"),
+        (["--key", "key.pem", "--trust-config", "x"], "--trust-config: it needs --sigstore"),
+        (["--certificate", "leaf.pem"], "--certificate: it needs --key"),
+        (["--check", "--key", "key.pem", "--trust", "key.pem.pub"], "--key: is for signing"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(
+    words: list[str], says: str, pipeline: Path, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["sign", str(pipeline), *words])
+    assert says in str(result.exception)
+    assert not signature_of(pipeline).exists()
+
+
+def test_the_certificate_of_the_environment_goes_with_a_key(
+    pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, leaf, private = (tmp_path / name for name in authority(tmp_path))
+    monkeypatch.setenv("SDFLOW_SIGNING_CERTIFICATE", str(leaf))
+    assert CliRunner().invoke(app, ["sign", str(pipeline), "--key", str(private)]).exit_code == 0
+    assert check_signature(pipeline, signature_of(pipeline), [str(root)]) == str(root)

@@ -108,7 +108,7 @@ class Remote:
             self._give_up(error)
         except Untrusted:
             self._mend.add(digest)
-            self._say(f"{self.spec.shown} has results that no key signed that is trusted: they count as not there")
+            self._say(f"{self.spec.shown} has results without a trusted signature; they are treated as missing")
         except WrongBytes as error:
             self._wrong(digest, error)
         else:
@@ -122,7 +122,8 @@ class Remote:
         self._require_signed(LIST, data, meanwhile)
         entries = {digest: self.look(digest, meanwhile) for digest in digests}
         if missing := [digest for digest, entry in entries.items() if entry is None]:
-            raise Absent(self.distrusted or self.unusable or f"the action {missing[0][:12]}, signed as is asked for")
+            lacks = "has no trusted signature" if self.spec.trust else "is missing"
+            raise Absent(self.distrusted or self.unusable or f"the action {missing[0][:12]} {lacks}")
         return about, [entry for entry in entries.values() if entry is not None]
 
     def export(self, about: Mapping[str, Any], actions: Sequence[str]) -> None:

@@ -15,10 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from sdflow.digest import canonical_json
+from sdflow.machine.packages import EXTRAS, missing
 from sdflow.store.records import BadRecord, dump, load
 from sdflow.store.remote.parallel import Lines
 from sdflow.store.remote.share import Absent, Found, Share
-from sdflow.store.signing import EARLIER, POINT, Signer, Untrusted, verify_data
+from sdflow.store.signing import EARLIER, Signer, Untrusted, is_public_key, verify_data
 
 FOLDER = "verified"
 SIGNATURES = "signatures"
@@ -58,7 +59,7 @@ def is_signed(data: bytes, signature: bytes | None, trust: Sequence[str]) -> boo
     try:
         load(data)
         if signature is None:
-            return _signed_earlier(data, trust or [key for key, _ in _earlier(data)]) is not None
+            return _signed_earlier(data, trust) is not None if trust else bool(_earlier(data))
         if trust:
             verify_data(data, signature, trust)
     except (BadRecord, Untrusted):
@@ -68,15 +69,17 @@ def is_signed(data: bytes, signature: bytes | None, trust: Sequence[str]) -> boo
 
 def _signed_earlier(data: bytes, trust: Sequence[str]) -> str | None:
     """Who of these has signed a record within the record itself, as an earlier sdflow did it: the content, with Ed25519."""
+    content = canonical_json(load(data))
+    given = [(key, signature) for key, signature in _earlier(data) if key in trust and EARLIER.fullmatch(key)]
+    if not given:
+        return None
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-    content = canonical_json(load(data))
-    for key, signature in _earlier(data):
+    for key, signature in given:
         with suppress(InvalidSignature, ValueError):
-            if key in trust and EARLIER.fullmatch(key):
-                Ed25519PublicKey.from_public_bytes(bytes.fromhex(key)).verify(bytes.fromhex(signature), content)
-                return key
+            Ed25519PublicKey.from_public_bytes(bytes.fromhex(key)).verify(bytes.fromhex(signature), content)
+            return key
     return None
 
 
@@ -183,12 +186,14 @@ def read_claim(data: bytes, signature: bytes | None, object_digest: str, trust: 
     if not all(isinstance(text, str) and len(text) < 100 and text.isprintable() for text in texts):
         raise BadRecord("it says nothing that can be shown")
     said = Claim(str(level), str(target), versions)
+    keys = [key for key, _ in _earlier(data)]
+    if (keys or signature is not None) and missing(*EXTRAS["sign"]):
+        raise Untrusted("its signature cannot be checked on this machine")
     if signature is not None:
         key = body.get("key")
-        own = [key] if isinstance(key, str) and POINT.fullmatch(key) else []
+        own = [key] if isinstance(key, str) and is_public_key(key) else []
         signed_by = verify_data(data, signature, [*trust, *own])
         return replace(said, key=signed_by, trusted=signed_by in trust)
-    keys = [key for key, _ in _earlier(data)]
     for candidates in (trust, keys):
         if keys and (signer := _signed_earlier(data, candidates)):
             return replace(said, key=signer, trusted=signer in trust)

@@ -60,8 +60,8 @@ def send(
     trust: Sequence[str] = (),
     meanwhile: Callable[[], None] = lambda: None,
 ) -> Sent:
-    """Push a finished action, unless the remote has it. mend: even so. rewrite: every piece of it, whatever
-    the remote has in its place.
+    """Push a finished action, unless the remote has it; with a signer, unless it has it signed. mend: even so. rewrite: every
+    piece of it, whatever the remote has in its place.
 
     Raises Unusable, DamagedHere, OSError.
     """
@@ -70,6 +70,8 @@ def send(
     def is_there() -> bool:
         return not mend and lines.one(lambda: share.size(committed)) is not None
 
+    signs = signer is not None and FROM not in record.built  # a signature says who has built it
+    mend = mend or (signs and lines.one(lambda: _is_unsigned(share, committed)))
     if is_there():
         return Sent()
     artifact = record.artifact
@@ -112,9 +114,7 @@ def send(
     if not is_there():  # else another machine was first: the first result stands
         built = {key: value for key, value in record.built.items() if key != FROM}
         data = dump_action(Stored(record.action, artifact.digest, record.facts, built, time.time()))
-        signature = None
-        if signer is not None and FROM not in record.built:  # a signature says who has built it
-            signature = signer.signature(data)
+        signature = signer.signature(data) if signer is not None and signs else None
         if mend and lines.one(lambda: _there(share, committed, data, signature, trust)):
             return sum(sent, Sent())
         if signature is not None:
@@ -122,6 +122,14 @@ def send(
             lines.one(lambda: share.write(signature_path(data), signed))
         lines.one(lambda: share.write(committed, data))
     return sum(sent, Sent(results=1))
+
+
+def _is_unsigned(share: Share, path: str) -> bool:
+    """Whether an entry is there that nobody has signed in today's way."""
+    try:
+        return share.size(signature_path(share.read(path, MOST_OF_ENTRY))) is None
+    except (Absent, TooLong):
+        return False
 
 
 def _there(share: Share, path: str, data: bytes, signature: bytes | None, trust: Sequence[str]) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from sdflow.errors import UsageError
 from sdflow.store import Cache
 from sdflow.store.copying import copy_entries
 from sdflow.store.remote import RemoteSpec, catalog
@@ -68,6 +69,48 @@ def test_an_archive_that_cannot_be_written_leaves_what_was_there(archive: Path, 
         raise KeyboardInterrupt
     assert archive.read_bytes() == before
     assert [path.name for path in tmp_path.glob("*builds*")] == ["builds.zip"]
+
+
+def test_what_is_pushed_into_an_archive_leaves_what_it_has(archive: Path, tmp_path: Path) -> None:
+    third, spec = make_action("third"), RemoteSpec(at(str(archive), "--url"))
+    builder = Machine(tmp_path / "third", str(tmp_path / "nowhere"), push=False)
+    builder.build(third)
+    with to_write(spec, add=True) as place:
+        copy_entries(builder.cache.at(place), [third], up=True)
+    machine = Machine(tmp_path / "other", spec.url, push=False)
+    for action in (*ACTIONS, third):
+        record = machine.fetch(action)
+        assert record is not None and files_of(record) == contents(action)
+    with to_write(spec):
+        pass
+    assert zipfile.ZipFile(archive).namelist() == [], "an export replaces it"
+
+
+def _foreign_zip(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("photo.jpg", b"x")
+
+
+def _zip_with_a_path(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("sdflow-v1/../../evil", b"x")
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda path: path.write_text("model: x\n"), "not an archive that sdflow wrote"),
+        (_foreign_zip, "not an archive that sdflow wrote"),
+        (_zip_with_a_path, "evil"),
+    ],
+)
+def test_another_file_is_not_replaced(make: Callable[[Path], object], says: str, tmp_path: Path) -> None:
+    path = tmp_path / "fox.yaml"
+    make(path)
+    before = path.read_bytes()
+    with pytest.raises(UsageError, match=says), to_write(RemoteSpec(at(str(path), "--url")), add=True):
+        raise AssertionError("nothing is pushed")
+    assert path.read_bytes() == before
 
 
 def _repacked(path: Path, change: Callable[[str, bytes], bytes], compression: int = zipfile.ZIP_DEFLATED) -> None:

@@ -95,3 +95,24 @@ def test_gc_removes_claims_of_what_is_gone(tmp_path: Path) -> None:
         os.utime(path, (0, time.time() - 40 * 24 * 3600))
     catalog.sweep(machine.remote.share, 30 * 24 * 3600.0)
     assert [path.name.partition(".")[0] for path in files(tmp_path)] == [kept]
+
+
+@pytest.mark.parametrize("lacking", [False, True])
+def test_a_claim_that_cannot_be_checked_is_left_out(
+    tmp_path: Path, lacking: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a key that is no point of its curve, or without the packages that check it."""
+    make_key(tmp_path / "key.pem")
+    signer = Signer(tmp_path / "key.pem")
+    for each in (signer, None):
+        remote = opened(tmp_path, each).remote
+        assert remote is not None
+        remote.vouch(["0" * 64], SAID)
+    data = dump({"object": "0" * 64, "level": "q", "target": "cpu", "versions": {}, "key": "02" + "ff" * 32})
+    path = f"verified/00/{'0' * 64}.{'1' * 16}.json"
+    remote.share.write(path, data)
+    remote.share.write(f"{path}.sig", signer.signature(data))
+    if lacking:
+        monkeypatch.setattr("sdflow.store.remote.trust.missing", lambda *names: names)
+    (told,) = claims(remote.share, (), ["0" * 64]).values()
+    assert {said.key for said in told} == ({None} if lacking else {None, signer.public})
