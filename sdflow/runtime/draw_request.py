@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -127,7 +128,7 @@ class GenerateRequest(Settings):
             "Memory limit on a CUDA device, such as 12GB.",
             otherwise="free memory",
             metavar="SIZE",
-            read=lambda text: parse_size(text, "--device-memory"),
+            read=partial(parse_size, where="--device-memory"),
         ),
     ] = None
     vae_tiles: Annotated[
