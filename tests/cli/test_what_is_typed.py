@@ -122,7 +122,6 @@ def test_names_that_are_not_alike_are_not_offered_nor_is_a_name_itself(place: Pa
         (("plan", "sd15"), r".*sd15.yaml:\d+:1", "no `target`"),
         (("generate", "dream", "-p", "x"), "dream/sdflow.json", "not an sdflow pipeline"),
         (("cache", "gc", "--max-size", "ten"), "--max-size", "'ten' is not a size"),
-        (("generate", "dream", "-p", "x", "--device-memory", "ten"), "--device-memory", "'ten' is not a size"),
         (("inspect", "sample:nope"), "sample:nope", "there is no sample 'nope'"),
         (("run",), ".*sdflow run", "Missing argument 'WORKFLOW'."),
         (("run", "shapes", "--nothing"), ".*sdflow run", "No such option: --nothing.*"),

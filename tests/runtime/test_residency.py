@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sdflow.errors import UsageError
+from sdflow.runtime.draw_request import PARAMETERS
 from sdflow.runtime.drawing.turns import moving_weights
 from sdflow.runtime.sessions.residency import HEADROOM, Residency
 from sdflow.targets import TARGETS
@@ -141,6 +142,13 @@ def test_weights_in_use_stay_while_another_thread_needs_their_room() -> None:
     thread.join(10)
     assert second.present and not first.present
     device.maps.clear()
+
+
+def test_a_limit_is_read_as_a_size() -> None:
+    read = PARAMETERS["device_memory"].read
+    assert read is not None and read("12GB") == 12 * 10**9
+    with pytest.raises(UsageError, match="--device-memory: 'ten' is not a size"):
+        read("ten")
 
 
 def test_on_the_cpu_nothing_moves(tiny_pipeline: Path) -> None:
