@@ -25,7 +25,7 @@ from sdflow.sources import Checkpoint, PlainDigests, load_module, open_checkpoin
 from sdflow.sources.formats import open_weights
 from sdflow.sources.formats.ggml_types import TYPES
 from sdflow.sources.load import parameter_shapes
-from sdflow.sources.loras.lora import LoraLayer
+from sdflow.sources.loras.layers import LoraLayer
 from sdflow.weights.lora import Loras, Merged
 from sdflow.weights.tensors import open_tensors
 
