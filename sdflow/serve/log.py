@@ -24,11 +24,24 @@ MOST_BYTES = 10 << 20
 def log_line(event: str, **fields: Any) -> None:
     """One line of JSON on standard error. Where that cannot be written, as on a full disk, it is lost, and no request with it."""
     stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    line = json.dumps({"time": stamp, "event": event, **fields}, ensure_ascii=False, default=str) + "\n"
     with suppress(OSError):
-        sys.stderr.write(json.dumps({"time": stamp, "event": event, **fields}, ensure_ascii=False, default=str) + "\n")
-        sys.stderr.flush()
+        _write(line)
         if path := os.environ.get(ROTATED):
             rotate(Path(path))
+
+
+def _write(line: str) -> None:
+    """Past Python's buffer, which a signal handler that logs must not enter while a line is being written."""
+    try:
+        descriptor = sys.stderr.fileno()
+    except (OSError, ValueError):  # somebody has put something else in its place
+        sys.stderr.write(line)
+        sys.stderr.flush()
+        return
+    left = line.encode(errors="backslashreplace")
+    while left:
+        left = left[os.write(descriptor, left) :]
 
 
 def rotate(path: Path, most: int = MOST_BYTES) -> None:
