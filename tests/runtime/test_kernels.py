@@ -291,7 +291,8 @@ def test_each_part_compiles_by_itself_for_a_gpu_that_is_not_here(name: str, capa
     elif PARTS[name].hopper or name == FLOAT8:
         assert not known
     else:
-        assert known == {kernel for kernel in KERNELS_OF[name] if "held" not in kernel}
+        newer = ("float8_", "group_norm_held_")  # float8 from 8.9 on, clusters of blocks from 9.0 on
+        assert known == {kernel for kernel in KERNELS_OF[name] if not kernel.startswith(newer)}
 
 
 def kernels_of() -> dict[str, set[str]]:

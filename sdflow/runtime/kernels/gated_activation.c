@@ -31,8 +31,11 @@ static int is_float8(const Op *op) { return op >= float8_activations && op < flo
 static int place_of(const Op *op) { return (int)(op - (is_float8(op) ? float8_activations : gated_activations)); }
 
 static const char *name(const Op *op) {
-    static const char *const names[] = {"Float8TanhGelu", "Float8TanhGeluBfloat16", "Float8SiluGated", "Float8SiluGatedBfloat16"};
-    return names[place_of(op)] + (is_float8(op) ? 0 : sizeof "Float8" - 1);
+    static const char *const names[2][4] = {
+        {"TanhGelu", "TanhGeluBfloat16", "SiluGated", "SiluGatedBfloat16"},
+        {"Float8TanhGelu", "Float8TanhGeluBfloat16", "Float8SiluGated", "Float8SiluGatedBfloat16"},
+    };
+    return names[is_float8(op)][place_of(op)];
 }
 
 static Status *create(const void *given, Api api, const void *info, void **result) {
