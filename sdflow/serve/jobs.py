@@ -111,6 +111,13 @@ class Drop:
 
 
 @dataclass(frozen=True)
+class Forget:
+    """Release the memory of weights with the LoRA of this file, which was removed."""
+
+    path: str
+
+
+@dataclass(frozen=True)
 class Show:
     """Send a preview of the images of a request that are being drawn, after their next step. end: they are finished with that."""
 
@@ -227,7 +234,7 @@ class Lost:
 
 Message = Lost | Ready | Loaded | Measured | OfImage | Turned
 
-Order = Job | Cancel | Show | Load | Drop
+Order = Job | Cancel | Show | Load | Drop | Forget
 """What the process that draws is told."""
 
 

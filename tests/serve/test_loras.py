@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import pickle
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from base64 import b64decode
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -359,6 +361,19 @@ def test_the_last_ones_stay_as_far_as_there_is_room(built: Path) -> None:
     for each in (first, second, first, third):
         pipelines.served(each)
     assert pipelines.kept == [first, third]
+
+
+def test_what_was_made_with_a_removed_lora_is_released(built: Path) -> None:
+    base = ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1)
+    pipelines = LoraPipelines.open(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
+    stripes, both, outline = (
+        of_samples(*each) for each in ([("stripes", 1.0)], [("stripes", 0.5), ("outline", 1.0)], [("outline", 1.0)])
+    )
+    weights = [weakref.ref(pipelines.served(each)) for each in (stripes, both, outline)]
+    pipelines.forget(stripes[0].path)
+    gc.collect()
+    assert pipelines.kept == [outline]
+    assert [each() is None for each in weights] == [True, True, False]
 
 
 def test_without_its_cache_it_says_so(built: Path, tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def make_app(settings: Settings, make_line: Callable[[Hear], Line] | None = None
     )
     app.include_router(openai_routes(served))
     app.include_router(model_routes(served, settings.additions if make_line is None else None))
-    app.include_router(lora_routes(settings.loras))
+    app.include_router(lora_routes(settings.loras, drawing.forget))
     for routes in (webui_routes(served), webui_lists(served), controlnet_routes(served.models)):
         app.include_router(routes)
     _own_routes(app, drawing, metrics)

@@ -18,6 +18,7 @@ from sdflow.serve.jobs import (
     Drawn,
     Drop,
     Failed,
+    Forget,
     Job,
     Load,
     Loaded,
@@ -163,6 +164,10 @@ class Drawing:
         self._give_up_loading(name, ApiError(409, words, param="id", code="loading"))
         self.send(Drop(name))
         self.found = None if self.found is None else {each: self.found[each] for each in self.found if each != name}
+
+    def forget(self, lora: Path) -> None:
+        """Have the worker release the memory of weights with the LoRA of this file."""
+        self.send(Forget(str(lora)))
 
     def most_pixels(self, pipeline: str) -> int | None:
         """Of an image: as somebody said, or as the worker measured; None before that."""

@@ -164,8 +164,8 @@ class Loras:
             path.rename(self._sent / f"{name}{_SUFFIX}")
         return {"id": name, "object": "lora", "sent": True, "bytes": size, "sha256": sha256, "submodels": submodels}
 
-    def remove(self, name: str) -> None:
-        """Offer it no more. What was sent is deleted; a file of the folder stays there. Raises ApiError."""
+    def remove(self, name: str) -> Path:
+        """Offer it no more: its file. What was sent is deleted; a file of the folder stays there. Raises ApiError."""
         with self._naming:
             path = self.files().get(name)
             if path is None:
@@ -175,6 +175,7 @@ class Loras:
                 self._read = {key: value for key, value in self._read.items() if key[0] != path}
             else:
                 self._removed.add(name)
+            return path.absolute()
 
     def _look_at(self, path: Path) -> tuple[int, str, tuple[str, ...], list[str]]:
         """Its bytes, its digest, the submodels that it is for, and its trigger words. Raises CheckpointError, OSError."""

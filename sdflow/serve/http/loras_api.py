@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
@@ -25,8 +27,8 @@ _FORM = {
 }
 
 
-def lora_routes(loras: Loras) -> APIRouter:
-    """The routes."""
+def lora_routes(loras: Loras, forget: Callable[[Path], None]) -> APIRouter:
+    """The routes. forget: releases what is kept of a LoRA's file."""
     routes = APIRouter(prefix="/v1", tags=["LoRAs"])
 
     @routes.get("/loras", summary="Those that are there")
@@ -57,7 +59,7 @@ def lora_routes(loras: Loras) -> APIRouter:
         "/loras/{name}", summary="Offer it no more; a file of the server's folder stays on disk", dependencies=admin
     )
     async def removed(name: str) -> dict[str, Any]:
-        loras.remove(name)
+        forget(loras.remove(name))
         return {"id": name, "object": "lora", "deleted": True}
 
     return routes

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import RLock
 
 from sdflow.digest import digest_file
 from sdflow.errors import CheckpointError, os_errors_as
@@ -61,7 +62,7 @@ class LoraPipelines:
     """The pipeline of a folder with any LoRAs. Those that were asked for last stay, up to so many bytes of weights.
 
     checkpoint, structures: what the folder was built from. values: of the same pipeline in all lanes.
-    `read` and `carry_out` may be called from another thread than the rest.
+    `read` and `carry_out` may be called from another thread than the rest, `forget` from any.
     """
 
     _folder: Path
@@ -78,6 +79,7 @@ class LoraPipelines:
     _alive: weakref.WeakValueDictionary[tuple[LoraFile, ...], ServedPipeline] = field(
         default_factory=weakref.WeakValueDictionary
     )
+    _lock: RLock = field(default_factory=RLock)
 
     @classmethod
     def open(
@@ -102,20 +104,27 @@ class LoraPipelines:
         loras = _counting(loras)
         if not loras:
             return self._base
-        if loras in self._made:
-            self._made[loras] = self._made.pop(loras)
-        return self._alive.get(loras)
+        with self._lock:
+            if loras in self._made:
+                self._made[loras] = self._made.pop(loras)
+            return self._alive.get(loras)
 
     def keep(self, made: Made) -> ServedPipeline:
         """Keep one for as long as there is room beside the sessions for all LoRAs, and it is asked for more than others."""
-        while (
-            self._made
-            and self.size_of_sessions + made.size + sum(each.size for each in self._made.values()) > self._memory
-        ):
-            self._made.pop(next(iter(self._made)))
-        self._made[made.loras] = made
-        self._alive[made.loras] = made.pipeline
+        with self._lock:
+            while (
+                self._made
+                and self.size_of_sessions + made.size + sum(each.size for each in self._made.values()) > self._memory
+            ):
+                self._made.pop(next(iter(self._made)))
+            self._made[made.loras] = made
+            self._alive[made.loras] = made.pipeline
         return made.pipeline
+
+    def forget(self, path: str) -> None:
+        """Keep nothing that was made with the LoRA of this file, however much room there is."""
+        with self._lock:
+            self._made = {loras: made for loras, made in self._made.items() if all(each.path != path for each in loras)}
 
     @property
     def size_of_sessions(self) -> int:

@@ -87,6 +87,11 @@ class ReadyPipelines:
         for each in (self.base, *(() if self._loras is None else self._loras.there)):
             each.rest()
 
+    def forget(self, lora: str) -> None:
+        """Keep nothing that was made with the LoRA of this file. May be called from any thread."""
+        if self._loras is not None:
+            self._loras.forget(lora)
+
     def close(self) -> None:
         """It is unloaded."""
         self._pool.shutdown(wait=False, cancel_futures=True)

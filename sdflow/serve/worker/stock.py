@@ -294,6 +294,15 @@ class Stock:
         trim()
         log_line("unloaded", pipeline=name)
 
+    def forget(self, lora: str) -> None:
+        """Release the memory of weights with the LoRA of this file; what is being drawn with it is finished."""
+        with self._lock:
+            every = [ready for lane in self._lanes for ready in lane.ready.values()]
+        for each in every:
+            each.forget(lora)
+        gc.collect()
+        trim()
+
     def _rest(self, lane: _Lane) -> None:
         """Give back what the large images of a lane took."""
         with self._lock:

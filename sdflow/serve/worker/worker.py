@@ -22,7 +22,21 @@ from typing import TYPE_CHECKING, Any
 from sdflow.errors import SdflowError
 from sdflow.processes.workers import deny_network
 from sdflow.serve.engine.pulse import Pulse, Pulses, Watchdog
-from sdflow.serve.jobs import Cancel, Drop, End, Job, Load, Loaded, Lost, Message, Order, Ready, Show, WorkerOptions
+from sdflow.serve.jobs import (
+    Cancel,
+    Drop,
+    End,
+    Forget,
+    Job,
+    Load,
+    Loaded,
+    Lost,
+    Message,
+    Order,
+    Ready,
+    Show,
+    WorkerOptions,
+)
 from sdflow.serve.log import ROTATED, log_as_json, log_line
 
 if TYPE_CHECKING:
@@ -108,6 +122,8 @@ def _listen(connection: Connection, stock: Stock) -> None:
                 stock.lanes.cancel(message.request)
             elif isinstance(message, Show):
                 stock.lanes.show(message)
+            elif isinstance(message, Forget):
+                stock.forget(message.path)
             else:
                 stock.do(message)
     stock.lanes.end()
