@@ -104,12 +104,14 @@ class ReadyPipelines:
         return wanted_by is job or not coming.done() or coming.exception() is None
 
     def _begin(self, job: Job) -> None:
-        """What was made for a job that was cancelled since may be wanted by another. What was only read is let go."""
+        """What was made for a job that was cancelled, or that another lane drew, may be wanted again, unless a LoRA of it was
+        deleted. What was only read is let go."""
         from sdflow.serve.loras.lora_pipelines import Made
 
         if self._coming is not None and self._coming[1].exception() is None:
             assert self._loras is not None, "what was made is of them"
-            if isinstance(made := self._coming[1].result(), Made):
+            made = self._coming[1].result()
+            if isinstance(made, Made) and all(Path(lora.path).exists() for lora in made.loras):
                 self._loras.keep(made)
         self._coming = job, self._pool.submit(self._make, job)
         self._coming[1].add_done_callback(lambda made: self.changed())
