@@ -24,7 +24,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin take th
 
 import hypothesis
 from converted import converted  # noqa: F401
-from forked_workers import forked_workers, server_of_workers  # noqa: F401
+from forked_workers import forked_workers  # noqa: F401
+from kept_builds import cache_of  # noqa: F401
 from small_workflows import bench, chain  # noqa: F401
 from started_python import sdflow, started_python  # noqa: F401
 from tiny_pipeline import tiny_artifacts, tiny_checkpoint, tiny_pipeline, tiny_torch  # noqa: F401

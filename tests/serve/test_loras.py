@@ -23,6 +23,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 from serve.conftest import RunningServer, running_server
+from kept_builds import WorkflowCache
 from started_python import Command
 from until import PATIENCE, until
 
@@ -48,9 +49,10 @@ BOTH = (("stripes", 0.8), ("outline", 0.5))
 
 
 @pytest.fixture(scope="module")
-def built(sdflow: Command, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(sdflow: Command, cache_of: WorkflowCache, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sample pipeline as a user builds it, and baked with two LoRAs, and the cache of both."""
     folder = tmp_path_factory.mktemp("shapes")
+    cache_of("shapes_cpu", folder)
     run = ["run", str(ROOT / "workflows/shapes_cpu.yaml"), "--no-evaluate", "--no-verify"]
     loras = [each for name, scale in BOTH for each in ("--lora", f"{SAMPLES / name}.safetensors:{scale}")]
     for command in (run, ["bake", "--base", "pipelines/shapes_cpu", *loras, "--out", "pipelines/baked"]):
