@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 import pytest
 from forked_workers import forking
-from started_python import StartedPython
 from small_lora import write_lora
 from small_workflows import SMALL_PASSES, TESTS, Bench, Events
+from started_python import StartedPython
 
 from sdflow.artifact import Record
 from sdflow.build.compared_base import compared_base

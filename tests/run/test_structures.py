@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import yaml
 from forked_workers import forking
-from started_python import StartedPython
 from light_install import HEAVY, ROOT, LightInstall, light_install
 from original_layout import original_layout
 from safetensors.torch import save_file
 from small_lora import write_lora
 from small_workflows import TESTS, Events
+from started_python import StartedPython
 
 from sdflow.artifact import Action
 from sdflow.build import imported

@@ -21,10 +21,10 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from kept_builds import WorkflowCache
 from safetensors.numpy import load_file, save_file
 from serve.conftest import RunningServer, running_server
-from kept_builds import WorkflowCache
-from started_python import Command
+from started_python import Command, StartedPython
 from until import PATIENCE, until
 
 from sdflow.errors import CheckpointError, PassError, UsageError, VerificationError
@@ -62,7 +62,7 @@ def built(sdflow: Command, cache_of: WorkflowCache, tmp_path_factory: pytest.Tem
 
 
 @pytest.fixture(scope="module")
-def server(built: Path) -> Iterator[RunningServer]:
+def server(built: Path, started_python: StartedPython | None) -> Iterator[RunningServer]:
     width = json.loads((built / "pipelines/shapes_cpu/text_encoder/config.json").read_text())["hidden_size"]
     for name in ("embeddings", "cards"):
         (built / name).mkdir()
@@ -70,7 +70,7 @@ def server(built: Path) -> Iterator[RunningServer]:
     (built / "cards/color.txt").write_text("red\nblue\n")
     folders = ("--embeddings", str(built / "embeddings"), "--wildcards", str(built / "cards"))
     arguments = ("--batch-sizes", "1", "--loras", str(SAMPLES), "--cache", str(built / "cache"), *folders)
-    with running_server(str(built / "pipelines/shapes_cpu"), *arguments) as made:
+    with running_server(str(built / "pipelines/shapes_cpu"), *arguments, started=started_python) as made:
         yield made
 
 

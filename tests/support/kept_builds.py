@@ -27,7 +27,9 @@ def cache_of(request: pytest.FixtureRequest, sdflow: Command) -> WorkflowCache:
 
     def copy(workflow: str, out: Path) -> None:
         made = root / workflow
-        with FileLock(request.config.cache.mkdir("locks") / f"builds-{workflow}"):  # the other worker of pytest-xdist waits
+        with FileLock(
+            request.config.cache.mkdir("locks") / f"builds-{workflow}"
+        ):  # the other worker of pytest-xdist waits
             if not made.exists():
                 building = root.with_suffix(f".{workflow}")
                 for old in root.parent.iterdir():

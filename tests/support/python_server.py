@@ -1,8 +1,8 @@
 """The process that `started_python` forks others from: it has imported large packages, and nothing of sdflow.
 
-A request is a packet of JSON with four descriptors: the line of the new process, and its standard input, output and error. On its
-line the process id is answered, and at its end the exit status. Its id stays its own until the other end of the line is closed, as
-with a child that nobody has waited for. Requests may come from any process that holds the other end of the socket.
+A request is a packet of JSON with four descriptors: the line of the new process, and its standard input, output and error. The
+process id is answered on its line, and at its end the exit status. The id stays its own until the other end of the line is
+closed, as with a child that nobody has waited for. Requests may come from any process that holds the other end of the socket.
 """
 
 from __future__ import annotations
@@ -22,11 +22,18 @@ import sys
 import tempfile
 import termios
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.spawn import spawn_main
 from pathlib import Path
 from typing import Any, Literal, NoReturn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from forked_children import fork_children
+
+del sys.path[0]
 
 PACKAGES = (
     "torch",
@@ -153,8 +160,8 @@ class _Child:
     wanted: bool = True
 
 
-def serve(requests: socket.socket, line: Line) -> str:
-    """Fork a process for each request until standard input closes. Returns the module to run, in such a process."""
+def serve(requests: socket.socket, line: Line) -> Callable[[], object]:
+    """Fork a process for each request until standard input closes. Returns what to run, in such a process."""
     for name in PACKAGES:
         importlib.import_module(name)
     tempfile.tempdir = None  # each process has its own
@@ -213,8 +220,8 @@ def _note(children: dict[int, _Child], poller: Any, found: int) -> None:
         child.line.close()
 
 
-def _begin(request: Mapping[str, Any], descriptors: Sequence[int], line: Line) -> str:
-    """Make a forked process what a new Python would be. Returns the module to run."""
+def _begin(request: Mapping[str, Any], descriptors: Sequence[int], line: Line) -> Callable[[], object]:
+    """Make a forked process what a new Python would be. Returns what to run."""
     os.close(descriptors[0])
     kind, environment, folder = request["kind"], request["environment"], request["folder"]
     if kind != "command":
@@ -228,6 +235,22 @@ def _begin(request: Mapping[str, Any], descriptors: Sequence[int], line: Line) -
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+    if request["arguments"][:2] == ["sdflow", "serve"] and (child := fork_children()) is not None:
+        _open_standard_streams()
+        return partial(spawn_main, **child)
+    _open_standard_streams()
+    module, *sys.argv[1:] = request["arguments"]
+    # As `python -m` does, and for workers `python -P -m`.
+    paths = [] if kind == "worker" else [folder]
+    sys.path[:0] = [*paths, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    if module.startswith("sdflow") and module != "sdflow.processes.worker_server":  # which forks its own
+        from sdflow.processes import worker_group, workers
+
+        workers.spawn = worker_group.spawn = line.spawn
+    return partial(runpy.run_module, module, run_name="__main__", alter_sys=True)
+
+
+def _open_standard_streams() -> None:
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         stream = os.fdopen(
             number,
@@ -239,15 +262,6 @@ def _begin(request: Mapping[str, Any], descriptors: Sequence[int], line: Line) -
         )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    module, *sys.argv[1:] = request["arguments"]
-    # As `python -m` does, and for workers `python -P -m`.
-    paths = [] if kind == "worker" else [folder]
-    sys.path[:0] = [*paths, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
-    if module.startswith("sdflow") and module != "sdflow.processes.worker_server":  # which forks its own
-        from sdflow.processes import worker_group, workers
-
-        workers.spawn = worker_group.spawn = line.spawn
-    return str(module)
 
 
 def _end(ended: SystemExit | None) -> NoReturn:
@@ -270,9 +284,9 @@ def _end(ended: SystemExit | None) -> NoReturn:
 
 if __name__ == "__main__":
     asking, answering = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
-    module_name = serve(answering, Line(asking))
+    run = serve(answering, Line(asking))
     try:
-        runpy.run_module(module_name, run_name="__main__", alter_sys=True)
+        run()
         ended: SystemExit | None = None
     except SystemExit as error:
         ended = error

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from python_server import Line, Started
@@ -44,6 +45,13 @@ class StartedPython:
             out.seek(0)
             error.seek(0)
             return status, out.read().decode(), error.read().decode()
+
+    def start_with_errors(self, arguments: tuple[str, ...], environment: Mapping[str, str]) -> tuple[Started, BinaryIO]:
+        """Start `python -m` with the arguments here; with what it writes to standard error, to be read."""
+        reader, writer = os.pipe()
+        with Path(os.devnull).open() as nothing, os.fdopen(writer, "wb"):
+            process = self.line.start(arguments, Path.cwd(), environment, (nothing.fileno(), 1, writer))
+        return process, os.fdopen(reader, "rb")
 
     def end(self) -> None:
         assert self._process.stdin is not None

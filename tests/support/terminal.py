@@ -44,7 +44,9 @@ class Terminal:
         """`sdflow` with these arguments."""
         if self.started is None or any(name.startswith("PYTHON") for name in self.environment):
             return self.start_command(sys.executable, "-m", "sdflow", *arguments)
-        forked = Forked(self.started, ("sdflow", *arguments), self.folder, self._environment(), (self.rows, self.columns))
+        forked = Forked(
+            self.started, ("sdflow", *arguments), self.folder, self._environment(), (self.rows, self.columns)
+        )
         return Session(forked, self.columns, self.rows)
 
     def start_command(self, *command: str) -> Session:

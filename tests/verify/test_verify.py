@@ -12,8 +12,8 @@ from typing import cast
 
 import onnx
 import pytest
-from started_python import StartedPython
 import yaml
+from started_python import StartedPython
 
 from sdflow.artifact import Artifact
 from sdflow.build.assemble import assemble
