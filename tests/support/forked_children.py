@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import re
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -33,7 +34,10 @@ def fork_children() -> dict[str, int] | None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if not os.fork():
         ours.close()
-        return _serve(theirs)
+        at_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal is for the command
+        main = _serve(theirs)
+        signal.signal(signal.SIGINT, at_interrupt)
+        return main
     theirs.close()
     started = util.spawnv_passfds  # type: ignore[attr-defined]
 
