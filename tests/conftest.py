@@ -38,13 +38,13 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("tests")
 
 LONGEST_FILES = (
-    "test_streamed", "test_flux2_job", "test_walk", "test_klein_sample", "test_stable_diffusion_3_job", "test_other_family_job",
-    "test_z_image_job", "test_flux_job", "test_watchdog", "test_init", "test_stable_diffusion_3_targets",
-    "test_terminal", "test_main_job", "test_onnx_pipeline", "test_verify", "test_docs", "test_pins", "test_one_file",
-    "test_bench",
-    "test_structure_and_weights", "test_equality", "test_components", "test_signals", "test_kills", "test_few_steps",
-    "test_ort_transformers_optimization", "test_evaluate", "test_families", "test_control", "test_generate",
-    "test_inputs_that_change", "test_tune", "test_faults", "test_openai_client", "test_fuzz", "test_deploy",
+    "test_terminal", "test_walk", "test_main_job", "test_flux2_job", "test_stable_diffusion_3_job", "test_z_image_job",
+    "test_one_file", "test_bench", "test_other_family_job", "test_flux_job", "test_verify", "test_signals", "test_streamed",
+    "test_equality", "test_folder", "test_onnx_pipeline", "test_components", "test_klein_sample", "test_watchdog", "test_exact",
+    "test_docs", "test_stable_diffusion_3_targets", "test_flux_targets", "test_evaluate", "test_loras", "test_init",
+    "test_structure_and_weights", "test_inputs_that_change", "test_control", "test_few_steps",
+    "test_ort_transformers_optimization", "test_memory_limit", "test_lanes", "test_families", "test_generate", "test_tune",
+    "test_faults", "test_openai_client", "test_fuzz", "test_kills", "test_pins", "test_deploy",
 )  # fmt: skip
 """Begun first: who has one of them left at the end works alone."""
 
