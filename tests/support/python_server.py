@@ -63,9 +63,7 @@ PACKAGES = (
     "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",
     "diffusers.pipelines.stable_diffusion.safety_checker",
     "diffusers.schedulers",
-    "typer",
-    "pydantic",
-    "rich.console",
+    *("asyncio", "filelock", "psutil", "pydantic", "rich.console", "typer", "yaml"),
 )
 """None is of sdflow."""
 LONGEST = 1 << 20
