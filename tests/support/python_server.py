@@ -8,7 +8,6 @@ closed, as with a child that nobody has waited for. Requests may come from any p
 from __future__ import annotations
 
 import atexit
-import fcntl
 import gc
 import importlib
 import json
@@ -20,7 +19,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import termios
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -29,11 +27,6 @@ from functools import partial
 from multiprocessing.spawn import spawn_main
 from pathlib import Path
 from typing import Any, Literal, NoReturn
-
-sys.path.insert(0, str(Path(__file__).parent))
-from forked_children import fork_children
-
-del sys.path[0]
 
 PACKAGES = (
     "torch",
@@ -220,6 +213,9 @@ def _note(children: dict[int, _Child], poller: Any, found: int) -> None:
 
 def _begin(request: Mapping[str, Any], descriptors: Sequence[int], line: Line) -> Callable[[], object]:
     """Make a forked process what a new Python would be. Returns what to run."""
+    import fcntl
+    import termios
+
     os.close(descriptors[0])
     kind, environment, folder = request["kind"], request["environment"], request["folder"]
     if kind != "command":
@@ -233,9 +229,14 @@ def _begin(request: Mapping[str, Any], descriptors: Sequence[int], line: Line) -
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    if request["arguments"][:2] == ["sdflow", "serve"] and (child := fork_children()) is not None:
-        _open_standard_streams()
-        return partial(spawn_main, **child)
+    if request["arguments"][:2] == ["sdflow", "serve"]:
+        sys.path.insert(0, str(Path(__file__).parent))
+        from forked_children import fork_children
+
+        del sys.path[0]
+        if (child := fork_children()) is not None:
+            _open_standard_streams()
+            return partial(spawn_main, **child)
     _open_standard_streams()
     module, *sys.argv[1:] = request["arguments"]
     # As `python -m` does, and for workers `python -P -m`.

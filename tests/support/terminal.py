@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import pty
 import re
 import select
 import signal
+import struct
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +16,6 @@ from typing import Any
 
 import pexpect
 import pyte
-from ptyprocess.ptyprocess import _setwinsize
 from python_server import Started
 from started_python import StartedPython
 from until import PATIENCE
@@ -96,8 +95,8 @@ class Forked:
         environment: dict[str, str],
         size: tuple[int, int],
     ) -> None:
-        self._ours, theirs = pty.openpty()
-        _setwinsize(theirs, *size)
+        self._ours, theirs = os.openpty()
+        _set_size(theirs, *size)
         self._process: Started = started.line.start(arguments, folder, environment, (theirs,) * 3, "terminal")
         os.close(theirs)
         self.pid = self._process.pid
@@ -119,7 +118,7 @@ class Forked:
         self.send("\x03")
 
     def setwinsize(self, rows: int, columns: int) -> None:
-        _setwinsize(self._ours, rows, columns)
+        _set_size(self._ours, rows, columns)
 
     def hang_up(self) -> None:
         os.close(self._ours)
@@ -133,6 +132,13 @@ class Forked:
         self.wait()
         if self._ours != -1:
             self.hang_up()
+
+
+def _set_size(terminal: int, rows: int, columns: int) -> None:
+    import fcntl
+    import termios
+
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
 
 class Session:
