@@ -19,7 +19,6 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from kept_builds import WorkflowCache
 from until import PATIENCE
 
 from sdflow.disk.locked_folder import locked_folder, remove_abandoned, remove_abandoned_scratch, scratch_folder
@@ -63,9 +62,8 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory, cache_of: WorkflowCache) -> Place:
+def built(tmp_path_factory: pytest.TempPathFactory) -> Place:
     place = Place(tmp_path_factory.mktemp("signals"))
-    cache_of("tiny_cpu", place.folder)
     place.temporary.mkdir()
     models = [f"synthetic:sd15-tiny?seed={seed}" for seed in range(3)]
     tiny = str(ROOT / "workflows/tiny_cpu.yaml")
