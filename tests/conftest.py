@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -24,7 +25,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin take th
 
 import hypothesis
 from converted import converted  # noqa: F401
-from forked_workers import forked_workers, server_of_workers  # noqa: F401
+from forked_workers import forked_workers  # noqa: F401
+from kept_builds import cache_of  # noqa: F401
 from small_workflows import bench, chain  # noqa: F401
 from started_python import sdflow, started_python  # noqa: F401
 from tiny_pipeline import tiny_artifacts, tiny_checkpoint, tiny_pipeline, tiny_torch  # noqa: F401
@@ -36,13 +38,13 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("tests")
 
 LONGEST_FILES = (
-    "test_streamed", "test_flux2_job", "test_walk", "test_klein_sample", "test_stable_diffusion_3_job", "test_other_family_job",
-    "test_z_image_job", "test_flux_job", "test_watchdog", "test_init", "test_stable_diffusion_3_targets",
-    "test_terminal", "test_main_job", "test_onnx_pipeline", "test_verify", "test_docs", "test_pins", "test_one_file",
-    "test_bench",
-    "test_structure_and_weights", "test_equality", "test_components", "test_signals", "test_kills", "test_few_steps",
-    "test_ort_transformers_optimization", "test_evaluate", "test_families", "test_control", "test_generate",
-    "test_inputs_that_change", "test_tune", "test_faults", "test_openai_client", "test_fuzz", "test_deploy",
+    "test_terminal", "test_walk", "test_main_job", "test_flux2_job", "test_stable_diffusion_3_job", "test_z_image_job",
+    "test_one_file", "test_bench", "test_other_family_job", "test_flux_job", "test_verify", "test_signals", "test_streamed",
+    "test_equality", "test_folder", "test_onnx_pipeline", "test_components", "test_klein_sample", "test_watchdog", "test_exact",
+    "test_docs", "test_stable_diffusion_3_targets", "test_flux_targets", "test_evaluate", "test_loras", "test_init",
+    "test_structure_and_weights", "test_inputs_that_change", "test_control", "test_few_steps",
+    "test_ort_transformers_optimization", "test_memory_limit", "test_lanes", "test_families", "test_generate", "test_tune",
+    "test_faults", "test_openai_client", "test_fuzz", "test_kills", "test_pins", "test_deploy",
 )  # fmt: skip
 """Begun first: who has one of them left at the end works alone."""
 
@@ -50,6 +52,13 @@ LONGEST_FILES = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: index for index, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays to the end: no collection of garbage looks at it again, also not in processes that
+    tests fork, whose memory stays shared."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -32,6 +32,10 @@ def session(model: onnx.ModelProto | Path) -> Any:
         extensions = pytest.importorskip("onnxruntime_extensions", reason="pip install sdflow[export-text]")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
+    if isinstance(
+        model, Path
+    ):  # to optimize a whole pipeline takes longer than to run it; test_one_file.py does so once
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.register_custom_ops_library(extensions.get_library_path())
     what = str(model) if isinstance(model, Path) else model.SerializeToString()
     return onnxruntime.InferenceSession(what, options, providers=["CPUExecutionProvider"])

@@ -281,7 +281,7 @@ def test_bench_compares_it_with_diffusers(shell: Shell, built: Path) -> None:
 
 
 def test_a_server_draws_with_it(shell: Shell, built: Path) -> None:
-    with running_server(str(built), environment=shell.environment()) as server:
+    with running_server(str(built), environment=shell.environment(), started=shell.started) as server:
         wanted = {"prompt": "an otter", "size": "32x48", "steps": 2, "response_format": "b64_json"}
         answer = httpx.post(f"{server.url}/v1/images/generations", json=wanted, timeout=PATIENCE)
         assert answer.status_code == 200, answer.text

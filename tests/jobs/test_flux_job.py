@@ -248,7 +248,7 @@ def test_bench_holds_both_engines_to_pytorch_and_tune_chooses(shell: Shell, buil
 
 @pytest.mark.slow
 def test_a_server_draws_with_it(shell: Shell, built: str) -> None:
-    with running_server(str(shell.folder / built), environment=shell.environment()) as server:
+    with running_server(str(shell.folder / built), environment=shell.environment(), started=shell.started) as server:
         wanted = {"prompt": "an otter", "size": "64x64", "steps": 2, "response_format": "b64_json"}
         images = []
         for scale in (1.5, 6.0):

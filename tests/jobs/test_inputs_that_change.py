@@ -39,6 +39,7 @@ from sdflow.sources import PlainDigests, open_checkpoint
 from sdflow.store import Cache
 from sdflow.verify import Subject, verify
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
 CHANGED = "has changed since the build was planned"
 
 

@@ -94,9 +94,9 @@ def test_generate_draws_from_text_from_an_image_and_into_a_mask(shell: Shell, bu
     assert (masked[32:] == (200, 30, 90)).all() and (masked[:32] != (200, 30, 90)).any()
 
 
-@pytest.mark.parametrize("by", ["diffusers", "PEFT"])
+@pytest.mark.parametrize("by", ["diffusers", pytest.param("PEFT", marks=pytest.mark.slow)])
 def test_a_lora_is_baked_and_verified_against_diffusers(shell: Shell, built: str, by: str) -> None:
-    """Over layers of both kinds of blocks, in the file that the library writes."""
+    """Over layers of both kinds of blocks, in the file that the library writes; PEFT's by default in `test_flux2_job.py`."""
     torch.manual_seed(7)
     config = LoraConfig(r=2, lora_alpha=4, target_modules=list(LAYERS), init_lora_weights=False)
     module = tiny_flux().transformer
@@ -119,7 +119,7 @@ def test_bench_compares_it_with_diffusers(shell: Shell, built: str) -> None:
 
 
 def test_a_server_draws_with_it(shell: Shell, built: str) -> None:
-    with running_server(str(shell.folder / built), environment=shell.environment()) as server:
+    with running_server(str(shell.folder / built), environment=shell.environment(), started=shell.started) as server:
         wanted = {"prompt": "an otter", "size": "64x64", "steps": 2, "response_format": "b64_json"}
         answer = httpx.post(f"{server.url}/v1/images/generations", json=wanted, timeout=PATIENCE)
         assert answer.status_code == 200, answer.text

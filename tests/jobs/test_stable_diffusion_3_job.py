@@ -264,7 +264,7 @@ def test_without_t5_an_image_is_that_of_diffusers_without_t5(shell: Shell, folde
     """Built, verified, drawn, and baked again from what its manifest says."""
     text = WORKFLOW.format(model=folder) + "components: {text_encoder_3: null}\n"
     (shell.folder / "clip.yaml").write_text(text)
-    (pipeline,) = shell.json("run", "clip.yaml")["pipelines"]
+    (pipeline,) = shell.json("run", "clip.yaml", "--no-evaluate")["pipelines"]
     assert pipeline["verification"]["passed"]
     built = shell.folder / "pipelines/clip"
     manifest = json.loads((built / "sdflow.json").read_text())

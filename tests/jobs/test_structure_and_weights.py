@@ -18,6 +18,7 @@ import pytest
 from forked_workers import forking
 from small_lora import write_lora
 from small_workflows import SMALL_PASSES, TESTS, Bench, Events
+from started_python import StartedPython
 
 from sdflow.artifact import Record
 from sdflow.build.compared_base import compared_base
@@ -25,7 +26,6 @@ from sdflow.build.execute import Executor
 from sdflow.build.listener import FinishedStep
 from sdflow.build.step import Step
 from sdflow.errors import InputChanged, PassError, WorkflowError
-from sdflow.processes.worker_server import WorkerServer
 from sdflow.store import Cache
 from sdflow.store.stat_cache import SHA256, Known, identity
 from sdflow.weights.stream import PAGE_SUMS
@@ -36,14 +36,14 @@ CHAIN = ({"pass": "OnnxConversion"}, {"pass": "LoraMerge"}, OPTIMIZE)
 
 
 @pytest.fixture(scope="module")
-def shared(server_of_workers: WorkerServer | None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def shared(started_python: StartedPython | None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """The small text encoder's chain, built once; tests that follow find it in the cache."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("shared")
         patch.setenv("TMPDIR", str(folder))
         patch.setenv("PYTHONPATH", str(TESTS.parent))
         bench = Bench(folder)
-        with forking(server_of_workers):
+        with forking(started_python):
             bench.run(workflow(bench))
         bench.events.heard.clear()
         yield bench

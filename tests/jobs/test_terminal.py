@@ -1,6 +1,7 @@
 """Every command at a terminal, as its user sees it: in a pseudo-terminal, its screen read by pyte.
 
-All share what the README's first command builds, which is interrupted once and then run again, and resized.
+All share what the README's first command builds, which is interrupted once and then run again, and resized. Most are forked
+(`started_python`); those that a test of signals or of Python's own settings needs are new Pythons.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from started_python import StartedPython
 from terminal import COLOUR, ROOT, Session, Terminal, commands
 from until import until
 
@@ -36,10 +38,10 @@ class Built:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+def built(tmp_path_factory: pytest.TempPathFactory, started_python: StartedPython | None) -> Built:
     folder = tmp_path_factory.mktemp("terminal")
     (folder / "tmp").mkdir()
-    terminal = Terminal(folder, environment={"TMPDIR": str(folder / "tmp")})
+    terminal = Terminal(folder, environment={"TMPDIR": str(folder / "tmp")}, started=started_python)
     interrupted = terminal.start(*README)
     interrupted.until_shown("unet OnnxConversion")
     interrupted.until_shown("1 of 11 steps")
@@ -301,7 +303,7 @@ def test_only_what_is_a_terminal_gets_a_live_view(terminal: Terminal) -> None:
 
 
 def test_a_closed_terminal_ends_a_run_in_order(terminal: Terminal) -> None:
-    session = terminal.start("run", TINY, "--no-evaluate", "--no-verify")
+    session = replace(terminal, started=None).start("run", TINY, "--no-evaluate", "--no-verify")
     session.until_shown("OnnxConversion")
     process = psutil.Process(session.spawned.pid)
     workers = process.children(recursive=True)

@@ -208,12 +208,13 @@ def test_generate_draws_into_a_mask(shell: Shell, built: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "by", ["PEFT", "original", *(pytest.param(each, marks=pytest.mark.slow) for each in ("diffusers", "kohya"))]
+    "by", ["original", *(pytest.param(each, marks=pytest.mark.slow) for each in ("PEFT", "diffusers", "kohya"))]
 )
 def test_a_lora_is_baked_and_verified_against_diffusers(
     shell: Shell, built: str, theirs: ZImagePipeline, by: str
 ) -> None:
-    """In the names of the library, of PEFT, of kohya, and of the original layout, whose q, k and v are one module."""
+    """In the names of the library, of PEFT, of kohya, and of the original layout, whose q, k and v are one module. By default
+    the last alone: PEFT's are those of `test_flux2_job.py`, the library's of `test_other_family_job.py`."""
     torch.manual_seed(7)
     config = LoraConfig(r=2, lora_alpha=4, target_modules=list(LAYERS), init_lora_weights=False)
     module = tiny_z_image().transformer
@@ -258,7 +259,7 @@ def test_bench_compares_it_with_diffusers(shell: Shell, built: str) -> None:
 
 
 def test_a_server_draws_prompts_of_different_lengths(shell: Shell, built: str) -> None:
-    with running_server(str(shell.folder / built), environment=shell.environment()) as server:
+    with running_server(str(shell.folder / built), environment=shell.environment(), started=shell.started) as server:
         for prompt in (PROMPT, LONG):
             wanted = {"prompt": prompt, "size": "64x64", "steps": 2, "response_format": "b64_json"}
             answer = httpx.post(f"{server.url}/v1/images/generations", json=wanted, timeout=PATIENCE)

@@ -20,6 +20,7 @@ from original_layout import original_layout
 from safetensors.torch import save_file
 from small_lora import write_lora
 from small_workflows import TESTS, Events
+from started_python import StartedPython
 
 from sdflow.artifact import Action
 from sdflow.build import imported
@@ -30,7 +31,6 @@ from sdflow.errors import UsageError
 from sdflow.machine import packages
 from sdflow.manifest.provenance import PROVENANCE_FILE
 from sdflow.passes.registry import catalog
-from sdflow.processes.worker_server import WorkerServer
 from sdflow.run.options import RunOptions
 from sdflow.run.run import run_workflow
 from sdflow.run.structures import Exported, export_structures, import_structures
@@ -82,14 +82,14 @@ class Machines:
 
 
 @pytest.fixture(scope="module")
-def machines(server_of_workers: WorkerServer | None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+def machines(started_python: StartedPython | None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
     """The structures of a text encoder, optimized and in float16, and of a VAE's decoder, built and exported."""
     folder = tmp_path_factory.mktemp("machines")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(folder))
         patch.setenv("PYTHONPATH", str(TESTS.parent))
         machines = Machines(folder, light_install(folder, "bind"), folder / "structures.sdflow", None)  # type: ignore[arg-type]
-        with forking(server_of_workers):
+        with forking(started_python):
             names = [str(machines.workflow("structures"))]
             machines.exported = export_structures(names, (), machines.archive, machines.full, Events(), verify=False)
             yield machines

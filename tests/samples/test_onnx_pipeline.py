@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kept_builds import WorkflowCache
 from PIL import Image
 from started_python import Command
 
@@ -23,11 +24,12 @@ FEW = CASES[:4]
 
 
 @pytest.fixture(scope="module")
-def pipelines(sdflow: Command, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def pipelines(sdflow: Command, cache_of: WorkflowCache, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The pipelines of two workflows, as a user builds them, loaded: name -> Pipeline."""
     from sdflow.runtime.pipeline import Pipeline
 
     folder = tmp_path_factory.mktemp("shapes")
+    cache_of("shapes_cpu", folder)
     for workflow, more in (("shapes_cpu", ()), ("shapes_lora_cpu", ("--no-verify",))):
         done = sdflow("run", str(ROOT / f"workflows/{workflow}.yaml"), "--no-evaluate", *more, folder=folder)
         assert done.returncode == 0, done.stderr

@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import psutil
 import pytest
+from started_python import Started, StartedPython
 from until import PATIENCE
 
 SIZE = "64x64"
@@ -27,7 +28,8 @@ SIZE = "64x64"
 class RunningServer:
     """A server. lines: of its log so far; others: what else it wrote to standard error."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Started
+    errors: IO[bytes]
     lines: list[dict[str, Any]] = field(default_factory=list)
     heard: threading.Condition = field(default_factory=threading.Condition)
     url: str = ""
@@ -35,8 +37,7 @@ class RunningServer:
 
     def listen(self) -> None:
         """Take its log, until it ends."""
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
+        for line in self.errors:
             if line.startswith(b"{"):
                 with self.heard:
                     self.lines.append(json.loads(line))
@@ -72,14 +73,22 @@ class RunningServer:
 
 @contextmanager
 def running_server(
-    *arguments: str, ready: bool = True, environment: Mapping[str, str] = MappingProxyType({})
+    *arguments: str,
+    ready: bool = True,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    started: StartedPython | None = None,
 ) -> Iterator[RunningServer]:
-    """`sdflow serve` with these arguments, on a free port. environment: besides that of the tests."""
-    command = [sys.executable, "-m", "sdflow", "serve", *arguments, "--port", "0", "--threads", "1"]
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1", **environment}
-    )
-    server = RunningServer(process)
+    """`sdflow serve` with these arguments, on a free port. environment: besides that of the tests. started: forks it."""
+    words = ("sdflow", "serve", *arguments, "--port", "0", "--threads", "1")
+    variables = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
+    process: subprocess.Popen[bytes] | Started
+    if started is None:
+        process = subprocess.Popen([sys.executable, "-m", *words], stderr=subprocess.PIPE, env=variables)
+        assert process.stderr is not None
+        errors: IO[bytes] = process.stderr
+    else:
+        process, errors = started.start_with_errors(words, variables)
+    server = RunningServer(process, errors)
     thread = threading.Thread(target=server.listen, daemon=True)
     thread.start()
     try:
@@ -97,7 +106,8 @@ def running_server(
 
 
 @pytest.fixture(scope="session")
-def server(tiny_pipeline: Path) -> Iterator[RunningServer]:
+def server(tiny_pipeline: Path, started_python: StartedPython | None) -> Iterator[RunningServer]:
     """Of the small pipeline; at most two images in a run."""
-    with running_server(str(tiny_pipeline), "--batch-sizes", "1,2", "--max-queue", "12", "--max-images", "4") as server:
+    options = ("--batch-sizes", "1,2", "--max-queue", "12", "--max-images", "4")
+    with running_server(str(tiny_pipeline), *options, started=started_python) as server:
         yield server

@@ -13,6 +13,7 @@ import httpx
 import psutil
 import pytest
 from serve.conftest import SIZE, RunningServer, running_server
+from started_python import StartedPython
 from until import PATIENCE, until
 
 from sdflow.cli.serve import serve
@@ -27,11 +28,12 @@ DRAWN = "sdflow_images_total"
 
 
 @pytest.fixture(scope="module")
-def own(tiny_pipeline: Path) -> RunningServer:
+def own(tiny_pipeline: Path, started_python: StartedPython | None) -> RunningServer:
     """A server that these tests may hurt. One image at a time, with a key and a deadline."""
     key = tiny_pipeline.parent / "key"
     key.write_text("secret\n")
-    with running_server(str(tiny_pipeline), "--batch-sizes", "1", "--api-key-file", str(key), "--log-prompts") as made:
+    options = ("--batch-sizes", "1", "--api-key-file", str(key), "--log-prompts")
+    with running_server(str(tiny_pipeline), *options, started=started_python) as made:
         yield made
 
 

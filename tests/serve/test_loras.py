@@ -23,9 +23,10 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from kept_builds import WorkflowCache
 from safetensors.numpy import load_file, save_file
 from serve.conftest import RunningServer, running_server
-from started_python import Command
+from started_python import Command, StartedPython
 from until import PATIENCE, until
 
 from sdflow.errors import CheckpointError, PassError, UsageError, VerificationError
@@ -50,9 +51,10 @@ BOTH = (("stripes", 0.8), ("outline", 0.5))
 
 
 @pytest.fixture(scope="module")
-def built(sdflow: Command, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(sdflow: Command, cache_of: WorkflowCache, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sample pipeline as a user builds it, and baked with two LoRAs, and the cache of both."""
     folder = tmp_path_factory.mktemp("shapes")
+    cache_of("shapes_cpu", folder)
     run = ["run", str(ROOT / "workflows/shapes_cpu.yaml"), "--no-evaluate", "--no-verify"]
     loras = [each for name, scale in BOTH for each in ("--lora", f"{SAMPLES / name}.safetensors:{scale}")]
     for command in (run, ["bake", "--base", "pipelines/shapes_cpu", *loras, "--out", "pipelines/baked"]):
@@ -62,7 +64,7 @@ def built(sdflow: Command, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(built: Path) -> Iterator[RunningServer]:
+def server(built: Path, started_python: StartedPython | None) -> Iterator[RunningServer]:
     width = json.loads((built / "pipelines/shapes_cpu/text_encoder/config.json").read_text())["hidden_size"]
     for name in ("embeddings", "cards"):
         (built / name).mkdir()
@@ -70,7 +72,7 @@ def server(built: Path) -> Iterator[RunningServer]:
     (built / "cards/color.txt").write_text("red\nblue\n")
     folders = ("--embeddings", str(built / "embeddings"), "--wildcards", str(built / "cards"))
     arguments = ("--batch-sizes", "1", "--loras", str(SAMPLES), "--cache", str(built / "cache"), *folders)
-    with running_server(str(built / "pipelines/shapes_cpu"), *arguments) as made:
+    with running_server(str(built / "pipelines/shapes_cpu"), *arguments, started=started_python) as made:
         yield made
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 import pytest
 from serve.conftest import SIZE, RunningServer, running_server
+from started_python import StartedPython
 from until import PATIENCE, until
 
 from sdflow.errors import UsageError
@@ -78,7 +79,9 @@ def collector(spans: list[dict[str, Any]]) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def operated(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
+def operated(
+    tiny_pipeline: Path, started_python: StartedPython | None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Operated]:
     pytest.importorskip("opentelemetry.sdk", reason="install the extra `traces`")
     root, spans = tmp_path_factory.mktemp("operated"), list[dict[str, Any]]()
     for name in ("one", "two"):
@@ -105,7 +108,9 @@ def operated(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         }
         options = [str(each) for pair in arguments.items() for each in pair]
         quick = {"OTEL_BSP_SCHEDULE_DELAY": "100"}
-        with running_server(str(root / "pipelines" / "one"), *options, environment=quick) as server:
+        with running_server(
+            str(root / "pipelines" / "one"), *options, environment=quick, started=started_python
+        ) as server:
             yield Operated(server, keys, spans)
 
 

@@ -16,6 +16,7 @@ import psutil
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from serve.conftest import SIZE, RunningServer, running_server
+from started_python import StartedPython
 from transformers import CLIPTokenizer
 from until import PATIENCE, until
 
@@ -48,10 +49,13 @@ def replaced(server: RunningServer, old: psutil.Process) -> psutil.Process:
     return new
 
 
-def test_a_stopped_worker_is_replaced_and_requests_are_refused_meanwhile(tiny_pipeline: Path) -> None:
+def test_a_stopped_worker_is_replaced_and_requests_are_refused_meanwhile(
+    tiny_pipeline: Path, started_python: StartedPython | None
+) -> None:
     """By SIGSTOP, while it has nothing to do; and while it draws, with a second request behind, which the next one draws. That is
     of the same size: another size has places of its own and would be begun beside it."""
-    with running_server(str(tiny_pipeline), "--batch-sizes", "1", "--lanes", "1", "--stall", str(STALL)) as server:
+    options = ("--batch-sizes", "1", "--lanes", "1", "--stall", str(STALL))
+    with running_server(str(tiny_pipeline), *options, started=started_python) as server:
         begun, worker = len(server.lines), server.worker()
         worker.suspend()
         held = replaced(server, worker)

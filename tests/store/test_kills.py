@@ -120,7 +120,8 @@ def test_a_clean_killed_at_any_step_leaves_a_cache_that_works(cache: Cache, fill
     assert_nothing_broken(cache.root)
 
 
-def test_a_hundred_kills_over_many_workers_leave_no_bad_entry(cache: Cache) -> None:
+@pytest.mark.parametrize("most", [25, pytest.param(110, marks=pytest.mark.slow)])
+def test_many_kills_over_many_workers_leave_no_bad_entry(cache: Cache, most: int) -> None:
     """Workers build, read, forget and collect at once, on few actions; one after another dies at a random moment.
 
     A worker that ever sees a hit with wrong content, or an error, fails, and the test with it.
@@ -156,7 +157,7 @@ def test_a_hundred_kills_over_many_workers_leave_no_bad_entry(cache: Cache) -> N
 
     workers = [begin(number) for number in range(5)]
     kills = 0
-    while kills < 110:
+    while kills < most:
         time.sleep(chance.uniform(0.0, 0.12))
         number = chance.randrange(len(workers))
         os.kill(workers[number][0], signal.SIGKILL)
@@ -167,6 +168,6 @@ def test_a_hundred_kills_over_many_workers_leave_no_bad_entry(cache: Cache) -> N
         os.kill(child[0], signal.SIGKILL)
         assert not finish(child), "a worker ended by itself"
         kills += 1
-    assert kills >= 100
+    assert kills == most + len(workers)
     assert names(cache.root / "v1/quarantine") == [], "a kill made a damaged entry"
     assert_nothing_broken(cache.root)

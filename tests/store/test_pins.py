@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -74,20 +75,25 @@ def assert_whole(folder: Path, names: Iterable[str]) -> None:
     assert (folder / "scheduler/scheduler_config.json").is_file()
 
 
+@pytest.mark.parametrize("further", [4, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "every one"])
 @pytest.mark.parametrize("copy", [False, True], ids=["links", "copies"])
 @pytest.mark.parametrize("before", [None, "old"], ids=["first", "replaced"])
 def test_killed_before_any_operation_gc_breaks_no_pipeline_and_leaves_nothing(
-    project: Path, before: str | None, copy: bool
+    project: Path, before: str | None, copy: bool, further: int
 ) -> None:
-    """Of an assembly: before, between and after the exchange of the folders and the pin."""
+    """Of an assembly: before, between and after the exchange of the folders and the pin.
+
+    One to `further` operations further each time: which ones differs from run to run, and with -m slow it is every one.
+    """
     build(project, "new", "elsewhere/new")
-    kills, ended = 0, False
+    operation, kills, ended = 0, 0, False
     while not ended:
         remove_tree(project / "pipelines")
         if before:
             build(project, before, copy=copy)
-        ended = killed_before_file_event(kills, lambda: build(project, "new", copy=copy))
+        ended = killed_before_file_event(operation, lambda: build(project, "new", copy=copy))
         kills += 1
+        operation += random.randint(1, further)
         Cache(project / "cache").gc(0)
         folder = project / "pipelines/one"
         assert folder.exists() or not before, "an old pipeline is never lost"

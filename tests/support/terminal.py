@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
+import struct
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +16,8 @@ from typing import Any
 
 import pexpect
 import pyte
+from python_server import Started
+from started_python import StartedPython
 from until import PATIENCE
 
 ROOT = Path(__file__).parents[2]
@@ -24,18 +28,39 @@ COLOUR = re.compile(rb"\x1b\[(?:[\d;]*;)?(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])(?:;[\d
 
 @dataclass
 class Terminal:
-    """A folder and a home directory, in which `sdflow` is started at a terminal of this size."""
+    """A folder and a home directory, in which `sdflow` is started at a terminal of this size.
+
+    started: forks it. None: it is a new Python, as it is where the environment is for Python itself.
+    """
 
     folder: Path
     columns: int = 80
     rows: int = 40
     environment: dict[str, str] = field(default_factory=dict)
+    started: StartedPython | None = None
 
     def start(self, *arguments: str) -> Session:
         """`sdflow` with these arguments."""
-        return self.start_command(sys.executable, "-m", "sdflow", *arguments)
+        if self.started is None or any(name.startswith("PYTHON") for name in self.environment):
+            return self.start_command(sys.executable, "-m", "sdflow", *arguments)
+        forked = Forked(
+            self.started, ("sdflow", *arguments), self.folder, self._environment(), (self.rows, self.columns)
+        )
+        return Session(forked, self.columns, self.rows)
 
     def start_command(self, *command: str) -> Session:
+        spawned = pexpect.spawn(
+            command[0],
+            list(command[1:]),
+            cwd=self.folder,
+            env=self._environment(),
+            dimensions=(self.rows, self.columns),
+            timeout=PATIENCE,
+            preexec_fn=_heed_interrupts,
+        )
+        return Session(spawned, self.columns, self.rows)
+
+    def _environment(self) -> dict[str, str]:
         home = self.folder / "home"
         home.mkdir(exist_ok=True)
         kept = {name: value for name, value in os.environ.items() if name in KEPT}
@@ -46,17 +71,7 @@ class Terminal:
             "SDFLOW_CACHE": "cache",
             "PYTHONPATH": str(ROOT),
         }
-        environment = {**kept, **given, "ORT_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "1", **self.environment}
-        spawned = pexpect.spawn(
-            command[0],
-            list(command[1:]),
-            cwd=self.folder,
-            env=environment,
-            dimensions=(self.rows, self.columns),
-            timeout=PATIENCE,
-            preexec_fn=_heed_interrupts,
-        )
-        return Session(spawned, self.columns, self.rows)
+        return {**kept, **given, "ORT_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "1", **self.environment}
 
     def run(self, *arguments: str) -> Session:
         """The same, to its end."""
@@ -69,10 +84,67 @@ def _heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs with `&`
 
 
+class Forked:
+    """A command at a pseudo-terminal, forked: what is used here of `pexpect.spawn`."""
+
+    def __init__(
+        self,
+        started: StartedPython,
+        arguments: tuple[str, ...],
+        folder: Path,
+        environment: dict[str, str],
+        size: tuple[int, int],
+    ) -> None:
+        self._ours, theirs = os.openpty()
+        _set_size(theirs, *size)
+        self._process: Started = started.line.start(arguments, folder, environment, (theirs,) * 3, "terminal")
+        os.close(theirs)
+        self.pid = self._process.pid
+        self.exitstatus: int | None = None
+        self.signalstatus: int | None = None
+
+    def read_nonblocking(self, size: int, timeout: float) -> bytes:
+        if not select.select([self._ours], [], [], timeout)[0]:
+            raise pexpect.TIMEOUT("nothing to read")
+        try:
+            return os.read(self._ours, size)
+        except OSError as error:  # the other end is closed
+            raise pexpect.EOF("ended") from error
+
+    def send(self, keys: str) -> None:
+        os.write(self._ours, keys.encode())
+
+    def sendintr(self) -> None:
+        self.send("\x03")
+
+    def setwinsize(self, rows: int, columns: int) -> None:
+        _set_size(self._ours, rows, columns)
+
+    def hang_up(self) -> None:
+        os.close(self._ours)
+        self._ours = -1
+
+    def wait(self) -> None:
+        status = self._process.wait(PATIENCE)
+        self.exitstatus, self.signalstatus = (status, None) if status >= 0 else (None, -status)
+
+    def close(self) -> None:
+        self.wait()
+        if self._ours != -1:
+            self.hang_up()
+
+
+def _set_size(terminal: int, rows: int, columns: int) -> None:
+    import fcntl
+    import termios
+
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+
 class Session:
     """A command that runs. All that it has printed is in `screen`, and what has left that at the top."""
 
-    def __init__(self, spawned: pexpect.spawn[bytes], columns: int, rows: int) -> None:
+    def __init__(self, spawned: Any, columns: int, rows: int) -> None:
         self.spawned = spawned
         self.screen = pyte.HistoryScreen(columns, rows, history=10_000, ratio=0.5)
         self.stream = pyte.ByteStream(self.screen)
@@ -138,6 +210,9 @@ class Session:
 
     def hang_up(self) -> None:
         """The terminal is closed."""
+        if isinstance(self.spawned, Forked):
+            self.spawned.hang_up()
+            return
         self.spawned.ptyproc.fileobj.close()
         self.spawned.child_fd = -1
         self.spawned.closed = True

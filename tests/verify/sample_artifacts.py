@@ -12,7 +12,9 @@ import numpy as np
 import onnx
 import pytest
 from filelock import FileLock
+from forked_workers import forking
 from onnx import helper, numpy_helper
+from started_python import StartedPython
 
 import sdflow.passes
 import sdflow.sources
@@ -87,7 +89,7 @@ def build(cache: Cache, folder: Path, target: str, *overrides: str) -> Sample:
 
 
 @pytest.fixture(scope="session")
-def cuda(code_cache: Cache, tmp_path_factory: pytest.TempPathFactory) -> Sample:
+def cuda(code_cache: Cache, started_python: StartedPython | None, tmp_path_factory: pytest.TempPathFactory) -> Sample:
     """As fused for CUDA, before the passes that split packs, move biases and replace Resize: faults are planted there."""
     without = [
         f"submodels.{submodel}.passes.{name}=null"
@@ -97,7 +99,8 @@ def cuda(code_cache: Cache, tmp_path_factory: pytest.TempPathFactory) -> Sample:
         }.items()
         for name in names
     ]
-    return build(code_cache, tmp_path_factory.mktemp("cuda"), "cuda", *without)
+    with forking(started_python):
+        return build(code_cache, tmp_path_factory.mktemp("cuda"), "cuda", *without)
 
 
 @pytest.fixture(scope="session")

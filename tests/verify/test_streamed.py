@@ -247,14 +247,22 @@ def test_a_fault_is_found_and_its_block_named_as_of_the_whole(
     )
 
 
-def test_a_wrong_weight_in_a_late_block_is_found(cuda: Sample, sample_cases: dict[str, Cases], tmp_path: Path) -> None:
-    model = onnx.load(str(cuda.artifact("unet") / "model.onnx"), load_external_data=False)
+@pytest.mark.parametrize(
+    ("submodel", "blocks"),
+    [("text_encoder", ".layers."), pytest.param("unet", "up_blocks.", marks=pytest.mark.slow)],
+)
+def test_a_wrong_weight_in_a_late_block_is_found(
+    submodel: str, blocks: str, cuda: Sample, sample_cases: dict[str, Cases], tmp_path: Path
+) -> None:
+    model = onnx.load(str(cuda.artifact(submodel) / "model.onnx"), load_external_data=False)
     late = [
-        each.name for each in model.graph.initializer if each.name.startswith("up_blocks.") and prod(each.dims) > 99
+        each.name
+        for each in model.graph.initializer
+        if blocks in each.name and len(each.dims) > 1 and prod(each.dims) > 99
     ]
-    wrong = planted(cuda.artifact("unet"), tmp_path / "unet", lambda graph: graph.change(late[-1], np.flipud))
-    whole, streamed = proofs(cuda, "unet", wrong, sample_cases)
+    wrong = planted(cuda.artifact(submodel), tmp_path / submodel, lambda graph: graph.change(late[-1], np.flipud))
+    whole, streamed = proofs(cuda, submodel, wrong, sample_cases)
     assert [(each.node, each.what) for each in streamed.findings] == [(each.node, each.what) for each in whole.findings]
     assert streamed.findings[0].node == late[-1]
     graph = open_graph(wrong, "cuda", threads=1, most=MOST)
-    assert not judge_submodel("unet", graph, sample_cases["unet"]).passed
+    assert not judge_submodel(submodel, graph, sample_cases[submodel]).passed

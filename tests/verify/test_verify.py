@@ -13,6 +13,7 @@ from typing import cast
 import onnx
 import pytest
 import yaml
+from started_python import StartedPython
 
 from sdflow.artifact import Artifact
 from sdflow.build.assemble import assemble
@@ -22,7 +23,6 @@ from sdflow.config.workflow import ImageSpec, VerifySpec
 from sdflow.errors import SdflowError, TargetUnavailableError, UsageError, VerificationError
 from sdflow.manifest import Origin, read_manifest
 from sdflow.passes import registry
-from sdflow.processes.worker_server import WorkerServer
 from sdflow.run.options import RunOptions
 from sdflow.run.run import run_workflow
 from sdflow.runtime.files.recorded_tuning import record_tuning
@@ -63,8 +63,8 @@ def subject(
 
 
 @pytest.fixture(scope="module")
-def first(subject: Subject, cache: Cache, server_of_workers: WorkerServer | None) -> Verified:
-    with forking(server_of_workers):
+def first(subject: Subject, cache: Cache, started_python: StartedPython | None) -> Verified:
+    with forking(started_python):
         return verify(subject, SPEC, cache, threads=1)
 
 
