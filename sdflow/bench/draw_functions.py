@@ -74,18 +74,6 @@ def onnxruntime_draw(folder: Path, engine: Engine, settings: Settings) -> tuple[
     return pipeline_draw(pipeline, folder, settings, engine.fewer), "; ".join(note for note in notes if note)
 
 
-def tensorrt_draw(folder: Path, settings: Settings) -> Draw:
-    """sdflow's pipeline on engines of TensorRT's own."""
-    from sdflow.bench.tensorrt import tensorrt_pipeline
-
-    pipeline = tensorrt_pipeline(folder)
-    if settings.scheduler is not None:
-        pipeline.scheduler = named_scheduler(
-            settings.scheduler, pipeline.scheduler.config, folder_family(folder).noising
-        )
-    return pipeline_draw(pipeline, folder, settings)
-
-
 def pipeline_draw(
     pipeline: Pipeline | Ensemble, folder: Path, settings: Settings, fewer: Approximation = EXACT
 ) -> Draw:
