@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sdflow.cli.arguments import AsJson, CacheDir, Quiet, Verbose
+from sdflow.cli.arguments import AsJson, CacheDir, PipelineFolder, Quiet, Verbose
 from sdflow.cli.opened import open_cache
 
 OciReference = Annotated[
@@ -20,7 +20,7 @@ PlainHttp = Annotated[
 
 def push(
     reference: OciReference,
-    pipeline: Annotated[Path, typer.Argument(help="Pipeline folder.", metavar="PIPELINE")],
+    pipeline: PipelineFolder,
     plain_http: PlainHttp = False,
     cache: CacheDir = None,
     quiet: Quiet = False,
@@ -74,7 +74,7 @@ def pull(
 
 
 def provenance(
-    pipeline: Annotated[Path, typer.Argument(help="Pipeline folder.", metavar="PIPELINE")],
+    pipeline: PipelineFolder,
     verbose: Verbose = False,
     json: AsJson = False,
 ) -> None:

@@ -26,8 +26,6 @@ class LatentConsistency(Family):
     parts = one_clip.PARTS
     denoiser, decoder, encoder, checker = "unet", "vae_decoder", "vae_encoder", "safety_checker"
     companions: ClassVar[Mapping[str, Companion]] = one_clip.COMPANIONS
-    scheduler_config: ClassVar[Mapping[str, Any]] = {}
-    options: ClassVar[Mapping[str, Any]] = {}
     strength_spreads = True
     defaults: ClassVar[Mapping[Task, Defaults]] = {
         "text": Defaults(steps=4, guidance_scale=8.0),
@@ -58,11 +56,6 @@ class LatentConsistency(Family):
     ) -> Conditions:
         """As diffusers' LatentConsistencyModelPipeline."""
         return one_clip.condition(run, companions, request)
-
-    def lora_loader(self) -> Any:
-        import diffusers
-
-        return diffusers.LatentConsistencyModelPipeline
 
     def torch_pipeline(
         self, modules: Mapping[str, Any], companions: Mapping[str, Any], options: Mapping[str, Any]

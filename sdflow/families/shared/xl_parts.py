@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from sdflow.families.shared.defaults import Defaults, Task
 from sdflow.families.shared.part import Companion, Layout, Part
@@ -58,10 +57,3 @@ def open_clip_part(prefix: str) -> Part:
         config=LAYERS,
         embedding="clip_g",
     )
-
-
-def lora_loader() -> Any:
-    """As `Family.lora_loader`."""
-    import diffusers
-
-    return diffusers.StableDiffusionXLPipeline

@@ -35,7 +35,6 @@ class StableDiffusion(Family):
     prompter = IMAGE_ENCODER
     companions: ClassVar[Mapping[str, Companion]] = one_clip.COMPANIONS
     scheduler_config: ClassVar[Mapping[str, Any]] = {"clip_sample": False, "steps_offset": 1}
-    options: ClassVar[Mapping[str, Any]] = {}
     defaults: ClassVar[Mapping[Task, Defaults]] = {
         "text": Defaults(steps=50, guidance_scale=7.5),
         "image": Defaults(steps=50, guidance_scale=7.5, strength=0.8),
@@ -74,11 +73,6 @@ class StableDiffusion(Family):
         self, run: Run, companions: Mapping[str, Any], options: Mapping[str, Any], request: Request
     ) -> Conditions:
         return one_clip.condition(run, companions, request)
-
-    def lora_loader(self) -> Any:
-        import diffusers
-
-        return diffusers.StableDiffusionPipeline
 
     def torch_pipeline(
         self, modules: Mapping[str, Any], companions: Mapping[str, Any], options: Mapping[str, Any]

@@ -47,7 +47,6 @@ class StableDiffusionXLRefiner(Family):
         "tokenizer_2": xl_parts.TOKENIZER,
         "scheduler": xl_parts.SCHEDULER,
     }
-    scheduler_config: ClassVar[Mapping[str, Any]] = {}
     options: ClassVar[Mapping[str, Any]] = {"force_zeros_for_empty_prompt": True, "requires_aesthetics_score": False}
     arguments: ClassVar[Mapping[str, Parameter]] = {**xl_parts.SIZES, **_SCORES}
     defaults: ClassVar[Mapping[Task, Defaults]] = xl_parts.DEFAULTS
@@ -98,7 +97,9 @@ class StableDiffusionXLRefiner(Family):
         return Conditions(inputs, halves=2 if request.guided else 1)
 
     def lora_loader(self) -> Any:
-        return xl_parts.lora_loader()
+        import diffusers
+
+        return diffusers.StableDiffusionXLPipeline
 
     def torch_pipeline(
         self, modules: Mapping[str, Any], companions: Mapping[str, Any], options: Mapping[str, Any]
