@@ -59,12 +59,7 @@ def onnxruntime_draw(folder: Path, engine: Engine, settings: Settings) -> tuple[
     target = TARGETS[engine.target]
     recorded = recorded_tuning(folder, target) if settings.tuning else Recorded(UNTUNED)
     pipeline = Ensemble.of_folder(
-        folder,
-        target,
-        scheduler=settings.scheduler,
-        checker=False,
-        threads=settings.threads,
-        tuning=recorded.tuning,
+        folder, target, scheduler=settings.scheduler, checker=False, threads=settings.threads, tuning=recorded.tuning
     )
 
     notes = [recorded.note]

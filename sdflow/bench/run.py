@@ -20,15 +20,7 @@ import numpy as np
 from sdflow.bench.checkpoint import torch_modules
 from sdflow.bench.device import Device
 from sdflow.bench.draw_functions import Draw, onnxruntime_draw, torch_draw
-from sdflow.bench.engines import (
-    ENGINES,
-    Engine,
-    choose,
-    dtype_of,
-    quantized_of,
-    weight_bytes,
-    with_approximations,
-)
+from sdflow.bench.engines import ENGINES, Engine, choose, dtype_of, quantized_of, weight_bytes, with_approximations
 from sdflow.bench.judge import References
 from sdflow.bench.result import BenchResult, EngineResult, Measurement
 from sdflow.bench.sweep import Settings, SweepPoint

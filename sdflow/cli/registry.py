@@ -73,11 +73,7 @@ def pull(
     print_pull(pulled, as_json=json, quiet=quiet)
 
 
-def provenance(
-    pipeline: PipelineFolder,
-    verbose: Verbose = False,
-    json: AsJson = False,
-) -> None:
+def provenance(pipeline: PipelineFolder, verbose: Verbose = False, json: AsJson = False) -> None:
     """Show what a pipeline was built from and by what.
 
     Prints provenance.json, an in-toto statement with SLSA's predicate. `sdflow verify` compares the files with it.

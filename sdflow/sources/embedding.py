@@ -215,9 +215,7 @@ def embeddings_in(folder: Path) -> dict[str, Path]:
                 continue
             if (other := words.setdefault(path.stem.lower(), path)) is not path:
                 raise UsageError(
-                    f"its word {path.stem!r} stands for {other} already",
-                    where=str(path),
-                    remedy="Rename one of them.",
+                    f"its word {path.stem!r} stands for {other} already", where=str(path), remedy="Rename one of them."
                 )
         found |= words
     return {path.stem: path for path in found.values()}

@@ -208,10 +208,7 @@ class Cache:
 
     @contextmanager
     def lock(
-        self,
-        action: Action,
-        waiting: Callable[[], None] | None = None,
-        meanwhile: Callable[[], None] = lambda: None,
+        self, action: Action, waiting: Callable[[], None] | None = None, meanwhile: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
         """Hold the action, so that of many processes one builds it: look up, lock, look up again, build.
 

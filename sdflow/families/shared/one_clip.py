@@ -52,10 +52,7 @@ COMPANIONS: Mapping[str, Companion] = {
     "tokenizer": Companion("transformers", "CLIPTokenizer", "tokenizer_config.json"),
     "scheduler": Companion("diffusers", None, "scheduler_config.json"),
     "feature_extractor": Companion(
-        "transformers",
-        "CLIPImageProcessor",
-        "preprocessor_config.json",
-        parts=("safety_checker", IMAGE_ENCODER.name),
+        "transformers", "CLIPImageProcessor", "preprocessor_config.json", parts=("safety_checker", IMAGE_ENCODER.name)
     ),
 }
 EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds")

@@ -23,12 +23,7 @@ SIZES: Mapping[str, Parameter] = {
         read=pair,
     ),
     "crops_coords_top_left": Parameter(
-        "Crop to condition on, as TOPxLEFT.",
-        tuple[int, int],
-        least=0,
-        otherwise="0x0",
-        options=("--crop",),
-        read=pair,
+        "Crop to condition on, as TOPxLEFT.", tuple[int, int], least=0, otherwise="0x0", options=("--crop",), read=pair
     ),
 }
 """Arguments of a call: what the denoiser is told of the image, in pixels."""

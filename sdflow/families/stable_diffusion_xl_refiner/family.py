@@ -43,10 +43,7 @@ class StableDiffusionXLRefiner(Family):
         *VAE,
     )
     denoiser, decoder, encoder, checker = "unet", "vae_decoder", "vae_encoder", None
-    companions: ClassVar[Mapping[str, Companion]] = {
-        "tokenizer_2": xl_parts.TOKENIZER,
-        "scheduler": xl_parts.SCHEDULER,
-    }
+    companions: ClassVar[Mapping[str, Companion]] = {"tokenizer_2": xl_parts.TOKENIZER, "scheduler": xl_parts.SCHEDULER}
     options: ClassVar[Mapping[str, Any]] = {"force_zeros_for_empty_prompt": True, "requires_aesthetics_score": False}
     arguments: ClassVar[Mapping[str, Parameter]] = {**xl_parts.SIZES, **_SCORES}
     defaults: ClassVar[Mapping[Task, Defaults]] = xl_parts.DEFAULTS

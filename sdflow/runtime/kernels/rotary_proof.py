@@ -6,13 +6,7 @@ from pathlib import Path
 
 from sdflow.distance import relative_l2
 from sdflow.runtime.kernels.one_node import in_order, run_node
-from sdflow.runtime.kernels.rotary_definitions import (
-    INPUTS,
-    QKVS,
-    QkvCase,
-    qkv_expected,
-    qkv_feeds,
-)
+from sdflow.runtime.kernels.rotary_definitions import INPUTS, QKVS, QkvCase, qkv_expected, qkv_feeds
 from sdflow.tolerances import KERNEL_LIMIT, KERNEL_LIMIT_BFLOAT16
 
 

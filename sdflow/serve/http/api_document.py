@@ -91,10 +91,7 @@ def _responses(method: str, path: str, own: dict[str, Any]) -> dict[str, Any]:
         found[good] = {"description": "As in the example.", "content": content}
     for status in _refusals(method, path):
         about, error = REFUSALS[status]
-        found[str(status)] = {
-            "description": about,
-            "content": {"application/json": {"example": error.body(path)}},
-        }
+        found[str(status)] = {"description": about, "content": {"application/json": {"example": error.body(path)}}}
     return found
 
 
