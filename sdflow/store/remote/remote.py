@@ -292,6 +292,7 @@ class Remote:
         return {}
 
     def _fail(self, error: Exception) -> None:
+        log.debug("pushing has failed", exc_info=error)
         self._close(Unusable(f"{type(error).__name__}: {error}"))
 
     # What is said
