@@ -17,7 +17,7 @@ from sdflow.families.shared.architecture import Architecture
 from sdflow.families.shared.base import Family
 from sdflow.families.shared.defaults import Defaults, Task, settled
 from sdflow.families.shared.latents import Latents
-from sdflow.families.shared.noising import Flow, Noising, shift_of_diffusers
+from sdflow.families.shared.noising import Flow, Noising, even_sigmas, shift_of_diffusers
 from sdflow.families.shared.part import Companion, Layout, Part
 from sdflow.families.shared.reference_loras import split_kohya
 from sdflow.families.shared.request import Conditions, Request, Run
@@ -49,18 +49,14 @@ class _Noising(Flow):
             return
         self.require_flow(scheduler)
         mu = {"mu": self.shift({"max_shift": MAX_SHIFT, **scheduler.config}, tokens)}
-        scheduler.set_timesteps(sigmas=_sigmas(steps), **(mu if scheduler.config.get("use_dynamic_shifting") else {}))
+        scheduler.set_timesteps(
+            sigmas=even_sigmas(steps), **(mu if scheduler.config.get("use_dynamic_shifting") else {})
+        )
 
     def as_diffusers(self, scheduler: Any, steps: int, tokens: int) -> None:
         """As FluxPipeline."""
         mu = shift_of_diffusers({"max_shift": MAX_SHIFT, **scheduler.config}, tokens)
-        scheduler.set_timesteps(sigmas=_sigmas(steps), **mu)
-
-
-def _sigmas(steps: int) -> Any:
-    import numpy as np
-
-    return np.linspace(1.0, 1 / steps, steps)
+        scheduler.set_timesteps(sigmas=even_sigmas(steps), **mu)
 
 
 class Flux(Family):

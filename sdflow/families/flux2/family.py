@@ -15,7 +15,7 @@ from sdflow.families.shared.architecture import Architecture
 from sdflow.families.shared.base import Family
 from sdflow.families.shared.defaults import Defaults, Task, settled
 from sdflow.families.shared.latents import Latents
-from sdflow.families.shared.noising import Flow
+from sdflow.families.shared.noising import Flow, even_sigmas
 from sdflow.families.shared.part import Companion, Layout, Part
 from sdflow.families.shared.request import Conditions, Request, Run
 from sdflow.families.shared.text import plain_texts
@@ -44,19 +44,13 @@ class _Noising(Flow):
         return tokens
 
     def set_timesteps(self, scheduler: Any, steps: int, tokens: int, strength: float | None = None) -> None:
-        scheduler.set_timesteps(sigmas=_sigmas(steps), mu=_shift(tokens, steps))
+        scheduler.set_timesteps(sigmas=even_sigmas(steps), mu=_shift(tokens, steps))
 
     def as_diffusers(self, scheduler: Any, steps: int, tokens: int) -> None:
         """As Flux2KleinPipeline."""
         from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 
-        scheduler.set_timesteps(sigmas=_sigmas(steps), mu=compute_empirical_mu(tokens, steps))
-
-
-def _sigmas(steps: int) -> Any:
-    import numpy as np
-
-    return np.linspace(1.0, 1 / steps, steps)
+        scheduler.set_timesteps(sigmas=even_sigmas(steps), mu=compute_empirical_mu(tokens, steps))
 
 
 def _shift(tokens: int, steps: int) -> float:
