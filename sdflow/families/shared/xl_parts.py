@@ -28,7 +28,6 @@ SIZES: Mapping[str, Parameter] = {
 }
 """Arguments of a call: what the denoiser is told of the image, in pixels."""
 
-CHAINS = "stable_diffusion_xl"
 EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
 DEFAULTS: Mapping[Task, Defaults] = {
     "text": Defaults(steps=50, guidance_scale=5.0),

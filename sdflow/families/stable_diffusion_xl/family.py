@@ -118,9 +118,6 @@ class StableDiffusionXL(Family):
             **projected_text_fingerprint(configs["text_encoder_2"], *self.part("text_encoder_2").layouts),
         }
 
-    def chains_of(self, configs: Mapping[str, Config]) -> str:
-        return xl_parts.CHAINS
-
     def condition(
         self, run: Run, companions: Mapping[str, Any], options: Mapping[str, Any], request: Request
     ) -> Conditions:

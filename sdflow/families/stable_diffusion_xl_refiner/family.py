@@ -66,7 +66,7 @@ class StableDiffusionXLRefiner(Family):
         }
 
     def chains_of(self, configs: Mapping[str, Config]) -> str:
-        return xl_parts.CHAINS
+        return "stable_diffusion_xl"
 
     def condition(
         self, run: Run, companions: Mapping[str, Any], options: Mapping[str, Any], request: Request
