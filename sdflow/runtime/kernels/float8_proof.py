@@ -85,7 +85,7 @@ def rows_difference(library: Path, case: RowsCase) -> float:
     feeds = rows_feeds(case)
     results = {"rows": (TensorProto.UINT8, case.shape), "scales": (TensorProto.FLOAT, None)}
     results |= {"sum": (TensorProto.FLOAT16, case.shape)} if case.kept else {}
-    found = run_node(library, case.operator, feeds, results, **case.attributes)
+    found = run_node(library, case.operator, feeds, results, attributes=case.attributes)
     wanted = rows_expected(feeds, case)
     again = dequantized(*quantized(wanted["rows"], case.bfloat16))
     apart = relative_l2(dequantized(found["rows"], found["scales"]), again)

@@ -31,7 +31,7 @@ def run_node(
     *,
     inputs: Sequence[str] | None = None,
     outputs: Sequence[str] | None = None,
-    **attributes: Any,
+    attributes: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What one of our operators computes on the CUDA provider, by output; bfloat16 as float32.
 
@@ -41,7 +41,9 @@ def run_node(
     import numpy as np
     from onnx import TensorProto, helper
 
-    node = helper.make_node(operator, inputs or [*feeds], outputs or [*results], "ours", domain=DOMAIN, **attributes)
+    node = helper.make_node(
+        operator, inputs or [*feeds], outputs or [*results], "ours", domain=DOMAIN, **(attributes or {})
+    )
     brain = {
         each for each, value in feeds.items() if helper.np_dtype_to_tensor_dtype(value.dtype) == TensorProto.BFLOAT16
     }

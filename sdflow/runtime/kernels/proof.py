@@ -116,7 +116,7 @@ def attention_difference(library: Path, case: AttentionCase) -> float:
     feeds = attention_feeds(case)
     expected = attention_expected(feeds, case)
     attributes = {"num_heads": case.heads, "scale": attention_scale(case)}
-    return relative_l2(result_of(library, "FewKeysAttention", feeds, expected.shape, **attributes), expected)
+    return relative_l2(result_of(library, "FewKeysAttention", feeds, expected.shape, attributes=attributes), expected)
 
 
 def differences(library: Path, case: GroupNormCase) -> dict[str, float]:
@@ -129,6 +129,6 @@ def differences(library: Path, case: GroupNormCase) -> dict[str, float]:
     outputs = ("y", "sums", "sum") if case.kept else ("y", "sums")
     attributes = {"groups": case.groups, "epsilon": EPSILON, "activation": int(case.silu)}
     inputs = in_order(INPUTS, feeds)
-    found = run_node(library, case.operator, feeds, results, inputs=inputs, outputs=outputs, **attributes)
+    found = run_node(library, case.operator, feeds, results, inputs=inputs, outputs=outputs, attributes=attributes)
     expected = group_norm_expected(feeds, case)
     return {name: relative_l2(found[name], expected[name]) for name in results}

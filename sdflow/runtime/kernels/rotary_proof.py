@@ -32,5 +32,5 @@ def qkv_differences(library: Path, case: QkvCase) -> dict[str, float]:
     element = helper.np_dtype_to_tensor_dtype(next(iter(feeds.values())).dtype)
     expected = dict(zip(("q", "k", "v"), qkv_expected(feeds, case.attributes), strict=False))
     results = {name: (element, each.shape) for name, each in expected.items()}
-    found = run_node(library, case.operator, feeds, results, inputs=in_order(INPUTS, feeds), **case.attributes)
+    found = run_node(library, case.operator, feeds, results, inputs=in_order(INPUTS, feeds), attributes=case.attributes)
     return {name: relative_l2(each, expected[name]) for name, each in found.items()}

@@ -92,4 +92,6 @@ def _computed(
         else:
             results[name] = element, value.shape
     inputs = in_order(names, feeds)
-    return run_node(library, case.operator, feeds, results, inputs=inputs, outputs=case.outputs, **case.attributes)
+    return run_node(
+        library, case.operator, feeds, results, inputs=inputs, outputs=case.outputs, attributes=case.attributes
+    )
