@@ -33,11 +33,32 @@ def progress_view(*, quiet: bool = False, verbose: bool = False) -> Iterator[Lis
         view.end()
 
 
-class Silent(Listener):
+class Silent:
     """Says nothing: errors and results are printed elsewhere."""
 
+    def expected(self, expected: Expected) -> None:
+        pass
 
-class PlainLines(Listener):
+    def note(self, text: str) -> None:
+        pass
+
+    def doing(self, what: str, phase: str) -> None:
+        pass
+
+    def started(self, step: Step) -> None:
+        pass
+
+    def phase(self, step: Step, phrase: str) -> None:
+        pass
+
+    def memory(self, step: Step, resident: int) -> None:
+        pass
+
+    def finished(self, result: FinishedStep) -> None:
+        pass
+
+
+class PlainLines:
     """A line for each phase of a step and one when it ends: for CI logs and files.
 
     A phase that tells how far it is ("weights: 0.4 of 1.7 GB") is said again every few seconds only.
@@ -75,6 +96,9 @@ class PlainLines(Listener):
             return
         self._said[step.id] = name, now
         self._say(f"{step.pipeline} {step.submodel} {step.name}: {phrase}")
+
+    def memory(self, step: Step, resident: int) -> None:
+        pass
 
     def finished(self, result: FinishedStep) -> None:
         step = result.step
