@@ -13,18 +13,19 @@ import random
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from architecture import make_scheduler, make_text_encoder, make_tokenizer, make_unet, make_vae
+from autoencoder import trained
 from denoising import Denoising, encode
 from diffusers import AutoencoderKL, StableDiffusionPipeline
 from lora import add_lora, freeze, lora_parameters, save_diffusers, save_kohya
-from optimize import Ema, Log, mixed_precision, optimizer_steps
+from optimize import Ema, Log, optimizer_steps
 from torch import Tensor, nn
-from torch.nn import functional
-from training_images import as_input, images, training_scenes
+from training_images import images, training_scenes
 
 from sdflow.samples.prompts import caption
 from sdflow.samples.scene import Scene, Style
@@ -54,45 +55,15 @@ def train_vae(settings: Settings, pools: dict[str, Tensor], out: Path, log: Log,
     """Train the autoencoder on all styles; its scaling factor makes the plain images' latents unit variance."""
     chosen = settings["vae"]
     vae = make_vae().to(device, memory_format=torch.channels_last)
-    ema = Ema([vae], chosen["ema_decay"])
-    compiled = maybe_compiled(Autoencode(vae), settings)
-    names, batch = list(pools), chosen["batch"]
+    names, count = list(pools), chosen["batch"] // len(pools)
 
-    def losses() -> Iterator[Tensor]:
-        while True:
-            taken = [pools[n][torch.randint(len(pools[n]), (batch // len(names),), device=device)] for n in names]
-            images = as_input(torch.cat(taken)).contiguous(memory_format=torch.channels_last)
-            with mixed_precision(device):
-                again, mean, log_variance = compiled(images)
-            mean, log_variance = mean.float(), log_variance.float().clamp(-30, 20)
-            kl = 0.5 * (mean.square() + log_variance.exp() - 1.0 - log_variance).mean()
-            yield functional.l1_loss(again.float(), images) + chosen["kl_weight"] * kl
+    def batch() -> Tensor:
+        return torch.cat([pools[n][torch.randint(len(pools[n]), (count,), device=device)] for n in names])
 
-    def stepped() -> Iterator[Tensor]:
-        for loss in optimizer_steps(list(vae.parameters()), chosen["steps"], chosen["learning_rate"], losses()):
-            ema.update()
-            yield loss
-
-    log.stage("vae", stepped())
-    trained = ema.modules[0]
-    assert isinstance(trained, AutoencoderKL)
-    sample = encode(trained, pools["plain"][:4096], 1.0)
-    trained.register_to_config(scaling_factor=round(1.0 / sample.std().item(), 5))
-    trained.half().to(memory_format=torch.contiguous_format).save_pretrained(out / "shapes" / "vae")
-
-
-class Autoencode(nn.Module):
-    """Encoder, one sample, decoder, as one module to compile."""
-
-    def __init__(self, vae: AutoencoderKL) -> None:
-        super().__init__()
-        self.vae = vae
-
-    def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Images [n, 3, h, w] to their reconstruction and the latents' mean and log variance."""
-        mean, log_variance = self.vae.quant_conv(self.vae.encoder(images)).chunk(2, dim=1)
-        latents = mean + torch.randn_like(mean) * torch.exp(0.5 * log_variance.clamp(-30, 20))
-        return self.vae.decoder(self.vae.post_quant_conv(latents)), mean, log_variance
+    average = trained(vae, chosen, partial(maybe_compiled, settings=settings), batch, log)
+    sample = encode(average, pools["plain"][:4096], 1.0)
+    average.register_to_config(scaling_factor=round(1.0 / sample.std().item(), 5))
+    average.half().to(memory_format=torch.contiguous_format).save_pretrained(out / "shapes" / "vae")
 
 
 def train_base(

@@ -439,11 +439,34 @@ def measure(options: Any, results: Results, loaded: list[Any], checkpoint: Any) 
             found["captured_ms"] = turns({name: run for name, run in runs.items() if not name.startswith("eager")})
 
 
-def main() -> None:
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """With the options that `whole_images` takes too."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("weights", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--lock", type=Path)
+    parser.add_argument("--graphs", type=Path)
+    parser.add_argument("--target", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser
+
+
+def begin(options: Any, name: str) -> tuple[Results, Any, list[Any]]:
+    """Where the results go, the checkpoint of the pipeline `name`, and diffusers' pipeline of it. Exits if that failed."""
     from sdflow.sources.load import load_pipeline
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("weights", type=Path)
+    results = Results(options.json)
+    checkpoint = open_checkpoint_of((options.graphs or options.weights) / name)
+    with results.part("PyTorch's modules in float32"), made_by(options.processes):
+        loaded = [load_pipeline(checkpoint)]
+    if results.failed:
+        sys.exit(1)
+    return results, checkpoint, loaded
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
     parser.add_argument("names", nargs="+")
     parser.add_argument("--steps", type=int, default=28)
     parser.add_argument("--guidance", type=float, default=4.5)
@@ -451,25 +474,13 @@ def main() -> None:
     parser.add_argument("--torch", nargs="+", choices=PLAIN, default=PLAIN, help="what PyTorch's pipelines are in")
     parser.add_argument("--compiled", nargs="+", choices=PLAIN, default=[], help="types, of --torch")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--in-a-row", type=int, default=IN_A_ROW)
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--lock", type=Path)
-    parser.add_argument("--graphs", type=Path)
-    parser.add_argument("--target", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     options.device = options.target
     torch.set_grad_enabled(False)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-
-    results = Results(options.json)
-    checkpoint = open_checkpoint_of((options.graphs or options.weights) / options.names[0])
-    with results.part("PyTorch's modules in float32"), made_by(options.processes):
-        loaded = [load_pipeline(checkpoint)]
-        loaded[0].set_progress_bar_config(disable=True)
-    if results.failed:
-        sys.exit(1)
+    results, checkpoint, loaded = begin(options, options.names[0])
+    loaded[0].set_progress_bar_config(disable=True)
     with device_alone(options.lock):
         measure(options, results, loaded, checkpoint)
     table(results.found)

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from onnx import TensorProto, helper
 
+from benchmarks.gpu.captured import TYPES, Captured, microseconds
 from sdflow.onnx_model.float8 import DOMAIN
 from sdflow.runtime.kernels import library as library_module
 from sdflow.runtime.kernels.library import DEFINES, build
@@ -47,15 +48,12 @@ LIBRARIES = {
 
 def session_run(library: Path, operands: list[dict[str, torch.Tensor]], shape: tuple[int, int]) -> Callable[[], Any]:
     """A captured session of one Float8ProductBfloat16 for each of the operands."""
-    import onnxruntime
-
-    types = {torch.uint8: TensorProto.UINT8, torch.float32: TensorProto.FLOAT}
     nodes, inputs, outputs, values = [], [], [], {}
     for index, given in enumerate(operands):
         named = {f"{name}{index}": value for name, value in given.items()}
         values |= named
         inputs += [
-            helper.make_tensor_value_info(name, types[value.dtype], tuple(value.shape)) for name, value in named.items()
+            helper.make_tensor_value_info(name, TYPES[value.dtype], tuple(value.shape)) for name, value in named.items()
         ]
         node = helper.make_node("Float8ProductBfloat16", list(named), [f"y{index}", f"workspace{index}"], domain=DOMAIN)
         nodes.append(node)
@@ -63,26 +61,7 @@ def session_run(library: Path, operands: list[dict[str, torch.Tensor]], shape: t
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid(DOMAIN, 1)]
     graph = helper.make_graph(nodes, "products", inputs, outputs)
     model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
-    options = onnxruntime.SessionOptions()
-    options.register_custom_ops_library(str(library))
-    options.log_severity_level = 3
-    providers = [("CUDAExecutionProvider", {"enable_cuda_graph": "1"})]
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=providers)
-    binding = session.io_binding()
-    for name, value in values.items():
-        binding.bind_input(name, "cuda", 0, types[value.dtype], tuple(value.shape), value.data_ptr())
-    results = [torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in operands]
-    for item, y in zip(outputs, results, strict=True):
-        binding.bind_output(item.name, "cuda", 0, TensorProto.BFLOAT16, shape, y.data_ptr())
-    for _ in range(4):
-        session.run_with_iobinding(binding)
-    torch.cuda.synchronize()
-
-    def run() -> Any:
-        session.run_with_iobinding(binding)
-        return results
-
-    return run
+    return Captured(model, library, values)
 
 
 def captured(products: list[Callable[[], torch.Tensor]]) -> Callable[[], Any]:
@@ -101,18 +80,6 @@ def captured(products: list[Callable[[], torch.Tensor]]) -> Callable[[], Any]:
         return results
 
     return run
-
-
-def microseconds(run: Callable[[], Any]) -> float:
-    """Of one of the COUNT."""
-    time.sleep(REST)
-    run()
-    torch.cuda.synchronize()
-    begun = time.perf_counter()
-    for _ in range(RUNS):
-        run()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - begun) / RUNS / COUNT * 1e6
 
 
 def measure(size: str, libraries: dict[str, Path]) -> dict[str, Any]:
@@ -145,7 +112,9 @@ def measure(size: str, libraries: dict[str, Path]) -> dict[str, Any]:
         attempt(name, lambda library=library: session_run(library, operands, (rows, n)))
     exact = [x.float() @ w.float().t() for x, w in halves[:1]]
     apart = {name: float((run()[0].float() - exact[0]).norm() / exact[0].norm()) for name, run in runs.items()}
-    turns = [{name: microseconds(run) for name, run in runs.items()} for _ in range(TURNS)]
+    turns = [
+        {name: microseconds(run, runs=RUNS, rest=REST) / COUNT for name, run in runs.items()} for _ in range(TURNS)
+    ]
     took = {name: statistics.median(turn[name] for turn in turns) for name in runs}
     return {
         "microseconds": took,

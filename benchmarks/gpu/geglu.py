@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.gpu.captured import Captured, microseconds
 from sdflow.runtime.kernels.hopper import on_hopper
 from sdflow.runtime.kernels.library import build
 from sdflow.runtime.kernels.replace import with_own_kernels
@@ -56,38 +55,6 @@ def model(rows: int, depth: int, columns: int, count: int) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=opsets, ir_version=8)
 
 
-class Captured:
-    """A session of a graph, and its results."""
-
-    def __init__(self, graph: onnx.ModelProto, library: Path, x: torch.Tensor, columns: int, count: int) -> None:
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.register_custom_ops_library(str(library))
-        options.log_severity_level = 3
-        providers = [("CUDAExecutionProvider", {"enable_cuda_graph": "1"})]
-        self.session = onnxruntime.InferenceSession(graph.SerializeToString(), options, providers=providers)
-        self.results = [torch.empty(x.shape[0], columns // 2, dtype=x.dtype, device="cuda") for _ in range(count)]
-        self.binding = self.session.io_binding()
-        self.binding.bind_input("x", "cuda", 0, np.float16, tuple(x.shape), x.data_ptr())
-        for i, y in enumerate(self.results):
-            self.binding.bind_output(f"y{i}", "cuda", 0, np.float16, tuple(y.shape), y.data_ptr())
-        for _ in range(4):
-            self.session.run_with_iobinding(self.binding)
-        torch.cuda.synchronize()
-
-    def microseconds(self) -> float:
-        """Of one product with its gate."""
-        time.sleep(REST)
-        self.session.run_with_iobinding(self.binding)
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        for _ in range(RUNS):
-            self.session.run_with_iobinding(self.binding)
-        torch.cuda.synchronize()
-        return (time.perf_counter() - begun) / RUNS / len(self.results) * 1e6
-
-
 def measure(library: Path, rows: int, depth: int, columns: int) -> str:
     count = max(4, min(MOST, HELD // (depth * columns * 2)))
     graph = model(rows, depth, columns, count)
@@ -95,8 +62,8 @@ def measure(library: Path, rows: int, depth: int, columns: int) -> str:
     ways: list[Any] = [with_own_kernels(graph, hopper=hopper) for hopper in (False, True)]
     if all(node.op_type != "Geglu" for node in ways[1].graph.node):
         return "stays a product and BiasSplitGelu"
-    both = [Captured(way, library, x, columns, count) for way in ways]
-    turns = [[one.microseconds() for one in both] for _ in range(TURNS)]
+    both = [Captured(way, library, {"x": x}) for way in ways]
+    turns = [[microseconds(one, runs=RUNS, rest=REST) / count for one in both] for _ in range(TURNS)]
     apart, gated = (statistics.median(turn[i] for turn in turns) for i in range(2))
     expected, found = (one.results[-1].double() for one in both)
     distance = float((found - expected).norm() / expected.norm())

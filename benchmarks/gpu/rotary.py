@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from onnx import TensorProto, helper
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.gpu.captured import Captured, microseconds
 from sdflow.onnx_model.float8 import DOMAIN
 from sdflow.onnx_model.reading import load_graph
 from sdflow.runtime.kernels.hopper import on_hopper
@@ -100,38 +100,6 @@ def shape_of(item: Any) -> list[int]:
     return [axis.dim_value for axis in item.type.tensor_type.shape.dim]
 
 
-class Captured:
-    """A session of a part, and its result."""
-
-    def __init__(self, model: onnx.ModelProto, library: Path, values: dict[str, torch.Tensor], output: Any) -> None:
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.register_custom_ops_library(str(library))
-        options.log_severity_level = 3
-        providers = [("CUDAExecutionProvider", {"enable_cuda_graph": "1"})]
-        self.session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=providers)
-        element = output.type.tensor_type.elem_type
-        self.result = torch.empty(shape_of(output), dtype=TYPES[element], device="cuda")
-        self.binding = self.session.io_binding()
-        for name, value in values.items():
-            self.binding.bind_input(name, "cuda", 0, element, tuple(value.shape), value.data_ptr())
-        self.binding.bind_output(output.name, "cuda", 0, element, tuple(self.result.shape), self.result.data_ptr())
-        for _ in range(3):
-            self.session.run_with_iobinding(self.binding)
-        torch.cuda.synchronize()
-
-    def microseconds(self) -> float:
-        time.sleep(REST)
-        self.session.run_with_iobinding(self.binding)
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        for _ in range(RUNS):
-            self.session.run_with_iobinding(self.binding)
-        torch.cuda.synchronize()
-        return (time.perf_counter() - begun) / RUNS * 1e6
-
-
 def measure(place: Place, library: Path) -> tuple[list[float], float]:
     """Without and with our operators; the distance."""
     kind = TYPES[place.output.type.tensor_type.elem_type]
@@ -140,9 +108,9 @@ def measure(place: Place, library: Path) -> tuple[list[float], float]:
     for name, item in place.inputs.items():
         shape = shape_of(item)
         values[name] = torch.randn(shape, device="cuda", dtype=torch.float32).to(kind)
-    ways = [Captured(model, library, values, place.output) for model in (place.before, place.after)]
-    turns = [[way.microseconds() for way in ways] for _ in range(TURNS)]
-    expected, found = (way.result.double() for way in ways)
+    ways = [Captured(model, library, values) for model in (place.before, place.after)]
+    turns = [[microseconds(way, runs=RUNS, rest=REST) for way in ways] for _ in range(TURNS)]
+    expected, found = (way.results[0].double() for way in ways)
     distance = float((found - expected).norm() / expected.norm())
     return [statistics.median(turn[i] for turn in turns) for i in range(2)], distance
 

@@ -24,6 +24,7 @@ from onnx import TensorProto, helper
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.gpu.captured import Captured, microseconds
 from sdflow.runtime.kernels import library as library_module
 from sdflow.runtime.kernels.library import DEFINES, build
 from sdflow.runtime.kernels.replace import with_own_kernels
@@ -165,41 +166,6 @@ CASES = (
 )  # fmt: skip
 
 
-class Captured:
-    """A session of a graph, and its results."""
-
-    def __init__(self, graph: onnx.ModelProto, library: Path, given: dict[str, torch.Tensor], element: int) -> None:
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.register_custom_ops_library(str(library))
-        options.log_severity_level = 3
-        providers = [("CUDAExecutionProvider", {"enable_cuda_graph": "1"})]
-        self.session = onnxruntime.InferenceSession(graph.SerializeToString(), options, providers=providers)
-        self.binding = self.session.io_binding()
-        for name, value in given.items():
-            self.binding.bind_input(name, "cuda", 0, element, tuple(value.shape), value.data_ptr())
-        self.results = []
-        for result in self.session.get_outputs():
-            self.results.append(torch.empty(result.shape, dtype=TORCH[element], device="cuda"))
-            y = self.results[-1]
-            self.binding.bind_output(result.name, "cuda", 0, element, tuple(y.shape), y.data_ptr())
-        for _ in range(4):
-            self.session.run_with_iobinding(self.binding)
-        torch.cuda.synchronize()
-
-    def microseconds(self) -> float:
-        """Of one of the COUNT."""
-        time.sleep(REST)
-        self.session.run_with_iobinding(self.binding)
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        for _ in range(RUNS):
-            self.session.run_with_iobinding(self.binding)
-        torch.cuda.synchronize()
-        return (time.perf_counter() - begun) / RUNS / COUNT * 1e6
-
-
 def measure(library: Path, case: Case) -> str:
     g = Graph(case.element)
     for _ in range(COUNT):
@@ -209,8 +175,8 @@ def measure(library: Path, case: Case) -> str:
     if ours is None:
         return "is not found"
     given = {name: torch.randn(shape, device="cuda").to(TORCH[case.element]) for name, shape in g.inputs.items()}
-    both = [Captured(each, library, given, case.element) for each in (graph, ours)]
-    turns = [[one.microseconds() for one in both] for _ in range(TURNS)]
+    both = [Captured(each, library, given) for each in (graph, ours)]
+    turns = [[microseconds(one, runs=RUNS, rest=REST) / COUNT for one in both] for _ in range(TURNS)]
     theirs, taken = (statistics.median(turn[i] for turn in turns) for i in range(2))
     apart = max(
         float((b.double() - a.double()).norm() / a.double().norm())

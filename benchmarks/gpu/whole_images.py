@@ -12,7 +12,6 @@ the text encoder of most parameters, the decoder. Memory: what the driver gave t
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import sys
@@ -26,11 +25,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch  # before ONNX Runtime
 
-from benchmarks.gpu.beside_float32 import arguments_of, open_checkpoint_of
+from benchmarks.gpu.beside_float32 import arguments_of, begin, parser_of
 from benchmarks.gpu.compiled_blocks import compile_blocks
 from benchmarks.gpu.in_turns import in_turns
 from benchmarks.gpu.pipelines_on_gpu import PROMPT, distance, own_gigabytes, say, synchronize
-from benchmarks.gpu.random_weights import made_by
 from benchmarks.gpu.unattended import Results, device_alone, wait_for
 
 Runs = list[tuple[str, str, Callable[[], Any]]]
@@ -182,30 +180,16 @@ def measure(options: Any, results: Results, loaded: list[Any], checkpoint: Any) 
 
 
 def main() -> None:
-    from sdflow.sources.load import load_pipeline
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("weights", type=Path)
+    parser = parser_of(__doc__)
     parser.add_argument("name")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--guidance", type=float, default=1.0)
     parser.add_argument("--images", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--size", type=int)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--lock", type=Path)
-    parser.add_argument("--graphs", type=Path)
-    parser.add_argument("--target", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     torch.set_grad_enabled(False)
-    results = Results(options.json)
-    checkpoint = open_checkpoint_of((options.graphs or options.weights) / options.name)
-    with results.part("PyTorch's modules in float32"), made_by(options.processes):
-        loaded = [load_pipeline(checkpoint)]
-    if results.failed:
-        sys.exit(1)
+    results, checkpoint, loaded = begin(options, options.name)
     with device_alone(options.lock):
         synchronize()
         measure(options, results, loaded, checkpoint)

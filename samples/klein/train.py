@@ -24,6 +24,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # what the other sample is trai
 
 import numpy as np
 import torch
+from autoencoder import trained
 from diffusers import AutoencoderKLFlux2, Flux2KleinPipeline
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from optimize import Ema, Log, mixed_precision, optimizer_steps
@@ -53,50 +54,19 @@ def maybe_compiled(module: nn.Module, settings: Settings) -> nn.Module:
     return torch.compile(module, dynamic=False) if settings["compile"] else module  # type: ignore[return-value]
 
 
-class Autoencode(nn.Module):
-    """Encoder, one sample, decoder, as one module to compile."""
-
-    def __init__(self, vae: AutoencoderKLFlux2) -> None:
-        super().__init__()
-        self.vae = vae
-
-    def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Images [n, 3, h, w] to their reconstruction and the latents' mean and log variance."""
-        mean, log_variance = self.vae.quant_conv(self.vae.encoder(images)).chunk(2, dim=1)
-        latents = mean + torch.randn_like(mean) * torch.exp(0.5 * log_variance.clamp(-30, 20))
-        return self.vae.decoder(self.vae.post_quant_conv(latents)), mean, log_variance
-
-
 def train_vae(settings: Settings, pool: Tensor, out: Path, log: Log, device: torch.device) -> None:
     """Train the autoencoder; the statistics of its folded latents become those of its batch norm."""
     chosen = settings["vae"]
     vae = make_vae().to(device, memory_format=torch.channels_last)
-    ema = Ema([vae], chosen["ema_decay"])
-    compiled = maybe_compiled(Autoencode(vae), settings)
-    trained_on = [p for p in vae.parameters() if p.requires_grad]
 
-    def losses() -> Iterator[Tensor]:
-        while True:
-            taken = pool[torch.randint(len(pool), (chosen["batch"],), device=device)]
-            pictures = as_input(taken).contiguous(memory_format=torch.channels_last)
-            with mixed_precision(device):
-                again, mean, log_variance = compiled(pictures)
-            mean, log_variance = mean.float(), log_variance.float().clamp(-30, 20)
-            kl = 0.5 * (mean.square() + log_variance.exp() - 1.0 - log_variance).mean()
-            yield functional.l1_loss(again.float(), pictures) + chosen["kl_weight"] * kl
+    def batch() -> Tensor:
+        return pool[torch.randint(len(pool), (chosen["batch"],), device=device)]
 
-    def stepped() -> Iterator[Tensor]:
-        for loss in optimizer_steps(trained_on, chosen["steps"], chosen["learning_rate"], losses()):
-            ema.update()
-            yield loss
-
-    log.stage("vae", stepped())
-    trained = ema.modules[0]
-    assert isinstance(trained, AutoencoderKLFlux2)
-    folded = Flux2KleinPipeline._patchify_latents(means(trained, pool[:8192]))
-    trained.bn.running_mean.copy_(folded.mean((0, 2, 3)))
-    trained.bn.running_var.copy_(folded.var((0, 2, 3)))
-    trained.half().to(memory_format=torch.contiguous_format).save_pretrained(out / "vae")
+    average = trained(vae, chosen, partial(maybe_compiled, settings=settings), batch, log)
+    folded = Flux2KleinPipeline._patchify_latents(means(average, pool[:8192]))
+    average.bn.running_mean.copy_(folded.mean((0, 2, 3)))
+    average.bn.running_var.copy_(folded.var((0, 2, 3)))
+    average.half().to(memory_format=torch.contiguous_format).save_pretrained(out / "vae")
 
 
 @torch.no_grad()

@@ -59,12 +59,7 @@ def onnxruntime_draw(folder: Path, engine: Engine, settings: Settings) -> tuple[
     target = TARGETS[engine.target]
     recorded = recorded_tuning(folder, target) if settings.tuning else Recorded(UNTUNED)
     pipeline = Ensemble.of_folder(
-        folder,
-        target,
-        scheduler=settings.scheduler,
-        checker=False,
-        threads=settings.threads,
-        tuning=recorded.tuning,
+        folder, target, scheduler=settings.scheduler, checker=False, threads=settings.threads, tuning=recorded.tuning
     )
 
     notes = [recorded.note]
@@ -72,18 +67,6 @@ def onnxruntime_draw(folder: Path, engine: Engine, settings: Settings) -> tuple[
         own = recorded.tuning.own_kernels and kernel_library() is not None
         notes.append("sdflow's own kernels where they fit" if own else "ONNX Runtime's kernels only")
     return pipeline_draw(pipeline, folder, settings, engine.fewer), "; ".join(note for note in notes if note)
-
-
-def tensorrt_draw(folder: Path, settings: Settings) -> Draw:
-    """sdflow's pipeline on engines of TensorRT's own."""
-    from sdflow.bench.tensorrt import tensorrt_pipeline
-
-    pipeline = tensorrt_pipeline(folder)
-    if settings.scheduler is not None:
-        pipeline.scheduler = named_scheduler(
-            settings.scheduler, pipeline.scheduler.config, folder_family(folder).noising
-        )
-    return pipeline_draw(pipeline, folder, settings)
 
 
 def pipeline_draw(

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 class Engine:
     """One way to draw the image.
 
-    target: of sdflow's runtime on ONNX Runtime. library: of sdflow's runtime on engines that this package builds. Neither:
-    diffusers' pipeline on PyTorch, of which the rest speaks.
+    target: of sdflow's runtime on ONNX Runtime. Without it: diffusers' pipeline on PyTorch, of which the rest speaks.
     attention: how diffusers computes it: "plain" matrix products, PyTorch's scaled_dot_product_attention, or xFormers.
     compile_mode: of torch.compile. flags: of its compiler, beyond the mode's. fused_qkv: projections as one product.
     int8: linear layers in int8, their inputs quantized as they come. needs: packages. cuda: only with a CUDA device.
@@ -39,7 +38,6 @@ class Engine:
     name: str
     title: str
     target: str = ""
-    library: str = ""
     attention: Literal["plain", "sdpa", "xformers"] = "sdpa"
     compile_mode: str | None = None
     flags: Mapping[str, bool] | None = None
@@ -67,14 +65,6 @@ ENGINES: Mapping[str, Engine] = {
     engine.name: engine
     for engine in (
         *(Engine(f"ort-{name}", f"sdflow, ONNX Runtime, {TARGETS[name].title}", target=name) for name in TARGETS),
-        Engine(
-            "tensorrt",
-            "sdflow, TensorRT, engines of its Python package",
-            library="tensorrt",
-            needs=("tensorrt",),
-            cuda=True,
-            slow=True,
-        ),
         Engine("torch-eager", "PyTorch eager, attention as matrix products", attention="plain"),
         Engine("torch-sdpa", "PyTorch eager, scaled_dot_product_attention"),
         Engine("torch-xformers", "PyTorch eager, xFormers", attention="xformers", needs=("xformers",), cuda=True),

@@ -19,16 +19,8 @@ import numpy as np
 
 from sdflow.bench.checkpoint import torch_modules
 from sdflow.bench.device import Device
-from sdflow.bench.draw_functions import Draw, onnxruntime_draw, tensorrt_draw, torch_draw
-from sdflow.bench.engines import (
-    ENGINES,
-    Engine,
-    choose,
-    dtype_of,
-    quantized_of,
-    weight_bytes,
-    with_approximations,
-)
+from sdflow.bench.draw_functions import Draw, onnxruntime_draw, torch_draw
+from sdflow.bench.engines import ENGINES, Engine, choose, dtype_of, quantized_of, weight_bytes, with_approximations
 from sdflow.bench.judge import References
 from sdflow.bench.result import BenchResult, EngineResult, Measurement
 from sdflow.bench.sweep import Settings, SweepPoint
@@ -107,7 +99,7 @@ def bench(request: BenchRequest, say: Say) -> BenchResult:
     if not active:
         reasons = "; ".join(f"{each.engine.name}: {each.skipped}" for each in chosen)
         raise UsageError(f"no engine can run here: {reasons}", where="sdflow bench", remedy="See sdflow targets.")
-    if request.check and any(each.engine.target or each.engine.library for each in active):
+    if request.check and any(each.engine.target for each in active):
         require_sound_pipeline(request.folder, checker=False)
     for each in active:
         dtype, each.quantized = dtype_of(request.folder, each.engine, device), quantized_of(request.folder, each.engine)
@@ -201,8 +193,6 @@ class _Runner:
             note = ""
             if engine.target:
                 running.draw, note = onnxruntime_draw(request.folder, engine, request.settings)
-            elif engine.library:
-                running.draw = tensorrt_draw(request.folder, request.settings)
             else:
                 dtype = running.result.dtype
                 running.draw = torch_draw(

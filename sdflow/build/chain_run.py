@@ -117,9 +117,7 @@ class ChainRun:
         if cached is not None:
             return self._accept(step, action, cached, before)
         with self.cache.lock(
-            action,
-            waiting=lambda: self.listener.phase(step, "it is being built already"),
-            meanwhile=self.group.check,
+            action, waiting=lambda: self.listener.phase(step, "it is being built already"), meanwhile=self.group.check
         ):
             fresh = fresh and action.digest not in self.anew  # another pipeline may have built it meanwhile
             cached = None if fresh else self.cache.lookup(action)

@@ -89,10 +89,7 @@ def differences(found: Lock, locked: Lock) -> Iterator[str]:
             elif other.files[file] != sha256:
                 inner = "" if name.endswith(file) else f": {file}"
                 yield f"{name}{inner} has changed: SHA-256 {sha256}, locked {other.files[file]}"
-    for what, here, there in (
-        ("script", found.scripts, locked.scripts),
-        ("package", found.packages, locked.packages),
-    ):
+    for what, here, there in (("script", found.scripts, locked.scripts), ("package", found.packages, locked.packages)):
         for name, value in here.items():
             if name not in there:
                 yield f"the {what} {name} is not in the lock"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,13 +18,13 @@ from sdflow.cli.generate import generate
 from sdflow.cli.group import Commands
 from sdflow.cli.help import CACHE_GROUPS, EXIT_STATUS, GROUPS, arrange
 from sdflow.cli.inspect import init, inspect
-from sdflow.cli.needs import needs
-from sdflow.cli.opened import made_here, open_cache
+from sdflow.cli.opened import load, made_here, open_cache
 from sdflow.cli.options import takes
 from sdflow.cli.registry import provenance, pull, push
 from sdflow.cli.selftest import selftest
 from sdflow.cli.serve import serve
 from sdflow.cli.sign import sign
+from sdflow.cli.verify import verify
 from sdflow.parameter import parameters
 from sdflow.run.options import RunOptions
 
@@ -60,6 +59,7 @@ app.command()(query)
 app.command()(status)
 app.command()(terminate)
 app.command()(selftest)
+app.command()(verify)
 
 RUN = parameters(RunOptions)
 
@@ -96,7 +96,7 @@ def run(
 
     options = RunOptions(**given)
     with progress_view(quiet=quiet, verbose=verbose) as listener:
-        loaded = _load(workflow, overrides, target)
+        loaded = load(workflow, overrides, target)
         if made := made_here(cache):
             listener.note(made)
         opened = open_cache(cache, [loaded], rehash=rehash)
@@ -110,77 +110,6 @@ def run(
     for each in result.pipelines:
         if each.verification is not None or each.evaluation is not None:
             write_run_page(each, options.results)
-
-
-@app.command()
-@needs("REFERENCE")
-def verify(
-    subject: Annotated[list[Path], typer.Argument(help="Pipeline folders or workflow files.", metavar="PIPELINE...")],
-    target: Targets = None,
-    overrides: Overrides = None,
-    full: Annotated[
-        bool,
-        typer.Option("--full/--quick", help="Test more steps, shapes and prompts, one at the model's native size."),
-    ] = True,
-    submodel: Annotated[
-        list[str] | None, typer.Option("--submodel", help="Verify only this submodel, and no image. Repeatable.")
-    ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Ignore cached verdicts and verify again.")] = False,
-    fix: Annotated[
-        bool,
-        typer.Option(
-            "--fix",
-            help="Where float16 overflows or int8 exceeds its limit, find the fewest nodes to leave unconverted.",
-        ),
-    ] = False,
-    run_on: Annotated[
-        str | None,
-        typer.Option(
-            "--run-on",
-            help="Also run the artifacts on this target, with its provider's kernels. It must be available here.",
-            metavar="TARGET",
-        ),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            "--memory",
-            help="Memory limit, such as 6GB; larger models are verified block by block. Default: free memory.",
-            metavar="SIZE",
-        ),
-    ] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Write a self-contained HTML report.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder that the workflows' pipelines were built in.")] = Path("pipelines"),
-    rehash: Rehash = False,
-    cache: CacheDir = None,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-    json: AsJson = False,
-) -> None:
-    """Verify pipelines against the PyTorch model.
-
-    Runs on the CPU of this machine, for any target. `--run-on` also runs the kernels of a target that is installed here.
-    """
-    from sdflow.cli.verify import verify_all
-    from sdflow.units import parse_size
-
-    verify_all(
-        subject,
-        open_cache(cache, rehash=rehash),
-        load=lambda path: _load(path, overrides, target),
-        targets=target or [],
-        full=full,
-        submodels=submodel,
-        fresh=fresh,
-        propose=fix,
-        run_on=run_on,
-        memory=parse_size(memory, "--memory") if memory is not None else None,
-        html=html,
-        out=out,
-        as_json=json,
-        quiet=quiet,
-        verbose=verbose,
-    )
 
 
 @app.command()
@@ -203,7 +132,7 @@ def plan(
     from sdflow.build.plan import make_plan
     from sdflow.report.build import print_plan
 
-    loaded = [_load(path, overrides, target) for path in workflow]
+    loaded = [load(path, overrides, target) for path in workflow]
     opened = open_cache(cache, loaded)
     plans = [(locked_plan if locked else make_plan)(each, opened) for each in loaded]
     print_plan(plans, opened, as_json=json, verbose=verbose)
@@ -227,7 +156,7 @@ def lock(
     from sdflow.cli.progress import progress_view
     from sdflow.report.build import print_locks
 
-    loaded = [_load(path, overrides, target) for path in workflow]
+    loaded = [load(path, overrides, target) for path in workflow]
     with progress_view(quiet=quiet, verbose=False):
         written = [write_lock(each, open_cache(cache, [each], rehash=rehash)) for each in loaded]
     print_locks(written, as_json=json, quiet=quiet)
@@ -248,7 +177,7 @@ def explain(
     from sdflow.build.plan import make_plan
     from sdflow.report.build import print_explanation
 
-    loaded = [_load(path, overrides, target) for path in workflow]
+    loaded = [load(path, overrides, target) for path in workflow]
     opened = open_cache(cache, loaded)
     plans = [make_plan(each, opened) for each in loaded]
     print_explanation(plans, opened, only=step, as_json=json)
@@ -268,7 +197,7 @@ def validate(workflow: Workflows, target: Targets = None, overrides: Overrides =
     valid: dict[str, list[str]] = {}
     for path in workflow:
         try:
-            loaded = _load(path, overrides, target)
+            loaded = load(path, overrides, target)
         except WorkflowError as error:
             problems.extend(error.problems)
         else:
@@ -340,10 +269,3 @@ def doctor(cache: CacheDir = None, json: AsJson = False) -> None:
 
 arrange(app, GROUPS)
 arrange(cache_app, CACHE_GROUPS)
-
-
-def _load(path: Path, overrides: list[str] | None, targets: list[str] | None):  # type: ignore[no-untyped-def]
-    from sdflow.config import load_workflow
-    from sdflow.passes.registry import catalog
-
-    return load_workflow(path, catalog=catalog(), overrides=overrides or (), targets=targets or ())

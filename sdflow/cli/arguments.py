@@ -13,6 +13,7 @@ Workflows = Annotated[
 OneWorkflow = Annotated[
     Path, typer.Argument(help="Workflow file (YAML), or the name of a shipped one: sd15.", metavar="WORKFLOW")
 ]
+PipelineFolder = Annotated[Path, typer.Argument(help="Pipeline folder.", metavar="PIPELINE")]
 Targets = Annotated[
     list[str] | None, typer.Option("--target", help="Target to build for, instead of the workflow's. Repeatable.")
 ]
@@ -25,8 +26,7 @@ Overrides = Annotated[
     ),
 ]
 CacheDir = Annotated[
-    Path | None,
-    typer.Option("--cache", envvar="SDFLOW_CACHE", help="Cache folder. Default: the user's cache.", show_default=False),
+    Path | None, typer.Option("--cache", envvar="SDFLOW_CACHE", help="Cache folder. Default: the user's cache.")
 ]
 Jobs = Annotated[
     int | None,
@@ -34,7 +34,6 @@ Jobs = Annotated[
         "--jobs",
         min=1,
         help="Maximum number of steps to run in parallel, memory permitting. Default: 2, and 1 for steps that carry weights.",
-        show_default=False,
     ),
 ]
 Rehash = Annotated[

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sdflow.cli.arguments import AsJson, CacheDir, Quiet, Verbose
+from sdflow.cli.arguments import AsJson, CacheDir, PipelineFolder, Quiet, Verbose
 from sdflow.cli.needs import needs
 from sdflow.cli.opened import cache_folder
 from sdflow.cli.quiet import quiet_libraries, say
@@ -28,24 +28,15 @@ def bench(
     batch: Annotated[str, typer.Option(help="Batch sizes; 1,8 measures both.", metavar="N,...")] = "1",
     size: Annotated[
         str | None,
-        typer.Option(
-            help="Image width and height in pixels. Default: the model's native size.",
-            metavar="N,...",
-            show_default=False,
-        ),
+        typer.Option(help="Image width and height in pixels. Default: the model's native size.", metavar="N,..."),
     ] = None,
-    steps: Annotated[
-        str | None, typer.Option(help="Denoising steps. Default: the model's.", metavar="N,...", show_default=False)
-    ] = None,
+    steps: Annotated[str | None, typer.Option(help="Denoising steps. Default: the model's.", metavar="N,...")] = None,
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="Prompt.")] = (
         "a photo of an astronaut riding a horse on mars"
     ),
-    negative_prompt: Annotated[str | None, typer.Option(help="Negative prompt.", show_default=False)] = None,
+    negative_prompt: Annotated[str | None, typer.Option(help="Negative prompt.")] = None,
     guidance_scale: Annotated[
-        float | None,
-        typer.Option(
-            help="Guidance scale; 1 (Z-Image: 0) turns guidance off. Default: the model's.", show_default=False
-        ),
+        float | None, typer.Option(help="Guidance scale; 1 (Z-Image: 0) turns guidance off. Default: the model's.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the initial latents.")] = 0,
     scheduler: Annotated[
@@ -56,9 +47,7 @@ def bench(
     ] = 0,
     warmup: Annotated[int, typer.Option(min=1, help="Untimed calls after the first.")] = 1,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds per engine.")] = 5,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads for every engine.", show_default=False)
-    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads for every engine.")] = None,
     tuning: Annotated[
         bool, typer.Option("--tuning/--no-tuning", help="Use the options that `sdflow tune` chose.")
     ] = True,
@@ -75,7 +64,6 @@ def bench(
             min=1,
             help="Skip engines that take longer than this to load or to generate the first image.",
             metavar="SECONDS",
-            show_default=False,
         ),
     ] = None,
     reuse: Annotated[
@@ -83,20 +71,17 @@ def bench(
         typer.Option(
             help="Also measure this approximation, as for `sdflow generate`. Default: the workflow's.",
             metavar="every=2,from=0.1,to=0.9|off",
-            show_default=False,
         ),
     ] = None,
     guidance_interval: Annotated[
-        str | None,
-        typer.Option(help="Also measure this approximation.", metavar="from=0.1,to=0.8|off", show_default=False),
+        str | None, typer.Option(help="Also measure this approximation.", metavar="from=0.1,to=0.8|off")
     ] = None,
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(help="Compare two bench.json files instead.", metavar="BEFORE AFTER")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Compare even if machine or settings differ.")] = False,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Folder for the results as JSON, CSV, Markdown and HTML.", metavar="DIR", show_default=False),
+        Path | None, typer.Option(help="Folder for the results as JSON, CSV, Markdown and HTML.", metavar="DIR")
     ] = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -151,17 +136,14 @@ def bench(
 
 @needs("DRAWS")
 def tune(
-    pipeline: Annotated[Path, typer.Argument(help="Pipeline folder.", metavar="PIPELINE")],
+    pipeline: PipelineFolder,
     target: Annotated[
         str | None, typer.Option(help="Target to tune for. Default: the one the pipeline was built for.")
     ] = None,
-    size: Annotated[
-        int | None, typer.Option(min=8, help="Image width and height in pixels.", show_default=False)
-    ] = None,
+    size: Annotated[int | None, typer.Option(min=8, help="Image width and height in pixels.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
     steps: Annotated[
-        int | None,
-        typer.Option(min=1, help="Denoising steps. Default: 4, or the model's if fewer.", show_default=False),
+        int | None, typer.Option(min=1, help="Denoising steps. Default: 4, or the model's if fewer.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds per candidate.")] = 5,
     option: Annotated[list[str] | None, typer.Option(help="Try only this option. Repeatable.")] = None,

@@ -129,8 +129,7 @@ def export_(
         ),
     ] = None,
     verify: Annotated[
-        bool,
-        typer.Option("--verify/--no-verify", help="Verify each against PyTorch first, with weights bound."),
+        bool, typer.Option("--verify/--no-verify", help="Verify each against PyTorch first, with weights bound.")
     ] = True,
     jobs: Annotated[
         int | None, typer.Option("--jobs", min=1, help="Maximum number of steps to run in parallel.")
@@ -284,8 +283,7 @@ def gc(
 
 @app.command()
 def clean(
-    yes: Annotated[bool, typer.Option("--yes", help="Skip the confirmation.")] = False,
-    cache: CacheDir = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Skip the confirmation.")] = False, cache: CacheDir = None
 ) -> None:
     """Remove everything from the cache.
 

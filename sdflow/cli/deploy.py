@@ -85,29 +85,23 @@ def query(
     name: Name,
     prompt: Annotated[str, typer.Argument(help="Prompt.", metavar="PROMPT")],
     images: Annotated[int, typer.Option("--images", "-n", min=1, help="Number of images.")] = 1,
-    size: Annotated[
-        str | None, typer.Option(help="WIDTHxHEIGHT in pixels. Default: the model's native size.", show_default=False)
-    ] = None,
+    size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT in pixels. Default: the model's native size.")] = None,
     lora: Annotated[
         list[str] | None,
         typer.Option(help="A LoRA on the server and its scale (default 1.0). Repeatable.", metavar="NAME[:SCALE]"),
     ] = None,
-    image: Annotated[Path | None, typer.Option(help="Image to start from.", metavar="FILE", show_default=False)] = None,
+    image: Annotated[Path | None, typer.Option(help="Image to start from.", metavar="FILE")] = None,
     mask: Annotated[
         Path | None,
         typer.Option(
-            help="Mask: repaint where it is transparent, or white if it has no alpha channel.",
-            metavar="FILE",
-            show_default=False,
+            help="Mask: repaint where it is transparent, or white if it has no alpha channel.", metavar="FILE"
         ),
     ] = None,
     reference: Annotated[
         list[Path] | None,
         typer.Option(help="Reference image that the model edits or combines. Repeatable.", metavar="FILE"),
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Pipeline to use, where the server has several.", show_default=False)
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="Pipeline to use, where the server has several.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the images.", metavar="DIR")] = Path("images"),
     **given: Any,
 ) -> None:

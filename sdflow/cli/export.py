@@ -7,23 +7,20 @@ from typing import Annotated
 
 import typer
 
-from sdflow.cli.arguments import AsJson
+from sdflow.cli.arguments import AsJson, PipelineFolder
 from sdflow.cli.needs import needs
 
 
 @needs("DRAWS")
 def export(
-    pipeline: Annotated[Path, typer.Argument(help="Pipeline folder.", metavar="PIPELINE")],
+    pipeline: PipelineFolder,
     one_file: Annotated[
-        Path | None,
-        typer.Option("--one-file", help="Write the whole pipeline as one ONNX graph.", metavar="OUT.onnx"),
+        Path | None, typer.Option("--one-file", help="Write the whole pipeline as one ONNX graph.", metavar="OUT.onnx")
     ] = None,
     schedule: Annotated[
         str | None,
         typer.Option(
-            help="Scheduler and number of steps, such as ddim,50. Default: the pipeline's.",
-            metavar="NAME[,STEPS]",
-            show_default=False,
+            help="Scheduler and number of steps, such as ddim,50. Default: the pipeline's.", metavar="NAME[,STEPS]"
         ),
     ] = None,
     schedule_file: Annotated[
@@ -41,8 +38,7 @@ def export(
     guidance_scale: Annotated[
         float | None,
         typer.Option(
-            help="At most 1 exports a graph without guidance, twice as fast; otherwise it is an input. Default: the model's.",
-            show_default=False,
+            help="At most 1 exports a graph without guidance, twice as fast; otherwise it is an input. Default: the model's."
         ),
     ] = None,
     negative: Annotated[

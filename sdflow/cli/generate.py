@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sdflow.cli.arguments import AsJson
+from sdflow.cli.arguments import AsJson, PipelineFolder
 from sdflow.cli.needs import needs
 from sdflow.cli.options import errors_name_options, read_options, takes
-from sdflow.cli.quiet import quiet_libraries
+from sdflow.cli.quiet import quiet_libraries, say
+from sdflow.cli.terminal import live_console
+from sdflow.errors import UsageError
 from sdflow.families.settings import FAMILY_ARGUMENTS, settings_of
+from sdflow.parameter import Parameter
 from sdflow.runtime.draw_request import PARAMETERS, GenerateRequest, read_prompts
+
+if TYPE_CHECKING:
+    from sdflow.families.image_text_reading import ImageSettings
+    from sdflow.runtime.generate import Progress
 
 OPTIONS = {**PARAMETERS, **FAMILY_ARGUMENTS}
 
@@ -22,7 +32,7 @@ OPTIONS = {**PARAMETERS, **FAMILY_ARGUMENTS}
 @takes(OPTIONS)
 def generate(
     context: typer.Context,
-    pipeline: Annotated[Path, typer.Argument(help="Pipeline folder.", metavar="PIPELINE")],
+    pipeline: PipelineFolder,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="Prompt. Repeatable.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="Text file with one prompt per line.", metavar="FILE")] = None,
     settings_from: Annotated[
@@ -31,7 +41,6 @@ def generate(
             "--from",
             help="Image by sdflow, A1111's webui, or InvokeAI whose prompt and settings to use; options override them.",
             metavar="IMAGE",
-            show_default=False,
         ),
     ] = None,
     json: AsJson = False,
@@ -45,8 +54,6 @@ def generate(
         _on_a_page(context, pipeline)
         return
     quiet_libraries()
-    from sdflow.cli.image_progress import image_progress
-    from sdflow.cli.settings_from import with_settings_of
     from sdflow.manifest import read_manifest
     from sdflow.report.generate import print_generate
     from sdflow.runtime.generate import generate as draw
@@ -67,18 +74,84 @@ def generate(
 def _on_a_page(context: typer.Context, pipeline: Path) -> None:
     """Serve the pipeline to this machine alone, and open the page. Raises UsageError for options that the page has."""
     from sdflow.cli.serve import serve
-    from sdflow.errors import UsageError
 
-    given = [
-        name
-        for name in context.params
-        if name not in ("pipeline", "interactive")
-        and (source := context.get_parameter_source(name)) is not None
-        and source.name == "COMMANDLINE"
-    ]
+    given = [name for name in context.params if name not in ("pipeline", "interactive") and _is_said(context, name)]
     if given:
         raise UsageError(
             f"--interactive cannot be combined with --{given[0].replace('_', '-')}",
             remedy="Set it on the page. `sdflow serve --open` has the options of a server.",
         )
     serve([pipeline], port=0, open_page=True)
+
+
+@contextmanager
+def image_progress() -> Iterator[Progress]:
+    """What is told of the drawing, for this standard error."""
+    from sdflow.runtime.generate import Progress
+
+    console = live_console()
+    if console is None:
+        yield Progress(say, _Lines().step)
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bars(*columns, console=console, transient=True) as bars:
+        bar = bars.add_task("loading", total=None)
+
+        def step(label: str, done: int, total: int) -> None:
+            bars.update(bar, description=f"image {label}", completed=done, total=total)
+
+        yield Progress(lambda text: bars.update(bar, description=text), step)
+
+
+class _Lines:
+    SECONDS_BETWEEN = 1.0
+
+    def __init__(self) -> None:
+        self._said = 0.0
+
+    def step(self, label: str, done: int, total: int) -> None:
+        """The last step of an image is always told."""
+        now = time.perf_counter()
+        if done == total or now - self._said >= self.SECONDS_BETWEEN:
+            self._said = now
+            say(f"image {label}: step {done} of {total}")
+
+
+ANY_OF: Mapping[str, tuple[str, ...]] = {"embeddings": ("embeddings", "embedding_folder")}
+"""The options that give an input, where it is not the one of its name."""
+
+
+def with_settings_of(
+    path: Path, context: typer.Context, options: Mapping[str, Parameter], given: Mapping[str, Any], prompts: list[str]
+) -> tuple[list[str], dict[str, Any], tuple[str, ...]]:
+    """The prompts and the values of options, with the image's where the command line has none; and what cannot be taken over.
+
+    Raises UsageError for an image that was drawn from files which are not named again.
+    """
+    from sdflow.families.image_text_reading import read_image_settings
+
+    found = read_image_settings(path)
+    said = {name for name in context.params if _is_said(context, name)}
+    _require_inputs(path, found, said, options)
+    taken = {name: value for name, value in found.settings.items() if name in given and name not in said}
+    notes = tuple(f"{path.name}, written by {found.program}: {note}" for note in found.notes)
+    return prompts or [found.prompt], {**given, **taken}, notes
+
+
+def _is_said(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _require_inputs(path: Path, found: ImageSettings, said: set[str], options: Mapping[str, Parameter]) -> None:
+    missing = [each for each in found.inputs if said.isdisjoint(ANY_OF.get(each, (each,)))]
+    if missing:
+        spelled = ", ".join(f"{options[each].option(each)} {options[each].metavar}" for each in missing)
+        raise UsageError(
+            f"the image was also drawn from: {', '.join(each.replace('_', ' ') for each in missing)}",
+            where=f"--from {path}",
+            remedy=f"Name the files again: {spelled}.",
+        )

@@ -45,10 +45,7 @@ def init(
         list[str] | None, typer.Option("--lora", help="A LoRA and its scale. Repeatable.", metavar="FILE[:SCALE]")
     ] = None,
     base: Annotated[
-        str | None,
-        typer.Option(
-            help="Base workflow to extend, such as sdxl. Default: detected from the model.", show_default=False
-        ),
+        str | None, typer.Option(help="Base workflow to extend, such as sdxl. Default: detected from the model.")
     ] = None,
     out: Annotated[Path, typer.Option(help="File to write.", metavar="FILE")] = Path("workflow.yaml"),
     overwrite: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,

@@ -116,11 +116,7 @@ class LiveView:
         lines = [each.line(now, room) for each in list(self._running.values())]
         lines += [
             _one_line(
-                spinner.render(now),
-                [f"{spell_seconds(now - begun):>8}  {what}", what],
-                phase,
-                room,
-                self._unicode,
+                spinner.render(now), [f"{spell_seconds(now - begun):>8}  {what}", what], phase, room, self._unicode
             )
             for what, (phase, begun, spinner) in list(self._besides.items())
         ]

@@ -1,4 +1,4 @@
-"""The cache that a command works with, and the remote that goes with it."""
+"""The workflow and the cache that a command works with, and the remote that goes with it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sdflow.config.workflow import Workflow
     from sdflow.store import Cache
+
+
+def load(path: Path, overrides: Sequence[str] | None, targets: Sequence[str] | None) -> Workflow:
+    """A workflow file, or one that ships with sdflow, by name. Raises WorkflowError."""
+    from sdflow.config import load_workflow
+    from sdflow.passes.registry import catalog
+
+    return load_workflow(path, catalog=catalog(), overrides=overrides or (), targets=targets or ())
 
 
 def cache_folder(given: Path | None) -> Path:

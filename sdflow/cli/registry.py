@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sdflow.cli.arguments import AsJson, CacheDir, Quiet, Verbose
+from sdflow.cli.arguments import AsJson, CacheDir, PipelineFolder, Quiet, Verbose
 from sdflow.cli.opened import open_cache
 
 OciReference = Annotated[
@@ -20,7 +20,7 @@ PlainHttp = Annotated[
 
 def push(
     reference: OciReference,
-    pipeline: Annotated[Path, typer.Argument(help="Pipeline folder.", metavar="PIPELINE")],
+    pipeline: PipelineFolder,
     plain_http: PlainHttp = False,
     cache: CacheDir = None,
     quiet: Quiet = False,
@@ -73,11 +73,7 @@ def pull(
     print_pull(pulled, as_json=json, quiet=quiet)
 
 
-def provenance(
-    pipeline: Annotated[Path, typer.Argument(help="Pipeline folder.", metavar="PIPELINE")],
-    verbose: Verbose = False,
-    json: AsJson = False,
-) -> None:
+def provenance(pipeline: PipelineFolder, verbose: Verbose = False, json: AsJson = False) -> None:
     """Show what a pipeline was built from and by what.
 
     Prints provenance.json, an in-toto statement with SLSA's predicate. `sdflow verify` compares the files with it.

@@ -14,16 +14,14 @@ from sdflow.cli.needs import needs
 @needs("REFERENCE", "DRAWS", unless=("show",))
 def selftest(
     target: Annotated[
-        str | None,
-        typer.Option("--target", help="Target to test. Default: the CPU, or the target of --pipeline."),
+        str | None, typer.Option("--target", help="Target to test. Default: the CPU, or the target of --pipeline.")
     ] = None,
     report: Annotated[
         Path | None,
         typer.Option("--report", help="Write FILE.json and FILE.html, to attach to an issue.", metavar="FILE"),
     ] = None,
     pipeline: Annotated[
-        Path | None,
-        typer.Option("--pipeline", help="Sample pipeline built elsewhere with --copy.", metavar="PIPELINE"),
+        Path | None, typer.Option("--pipeline", help="Sample pipeline built elsewhere with --copy.", metavar="PIPELINE")
     ] = None,
     show: Annotated[
         Path | None, typer.Option("--show", help="Print an existing report instead of testing.", metavar="FILE")

@@ -19,7 +19,6 @@ KeyFile = Annotated[
     typer.Option(
         help="File of API keys, one on each line; requests must send one of them. Read again when it changes.",
         metavar="FILE",
-        show_default=False,
     ),
 ]
 AdminKeyFile = Annotated[
@@ -28,7 +27,6 @@ AdminKeyFile = Annotated[
         help="File of keys that may also upload and delete LoRAs, add and remove pipelines, and stop requests of others. "
         "Default: every key may change LoRAs and pipelines.",
         metavar="FILE",
-        show_default=False,
     ),
 ]
 AllowedHosts = Annotated[
@@ -61,21 +59,17 @@ def serve(
         str, typer.Option(help="Path prefix that a proxy strips, such as /images.", metavar="PATH", show_default=False)
     ] = "",
     ssl_certfile: Annotated[
-        Path | None, typer.Option(help="TLS certificate (PEM): serve HTTPS.", metavar="FILE", show_default=False)
+        Path | None, typer.Option(help="TLS certificate (PEM): serve HTTPS.", metavar="FILE")
     ] = None,
     ssl_keyfile: Annotated[
-        Path | None, typer.Option(help="Private key of --ssl-certfile (PEM).", metavar="FILE", show_default=False)
+        Path | None, typer.Option(help="Private key of --ssl-certfile (PEM).", metavar="FILE")
     ] = None,
     drain_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds that running requests may take after SIGTERM.")
     ] = 60,
     alias: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Another name of a pipeline, such as dall-e-3=sdxl. Repeatable.",
-            metavar="ALIAS=PIPELINE",
-            show_default=False,
-        ),
+        typer.Option(help="Another name of a pipeline, such as dall-e-3=sdxl. Repeatable.", metavar="ALIAS=PIPELINE"),
     ] = None,
     default: Annotated[
         str | None,
@@ -83,15 +77,12 @@ def serve(
             help="Pipeline of requests that name none, or an unknown one. Without it, requests that name none get the "
             "first pipeline, and unknown names are errors.",
             metavar="PIPELINE",
-            show_default=False,
         ),
     ] = None,
     pipeline_folder: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of pipeline folders that can be added while the server runs (POST /v1/models).",
-            metavar="DIR",
-            show_default=False,
+            help="Folder of pipeline folders that can be added while the server runs (POST /v1/models).", metavar="DIR"
         ),
     ] = None,
     pipeline_memory: Annotated[
@@ -100,33 +91,23 @@ def serve(
             min=0,
             help="GB of pipelines, by their files' size, that stay loaded; the others are loaded on request, and the ones that "
             "were used longest ago unloaded. Default: all stay loaded.",
-            show_default=False,
         ),
     ] = None,
     loras: Annotated[
-        Path | None,
-        typer.Option(help="Folder of LoRAs (.safetensors) that requests may use.", metavar="DIR", show_default=False),
+        Path | None, typer.Option(help="Folder of LoRAs (.safetensors) that requests may use.", metavar="DIR")
     ] = None,
     embedding_folder: Annotated[
         Path | None,
         typer.Option(
-            "--embeddings",
-            help="Folder of textual inversion files (.safetensors) that prompts can use.",
-            metavar="DIR",
-            show_default=False,
+            "--embeddings", help="Folder of textual inversion files (.safetensors) that prompts can use.", metavar="DIR"
         ),
     ] = None,
     wildcards: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder of text files: __NAME__ in a prompt becomes a line of NAME.txt.",
-            metavar="DIR",
-            show_default=False,
-        ),
+        typer.Option(help="Folder of text files: __NAME__ in a prompt becomes a line of NAME.txt.", metavar="DIR"),
     ] = None,
     lora_memory: Annotated[
-        float,
-        typer.Option(min=0, help="Memory in GB for LoRA sessions; the most recently used stay loaded."),
+        float, typer.Option(min=0, help="Memory in GB for LoRA sessions; the most recently used stay loaded.")
     ] = 8.0,
     cache: Annotated[
         Path | None,
@@ -134,15 +115,12 @@ def serve(
             "--cache",
             envvar="SDFLOW_CACHE",
             help="Cache folder that the pipelines were built with. Default: the user's cache.",
-            show_default=False,
         ),
     ] = None,
     require_verified: RequireVerified = False,
     cors_origin: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Allow requests from pages of this origin (CORS). Repeatable.", metavar="URL", show_default=False
-        ),
+        typer.Option(help="Allow requests from pages of this origin (CORS). Repeatable.", metavar="URL"),
     ] = None,
     max_queue: Annotated[
         int, typer.Option(min=1, help="Maximum number of images running or queued; further requests get 429.")
@@ -156,7 +134,6 @@ def serve(
             min=1,
             help="Seconds without progress before the worker is restarted. Default: ten times as long as loading and "
             "the first image took, at least 60.",
-            show_default=False,
         ),
     ] = None,
     max_images: Annotated[int, typer.Option(min=1, help="Maximum number of images per request.")] = 10,
@@ -167,7 +144,6 @@ def serve(
             min=64,
             help="Maximum number of pixels per image. Default: 16 times the model's native size, or what fits in memory as "
             "measured at startup (shown in the log and /v1/models); 4194304 for uploaded images.",
-            show_default=False,
         ),
     ] = None,
     max_chunks: Annotated[
@@ -179,7 +155,6 @@ def serve(
             min=0,
             help="Maximum cost of a request: images x steps x megapixels x sections of the prompt between BREAKs. "
             "Default: unlimited.",
-            show_default=False,
         ),
     ] = None,
     max_body: Annotated[int, typer.Option(min=1024, help="Maximum number of bytes per request.")] = 32 << 20,
@@ -192,14 +167,9 @@ def serve(
     ] = 32,
     max_upload_gb: Annotated[float, typer.Option(min=0, help="Disk space for uploaded LoRAs in GB.")] = 8.0,
     batch_sizes: Annotated[
-        str | None,
-        typer.Option(
-            help="Batch sizes of the denoiser. Default: measured at startup.",
-            metavar="1,2,4",
-            show_default=False,
-        ),
+        str | None, typer.Option(help="Batch sizes of the denoiser. Default: measured at startup.", metavar="1,2,4")
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.", show_default=False)] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
     lanes: Annotated[
         int | None,
         typer.Option(
@@ -207,7 +177,6 @@ def serve(
             max=64,
             help="Batches to run in parallel, each on its share of the CPU threads. Default: the fastest in a "
             "measurement at startup.",
-            show_default=False,
         ),
     ] = None,
     checker: Annotated[
@@ -226,7 +195,6 @@ def serve(
         typer.Option(
             help="Send OpenTelemetry traces to this collector (OTLP/HTTP), such as http://localhost:4318.",
             metavar="URL",
-            show_default=False,
         ),
     ] = None,
     open_page: Annotated[bool, typer.Option("--open", help="Open the web page in the browser.")] = False,
@@ -266,7 +234,7 @@ def serve(
     from sdflow.serve.loras.lora_structures import LoraFit
     from sdflow.serve.on_ray.server import serve_on_ray
     from sdflow.serve.on_ray.spread import read_spread
-    from sdflow.sources.embedding_folder import embeddings_in
+    from sdflow.sources.embedding import embeddings_in
 
     spread = read_spread(on, port, replicas, gpus, queue, take_over)
     if spread is not None:

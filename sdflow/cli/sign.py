@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sdflow.cli.arguments import AsJson
+from sdflow.cli.arguments import AsJson, PipelineFolder
 
 if TYPE_CHECKING:
     from sdflow.store.signing import Signer
 
 
 def sign(
-    pipeline: Annotated[Path, typer.Argument(help="Pipeline folder.", metavar="PIPELINE")],
+    pipeline: PipelineFolder,
     key: Annotated[
         Path | None,
         typer.Option("--key", help="Private key of `sdflow cache key`. Default: $SDFLOW_SIGNING_KEY.", metavar="FILE"),
@@ -38,8 +38,7 @@ def sign(
         ),
     ] = None,
     trust_config: Annotated[
-        Path | None,
-        typer.Option("--trust-config", help="Trust configuration of a private Sigstore.", metavar="FILE"),
+        Path | None, typer.Option("--trust-config", help="Trust configuration of a private Sigstore.", metavar="FILE")
     ] = None,
     signature: Annotated[
         Path | None, typer.Option("--signature", help="Signature file. Default: PIPELINE.sig.", metavar="FILE")

@@ -2,72 +2,107 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
+import typer
+
+from sdflow.cli.arguments import AsJson, CacheDir, Overrides, Quiet, Rehash, Targets, Verbose
+from sdflow.cli.needs import needs
+from sdflow.cli.opened import load, open_cache
 from sdflow.errors import UsageError, VerificationError
 
 if TYPE_CHECKING:
-    from sdflow.config.workflow import VerifySpec, Workflow
+    from sdflow.config.workflow import VerifySpec
     from sdflow.store import Cache
     from sdflow.verify import Subject
 
 
-def verify_all(
-    paths: Sequence[Path],
-    cache: Cache,
-    *,
-    load: Callable[[Path], Workflow],
-    targets: Sequence[str],
-    full: bool,
-    submodels: Sequence[str] | None,
-    fresh: bool,
-    html: Path | None,
-    out: Path,
-    as_json: bool,
-    propose: bool = False,
-    run_on: str | None = None,
-    memory: int | None = None,
-    quiet: bool = False,
-    verbose: bool = False,
+@needs("REFERENCE")
+def verify(
+    subject: Annotated[list[Path], typer.Argument(help="Pipeline folders or workflow files.", metavar="PIPELINE...")],
+    target: Targets = None,
+    overrides: Overrides = None,
+    full: Annotated[
+        bool,
+        typer.Option("--full/--quick", help="Test more steps, shapes and prompts, one at the model's native size."),
+    ] = True,
+    submodel: Annotated[
+        list[str] | None, typer.Option("--submodel", help="Verify only this submodel, and no image. Repeatable.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Ignore cached verdicts and verify again.")] = False,
+    fix: Annotated[
+        bool,
+        typer.Option(
+            "--fix",
+            help="Where float16 overflows or int8 exceeds its limit, find the fewest nodes to leave unconverted.",
+        ),
+    ] = False,
+    run_on: Annotated[
+        str | None,
+        typer.Option(
+            "--run-on",
+            help="Also run the artifacts on this target, with its provider's kernels. It must be available here.",
+            metavar="TARGET",
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory",
+            help="Memory limit, such as 6GB; larger models are verified block by block. Default: free memory.",
+            metavar="SIZE",
+        ),
+    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a self-contained HTML report.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder that the workflows' pipelines were built in.")] = Path("pipelines"),
+    rehash: Rehash = False,
+    cache: CacheDir = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    json: AsJson = False,
 ) -> None:
-    """Verify each and print the verdicts. Raises VerificationError at the end when one does not pass.
+    """Verify pipelines against the PyTorch model.
 
-    propose: for each that overflows or is beyond its limit, find and print the nodes that must stay as they are. run_on: a target
-    that is here. memory: bytes that a verification may take; None: what this machine has.
+    Runs on the CPU of this machine, for any target. `--run-on` also runs the kernels of a target that is installed here.
     """
     from sdflow.cli.progress import progress_view
     from sdflow.report.verify import print_verifications
-    from sdflow.run.fix import Fix, fix
+    from sdflow.run.fix import Fix
+    from sdflow.run.fix import fix as find_fixes
     from sdflow.targets import find_target
-    from sdflow.verify import verify, write_html
+    from sdflow.units import parse_size
+    from sdflow.verify import verify as hold
+    from sdflow.verify import write_html
 
     if run_on is not None:
         find_target(run_on, "--run-on")
     if html is not None and html.is_dir():
         raise UsageError("this is a folder", where=f"--html {html}", remedy="Name a file in it.")
+    store = open_cache(cache, rehash=rehash)
+    most = None if memory is None else parse_size(memory, "--memory")
     done = []
     fixes: dict[str, list[Fix]] = {}
-    for path in paths:
-        for subject, spec in _subjects(path, cache, load, targets, full, out):
+    for path in subject:
+        for each, spec in _subjects(path, store, overrides, target or [], full, out):
             with progress_view(quiet=quiet, verbose=verbose) as view:
-                view.doing(f"{subject.name} verify", "starting")
-                verified = verify(
-                    subject,
+                view.doing(f"{each.name} verify", "starting")
+                verified = hold(
+                    each,
                     spec,
-                    cache,
-                    submodels=submodels,
+                    store,
+                    submodels=submodel,
                     fresh=fresh,
                     run_on=run_on,
-                    memory=memory,
-                    progress=lambda phrase, name=subject.name, view=view: view.doing(f"{name} verify", phrase),  # type: ignore[misc]
+                    memory=most,
+                    progress=lambda phrase, name=each.name, view=view: view.doing(f"{name} verify", phrase),  # type: ignore[misc]
                 )
-                view.doing(f"{subject.name} verify", "")
-                if propose and (verified.result.overflowing or verified.result.beyond_stated):
-                    fixes[subject.name] = fix(subject, spec, verified.result, cache, view)
+                view.doing(f"{each.name} verify", "")
+                if fix and (verified.result.overflowing or verified.result.beyond_stated):
+                    fixes[each.name] = find_fixes(each, spec, verified.result, store, view)
             done.append(verified)
-    print_verifications([each.result for each in done], as_json=as_json, fixes=fixes, quiet=quiet, verbose=verbose)
+    print_verifications([each.result for each in done], as_json=json, fixes=fixes, quiet=quiet, verbose=verbose)
     if html is not None:  # after the verdicts: they must not be lost where a report cannot be written
         for index, verified in enumerate(done):
             write_html(verified, html if len(done) == 1 else html.with_stem(f"{html.stem}-{index + 1}"))
@@ -77,7 +112,7 @@ def verify_all(
 
 
 def _subjects(
-    path: Path, cache: Cache, load: Callable[[Path], Workflow], targets: Sequence[str], full: bool, out: Path
+    path: Path, cache: Cache, overrides: Sequence[str] | None, targets: Sequence[str], full: bool, out: Path
 ) -> Iterator[tuple[Subject, VerifySpec]]:
     from dataclasses import replace
 
@@ -90,7 +125,7 @@ def _subjects(
             raise UsageError("a pipeline folder is for one target", where=str(path), remedy="Give one --target.")
         yield subject_of_folder(path, cache, target=targets[0] if targets else None), VerifySpec(level=level)
         return
-    for pipeline in load(path).pipelines:
+    for pipeline in load(path, overrides, targets).pipelines:
         folder = out / pipeline.name
         if not folder.is_dir():
             raise UsageError(f"{folder} is not there", where=str(path), remedy="Build it first: sdflow run.")

@@ -67,10 +67,7 @@ def json_schema(catalog: PassCatalog) -> Schema:
     defs["step"] = {
         "type": "object",
         "required": ["pass"],
-        "properties": {
-            "pass": {"anyOf": a_pass, "description": STEP["pass"]},
-            "expect": expect,
-        },
+        "properties": {"pass": {"anyOf": a_pass, "description": STEP["pass"]}, "expect": expect},
         "allOf": [
             {
                 "if": {"properties": {"pass": {"const": name}}, "required": ["pass"]},

@@ -73,9 +73,7 @@ def check_stamps(stamps: Iterable[Stamp], since: str = "the build was planned") 
             raise InputChanged(f"cannot be read any more: {error.strerror}", where=str(path)) from error
         if not same:
             raise InputChanged(
-                f"has changed since {since}",
-                where=str(path),
-                remedy="Nothing of it was kept. Start the command again.",
+                f"has changed since {since}", where=str(path), remedy="Nothing of it was kept. Start the command again."
             )
 
 

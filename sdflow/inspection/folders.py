@@ -27,12 +27,7 @@ from sdflow.inspection.lines import (
 )
 from sdflow.manifest import read_manifest
 from sdflow.models.base import class_names
-from sdflow.sources.config_recognition import (
-    architecture_alone,
-    architectures_of,
-    classes_of_others,
-    recognize_config,
-)
+from sdflow.sources.config_recognition import architecture_alone, architectures_of, classes_of_others, recognize_config
 from sdflow.sources.recognition import UNKNOWN
 from sdflow.sources.weight_files import find_weights, read_config
 

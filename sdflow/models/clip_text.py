@@ -57,8 +57,7 @@ class ClipText(Model):
         layers = config["num_hidden_layers"] if config.get("output_hidden_states") else 0
         states = (Port(f"hidden_states.{index}", hidden.dtype, hidden.axes) for index in range(layers))
         return Ports(
-            inputs=(Port("input_ids", "int32", ("batch", "sequence")),),
-            outputs=(*self._first(hidden, pooled), *states),
+            inputs=(Port("input_ids", "int32", ("batch", "sequence")),), outputs=(*self._first(hidden, pooled), *states)
         )
 
     def _first(self, hidden: Port, pooled: Port) -> tuple[Port, Port]:

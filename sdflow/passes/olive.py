@@ -44,12 +44,7 @@ class TorchModel:
 
 
 def run_olive_pass(
-    name: str,
-    options: Mapping[str, Any],
-    model: Path | TorchModel,
-    out: Path,
-    *,
-    keep_weights_on_disk: bool = False,
+    name: str, options: Mapping[str, Any], model: Path | TorchModel, out: Path, *, keep_weights_on_disk: bool = False
 ) -> None:
     """Run Olive's pass `name` on `model` (an artifact's directory, or a module) and write the artifact into `out`.
 

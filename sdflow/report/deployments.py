@@ -19,15 +19,7 @@ def print_deployments(found: Sequence[Deployment], *, as_json: bool = False) -> 
         put("nothing is deployed")
         return
     rows = [
-        (
-            each.name,
-            each.state,
-            each.url,
-            str(each.pid),
-            ", ".join(each.pipelines),
-            each.version,
-            each.log,
-        )
+        (each.name, each.state, each.url, str(each.pid), ", ".join(each.pipelines), each.version, each.log)
         for each in found
     ]
     print_table("", ("name", "state", "address", "pid", "pipelines", "version", "log"), rows, right=("pid",))

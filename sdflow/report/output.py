@@ -99,11 +99,7 @@ def print_table(
 
 
 def table_lines(
-    columns: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    right: Sequence[str],
-    below: Sequence[str],
-    room: int | None,
+    columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str], below: Sequence[str], room: int | None
 ) -> list[str]:
     """The lines of a table, none of them longer than `room` unless a single word is."""
     widths = [max(map(_length, each)) for each in zip(columns, *rows, strict=True)]

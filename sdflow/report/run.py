@@ -55,12 +55,7 @@ def to_build(plan: Plan, cache: Cache, options: RunOptions) -> str:
 
 
 def print_run(
-    result: RunResult,
-    *,
-    as_json: bool,
-    again: str = "sdflow run WORKFLOW",
-    quiet: bool = False,
-    verbose: bool = False,
+    result: RunResult, *, as_json: bool, again: str = "sdflow run WORKFLOW", quiet: bool = False, verbose: bool = False
 ) -> None:
     """What was built, what came from the cache, how fast it runs. again: the command that did it. quiet: only where the
     pipelines are. verbose: every step, every output."""

@@ -89,9 +89,7 @@ class GenerateRequest(Settings):
     refiner: Annotated[
         Path | None,
         Parameter(
-            "Pipeline that refines the image (see --refiner-start).",
-            otherwise="its workflow's",
-            metavar="PIPELINE",
+            "Pipeline that refines the image (see --refiner-start).", otherwise="its workflow's", metavar="PIPELINE"
         ),
     ] = None
     checker: Annotated[
@@ -134,14 +132,12 @@ class GenerateRequest(Settings):
     vae_tiles: Annotated[
         bool | None,
         Parameter(
-            "Tile the VAE, which changes the image slightly.",
-            otherwise="if memory is short, or with --low-memory",
+            "Tile the VAE, which changes the image slightly.", otherwise="if memory is short, or with --low-memory"
         ),
     ] = None
     threads: Annotated[int | None, Parameter("CPU threads.", least=1)] = None
     check: Annotated[
-        bool,
-        Parameter("Verify the pipeline's files against their digests; unchanged files are not read again."),
+        bool, Parameter("Verify the pipeline's files against their digests; unchanged files are not read again.")
     ] = True
 
 

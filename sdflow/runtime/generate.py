@@ -182,10 +182,7 @@ def _load(request: GenerateRequest, target: Target, tuning: Tuning, words: Seque
 
 
 def _draw(
-    pipeline: Pipeline | Ensemble,
-    request: GenerateRequest,
-    wanted: Sequence[Wanted],
-    more: Mapping[str, Any],
+    pipeline: Pipeline | Ensemble, request: GenerateRequest, wanted: Sequence[Wanted], more: Mapping[str, Any]
 ) -> tuple[list[Image], list[bool | None], int | None]:
     """The images, what the checker said of each, and the tiles that they were decoded in. more: of the call, besides the
     settings."""

@@ -11,13 +11,7 @@ from sdflow.sources.checkpoint import (
 from sdflow.sources.few_steps import few_steps
 from sdflow.sources.load import load_module, load_pipeline, submodel_config
 from sdflow.sources.loras.layers import LoraLayer, lora_delta
-from sdflow.sources.loras.lora import (
-    find_lora,
-    lora_digest,
-    lora_submodels,
-    read_lora,
-    require_made_for,
-)
+from sdflow.sources.loras.lora import find_lora, lora_digest, lora_submodels, read_lora, require_made_for
 from sdflow.sources.opening import open_checkpoint, reopen_checkpoint, require_same_checkpoint
 
 __all__ = [

@@ -68,11 +68,7 @@ def apart(part: Part, load: Mapping[str, Any], parameters: Shapes) -> Iterator[t
 
 
 def fit(
-    part: Part,
-    stored: Sequence[tuple[str, tuple[int, ...]]],
-    parameters: Shapes,
-    prefix: str | None,
-    where: str,
+    part: Part, stored: Sequence[tuple[str, tuple[int, ...]]], parameters: Shapes, prefix: str | None, where: str
 ) -> dict[str, Found]:
     """Key of the module's state_dict -> where its values are.
 

@@ -34,11 +34,7 @@ _TEXT_SUFFIXES = (".json", ".txt", ".model")
 
 
 def open_hub(
-    hub: HubReference,
-    reference: str,
-    access: Access,
-    left_out: Collection[str] = (),
-    replaced: Collection[str] = (),
+    hub: HubReference, reference: str, access: Access, left_out: Collection[str] = (), replaced: Collection[str] = ()
 ) -> Checkpoint:
     """A checkpoint of the hub. With `download`, the revision's commit is asked for and missing files are fetched, but for
     those of the components that are left out, and the weights of those that are replaced.

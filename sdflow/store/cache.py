@@ -25,7 +25,8 @@ from sdflow.store.pins import Pin, files_put, note_output_folder, write_pin
 from sdflow.store.publish import Staging
 from sdflow.store.records import BadRecord, Stored, load_action, read_record
 from sdflow.store.remote.entry import Cuts, no_cuts
-from sdflow.store.remote.remote import Remote, incoming, settle
+from sdflow.store.remote.incoming import incoming, settle
+from sdflow.store.remote.remote import Remote
 from sdflow.store.remote.spec import RemoteSpec
 from sdflow.store.remote.up import FROM
 from sdflow.store.signing import Signer
@@ -208,10 +209,7 @@ class Cache:
 
     @contextmanager
     def lock(
-        self,
-        action: Action,
-        waiting: Callable[[], None] | None = None,
-        meanwhile: Callable[[], None] = lambda: None,
+        self, action: Action, waiting: Callable[[], None] | None = None, meanwhile: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
         """Hold the action, so that of many processes one builds it: look up, lock, look up again, build.
 

@@ -19,7 +19,7 @@ from sdflow.families.image_text_reading import read_image_settings
 from sdflow.prompts.reading import Reading
 from sdflow.runtime.files.words import read_words
 from sdflow.runtime.pipeline import Pipeline
-from sdflow.sources.embedding_folder import embeddings_in
+from sdflow.sources.embedding import embeddings_in
 
 SMALL: dict[str, Any] = {"height": 64, "width": 64, "num_inference_steps": 2}
 WIDTH = 32

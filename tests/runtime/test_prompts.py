@@ -30,8 +30,7 @@ from sdflow.passes.float16 import OnnxFloatToFloat16, OnnxFloatToFloat16Config
 from sdflow.passes.onnx_conversion import OnnxConversion, OnnxConversionConfig
 from sdflow.passes.ort_transformers_optimization import OrtTransformersOptimization, OrtTransformersOptimizationConfig
 from sdflow.prompts.reading import Reading
-from sdflow.runtime.drawing.text import run_rows, with_words, without_last_layers
-from sdflow.runtime.drawing.text_graph import leave_out_layers
+from sdflow.runtime.drawing.text import leave_out_layers, run_rows, with_words, without_last_layers
 from sdflow.runtime.files.folder import load_submodel
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.sources import PlainDigests, load_pipeline, open_checkpoint

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from named_schedulers import OF_SD
 from torch.overrides import TorchFunctionMode
 
 from sdflow.errors import UsageError
@@ -41,16 +42,7 @@ from sdflow.runtime.denoiser.schedule import Schedule, named_scheduler, trace
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.sources.architectures import architecture_config
 
-BASE = {
-    "num_train_timesteps": 1000,
-    "beta_start": 0.00085,
-    "beta_end": 0.012,
-    "beta_schedule": "scaled_linear",
-    "steps_offset": 1,
-    "clip_sample": False,
-    "set_alpha_to_one": False,
-    "timestep_spacing": "leading",
-}
+BASE = {**OF_SD, "timestep_spacing": "leading"}
 SHAPE = (1, 2, 3, 4)
 APART = 1e-5
 """Relative L2. The factors are kept in float32."""

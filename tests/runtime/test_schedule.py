@@ -12,6 +12,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from named_schedulers import OF_SD as BASE
 from named_schedulers import SAMPLERS
 from torch.overrides import TorchFunctionMode
 
@@ -20,15 +21,6 @@ from sdflow.families.shared.noising import DIFFUSION
 from sdflow.runtime.denoiser.schedule import named_scheduler, require_steps, table_bytes, trace
 from sdflow.runtime.denoiser.start import require_room
 
-BASE = {
-    "num_train_timesteps": 1000,
-    "beta_start": 0.00085,
-    "beta_end": 0.012,
-    "beta_schedule": "scaled_linear",
-    "steps_offset": 1,
-    "clip_sample": False,
-    "set_alpha_to_one": False,
-}
 KINDS: tuple[dict[str, Any], ...] = (
     {},
     {"from_image": True, "strength": 0.6},

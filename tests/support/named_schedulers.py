@@ -10,6 +10,17 @@ import pytest
 from sdflow.families.shared.schedulers import NOISE_SCHEDULERS, parts_of, requirements
 from sdflow.machine.packages import missing
 
+OF_SD = {
+    "num_train_timesteps": 1000,
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "steps_offset": 1,
+    "clip_sample": False,
+    "set_alpha_to_one": False,
+}
+"""The configuration of Stable Diffusion 1.5's scheduler."""
+
 
 def params(names: Iterable[str]) -> list[Any]:
     """Of `pytest.mark.parametrize`: those that need a package that is not installed are skipped."""

@@ -17,10 +17,12 @@ from sdflow.families.shared.architecture import Architecture
 from sdflow.families.shared.base import Family
 from sdflow.families.shared.defaults import Defaults, Task, settled
 from sdflow.families.shared.latents import Latents
-from sdflow.families.shared.noising import Flow, Noising, shift_of_diffusers
+from sdflow.families.shared.noising import Flow, Noising, even_sigmas, shift_of_diffusers
 from sdflow.families.shared.part import Companion, Layout, Part
+from sdflow.families.shared.reference_loras import split_kohya
 from sdflow.families.shared.request import Conditions, Request, Run
 from sdflow.families.shared.text import SECOND_PROMPTS, plain_texts, text_ids
+from sdflow.families.shared.transformer import LAYOUT, denoiser_part, sized_by_vae
 from sdflow.families.shared.unet_and_vae import VAE, vae_fingerprint
 from sdflow.models import t5_text
 from sdflow.models.base import Config
@@ -37,11 +39,6 @@ MAX_SHIFT = 1.15
 _SIDE = 1024
 """Rows and columns of images, in pixels, where the VAE's configuration does not say."""
 
-_TRANSFORMER = Layout("model.diffusion_model.")
-_KOHYA_DENOISER = ("lora_unet_", "lora_transformer_")
-_KOHYA = ("lora_te1_", *_KOHYA_DENOISER)
-_DOWN, _UP = ".lora_down.weight", ".lora_up.weight"
-
 
 class _Noising(Flow):
     """Steps are spread evenly over sigma, from 1 to 1 / steps, before they are shifted."""
@@ -52,18 +49,14 @@ class _Noising(Flow):
             return
         self.require_flow(scheduler)
         mu = {"mu": self.shift({"max_shift": MAX_SHIFT, **scheduler.config}, tokens)}
-        scheduler.set_timesteps(sigmas=_sigmas(steps), **(mu if scheduler.config.get("use_dynamic_shifting") else {}))
+        scheduler.set_timesteps(
+            sigmas=even_sigmas(steps), **(mu if scheduler.config.get("use_dynamic_shifting") else {})
+        )
 
     def as_diffusers(self, scheduler: Any, steps: int, tokens: int) -> None:
         """As FluxPipeline."""
         mu = shift_of_diffusers({"max_shift": MAX_SHIFT, **scheduler.config}, tokens)
-        scheduler.set_timesteps(sigmas=_sigmas(steps), **mu)
-
-
-def _sigmas(steps: int) -> Any:
-    import numpy as np
-
-    return np.linspace(1.0, 1 / steps, steps)
+        scheduler.set_timesteps(sigmas=even_sigmas(steps), **mu)
 
 
 class Flux(Family):
@@ -88,14 +81,7 @@ class Flux(Family):
             layouts=(Layout("text_encoders.t5xxl.transformer."),),
             whole=True,
         ),
-        Part(
-            "transformer",
-            FluxTransformer(),
-            "transformer",
-            "The denoiser, run once per step.",
-            layouts=(_TRANSFORMER,),
-            lora=("transformer.", "lora_transformer_", "lora_unet_", "diffusion_model.", "base_model.model.", ""),
-        ),
+        denoiser_part(FluxTransformer()),
         *VAE,
     )
     denoiser, decoder, encoder, checker = "transformer", "vae_decoder", "vae_encoder", None
@@ -107,8 +93,6 @@ class Flux(Family):
         "scheduler": Companion("diffusers", None, "scheduler_config.json"),
     }
     noising: ClassVar[Noising] = _Noising()
-    scheduler_config: ClassVar[Mapping[str, Any]] = {}
-    options: ClassVar[Mapping[str, Any]] = {}
     arguments: ClassVar[Mapping[str, Parameter]] = {
         "prompt_2": SECOND_PROMPTS["prompt_2"],
         "max_sequence_length": Parameter(
@@ -149,31 +133,21 @@ class Flux(Family):
             f"single_blocks.{single + 1}.linear2.weight": None,
         }
         return {
-            **{f"{_TRANSFORMER.prefix}{name}": shape for name, shape in found.items()},
+            **{f"{LAYOUT.prefix}{name}": shape for name, shape in found.items()},
             **vae_fingerprint(configs["vae"]),
         }
-
-    def title_of(self, configs: Mapping[str, Config]) -> str:
-        return self.title
 
     def chains_of(self, configs: Mapping[str, Config]) -> str:
         return "flux1"
 
     def latents(self, configs: Mapping[str, Config]) -> Latents:
-        """The transformer has no size of its own; the VAE's is that of the published pipelines' images."""
-        vae = configs[self.decoder]
-        side = int(vae.get("sample_size") or _SIDE) // 2 ** (len(vae["block_out_channels"]) - 1)
-        denoiser = {**configs["transformer"], "sample_size": side}
-        return Latents.of(denoiser, vae, multiple=PATCH, patch=PATCH, where="transformer")
+        return sized_by_vae(configs[self.denoiser], configs[self.decoder], _SIDE, PATCH)
 
     def packed(self, latents: torch.Tensor) -> torch.Tensor:
         return packed(latents)
 
     def input_channels(self, configs: Mapping[str, Config]) -> int:
         return int(configs["transformer"]["in_channels"]) // PATCH**2
-
-    def task(self, configs: Mapping[str, Config]) -> Task:
-        return "text"
 
     def defaults_of(
         self, configs: Mapping[str, Config], scheduler: Config, said: Mapping[str, Any]
@@ -221,42 +195,15 @@ class Flux(Family):
             inputs[GUIDANCE] = scale.repeat(count)
         return Conditions(inputs, halves=1)
 
-    def lora_loader(self) -> Any:
-        import diffusers
-
-        return diffusers.FluxPipeline
-
     def lora_state(self, tensors: Mapping[str, torch.Tensor], denoiser: Config) -> tuple[dict[str, torch.Tensor], int]:
         """diffusers reads its own names; kohya's of CLIP it reads for Stable Diffusion XL."""
-        import diffusers
-
-        kohya = {name: tensor for name, tensor in tensors.items() if name.startswith(_KOHYA)}
-        found: dict[str, torch.Tensor] = {}
-        if rest := {name: tensor for name, tensor in tensors.items() if name not in kohya}:
-            found |= self.lora_loader().lora_state_dict(rest)
-        if text := {name: tensor for name, tensor in kohya.items() if not name.startswith(_KOHYA_DENOISER)}:
-            found |= diffusers.StableDiffusionXLPipeline.lora_state_dict(text)[0]
+        rest, found, pairs = split_kohya(tensors, ("lora_te1_",))
+        found |= self.lora_loader().lora_state_dict(rest) if rest else {}
         layers = len(found) // 2
-        pairs = {
-            name.removeprefix(prefix).removesuffix(_DOWN): (tensor, kohya[name.replace(_DOWN, _UP)])
-            for prefix in _KOHYA_DENOISER
-            for name, tensor in kohya.items()
-            if name.startswith(prefix) and name.endswith(_DOWN)
-        }
         return found | in_diffusers_names(pairs, denoiser), layers + len(pairs)
 
     def load_lora(self, tensors: Mapping[str, torch.Tensor], module: Any, adapter: str, **options: Any) -> None:
         self.lora_loader().load_lora_into_transformer(dict(tensors), None, module, adapter, **options)
-
-    def torch_pipeline(
-        self, modules: Mapping[str, Any], companions: Mapping[str, Any], options: Mapping[str, Any]
-    ) -> Any:
-        import diffusers
-
-        names = ("transformer", "vae", "text_encoder", "text_encoder_2")
-        return diffusers.FluxPipeline(
-            **{name: modules.get(name) for name in names}, **{name: companions.get(name) for name in self.companions}
-        )
 
     def encode_reference(
         self, pipeline: Any, prompts: Sequence[str], configs: Mapping[str, Config], *, guided: bool

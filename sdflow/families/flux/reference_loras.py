@@ -8,8 +8,10 @@ numbers of the rows in place of their values.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
+from sdflow.families.shared.reference_loras import WEIGHT, RecordingCheckpoint, named_as_diffusers
 from sdflow.models.base import Config
 
 if TYPE_CHECKING:
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
 
     Tensors = dict[str, torch.Tensor]
 
-_WEIGHT = ".weight"
 _PUBLISHED = 3072
 """The width that diffusers' converter divides `linear1` by."""
 _LINEAR1 = ".linear1.weight"
@@ -28,26 +29,10 @@ def in_diffusers_names(layers: Mapping[str, tuple[torch.Tensor, torch.Tensor]], 
     """layers: module, with underscores in place of dots, in either layout -> (down, up). config: of the transformer.
     Raises KeyError for a module that does not exist.
     """
-    every = _RowNumbers(config)
-    own = {name.removesuffix(_WEIGHT).replace(".", "_"): name for name in _converted(every) if name.endswith(_WEIGHT)}
-    original = {name.removesuffix(_WEIGHT).replace(".", "_"): name for name in every.names if name.endswith(_WEIGHT)}
-    found: Tensors = {}
-    for module, (down, up) in layers.items():
-        if module in own:
-            parts = {own[module]: up}
-        elif f"{module}_0" in own:  # to_out without its number
-            parts = {own[f"{module}_0"]: up}
-        else:
-            parts = _divided(original[module], up, config)
-        for name, part in parts.items():
-            stem = f"transformer.{name.removesuffix(_WEIGHT)}"
-            if f"{stem}.lora_A.weight" in found:
-                raise KeyError(f"{module}, of which {name} is there twice")
-            found |= {f"{stem}.lora_A.weight": down, f"{stem}.lora_B.weight": part}
-    return found
+    return named_as_diffusers(layers, _checkpoint(config), _converted, partial(_divided, config))
 
 
-def _divided(name: str, up: torch.Tensor, config: Config) -> Tensors:
+def _divided(config: Config, name: str, up: torch.Tensor) -> Tensors:
     """The rows of `up` for each of diffusers' weights that this original one holds."""
     import torch
 
@@ -55,8 +40,8 @@ def _divided(name: str, up: torch.Tensor, config: Config) -> Tensors:
     if count % len(up):
         raise KeyError(f"{name}, with {len(up)} rows")
     step = count // len(up)  # between the numbers of two rows of a narrower model
-    converted = _converted(_RowNumbers(config, {name: torch.arange(count)}))
-    held = {key: rows for key, rows in converted.items() if key.endswith(_WEIGHT) and rows.min() >= 0}
+    converted = _converted(_checkpoint(config, {name: torch.arange(count)}))
+    held = {key: rows for key, rows in converted.items() if key.endswith(WEIGHT) and rows.min() >= 0}
     return {key: up[rows[::step] // step].contiguous() for key, rows in held.items()}
 
 
@@ -67,20 +52,11 @@ def _converted(checkpoint: dict[str, torch.Tensor]) -> Tensors:
     return converted
 
 
-class _RowNumbers(dict[str, Any]):
-    """A checkpoint of this config's layers with these tensors; in place of every other tensor it hands out a vector of -1, and
-    records its name."""
+def _checkpoint(config: Config, tensors: Mapping[str, torch.Tensor] | None = None) -> RecordingCheckpoint:
+    """In place of every other tensor it has a vector of -1."""
+    import torch
 
-    def __init__(self, config: Config, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
-        import torch
-
-        self._nothing = torch.full((_LINEAR1_ROWS,), -1)
-        self.names: list[str] = []
-        there = [f"double_blocks.{index}.img_mod.lin.weight" for index in range(config["num_layers"])]
-        there += [f"single_blocks.{index}.linear1.weight" for index in range(config["num_single_layers"])]
-        there += ["guidance_in.in_layer.weight"] if config.get("guidance_embeds") else []
-        super().__init__({**dict.fromkeys(there, self._nothing), **(tensors or {})})
-
-    def pop(self, name: str, *default: Any) -> Any:
-        self.names.append(name)
-        return super().pop(name, self._nothing)
+    there = [f"double_blocks.{index}.img_mod.lin.weight" for index in range(config["num_layers"])]
+    there += [f"single_blocks.{index}.linear1.weight" for index in range(config["num_single_layers"])]
+    there += ["guidance_in.in_layer.weight"] if config.get("guidance_embeds") else []
+    return RecordingCheckpoint(there, torch.full((_LINEAR1_ROWS,), -1), tensors)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdflow.families.flux.original_names import flux_names
 from sdflow.families.flux.packing import PATCH, packed, positions, size_of, unpacked
-from sdflow.families.flux.parameters import flux_parameters
 from sdflow.families.flux.traced import prepare
-from sdflow.models.base import Config, Model, Original, Port, Ports, Role, Shapes, Sizes, timestep_port
+from sdflow.families.shared.transformer import Transformer
+from sdflow.models.base import Config, Original, Port, Ports, Role, Shapes, Sizes, timestep_port
+from sdflow.models.parameters import MOST_BLOCKS, Found, linear_layer
 from sdflow.models.t5_text import TOKENS
 
 if TYPE_CHECKING:
@@ -39,18 +39,13 @@ _READS_TEXT = re.compile(r"^(context_embedder|txt_in)$")
 _READS_PATCHES = re.compile(r"^(x_embedder|img_in)$")
 
 
-class FluxTransformer(Model):
+class FluxTransformer(Transformer):
     """The velocity, from image to noise, of latents."""
 
     class_name: ClassVar[str] = "FluxTransformer2DModel"
-    weights_stem: ClassVar[str] = "diffusion_pytorch_model"
     library_module: ClassVar[str | None] = "diffusers.models.transformers.transformer_flux"
-
-    def empty(self, config: Config) -> torch.nn.Module:
-        from diffusers import FluxTransformer2DModel
-
-        module: torch.nn.Module = FluxTransformer2DModel.from_config(dict(config))
-        return module
+    tokens: ClassVar[str] = TOKENS
+    own_module: ClassVar[re.Pattern[str]] = _OWN_MODULE
 
     def parameters(self, config: Config) -> Shapes | None:
         return flux_parameters(config)
@@ -73,18 +68,12 @@ class FluxTransformer(Model):
     def smallest(self, config: Config) -> Sizes:
         return Sizes(batch=2, height=4 * PATCH, width=6 * PATCH, vae_scale=1)
 
-    def width(self, config: Config) -> int:
-        return int(config["num_attention_heads"] * config["attention_head_dim"])
-
     def working_values(self, config: Config, rows: int, columns: int, *, scores: bool) -> int:
         """A single block holds the output of attention, that of the first feed-forward layer, and both joined, ten times the
         width; or q, k and v beside the attention's scores."""
         tokens = (rows // PATCH) * (columns // PATCH) + USUAL_TOKENS
         width, heads = self.width(config), config["num_attention_heads"]
         return int(tokens * max(12 * width, 7 * width + (heads * tokens if scores else 0)))
-
-    def more_axes(self, config: Config) -> Mapping[str, int]:
-        return {TOKENS: 13}
 
     def distinguishing_shapes(self, config: Config) -> Shapes:
         width, double, single = self.width(config), config["num_layers"] - 1, config["num_single_layers"] - 1
@@ -99,8 +88,6 @@ class FluxTransformer(Model):
         return found
 
     def values(self, port: Port, shape: list[int], config: Config, random: np.random.Generator) -> np.ndarray:
-        if port.role is Role.TIMESTEP:
-            return random.uniform(0, 1000, shape).astype(port.dtype)
         if port.name == GUIDANCE:
             return random.uniform(1, 8, shape).astype(port.dtype)
         return super().values(port, shape, config, random)
@@ -148,23 +135,6 @@ class FluxTransformer(Model):
     def original_names(self, keys: Iterable[str]) -> dict[str, Original]:
         return flux_names(keys)
 
-    def lora_spellings(self, modules: Iterable[str]) -> Mapping[str, tuple[str | Original, ...]]:
-        """In the original layout q, k and v are one module, in single blocks with the first feed-forward layer."""
-        modules = list(modules)
-        original = flux_names(f"{module}.weight" for module in modules)
-        found: dict[str, tuple[str | Original, ...]] = {}
-        for module in modules:
-            names: list[str | Original] = [module]
-            if module.endswith(".to_out.0"):
-                names.append(module.removesuffix(".0"))
-            if (there := original.get(f"{module}.weight")) is not None:
-                names.append(replace(there, name=there.name.removesuffix(".weight")))
-            found[module] = tuple(names)
-        return found
-
-    def has_lora_module(self, module: str) -> bool:
-        return _OWN_MODULE.match(module) is not None
-
     def lora_misfit(self, config: Config, module: str, width: int) -> str | None:
         if block := _BLOCK.search(module):
             single = bool(block[1]) or block[0].lstrip("_").startswith("single")
@@ -195,3 +165,47 @@ def _run(forward: Any, latents: Any, timestep: Any, text: Any, pooled: Any, guid
         **({} if guidance is None else {GUIDANCE: guidance}),
     )[0]
     return unpacked(found, rows, columns)
+
+
+_TIME = 256
+"""Sines and cosines that the timestep becomes, and the guidance scale."""
+
+
+def flux_parameters(config: Config) -> Found | None:
+    """None for a configuration with more blocks than any such model has."""
+    head, double, single = config["attention_head_dim"], config["num_layers"], config["num_single_layers"]
+    width = head * config["num_attention_heads"]
+    if max(double, single) > MOST_BLOCKS:
+        return None
+    embedders = {"timestep_embedder": _TIME, "text_embedder": config["pooled_projection_dim"]}
+    if config.get("guidance_embeds"):
+        embedders["guidance_embedder"] = _TIME
+    found: Found = {}
+    for name, into in embedders.items():
+        found |= linear_layer(f"time_text_embed.{name}.linear_1", width, into)
+        found |= linear_layer(f"time_text_embed.{name}.linear_2", width, width)
+    found |= linear_layer("context_embedder", width, config["joint_attention_dim"])
+    found |= linear_layer("x_embedder", width, config["in_channels"])
+    for layer in range(double):
+        block = f"transformer_blocks.{layer}"
+        for name in ("norm1.linear", "norm1_context.linear"):
+            found |= linear_layer(f"{block}.{name}", 6 * width, width)
+        for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"):
+            found |= linear_layer(f"{block}.attn.{name}", width, width)
+        for name in ("norm_q", "norm_k", "norm_added_q", "norm_added_k"):
+            found[f"{block}.attn.{name}.weight"] = (head,)
+        for name in ("ff", "ff_context"):
+            found |= linear_layer(f"{block}.{name}.net.0.proj", 4 * width, width)
+            found |= linear_layer(f"{block}.{name}.net.2", width, 4 * width)
+    for layer in range(single):
+        block = f"single_transformer_blocks.{layer}"
+        found |= linear_layer(f"{block}.norm.linear", 3 * width, width)
+        found |= linear_layer(f"{block}.proj_mlp", 4 * width, width)
+        found |= linear_layer(f"{block}.proj_out", width, 5 * width)
+        for name in ("to_q", "to_k", "to_v"):
+            found |= linear_layer(f"{block}.attn.{name}", width, width)
+        for name in ("norm_q", "norm_k"):
+            found[f"{block}.attn.{name}.weight"] = (head,)
+    found |= linear_layer("norm_out.linear", 2 * width, width)
+    out = config["patch_size"] ** 2 * (config.get("out_channels") or config["in_channels"])
+    return found | linear_layer("proj_out", out, width)

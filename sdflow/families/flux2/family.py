@@ -15,10 +15,11 @@ from sdflow.families.shared.architecture import Architecture
 from sdflow.families.shared.base import Family
 from sdflow.families.shared.defaults import Defaults, Task, settled
 from sdflow.families.shared.latents import Latents
-from sdflow.families.shared.noising import Flow
+from sdflow.families.shared.noising import Flow, even_sigmas
 from sdflow.families.shared.part import Companion, Layout, Part
 from sdflow.families.shared.request import Conditions, Request, Run
 from sdflow.families.shared.text import plain_texts
+from sdflow.families.shared.transformer import LAYOUT, denoiser_part, load_into_transformer
 from sdflow.families.shared.truncation import ends_of_chats, warn_of_truncation
 from sdflow.models.base import Config
 from sdflow.models.qwen3_text import LAYERS, TOKENS, Qwen3Bare, Qwen3Text
@@ -33,7 +34,6 @@ _STATES = (9, 18, 27)
 """Hidden states of Qwen3 that are read side by side."""
 _SIDE = 1024
 """Pixels of an image's side, where the call does not say it (`default_sample_size` of diffusers' pipeline)."""
-_TRANSFORMER = Layout("model.diffusion_model.")
 _VAE = Layout("first_stage_model.")
 
 
@@ -44,19 +44,13 @@ class _Noising(Flow):
         return tokens
 
     def set_timesteps(self, scheduler: Any, steps: int, tokens: int, strength: float | None = None) -> None:
-        scheduler.set_timesteps(sigmas=_sigmas(steps), mu=_shift(tokens, steps))
+        scheduler.set_timesteps(sigmas=even_sigmas(steps), mu=_shift(tokens, steps))
 
     def as_diffusers(self, scheduler: Any, steps: int, tokens: int) -> None:
         """As Flux2KleinPipeline."""
         from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 
-        scheduler.set_timesteps(sigmas=_sigmas(steps), mu=compute_empirical_mu(tokens, steps))
-
-
-def _sigmas(steps: int) -> Any:
-    import numpy as np
-
-    return np.linspace(1.0, 1 / steps, steps)
+        scheduler.set_timesteps(sigmas=even_sigmas(steps), mu=compute_empirical_mu(tokens, steps))
 
 
 def _shift(tokens: int, steps: int) -> float:
@@ -84,15 +78,7 @@ class Flux2(Family):
             config={LAYERS: list(_STATES)},
             instead=(Qwen3Bare(),),
         ),
-        Part(
-            "transformer",
-            Flux2Transformer(),
-            "transformer",
-            "The denoiser, run once per step.",
-            layouts=(_TRANSFORMER,),
-            lora=("transformer.", "lora_transformer_", "lora_unet_", "diffusion_model.", "base_model.model.", ""),
-            options=(DISTILLED,),
-        ),
+        denoiser_part(Flux2Transformer(), options=(DISTILLED,)),
         Part("vae_encoder", Flux2VaeEncoder(), "vae", "Pixels to latents; needed for images only.", layouts=(_VAE,)),
         Part("vae_decoder", Flux2VaeDecoder(), "vae", "Latents to pixels.", layouts=(_VAE,)),
     )
@@ -103,7 +89,6 @@ class Flux2(Family):
     }
     noising = _Noising()
     references = Flux2References()
-    scheduler_config: ClassVar[Mapping[str, Any]] = {}
     options: ClassVar[Mapping[str, Any]] = {DISTILLED: False}
     arguments: ClassVar[Mapping[str, Parameter]] = {
         "max_sequence_length": Parameter(
@@ -132,7 +117,7 @@ class Flux2(Family):
     def fingerprint(self, configs: Mapping[str, Config]) -> dict[str, tuple[int, ...] | None]:
         transformer, vae = configs["transformer"], configs["vae"]
         width = transformer["num_attention_heads"] * transformer["attention_head_dim"]
-        prefix, doubles, singles = _TRANSFORMER.prefix, transformer["num_layers"], transformer["num_single_layers"]
+        prefix, doubles, singles = LAYOUT.prefix, transformer["num_layers"], transformer["num_single_layers"]
         return {
             f"{prefix}img_in.weight": (width, transformer["in_channels"]),
             f"{prefix}txt_in.weight": (width, transformer["joint_attention_dim"]),
@@ -141,9 +126,6 @@ class Flux2(Family):
             f"{prefix}single_blocks.{singles}.linear1.weight": None,
             f"{_VAE.prefix}bn.running_mean": (folded_channels(vae),),
         }
-
-    def chains_of(self, configs: Mapping[str, Config]) -> str:
-        return "flux2"
 
     def latents(self, configs: Mapping[str, Config]) -> Latents:
         """Folded and normalized, as both halves of the VAE make and take them."""
@@ -159,9 +141,6 @@ class Flux2(Family):
 
     def token_sizes(self, configs: Mapping[str, Config]) -> dict[str, int]:
         return {TOKENS: LENGTH}
-
-    def task(self, configs: Mapping[str, Config]) -> Task:
-        return "text"
 
     def guided(self, configs: Mapping[str, Config], scale: float) -> bool:
         """A distilled model goes without, whatever the scale, as in diffusers."""
@@ -188,11 +167,6 @@ class Flux2(Family):
         states = torch.cat([outputs[f"hidden_states.{layer}"] for layer in _STATES], dim=-1)
         return Conditions({"encoder_hidden_states": states}, halves=2 if guided else 1)
 
-    def lora_loader(self) -> Any:
-        import diffusers
-
-        return diffusers.Flux2KleinPipeline
-
     def lora_state(self, tensors: Mapping[str, torch.Tensor], denoiser: Config) -> tuple[dict[str, torch.Tensor], int]:
         """diffusers makes three layers of one for q, k and v."""
         found: dict[str, torch.Tensor] = self.lora_loader().lora_state_dict(dict(tensors))
@@ -201,20 +175,7 @@ class Flux2(Family):
         others = ("to_k", "to_v", "add_k_proj", "add_v_proj")
         return found, len([layer for layer in layers if not (fused and layer.endswith(others))])
 
-    def load_lora(self, tensors: Mapping[str, torch.Tensor], module: Any, adapter: str, **options: Any) -> None:
-        self.lora_loader().load_lora_into_transformer(dict(tensors), module, adapter, **options)
-
-    def torch_pipeline(
-        self, modules: Mapping[str, Any], companions: Mapping[str, Any], options: Mapping[str, Any]
-    ) -> Any:
-        import diffusers
-
-        names = ("transformer", "vae", "text_encoder")
-        return diffusers.Flux2KleinPipeline(
-            **{name: modules.get(name) for name in names},
-            **{name: companions.get(name) for name in self.companions},
-            is_distilled=bool(options.get(DISTILLED)),
-        )
+    load_lora = load_into_transformer
 
     def encode_reference(
         self, pipeline: Any, prompts: Sequence[str], configs: Mapping[str, Config], *, guided: bool

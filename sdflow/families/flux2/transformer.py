@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,11 +16,11 @@ from sdflow.errors import PassError
 from sdflow.families.flux2.names import flux2_names
 from sdflow.families.flux2.parameters import flux2_parameters
 from sdflow.families.flux2.references import EXTENDED, reference_ports
-from sdflow.models.base import Config, Model, Original, Port, Ports, Role, Shapes, Sizes, timestep_port
+from sdflow.families.shared.transformer import Transformer
+from sdflow.models.base import Config, Original, Port, Ports, Role, Shapes, Sizes, timestep_port
 from sdflow.models.qwen3_text import TOKENS
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 DISTILLED = "is_distilled"
@@ -41,19 +40,17 @@ _READS_TEXT = re.compile(r"^(context_embedder|txt_in)$")
 _READS_HIDDEN = re.compile(r"(_to_[qkv]|_add_[qkv]_proj|_to_qkv_mlp_proj|_qkv|_linear1|_linear_in|_mlp_0)$")
 
 
-class Flux2Transformer(Model):
+class Flux2Transformer(Transformer):
     """The velocity, from image to noise, of latents."""
 
     class_name: ClassVar[str] = "Flux2Transformer2DModel"
-    weights_stem: ClassVar[str] = "diffusion_pytorch_model"
     library_module: ClassVar[str | None] = "diffusers.models.transformers.transformer_flux2"
+    tokens: ClassVar[str] = TOKENS
+    own_module: ClassVar[re.Pattern[str]] = _OWN_MODULE
+    unnumbered: ClassVar[bool] = False
 
     def empty(self, config: Config) -> torch.nn.Module:
-        from diffusers import Flux2Transformer2DModel
-
-        own = {name: value for name, value in config.items() if name not in (DISTILLED, EXTENDED)}
-        module: torch.nn.Module = Flux2Transformer2DModel.from_config(own)
-        return module
+        return super().empty({name: value for name, value in config.items() if name not in (DISTILLED, EXTENDED)})
 
     def parameters(self, config: Config) -> Shapes | None:
         return flux2_parameters(config)
@@ -79,17 +76,11 @@ class Flux2Transformer(Model):
     def smallest(self, config: Config) -> Sizes:
         return Sizes(batch=2, height=4, width=6, vae_scale=1)
 
-    def width(self, config: Config) -> int:
-        return int(config["num_attention_heads"] * config["attention_head_dim"])
-
     def working_values(self, config: Config, rows: int, columns: int, *, scores: bool) -> int:
         """A single block holds q, k, v and both halves of its feed-forward layer at once, beside the residual and its norm."""
         tokens = rows * columns + USUAL_TOKENS
         width, heads, inner = self.width(config), config["num_attention_heads"], 2 * config.get("mlp_ratio", 3.0)
         return int(tokens * ((7 + inner) * width + (heads * tokens if scores else 0)))
-
-    def more_axes(self, config: Config) -> Mapping[str, int]:
-        return {TOKENS: 13}
 
     def distinguishing_shapes(self, config: Config) -> Shapes:
         width = self.width(config)
@@ -101,11 +92,6 @@ class Flux2Transformer(Model):
             f"transformer_blocks.{doubles}.attn.to_q.weight": (width, width),
             f"single_transformer_blocks.{singles}.attn.to_out.weight": (width, width + inner),
         }
-
-    def values(self, port: Port, shape: list[int], config: Config, random: np.random.Generator) -> np.ndarray:
-        if port.role is Role.TIMESTEP:
-            return random.uniform(0, 1000, shape).astype(port.dtype)
-        return super().values(port, shape, config, random)
 
     def traced(self, module: Any) -> None:
         """The rotary embedding is read from tables, which are computed in float64 as the library computes it."""
@@ -160,22 +146,6 @@ class Flux2Transformer(Model):
 
     def original_names(self, keys: Iterable[str]) -> dict[str, Original]:
         return flux2_names(keys)
-
-    def lora_spellings(self, modules: Iterable[str]) -> Mapping[str, tuple[str | Original, ...]]:
-        """In the original layout q, k and v of a double block are one module, of which each is a third of the rows."""
-        modules = list(modules)
-        original = flux2_names(f"{module}.weight" for module in modules)
-        found: dict[str, tuple[str | Original, ...]] = {}
-        for module in modules:
-            names: list[str | Original] = [module]
-            there = original.get(f"{module}.weight")
-            if there is not None and (name := there.name.removesuffix(".weight")) != module:
-                names.append(replace(there, name=name))
-            found[module] = tuple(names)
-        return found
-
-    def has_lora_module(self, module: str) -> bool:
-        return _OWN_MODULE.match(module) is not None
 
     def lora_misfit(self, config: Config, module: str, width: int) -> str | None:
         if not self.has_lora_module(module):

@@ -9,25 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from sdflow.families.shared import one_clip
 from sdflow.families.shared.architecture import Architecture
-from sdflow.families.shared.base import Family
 from sdflow.families.shared.colors import STABLE_DIFFUSION, LatentColors
 from sdflow.families.shared.defaults import Defaults, Task
-from sdflow.families.shared.part import Companion
-from sdflow.families.shared.request import Conditions, Request, Run
-from sdflow.models.base import Config
+from sdflow.families.shared.one_clip import OneClip
 
 
-class LatentConsistency(Family):
+class LatentConsistency(OneClip):
     name = "latent_consistency"
     title = "Latent Consistency Models"
     classes = ("LatentConsistencyModelPipeline", "LatentConsistencyModelImg2ImgPipeline")
-    parts = one_clip.PARTS
-    denoiser, decoder, encoder, checker = "unet", "vae_decoder", "vae_encoder", "safety_checker"
-    companions: ClassVar[Mapping[str, Companion]] = one_clip.COMPANIONS
-    scheduler_config: ClassVar[Mapping[str, Any]] = {}
-    options: ClassVar[Mapping[str, Any]] = {}
     strength_spreads = True
     defaults: ClassVar[Mapping[Task, Defaults]] = {
         "text": Defaults(steps=4, guidance_scale=8.0),
@@ -35,34 +26,12 @@ class LatentConsistency(Family):
         "inpaint": Defaults(steps=4, guidance_scale=8.0, strength=1.0),
     }
     verified_guidance = 8.5
-    embeddings = one_clip.EMBEDDINGS
     colors: ClassVar[LatentColors] = STABLE_DIFFUSION
     assembled_as: ClassVar[Mapping[Task, str]] = {"text": "ORTLatentConsistencyModelPipeline"}
     architectures: ClassVar[Mapping[str, Architecture]] = {
         "lcm": Architecture(like="sd15"),
         "lcm-tiny": Architecture(like="sd15-tiny"),
     }
-
-    def fingerprint(self, configs: Mapping[str, Config]) -> dict[str, tuple[int, ...] | None]:
-        return one_clip.fingerprint(configs)
-
-    def title_of(self, configs: Mapping[str, Config]) -> str:
-        """Of the models that it was distilled from: LoRAs of theirs fit."""
-        return one_clip.generation(configs, "Stable Diffusion 1.x and 2.x")
-
-    def chains_of(self, configs: Mapping[str, Config]) -> str:
-        return one_clip.chains(configs)
-
-    def condition(
-        self, run: Run, companions: Mapping[str, Any], options: Mapping[str, Any], request: Request
-    ) -> Conditions:
-        """As diffusers' LatentConsistencyModelPipeline."""
-        return one_clip.condition(run, companions, request)
-
-    def lora_loader(self) -> Any:
-        import diffusers
-
-        return diffusers.LatentConsistencyModelPipeline
 
     def torch_pipeline(
         self, modules: Mapping[str, Any], companions: Mapping[str, Any], options: Mapping[str, Any]

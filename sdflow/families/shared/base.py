@@ -69,8 +69,8 @@ class Family:
     prompter: Part | None = None
     references: ClassVar[References | None] = None
     companions: ClassVar[Mapping[str, Companion]]
-    scheduler_config: ClassVar[Mapping[str, Any]]
-    options: ClassVar[Mapping[str, Any]]
+    scheduler_config: ClassVar[Mapping[str, Any]] = {}
+    options: ClassVar[Mapping[str, Any]] = {}
     arguments: ClassVar[Mapping[str, Parameter]] = {}
     length_arguments: tuple[str, ...] = ()
     of_one_length: tuple[str, ...] = ("tokenizer", "tokenizer_2")
@@ -98,8 +98,8 @@ class Family:
 
     def chains_of(self, configs: Mapping[str, Config]) -> str:
         """The base workflow (in the family's `workflows/base`, without suffix) with the pass chains for these configs, by
-        part."""
-        raise NotImplementedError
+        part. Its name is the family's unless overridden."""
+        return self.name
 
     def condition(
         self, run: Run, companions: Mapping[str, Any], options: Mapping[str, Any], request: Request
@@ -108,8 +108,10 @@ class Family:
         raise NotImplementedError
 
     def lora_loader(self) -> Any:
-        """The diffusers class that reads LoRA files and loads them into modules."""
-        raise NotImplementedError
+        """The diffusers class that reads LoRA files and loads them into modules: the first of `classes` unless overridden."""
+        import diffusers
+
+        return getattr(diffusers, self.classes[0])
 
     def lora_state(self, tensors: Mapping[str, torch.Tensor], denoiser: Config) -> tuple[dict[str, torch.Tensor], int]:
         """The factors of a LoRA file (kohya's or diffusers' names) under diffusers' names, and how many of the file's layers,
@@ -126,7 +128,11 @@ class Family:
     ) -> Any:
         """diffusers' own pipeline with these modules (by component), the reference for sdflow's. Components may be missing:
         text encoders if prompts are already encoded, all others if prompts are only to be encoded."""
-        raise NotImplementedError
+        return self.lora_loader()(
+            **{name: modules.get(name) for name in self.components},
+            **{name: companions.get(name) for name in self.companions},
+            **{name: options.get(name, default) for name, default in self.options.items()},
+        )
 
     def encode_reference(
         self, pipeline: Any, prompts: Sequence[str], configs: Mapping[str, Config], *, guided: bool

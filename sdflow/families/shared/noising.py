@@ -123,6 +123,13 @@ def shift_of_diffusers(config: Mapping[str, Any], tokens: Tokens) -> dict[str, f
     return {"mu": calculate_shift(tokens, **given)}
 
 
+def even_sigmas(steps: int) -> Any:
+    """As FLUX's pipelines hand them to a scheduler of flows."""
+    import numpy as np
+
+    return np.linspace(1.0, 1 / steps, steps)
+
+
 class Flow(Noising):
     """Rectified flow. Schedulers may shift steps towards noise, more for larger images."""
 

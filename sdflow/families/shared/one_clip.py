@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
+from sdflow.families.shared.base import Family
 from sdflow.families.shared.part import Companion, Layout, Part
 from sdflow.families.shared.request import Conditions, Request, Run
 from sdflow.families.shared.text import encode
@@ -52,46 +53,45 @@ COMPANIONS: Mapping[str, Companion] = {
     "tokenizer": Companion("transformers", "CLIPTokenizer", "tokenizer_config.json"),
     "scheduler": Companion("diffusers", None, "scheduler_config.json"),
     "feature_extractor": Companion(
-        "transformers",
-        "CLIPImageProcessor",
-        "preprocessor_config.json",
-        parts=("safety_checker", IMAGE_ENCODER.name),
+        "transformers", "CLIPImageProcessor", "preprocessor_config.json", parts=("safety_checker", IMAGE_ENCODER.name)
     ),
 }
-EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds")
 
 
-def fingerprint(configs: Mapping[str, Config]) -> dict[str, tuple[int, ...] | None]:
-    """As `Family.fingerprint`."""
-    layouts = next(part.layouts for part in PARTS if part.name == "text_encoder")
-    return {
-        **unet_fingerprint(configs["unet"]),
-        **vae_fingerprint(configs["vae"]),
-        **text_fingerprint(configs["text_encoder"], *layouts),
-    }
+class OneClip(Family):
+    """With what depends on the text encoder, the UNet and the VAE alone."""
 
+    parts = PARTS
+    denoiser, decoder, encoder, checker = "unet", "vae_decoder", "vae_encoder", "safety_checker"
+    companions: ClassVar[Mapping[str, Companion]] = COMPANIONS
+    embeddings = ("prompt_embeds", "negative_prompt_embeds")
 
-def generation(configs: Mapping[str, Config], otherwise: str) -> str:
-    """Which generation of Stable Diffusion a text encoder is of, for people. otherwise: without one."""
-    text = configs.get("text_encoder")
-    if text is None:
-        return otherwise
-    return "Stable Diffusion 2.x" if is_open_clip(text) else "Stable Diffusion 1.x"
+    def fingerprint(self, configs: Mapping[str, Config]) -> dict[str, tuple[int, ...] | None]:
+        return {
+            **unet_fingerprint(configs["unet"]),
+            **vae_fingerprint(configs["vae"]),
+            **text_fingerprint(configs["text_encoder"], *self.part("text_encoder").layouts),
+        }
 
+    def title_of(self, configs: Mapping[str, Config]) -> str:
+        """The generation of Stable Diffusion that a text encoder is of. LoRAs of it fit what was distilled from it, too."""
+        text = configs.get("text_encoder")
+        if text is None:
+            return "Stable Diffusion 1.x and 2.x"
+        return "Stable Diffusion 2.x" if is_open_clip(text) else "Stable Diffusion 1.x"
 
-def chains(configs: Mapping[str, Config]) -> str:
-    """As `Family.chains_of`."""
-    text = configs.get("text_encoder")
-    return "stable_diffusion_2" if text is not None and is_open_clip(text) else "stable_diffusion_1"
+    def chains_of(self, configs: Mapping[str, Config]) -> str:
+        text = configs.get("text_encoder")
+        return "stable_diffusion_2" if text is not None and is_open_clip(text) else "stable_diffusion_1"
 
-
-def condition(run: Run, companions: Mapping[str, Any], request: Request) -> Conditions:
-    """As `Family.condition`."""
-    if request.guidance_width is not None:
-        request.require_no_negatives()
-    texts = list(request.prompts)
-    if request.guided:
-        texts = [*(request.negatives or [""] * len(texts)), *texts]
-    encoded = encode(run, request.reading, {"text_encoder": (companions["tokenizer"], texts)})["text_encoder"]
-    inputs = {"encoder_hidden_states": encoded.hidden("last_hidden_state"), **request.guidance_inputs()}
-    return Conditions(inputs, halves=2 if request.guided else 1)
+    def condition(
+        self, run: Run, companions: Mapping[str, Any], options: Mapping[str, Any], request: Request
+    ) -> Conditions:
+        if request.guidance_width is not None:
+            request.require_no_negatives()
+        texts = list(request.prompts)
+        if request.guided:
+            texts = [*(request.negatives or [""] * len(texts)), *texts]
+        encoded = encode(run, request.reading, {"text_encoder": (companions["tokenizer"], texts)})["text_encoder"]
+        inputs = {"encoder_hidden_states": encoded.hidden("last_hidden_state"), **request.guidance_inputs()}
+        return Conditions(inputs, halves=2 if request.guided else 1)

@@ -36,11 +36,7 @@ def diffusers_names(stems: Iterable[str], denoiser: Mapping[str, Any]) -> dict[s
 
     denoiser: the UNet's config.
     """
-    from diffusers.loaders.single_file_utils import (
-        DIFFUSERS_TO_LDM_MAPPING,
-        LDM_UNET_KEY,
-        convert_ldm_unet_checkpoint,
-    )
+    from diffusers.loaders.single_file_utils import DIFFUSERS_TO_LDM_MAPPING, LDM_UNET_KEY, convert_ldm_unet_checkpoint
 
     stems = list(stems)
     if not stems:

@@ -122,7 +122,7 @@ NOISE_SAMPLERS: Mapping[str, Sampler] = {
 """Those of families with a table of alphas, by name."""
 
 FLOW_SAMPLERS: Mapping[str, Sampler] = {
-    "flow_euler": Sampler("FlowMatchEulerDiscreteScheduler", {}, "Euler", "euler", "euler", SIGMAS),
+    "flow_euler": Sampler("FlowMatchEulerDiscreteScheduler", {}, "Euler", "euler", "euler", SIGMAS)
 }
 """Those of families of flow matching, by name."""
 

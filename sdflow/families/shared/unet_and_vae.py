@@ -56,14 +56,7 @@ VAE = (
         layouts=(VAE_LAYOUT,),
         instead=(TinyVaeEncoder(),),
     ),
-    Part(
-        "vae_decoder",
-        VaeDecoder(),
-        "vae",
-        "Latents to pixels.",
-        layouts=(VAE_LAYOUT,),
-        instead=(TinyVaeDecoder(),),
-    ),
+    Part("vae_decoder", VaeDecoder(), "vae", "Latents to pixels.", layouts=(VAE_LAYOUT,), instead=(TinyVaeDecoder(),)),
 )
 
 

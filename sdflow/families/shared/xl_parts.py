@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from sdflow.families.shared.defaults import Defaults, Task
 from sdflow.families.shared.part import Companion, Layout, Part
@@ -24,17 +23,11 @@ SIZES: Mapping[str, Parameter] = {
         read=pair,
     ),
     "crops_coords_top_left": Parameter(
-        "Crop to condition on, as TOPxLEFT.",
-        tuple[int, int],
-        least=0,
-        otherwise="0x0",
-        options=("--crop",),
-        read=pair,
+        "Crop to condition on, as TOPxLEFT.", tuple[int, int], least=0, otherwise="0x0", options=("--crop",), read=pair
     ),
 }
 """Arguments of a call: what the denoiser is told of the image, in pixels."""
 
-CHAINS = "stable_diffusion_xl"
 EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
 DEFAULTS: Mapping[Task, Defaults] = {
     "text": Defaults(steps=50, guidance_scale=5.0),
@@ -58,10 +51,3 @@ def open_clip_part(prefix: str) -> Part:
         config=LAYERS,
         embedding="clip_g",
     )
-
-
-def lora_loader() -> Any:
-    """As `Family.lora_loader`."""
-    import diffusers
-
-    return diffusers.StableDiffusionXLPipeline

@@ -16,8 +16,10 @@ from sdflow.families.shared.defaults import Defaults, Task, settled
 from sdflow.families.shared.latents import Latents
 from sdflow.families.shared.noising import FLOW, Noising
 from sdflow.families.shared.part import Companion, Layout, Part
+from sdflow.families.shared.reference_loras import split_kohya
 from sdflow.families.shared.request import Conditions, Request, Run
 from sdflow.families.shared.text import SECOND_PROMPTS, last_but_one, last_but_one_layer, plain_texts, text_ids
+from sdflow.families.shared.transformer import LAYOUT, denoiser_part, load_into_transformer
 from sdflow.families.shared.unet_and_vae import VAE, vae_fingerprint
 from sdflow.families.stable_diffusion_3.reference_loras import in_diffusers_names
 from sdflow.families.stable_diffusion_3.transformer import TOKENS, SD3Transformer
@@ -33,11 +35,7 @@ LENGTH = 256
 """Tokens that T5 reads of a text where the call does not say it, as in diffusers."""
 
 PROJECTION = "text_projection.weight"
-_KOHYA_DENOISER = ("lora_unet_", "lora_transformer_")
-_KOHYA = ("lora_te1_", "lora_te2_", *_KOHYA_DENOISER)
-_DOWN, _UP = ".lora_down.weight", ".lora_up.weight"
 _LAYERS = {"output_hidden_states": True}
-_TRANSFORMER = Layout("model.diffusion_model.")
 
 
 def _clip_l_names(keys: Iterable[str]) -> dict[str, Original]:
@@ -85,14 +83,7 @@ class StableDiffusion3(Family):
             whole=True,
             unmerged=("lora_te3_", "text_encoder_3."),
         ),
-        Part(
-            "transformer",
-            SD3Transformer(),
-            "transformer",
-            "The denoiser, run once per step.",
-            layouts=(_TRANSFORMER,),
-            lora=("transformer.", "lora_transformer_", "lora_unet_", "diffusion_model.", "base_model.model.", ""),
-        ),
+        denoiser_part(SD3Transformer()),
         *VAE,
     )
     denoiser, decoder, encoder, checker = "transformer", "vae_decoder", "vae_encoder", None
@@ -105,8 +96,6 @@ class StableDiffusion3(Family):
         "scheduler": Companion("diffusers", None, "scheduler_config.json"),
     }
     noising: ClassVar[Noising] = FLOW
-    scheduler_config: ClassVar[Mapping[str, Any]] = {}
-    options: ClassVar[Mapping[str, Any]] = {}
     arguments: ClassVar[Mapping[str, Parameter]] = {
         **SECOND_PROMPTS,
         "prompt_3": Parameter("Prompt for the third text encoder, T5.", str, otherwise="the prompt"),
@@ -142,9 +131,9 @@ class StableDiffusion3(Family):
             transformer["patch_size"],
             transformer["dual_attention_layers"],
         )
-        block = f"{_TRANSFORMER.prefix}joint_blocks"
+        block = f"{LAYOUT.prefix}joint_blocks"
         return {
-            f"{_TRANSFORMER.prefix}x_embedder.proj.weight": (width, transformer["in_channels"], patch, patch),
+            f"{LAYOUT.prefix}x_embedder.proj.weight": (width, transformer["in_channels"], patch, patch),
             f"{block}.{last}.x_block.attn.qkv.weight": (3 * width, width),
             f"{block}.{last + 1}.x_block.attn.qkv.weight": None,
             f"{block}.0.x_block.attn.ln_q.weight": (
@@ -169,9 +158,6 @@ class StableDiffusion3(Family):
             own = {task: replace(each, guidance_scale=guidance) for task, each in own.items()}
             own["text"] = replace(own["text"], steps=28)
         return settled(own, denoiser, scheduler, said)
-
-    def chains_of(self, configs: Mapping[str, Config]) -> str:
-        return "stable_diffusion_3"
 
     def latents(self, configs: Mapping[str, Config]) -> Latents:
         transformer = configs["transformer"]
@@ -235,42 +221,14 @@ class StableDiffusion3(Family):
         found = run("text_encoder_3", {"input_ids": text_ids(tokenizer, texts, "text_encoder_3 (T5)", length)})
         return found["last_hidden_state"]
 
-    def lora_loader(self) -> Any:
-        import diffusers
-
-        return diffusers.StableDiffusion3Pipeline
-
     def lora_state(self, tensors: Mapping[str, torch.Tensor], denoiser: Config) -> tuple[dict[str, torch.Tensor], int]:
         """diffusers reads its own names alone: kohya's of CLIP it reads for Stable Diffusion XL, the transformer's never."""
-        import diffusers
-
-        kohya = {name: tensor for name, tensor in tensors.items() if name.startswith(_KOHYA)}
-        found = {name: tensor for name, tensor in tensors.items() if name not in kohya}
-        text = {name: tensor for name, tensor in kohya.items() if not name.startswith(_KOHYA_DENOISER)}
-        if text:
-            found |= diffusers.StableDiffusionXLPipeline.lora_state_dict(text)[0]
+        found, of_text, pairs = split_kohya(tensors, ("lora_te1_", "lora_te2_"))
+        found |= of_text
         layers = len(found) // 2
-        pairs = {
-            name.removeprefix(prefix).removesuffix(_DOWN): (tensor, kohya[name.replace(_DOWN, _UP)])
-            for prefix in _KOHYA_DENOISER
-            for name, tensor in kohya.items()
-            if name.startswith(prefix) and name.endswith(_DOWN)
-        }
         return found | in_diffusers_names(pairs, denoiser), layers + len(pairs)
 
-    def load_lora(self, tensors: Mapping[str, torch.Tensor], module: Any, adapter: str, **options: Any) -> None:
-        self.lora_loader().load_lora_into_transformer(tensors, module, adapter, **options)
-
-    def torch_pipeline(
-        self, modules: Mapping[str, Any], companions: Mapping[str, Any], options: Mapping[str, Any]
-    ) -> Any:
-        import diffusers
-
-        names = ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
-        return diffusers.StableDiffusion3Pipeline(
-            **{name: modules.get(name) for name in names},
-            **{name: companions.get(name) for name in self.companions},
-        )
+    load_lora = load_into_transformer
 
     def encode_reference(
         self, pipeline: Any, prompts: Sequence[str], configs: Mapping[str, Config], *, guided: bool

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from sdflow.families.shared.transformer import Transformer
 from sdflow.families.stable_diffusion_3.original_names import sd3_names
-from sdflow.models.base import Config, Model, Original, Port, Ports, Role, Shapes, Sizes, timestep_port
+from sdflow.models.base import Config, Original, Port, Ports, Role, Shapes, Sizes, timestep_port
 from sdflow.models.transformer_parameters import sd3_parameters
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 TOKENS = "joint_sequence"
@@ -33,23 +32,22 @@ _OWN_MODULE = re.compile(
 _READS_TEXT = re.compile(r"^context_embedder$")
 
 
-class SD3Transformer(Model):
+class SD3Transformer(Transformer):
     """The velocity, from image to noise, of latents."""
 
     class_name: ClassVar[str] = "SD3Transformer2DModel"
-    weights_stem: ClassVar[str] = "diffusion_pytorch_model"
     library_module: ClassVar[str | None] = "diffusers.models.transformers.transformer_sd3"
+    tokens: ClassVar[str] = TOKENS
+    own_module: ClassVar[re.Pattern[str]] = _OWN_MODULE
     blocks: ClassVar[str | None] = "transformer_blocks"
 
     def empty(self, config: Config) -> torch.nn.Module:
         """On the meta device, its table of positions too: checkpoints hold it, and to compute that of 3.5-medium in
         float64, as diffusers does at first, takes 4 GB."""
         import torch
-        from diffusers import SD3Transformer2DModel
 
         with torch.device("meta"):
-            module: torch.nn.Module = SD3Transformer2DModel.from_config(dict(config))
-        return module
+            return super().empty(config)
 
     def parameters(self, config: Config) -> Shapes | None:
         return sd3_parameters(config)
@@ -70,18 +68,12 @@ class SD3Transformer(Model):
         patch = int(config["patch_size"])
         return Sizes(batch=2, height=4 * patch, width=6 * patch, vae_scale=1)
 
-    def width(self, config: Config) -> int:
-        return int(config["num_attention_heads"] * config["attention_head_dim"])
-
     def working_values(self, config: Config, rows: int, columns: int, *, scores: bool) -> int:
         """In a feed-forward layer there are four times as many values as elsewhere; beside it the residual, its norm
         and the text's. Attention holds q, k and v beside its scores."""
         tokens = (rows // config["patch_size"]) * (columns // config["patch_size"]) + USUAL_TOKENS
         width, heads = self.width(config), config["num_attention_heads"]
         return int(tokens * max(8 * width, 6 * width + (heads * tokens if scores else 0)))
-
-    def more_axes(self, config: Config) -> Mapping[str, int]:
-        return {TOKENS: 13}
 
     def distinguishing_shapes(self, config: Config) -> Shapes:
         width = config["num_attention_heads"] * config["attention_head_dim"]
@@ -96,13 +88,6 @@ class SD3Transformer(Model):
         if dual := config.get("dual_attention_layers"):
             found[f"transformer_blocks.{max(dual)}.attn2.to_q.weight"] = (width, width)
         return found
-
-    def values(self, port: Port, shape: list[int], config: Config, random: np.random.Generator) -> np.ndarray:
-        import numpy as np
-
-        if port.role is Role.TIMESTEP:
-            return random.uniform(0, 1000, shape).astype(port.dtype)
-        return random.standard_normal(shape, np.float32)
 
     def traced(self, module: Any) -> None:
         original = module.forward
@@ -139,25 +124,6 @@ class SD3Transformer(Model):
 
     def original_names(self, keys: Iterable[str]) -> dict[str, Original]:
         return sd3_names(keys)
-
-    def lora_spellings(self, modules: Iterable[str]) -> Mapping[str, tuple[str | Original, ...]]:
-        """In the original layout q, k and v are one module, of which each is a third of the rows."""
-        modules = list(modules)
-        original = sd3_names(f"{module}.weight" for module in modules)
-        found: dict[str, tuple[str | Original, ...]] = {}
-        for module in modules:
-            names: list[str | Original] = [module]
-            if module.endswith(".to_out.0"):
-                names.append(module.removesuffix(".0"))
-            if (there := original.get(f"{module}.weight")) is not None and (
-                (name := there.name.removesuffix(".weight")) != module
-            ):
-                names.append(replace(there, name=name))
-            found[module] = tuple(names)
-        return found
-
-    def has_lora_module(self, module: str) -> bool:
-        return _OWN_MODULE.match(module) is not None
 
     def lora_misfit(self, config: Config, module: str, width: int) -> str | None:
         layers = config.get("num_layers")

@@ -76,7 +76,6 @@ class StableDiffusionXL(Family):
             "transformers", "CLIPImageProcessor", "preprocessor_config.json", parts=(IMAGE_ENCODER.name,)
         ),
     }
-    scheduler_config: ClassVar[Mapping[str, Any]] = {}
     options: ClassVar[Mapping[str, Any]] = {"force_zeros_for_empty_prompt": True}
     arguments: ClassVar[Mapping[str, Parameter]] = {
         **SECOND_PROMPTS,
@@ -119,9 +118,6 @@ class StableDiffusionXL(Family):
             **projected_text_fingerprint(configs["text_encoder_2"], *self.part("text_encoder_2").layouts),
         }
 
-    def chains_of(self, configs: Mapping[str, Config]) -> str:
-        return xl_parts.CHAINS
-
     def condition(
         self, run: Run, companions: Mapping[str, Any], options: Mapping[str, Any], request: Request
     ) -> Conditions:
@@ -155,9 +151,6 @@ class StableDiffusionXL(Family):
         inputs = {"encoder_hidden_states": hidden, "text_embeds": pooled, "time_ids": time_ids}
         inputs |= request.guidance_inputs()
         return Conditions(inputs, halves=2 if request.guided else 1)
-
-    def lora_loader(self) -> Any:
-        return xl_parts.lora_loader()
 
     def torch_pipeline(
         self, modules: Mapping[str, Any], companions: Mapping[str, Any], options: Mapping[str, Any]

@@ -43,11 +43,7 @@ class StableDiffusionXLRefiner(Family):
         *VAE,
     )
     denoiser, decoder, encoder, checker = "unet", "vae_decoder", "vae_encoder", None
-    companions: ClassVar[Mapping[str, Companion]] = {
-        "tokenizer_2": xl_parts.TOKENIZER,
-        "scheduler": xl_parts.SCHEDULER,
-    }
-    scheduler_config: ClassVar[Mapping[str, Any]] = {}
+    companions: ClassVar[Mapping[str, Companion]] = {"tokenizer_2": xl_parts.TOKENIZER, "scheduler": xl_parts.SCHEDULER}
     options: ClassVar[Mapping[str, Any]] = {"force_zeros_for_empty_prompt": True, "requires_aesthetics_score": False}
     arguments: ClassVar[Mapping[str, Parameter]] = {**xl_parts.SIZES, **_SCORES}
     defaults: ClassVar[Mapping[Task, Defaults]] = xl_parts.DEFAULTS
@@ -70,7 +66,7 @@ class StableDiffusionXLRefiner(Family):
         }
 
     def chains_of(self, configs: Mapping[str, Config]) -> str:
-        return xl_parts.CHAINS
+        return "stable_diffusion_xl"
 
     def condition(
         self, run: Run, companions: Mapping[str, Any], options: Mapping[str, Any], request: Request
@@ -98,7 +94,9 @@ class StableDiffusionXLRefiner(Family):
         return Conditions(inputs, halves=2 if request.guided else 1)
 
     def lora_loader(self) -> Any:
-        return xl_parts.lora_loader()
+        import diffusers
+
+        return diffusers.StableDiffusionXLPipeline
 
     def torch_pipeline(
         self, modules: Mapping[str, Any], companions: Mapping[str, Any], options: Mapping[str, Any]

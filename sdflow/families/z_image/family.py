@@ -5,6 +5,7 @@ After diffusers' ZImagePipeline; https://arxiv.org/abs/2511.22699.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,17 +14,18 @@ from sdflow.families.shared.architecture import Architecture
 from sdflow.families.shared.base import Family
 from sdflow.families.shared.defaults import Defaults, Task, settled
 from sdflow.families.shared.latents import Latents
+from sdflow.families.shared.noising import Flow
 from sdflow.families.shared.part import Companion, Layout, Part
 from sdflow.families.shared.request import Conditions, Request, Run
 from sdflow.families.shared.text import plain_texts
+from sdflow.families.shared.transformer import LAYOUT, denoiser_part, load_into_transformer, sized_by_vae
 from sdflow.families.shared.truncation import ends_of_chats, warn_of_truncation
 from sdflow.families.shared.unet_and_vae import VAE, vae_fingerprint
-from sdflow.families.z_image.noising import NOISING, is_turbo
 from sdflow.families.z_image.reference_loras import in_diffusers_names
 from sdflow.families.z_image.traced import MULTIPLE, PATCH
 from sdflow.families.z_image.transformer import TOKENS, USUAL_TOKENS, ZImageTransformer
 from sdflow.models import qwen3_text
-from sdflow.models.base import Config, halved
+from sdflow.models.base import Config
 from sdflow.parameter import Parameter
 
 if TYPE_CHECKING:
@@ -34,13 +36,43 @@ LENGTH = 512
 SIDE = 1024
 """Height and width of the images that the model was made for, in pixels."""
 
-_TRANSFORMER = Layout("model.diffusion_model.")
 _TURBO = {"steps": 8, "guidance_scale": 0.0}
 _TOKENIZER = {"tokenizer": "flux2-klein-4b/tokenizer"}
 
 
 def _last_but_one(config: Config) -> str:
     return f"hidden_states.{config['num_hidden_layers'] - 1}"
+
+
+TURBO_SHIFT = 3.0
+"""Of the published Z-Image-Turbo; Z-Image has 6."""
+
+
+def is_turbo(scheduler: Config) -> bool:
+    """Whether this scheduler's config is that of Z-Image-Turbo."""
+    return not scheduler.get("use_dynamic_shifting") and scheduler.get("shift") == TURBO_SHIFT
+
+
+class ZImageNoising(Flow):
+    """Sigmas from 1 to 1 / steps, before they are shifted."""
+
+    def set_timesteps(self, scheduler: Any, steps: int, tokens: int, strength: float | None = None) -> None:
+        if "sigmas" not in inspect.signature(scheduler.set_timesteps).parameters:
+            super().set_timesteps(scheduler, steps, tokens, strength)  # it says what is wrong
+        import torch
+
+        sigmas = torch.linspace(1.0, 1 / steps, steps).tolist()
+        scheduler.set_timesteps(sigmas=sigmas, mu=self.shift({"max_shift": 1.15, **scheduler.config}, tokens))
+
+    def as_diffusers(self, scheduler: Any, steps: int, tokens: int) -> None:
+        """By the functions of diffusers' ZImagePipeline."""
+        from diffusers.pipelines.z_image import pipeline_z_image as theirs
+
+        config = scheduler.config
+        names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+        given = {name.replace("image_seq_len", "seq_len"): config[name] for name in names if name in config}
+        sigmas = theirs.get_default_z_image_sigmas(steps)
+        theirs.retrieve_timesteps(scheduler, steps, sigmas=sigmas, mu=theirs.calculate_shift(tokens, **given))
 
 
 class ZImage(Family):
@@ -58,14 +90,7 @@ class ZImage(Family):
             config={qwen3_text.LAYERS: [-2]},
             instead=(qwen3_text.Qwen3Text(),),
         ),
-        Part(
-            "transformer",
-            ZImageTransformer(),
-            "transformer",
-            "The denoiser, run once per step.",
-            layouts=(_TRANSFORMER,),
-            lora=("transformer.", "lora_transformer_", "lora_unet_", "diffusion_model.", "base_model.model.", ""),
-        ),
+        denoiser_part(ZImageTransformer()),
         *VAE,
     )
     denoiser, decoder, encoder, checker = "transformer", "vae_decoder", "vae_encoder", None
@@ -73,9 +98,7 @@ class ZImage(Family):
         "tokenizer": Companion("transformers", "Qwen2Tokenizer", "tokenizer_config.json", shipped=False),
         "scheduler": Companion("diffusers", None, "scheduler_config.json"),
     }
-    noising = NOISING
-    scheduler_config: ClassVar[Mapping[str, Any]] = {}
-    options: ClassVar[Mapping[str, Any]] = {}
+    noising = ZImageNoising()
     arguments: ClassVar[Mapping[str, Parameter]] = {
         "max_sequence_length": Parameter(
             "Maximum number of prompt tokens, including the chat template.",
@@ -105,7 +128,7 @@ class ZImage(Family):
 
     def fingerprint(self, configs: Mapping[str, Config]) -> dict[str, tuple[int, ...] | None]:
         transformer = configs["transformer"]
-        width, layers, prefix = transformer["dim"], transformer["n_layers"], _TRANSFORMER.prefix
+        width, layers, prefix = transformer["dim"], transformer["n_layers"], LAYOUT.prefix
         return {
             f"{prefix}x_embedder.weight": (width, PATCH * PATCH * transformer["in_channels"]),
             f"{prefix}cap_embedder.1.weight": (width, transformer["cap_feat_dim"]),
@@ -113,9 +136,6 @@ class ZImage(Family):
             f"{prefix}layers.{layers}.attention.qkv.weight": None,
             **vae_fingerprint(configs["vae"]),
         }
-
-    def chains_of(self, configs: Mapping[str, Config]) -> str:
-        return "z_image"
 
     def defaults_of(
         self, configs: Mapping[str, Config], scheduler: Config, said: Mapping[str, Any]
@@ -125,10 +145,7 @@ class ZImage(Family):
         return settled(self.defaults, configs[self.denoiser], scheduler, changed)
 
     def latents(self, configs: Mapping[str, Config]) -> Latents:
-        vae = configs[self.decoder]
-        side = int(vae.get("sample_size") or SIDE) // halved(vae)
-        denoiser = {**configs[self.denoiser], "sample_size": side}  # its class has no such entry
-        return Latents.of(denoiser, vae, multiple=PATCH, patch=PATCH, where="transformer")
+        return sized_by_vae(configs[self.denoiser], configs[self.decoder], SIDE, PATCH)
 
     def token_sizes(self, configs: Mapping[str, Config]) -> dict[str, int]:
         return {qwen3_text.TOKENS: USUAL_TOKENS, TOKENS: USUAL_TOKENS}
@@ -147,26 +164,10 @@ class ZImage(Family):
         inputs = {"encoder_hidden_states": found, "encoder_attention_mask": mask.to(found.device)}
         return Conditions(inputs, halves=2 if request.guided else 1)
 
-    def lora_loader(self) -> Any:
-        import diffusers
-
-        return diffusers.ZImagePipeline
-
     def lora_state(self, tensors: Mapping[str, torch.Tensor], denoiser: Config) -> tuple[dict[str, torch.Tensor], int]:
         return in_diffusers_names(tensors)
 
-    def load_lora(self, tensors: Mapping[str, torch.Tensor], module: Any, adapter: str, **options: Any) -> None:
-        self.lora_loader().load_lora_into_transformer(dict(tensors), module, adapter, **options)
-
-    def torch_pipeline(
-        self, modules: Mapping[str, Any], companions: Mapping[str, Any], options: Mapping[str, Any]
-    ) -> Any:
-        import diffusers
-
-        return diffusers.ZImagePipeline(
-            **{name: modules.get(name) for name in ("transformer", "vae", "text_encoder")},
-            **{name: companions.get(name) for name in self.companions},
-        )
+    load_lora = load_into_transformer
 
     def encode_reference(
         self, pipeline: Any, prompts: Sequence[str], configs: Mapping[str, Config], *, guided: bool

@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from sdflow.families.shared.reference_loras import add_factors
+
 if TYPE_CHECKING:
     import torch
 
@@ -38,10 +40,7 @@ def in_diffusers_names(tensors: Mapping[str, torch.Tensor]) -> tuple[Tensors, in
         block = f"{match['kind']}.{match['block']}.attention"
         layers += 1
         for weight, rows in _converted(f"{block}.qkv.weight", up).items():
-            stem = f"transformer.{weight.removesuffix('.weight')}"
-            if f"{stem}.lora_A.weight" in found:
-                raise KeyError(f"{block}.qkv, of which {weight} is there twice")
-            found |= {f"{stem}.lora_A.weight": down, f"{stem}.lora_B.weight": rows}
+            add_factors(found, weight, down, rows, f"{block}.qkv")
     return found, layers
 
 

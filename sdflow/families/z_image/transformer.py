@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from sdflow.families.shared.transformer import Transformer
 from sdflow.families.z_image.original_names import z_image_names
-from sdflow.families.z_image.parameters import z_image_parameters
 from sdflow.families.z_image.traced import MULTIPLE, PATCH, rewrite
-from sdflow.models.base import Config, Model, Original, Port, Ports, Role, Shapes, Sizes, timestep_port
+from sdflow.models.base import Config, Original, Port, Ports, Role, Shapes, Sizes, timestep_port
+from sdflow.models.parameters import MOST_BLOCKS, Found, linear_layer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,18 +29,11 @@ _BLOCK = re.compile(r"^(layers|noise_refiner|context_refiner)_(\d+)_(?:attention
 _OUTER = re.compile(r"^(?:all_x_embedder|all_final_layer|cap_embedder)_")
 
 
-class ZImageTransformer(Model):
+class ZImageTransformer(Transformer):
     """The velocity, from image to noise, of latents."""
 
     class_name: ClassVar[str] = "ZImageTransformer2DModel"
-    weights_stem: ClassVar[str] = "diffusion_pytorch_model"
     library_module: ClassVar[str | None] = "diffusers.models.transformers.transformer_z_image"
-
-    def empty(self, config: Config) -> torch.nn.Module:
-        from diffusers import ZImageTransformer2DModel
-
-        module: torch.nn.Module = ZImageTransformer2DModel.from_config(dict(config))
-        return module
 
     def parameters(self, config: Config) -> Shapes | None:
         return z_image_parameters(config)
@@ -85,12 +78,10 @@ class ZImageTransformer(Model):
         """Texts of different lengths, each at least one token long."""
         import numpy as np
 
-        if port.role is Role.TIMESTEP:
-            return random.uniform(0, 1000, shape).astype(port.dtype)
         if port.name == "encoder_attention_mask":
             lengths = random.integers(1, shape[1] + 1, shape[:1])
             return (np.arange(shape[1]) < lengths[:, None]).astype(port.dtype)
-        return random.standard_normal(shape, np.float32)
+        return super().values(port, shape, config, random)
 
     def traced(self, module: Any) -> None:
         rewrite(module)
@@ -124,21 +115,6 @@ class ZImageTransformer(Model):
         """A norm that original checkpoints carry and no code reads."""
         return name == "norm_final.weight"
 
-    def lora_spellings(self, modules: Iterable[str]) -> Mapping[str, tuple[str | Original, ...]]:
-        """In the original layout q, k and v are one module, of which each is a third of the rows."""
-        modules = list(modules)
-        original = z_image_names(f"{module}.weight" for module in modules)
-        found: dict[str, tuple[str | Original, ...]] = {}
-        for module in modules:
-            names: list[str | Original] = [module]
-            if module.endswith(".to_out.0"):
-                names.append(module.removesuffix(".0"))
-            there = original[f"{module}.weight"]
-            if (name := there.name.removesuffix(".weight")) != module:
-                names.append(replace(there, name=name))
-            found[module] = tuple(names)
-        return found
-
     def has_lora_module(self, module: str) -> bool:
         return _BLOCK.match(module) is not None or _OUTER.match(module) is not None
 
@@ -163,3 +139,39 @@ def padded_texts(texts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     states = [torch.nn.functional.pad(text, (0, 0, 0, length - len(text))) for text in texts]
     masks = [torch.arange(length, device=text.device) < len(text) for text in texts]
     return {"encoder_hidden_states": torch.stack(states), "encoder_attention_mask": torch.stack(masks).int()}
+
+
+TIME = 256
+"""Most features of the embedded timestep (`ADALN_EMBED_DIM` in diffusers)."""
+_SINES, _INNER_TIME = 256, 1024
+
+
+def z_image_parameters(config: Config) -> Found | None:
+    """None for an omni model, which reads further images."""
+    width, text, patch = config["dim"], config["cap_feat_dim"], config["all_patch_size"]
+    layers, refiners, time = config["n_layers"], config["n_refiner_layers"], min(config["dim"], TIME)
+    if list(patch) != [2] or config.get("siglip_feat_dim") is not None or layers + refiners > MOST_BLOCKS:
+        return None
+    packed = 4 * config["in_channels"]
+    found: Found = {"x_pad_token": (1, width), "cap_pad_token": (1, width), "cap_embedder.0.weight": (text,)}
+    found |= linear_layer("all_x_embedder.2-1", width, packed)
+    found |= linear_layer("all_final_layer.2-1.linear", packed, width)
+    found |= linear_layer("all_final_layer.2-1.adaLN_modulation.1", width, time)
+    found |= linear_layer("cap_embedder.1", width, text)
+    found |= linear_layer("t_embedder.mlp.0", _INNER_TIME, _SINES)
+    found |= linear_layer("t_embedder.mlp.2", time, _INNER_TIME)
+    head, inner = width // config["n_heads"], int(width / 3 * 8)
+    for kind, count in (("noise_refiner", refiners), ("context_refiner", refiners), ("layers", layers)):
+        for index in range(count):
+            block = f"{kind}.{index}"
+            for name in ("to_q", "to_k", "to_v", "to_out.0"):
+                found[f"{block}.attention.{name}.weight"] = (width, width)
+            for name in ("norm_q", "norm_k") if config["qk_norm"] else ():
+                found[f"{block}.attention.{name}.weight"] = (head,)
+            found |= {f"{block}.feed_forward.{name}.weight": (inner, width) for name in ("w1", "w3")}
+            found[f"{block}.feed_forward.w2.weight"] = (width, inner)
+            for name in ("attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2"):
+                found[f"{block}.{name}.weight"] = (width,)
+            if kind != "context_refiner":
+                found |= linear_layer(f"{block}.adaLN_modulation.0", 4 * width, time)
+    return found

@@ -10,8 +10,7 @@ from typing import Any
 from sdflow.digest import digest_file
 from sdflow.errors import UsageError
 from sdflow.prompts.reading import Reading
-from sdflow.sources.embedding import Embedding, read_embedding, require_different, split_word
-from sdflow.sources.embedding_folder import embeddings_in
+from sdflow.sources.embedding import Embedding, embeddings_in, read_embedding, require_different, split_word
 
 
 def read_words(

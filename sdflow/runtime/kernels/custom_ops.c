@@ -31,16 +31,30 @@ Status *elements_of(Api api, const void *value, int64_t *elements) {
     return 0;
 }
 
-Status *optional_input(Api api, const void *context, size_t index, const void **value) {
-    size_t count = 0;
-    *value = 0;
-    TRY(INPUT_COUNT(api)(context, &count));
-    return index < count ? INPUT(api)(context, index, value) : 0;
-}
-
 Status *data(Api api, const void *value, void **pointer) {
     *pointer = 0;
     return value ? TENSOR_DATA(api)(value, pointer) : 0;
+}
+
+Status *input(Api api, const void *context, size_t index, const void **value, void **pointer) {
+    size_t count = 0;
+    *value = 0;
+    TRY(INPUT_COUNT(api)(context, &count));
+    if (index < count) TRY(INPUT(api)(context, index, value));
+    return data(api, *value, pointer);
+}
+
+Status *output(Api api, void *context, size_t index, const int64_t *dims, size_t rank, void **pointer) {
+    void *value;
+    TRY(OUTPUT(api)(context, index, dims, rank, &value));
+    return data(api, value, pointer);
+}
+
+Status *keep(Api api, const char *name, const void *kernel, size_t size, void **result) {
+    void *kept = malloc(size);
+    if (!kept) return failure(api, name, "out of memory");
+    *result = memcpy(kept, kernel, size);
+    return 0;
 }
 
 /* The parts' machine code, from whoever opened this library, and which of it is loaded: into the context that is current when

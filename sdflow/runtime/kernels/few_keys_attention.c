@@ -6,8 +6,6 @@
  *     query, key and value (B, S, N, 3, H)
  * attributes: num_heads, scale. output: (B, S, N H), softmax(scale query key^T) value for each head.
  */
-#include <stdlib.h>
-
 #include "ort.h"
 
 #define HALF 2                /* bytes */
@@ -51,15 +49,11 @@ static Status *create(const void *op, Api api, const void *info, void **result) 
     (void)op;
     const char *why = load_kernels(PART_few_keys_attention);
     if (why) return failure(api, "FewKeysAttention cannot run", why);
-    Kernel *kernel = calloc(1, sizeof *kernel);
-    if (!kernel) return failure(api, "FewKeysAttention: out of memory", 0);
-    kernel->api = api;
-    Status *failed = INT_ATTRIBUTE(api)(info, "num_heads", &kernel->heads);
-    if (!failed) failed = FLOAT_ATTRIBUTE(api)(info, "scale", &kernel->scale);
-    if (!failed && (kernel->heads < 1 || kernel->heads > MOST_BLOCKS)) failed = failure(api, "FewKeysAttention: num_heads", 0);
-    if (failed) free(kernel);
-    else *result = kernel;
-    return failed;
+    Kernel kernel = {.api = api};
+    TRY(INT_ATTRIBUTE(api)(info, "num_heads", &kernel.heads));
+    TRY(FLOAT_ATTRIBUTE(api)(info, "scale", &kernel.scale));
+    if (kernel.heads < 1 || kernel.heads > MOST_BLOCKS) return failure(api, "FewKeysAttention: num_heads", 0);
+    return keep(api, "FewKeysAttention", &kernel, sizeof kernel, result);
 }
 
 /* The first kernel that can do it, FEW_KEYS_COUNT when none can. */
@@ -100,12 +94,11 @@ static Status *compute(void *op_kernel, void *context) {
     Api api = kernel->api;
     const int64_t heads = kernel->heads;
     const void *inputs[INPUTS];
-    void *pointers[INPUTS + 1], *stream, *value;
+    void *pointers[INPUTS + 1], *stream;
     int64_t dims[INPUTS][MOST_AXES];
     size_t rank[INPUTS] = {0};
     for (size_t i = 0; i < INPUTS; ++i) {
-        TRY(optional_input(api, context, i, &inputs[i]));
-        TRY(data(api, inputs[i], &pointers[i]));
+        TRY(input(api, context, i, &inputs[i], &pointers[i]));
         if (inputs[i]) TRY(shape_of(api, inputs[i], dims[i], &rank[i]));
     }
     const int key = inputs[KEY] ? KEY : QUERY, parts = inputs[KEY] ? 1 : 3, key_parts = inputs[VALUE] ? 1 : inputs[KEY] ? 2 : 3;
@@ -124,8 +117,7 @@ static Status *compute(void *op_kernel, void *context) {
         pointers[VALUE] = (char *)pointers[KEY] + size * HALF;
     }
     const int64_t result[3] = {images, queries, heads * size};
-    TRY(OUTPUT(api)(context, 0, result, 3, &value));
-    TRY(data(api, value, &pointers[INPUTS]));
+    TRY(output(api, context, 0, result, 3, &pointers[INPUTS]));
     TRY(GPU_STREAM(api)(context, &stream));
     if (!images || !queries) return 0;
     const int head = (int)size / VECTOR;
@@ -135,13 +127,7 @@ static Status *compute(void *op_kernel, void *context) {
 }
 
 static const char *name(const Op *op) { return (void)op, "FewKeysAttention"; }
-static int type(const Op *op, size_t i) { return (void)op, (void)i, FLOAT16; }
 static size_t input_count(const Op *op) { return (void)op, INPUTS; }
-static size_t output_count(const Op *op) { return (void)op, 1; }
 static int input_characteristic(const Op *op, size_t i) { return (void)op, i == QUERY ? REQUIRED : OPTIONAL; }
-static int output_characteristic(const Op *op, size_t i) { return (void)op, (void)i, REQUIRED; }
 
-const Op few_keys_attention = {
-    ORT_VERSION, 0, name, on_cuda, type, input_count, type, output_count, 0, free,
-    input_characteristic, output_characteristic, on_device, none, none, none, none, create, compute,
-};
+const Op few_keys_attention = OP(name, float16, input_count, input_characteristic, float16, one_tensor, required);

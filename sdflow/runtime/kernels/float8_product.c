@@ -10,8 +10,6 @@
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdio.h>
-#include <stdlib.h>
-
 #include "ort.h"
 
 enum { CUDA_R_32F = 0, CUDA_R_16F = 2, CUDA_R_16BF = 14, CUDA_R_8F_E4M3 = 28, COMPUTE_32F = 68 };
@@ -164,10 +162,9 @@ static Status *multiply(Kernel *kernel, void *context, Float8Operands *of, Float
     Plan *plan = &kernel->plan;
     const float one = 1, nothing = 0;
     const int64_t rows = sizes->rows, n = sizes->n, k = sizes->k;
-    void *value, *workspace, *stream;
+    void *workspace, *stream;
     sizes->dims[sizes->rank - 1] = n;
-    TRY(OUTPUT(api)(context, 0, sizes->dims, sizes->rank, &value));
-    TRY(data(api, value, &of->to));
+    TRY(output(api, context, 0, sizes->dims, sizes->rank, &of->to));
     TRY(GPU_STREAM(api)(context, &stream));
     const int tiles = float8_tiles_suit(rows, n, k);
     if (rows && !tiles && (plan->rows != rows || plan->n != n || plan->k != k)) {
@@ -176,8 +173,7 @@ static Status *multiply(Kernel *kernel, void *context, Float8Operands *of, Float
         if (why) return failure(api, "Float8Product", why);
     }
     const int64_t size = rows && !tiles ? (int64_t)plan->choice.workspace : 0;
-    TRY(OUTPUT(api)(context, 1, &size, 1, &value));
-    TRY(data(api, value, &workspace));
+    TRY(output(api, context, 1, &size, 1, &workspace));
     if (!rows) return 0;
     if (tiles) {
         const char *why = multiply_float8_tiles(of, rows, n, k, stream);
@@ -210,11 +206,10 @@ static int input_type(const Op *op, size_t i) { return (void)op, i % 2 ? FLOAT :
 static int output_type(const Op *op, size_t i) { return i ? UINT8 : op == &float8_product ? FLOAT16 : BFLOAT16; }
 static size_t input_count(const Op *op) { return (void)op, 4; }
 static size_t output_count(const Op *op) { return (void)op, 2; }
-static int required(const Op *op, size_t i) { return (void)op, (void)i, REQUIRED; }
 
-#define OP                                                                                                          \
+#define PRODUCT                                                                                                     \
     {                                                                                                               \
         ORT_VERSION, 0, name, on_cuda, input_type, input_count, output_type, output_count, 0, destroy,               \
             required, required, on_device, none, none, none, none, create, compute,                                  \
     }
-const Op float8_product = OP, float8_product_bfloat16 = OP;
+const Op float8_product = PRODUCT, float8_product_bfloat16 = PRODUCT;

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sdflow.distance import relative_l2
-from sdflow.onnx_model.float8 import DOMAIN
 from sdflow.runtime.kernels.definitions import gelu_expected, gelu_feeds
 from sdflow.runtime.kernels.hopper import on_hopper
-from sdflow.runtime.kernels.one_node import FLOAT, one_node_session, widened
+from sdflow.runtime.kernels.one_node import result_of, run_node
 from sdflow.runtime.kernels.transformer_definitions import BFLOAT16, SCALES
 from sdflow.tolerances import FLOAT8_PRODUCT_LIMIT, FLOAT8_ROWS_LIMIT, KERNEL_LIMIT_BFLOAT16
 
@@ -81,17 +80,16 @@ def float8_differences(library: Path) -> dict[str, tuple[float, float]]:
 
 def rows_difference(library: Path, case: RowsCase) -> float:
     """Relative L2 distance of the rows times their scales, and of the sum, to numpy's; the larger of the two."""
-    from onnx import TensorProto, helper
+    from onnx import TensorProto
 
     feeds = rows_feeds(case)
-    outputs = {"rows": (TensorProto.UINT8, case.shape), "scales": (TensorProto.FLOAT, None)}
-    outputs |= {"sum": (TensorProto.FLOAT16, case.shape)} if case.kept else {}
-    node = helper.make_node(case.operator, list(feeds), list(outputs), domain=DOMAIN, **case.attributes)
-    results = [helper.make_tensor_value_info(name, *given) for name, given in outputs.items()]
-    found = one_node_session(library, node, feeds, results).run(list(outputs), widened(feeds))
+    results = {"rows": (TensorProto.UINT8, case.shape), "scales": (TensorProto.FLOAT, None)}
+    results |= {"sum": (TensorProto.FLOAT16, case.shape)} if case.kept else {}
+    found = run_node(library, case.operator, feeds, results, attributes=case.attributes)
     wanted = rows_expected(feeds, case)
-    apart = relative_l2(dequantized(found[0], found[1]), dequantized(*quantized(wanted["rows"], case.bfloat16)))
-    return max(apart, relative_l2(found[2], wanted["sum"])) if case.kept else apart
+    again = dequantized(*quantized(wanted["rows"], case.bfloat16))
+    apart = relative_l2(dequantized(found["rows"], found["scales"]), again)
+    return max(apart, relative_l2(found["sum"], wanted["sum"])) if case.kept else apart
 
 
 def results_apart(
@@ -174,26 +172,19 @@ def dequantized(bits: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 def product_difference(library: Path, shape: tuple[int, int, int, int], *, bfloat16: bool = False) -> float:
     """Relative L2 distance of Float8Product to numpy's product of the same numbers."""
-    from onnx import TensorProto, helper
+    from onnx import TensorProto
 
     feeds = product_feeds(shape)
-    operator = f"Float8Product{BFLOAT16 * bfloat16}"
-    element = TensorProto.BFLOAT16 if bfloat16 else TensorProto.FLOAT16
-    node = helper.make_node(operator, list(feeds), ["y", "workspace"], domain=DOMAIN)
-    result = helper.make_tensor_value_info("y", element, (*shape[:2], shape[3]))
-    (found,) = one_node_session(library, node, feeds, [result]).run([f"y{FLOAT}" if bfloat16 else "y"], feeds)
-    return relative_l2(found, product_expected(feeds))
+    expected, operator = product_expected(feeds), f"Float8Product{BFLOAT16 * bfloat16}"
+    element, outputs = TensorProto.BFLOAT16 if bfloat16 else TensorProto.FLOAT16, ("y", "workspace")
+    return relative_l2(result_of(library, operator, feeds, expected.shape, element, outputs=outputs), expected)
 
 
 def gated_difference(library: Path, shape: tuple[int, int, int, int]) -> float:
     """Relative L2 distance of Float8GatedProduct to numpy's product and gates of the same numbers."""
-    from onnx import TensorProto, helper
-
     feeds = gated_feeds(shape)
-    node = helper.make_node("Float8GatedProduct", list(feeds), ["y"], domain=DOMAIN)
-    result = helper.make_tensor_value_info("y", TensorProto.FLOAT16, (*shape[:2], shape[3] // 2))
-    (found,) = one_node_session(library, node, feeds, [result]).run(["y"], feeds)
-    return relative_l2(found, gated_expected(feeds))
+    expected = gated_expected(feeds)
+    return relative_l2(result_of(library, "Float8GatedProduct", feeds, expected.shape), expected)
 
 
 def gated_feeds(shape: tuple[int, int, int, int]) -> dict[str, np.ndarray]:

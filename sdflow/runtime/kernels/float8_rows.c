@@ -9,8 +9,6 @@
  * All other inputs are float16. outputs: the rows (..., C), uint8; their scales, float32, one for each row; of Float8LayerNorm, if it
  * is wanted, x + skip + bias. What the operator stands for is about the rows times their scales.
  */
-#include <stdlib.h>
-
 #include "ort.h"
 
 #define MOST_INPUTS 5
@@ -41,15 +39,11 @@ static Status *create(const void *given, Api api, const void *info, void **resul
     const char *why = load_kernels(PART_float8);
     if (!why && !gpu.float8_rows[0]) why = TOO_OLD_FOR_FLOAT8;
     if (why) return failure(api, name(op), why);
-    Kernel *kernel = calloc(1, sizeof *kernel);
-    if (!kernel) return failure(api, name(op), "out of memory");
-    *kernel = (Kernel){api, op, 0, 0, 0};
-    Status *failed = op == &float8_layer_norm ? FLOAT_ATTRIBUTE(api)(info, "epsilon", &kernel->epsilon) : 0;
-    if (!failed && is_plain(op)) failed = INT_ATTRIBUTE(api)(info, "tokens", &kernel->tokens);
-    if (!failed && is_plain(op)) failed = INT_ATTRIBUTE(api)(info, "first", &kernel->first);
-    if (failed) free(kernel);
-    else *result = kernel;
-    return failed;
+    Kernel kernel = {.api = api, .op = op};
+    if (op == &float8_layer_norm) TRY(FLOAT_ATTRIBUTE(api)(info, "epsilon", &kernel.epsilon));
+    if (is_plain(op)) TRY(INT_ATTRIBUTE(api)(info, "tokens", &kernel.tokens));
+    if (is_plain(op)) TRY(INT_ATTRIBUTE(api)(info, "first", &kernel.first));
+    return keep(api, name(op), &kernel, sizeof kernel, result);
 }
 
 static Status *compute(void *op_kernel, void *context) {
@@ -57,12 +51,11 @@ static Status *compute(void *op_kernel, void *context) {
     Api api = kernel->api;
     const Op *op = kernel->op;
     const void *inputs[MOST_INPUTS];
-    void *at[MOST_INPUTS], *to, *scales, *sum = 0, *value, *stream;
+    void *at[MOST_INPUTS], *to, *scales, *sum = 0, *stream;
     int64_t dims[MOST_AXES], elements, count = 1;
     size_t rank = 0, outputs = 0;
     for (size_t i = 0; i < input_count(op); ++i) {
-        TRY(INPUT(api)(context, i, &inputs[i]));
-        TRY(data(api, inputs[i], &at[i]));
+        TRY(input(api, context, i, &inputs[i], &at[i]));
     }
     TRY(shape_of(api, inputs[0], dims, &rank));
     const int unit = op == &float8_split_gelu ? 2 : 1;
@@ -80,15 +73,10 @@ static Status *compute(void *op_kernel, void *context) {
         if (elements != (whole ? count : 1) * dims[rank - 1]) return failure(api, name(op), "inputs of other sizes than x");
     }
     dims[rank - 1] /= unit;
-    TRY(OUTPUT(api)(context, 0, dims, rank, &value));
-    TRY(data(api, value, &to));
-    TRY(OUTPUT(api)(context, 1, &count, 1, &value));
-    TRY(data(api, value, &scales));
+    TRY(output(api, context, 0, dims, rank, &to));
+    TRY(output(api, context, 1, &count, 1, &scales));
     TRY(OUTPUT_COUNT(api)(context, &outputs));
-    if (outputs > 2) {
-        TRY(OUTPUT(api)(context, 2, dims, rank, &value));
-        TRY(data(api, value, &sum));
-    }
+    if (outputs > 2) TRY(output(api, context, 2, dims, rank, &sum));
     TRY(GPU_STREAM(api)(context, &stream));
     Rows all = {(int)count, (int)dims[rank - 1] / VECTOR, 1, (int)(tokens ? tokens : count), (int)whole, (int)first};
     if (!all.rows || !all.lanes) return 0;
@@ -105,12 +93,7 @@ static Status *compute(void *op_kernel, void *context) {
 
 static int input_type(const Op *op, size_t i) { return (void)i, op == &float8_rows_bfloat16 ? BFLOAT16 : FLOAT16; }
 static int output_type(const Op *op, size_t i) { return (void)op, i == 0 ? UINT8 : i == 1 ? FLOAT : FLOAT16; }
-static int required(const Op *op, size_t i) { return (void)op, (void)i, REQUIRED; }
 static int output_characteristic(const Op *op, size_t i) { return (void)op, i < 2 ? REQUIRED : OPTIONAL; }
 
-#define OP                                                                                                          \
-    {                                                                                                               \
-        ORT_VERSION, 0, name, on_cuda, input_type, input_count, output_type, output_count, 0, free,                  \
-            required, output_characteristic, on_device, none, none, none, none, create, compute,                     \
-    }
-const Op float8_rows = OP, float8_rows_bfloat16 = OP, float8_split_gelu = OP, float8_layer_norm = OP;
+#define ROWS OP(name, input_type, input_count, required, output_type, output_count, output_characteristic)
+const Op float8_rows = ROWS, float8_rows_bfloat16 = ROWS, float8_split_gelu = ROWS, float8_layer_norm = ROWS;

@@ -3,8 +3,6 @@
  * sdflow.Float8GatedProduct: Float8Product and BiasSplitGelu of its result. inputs: as of Float8Product, of N columns; bias (N)
  * float16. output: (..., N / 2) float16.
  */
-#include <stdlib.h>
-
 #include "ort.h"
 
 #define LARGEST (1 << 24)
@@ -60,8 +58,7 @@ Status *read_float8_operands(Api api, const void *context, const char *name, int
     int64_t weight_dims[MOST_AXES], row_scales, scales, biases = 0;
     size_t weight_rank = 0;
     for (size_t i = 0; i < (gates ? INPUTS : BIAS); ++i) {
-        TRY(INPUT(api)(context, i, &inputs[i]));
-        TRY(data(api, inputs[i], &at[i]));
+        TRY(input(api, context, i, &inputs[i], &at[i]));
     }
     TRY(shape_of(api, inputs[ROWS], sizes->dims, &sizes->rank));
     TRY(shape_of(api, inputs[WEIGHT], weight_dims, &weight_rank));
@@ -84,25 +81,20 @@ static Status *create(const void *op, Api api, const void *info, void **result) 
     const char *why = load_kernels(PART_float8);
     if (!why && !gpu.float8_product[4]) why = "it is for GPUs of compute capability 9.0";
     if (why) return failure(api, "Float8GatedProduct cannot run", why);
-    Api *kernel = malloc(sizeof *kernel);
-    if (!kernel) return failure(api, "Float8GatedProduct: out of memory", 0);
-    *kernel = api;
-    *result = kernel;
-    return 0;
+    return keep(api, "Float8GatedProduct", &api, sizeof api, result);
 }
 
 static Status *compute(void *op_kernel, void *context) {
     Api api = *(Api *)op_kernel;
     Float8Operands of;
     Float8Sizes sizes;
-    void *value, *stream;
+    void *stream;
     TRY(read_float8_operands(api, context, "Float8GatedProduct", 1, &of, &sizes));
     if (sizes.rows > LARGEST || sizes.n > LARGEST || sizes.k > LARGEST)
         return failure(api, "Float8GatedProduct: not for matrices of these sizes", 0);
     const int64_t columns = sizes.n / 2;
     sizes.dims[sizes.rank - 1] = columns;
-    TRY(OUTPUT(api)(context, 0, sizes.dims, sizes.rank, &value));
-    TRY(data(api, value, &of.to));
+    TRY(output(api, context, 0, sizes.dims, sizes.rank, &of.to));
     TRY(GPU_STREAM(api)(context, &stream));
     if (!sizes.rows) return 0;
     const char *why = multiply(&of, sizes.rows, columns, columns, sizes.k, stream);
@@ -111,12 +103,6 @@ static Status *compute(void *op_kernel, void *context) {
 
 static const char *name(const Op *op) { return (void)op, "Float8GatedProduct"; }
 static int input_type(const Op *op, size_t i) { return (void)op, i == BIAS ? FLOAT16 : i == ROWS || i == WEIGHT ? UINT8 : FLOAT; }
-static int output_type(const Op *op, size_t i) { return (void)op, (void)i, FLOAT16; }
 static size_t input_count(const Op *op) { return (void)op, INPUTS; }
-static size_t output_count(const Op *op) { return (void)op, 1; }
-static int required(const Op *op, size_t i) { return (void)op, (void)i, REQUIRED; }
 
-const Op float8_gated_product = {
-    ORT_VERSION, 0, name, on_cuda, input_type, input_count, output_type, output_count, 0, free,
-    required, required, on_device, none, none, none, none, create, compute,
-};
+const Op float8_gated_product = OP(name, input_type, input_count, required, float16, one_tensor, required);

@@ -8,8 +8,6 @@
  * `before` and y side by side. Of a's rows C channels are read from the attribute a on, of b's from the attribute b on; C is the
  * attribute channels.
  */
-#include <stdlib.h>
-
 #include "ort.h"
 
 enum { A, B, A_BIAS, B_BIAS, BEFORE, INPUTS };
@@ -43,15 +41,11 @@ static Status *create(const void *given, Api api, const void *info, void **resul
     const char *why = load_kernels(PART_gated_activation);
     if (!why && is_float8(op) && !gpu.float8_activation[0]) why = TOO_OLD_FOR_FLOAT8;
     if (why) return failure(api, name(op), why);
-    Kernel *kernel = calloc(1, sizeof *kernel);
-    if (!kernel) return failure(api, name(op), "out of memory");
-    kernel->api = api, kernel->op = op;
-    Status *failed = INT_ATTRIBUTE(api)(info, "channels", &kernel->channels);
-    if (!failed) failed = INT_ATTRIBUTE(api)(info, "a", &kernel->a);
-    if (!failed) failed = INT_ATTRIBUTE(api)(info, "b", &kernel->b);
-    if (failed) free(kernel);
-    else *result = kernel;
-    return failed;
+    Kernel kernel = {.api = api, .op = op};
+    TRY(INT_ATTRIBUTE(api)(info, "channels", &kernel.channels));
+    TRY(INT_ATTRIBUTE(api)(info, "a", &kernel.a));
+    TRY(INT_ATTRIBUTE(api)(info, "b", &kernel.b));
+    return keep(api, name(op), &kernel, sizeof kernel, result);
 }
 
 /* The first vector that is read of an input of `rows` rows, and how far rows lie apart. channels: that are read of each. */
@@ -78,12 +72,11 @@ static Status *compute(void *op_kernel, void *context) {
     const int gated = place_of(op) / 2;
     const int64_t channels = kernel->channels;
     const void *inputs[INPUTS];
-    void *at[INPUTS], *value, *stream;
+    void *at[INPUTS], *stream;
     int64_t dims[MOST_AXES], elements, rows = 1;
     size_t rank = 0;
     for (size_t i = 0; i < INPUTS; ++i) {
-        TRY(optional_input(api, context, i, &inputs[i]));
-        TRY(data(api, inputs[i], &at[i]));
+        TRY(input(api, context, i, &inputs[i], &at[i]));
         if (i != A_BIAS && i != B_BIAS) continue;
         if (inputs[i]) TRY(elements_of(api, inputs[i], &elements));
         if (inputs[i] && elements != channels) return failure(api, name(op), "a bias of another size");
@@ -99,12 +92,10 @@ static Status *compute(void *op_kernel, void *context) {
     const int64_t width = (int64_t)of.before_lanes + of.lanes;
     if (rows > INT32_MAX || width * VECTOR > INT32_MAX) return failure(api, name(op), "a is too large");
     dims[rank - 1] = width * VECTOR;
-    TRY(OUTPUT(api)(context, 0, dims, rank, &value));
-    TRY(data(api, value, (void **)&of.y));
+    TRY(output(api, context, 0, dims, rank, (void **)&of.y));
     if (is_float8(op)) {
         if (width > (int64_t)ACTIVATION_ROW_THREADS * ACTIVATION_HELD) return failure(api, name(op), "rows are too wide");
-        TRY(OUTPUT(api)(context, 1, &rows, 1, &value));
-        TRY(data(api, value, &of.scales));
+        TRY(output(api, context, 1, &rows, 1, &of.scales));
     }
     TRY(GPU_STREAM(api)(context, &stream));
     if (!rows) return 0;
@@ -130,11 +121,7 @@ static size_t input_count(const Op *op) { return (void)op, INPUTS; }
 static int output_type(const Op *op, size_t i) { return !is_float8(op) ? type(op, i) : i ? FLOAT : UINT8; }
 static size_t output_count(const Op *op) { return is_float8(op) ? 2 : 1; }
 static int input_characteristic(const Op *op, size_t i) { return (void)op, i == A ? REQUIRED : OPTIONAL; }
-static int output_characteristic(const Op *op, size_t i) { return (void)op, (void)i, REQUIRED; }
 
-#define OP                                                                                                          \
-    {                                                                                                               \
-        ORT_VERSION, 0, name, on_cuda, type, input_count, output_type, output_count, 0, free,                               \
-            input_characteristic, output_characteristic, on_device, none, none, none, none, create, compute,         \
-    }
-const Op gated_activations[4] = {OP, OP, OP, OP}, float8_activations[4] = {OP, OP, OP, OP};
+#define ACTIVATION OP(name, type, input_count, input_characteristic, output_type, output_count, required)
+const Op gated_activations[4] = {ACTIVATION, ACTIVATION, ACTIVATION, ACTIVATION};
+const Op float8_activations[4] = {ACTIVATION, ACTIVATION, ACTIVATION, ACTIVATION};

@@ -3,8 +3,6 @@
  * inputs: x (..., K) float16, weight (K, 2 N) float16, bias (2 N) float16. output: (..., N). K is a multiple of 8, N of 64. On
  * compute capability 9.0 alone.
  */
-#include <stdlib.h>
-
 #include "ort.h"
 
 enum { ROWS = 128, DEPTH = 64, WIDE = 128, NARROW = 64 }; /* as in geglu.cu */
@@ -22,12 +20,7 @@ static Status *create(const void *op, Api api, const void *info, void **result) 
     (void)op, (void)info;
     const char *why = load_kernels(PART_geglu);
     if (!why && (!gpu.geglu[0] || !gpu.geglu[1])) why = "it is for GPUs of compute capability 9.0";
-    if (why) return failure(api, "Geglu cannot run", why);
-    Api *kernel = malloc(sizeof *kernel);
-    if (!kernel) return failure(api, "Geglu: out of memory", 0);
-    *kernel = api;
-    *result = kernel;
-    return 0;
+    return why ? failure(api, "Geglu cannot run", why) : keep(api, "Geglu", &api, sizeof api, result);
 }
 
 static int describe(MatrixMap *map, void *at, int64_t rows, int64_t columns, unsigned box_rows) {
@@ -37,15 +30,12 @@ static int describe(MatrixMap *map, void *at, int64_t rows, int64_t columns, uns
 static Status *compute(void *op_kernel, void *context) {
     Api api = *(Api *)op_kernel;
     const void *x, *weight, *bias;
-    void *from, *by, *with, *value, *y, *stream;
+    void *from, *by, *with, *y, *stream;
     int64_t dims[MOST_AXES], weight_dims[MOST_AXES], elements, rows = 1;
     size_t rank = 0, weight_rank = 0;
-    TRY(INPUT(api)(context, 0, &x));
-    TRY(INPUT(api)(context, 1, &weight));
-    TRY(INPUT(api)(context, 2, &bias));
-    TRY(data(api, x, &from));
-    TRY(data(api, weight, &by));
-    TRY(data(api, bias, &with));
+    TRY(input(api, context, 0, &x, &from));
+    TRY(input(api, context, 1, &weight, &by));
+    TRY(input(api, context, 2, &bias, &with));
     TRY(shape_of(api, x, dims, &rank));
     TRY(shape_of(api, weight, weight_dims, &weight_rank));
     TRY(elements_of(api, bias, &elements));
@@ -57,8 +47,7 @@ static Status *compute(void *op_kernel, void *context) {
         return failure(api, "Geglu: not for this number of channels", 0);
     if (rows > 1 << 24 || width > 1 << 24 || depth > 1 << 24) return failure(api, "Geglu: x or weight is too large", 0);
     dims[rank - 1] = width;
-    TRY(OUTPUT(api)(context, 0, dims, rank, &value));
-    TRY(data(api, value, &y));
+    TRY(output(api, context, 0, dims, rank, &y));
     TRY(GPU_STREAM(api)(context, &stream));
     if (!rows) return 0;
     MatrixMap x_map, weight_map, y_map;
@@ -77,12 +66,6 @@ static Status *compute(void *op_kernel, void *context) {
 }
 
 static const char *name(const Op *op) { return (void)op, "Geglu"; }
-static int type(const Op *op, size_t i) { return (void)op, (void)i, FLOAT16; }
 static size_t input_count(const Op *op) { return (void)op, 3; }
-static size_t output_count(const Op *op) { return (void)op, 1; }
-static int required(const Op *op, size_t i) { return (void)op, (void)i, REQUIRED; }
 
-const Op geglu = {
-    ORT_VERSION, 0, name, on_cuda, type, input_count, type, output_count, 0, free,
-    required, required, on_device, none, none, none, none, create, compute,
-};
+const Op geglu = OP(name, float16, input_count, required, float16, one_tensor, required);

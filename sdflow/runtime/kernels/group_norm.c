@@ -4,8 +4,6 @@
  * (C), of x's type. outputs: y as x; scratch for the sums; optional x + skip + bias. attributes: groups, epsilon, activation
  * (1: SiLU).
  */
-#include <stdlib.h>
-
 #include "ort.h"
 
 #define MAX_GROUPS 32
@@ -33,23 +31,13 @@ typedef struct {
 static Status *create(const void *op, Api api, const void *info, void **result) {
     const char *why = load_kernels(PART_group_norm);
     if (why) return failure(api, "GroupNorm: cannot run", why);
-    Kernel *kernel = calloc(1, sizeof *kernel);
-    if (!kernel) return failure(api, "GroupNorm: out of memory", 0);
-    kernel->api = api;
-    kernel->single = op == &group_norm_single;
-    Status *failed = FLOAT_ATTRIBUTE(api)(info, "epsilon", &kernel->epsilon);
-    if (!failed) failed = INT_ATTRIBUTE(api)(info, "groups", &kernel->groups);
-    if (!failed) failed = INT_ATTRIBUTE(api)(info, "activation", &kernel->activation);
-    if (!failed && (kernel->groups < 1 || kernel->groups > MAX_GROUPS)) failed = failure(api, "GroupNorm: 1 to 32 groups, please", 0);
-    if (failed) {
-        free(kernel);
-        return failed;
-    }
-    *result = kernel;
-    return 0;
+    Kernel kernel = {.api = api, .single = op == &group_norm_single};
+    TRY(FLOAT_ATTRIBUTE(api)(info, "epsilon", &kernel.epsilon));
+    TRY(INT_ATTRIBUTE(api)(info, "groups", &kernel.groups));
+    TRY(INT_ATTRIBUTE(api)(info, "activation", &kernel.activation));
+    if (kernel.groups < 1 || kernel.groups > MAX_GROUPS) return failure(api, "GroupNorm: 1 to 32 groups, please", 0);
+    return keep(api, "GroupNorm", &kernel, sizeof kernel, result);
 }
-
-static void destroy(void *kernel) { free(kernel); }
 
 enum { X, GAMMA, BETA, SKIP, BIAS, INPUTS };
 
@@ -112,9 +100,8 @@ static Status *sum_and_apply(const Work *work) {
     int parts = ceil_div(work->rows, layout.rows_per_block), silu = work->kernel->activation == 1;
     float epsilon = work->kernel->epsilon;
     const int64_t scratch_dims[4] = {work->images, parts, groups, 2};
-    void *value, *scratch;
-    TRY(OUTPUT(api)(work->context, 1, scratch_dims, 4, &value));
-    TRY(data(api, value, &scratch));
+    void *scratch;
+    TRY(output(api, work->context, 1, scratch_dims, 4, &scratch));
 
     void *sums_arguments[] = {&from.at[X], &from.at[SKIP], &from.at[BIAS], &from.sum, &scratch, &layout};
     Launch config = {{parts, work->images, 1}, {threads, 1, 1}, 0, work->stream, 0, 0};
@@ -143,8 +130,7 @@ static Status *compute(void *op_kernel, void *context) {
     int64_t dims[MOST_AXES], skip_dims[MOST_AXES];
     size_t rank = 0, skip_rank = 0, outputs = 0;
     for (size_t i = 0; i < INPUTS; ++i) {
-        TRY(optional_input(api, context, i, &inputs[i]));
-        TRY(data(api, inputs[i], &work.at[i]));
+        TRY(input(api, context, i, &inputs[i], &work.at[i]));
     }
     TRY(shape_of(api, inputs[X], dims, &rank));
     if (rank != 4) return failure(api, "GroupNorm: x must have four axes", 0);
@@ -163,13 +149,9 @@ static Status *compute(void *op_kernel, void *context) {
         else if (elements == (int64_t)work.images * work.channels) work.skip_rows = 1;
         else return failure(api, "GroupNorm: skip has another shape than x", 0);
     }
-    TRY(OUTPUT(api)(context, 0, dims, 4, &value));
-    TRY(data(api, value, &work.y));
+    TRY(output(api, context, 0, dims, 4, &work.y));
     TRY(OUTPUT_COUNT(api)(context, &outputs));
-    if (outputs > 2) {
-        TRY(OUTPUT(api)(context, 2, dims, 4, &value));
-        TRY(data(api, value, &work.sum));
-    }
+    if (outputs > 2) TRY(output(api, context, 2, dims, 4, &work.sum));
     TRY(GPU_STREAM(api)(context, &work.stream));
     const int64_t nothing = 0;
     if (work.images == 0 || work.rows == 0) return OUTPUT(api)(context, 1, &nothing, 1, &value);
@@ -189,9 +171,5 @@ static size_t output_count(const Op *op) { return (void)op, 3; }
 static int input_characteristic(const Op *op, size_t i) { return (void)op, i < 3 ? REQUIRED : OPTIONAL; }
 static int output_characteristic(const Op *op, size_t i) { return (void)op, i < 2 ? REQUIRED : OPTIONAL; }
 
-#define OP                                                                                                          \
-    {                                                                                                               \
-        ORT_VERSION, 0, name, on_cuda, input_type, input_count, output_type, output_count, 0, destroy,               \
-            input_characteristic, output_characteristic, on_device, none, none, none, none, create, compute,         \
-    }
-const Op group_norm = OP, group_norm_single = OP;
+#define NORM OP(name, input_type, input_count, input_characteristic, output_type, output_count, output_characteristic)
+const Op group_norm = NORM, group_norm_single = NORM;

@@ -3,8 +3,6 @@
  * input: x (N, H + 1, W + 1, 4 C), float16 or float32. output: (N, 2 H, 2 W, C); its pixel (2 i + a, 2 j + b) is pixel
  * (i + a, j + b) of the channels' group 2 a + b.
  */
-#include <stdlib.h>
-
 #include "ort.h"
 
 #define MOST_ROWS 65535 /* and images: of a grid, but for its first axis */
@@ -14,33 +12,22 @@ typedef struct {
     int bytes; /* of a value */
 } Kernel;
 
-static Status *create(Api api, int bytes, void **result) {
+static Status *create(const void *op, Api api, const void *info, void **result) {
+    (void)info;
     const char *why = load_kernels(PART_interleave);
     if (why) return failure(api, "InterleavePhases cannot run", why);
-    Kernel *kernel = malloc(sizeof *kernel);
-    if (!kernel) return failure(api, "InterleavePhases: out of memory", 0);
-    *kernel = (Kernel){api, bytes};
-    *result = kernel;
-    return 0;
-}
-
-static Status *create_half(const void *op, Api api, const void *info, void **result) {
-    return (void)op, (void)info, create(api, 2, result);
-}
-
-static Status *create_single(const void *op, Api api, const void *info, void **result) {
-    return (void)op, (void)info, create(api, 4, result);
+    const Kernel kernel = {api, op == &interleave_phases_single ? 4 : 2};
+    return keep(api, "InterleavePhases", &kernel, sizeof kernel, result);
 }
 
 static Status *compute(void *op_kernel, void *context) {
     const Kernel *kernel = op_kernel;
     Api api = kernel->api;
     const void *x;
-    void *from, *to, *stream, *value;
+    void *from, *to, *stream;
     int64_t dims[MOST_AXES];
     size_t rank = 0;
-    TRY(INPUT(api)(context, 0, &x));
-    TRY(data(api, x, &from));
+    TRY(input(api, context, 0, &x, &from));
     TRY(shape_of(api, x, dims, &rank));
     const int vector = 16 / kernel->bytes;
     if (rank != 4 || dims[1] < 2 || dims[2] < 2 || dims[3] % (4 * vector))
@@ -50,8 +37,7 @@ static Status *compute(void *op_kernel, void *context) {
     const int images = (int)dims[0], rows = (int)dims[1] - 1;
     int columns = (int)dims[2] - 1, lanes = (int)dims[3] / 4 / vector;
     const int64_t larger[] = {images, 2 * rows, 2 * columns, dims[3] / 4};
-    TRY(OUTPUT(api)(context, 0, larger, 4, &value));
-    TRY(data(api, value, &to));
+    TRY(output(api, context, 0, larger, 4, &to));
     TRY(GPU_STREAM(api)(context, &stream));
     if (!images || !lanes) return 0;
     void *arguments[] = {&from, &to, &columns, &lanes};
@@ -61,19 +47,10 @@ static Status *compute(void *op_kernel, void *context) {
     return why ? failure(api, "InterleavePhases cannot be launched", why) : 0;
 }
 
-static const char *name(const Op *op) { return (void)op, "InterleavePhases"; }
-static const char *name_single(const Op *op) { return (void)op, "InterleavePhasesSingle"; }
-static int half(const Op *op, size_t i) { return (void)op, (void)i, FLOAT16; }
-static int single(const Op *op, size_t i) { return (void)op, (void)i, FLOAT; }
-static size_t one(const Op *op) { return (void)op, 1; }
-static int required(const Op *op, size_t i) { return (void)op, (void)i, REQUIRED; }
+static const char *name(const Op *op) {
+    return op == &interleave_phases_single ? "InterleavePhasesSingle" : "InterleavePhases";
+}
+static int type(const Op *op, size_t i) { return (void)i, op == &interleave_phases_single ? FLOAT : FLOAT16; }
 
-const Op interleave_phases = {
-    ORT_VERSION, 0, name, on_cuda, half, one, half, one, 0, free,
-    required, required, on_device, none, none, none, none, create_half, compute,
-};
-
-const Op interleave_phases_single = {
-    ORT_VERSION, 0, name_single, on_cuda, single, one, single, one, 0, free,
-    required, required, on_device, none, none, none, none, create_single, compute,
-};
+#define INTERLEAVE OP(name, type, one_tensor, required, type, one_tensor, required)
+const Op interleave_phases = INTERLEAVE, interleave_phases_single = INTERLEAVE;

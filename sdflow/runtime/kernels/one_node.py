@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,54 +10,81 @@ from sdflow.machine.onnx_runtime import import_onnxruntime
 from sdflow.onnx_model.float8 import DOMAIN
 from sdflow.runtime.kernels.replace import VERSION
 
-FLOAT = "/float"
+_FLOAT = "/float"
 """What the name of a bfloat16 value ends in where it is float32."""
 
 
-def widened(feeds: dict[str, Any]) -> dict[str, Any]:
-    """Feeds with those in bfloat16 as float32, under the names that `one_node_session` has for them."""
-    import ml_dtypes
+def in_order(names: Iterable[str], given: Iterable[str]) -> list[str]:
+    """Those of an operator's inputs that are given, "" in the place of the others but at the end."""
+    there = set(given)
+    found = [name if name in there else "" for name in names]
+    while not found[-1]:
+        found.pop()
+    return found
+
+
+def run_node(
+    library: Path,
+    operator: str,
+    feeds: Mapping[str, Any],
+    results: Mapping[str, tuple[int, Sequence[int] | None]],
+    *,
+    inputs: Sequence[str] | None = None,
+    outputs: Sequence[str] | None = None,
+    attributes: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What one of our operators computes on the CUDA provider, by output; bfloat16 as float32.
+
+    results: of the outputs that are wanted, element type and shape. inputs, outputs: the operator's, in order; None: those of
+    `feeds` and of `results`. ONNX Runtime takes no bfloat16 of numpy's: there are casts around it.
+    """
     import numpy as np
-
-    brain = np.dtype(ml_dtypes.bfloat16)
-    return {
-        f"{name}{FLOAT}" if value.dtype == brain else name: value.astype(np.float32) if value.dtype == brain else value
-        for name, value in feeds.items()
-    }
-
-
-def one_node_session(library: Path, node: Any, feeds: dict[str, Any], results: list[Any]) -> Any:
-    """One node on the CUDA provider. feeds: in bfloat16, which ONNX Runtime does not take from numpy, they are `widened` when it
-    runs; a result in bfloat16 is float32 under its name with FLOAT behind it."""
     from onnx import TensorProto, helper
 
-    ort = import_onnxruntime()
-    wide = widened(feeds)
-    inputs = [
+    node = helper.make_node(
+        operator, inputs or [*feeds], outputs or [*results], "ours", domain=DOMAIN, **(attributes or {})
+    )
+    brain = {
+        each for each, value in feeds.items() if helper.np_dtype_to_tensor_dtype(value.dtype) == TensorProto.BFLOAT16
+    }
+    given = {f"{each}{_FLOAT}": feeds[each].astype(np.float32) for each in brain}
+    given |= {each: value for each, value in feeds.items() if each not in brain}
+    wide = [each for each, (element, _) in results.items() if element == TensorProto.BFLOAT16]
+    wanted = {
+        f"{each}{_FLOAT}" if each in wide else each: (TensorProto.FLOAT if each in wide else element, shape)
+        for each, (element, shape) in results.items()
+    }
+    nodes = [helper.make_node("Cast", [f"{name}{_FLOAT}"], [name], to=TensorProto.BFLOAT16) for name in brain]
+    nodes += [node, *(helper.make_node("Cast", [name], [f"{name}{_FLOAT}"], to=TensorProto.FLOAT) for name in wide)]
+    infos = [
         helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
-        for name, value in wide.items()
+        for name, value in given.items()
     ]
-    narrowed = [
-        helper.make_node("Cast", [f"{name}{FLOAT}"], [name], to=TensorProto.BFLOAT16)
-        for name in feeds
-        if name not in wide
-    ]
-    halves = [item for item in results if item.type.tensor_type.elem_type == TensorProto.BFLOAT16]
-    casts = [helper.make_node("Cast", [item.name], [f"{item.name}{FLOAT}"], to=TensorProto.FLOAT) for item in halves]
-    results = [
-        item
-        if item not in halves
-        else helper.make_tensor_value_info(
-            f"{item.name}{FLOAT}", TensorProto.FLOAT, [axis.dim_value for axis in item.type.tensor_type.shape.dim]
-        )
-        for item in results
-    ]
+    graph = helper.make_graph(
+        nodes, operator, infos, [helper.make_tensor_value_info(name, *each) for name, each in wanted.items()]
+    )
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid(DOMAIN, VERSION)]
-    graph = helper.make_graph([*narrowed, node, *casts], node.op_type, inputs, results)
     model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    ort = import_onnxruntime()
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.register_custom_ops_library(str(library))
-    return ort.InferenceSession(
+    session = ort.InferenceSession(
         model.SerializeToString(), options, providers=["CUDAExecutionProvider"], enable_fallback=0
     )
+    return dict(zip(results, session.run([*wanted], given), strict=True))
+
+
+def result_of(
+    library: Path,
+    operator: str,
+    feeds: Mapping[str, Any],
+    shape: Sequence[int],
+    element: int | None = None,
+    **more: Any,
+) -> Any:
+    """The only result that is wanted of an operator, float16 by default. more: as of `run_node`."""
+    from onnx import TensorProto
+
+    result = TensorProto.FLOAT16 if element is None else element, shape
+    return run_node(library, operator, feeds, {"y": result}, **more)["y"]

@@ -7,8 +7,9 @@
 #ifndef SDFLOW_ORT_H
 #define SDFLOW_ORT_H
 
-#include <stdint.h>
 #include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
 
 #include "few_keys_attention.h"
 
@@ -56,11 +57,17 @@ Status *shape_of(Api api, const void *value, int64_t *dims, size_t *count);
 /* How many they are in all. */
 Status *elements_of(Api api, const void *value, int64_t *elements);
 
-/* Null where an optional input is not given. */
-Status *optional_input(Api api, const void *context, size_t index, const void **value);
+/* An input and its memory; both are null where an optional one is not given. */
+Status *input(Api api, const void *context, size_t index, const void **value, void **pointer);
+
+/* The memory of an output of these dimensions. */
+Status *output(Api api, void *context, size_t index, const int64_t *dims, size_t rank, void **pointer);
 
 /* A tensor's memory; null for no tensor. */
 Status *data(Api api, const void *value, void **pointer);
+
+/* A copy of an operator's kernel, which is freed with its session. */
+Status *keep(Api api, const char *name, const void *kernel, size_t size, void **result);
 
 static inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 static inline int round_up(int value, int unit) { return ceil_div(value, unit) * unit; }
@@ -194,5 +201,15 @@ extern const Op float8_norms[4], float8_activations[4];
 static inline const char *on_cuda(const Op *op) { return (void)op, "CUDAExecutionProvider"; }
 static inline int on_device(const Op *op, size_t index) { return (void)op, (void)index, 0; }
 static inline int none(const Op *op) { return (void)op, 0; }
+static inline int float16(const Op *op, size_t index) { return (void)op, (void)index, FLOAT16; }
+static inline int required(const Op *op, size_t index) { return (void)op, (void)index, REQUIRED; }
+static inline size_t one_tensor(const Op *op) { return (void)op, 1; }
+
+/* An operator of these functions, and of `create` and `compute` of its file. */
+#define OP(NAME, INPUT_TYPE, INPUT_COUNT, INPUT_IS, OUTPUT_TYPE, OUTPUT_COUNT, OUTPUT_IS)                            \
+    {                                                                                                                \
+        ORT_VERSION, 0, NAME, on_cuda, INPUT_TYPE, INPUT_COUNT, OUTPUT_TYPE, OUTPUT_COUNT, 0, free, INPUT_IS,        \
+            OUTPUT_IS, on_device, none, none, none, none, create, compute,                                           \
+    }
 
 #endif

@@ -51,10 +51,7 @@ PARTS = {
                 *(*SIXTEEN, "gelu.cuh", "float8.cuh", "float8_row.cuh", "float8_rows.cu"),
                 *("mma.cuh", "hopper.cuh", "quick_gelu.cuh", "float8_product.cu"),
             ),
-            (
-                *_of_both("Float8Rows", "Float8Product"),
-                *("Float8SplitGelu", "Float8LayerNorm", "Float8GatedProduct"),
-            ),
+            (*_of_both("Float8Rows", "Float8Product"), *("Float8SplitGelu", "Float8LayerNorm", "Float8GatedProduct")),
         ),
         Part(
             "few_keys_attention",

@@ -7,7 +7,6 @@ from pathlib import Path
 from sdflow.distance import relative_l2
 from sdflow.errors import TargetUnavailableError
 from sdflow.machine.onnx_runtime import import_onnxruntime, onnxruntime_errors
-from sdflow.onnx_model.float8 import DOMAIN
 from sdflow.onnx_model.phases import INTERLEAVE
 from sdflow.runtime.kernels.definitions import (
     ATTENTIONS,
@@ -32,7 +31,7 @@ from sdflow.runtime.kernels.definitions import (
     phases,
 )
 from sdflow.runtime.kernels.float8_proof import float8_differences
-from sdflow.runtime.kernels.one_node import one_node_session
+from sdflow.runtime.kernels.one_node import in_order, result_of, run_node
 from sdflow.runtime.kernels.parts import FLOAT8, FOLDER
 from sdflow.runtime.kernels.rotary_proof import rotary_differences
 from sdflow.runtime.kernels.transformer_proof import all_activation_differences, all_residual_differences
@@ -90,13 +89,9 @@ def sources() -> list[str]:
 
 def gelu_difference(library: Path, shape: tuple[int, ...]) -> float:
     """Relative L2 distance of BiasSplitGelu to numpy's."""
-    from onnx import TensorProto, helper
-
     feeds = gelu_feeds(shape)
-    node = helper.make_node("BiasSplitGelu", list(feeds), ["y"], domain=DOMAIN)
-    result = helper.make_tensor_value_info("y", TensorProto.FLOAT16, (*shape[:-1], shape[-1] // 2))
-    (found,) = one_node_session(library, node, feeds, [result]).run(["y"], feeds)
-    return relative_l2(found, gelu_expected(feeds))
+    expected = gelu_expected(feeds)
+    return relative_l2(result_of(library, "BiasSplitGelu", feeds, expected.shape), expected)
 
 
 def interleave_difference(library: Path, shape: tuple[int, int, int, int], single: bool) -> float:
@@ -104,35 +99,24 @@ def interleave_difference(library: Path, shape: tuple[int, int, int, int], singl
     from onnx import helper
 
     x = phases(shape, single)
-    expected = interleave_expected(x)
-    node = helper.make_node(f"{INTERLEAVE}Single" if single else INTERLEAVE, ["x"], ["y"], domain=DOMAIN)
-    result = helper.make_tensor_value_info("y", helper.np_dtype_to_tensor_dtype(x.dtype), expected.shape)
-    (found,) = one_node_session(library, node, {"x": x}, [result]).run(["y"], {"x": x})
-    return relative_l2(found, expected)
+    expected, element = interleave_expected(x), helper.np_dtype_to_tensor_dtype(x.dtype)
+    operator = f"{INTERLEAVE}Single" if single else INTERLEAVE
+    return relative_l2(result_of(library, operator, {"x": x}, expected.shape, element), expected)
 
 
 def geglu_difference(library: Path, shape: tuple[int, ...]) -> float:
     """Relative L2 distance of Geglu to numpy's. shape: of x, and the result's width."""
-    from onnx import TensorProto, helper
-
     feeds = geglu_feeds(shape)
-    node = helper.make_node("Geglu", list(feeds), ["y"], domain=DOMAIN)
-    result = helper.make_tensor_value_info("y", TensorProto.FLOAT16, (*shape[:-2], shape[-1]))
-    (found,) = one_node_session(library, node, feeds, [result]).run(["y"], feeds)
-    return relative_l2(found, geglu_expected(feeds))
+    expected = geglu_expected(feeds)
+    return relative_l2(result_of(library, "Geglu", feeds, expected.shape), expected)
 
 
 def attention_difference(library: Path, case: AttentionCase) -> float:
     """Relative L2 distance of FewKeysAttention to numpy's."""
-    from onnx import TensorProto, helper
-
     feeds = attention_feeds(case)
+    expected = attention_expected(feeds, case)
     attributes = {"num_heads": case.heads, "scale": attention_scale(case)}
-    node = helper.make_node("FewKeysAttention", list(feeds), ["y"], domain=DOMAIN, **attributes)
-    shape = (case.images, case.queries, case.heads * case.size)
-    result = helper.make_tensor_value_info("y", TensorProto.FLOAT16, shape)
-    (found,) = one_node_session(library, node, feeds, [result]).run(["y"], feeds)
-    return relative_l2(found, attention_expected(feeds, case))
+    return relative_l2(result_of(library, "FewKeysAttention", feeds, expected.shape, attributes=attributes), expected)
 
 
 def differences(library: Path, case: GroupNormCase) -> dict[str, float]:
@@ -140,19 +124,11 @@ def differences(library: Path, case: GroupNormCase) -> dict[str, float]:
     from onnx import helper
 
     feeds = group_norm_feeds(case)
-    names = ["y", "sum"] if case.kept else ["y"]
-    inputs = [name if name in feeds else "" for name in INPUTS]
-    while not inputs[-1]:
-        inputs.pop()
-    outputs = ["y", "sums", "sum"] if case.kept else ["y", "sums"]
-    node = helper.make_node(
-        case.operator, inputs, outputs, domain=DOMAIN, groups=case.groups, epsilon=EPSILON, activation=int(case.silu)
-    )
-    results = [
-        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(feeds["x"].dtype), case.shape)
-        for name in names
-    ]
-    session = one_node_session(library, node, feeds, results)
-    found = dict(zip(names, session.run(names, feeds), strict=True))
+    element = helper.np_dtype_to_tensor_dtype(feeds["x"].dtype)
+    results = dict.fromkeys(("y", "sum") if case.kept else ("y",), (element, case.shape))
+    outputs = ("y", "sums", "sum") if case.kept else ("y", "sums")
+    attributes = {"groups": case.groups, "epsilon": EPSILON, "activation": int(case.silu)}
+    inputs = in_order(INPUTS, feeds)
+    found = run_node(library, case.operator, feeds, results, inputs=inputs, outputs=outputs, attributes=attributes)
     expected = group_norm_expected(feeds, case)
-    return {name: relative_l2(found[name], expected[name]) for name in names}
+    return {name: relative_l2(found[name], expected[name]) for name in results}

@@ -13,8 +13,6 @@
  * has where there is a branch_gamma (then there is no branch2); plus_one: 1 where y scales by 1 + scale, 2 where y2 does, 3 where
  * both do; gate, gate2, scale, shift, scale2, shift2: the first channel.
  */
-#include <stdlib.h>
-
 #include "ort.h"
 
 enum { X, BRANCH, BRANCH_BIAS, BRANCH_GAMMA, GATE, BRANCH2, BRANCH2_BIAS, GATE2, GAMMA, BETA, SCALE, SHIFT, SCALE2, SHIFT2, INPUTS };
@@ -82,18 +80,14 @@ static Status *create(const void *given, Api api, const void *info, void **resul
     const char *why = load_kernels(PART_residual_norm);
     if (!why && is_float8(op) && !gpu.float8_norm[0]) why = TOO_OLD_FOR_FLOAT8;
     if (why) return failure(api, name(op), why);
-    Kernel *kernel = calloc(1, sizeof *kernel);
-    if (!kernel) return failure(api, name(op), "out of memory");
-    kernel->api = api, kernel->op = op;
-    Status *failed = INT_ATTRIBUTE(api)(info, "norm", &kernel->norm);
-    if (!failed) failed = INT_ATTRIBUTE(api)(info, "plus_one", &kernel->plus_one);
-    if (!failed) failed = FLOAT_ATTRIBUTE(api)(info, "epsilon", &kernel->epsilon);
-    if (!failed) failed = FLOAT_ATTRIBUTE(api)(info, "branch_epsilon", &kernel->branch_epsilon);
-    for (int i = 0; i < INPUTS && !failed; ++i)
-        if (row_names[i]) failed = INT_ATTRIBUTE(api)(info, row_names[i], &kernel->first[i]);
-    if (failed) free(kernel);
-    else *result = kernel;
-    return failed;
+    Kernel kernel = {.api = api, .op = op};
+    TRY(INT_ATTRIBUTE(api)(info, "norm", &kernel.norm));
+    TRY(INT_ATTRIBUTE(api)(info, "plus_one", &kernel.plus_one));
+    TRY(FLOAT_ATTRIBUTE(api)(info, "epsilon", &kernel.epsilon));
+    TRY(FLOAT_ATTRIBUTE(api)(info, "branch_epsilon", &kernel.branch_epsilon));
+    for (int i = 0; i < INPUTS; ++i)
+        if (row_names[i]) TRY(INT_ATTRIBUTE(api)(info, row_names[i], &kernel.first[i]));
+    return keep(api, name(op), &kernel, sizeof kernel, result);
 }
 
 /* What is to be read of an input with a row for each image, or with one for all. */
@@ -118,12 +112,11 @@ static Status *compute(void *op_kernel, void *context) {
     Api api = kernel->api;
     const Op *op = kernel->op;
     const void *inputs[INPUTS];
-    void *at[INPUTS], *value, *stream;
+    void *at[INPUTS], *stream;
     int64_t dims[MOST_AXES], elements, all = 1;
     size_t rank = 0, outputs = 0;
     for (size_t i = 0; i < INPUTS; ++i) {
-        TRY(optional_input(api, context, i, &inputs[i]));
-        TRY(data(api, inputs[i], &at[i]));
+        TRY(input(api, context, i, &inputs[i], &at[i]));
     }
     TRY(shape_of(api, inputs[X], dims, &rank));
     if (rank < 2 || dims[rank - 1] % VECTOR || dims[rank - 1] > (int64_t)RESIDUAL_THREADS * RESIDUAL_HELD * VECTOR)
@@ -154,8 +147,7 @@ static Status *compute(void *op_kernel, void *context) {
     TRY(OUTPUT_COUNT(api)(context, &outputs));
     for (size_t i = 0; i < outputs; ++i) {
         const int what = outputs_of[task_of(op)].at[i], scales = what == SCALES || what == SCALES2;
-        TRY(OUTPUT(api)(context, i, scales ? &every : dims, scales ? 1 : rank, &value));
-        TRY(data(api, value, to[what]));
+        TRY(output(api, context, i, scales ? &every : dims, scales ? 1 : rank, to[what]));
     }
     TRY(GPU_STREAM(api)(context, &stream));
     if (!all) return 0;
@@ -180,9 +172,5 @@ static int output_characteristic(const Op *op, size_t i) {
     return (int)i < outputs_of[task_of(op)].required ? REQUIRED : OPTIONAL;
 }
 
-#define OP                                                                                                          \
-    {                                                                                                               \
-        ORT_VERSION, 0, name, on_cuda, type, input_count, output_type, output_count, 0, free,                               \
-            input_characteristic, output_characteristic, on_device, none, none, none, none, create, compute,         \
-    }
-const Op residual_norms[6] = {OP, OP, OP, OP, OP, OP}, float8_norms[4] = {OP, OP, OP, OP};
+#define NORM OP(name, type, input_count, input_characteristic, output_type, output_count, output_characteristic)
+const Op residual_norms[6] = {NORM, NORM, NORM, NORM, NORM, NORM}, float8_norms[4] = {NORM, NORM, NORM, NORM};

@@ -12,8 +12,6 @@
  * outputs: query, key and value, (B, S, N H). Channels 2 i and 2 i + 1 of a head are turned, by its cosines and sines of both.
  */
 #include <stdio.h>
-#include <stdlib.h>
-
 #include "ort.h"
 
 enum { QUERY, KEY, VALUE, PARTS };
@@ -48,34 +46,22 @@ typedef struct {
     float epsilon;
 } Kernel;
 
-static Status *create(Api api, const void *info, int bfloat16, void **result) {
+static Status *create(const void *op, Api api, const void *info, void **result) {
     const char *why = load_kernels(PART_rotary_qkv);
     if (why) return failure(api, "RotaryQkv cannot run", why);
-    Kernel *kernel = calloc(1, sizeof *kernel);
-    if (!kernel) return failure(api, "RotaryQkv: out of memory", 0);
-    *kernel = (Kernel){.api = api, .bfloat16 = bfloat16};
-    Status *failed = INT_ATTRIBUTE(api)(info, "num_heads", &kernel->heads);
-    if (!failed) failed = INT_ATTRIBUTE(api)(info, "head_size", &kernel->size);
-    if (!failed) failed = FLOAT_ATTRIBUTE(api)(info, "epsilon", &kernel->epsilon);
-    for (int i = 0; !failed && i < 2 * PARTS; ++i) {
+    Kernel kernel = {.api = api, .bfloat16 = op == &op_rotary_qkv_bfloat16};
+    TRY(INT_ATTRIBUTE(api)(info, "num_heads", &kernel.heads));
+    TRY(INT_ATTRIBUTE(api)(info, "head_size", &kernel.size));
+    TRY(FLOAT_ATTRIBUTE(api)(info, "epsilon", &kernel.epsilon));
+    for (int i = 0; i < 2 * PARTS; ++i) {
         char name[16];
         snprintf(name, sizeof name, "column%d", i);
-        failed = INT_ATTRIBUTE(api)(info, name, &kernel->columns[i]);
+        TRY(INT_ATTRIBUTE(api)(info, name, &kernel.columns[i]));
     }
-    const int64_t size = kernel->size;
-    if (!failed && (kernel->heads < 1 || size < VECTOR || size > LARGEST_HEAD || size & (size - 1) || kernel->heads * size > MOST))
-        failed = failure(api, "RotaryQkv: not for heads of this size", 0);
-    if (failed) free(kernel);
-    else *result = kernel;
-    return failed;
-}
-
-static Status *create_half(const void *op, Api api, const void *info, void **result) {
-    return (void)op, create(api, info, 0, result);
-}
-
-static Status *create_bfloat16(const void *op, Api api, const void *info, void **result) {
-    return (void)op, create(api, info, 1, result);
+    const int64_t size = kernel.size;
+    if (kernel.heads < 1 || size < VECTOR || size > LARGEST_HEAD || size & (size - 1) || kernel.heads * size > MOST)
+        return failure(api, "RotaryQkv: not for heads of this size", 0);
+    return keep(api, "RotaryQkv", &kernel, sizeof kernel, result);
 }
 
 /* A stream's part of the inputs. images, *value: of the first stream, or those of this one where images is below zero. */
@@ -85,8 +71,7 @@ static Status *read_stream(const Kernel *kernel, void *context, int which, Strea
     const void *given[STREAM];
     for (int i = 0; i < STREAM; ++i) {
         void *at;
-        TRY(optional_input(api, context, which * STREAM + i, &given[i]));
-        TRY(data(api, given[i], &at));
+        TRY(input(api, context, which * STREAM + i, &given[i], &at));
         if (given[i] && i >= BIAS) {
             int64_t elements;
             TRY(elements_of(api, given[i], &elements));
@@ -123,8 +108,7 @@ static Status *read_tables(Api api, void *context, int64_t size, All *all) {
     void *at[2];
     int64_t elements[2] = {0, 0};
     for (int i = 0; i < 2; ++i) {
-        TRY(optional_input(api, context, COSINE + i, &tables[i]));
-        TRY(data(api, tables[i], &at[i]));
+        TRY(input(api, context, COSINE + i, &tables[i], &at[i]));
         if (tables[i]) TRY(elements_of(api, tables[i], &elements[i]));
     }
     const int64_t shared = all->tokens * size;
@@ -163,11 +147,11 @@ static Status *compute(void *op_kernel, void *context) {
     Api api = kernel->api;
     All all = {.images = 0};
     const void *other;
-    void *stream;
+    void *stream, *at;
     int64_t images = -1;
     int value = 0;
     TRY(read_stream(kernel, context, 0, &all.streams[0], &images, &value));
-    TRY(optional_input(api, context, STREAM, &other));
+    TRY(input(api, context, STREAM, &other, &at));
     if (other) TRY(read_stream(kernel, context, 1, &all.streams[1], &images, &value));
     all.images = (int)images;
     all.tokens = all.streams[0].tokens + all.streams[1].tokens;
@@ -176,29 +160,17 @@ static Status *compute(void *op_kernel, void *context) {
     TRY(read_tables(api, context, kernel->size, &all));
     const int64_t result[3] = {images, all.tokens, kernel->heads * kernel->size};
     for (int i = 0; i < PARTS - !value; ++i) {
-        void *made;
-        TRY(OUTPUT(api)(context, i, result, 3, &made));
-        TRY(data(api, made, &all.to[i]));
+        TRY(output(api, context, i, result, 3, &all.to[i]));
     }
     TRY(GPU_STREAM(api)(context, &stream));
     return all.images && all.tokens ? run(kernel, &all, PARTS - !value, stream) : 0;
 }
 
-static const char *name(const Op *op) { return (void)op, "RotaryQkv"; }
-static const char *name_bfloat16(const Op *op) { return (void)op, "RotaryQkvBfloat16"; }
-static int half(const Op *op, size_t i) { return (void)op, (void)i, FLOAT16; }
-static int bfloat16(const Op *op, size_t i) { return (void)op, (void)i, BFLOAT16; }
+static const char *name(const Op *op) { return op == &op_rotary_qkv ? "RotaryQkv" : "RotaryQkvBfloat16"; }
+static int type(const Op *op, size_t i) { return (void)i, op == &op_rotary_qkv ? FLOAT16 : BFLOAT16; }
 static size_t input_count(const Op *op) { return (void)op, INPUTS; }
 static size_t output_count(const Op *op) { return (void)op, PARTS; }
-static int input_characteristic(const Op *op, size_t i) { return (void)op, i < VALUE ? REQUIRED : OPTIONAL; }
-static int output_characteristic(const Op *op, size_t i) { return (void)op, i < VALUE ? REQUIRED : OPTIONAL; }
+static int characteristic(const Op *op, size_t i) { return (void)op, i < VALUE ? REQUIRED : OPTIONAL; }
 
-const Op op_rotary_qkv = {
-    ORT_VERSION, 0, name, on_cuda, half, input_count, half, output_count, 0, free,
-    input_characteristic, output_characteristic, on_device, none, none, none, none, create_half, compute,
-};
-
-const Op op_rotary_qkv_bfloat16 = {
-    ORT_VERSION, 0, name_bfloat16, on_cuda, bfloat16, input_count, bfloat16, output_count, 0, free,
-    input_characteristic, output_characteristic, on_device, none, none, none, none, create_bfloat16, compute,
-};
+#define ROTARY OP(name, type, input_count, characteristic, type, output_count, characteristic)
+const Op op_rotary_qkv = ROTARY, op_rotary_qkv_bfloat16 = ROTARY;

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from sdflow.machine.onnx_runtime import import_onnxruntime
-from sdflow.onnx_model.float8 import DOMAIN
 from sdflow.runtime.kernels.float8_proof import results_apart
 from sdflow.runtime.kernels.hopper import has_float8
-from sdflow.runtime.kernels.replace import VERSION
+from sdflow.runtime.kernels.one_node import in_order, run_node
 from sdflow.runtime.kernels.transformer_definitions import (
     ACTIVATION_INPUTS,
     ACTIVATIONS,
@@ -82,46 +80,18 @@ def _computed(
     feeds: Mapping[str, np.ndarray],
     expected: Mapping[str, np.ndarray],
 ) -> dict[str, np.ndarray]:
-    """What the operator computes on the CUDA provider. Casts are around it, since numpy has no bfloat16."""
-    import numpy as np
-    from onnx import TensorProto, helper
+    """What the operator computes on the CUDA provider."""
+    from onnx import TensorProto
 
     element = TensorProto.BFLOAT16 if case.bfloat16 else TensorProto.FLOAT16
-    inputs = [name if name in feeds else "" for name in names]
-    while not inputs[-1]:
-        inputs.pop()
-    nodes = [helper.make_node("Cast", [f"{name}/float"], [name], f"{name}/cast", to=element) for name in feeds]
-    nodes.append(helper.make_node(case.operator, inputs, list(case.outputs), "ours", domain=DOMAIN, **case.attributes))
-    rows = {name for name in case.outputs if f"{name}{SCALES}" in case.outputs}
-    plain = {name: value.shape for name, value in expected.items() if name not in rows}
-    nodes += [
-        helper.make_node("Cast", [name], [f"{name}/float"], f"{name}/cast", to=TensorProto.FLOAT) for name in plain
-    ]
-    results = {f"{name}/float": (TensorProto.FLOAT, shape) for name, shape in plain.items()}
-    for name in rows:
-        shape = expected[name].shape
-        results |= {name: (TensorProto.UINT8, shape), f"{name}{SCALES}": (TensorProto.FLOAT, (math.prod(shape[:-1]),))}
-    graph = helper.make_graph(
-        nodes,
-        case.operator,
-        [
-            helper.make_tensor_value_info(f"{name}/float", TensorProto.FLOAT, value.shape)
-            for name, value in feeds.items()
-        ],
-        [helper.make_tensor_value_info(name, *given) for name, given in results.items()],
-        value_info=[helper.make_tensor_value_info(name, element, shape) for name, shape in plain.items()],
-    )
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid(DOMAIN, VERSION)]
-    session = _session(library, helper.make_model(graph, opset_imports=opsets, ir_version=8))
-    found = session.run(list(results), {f"{name}/float": value.astype(np.float32) for name, value in feeds.items()})
-    return {name.removesuffix("/float"): value for name, value in zip(results, found, strict=True)}
-
-
-def _session(library: Path, model: Any) -> Any:
-    ort = import_onnxruntime()
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.register_custom_ops_library(str(library))
-    return ort.InferenceSession(
-        model.SerializeToString(), options, providers=["CUDAExecutionProvider"], enable_fallback=0
+    results: dict[str, tuple[int, tuple[int, ...]]] = {}
+    for name, value in expected.items():
+        if f"{name}{SCALES}" in case.outputs:
+            results |= {name: (TensorProto.UINT8, value.shape)}
+            results |= {f"{name}{SCALES}": (TensorProto.FLOAT, (math.prod(value.shape[:-1]),))}
+        else:
+            results[name] = element, value.shape
+    inputs = in_order(names, feeds)
+    return run_node(
+        library, case.operator, feeds, results, inputs=inputs, outputs=case.outputs, attributes=case.attributes
     )

@@ -9,7 +9,7 @@ in one folder the engine of a checkpoint would draw for another of the same arch
 the name of the timing cache, at versions. So both are in the key here, and no two models share a folder.
 
 Its weight-stripped engines are no way around that: they are built for identical weights (`kREFIT_IDENTICAL` in
-tensorrt_execution_provider.cc), and written out again with them. `sdflow.bench.tensorrt` builds refittable ones.
+tensorrt_execution_provider.cc), and written out again with them.
 """
 
 from __future__ import annotations

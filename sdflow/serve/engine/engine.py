@@ -24,7 +24,7 @@ from sdflow.serve.engine.shared_steps import SIZES_KEPT
 from sdflow.serve.engine.shares import Shares
 from sdflow.serve.engine.waiting import Waiting
 from sdflow.serve.jobs import Begun, Drawn, Failed, Job, LoraFile, Message, Preview, Show, Stepped, Turned
-from sdflow.serve.log import log_error
+from sdflow.serve.log import log_error, log_line
 
 MOST_OVERTAKEN = 2
 """How many images may overtake one, for each place."""
@@ -245,6 +245,7 @@ class Engine:
             together[0].pipeline.step([each.drawing for each in together if each.drawing is not None], size)
         except Exception as error:  # noqa: BLE001  (ONNX Runtime's and torch's have no common class; it is told)
             if len(together) > 1:
+                log_line("batch_failed", images=len(together), kind=type(error).__name__, message=str(error))
                 self._pace(together[0].job).failed(size)
                 return [batch for running in together for batch in self._run_batch([running], 1)]
             self._leave(together[0])

@@ -59,10 +59,7 @@ def openai_routes(served: Served) -> APIRouter:
     routes = APIRouter(prefix="/v1")
 
     @routes.get(
-        "/models",
-        tags=["OpenAI"],
-        summary="The pipelines, and whether they are verified",
-        operation_id="listModels",
+        "/models", tags=["OpenAI"], summary="The pipelines, and whether they are verified", operation_id="listModels"
     )
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [described(model) for model in served.models.values()]}

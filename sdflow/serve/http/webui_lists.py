@@ -22,8 +22,7 @@ from sdflow.serve.http.openai_api import Served
 from sdflow.serve.http.uploads import decoded, opened_image
 from sdflow.serve.http.webui_fields import ONE_PIXEL
 from sdflow.serve.http.webui_samplers import samplers_of, schedule_types
-from sdflow.sources.embedding import read_embedding
-from sdflow.sources.embedding_folder import embeddings_in
+from sdflow.sources.embedding import embeddings_in, read_embedding
 from sdflow.sources.safetensors_file import read_metadata
 
 EMPTY = ("hypernetworks", "face-restorers", "realesrgan-models", "prompt-styles", "latent-upscale-modes", "sd-vae")

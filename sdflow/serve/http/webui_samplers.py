@@ -19,11 +19,7 @@ def samplers_of(models: Mapping[str, ServedModel]) -> list[dict[str, Any]]:
         found.setdefault(SAMPLERS[name].webui or name, []).append(name)
     automatic = {label: SAMPLERS[names[0]].automatic for label, names in found.items()}
     return [
-        {
-            "name": label,
-            "aliases": names,
-            "options": {"scheduler": automatic[label]} if automatic[label] else {},
-        }
+        {"name": label, "aliases": names, "options": {"scheduler": automatic[label]} if automatic[label] else {}}
         for label, names in found.items()
     ]
 

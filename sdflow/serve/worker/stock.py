@@ -328,7 +328,11 @@ class Stock:
             self._adding = False
             self._load(order.name)
         except Exception as error:  # noqa: BLE001  (it is told, and the others go on)
-            said = error.what if isinstance(error, SdflowError) else f"{type(error).__name__}: {error}"
+            if isinstance(error, SdflowError):
+                said = error.what
+            else:
+                said = f"{type(error).__name__}: {error}"
+                log_error(error)
             if before is None:
                 del self._folders[order.name]
             else:

@@ -18,13 +18,7 @@ from sdflow.errors import CheckpointError
 from sdflow.families import ADAPTER_ARCHITECTURES
 from sdflow.families.shared.part import Part
 from sdflow.models.base import Shapes
-from sdflow.models.image_encoder import (
-    fits_encoder,
-    projection_for,
-    projection_of,
-    read_width,
-    token_count,
-)
+from sdflow.models.image_encoder import fits_encoder, projection_for, projection_of, read_width, token_count
 from sdflow.sources.architectures import architecture_config, companion_folder
 from sdflow.sources.checkpoint import Access, Checkpoint, SubmodelCheckpoint, config_digest
 from sdflow.sources.components.component_source import Found, Source, tensor_shapes
@@ -120,11 +114,7 @@ def _joined(
             "config": config_digest(config),
             "adapters": [each.identity(prefix) for each in adapters],
         },
-        load={
-            **submodel.load,
-            "config": config,
-            "adapters": [{**each.load, "prefix": prefix} for each in adapters],
-        },
+        load={**submodel.load, "config": config, "adapters": [{**each.load, "prefix": prefix} for each in adapters]},
     )
 
 

@@ -3,15 +3,17 @@ and `inspect` name it alike.
 
 LoRA, LoHa, LoKr, their DoRA, and differences of weights are merged (`layers.py`). Every other kind is refused by name: as a LoRA
 it would be merged wrongly, or only in part. Of PEFT's LoraConfig every field is honoured, refused by name, or without effect on a
-merge. Tests hold the tables to the PEFT that is installed, so that what is new there fails them until it is decided here.
+merge. The tables are in `peft.json`; tests hold them to the PEFT that is installed, so that what is new there fails them until it
+is decided here.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 Decision = Literal["honoured", "refused", "without effect"]
@@ -33,52 +35,8 @@ class PeftType:
     read: bool = False
 
 
-PEFT_TYPES: Mapping[str, PeftType] = {
-    "ADALORA": PeftType("AdaLoRA"),
-    "ADAMSS": PeftType("AdaMSS"),
-    "ADAPTION_PROMPT": PeftType("LLaMA-Adapter (adaption prompt)", merges=False),
-    "BEFT": PeftType("BEFT"),
-    "BOFT": PeftType("BOFT"),
-    "C3A": PeftType("C3A"),
-    "CARTRIDGE": PeftType("Cartridge", merges=False),
-    "CPT": PeftType("context-aware prompt tuning (CPT)", merges=False),
-    "DEFT": PeftType("DEFT"),
-    "DELORA": PeftType("DeLoRA"),
-    "FOURIERFT": PeftType("FourierFT"),
-    "FROD": PeftType("FRoD"),
-    "GLORA": PeftType("GLoRA"),
-    "GRALORA": PeftType("GraLoRA"),
-    "HIRA": PeftType("HiRA"),
-    "HRA": PeftType("HRA"),
-    "IA3": PeftType("(IA)3"),
-    "LILY": PeftType("Lily", merges=False),
-    "LN_TUNING": PeftType("LN tuning"),
-    "LOHA": PeftType("LoHa", read=True),
-    "LOKR": PeftType("LoKr", read=True),
-    "MISS": PeftType("MiSS"),
-    "MULTITASK_PROMPT_TUNING": PeftType("multitask prompt tuning", merges=False),
-    "OFT": PeftType("OFT"),
-    "OSF": PeftType("OSF"),
-    "PEANUT": PeftType("PEANuT"),
-    "POLY": PeftType("Poly", merges=False),
-    "PREFIX_TUNING": PeftType("prefix tuning", merges=False),
-    "PROMPT_TUNING": PeftType("prompt tuning", merges=False),
-    "PSOFT": PeftType("PSOFT"),
-    "PVERA": PeftType("PVeRA"),
-    "P_TUNING": PeftType("P-tuning", merges=False),
-    "RANDLORA": PeftType("RandLoRA"),
-    "ROAD": PeftType("RoAd"),
-    "SHADOW": PeftType("Shadow", merges=False),
-    "SHIRA": PeftType("SHiRA"),
-    "SUPERTUNING": PeftType("SuperTuning"),
-    "TINYLORA": PeftType("TinyLoRA"),
-    "TRAINABLE_TOKENS": PeftType("training of single tokens (trainable tokens)"),
-    "UNILORA": PeftType("Uni-LoRA"),
-    "VBLORA": PeftType("VB-LoRA"),
-    "VERA": PeftType("VeRA"),
-    "WAVEFT": PeftType("WaveFT"),
-    "XLORA": PeftType("X-LoRA", merges=False),
-}
+_TABLES = json.loads((Path(__file__).parent / "peft.json").read_text(encoding="utf-8"))
+PEFT_TYPES: Mapping[str, PeftType] = {name: PeftType(**row) for name, row in _TABLES["types"].items()}
 """`peft_type` -> the kind. A test holds the table to the PEFT that is installed."""
 
 _IN_NAMES = {
@@ -169,89 +127,18 @@ class Field:
     merges: bool = True
 
 
-def _refused(why: str, *plain: Any) -> Field:
-    return Field("refused", why, plain)
+def _fields(peft_type: str) -> dict[str, Field]:
+    return {name: Field(**{**row, "plain": tuple(row.get("plain", ()))}) for name, row in _TABLES[peft_type].items()}
 
 
-_honoured, _no_effect = partial(Field, "honoured"), partial(Field, "without effect")
-_unmergeable = partial(Field, "refused", merges=False)
-_TENSORS_SAY = "Which modules are changed, the names of the tensors say."
-_ORIGIN = "It says where the model or the file is from."
-_BESIDE_INIT = "It is read by a way to begin that init_lora_weights names, and that is refused there where it matters."
-
-LORA_CONFIG: Mapping[str, Field] = {
-    "r": _honoured("The rank: the tensors must have it."),
-    "lora_alpha": _honoured("The scale is alpha / r."),
-    "rank_pattern": _honoured("Ranks by the names of modules; the first pattern that fits counts."),
-    "alpha_pattern": _honoured("Alphas by the names of modules; the first pattern that fits counts."),
-    "use_rslora": _honoured("The scale is alpha / sqrt(r): https://arxiv.org/abs/2312.03732."),
-    "use_dora": _honoured("DoRA sets the norms of the merged weight: https://arxiv.org/abs/2402.09353."),
-    "peft_type": _refused("OFT and others are other products of other tensors.", "LORA"),
-    "bias": _refused("The file then holds biases that replace the model's.", "none"),
-    "lora_bias": _refused("The file then holds biases that are added.", False),
-    "modules_to_save": _refused("The file then holds whole modules that replace the model's.", []),
-    "init_lora_weights": _refused(
-        "PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA also change the weights that the LoRA is added to. The others begin with factors "
-        "of their own alone.",
-        *(True, False, "gaussian", "eva", "orthogonal", "mica"),
-    ),
-    "layer_replication": _refused("The model then has more layers than the checkpoint.", []),
-    "trainable_token_indices": _refused("The file then holds rows of the embedding.", [], {}),
-    "target_parameters": _refused("Factors of parameters that are no module's weight.", []),
-    "alora_invocation_tokens": _unmergeable("The LoRA then counts from some tokens of a text on: nothing to merge."),
-    "arrow_config": _unmergeable("The LoRA is then chosen anew for each token: nothing to merge."),
-    "kasa_config": _refused("A singular value decomposition of the weights takes part."),
-    "monteclora_config": _refused("The factors are then samples of a distribution."),
-    "velora_config": _refused("The file then holds tensors of the training beside the factors."),
-    "use_bdlora": _refused("The factors are then blocks on a diagonal.", False),
-    "use_qalora": _refused("The inputs are then summed in groups before the factor.", False),
-    "megatron_config": _refused("The factors are then parts, spread over machines."),
-    "qalora_group_size": _no_effect("It is read where use_qalora is set, which is refused."),
-    "megatron_core": _no_effect("It is read where megatron_config is set, which is refused."),
-    "loftq_config": _no_effect(_BESIDE_INIT),
-    "eva_config": _no_effect(_BESIDE_INIT),
-    "corda_config": _no_effect(_BESIDE_INIT),
-    "lora_ga_config": _no_effect(_BESIDE_INIT),
-    "target_modules": _no_effect(_TENSORS_SAY),
-    "exclude_modules": _no_effect(_TENSORS_SAY),
-    "layers_to_transform": _no_effect(_TENSORS_SAY),
-    "layers_pattern": _no_effect(_TENSORS_SAY),
-    "fan_in_fan_out": _no_effect("It is for layers that store their weight transposed, as GPT-2's; PEFT resets it for others."),
-    "lora_dropout": _no_effect("It is of the training."),
-    "inference_mode": _no_effect("It says whether the factors are trained on."),
-    "runtime_config": _no_effect("It says where PEFT computes."),
-    "ensure_weight_tying": _no_effect("It is about tied embeddings, whose factors are refused."),
-    "task_type": _no_effect("It says which of PEFT's wrappers the model was trained in."),
-    "auto_mapping": _honoured("It names the class of the model: which text encoder a file is for."),
-    "peft_version": _no_effect(_ORIGIN),
-    "base_model_name_or_path": _no_effect(_ORIGIN),
-    "revision": _no_effect(_ORIGIN),
-}  # fmt: skip
-
+LORA_CONFIG: Mapping[str, Field] = _fields("LORA")
+"""The fields of LoraConfig."""
 _SHARED = (
     *("r", "rank_pattern", "alpha_pattern", "modules_to_save", "target_modules", "exclude_modules"),
     *("layers_to_transform", "layers_pattern", "inference_mode", "task_type", "auto_mapping", "peft_version"),
     *("base_model_name_or_path", "revision"),
 )
-_IN_SHAPES = "The shapes of the tensors say it."
-_OF_TRAINING = "It is of the training."
-
-LOHA_CONFIG: Mapping[str, Field] = {
-    **{name: LORA_CONFIG[name] for name in _SHARED},
-    "alpha": _honoured("The scale is alpha / r."),
-    "peft_type": _honoured("It says which products the tensors are factors of."),
-    "init_weights": _no_effect("Every way to begin leaves the model's weights as they are."),
-    "use_effective_conv2d": _no_effect(_IN_SHAPES),
-    "rank_dropout": _no_effect(_OF_TRAINING),
-    "module_dropout": _no_effect(_OF_TRAINING),
-}
-"""The fields of LoHaConfig."""
-LOKR_CONFIG: Mapping[str, Field] = {
-    **LOHA_CONFIG,
-    "decompose_both": _no_effect(_IN_SHAPES),
-    "decompose_factor": _no_effect(_IN_SHAPES),
-    "rank_dropout_scale": _no_effect(_OF_TRAINING),
-}
-"""The fields of LoKrConfig."""
+LOHA_CONFIG: Mapping[str, Field] = {**{name: LORA_CONFIG[name] for name in _SHARED}, **_fields("LOHA")}
+LOKR_CONFIG: Mapping[str, Field] = {**LOHA_CONFIG, **_fields("LOKR")}
 CONFIGS: Mapping[str, Mapping[str, Field]] = {"LORA": LORA_CONFIG, "LOHA": LOHA_CONFIG, "LOKR": LOKR_CONFIG}
 """`peft_type` -> its fields, of the kinds that are merged."""

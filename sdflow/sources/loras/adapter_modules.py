@@ -8,14 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from sdflow.models.base import Original
-from sdflow.sources.loras.layers import (
-    DifferenceLayer,
-    HadamardLayer,
-    KroneckerLayer,
-    Layer,
-    LoraLayer,
-    Magnitude,
-)
+from sdflow.sources.loras.layers import DifferenceLayer, HadamardLayer, KroneckerLayer, Layer, LoraLayer, Magnitude
 from sdflow.sources.loras.lora_names import LAZY, Places, Role, rows_of
 from sdflow.sources.loras.products import product, times_core
 
@@ -31,10 +24,7 @@ if TYPE_CHECKING:
 
 _PRODUCTS: Mapping[str, str] = {
     **dict.fromkeys(("up", "down", "mid"), "LoRA"),
-    **dict.fromkeys(
-        [*(f"hada_w{number}_{side}" for number in "12" for side in "ab"), "hada_t1", "hada_t2"],
-        "LoHa",
-    ),
+    **dict.fromkeys([*(f"hada_w{number}_{side}" for number in "12" for side in "ab"), "hada_t1", "hada_t2"], "LoHa"),
     **dict.fromkeys(("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2"), "LoKr"),
     **dict.fromkeys(("diff", "w_norm"), "difference"),
 }

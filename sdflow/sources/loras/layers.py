@@ -6,7 +6,7 @@ LoKr          scale * kron(left, right)                    Yeh et al. 2024, http
 differences   scale * difference
 
 A Tucker decomposition of a convolution is multiplied out when it is read: `down` is then core times down. DoRA also changes the
-norms of the merged weight: `sdflow/weights/dora.py`.
+norms of the merged weight: `sdflow/weights/lora.py`.
 """
 
 from __future__ import annotations

@@ -219,10 +219,7 @@ def _redirected(here: Any, location: str) -> Any:
 
     try:
         there = here.join(URL(location))
-        same = there.host == here.host and (there.scheme, there.port) in (
-            (here.scheme, here.port),
-            ("https", 443),
-        )
+        same = there.host == here.host and (there.scheme, there.port) in ((here.scheme, here.port), ("https", 443))
     except ValueError as error:
         raise Misled("it redirects to what is no URL") from error
     if not location or not same:

@@ -6,18 +6,16 @@ Nothing here raises for what the remote does. It is said once, and the step is b
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from sdflow import stop
 from sdflow.artifact import Record
 from sdflow.errors import UsageError
-from sdflow.store.layout import Layout, free_bytes, keep_bytes, log, remove_tree
+from sdflow.store.layout import Layout, free_bytes, keep_bytes, log
 from sdflow.store.objects import BadTree, read_manifest
 from sdflow.store.records import BadRecord, Stored
 from sdflow.store.remote.down import WrongBytes, bring
@@ -34,6 +32,8 @@ from sdflow.store.remote.entry import (
     read_list,
     read_object,
 )
+from sdflow.store.remote.incoming import written
+from sdflow.store.remote.offered import Offered
 from sdflow.store.remote.parallel import Lines
 from sdflow.store.remote.reading import TooLong
 from sdflow.store.remote.share import Absent, Refused, Share, Unusable
@@ -69,7 +69,6 @@ class Remote:
             None  # what it gave that was wrong: nothing is read any more, what is built is pushed
         )
         self.closed: str | None = None  # why nothing is pushed any more; it may still be read
-        self.pushed = Sent()
         self._layout = layout
         self._cuts = cuts
         self._signer = signer
@@ -78,12 +77,7 @@ class Remote:
         self._wrongs: set[str] = set()  # and of these all that it is made of
         self._said: set[str] = set()
         self._lock = threading.Lock()
-        self._offered: SimpleQueue[Record] = SimpleQueue()
-        self._seen: set[str] = set()  # offered before
-        self._waiting = 0
-        self._idle = threading.Condition(self._lock)
-        self._pusher: threading.Thread | None = None
-        self._abandoned = threading.Event()
+        self._offered = Offered(self.push, lambda: self._shut, self._fail)
 
     # Down
 
@@ -159,7 +153,7 @@ class Remote:
         try:
             data = self._read(path, MOST_OF_MANIFEST, meanwhile)
             content = self._parsed(path, data, lambda: read_object(data, entry.object))
-            missing = content.bytes - min(content.bytes, _written(folder))
+            missing = content.bytes - min(content.bytes, written(folder))
             if missing > free_bytes(self._layout.root):
                 self._say(f"{spell_bytes(missing)} of {self.spec.shown} have no room on the disk: building here")
                 return False
@@ -201,7 +195,7 @@ class Remote:
             except TooLong as error:
                 raise WrongBytes(path, b"", str(error)) from error
             except Unusable as error:
-                if attempt == TRIES or error.final or self._abandoned.is_set() or not self._read_from:
+                if attempt == TRIES or error.final or self._offered.abandoned.is_set() or not self._read_from:
                     raise
                 log.debug("%s: %s; trying again", path, error)
                 time.sleep(PAUSE * 2 ** (attempt - 1))
@@ -230,38 +224,25 @@ class Remote:
 
     def offer(self, record: Record) -> None:
         """Push a result beside what else goes on, if pushing was asked for. `finish` waits for it."""
-        if not self.spec.push or self._shut:
-            return
-        with self._lock:
-            if record.action.digest in self._seen:
-                return
-            self._seen.add(record.action.digest)
-            self._waiting += 1
-            self._offered.put(record)
-            if self._pusher is None:
-                self._pusher = threading.Thread(target=self._push_offered, name="remote cache push", daemon=True)
-                self._pusher.start()
+        if self.spec.push and not self._shut:
+            self._offered.offer(record)
 
     def finish(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Wait until all that was offered is pushed, or the remote is given up; then say what was sent."""
-        with self._idle:
-            while self._waiting and not self._shut:
-                self._idle.wait(0.1)
-                meanwhile()
-        if self.pushed.results:
+        pushed = self._offered.finish(meanwhile)
+        if pushed.results:
             self.tell(
-                f"pushed {self.pushed.results} results to {self.spec.shown}: {spell_bytes(self.pushed.bytes)} sent, "
-                f"{spell_bytes(self.pushed.there)} were there"
+                f"pushed {pushed.results} results to {self.spec.shown}: {spell_bytes(pushed.bytes)} sent, "
+                f"{spell_bytes(pushed.there)} were there"
             )
-            self.pushed = Sent()
 
     def begin(self) -> None:
         """Another run on the same cache: what it offers is pushed, whatever became of the one before."""
-        self._abandoned.clear()
+        self._offered.abandoned.clear()
 
     def abandon(self) -> None:
         """Push no more: the run has failed or was told to end. What is half sent does not count there."""
-        self._abandoned.set()
+        self._offered.abandoned.set()
 
     def push(self, record: Record, meanwhile: Callable[[], None] = lambda: None) -> Sent | None:
         """Push one result now. None, and said why, when it did not get there."""
@@ -310,25 +291,9 @@ class Remote:
                 return claims(self.share, self.spec.trust, objects, stop.check)
         return {}
 
-    def _push_offered(self) -> None:
-        while True:
-            record = self._offered.get()
-            try:
-                self.pushed += self.push(record, self._go_on) or Sent()
-            except (_Abandoned, stop.Stopped):  # the run's own end tells it
-                self._seen.discard(record.action.digest)
-            except Exception as error:  # noqa: BLE001  (else this thread ends, and `finish` waits for ever)
-                self._close(Unusable(f"{type(error).__name__}: {error}"))
-            finally:
-                with self._idle:
-                    self._waiting -= 1
-                    self._idle.notify_all()
-            if self._shut:
-                return
-
-    def _go_on(self) -> None:
-        if self._abandoned.is_set():
-            raise _Abandoned
+    def _fail(self, error: Exception) -> None:
+        log.debug("pushing has failed", exc_info=error)
+        self._close(Unusable(f"{type(error).__name__}: {error}"))
 
     # What is said
 
@@ -371,29 +336,3 @@ class Remote:
                 return
             self._said.add(text)
         self.tell(text)
-
-
-class _Abandoned(Exception):
-    """The run has ended before its results were pushed."""
-
-
-def _written(folder: Path) -> int:
-    """Bytes that the files of a folder take on the disk: those that are still to come are holes."""
-    return sum(512 * path.stat().st_blocks for path in folder.rglob("*") if path.is_file()) if os.name != "nt" else 0
-
-
-def incoming(layout: Layout, entry: Stored) -> Path:
-    """The folder that an object comes into. It outlives the process, so that the next goes on from there."""
-    folder = layout.incoming / entry.object
-    if any(not (path.is_dir() or path.is_file()) or path.is_symlink() for path in (folder, *folder.rglob("*"))):
-        remove_tree(folder)  # it is not what `bring` left: a pipe, a link to somewhere else
-    folder.mkdir(parents=True, exist_ok=True)
-    os.utime(folder)  # `gc` removes what nobody went on with for long
-    return folder
-
-
-def settle(folder: Path, files: Path) -> None:
-    """Move what has come in to where it is published from."""
-    for path in folder.iterdir():
-        path.replace(files / path.name)
-    remove_tree(folder)

@@ -24,11 +24,7 @@ from sdflow.verify.result import BlockVerdict
 if TYPE_CHECKING:
     import torch
 
-LAYOUTS = {
-    2: ((0, 1), (1, 0)),
-    3: ((0, 1, 2), (0, 2, 1)),
-    4: ((0, 1, 2, 3), (0, 2, 3, 1), (0, 2, 1, 3), (0, 1, 3, 2)),
-}
+LAYOUTS = {2: ((0, 1), (1, 0)), 3: ((0, 1, 2), (0, 2, 1)), 4: ((0, 1, 2, 3), (0, 2, 3, 1), (0, 2, 1, 3), (0, 1, 3, 2))}
 """Orders in which a graph may have the axes of a result."""
 
 
