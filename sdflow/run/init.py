@@ -26,6 +26,7 @@ from sdflow.inspection.folders import inspect_repository
 from sdflow.inspection.lines import UNNAMED_MODEL, USUAL, architecture_for, base_of, model_of, quoted, title_of
 from sdflow.passes.registry import catalog
 from sdflow.run.bake import parse_lora
+from sdflow.run.init_fits import NOT_FITTED, Fitted, fit_workflow
 from sdflow.sources.checkpoint import listing
 from sdflow.sources.hub import HubUnreachable, describe_repository, hub_weights
 from sdflow.sources.recognition import CHECKPOINT, LORA
@@ -41,7 +42,8 @@ class InitRequest:
     """What the workflow is for.
 
     model: as a workflow names one; None: that of the base. loras: FILE or FILE:SCALE. target: None: cpu. base: the
-    workflow to extend; None: what the model or the first LoRA says.
+    workflow to extend; None: what the model or the first LoRA says. fits: bytes of device memory that it must draw in; of the
+    processor's memory for the CPU.
     """
 
     out: Path
@@ -50,6 +52,7 @@ class InitRequest:
     loras: Sequence[str] = ()
     base: str | None = None
     force: bool = False
+    fits: int | None = None
 
 
 @dataclass(frozen=True)
@@ -91,11 +94,15 @@ def write_workflow(request: InitRequest) -> Path:
                 where=lora.path,
                 remedy="Name a model that it was made for, with --model.",
             )
-    text = _text(request, model, list(zip(loras, found, strict=True)))
+    given = list(zip(loras, found, strict=True))
     before = read_input(request.out) if request.out.exists() else None
-    write_whole(request.out, text.encode())
+    write_whole(request.out, _text(request, model, given).encode())
     try:
-        load_workflow(request.out, catalog=catalog())
+        workflow = load_workflow(request.out, catalog=catalog())
+        if request.fits is not None:
+            fitted = fit_workflow(workflow.pipelines[0], request.fits, slug(request.out.stem) or "pipeline")
+            write_whole(request.out, _text(request, model, given, fitted).encode())
+            load_workflow(request.out, catalog=catalog())
     except SdflowError:
         if before is None:
             request.out.unlink()
@@ -242,7 +249,12 @@ def _from(out: Path, path: Path) -> str:
     return f"./{below}" if ":" in below else below  # else what is before it would be a kind of reference
 
 
-def _text(request: InitRequest, model: _Model, loras: Sequence[tuple[LoraSpec, Description | None]]) -> str:
+def _text(
+    request: InitRequest,
+    model: _Model,
+    loras: Sequence[tuple[LoraSpec, Description | None]],
+    fitted: Fitted = NOT_FITTED,
+) -> str:
     of = model.of or "the model"
     file, name = shlex.quote(request.out.name), slug(request.out.stem) or "pipeline"
     others = ", ".join(name for name in TARGETS if name != request.target)
@@ -251,7 +263,8 @@ def _text(request: InitRequest, model: _Model, loras: Sequence[tuple[LoraSpec, D
         f"#   sdflow validate {file}    what is wrong in this file, if anything is",
         f"#   sdflow plan {file}        what would be built",
         f"#   sdflow run {file}         build, verify, measure; then",
-        f'#   sdflow generate pipelines/{name} --prompt "a horse on the moon"',
+        f'#   sdflow generate pipelines/{name} --prompt "a horse on the moon"{fitted.options}',
+        *fitted.comments,
         "",
         f"extends: {model.base}    # the chain of passes of each submodel; it ships with sdflow",
     ]
@@ -276,6 +289,7 @@ def _text(request: InitRequest, model: _Model, loras: Sequence[tuple[LoraSpec, D
     exchangeable, omittable = any_family.exchangeable_components(), any_family.omittable_components()
     lines += [f"#   {component}: my_{component}.safetensors" for component in exchangeable if component in components]
     lines += [f"#   {component}: null    # left out" for component in omittable if component in components]
+    lines += fitted.submodels
     lines += ["", "verify: quick    # each part is verified against PyTorch; full: more of it, false: not at all", ""]
     triggers = [found.details["trigger words"] for _, found in loras if found and "trigger words" in found.details]
     if triggers:

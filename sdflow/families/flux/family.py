@@ -109,6 +109,9 @@ class Flux(Family):
     noising: ClassVar[Noising] = _Noising()
     scheduler_config: ClassVar[Mapping[str, Any]] = {}
     options: ClassVar[Mapping[str, Any]] = {}
+    quantizing: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "QuantizeFp8": {"limit": 0.1, "keep": ["/context_embedder/*"]}
+    }
     arguments: ClassVar[Mapping[str, Parameter]] = {
         "prompt_2": SECOND_PROMPTS["prompt_2"],
         "max_sequence_length": Parameter(

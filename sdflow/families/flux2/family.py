@@ -105,6 +105,9 @@ class Flux2(Family):
     references = Flux2References()
     scheduler_config: ClassVar[Mapping[str, Any]] = {}
     options: ClassVar[Mapping[str, Any]] = {DISTILLED: False}
+    quantizing: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "QuantizeFp8": {"limit": 0.1, "keep": ["/context_embedder/*"]}
+    }
     arguments: ClassVar[Mapping[str, Parameter]] = {
         "max_sequence_length": Parameter(
             "Tokens that a prompt is padded to.", int, least=16, most=LENGTH, otherwise=str(LENGTH)

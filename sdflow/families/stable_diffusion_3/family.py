@@ -107,6 +107,9 @@ class StableDiffusion3(Family):
     noising: ClassVar[Noising] = FLOW
     scheduler_config: ClassVar[Mapping[str, Any]] = {}
     options: ClassVar[Mapping[str, Any]] = {}
+    quantizing: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "QuantizeFp8": {"limit": 0.1, "keep": ["/context_embedder/*"]}
+    }
     arguments: ClassVar[Mapping[str, Parameter]] = {
         **SECOND_PROMPTS,
         "prompt_3": Parameter("Prompt for the third text encoder, T5.", str, otherwise="the prompt"),

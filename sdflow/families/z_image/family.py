@@ -76,6 +76,9 @@ class ZImage(Family):
     noising = NOISING
     scheduler_config: ClassVar[Mapping[str, Any]] = {}
     options: ClassVar[Mapping[str, Any]] = {}
+    quantizing: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "QuantizeFp8": {"limit": 0.15, "keep": ["/cap_embedder/*"]}
+    }
     arguments: ClassVar[Mapping[str, Parameter]] = {
         "max_sequence_length": Parameter(
             "Maximum number of prompt tokens, including the chat template.",
