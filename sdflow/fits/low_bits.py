@@ -19,6 +19,7 @@ OF_IMAGE = re.compile(
     r"modulation|time|(?:^|\.)t_embedder|norm\w*\.linear\.|add_embedding|guidance_in|vector_in|text_embedder"
 )
 """Names of products with one row for an image, of timesteps and pooled embeddings."""
+_BLOCK = 32
 _INDEX = re.compile(r"\.(?=\d+(?:\.|$))")
 
 Options = Mapping[str, Any]
@@ -64,15 +65,21 @@ def _fp8_takes(name: str, shape: Shape, options: Options) -> bool:
 
 def _block_size(shape: Shape, held: int, options: Options) -> int:
     out, into = shape
-    bits, block = options.get("bits", 4), options.get("block_size", 32)
-    blocks = out * -(-into // block)
-    return blocks * block * bits // 8 + blocks * held + -(-blocks * bits // 8)
+    bits, block = options.get("bits", 4), options.get("block_size", _BLOCK)
+    along = into // block
+    zeros = 0 if options.get("is_symmetric") else out * -(-along * bits // 8)
+    return out * into * bits // 8 + out * along * held + zeros
+
+
+def _blocks_take(name: str, shape: Shape, options: Options) -> bool:
+    whole = shape[1] % options.get("block_size", _BLOCK) == 0
+    return whole and prod(shape) >= options.get("smallest", 1 << 16)
 
 
 LOW_BITS: Mapping[str, LowBits] = {
     "QuantizeFp8": LowBits(_fp8_takes, lambda shape, held, options: prod(shape) + 4 * shape[0]),
     "QuantizeInt8": LowBits(lambda *_: True, lambda shape, held, options: prod(shape) + 4 * shape[0]),
-    "QuantizeInt4": LowBits(lambda *_: True, _block_size),
+    "QuantizeInt4": LowBits(_blocks_take, _block_size),
 }
 """By name: one byte and a float32 scale a row; or blocks with a scale and a zero point each."""
 
@@ -103,8 +110,8 @@ _LARGE = 10**9
 _EVERYWHERE = ("cpu", "cuda", "directml", "webgpu")
 
 CHOOSABLE: tuple[Choosable, ...] = (
-    Choosable("QuantizeInt4", "text", _EVERYWHERE, 1, "8 bits for each weight", {"bits": 8}, _LARGE),
-    Choosable("QuantizeInt4", "text", _EVERYWHERE, 3, "4 bits for each weight", {"bits": 4}, _LARGE),
+    Choosable("QuantizeInt4", "text", _EVERYWHERE, 1, "8 bits for each weight", {"bits": 8, "limit": 0.05}, _LARGE),
+    Choosable("QuantizeInt4", "text", _EVERYWHERE, 3, "4 bits for each weight", {"bits": 4, "limit": 0.2}, _LARGE),
     Choosable("QuantizeFp8", "denoiser", ("cuda",), 2, "needs compute capability 8.9 or later (Ada, Hopper)"),
     Choosable("QuantizeInt8", "denoiser", ("cpu",), 2, "int8 products on the CPU"),
     Choosable("QuantizeInt4", "denoiser", _EVERYWHERE, 4, "8 bits for each weight", {"bits": 8}),

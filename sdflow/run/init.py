@@ -147,7 +147,10 @@ def _model(request: InitRequest, loras: Sequence[Description]) -> _Model:
         return _Model(base, request.model, title_of(parsed.architecture), "random weights")
     if isinstance(parsed, HubReference) and parsed.file:
         file, _ = hub_weights(parsed, download=False)
-        return _of_description(request, inspect(file)[0], request.model)
+        described = inspect(file)
+        if parsed.architecture is not None:
+            return _as_said(request, parsed.architecture, request.model, described[0].kind)
+        return _of_description(request, described[0], request.model)
     if isinstance(parsed, HubReference):
         return _of_the_hub(request, request.model, parsed)
     if isinstance(parsed, SampleReference):
@@ -168,9 +171,14 @@ def _model(request: InitRequest, loras: Sequence[Description]) -> _Model:
         )
     reference = _from(request.out, parsed.path)
     if parsed.architecture is not None:
-        base = _known(request.base) if request.base else base_of(parsed.architecture)
-        return _Model(base, f"{reference}#{parsed.architecture}", title_of(parsed.architecture), described[0].kind)
+        return _as_said(request, parsed.architecture, f"{reference}#{parsed.architecture}", described[0].kind)
     return _of_description(request, described[0], reference)
+
+
+def _as_said(request: InitRequest, architecture: str, reference: str, comment: str) -> _Model:
+    """A file whose architecture the user names."""
+    base = _known(request.base) if request.base else base_of(architecture)
+    return _Model(base, reference, title_of(architecture), comment)
 
 
 def _of_description(request: InitRequest, found: Description, reference: str) -> _Model:
