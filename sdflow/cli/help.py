@@ -98,7 +98,7 @@ PANELS: Mapping[str, str] = {
     "Scheduling": "batch_sizes lanes",
     "Ray cluster": "replicas gpus queue take_over",
     "Graph": "one_file schedule schedule_file open_schedule negative text embed",
-    "Hardware": "target on threads low_memory keep device_memory vae_tiles",
+    "Hardware": "target on threads low_memory keep device_memory fits vae_tiles",
     "Cache": "cache rehash engine_cache remote url older_than max_size dry_run",
     "Signature": "key certificate sigstore identity_token trust_config signature trust",
     "Output": "out overwrite results html report sheet preview previews log_prompts traces interactive quiet verbose json",
