@@ -11,7 +11,6 @@ from sdflow.families.shared.few_steps import of_this_name
 from sdflow.families.shared.predictions import WITH_ZERO_SNR, Said
 from sdflow.sources.architectures import architecture_config, prediction_of
 
-
 Spelled = Callable[[str], str]
 """How a workflow names a file as one of an architecture."""
 

@@ -59,8 +59,8 @@ def open_single_file(
     """The checkpoint in a file of weights, or in a pickle when those are allowed.
 
     architecture: which of those that the file's shapes fit, where the user says so. left_out: components that are not read, of
-    those that it may lack. origin: JSON for the provenance, of a file of the hub. spelled: how a workflow names the file as one of
-    an architecture; None: `FILE#NAME`.
+    those that it may lack. origin: JSON for the provenance, of a file of the hub. spelled: how a workflow names the file as
+    one of an architecture; None: `FILE#NAME`.
     A pickle's first opening loads torch to read its shapes; what was found is remembered in its digests.
     Raises CheckpointError for a damaged file, and for an architecture that is not supported, naming it if it is known.
     """
