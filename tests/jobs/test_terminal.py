@@ -304,8 +304,8 @@ def test_only_what_is_a_terminal_gets_a_live_view(terminal: Terminal) -> None:
 
 
 def test_a_closed_terminal_ends_a_run_in_order(terminal: Terminal) -> None:
-    """With nothing left behind; where the machine is too busy for that in SECONDS_TO_END, all ends then, as at a kill, and what is
-    left is removed by the next `cache gc`."""
+    """With nothing left behind. Where the machine is too busy for that in SECONDS_TO_END, all ends then, as at a kill, and what
+    is left is removed by the next `cache gc`."""
     session = terminal.start("run", TINY, "--no-evaluate", "--no-verify")
     session.until_shown("OnnxConversion")
     process = psutil.Process(session.spawned.pid)
