@@ -95,6 +95,7 @@ class LoadedPipeline:
         denoiser, referencing = submodels[family.denoiser], None
         if family.references is not None:
             referencing = denoiser.changed(family.references.extend, family.references.config(denoiser.config))
+        self.referencing = referencing
         self.denoisers: DenoiserSource = Denoisers(
             denoiser,
             self.nets,
