@@ -106,7 +106,8 @@ class Flux2(Family):
     scheduler_config: ClassVar[Mapping[str, Any]] = {}
     options: ClassVar[Mapping[str, Any]] = {DISTILLED: False}
     quantizing: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "QuantizeFp8": {"limit": 0.1, "keep": ["/context_embedder/*"]}
+        "QuantizeFp8": {"limit": 0.1, "keep": ["/context_embedder/*"]},
+        "QuantizeInt4": {"limit": 0.15},
     }
     arguments: ClassVar[Mapping[str, Parameter]] = {
         "max_sequence_length": Parameter(
