@@ -77,9 +77,9 @@ class MemoryNeed:
             return self.beside + self.weights + sum(each.working for each in found.values())
         kept = 0 if self.low_memory else found[self.denoiser].working
         return self.beside + max(
-            each.weights + (each.working if name == self.denoiser else kept + each.working)
+            each.weights + each.working + (0 if name == self.denoiser else kept)
             for name, each in found.items()
-            if name != self.decoder  # which works in tiles, where it must
+            if self.low_memory or name != self.decoder  # which works in tiles, where it must
         )
 
     @property
@@ -100,9 +100,9 @@ class MemoryNeed:
         return self.weights + self.planned + HEADROOM <= available - CONTEXT
 
     def tiled(self, way: Way, available: int) -> bool:
-        """Whether the VAE would decode in tiles (`sdflow.runtime.vae`)."""
+        """Whether the VAE would decode an image of this size in tiles (`sdflow.runtime.vae`)."""
         if self.low_memory:
-            return True
+            return False
         others = self.weights if way == "resident" else self.submodels[self.decoder].weights
         free = available - self.beside - others - self.submodels[self.denoiser].working
         return self.whole_decoder > VAE_SHARE * free
