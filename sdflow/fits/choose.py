@@ -10,7 +10,7 @@ from typing import Any
 
 from sdflow.config.workflow import PipelineSpec, StepSpec
 from sdflow.errors import UsageError
-from sdflow.fits.estimate import ERROR, MemoryNeed, Way, memory_need
+from sdflow.fits.estimate import ERROR, WAYS, MemoryNeed, Way, memory_need
 from sdflow.fits.low_bits import CHOOSABLE, LOW_BITS, Choosable
 from sdflow.fits.weights import parameter_count
 from sdflow.sources import Checkpoint
@@ -64,7 +64,7 @@ def choices(pipeline: PipelineSpec, checkpoint: Checkpoint, choosable: Sequence[
                 where=checkpoint.reference,
                 remedy="Leave out --fits.",
             )
-        found += [Choice(need, way, quantized) for way in ("resident", "turns")]
+        found += [Choice(need, way, quantized) for way in WAYS]
     return sorted(found, key=lambda each: (each.loss, each.way != "resident"))
 
 

@@ -18,7 +18,7 @@ from sdflow.fits.known import estimated_by
 from sdflow.machine.device_memory import Card, card
 from sdflow.machine.memory import HOST
 from sdflow.passes.registry import catalog
-from sdflow.sources import Checkpoint, FileDigests, PlainDigests
+from sdflow.sources import Checkpoint
 from sdflow.units import spell_bytes
 
 _USUAL = ("sd15", "sdxl", "sd35_medium", "flux2_klein", "z_image_turbo", "flux1_schnell")
@@ -107,15 +107,15 @@ def device_for(given: int | None) -> Device:
     return Device(given, None if given is not None else card())
 
 
-def fit_of(plan: PipelinePlan, device: Device, digests: FileDigests) -> Fit:
+def fit_of(plan: PipelinePlan, device: Device) -> Fit:
     """Of a planned pipeline, with its refiner."""
     target = plan.pipeline.target
-    checkpoint = plan.checkpoint or estimated_by(plan.pipeline, digests)
+    checkpoint = plan.checkpoint or estimated_by(plan.pipeline)
     if checkpoint is None:
         return Fit(None, device, target, "as the model is not downloaded yet")
     need = _need(plan.pipeline, checkpoint)
     if need is not None and plan.refiner is not None:
-        refiner = plan.refiner.checkpoint or estimated_by(plan.refiner.pipeline, digests)
+        refiner = plan.refiner.checkpoint or estimated_by(plan.refiner.pipeline)
         added = None if refiner is None else _need(plan.refiner.pipeline, refiner)
         need = None if added is None else with_refiner(need, added)
     return Fit(need, device, target, "as a config of the model lacks entries")
@@ -125,7 +125,7 @@ def usual_fits(device: Device) -> Iterator[tuple[str, Fit]]:
     """Shipped workflows, one of each family, on a device: name and fit."""
     for name in _USUAL:
         pipeline = _shipped(name)
-        checkpoint = estimated_by(pipeline, PlainDigests())
+        checkpoint = estimated_by(pipeline)
         if checkpoint is not None:
             yield name, Fit(_need(pipeline, checkpoint), device, pipeline.target)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from sdflow.config.workflow import PipelineSpec
 from sdflow.disk.shipped import shipped_workflows
 from sdflow.families import ARCHITECTURES
 from sdflow.inspection.lines import model_of
-from sdflow.sources import Checkpoint, CheckpointNotLocal, FileDigests, open_checkpoint
+from sdflow.sources import Checkpoint, CheckpointNotLocal, open_checkpoint
 
 
 def architecture_of(reference: str) -> str | None:
@@ -23,14 +25,26 @@ def architecture_of(reference: str) -> str | None:
     return None
 
 
-def estimated_by(pipeline: PipelineSpec, digests: FileDigests) -> Checkpoint | None:
+class UnreadFiles:
+    """FileDigests that reads no weights: an estimate needs configs alone. What is no digest is computed."""
+
+    def digest(self, path: Path) -> str:
+        """The same of every file."""
+        return "0" * 64
+
+    def value(self, path: Path, what: str, compute: Callable[[Path], str]) -> str:
+        """The same of all tensors; else `compute(path)`."""
+        return "0" * 64 if what.startswith("tensors") else compute(path)
+
+
+def estimated_by(pipeline: PipelineSpec) -> Checkpoint | None:
     """None where its configs are not known without downloading it. Raises CheckpointError as of `open_checkpoint`."""
     try:
-        return open_checkpoint(pipeline.model, digests=digests, download=False, **pipeline.opening)
+        return open_checkpoint(pipeline.model, digests=UnreadFiles(), download=False, **pipeline.opening)
     except CheckpointNotLocal:
         architecture = architecture_of(pipeline.model)
     if architecture is None:
         return None
     left_out = {name: source for name, source in pipeline.components.items() if source is None}
     alone = replace(pipeline, controlnets={}, ip_adapters=(), components=left_out)
-    return open_checkpoint(f"synthetic:{architecture}", digests=digests, download=False, **alone.opening)
+    return open_checkpoint(f"synthetic:{architecture}", digests=UnreadFiles(), download=False, **alone.opening)

@@ -38,9 +38,7 @@ def print_validation(valid: Mapping[str, Sequence[str]], problems: Sequence[Prob
 def print_plan(plans: Sequence[Plan], cache: Cache, device: Device, *, as_json: bool, verbose: bool = False) -> None:
     """How many steps of each submodel are cached or to run, and why; whether the pipelines fit the device. verbose: each step."""
     planned = [(pipeline, list(pipeline.steps(cache))) for plan in plans for pipeline in plan.every]
-    fits = {
-        pipeline.pipeline.name: fit_of(pipeline, device, cache.stat) for plan in plans for pipeline in plan.pipelines
-    }
+    fits = {pipeline.pipeline.name: fit_of(pipeline, device) for plan in plans for pipeline in plan.pipelines}
     if as_json:
         listed = [_planned_json(step) for _, steps in planned for step in steps]
         notes = [note for pipeline, _ in planned for note in pipeline.notes]

@@ -10,7 +10,6 @@ import yaml
 from sdflow.artifact import INDEX_FILE
 from sdflow.config import load_workflow
 from sdflow.config.files import hub_repository
-from sdflow.config.matrix import slug
 from sdflow.config.problems import nearest
 from sdflow.config.workflow import LoraSpec
 from sdflow.disk.atomic_write import write_whole
@@ -69,7 +68,7 @@ def write_workflow(request: InitRequest) -> Path:
     try:
         workflow = load_workflow(request.out, catalog=catalog())
         if request.fits is not None:
-            fitted = fit_workflow(workflow.pipelines[0], request.fits, slug(request.out.stem) or "pipeline")
+            fitted = fit_workflow(workflow.pipelines[0], request.fits)
             write_whole(request.out, workflow_text(request, model, given, fitted).encode())
             load_workflow(request.out, catalog=catalog())
     except SdflowError:

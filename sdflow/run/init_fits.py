@@ -15,7 +15,6 @@ from sdflow.fits.estimate import CONTEXT, ERROR
 from sdflow.fits.known import estimated_by
 from sdflow.fits.weights import is_half
 from sdflow.machine.memory import HOST
-from sdflow.sources import PlainDigests
 from sdflow.units import spell_bytes
 
 
@@ -31,12 +30,12 @@ class Fitted:
 NOT_FITTED = Fitted()
 
 
-def fit_workflow(pipeline: PipelineSpec, available: int, name: str) -> Fitted:
-    """Choose what makes a pipeline of the workflow fit. available: bytes. name: of the pipeline, for the comment.
+def fit_workflow(pipeline: PipelineSpec, available: int) -> Fitted:
+    """Choose what makes a pipeline of the workflow fit. available: bytes.
 
     Raises UsageError, naming the nearest that there is, where nothing fits, and where the model's configs are not known.
     """
-    checkpoint = estimated_by(pipeline, PlainDigests())
+    checkpoint = estimated_by(pipeline)
     if checkpoint is None:
         raise UsageError(
             "its configs are not on this machine, so its size is not known",
@@ -63,14 +62,14 @@ def _comments(pipeline: PipelineSpec, chosen: Choice, quicker: Sequence[Choice],
         why = held if quantized is None else f"{quantized.choosable.name}: {quantized.choosable.note}"
         working = f" and {spell_bytes(each.working)} to work in" if each.working else ""
         lines.append(f"#   {submodel:16}{spell_bytes(each.weights)} of weights{working}    {why}")
-    lines.append(f"# {_why_this_way(chosen, available)}")
+    lines.append(f"# {_why_this_way(chosen)}")
     if need.tiled(chosen.way, available):
         lines.append("# The VAE decodes in tiles, which changes images a little.")
     lines += [f"# Quicker: {in_words(each)} takes {spell_bytes(each.peak)}." for each in quicker]
     return lines
 
 
-def _why_this_way(chosen: Choice, available: int) -> str:
+def _why_this_way(chosen: Choice) -> str:
     need = chosen.need
     if chosen.way == "resident":
         return "All weights stay where they are used: they fit together."

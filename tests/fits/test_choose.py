@@ -17,7 +17,6 @@ from sdflow.fits.known import architecture_of, estimated_by
 from sdflow.fits.low_bits import CHOOSABLE, Choosable
 from sdflow.passes.registry import OWN, catalog
 from sdflow.run.init import InitRequest, write_workflow
-from sdflow.sources import PlainDigests
 from sdflow.targets import TARGETS
 from sdflow.units import parse_size
 from tests.fits.fitting import FULL_SIZE, full_size
@@ -65,7 +64,7 @@ def test_a_pass_that_is_not_there_or_not_for_the_target_is_not_chosen() -> None:
     for each in choices(*full_size("flux2_klein"), (absent, elsewhere, unmeasured)):
         assert each.quantized == {}
     text = replace(elsewhere, targets=("cuda",))
-    found = chosen("flux2_klein", "cuda", 9, (text, *CHOOSABLE))
+    found = chosen("flux2_klein", "cuda", 8, (text, *CHOOSABLE))
     assert (
         found is not None and {name: each.choosable for name, each in found.quantized.items()}["text_encoder"] == text
     )
@@ -115,7 +114,7 @@ def test_the_file_is_valid_and_says_what_was_chosen_and_why(target: str, size: s
     (pipeline,) = load_workflow(written, catalog=catalog()).pipelines
     text = written.read_text()
     assert f"# Chosen for {size.replace('GB', ' GB')} of " in text
-    checkpoint = estimated_by(pipeline, PlainDigests())
+    checkpoint = estimated_by(pipeline)
     assert checkpoint is not None
     found, _ = choose(*full_size("sdxl", target), parse_size(size))
     for submodel, each in found.quantized.items():

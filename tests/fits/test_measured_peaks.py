@@ -18,7 +18,7 @@ MEASURED: dict[str, tuple[tuple[str, ...], Way, float, str]] = {
     "Z-Image-Turbo": (("z_image_turbo",), "resident", 24.3, "gpu/z-image-in-turns"),
     "Z-Image-Turbo in turns": (("z_image_turbo",), "turns", 13.4, "gpu/z-image-in-turns"),
     "SDXL": (("sdxl",), "resident", 10.76, "gpu/sdxl-memory"),
-    "SDXL in float8": (("sdxl_float8_cuda",), "resident", 8.90, "memory after an image, GB: float8"),
+    "SDXL in float8": (("sdxl_float8_cuda",), "resident", 8.90, "float8, a process of its own"),
     "SD 1.5": (("sd15", NO_CHECKER), "resident", 3.01, "gpu/sd15-memory"),
     "SD 1.5 with a ControlNet": (
         ("sd15", NO_CHECKER, "controlnets={edges: synthetic:sd15}"), "resident", 3.8, "SD 1.5 with a ControlNet",

@@ -58,7 +58,11 @@ class _Running:
     def next_step(self) -> Hashable:
         """What is equal for those that can share a run."""
         assert self.drawing is not None, "it wants a step"
-        return self.job.pipeline, id(self.pipeline), id(shared_steps(self.drawing) or self)
+        steps = shared_steps(self.drawing)
+        moment = (
+            (id(self.drawing.inputs.schedule), self.drawing.index) if steps is not None and steps.one_time else None
+        )
+        return self.job.pipeline, id(self.pipeline), id(steps or self), moment
 
 
 class Engine:

@@ -61,6 +61,11 @@ class Step:
     times: torch.Tensor
     index: int
 
+    @property
+    def moment(self) -> tuple[int, int]:
+        """Equal for those at one timestep of one schedule."""
+        return id(self.times), self.index
+
 
 class SharedSteps:
     """The runs of one denoiser for images of one size."""
@@ -85,6 +90,9 @@ class SharedSteps:
         self._common = _of_these_alone(parts.text, common)
         self.alone = False
         """Whether there was no room for a batch of several."""
+        self.one_time = False
+        """Whether the images of a batch are at the same timestep, as the graph has one for all; known with the first batch of
+        several."""
         self._tables: list[tuple[Schedule, torch.Tensor]] = []
         self._forms: dict[tuple[int, int], _Form] = {}
 
@@ -128,6 +136,7 @@ class SharedSteps:
             with self._model.place.current():
                 names = self.moving.latents, self._prediction
                 self._forms[size, halves] = _Form(session, self._model, self._time_values, names, size, halves)
+                self.one_time |= self._forms[size, halves].one_time
         return self._forms[size, halves]
 
     def _cut(self, batch: int, *, guidance: bool) -> Parts:
@@ -198,6 +207,7 @@ class _Form:
         latents, self._prediction = names
         self._size, self._halves, self._place = size, halves, model.place
         inputs = empty_inputs(session, model.place.device)
+        self.one_time = any(len(inputs[name]) % size for name in times)
         self._times = TimeValues({name: inputs[name] for name in times}, size)
         self._bound = Bound(session, model.place, {**inputs, **self._times.tensors})
         self._sample = inputs[latents]
@@ -205,6 +215,18 @@ class _Form:
         self._placed: list[Texts | None] = [None] * size
 
     def run(self, steps: Sequence[Step]) -> list[torch.Tensor]:
+        """Where the graph has one timestep for all, images at others have a run of their own."""
+        moments = [step.moment for step in steps]
+        if not self.one_time or len({*moments}) == 1:
+            return self._run(steps)
+        found: dict[int, torch.Tensor] = {}
+        for moment in dict.fromkeys(moments):
+            chosen = [index for index, each in enumerate(moments) if each == moment]
+            outputs = self._run([steps[index] for index in chosen])
+            found |= {index: output.clone() for index, output in zip(chosen, outputs, strict=True)}
+        return [found[index] for index in range(len(steps))]
+
+    def _run(self, steps: Sequence[Step]) -> list[torch.Tensor]:
         import torch
 
         with self._place.current():
