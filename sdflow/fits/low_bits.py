@@ -65,15 +65,15 @@ def _fp8_takes(name: str, shape: Shape, options: Options) -> bool:
 
 def _block_size(shape: Shape, held: int, options: Options) -> int:
     out, into = shape
-    bits, block = options.get("bits", 4), options.get("block_size", _BLOCK)
+    bits, block = int(options.get("bits", 4)), int(options.get("block_size", _BLOCK))
     along = into // block
     zeros = 0 if options.get("is_symmetric") else out * -(-along * bits // 8)
     return out * into * bits // 8 + out * along * held + zeros
 
 
 def _blocks_take(name: str, shape: Shape, options: Options) -> bool:
-    whole = shape[1] % options.get("block_size", _BLOCK) == 0
-    return whole and prod(shape) >= options.get("smallest", 1 << 16)
+    whole = shape[1] % int(options.get("block_size", _BLOCK)) == 0
+    return whole and prod(shape) >= int(options.get("smallest", 1 << 16))
 
 
 LOW_BITS: Mapping[str, LowBits] = {
