@@ -79,8 +79,8 @@ def choose(
     Raises UsageError, naming the nearest that there is, where none fits.
     """
     every = choices(pipeline, checkpoint, choosable)
-    fitting = [each for each in every if each.need.fits(each.way, available)]
-    if not fitting:
+    found = first_fitting(every, available)
+    if found is None:
         least = min(every, key=lambda each: each.peak)
         wanted = math.ceil(least.peak * (1 + ERROR) / 1e8) / 10
         largest = max(least.need.submodels.items(), key=lambda item: item[1].weights)
@@ -90,8 +90,16 @@ def choose(
             where=f"--fits {spell_bytes(available)}",
             remedy=f"The nearest that fits: --fits {wanted:g}GB. Or choose a smaller model, or draw on the CPU: --target cpu.",
         )
-    chosen = fitting[0]
-    quicker = [each for each in fitting[1:] if chosen.way == "turns" and each.way == "resident"]
+    return found
+
+
+def first_fitting(every: Sequence[Choice], available: int) -> tuple[Choice, tuple[Choice, ...]] | None:
+    """What `choose` gives, of choices in their order; None where none fits."""
+    fitting = [each for each in every if each.need.fits(each.way, available)]
+    if not fitting:
+        return None
+    chosen, *others = fitting
+    quicker = [each for each in others if chosen.way == "turns" and each.way == "resident"]
     return chosen, tuple(quicker[:1])
 
 

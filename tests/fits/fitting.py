@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from sdflow.config import load_workflow
@@ -26,6 +27,11 @@ FULL_SIZE = {
 
 def planned(base: str, target: str = "cuda", overrides: Sequence[str] = ()) -> tuple[PipelineSpec, Checkpoint]:
     """The pipeline of a shipped workflow, or of a file in workflows/, and its checkpoint."""
+    return _planned(base, target, tuple(overrides))
+
+
+@cache
+def _planned(base: str, target: str, overrides: tuple[str, ...]) -> tuple[PipelineSpec, Checkpoint]:
     path = shipped_workflow(f"base/{base}.yaml") or ROOT / f"workflows/{base}.yaml"
     (pipeline,) = load_workflow(path, catalog=catalog(), overrides=overrides, targets=[target]).pipelines
     return pipeline, open_checkpoint(pipeline.model, digests=PlainDigests(), download=False, **pipeline.opening)
