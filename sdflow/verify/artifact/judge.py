@@ -21,6 +21,7 @@ from sdflow.onnx_model.reading import load_graph
 from sdflow.runtime.sessions.tuning import Tuning
 from sdflow.targets import TARGETS
 from sdflow.verify import images
+from sdflow.verify.artifact import with_references
 from sdflow.verify.artifact.exact import Proof, case_distances, locate, prove
 from sdflow.verify.artifact.graph import RunnableGraph, open_graph, run_each, run_graph, takes
 from sdflow.verify.artifact.judge_output import judge_outputs
@@ -30,7 +31,6 @@ from sdflow.verify.artifact.overflow import Overflow, overflow
 from sdflow.verify.artifact.promises import check_promises, read_configs
 from sdflow.verify.artifact.roundings import DRAWS, Roundings, drawn_again, too_far
 from sdflow.verify.artifact.unsupported_nodes import fits
-from sdflow.verify.artifact.with_references import judge_references
 from sdflow.verify.finding import Finding, errors
 from sdflow.verify.reference.cases import Cases, read_cases
 from sdflow.verify.reference.selection import read_selection
@@ -230,7 +230,9 @@ class Desk:
             return ()
         self.close()
         self.progress(f"{name}: with reference images")
-        problems, covered = judge_references(request, self.family, verdict.precision, self._cases(name), module)
+        problems, covered = with_references.judge_references(
+            request, self.family, verdict.precision, self._cases(name), module
+        )
         self.verdicts[name] = replace(verdict, problems=(*verdict.problems, *problems))
         return covered
 
