@@ -21,7 +21,6 @@ from sdflow.onnx_model.reading import load_graph
 from sdflow.runtime.sessions.tuning import Tuning
 from sdflow.targets import TARGETS
 from sdflow.verify import images
-from sdflow.verify.artifact import with_references
 from sdflow.verify.artifact.exact import Proof, case_distances, locate, prove
 from sdflow.verify.artifact.graph import RunnableGraph, open_graph, run_each, run_graph, takes
 from sdflow.verify.artifact.judge_output import judge_outputs
@@ -223,6 +222,8 @@ class Desk:
 
     def show_references(self) -> Sequence[str]:
         """Judge the denoiser with reference images too, where its family takes them; what that covers, in words."""
+        from sdflow.verify.artifact.with_references import judge_references
+
         request, name = self.request, self.family.denoiser
         verdict = self.verdicts.get(name)
         module = next((each for each in request.modules if each.submodel == name), None)
@@ -230,9 +231,7 @@ class Desk:
             return ()
         self.close()
         self.progress(f"{name}: with reference images")
-        problems, covered = with_references.judge_references(
-            request, self.family, verdict.precision, self._cases(name), module
-        )
+        problems, covered = judge_references(request, self.family, verdict.precision, self._cases(name), module)
         self.verdicts[name] = replace(verdict, problems=(*verdict.problems, *problems))
         return covered
 
