@@ -62,7 +62,7 @@ def print_plan(plans: Sequence[Plan], cache: Cache, device: Device, *, as_json: 
         for note in pipeline.notes:
             put(f"  {note}")
         if pipeline.pipeline.name in fits:
-            put(f"  {fits[pipeline.pipeline.name].words}")
+            put(fits[pipeline.pipeline.name].words)
     every = [step for _, steps in planned for step in steps]
     if verbose and any(step.step.weights == "symbolic" for step in every):
         put(
