@@ -27,7 +27,7 @@ FLOORS = {
             "config runtime",
             "passes",
             "build",
-            "export verify",
+            "export fits verify",
             "oci",
             "bench",
             "run",

@@ -121,21 +121,32 @@ def plan(
     locked: Annotated[
         bool, typer.Option("--locked", help="Refuse inputs that differ from WORKFLOW.lock, which `sdflow lock` writes.")
     ] = False,
+    device_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--device-memory",
+            help="Tell whether the pipelines fit in this much device memory, such as 8GB. Default: this machine's card.",
+            metavar="SIZE",
+        ),
+    ] = None,
     verbose: Verbose = False,
     json: AsJson = False,
 ) -> None:
     """Show which steps are cached and which would run, and why.
 
-    Builds nothing.
+    Also tells whether the pipelines will fit the device. Builds nothing.
     """
     from sdflow.build.lock import locked_plan
     from sdflow.build.plan import make_plan
+    from sdflow.fits.device import device_for
     from sdflow.report.build import print_plan
+    from sdflow.units import parse_size
 
     loaded = [load(path, overrides, target) for path in workflow]
     opened = open_cache(cache, loaded)
     plans = [(locked_plan if locked else make_plan)(each, opened) for each in loaded]
-    print_plan(plans, opened, as_json=json, verbose=verbose)
+    device = device_for(parse_size(device_memory, "--device-memory") if device_memory is not None else None)
+    print_plan(plans, opened, device, as_json=json, verbose=verbose)
 
 
 @app.command()

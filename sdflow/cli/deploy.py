@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -108,7 +109,7 @@ def query(
     """Generate images with a deployed server."""
     from sdflow.errors import UsageError
     from sdflow.report.output import put
-    from sdflow.serve.client import query_files
+    from sdflow.serve.client import query_answers
 
     said = {each: value for each, value in given.items() if value != SERVED[each].default}
     needing = [SERVED[each].option(each) for each in said if SERVED[each].needs is not None]
@@ -125,9 +126,11 @@ def query(
         "model": model,
         **said,
     }
-    drawn = query_files(name, prompt, **{key: value for key, value in fields.items() if value is not None})
-    for number, (content, of) in enumerate(drawn, 1):
-        put(_written(out / f"{number:03d}-{of}.png", content), wrap=False)
+    drawn = query_answers(name, prompt, **{key: value for key, value in fields.items() if value is not None})
+    for number, each in enumerate(drawn, 1):
+        put(_written(out / f"{number:03d}-{each.seed}.png", each.file), wrap=False)
+    for warning in dict.fromkeys(warning for each in drawn for warning in each.warnings):
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def _lora(text: str) -> dict[str, Any]:

@@ -86,7 +86,7 @@ PANELS: Mapping[str, str] = {
     "Stable Diffusion 3": "skip_guidance_layers skip_layer_guidance_scale skip_layer_guidance_start skip_layer_guidance_stop",
     "Z-Image": "cfg_truncation cfg_normalization",
     "Approximations": "reuse guidance_interval",
-    "Model": "model lora base submodel structures pipeline show",
+    "Model": "model lora base fits submodel structures pipeline show",
     "Build": "overrides copy jobs rebuild evaluate locked keep_failed require_target",
     "Verification": "verify full fresh fix run_on memory require_verified check checker",
     "Measurement": "engine list_engines warmup rounds tuning first_limit option compare force",

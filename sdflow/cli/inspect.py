@@ -47,12 +47,22 @@ def init(
     base: Annotated[
         str | None, typer.Option(help="Base workflow to extend, such as sdxl. Default: detected from the model.")
     ] = None,
+    fits: Annotated[
+        str | None,
+        typer.Option(
+            help="Device memory to fit in, such as 8GB (for the CPU: its memory). Chooses quantization and how weights share "
+            "the device.",
+            metavar="SIZE",
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option(help="File to write.", metavar="FILE")] = Path("workflow.yaml"),
     overwrite: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Write a commented workflow for a model, target and LoRAs."""
     from sdflow.report.output import put
     from sdflow.run.init import InitRequest, write_workflow
+    from sdflow.units import parse_size
 
-    written = write_workflow(InitRequest(out, model, target, lora or (), base, overwrite))
+    size = parse_size(fits, "--fits") if fits is not None else None
+    written = write_workflow(InitRequest(out, model, target, lora or (), base, overwrite, size))
     put(f"{written}: written. Next: sdflow run {shlex.quote(str(written))}", wrap=False)

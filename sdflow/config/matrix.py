@@ -13,7 +13,7 @@ from sdflow.config.fields import MATRIX
 from sdflow.config.problems import Problems, nearest
 from sdflow.config.tree import Node, YamlList, YamlMap, YamlScalar, as_map, expect_kind, text_of, to_data
 from sdflow.config.workflow import Mark
-from sdflow.sources.reference import FILE_SUFFIXES, PICKLE_SUFFIXES
+from sdflow.sources.reference import FILE_SUFFIXES, PICKLE_SUFFIXES, split_architecture
 from sdflow.targets import TARGETS
 
 MAX_CELLS = 256
@@ -117,7 +117,7 @@ def model_label(reference: object) -> str:
     scheme, separator, rest = text.partition(":")
     if separator and len(scheme) > 1:
         rest = rest.partition("@")[0].replace("?", "-").replace("=", "") if scheme != "hf" else rest.partition("@")[0]
-        return slug(rest.rpartition("/")[2]) or "model"
+        return slug(split_architecture(rest)[0].rpartition("/")[2]) or "model"
     path = PurePosixPath(text.replace("\\", "/"))
     return slug(path.stem if path.suffix.lower() in (*FILE_SUFFIXES, *PICKLE_SUFFIXES) else path.name) or "model"
 

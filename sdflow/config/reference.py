@@ -20,7 +20,8 @@ _SCHEMES = ("hf", "synthetic", "sample")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+-]+):(.*)", re.DOTALL)  # two letters at least: C: is a drive
 _HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w][\w./-]*)?", re.ASCII)
 _HUB_FILE = re.compile(
-    rf"[\w-][\w.-]*/[\w-][\w.-]*(/[\w][\w. ()+-]*)+(?i:{'|'.join(map(re.escape, FILE_SUFFIXES))})(@[\w][\w./-]*)?",
+    rf"[\w-][\w.-]*/[\w-][\w.-]*(/[\w][\w. ()+-]*)+(?i:{'|'.join(map(re.escape, FILE_SUFFIXES))})"
+    r"(?:#(?P<architecture>[^@#]*))?(@[\w][\w./-]*)?",
     re.ASCII,
 )
 _SEEDED = re.compile(r"([^?]*)(?:\?seed=([0-9]{1,18}))?", re.ASCII)
@@ -42,8 +43,10 @@ def model_reference(
         return _model_path(text, folder, allow_pickle, mark, problems)
     kind, rest = scheme.groups()
     if kind == "hf":
-        whole = not what.startswith("`ip_adapters.") and _HUB_FILE.fullmatch(rest) is not None
-        return text if whole else _hub(text, rest, mark, problems)
+        file = None if what.startswith("`ip_adapters.") else _HUB_FILE.fullmatch(rest)
+        if file is None:
+            return _hub(text, rest, mark, problems)
+        return text if _is_known(file["architecture"], mark, problems) else None
     if kind not in ("synthetic", "sample"):
         _report_scheme(kind, mark, problems, _SCHEMES)
         return None
@@ -140,12 +143,19 @@ def _resolve(text: str, folder: Path, mark: Mark, problems: Problems) -> Path | 
     return None
 
 
+def _is_known(architecture: str | None, mark: Mark, problems: Problems) -> bool:
+    """Whether an architecture behind # is one, or none is said."""
+    if architecture is None or architecture in ARCHITECTURES:
+        return True
+    problems.add(
+        mark, f"unknown architecture {shortened(architecture)!r} after #", nearest(architecture, ARCHITECTURES)
+    )
+    return False
+
+
 def _model_path(text: str, folder: Path, allow_pickle: bool, mark: Mark, problems: Problems) -> str | None:
     text, architecture = split_architecture(text)
-    if architecture is not None and architecture not in ARCHITECTURES:
-        problems.add(
-            mark, f"unknown architecture {shortened(architecture)!r} after #", nearest(architecture, ARCHITECTURES)
-        )
+    if not _is_known(architecture, mark, problems):
         return None
     path = _resolve(text, folder, mark, problems)
     if path is None:

@@ -192,6 +192,8 @@ class Model:
     library_module: the module that defines the class. It is slow to import, so long-lived processes import it once up front.
     blocks: the module list of a transformer's blocks, any of which can be left out (`sdflow.runtime.denoiser.skipped_blocks`).
     quick: decodes in a fraction of the time of a denoising step (a tiny VAE).
+    device_factor: what a run was measured to take on CUDA, in `working_values` of the graph's own type
+    (tests/fits/test_measured_peaks.py).
     """
 
     class_name: ClassVar[str]
@@ -199,6 +201,7 @@ class Model:
     quick: ClassVar[bool] = False
     library_module: ClassVar[str | None] = None
     blocks: ClassVar[str | None] = None
+    device_factor: ClassVar[float] = 2.7
 
     @property
     def of_transformers(self) -> bool:
@@ -218,6 +221,12 @@ class Model:
         """Name -> shape of the parameters of `empty`'s module, computed without importing its library; None if that requires
         the class. Excludes parameters added by adapters. Raises KeyError or TypeError for an incomplete config."""
         return None
+
+    def graph_parameters(self, config: Config) -> Shapes | None:
+        """Name -> shape of the parameters that the graph holds, to estimate its size: `parameters` without those that the graph
+        does not read. Also known for classes without `parameters`, where norms and embeddings may be left out. None and errors
+        as of `parameters`."""
+        return self.parameters(config)
 
     def ports(self, config: Config) -> Ports:
         """Inputs and outputs of the graph. Raises PassError if the config implies inputs that are not supported."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from sdflow.errors import PassError
 from sdflow.models.base import Config, Model, Original, Port, Ports, Role, Shapes, Sizes, halved
 from sdflow.models.ldm_names import ldm_unet_names
+from sdflow.models.more_parameters import controlnet_parameters
 from sdflow.models.residuals import by_name, residual_ports
 from sdflow.models.unet import made_up, main_ports
 from sdflow.models.working_memory import unet_values
@@ -53,12 +54,16 @@ class ControlNet(Model):
     class_name: ClassVar[str] = "ControlNetModel"
     weights_stem: ClassVar[str] = "diffusion_pytorch_model"
     library_module: ClassVar[str | None] = "diffusers.models.controlnets.controlnet"
+    device_factor: ClassVar[float] = 0.62
 
     def empty(self, config: Config) -> torch.nn.Module:
         from diffusers import ControlNetModel
 
         module: torch.nn.Module = ControlNetModel.from_config(dict(config))
         return module
+
+    def graph_parameters(self, config: Config) -> Shapes | None:
+        return controlnet_parameters(config, _hint_channels(config))
 
     def config_for(self, unet: Config) -> Config:
         """The config of a ControlNet for this UNet, where there is none: in a file with tensors alone."""

@@ -15,6 +15,7 @@ from sdflow.errors import CheckpointError
 from sdflow.models.base import Config, Model, Original, Port, Ports, Shapes, Sizes
 from sdflow.models.clip_text import UNUSED
 from sdflow.models.image_prompts import tokens_input
+from sdflow.models.more_parameters import clip_vision_parameters
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,6 +70,10 @@ class ImageEncoder(Model):
         module.image_proj = torch.nn.ModuleList(projections)
         made: torch.nn.Module = module
         return made
+
+    def graph_parameters(self, config: Config) -> Shapes | None:
+        """Without the projections, which are a few million."""
+        return clip_vision_parameters(config, config["projection_dim"])
 
     def ports(self, config: Config) -> Ports:
         size = config["image_size"]

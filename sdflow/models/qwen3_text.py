@@ -25,6 +25,7 @@ LAYERS = "hidden_states_layers"
 negative ones count from the end, where -1 is normalized. Without it: the last one."""
 
 _HEAD = "lm_head.weight"
+_LAYER = re.compile(r"layers\.(\d+)\.")
 
 _GGUF_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _GGUF_LAYERS = {
@@ -66,6 +67,17 @@ class Qwen3Text(Model):
 
     def parameters(self, config: Config) -> Shapes | None:
         return qwen3_parameters(config)
+
+    def graph_parameters(self, config: Config) -> Shapes | None:
+        found, last = self.parameters(config), max(_chosen(config))
+        normed = last == int(config["num_hidden_layers"])
+        return None if found is None else {
+            name: shape
+            for name, shape in found.items()
+            if name == "embed_tokens.weight"
+            or (name == "norm.weight" and normed)
+            or ((layer := _LAYER.match(name)) is not None and int(layer[1]) < last)
+        }  # fmt: skip
 
     def ports(self, config: Config) -> Ports:
         axes = ("batch", TOKENS)

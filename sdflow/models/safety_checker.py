@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sdflow.models.base import Config, Model, Port, Ports, Role, Sizes
+from sdflow.models.base import Config, Model, Port, Ports, Role, Shapes, Sizes
 from sdflow.models.clip_text import UNUSED
+from sdflow.models.more_parameters import clip_vision_parameters
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,6 +29,9 @@ class SafetyChecker(Model):
 
         module: torch.nn.Module = StableDiffusionSafetyChecker(CLIPConfig.from_dict(dict(config)))
         return module
+
+    def graph_parameters(self, config: Config) -> Shapes | None:
+        return clip_vision_parameters(config["vision_config"], config["projection_dim"])
 
     def ports(self, config: Config) -> Ports:
         size = config["vision_config"]["image_size"]

@@ -55,6 +55,10 @@ class T5Text(Model):
     def parameters(self, config: Config) -> Shapes | None:
         return t5_parameters(config)
 
+    def graph_parameters(self, config: Config) -> Shapes | None:
+        found = self.parameters(config)
+        return None if found is None else {name: shape for name, shape in found.items() if name != _TIED[0]}
+
     def ports(self, config: Config) -> Ports:
         return Ports(
             inputs=(Port("input_ids", "int32", ("batch", TOKENS)),),

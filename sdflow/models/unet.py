@@ -72,6 +72,7 @@ class UNet(Model):
     weights_stem: ClassVar[str] = "diffusion_pytorch_model"
     library_module: ClassVar[str | None] = "diffusers.models.unets.unet_2d_condition"
     time_ids: ClassVar[int] = 6
+    device_factor: ClassVar[float] = 0.62
 
     def empty(self, config: Config) -> torch.nn.Module:
         from diffusers import UNet2DConditionModel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sdflow.models.base import Config, Model, Port, Ports, Role, Sizes, halved
+from sdflow.models.base import Config, Model, Port, Ports, Role, Shapes, Sizes, halved
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +16,13 @@ class VaeHalf(Model):
 
     weights_stem: ClassVar[str] = "diffusion_pytorch_model"
     unread: ClassVar[tuple[str, ...]]
+    device_factor: ClassVar[float] = 0.53
+
+    def graph_parameters(self, config: Config) -> Shapes | None:
+        found = self.parameters(config)
+        return None if found is None else {
+            name: shape for name, shape in found.items() if not name.startswith(self.unread)
+        }  # fmt: skip
 
     def scale(self, config: Config) -> int:
         return halved(config)

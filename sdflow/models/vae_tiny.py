@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sdflow.models.base import Config, Original, Shapes
+from sdflow.models.more_parameters import tiny_vae_parameters
 from sdflow.models.vae_half import DecoderHalf, EncoderHalf, VaeHalf
 from sdflow.models.working_memory import vae_values
 
@@ -23,6 +24,7 @@ _LAYER = re.compile(r"^(encoder|decoder)\.layers\.(\d+)\.")
 class _AutoencoderTiny(VaeHalf):
     class_name: ClassVar[str] = "AutoencoderTiny"
     quick: ClassVar[bool] = True
+    reads: ClassVar[str]
     library_module: ClassVar[str | None] = "diffusers.models.autoencoders.autoencoder_tiny"
 
     def empty(self, config: Config) -> torch.nn.Module:
@@ -32,6 +34,9 @@ class _AutoencoderTiny(VaeHalf):
         own = {name: value for name, value in config.items() if name != "block_out_channels"}
         module: torch.nn.Module = AutoencoderTiny.from_config(own)
         return module
+
+    def graph_parameters(self, config: Config) -> Shapes | None:
+        return tiny_vae_parameters(config, self.reads)
 
     def distinguishing_shapes(self, config: Config) -> Shapes:
         encoder, decoder = config["encoder_block_out_channels"], config["decoder_block_out_channels"]
@@ -75,6 +80,7 @@ class TinyVaeEncoder(EncoderHalf, _AutoencoderTiny):
     """Pixels in [-1, 1] to latents."""
 
     unread = ("decoder",)
+    reads = "encoder"
 
     def encode(self, module: Any, sample: Any) -> Any:
         return module.encode(sample, return_dict=False)[0]
@@ -87,3 +93,4 @@ class TinyVaeDecoder(DecoderHalf, _AutoencoderTiny):
     """Latents to pixels in about [-1, 1]."""
 
     unread = ("encoder",)
+    reads = "decoder"

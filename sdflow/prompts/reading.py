@@ -52,6 +52,14 @@ class Reading:
                 found.append(piece)
         return found
 
+    def word_of(self, token: int) -> str:
+        """The word that a negative id is a vector of. Raises KeyError."""
+        return self._word_of[token]
+
+    @cached_property
+    def _word_of(self) -> dict[int, str]:
+        return {token: word for word, ids in self._ids.items() for token in ids}
+
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
         longest_first = sorted(self.words, key=len, reverse=True)

@@ -11,6 +11,7 @@ from sdflow.build.chain import PlannedStep
 from sdflow.build.lock_content import Lock
 from sdflow.build.plan import Plan
 from sdflow.errors import Problem, UsageError
+from sdflow.fits.device import Device, fit_of
 from sdflow.report.output import print_json, print_table, put
 from sdflow.store import Cache
 from sdflow.store.remote.up import FROM
@@ -34,12 +35,16 @@ def print_validation(valid: Mapping[str, Sequence[str]], problems: Sequence[Prob
         put(f"{path}: valid ({', '.join(names)})")
 
 
-def print_plan(plans: Sequence[Plan], cache: Cache, *, as_json: bool, verbose: bool = False) -> None:
-    """How many steps of each submodel are cached or to run, and why. verbose: each step."""
+def print_plan(plans: Sequence[Plan], cache: Cache, device: Device, *, as_json: bool, verbose: bool = False) -> None:
+    """How many steps of each submodel are cached or to run, and why; whether the pipelines fit the device. verbose: each step."""
     planned = [(pipeline, list(pipeline.steps(cache))) for plan in plans for pipeline in plan.every]
+    fits = {pipeline.pipeline.name: fit_of(pipeline, device) for plan in plans for pipeline in plan.pipelines}
     if as_json:
         listed = [_planned_json(step) for _, steps in planned for step in steps]
-        print_json("plan", {"steps": listed, "notes": [note for pipeline, _ in planned for note in pipeline.notes]})
+        notes = [note for pipeline, _ in planned for note in pipeline.notes]
+        print_json(
+            "plan", {"steps": listed, "notes": notes, "memory": {name: each.as_json() for name, each in fits.items()}}
+        )
         return
     for pipeline, steps in planned:
         title = f"{pipeline.pipeline.name}: {pipeline.pipeline.model} for {pipeline.pipeline.target}"
@@ -56,6 +61,8 @@ def print_plan(plans: Sequence[Plan], cache: Cache, *, as_json: bool, verbose: b
             print_table(title, ("submodel", "steps", "first to run", "reason"), short)
         for note in pipeline.notes:
             put(f"  {note}")
+        if pipeline.pipeline.name in fits:
+            put(fits[pipeline.pipeline.name].words)
     every = [step for _, steps in planned for step in steps]
     if verbose and any(step.step.weights == "symbolic" for step in every):
         put(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -12,57 +10,30 @@ import yaml
 from sdflow.artifact import INDEX_FILE
 from sdflow.config import load_workflow
 from sdflow.config.files import hub_repository
-from sdflow.config.matrix import slug
 from sdflow.config.problems import nearest
 from sdflow.config.workflow import LoraSpec
 from sdflow.disk.atomic_write import write_whole
 from sdflow.disk.input_file import is_regular, is_there, read_input
 from sdflow.disk.shipped import sample_folder, shipped_workflow, shipped_workflows
 from sdflow.errors import SdflowError, UsageError
-from sdflow.families import FAMILIES, any_family
 from sdflow.inspection import Description, inspect
-from sdflow.inspection.description import DRAWS_WITH, PIPELINE
+from sdflow.inspection.description import PIPELINE
 from sdflow.inspection.folders import inspect_repository
-from sdflow.inspection.lines import UNNAMED_MODEL, USUAL, architecture_for, base_of, model_of, quoted, title_of
+from sdflow.inspection.lines import UNNAMED_MODEL, USUAL, architecture_for, base_of, model_of, title_of
 from sdflow.passes.registry import catalog
 from sdflow.run.bake import parse_lora
+from sdflow.run.init_fits import fit_workflow
+from sdflow.run.init_text import InitRequest, Model, path_from, workflow_text
 from sdflow.sources.checkpoint import listing
 from sdflow.sources.hub import HubUnreachable, describe_repository, hub_weights
 from sdflow.sources.recognition import CHECKPOINT, LORA
 from sdflow.sources.reference import HubReference, LocalReference, SampleReference, SyntheticReference, parse_reference
 from sdflow.sources.synthetic import require_model
-from sdflow.targets import TARGETS, find_target
+from sdflow.targets import find_target
+
+__all__ = ["InitRequest", "write_workflow"]
 
 _KINDS = (CHECKPOINT, PIPELINE)
-
-
-@dataclass(frozen=True)
-class InitRequest:
-    """What the workflow is for.
-
-    model: as a workflow names one; None: that of the base. loras: FILE or FILE:SCALE. target: None: cpu. base: the
-    workflow to extend; None: what the model or the first LoRA says.
-    """
-
-    out: Path
-    model: str | None = None
-    target: str = "cpu"
-    loras: Sequence[str] = ()
-    base: str | None = None
-    force: bool = False
-
-
-@dataclass(frozen=True)
-class _Model:
-    """The line of the model, None for the base's own. of: what it is, in words; None where that is not known. components:
-    those from elsewhere -> where."""
-
-    base: str
-    reference: str | None
-    of: str | None
-    comment: str
-    pickled: bool = False
-    components: Mapping[str, str] = field(default_factory=dict)
 
 
 def write_workflow(request: InitRequest) -> Path:
@@ -91,11 +62,15 @@ def write_workflow(request: InitRequest) -> Path:
                 where=lora.path,
                 remedy="Name a model that it was made for, with --model.",
             )
-    text = _text(request, model, list(zip(loras, found, strict=True)))
+    given = list(zip(loras, found, strict=True))
     before = read_input(request.out) if request.out.exists() else None
-    write_whole(request.out, text.encode())
+    write_whole(request.out, workflow_text(request, model, given).encode())
     try:
-        load_workflow(request.out, catalog=catalog())
+        workflow = load_workflow(request.out, catalog=catalog())
+        if request.fits is not None:
+            fitted = fit_workflow(workflow.pipelines[0], request.fits)
+            write_whole(request.out, workflow_text(request, model, given, fitted).encode())
+            load_workflow(request.out, catalog=catalog())
     except SdflowError:
         if before is None:
             request.out.unlink()
@@ -121,26 +96,29 @@ def _inspected(lora: LoraSpec) -> Description | None:
     return found
 
 
-def _model(request: InitRequest, loras: Sequence[Description]) -> _Model:
+def _model(request: InitRequest, loras: Sequence[Description]) -> Model:
     if request.model is None:
         architecture = architecture_for(loras[0].of) if loras else USUAL
         if request.base is not None:
-            return _Model(_known(request.base), None, None, "")
+            return Model(_known(request.base), None, None, "")
         if architecture is None:
             raise UsageError(
                 f"nothing in {loras[0].path} says which generation of models it is for",
                 where="--lora",
                 remedy="Name the model: --model FILE.",
             )
-        return _Model(base_of(architecture), None, title_of(architecture), "")
+        return Model(base_of(architecture), None, title_of(architecture), "")
     parsed = parse_reference(request.model)
     if isinstance(parsed, SyntheticReference):
         require_model(request.model, parsed.architecture)
         base = _known(request.base) if request.base else base_of(parsed.architecture)
-        return _Model(base, request.model, title_of(parsed.architecture), "random weights")
+        return Model(base, request.model, title_of(parsed.architecture), "random weights")
     if isinstance(parsed, HubReference) and parsed.file:
         file, _ = hub_weights(parsed, download=False)
-        return _of_description(request, inspect(file)[0], request.model)
+        described = inspect(file)
+        if parsed.architecture is not None:
+            return _as_said(request, parsed.architecture, request.model, described[0].kind)
+        return _of_description(request, described[0], request.model)
     if isinstance(parsed, HubReference):
         return _of_the_hub(request, request.model, parsed)
     if isinstance(parsed, SampleReference):
@@ -159,14 +137,19 @@ def _model(request: InitRequest, loras: Sequence[Description]) -> _Model:
         raise UsageError(
             f"holds {len(described)} files of weights", where=str(parsed.path), remedy="Name one of them with --model."
         )
-    reference = _from(request.out, parsed.path)
+    reference = path_from(request.out, parsed.path)
     if parsed.architecture is not None:
-        base = _known(request.base) if request.base else base_of(parsed.architecture)
-        return _Model(base, f"{reference}#{parsed.architecture}", title_of(parsed.architecture), described[0].kind)
+        return _as_said(request, parsed.architecture, f"{reference}#{parsed.architecture}", described[0].kind)
     return _of_description(request, described[0], reference)
 
 
-def _of_description(request: InitRequest, found: Description, reference: str) -> _Model:
+def _as_said(request: InitRequest, architecture: str, reference: str, comment: str) -> Model:
+    """A file whose architecture the user names."""
+    base = _known(request.base) if request.base else base_of(architecture)
+    return Model(base, reference, title_of(architecture), comment)
+
+
+def _of_description(request: InitRequest, found: Description, reference: str) -> Model:
     lines = {} if found.workflow is None else yaml.safe_load(found.workflow)
     if not lines or (found.kind not in _KINDS and "components" not in lines):
         lacks = f" that lacks {', '.join(found.missing)}" if found.missing else ""
@@ -185,18 +168,18 @@ def _of_description(request: InitRequest, found: Description, reference: str) ->
             model = UNNAMED_MODEL
         has = f"its {', '.join(found.missing)}" if found.missing else "the rest"
         comment = "" if model is None else f"name a folder or repository that has {has}"
-        return _Model(base, model, of, comment, pickled, dict.fromkeys(components, reference))
+        return Model(base, model, of, comment, pickled, dict.fromkeys(components, reference))
     comment = ", ".join(each for each in (found.kind, found.architecture, found.precision) if each)
-    return _Model(base, reference, of, comment, pickled)
+    return Model(base, reference, of, comment, pickled)
 
 
-def _of_the_hub(request: InitRequest, reference: str, parsed: HubReference) -> _Model:
+def _of_the_hub(request: InitRequest, reference: str, parsed: HubReference) -> Model:
     """Known are those that the shipped workflows name; others are asked for their configurations, where the hub answers."""
     if request.base is not None:
-        return _Model(_known(request.base), reference, None, "")
+        return Model(_known(request.base), reference, None, "")
     for name in shipped_workflows():
         if model_of(name) == reference.partition("@")[0]:
-            return _Model(name, reference, None, "")
+            return Model(name, reference, None, "")
     cause, found = "", None
     try:
         found = describe_repository(parsed)
@@ -230,85 +213,3 @@ def _known(base: str) -> str:
             f"no workflow {name} ships with sdflow", where="--base", remedy=nearest(name, shipped_workflows())
         )
     return name
-
-
-def _from(out: Path, path: Path) -> str:
-    """A path as the workflow names it: from its folder on where it lies below, else whole."""
-    folder = out.absolute().parent
-    path = path.absolute()
-    if not path.is_relative_to(folder):
-        return str(path)
-    below = path.relative_to(folder).as_posix()
-    return f"./{below}" if ":" in below else below  # else what is before it would be a kind of reference
-
-
-def _text(request: InitRequest, model: _Model, loras: Sequence[tuple[LoraSpec, Description | None]]) -> str:
-    of = model.of or "the model"
-    file, name = shlex.quote(request.out.name), slug(request.out.stem) or "pipeline"
-    others = ", ".join(name for name in TARGETS if name != request.target)
-    lines = [
-        f"# {of[0].upper()}{of[1:]} for {request.target}, written by `sdflow init`.",
-        f"#   sdflow validate {file}    what is wrong in this file, if anything is",
-        f"#   sdflow plan {file}        what would be built",
-        f"#   sdflow run {file}         build, verify, measure; then",
-        f'#   sdflow generate pipelines/{name} --prompt "a horse on the moon"',
-        "",
-        f"extends: {model.base}    # the chain of passes of each submodel; it ships with sdflow",
-    ]
-    if model.reference is None:
-        lines += ["# model: models/my_model.safetensors    # in place of the base's own", ""]
-    else:
-        lines += [
-            f"model: {quoted(model.reference)}" + (f"    # {_one_line(model.comment)}" if model.comment else ""),
-            "",
-        ]
-    if model.pickled:
-        lines += ["allow_pickle: true    # read with weights_only=True: nothing that is in it runs", ""]
-    lines += [f"target: {request.target}    # or a list; the others are {others}", ""]
-    if loras:
-        lines += ["loras:    # merged into the weights, in this order; scale 1.0 is in full"]
-        lines += [_lora(request, lora, found) for lora, found in loras]
-    else:
-        lines += ["# loras:    # merged into the weights", "#   - {file: loras/my_lora.safetensors, scale: 1.0}"]
-    given = [f"  {component}: {quoted(file)}" for component, file in model.components.items()]
-    lines += ["", f"{'' if given else '# '}components:    # from elsewhere, in place of the model's own", *given]
-    components = _components(model.base) - model.components.keys()
-    exchangeable, omittable = any_family.exchangeable_components(), any_family.omittable_components()
-    lines += [f"#   {component}: my_{component}.safetensors" for component in exchangeable if component in components]
-    lines += [f"#   {component}: null    # left out" for component in omittable if component in components]
-    lines += ["", "verify: quick    # each part is verified against PyTorch; full: more of it, false: not at all", ""]
-    triggers = [found.details["trigger words"] for _, found in loras if found and "trigger words" in found.details]
-    if triggers:
-        lines += ["evaluate:    # what is measured when it is built; null: nothing"]
-        lines += [f"  image: {{prompt: {quoted(', '.join(['a photo', *triggers]))}}}    # with the trigger words"]
-    else:
-        lines += ["# evaluate:    # what is measured when it is built; null: nothing"]
-        lines += ["#   image: {prompt: a horse on the moon, seed: 0}"]
-    return "\n".join(lines) + "\n"
-
-
-def _components(base: str) -> set[str]:
-    """The components of the models that a shipped workflow, or the first of a list, has chains for."""
-    over = yaml.safe_load(base)
-    path = shipped_workflow(over if isinstance(over, str) else over[0])
-    assert path is not None
-    (pipeline, *_) = load_workflow(
-        path, catalog=catalog(), overrides=[f"model=synthetic:{USUAL}"], targets=[next(iter(TARGETS))]
-    ).pipelines
-    parts = [part for family in FAMILIES.values() for part in family.parts]
-    return {part.component for part in parts if part.name in pipeline.submodels}
-
-
-def _lora(request: InitRequest, lora: LoraSpec, found: Description | None) -> str:
-    hub = lora.reference.startswith("hf:")
-    file = lora.reference if hub else _from(request.out, Path(lora.reference))
-    name = f", weight_name: {quoted(lora.weight_name)}" if lora.weight_name else ""
-    details = {} if found is None else found.details
-    noted = [f"{what}: {details[what]}" for what in ("rank", DRAWS_WITH, "trigger words") if what in details]
-    comment = f"    # {_one_line('; '.join(noted))}" if noted else ""
-    return f"  - {{file: {quoted(file)}{name}, scale: {lora.scale!r}}}{comment}"
-
-
-def _one_line(text: str) -> str:
-    """A text that may stand in a comment."""
-    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())

@@ -240,7 +240,7 @@ class Pipeline(PipelineParts):
                 guess=guess_mode,
                 fewer=fewer,
                 skipped=() if skipped is None else skipped.layers,
-                references=token_count(encoded),
+                references=tuple((each.shape[2], each.shape[3]) for each in encoded),
             )
             with truncations() as truncated:
                 denoiser, conditions = self._conditioned_denoiser(wanted, request, clip_skip or 0)

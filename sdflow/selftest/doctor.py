@@ -15,6 +15,7 @@ import psutil
 from packaging.specifiers import SpecifierSet
 
 from sdflow.errors import SdflowError
+from sdflow.fits.device import device_for, usual_fits
 from sdflow.machine.packages import (
     EXTRAS,
     distribution_version,
@@ -53,8 +54,8 @@ class Diagnosis:
 
 
 def diagnose(cache: Cache) -> tuple[Diagnosis, ...]:
-    """Everything the doctor looks at, in order: Python, packages, ONNX Runtime, memory, disk, cache."""
-    return (*_packages(), *_onnxruntime(), _memory(), _disk(cache.root), _cache(cache))
+    """Everything the doctor looks at, in order: Python, packages, ONNX Runtime, memory, the card's memory, disk, cache."""
+    return (*_packages(), *_onnxruntime(), _memory(), _device_memory(), _disk(cache.root), _cache(cache))
 
 
 def _packages() -> list[Diagnosis]:
@@ -110,6 +111,20 @@ def _memory() -> Diagnosis:
             "build on a larger machine and copy the pipeline folder (--copy), or build smaller architectures",
         )
     return Diagnosis("ok", "memory", what)
+
+
+def _device_memory() -> Diagnosis:
+    """The card's memory, and which models will fit there."""
+    device = device_for(None)
+    if device.card is None:
+        return Diagnosis("ok", "device memory", "not known: neither NVIDIA's driver nor PyTorch shows a card")
+    ways: dict[str, list[str]] = {}
+    for name, fit in usual_fits(device):
+        ways.setdefault({"resident": "fit", "turns": "fit with --keep fit", None: "do not fit"}[fit.way], []).append(
+            name
+        )
+    found = "; ".join(f"{', '.join(names)} {how}" for how, names in ways.items())
+    return Diagnosis("ok", "device memory", f"{device.words_for('cuda')}: {found} (sdflow init --fits)")
 
 
 def _disk(root: Path) -> Diagnosis:

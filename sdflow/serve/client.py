@@ -18,10 +18,11 @@ import uuid
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sdflow.disk.input_file import read_input
 from sdflow.errors import UsageError, os_errors_as
+from sdflow.prompts.limits import report
 from sdflow.serve import deployments
 from sdflow.serve.deployments import Deployment, find_deployment, terminate
 from sdflow.serve.keys import read_keys
@@ -60,15 +61,30 @@ def _as_options(name: str, value: Any) -> list[str]:
 
 def query(name: str, prompt: str, **fields: Any) -> list[Image]:
     """Images from a deployed server. fields: of `/v1/images/generations`. With image, and mask, which are files' paths or what
-    is in them: of `/v1/images/edits`. references: such files too. Raises UsageError as the server refuses, and for a file that
-    cannot be read."""
+    is in them: of `/v1/images/edits`. references: such files too. Warns of what was cut off of a prompt (TruncatedPrompt). Raises
+    UsageError as the server refuses, and for a file that cannot be read."""
     import PIL.Image
 
-    return [PIL.Image.open(io.BytesIO(content)) for content, _ in query_files(name, prompt, **fields)]
+    answers = query_answers(name, prompt, **fields)
+    report(dict.fromkeys(warning for each in answers for warning in each.warnings))
+    return [PIL.Image.open(io.BytesIO(each.file)) for each in answers]
 
 
 def query_files(name: str, prompt: str, **fields: Any) -> list[tuple[bytes, int]]:
     """The same as files, each with its seed."""
+    return [(each.file, each.seed) for each in query_answers(name, prompt, **fields)]
+
+
+class Answer(NamedTuple):
+    """An image as a file. warnings: what was cut off of its prompts."""
+
+    file: bytes
+    seed: int
+    warnings: tuple[str, ...]
+
+
+def query_answers(name: str, prompt: str, **fields: Any) -> list[Answer]:
+    """The same with all that is said of each."""
     deployed = find_deployment(name)
     files = {each: _content(each, fields.pop(each)) for each in ("image", "mask") if fields.get(each) is not None}
     if references := fields.pop("references", None):
@@ -90,7 +106,7 @@ def query_files(name: str, prompt: str, **fields: Any) -> list[tuple[bytes, int]
         raise UsageError(
             f"{url} does not answer: {error or type(error).__name__}", where=name, remedy="See its log: sdflow status."
         ) from error
-    return [(b64decode(each["b64_json"]), each["seed"]) for each in data]
+    return [Answer(b64decode(each["b64_json"]), each["seed"], tuple(each.get("warnings", ()))) for each in data]
 
 
 def _json(fields: dict[str, Any]) -> tuple[str, str, bytes]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from sdflow.errors import CheckpointError
@@ -11,27 +11,34 @@ from sdflow.families.shared.few_steps import of_this_name
 from sdflow.families.shared.predictions import WITH_ZERO_SNR, Said
 from sdflow.sources.architectures import architecture_config, prediction_of
 
+Spelled = Callable[[str], str]
+"""How a workflow names a file as one of an architecture."""
 
-def choose(path: Path, fitting: Sequence[str], said: Sequence[Said], wanted: str | None) -> tuple[str, tuple[str, ...]]:
+
+def choose(
+    path: Path, fitting: Sequence[str], said: Sequence[Said], wanted: str | None, spelled: Spelled | None = None
+) -> tuple[str, tuple[str, ...]]:
     """One of the architectures that a file's shapes fit, and what the user should hear of the choice.
 
-    said: what the file says of how it predicts; where it says nothing, the first is taken. wanted: what the user wrote.
+    said: what the file says of how it predicts; where it says nothing, the first is taken. wanted: what the user wrote. spelled:
+    None: `FILE#NAME`.
     Raises CheckpointError where it is none of them, and where the file says that it predicts in another way, or contradicts
     itself.
     """
+    spelled = spelled or f"{path.name}#{{}}".format
     predicts = {name: _prediction(name) for name in fitting}
     if wanted is not None and wanted not in fitting:
         raise CheckpointError(
             f"has the shapes of {' and of '.join(_unmarked(fitting))}, not of {wanted}",
             where=str(path),
-            remedy=f"Write {' or '.join(f'{path.name}#{name}' for name in fitting)}.",
+            remedy=f"Write {' or '.join(map(spelled, fitting))}.",
         )
     if wanted is not None:
         odd = " and ".join(why for prediction, why in said if not _agree(prediction, predicts[wanted]))
         return wanted, (f"{path.name} is taken for {wanted}, although {odd}.",) if odd else ()
     named = of_this_name(fitting, path.name)
     if said:
-        _require_one_word(path, named, said)
+        _require_one_word(path, named, said, spelled)
         prediction, why = max(said, key=lambda each: each[0].endswith(WITH_ZERO_SNR))
         agreed = [name for name in named if predicts[name] == prediction]
         if not agreed:
@@ -39,7 +46,7 @@ def choose(path: Path, fitting: Sequence[str], said: Sequence[Said], wanted: str
                 f"{why}, and {named[0]}, whose shapes it has, predicts {predicts[named[0]]}",
                 where=str(path),
                 remedy="Take it as a diffusers folder, whose scheduler says how it predicts. "
-                f"{path.name}#{named[0]} takes it as it is.",
+                f"{spelled(named[0])} takes it as it is.",
             )
         plain = len(_unmarked(named)) == 1 and agreed[0] not in MARKED_ARCHITECTURES
         return agreed[0], () if plain else (f"{path.name} is taken for {agreed[0]}: {why}.",)
@@ -47,7 +54,7 @@ def choose(path: Path, fitting: Sequence[str], said: Sequence[Said], wanted: str
     if len(fitting) == 1:
         return fitting[0], ()
     first, *others = fitting
-    instead = " or ".join(f"{path.name}#{name} ({_size(name)} pixels, {predicts[name]})" for name in others)
+    instead = " or ".join(f"{spelled(name)} ({_size(name)} pixels, {predicts[name]})" for name in others)
     note = (
         f"{path.name} does not say whether it is {' or '.join(fitting)}; it is taken for {first} ({_size(first)} pixels, "
         f"{predicts[first]}). Else write {instead}."
@@ -66,11 +73,11 @@ def _agree(one: str, other: str) -> bool:
     return one.removesuffix(WITH_ZERO_SNR) == other.removesuffix(WITH_ZERO_SNR)
 
 
-def _require_one_word(path: Path, fitting: Sequence[str], said: Sequence[Said]) -> None:
+def _require_one_word(path: Path, fitting: Sequence[str], said: Sequence[Said], spelled: Spelled) -> None:
     """Raises CheckpointError where one part of a file contradicts another: programs differ in which one they believe."""
     if all(_agree(prediction, said[0][0]) for prediction, _ in said):
         return
-    ways = [f"{path.name}#{name} ({_prediction(name)})" for name in fitting]
+    ways = [f"{spelled(name)} ({_prediction(name)})" for name in fitting]
     raise CheckpointError(
         f"contradicts itself: {', and '.join(why for _, why in said)}",
         where=str(path),

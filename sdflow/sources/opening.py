@@ -77,7 +77,15 @@ def _open(reference: str, access: Access, left_out: Collection[str], replaced: C
         return open_folder(sample_folder(parsed.name), reference, safe, origin=origin, left_out=left_out)
     if isinstance(parsed, HubReference) and parsed.file:
         file, origin = hub_weights(parsed, download=access.download)
-        return open_single_file(file, reference, access, left_out=left_out, origin=origin)
+        return open_single_file(
+            file,
+            reference,
+            access,
+            architecture=parsed.architecture,
+            left_out=left_out,
+            origin=origin,
+            spelled=parsed.with_architecture,
+        )
     if isinstance(parsed, HubReference):
         return open_hub(parsed, reference, access, left_out, replaced)
     path = parsed.path

@@ -1,4 +1,4 @@
-"""The spellings of a checkpoint: a path, `FILE#sd21-base`, `hf:owner/name@revision`, `hf:owner/name/FILE@revision`,
+"""The spellings of a checkpoint: a path, `FILE#sd21-base`, `hf:owner/name@revision`, `hf:owner/name/FILE#sd21-base@revision`,
 `synthetic:sd15?seed=1`, `sample:shapes`."""
 
 from __future__ import annotations
@@ -26,11 +26,18 @@ _REPOSITORY = re.compile(
 
 @dataclass(frozen=True)
 class HubReference:
-    """A repository on the hub; `revision` is a branch, a tag or a commit. file: of it, where one is meant; else ""."""
+    """A repository on the hub; `revision` is a branch, a tag or a commit. file: of it, where one is meant; else "". architecture:
+    which the file has, where the user says so."""
 
     repository: str
     revision: str = "main"
     file: str = ""
+    architecture: str | None = None
+
+    def with_architecture(self, name: str) -> str:
+        """How this file is written as one of this architecture."""
+        at = "" if self.revision == "main" else f"@{self.revision}"
+        return f"hf:{self.repository}/{self.file}#{name}{at}"
 
 
 @dataclass(frozen=True)
@@ -93,10 +100,14 @@ def parse_reference(text: str) -> Reference:
     if not text or (separator and re.fullmatch(r"[a-z][a-z+]+", scheme)):
         raise CheckpointError("not a reference to a checkpoint", where=text or "''", remedy=_SPELLINGS)
     path, architecture = split_architecture(text)
+    _require_known(architecture, text)
+    return LocalReference(Path(path).expanduser(), architecture)
+
+
+def _require_known(architecture: str | None, text: str) -> None:
     if architecture is not None and architecture not in ARCHITECTURES:
         known = ", ".join(name for name in ARCHITECTURES)
         raise CheckpointError(f"unknown architecture {architecture!r}", where=text, remedy=f"Known ones: {known}.")
-    return LocalReference(Path(path).expanduser(), architecture)
 
 
 def split_architecture(text: str) -> tuple[str, str | None]:
@@ -107,10 +118,12 @@ def split_architecture(text: str) -> tuple[str, str | None]:
 
 def _hub(text: str, rest: str) -> HubReference:
     name, at, revision = rest.partition("@")
+    name, architecture = split_architecture(name)
     found = _REPOSITORY.fullmatch(name)
     if found is None or (at and not revision):
         raise CheckpointError("not of the form hf:owner/name[@revision]", where=text, remedy=_SPELLINGS)
-    return HubReference(found[1], revision or "main", (found[2] or "").removeprefix("/"))
+    _require_known(architecture, text)
+    return HubReference(found[1], revision or "main", (found[2] or "").removeprefix("/"), architecture)
 
 
 def _synthetic(text: str, rest: str) -> SyntheticReference:

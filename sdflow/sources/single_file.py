@@ -54,11 +54,13 @@ def open_single_file(
     architecture: str | None = None,
     left_out: Collection[str] = (),
     origin: Mapping[str, Any] | None = None,
+    spelled: Callable[[str], str] | None = None,
 ) -> Checkpoint:
     """The checkpoint in a file of weights, or in a pickle when those are allowed.
 
     architecture: which of those that the file's shapes fit, where the user says so. left_out: components that are not read, of
-    those that it may lack. origin: JSON for the provenance, of a file of the hub.
+    those that it may lack. origin: JSON for the provenance, of a file of the hub. spelled: how a workflow names the file as
+    one of an architecture; None: `FILE#NAME`.
     A pickle's first opening loads torch to read its shapes; what was found is remembered in its digests.
     Raises CheckpointError for a damaged file, and for an architecture that is not supported, naming it if it is known.
     """
@@ -78,7 +80,7 @@ def open_single_file(
             where=str(path),
             remedy=f"Known are {', '.join(FILE_SUFFIXES)}.",
         )
-    architecture, chosen = choose(path, known.fitting, known.said, architecture)
+    architecture, chosen = choose(path, known.fitting, known.said, architecture, spelled)
     family = family_of_architecture(architecture)
     layouts = layouts_of(family, known.names)
     unread = {part for companion in family.companions.values() if not companion.shipped for part in companion.parts}

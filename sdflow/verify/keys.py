@@ -60,6 +60,7 @@ def verification_action(subject: Subject, spec: VerifySpec, built: Built, exact:
                 "target": subject.target,
                 "submodels": sorted(built.submodels),
                 "allow_fallback": subject.allow_fallback,
+                **({"references": 1} if subject.checkpoint.family.references is not None else {}),
             },
             "inputs": {
                 "artifacts": built.digests,

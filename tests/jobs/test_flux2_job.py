@@ -31,6 +31,10 @@ from sdflow.errors import UsageError
 from sdflow.families import FAMILIES
 from sdflow.runtime.denoiser.schedule import trace
 from sdflow.runtime.pipeline import Pipeline
+from sdflow.serve import jobs as asked_for
+from sdflow.serve.engine.engine import Engine
+from sdflow.serve.engine.served_pipeline import ServedPipeline
+from sdflow.serve.jobs import Drawn, Failed, Job, Message, Turned
 from sdflow.sources import PlainDigests, load_module, load_pipeline, open_checkpoint
 
 WORKFLOW = """
@@ -306,6 +310,40 @@ def test_a_server_draws_with_it(shell: Shell, built: Path) -> None:
         small = {**own, "references": [base64.b64encode(png(pattern(1, 32, 80))).decode()]}
         refused = httpx.post(f"{server.url}/v1/images/generations", json=small, timeout=PATIENCE)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "references")
+
+
+def asked(number: int, *sizes: tuple[int, int]) -> Job:
+    """A request with references of these widths and heights, each its own, and a prompt, steps and seed of its own."""
+    shown = [pattern(10 * number + index, height, width) for index, (width, height) in enumerate(sizes)]
+    given = tuple(asked_for.Image(each.mode, each.size, each.tobytes()) for each in shown)
+    arguments = {"height": 64, "width": 80, "num_inference_steps": 2 + number % 2}
+    conditioning = asked_for.ConditioningImages(references=given)
+    return Job(str(number), 0, "flux2", f"thing {number}", seed=number, arguments=arguments, conditioning=conditioning)
+
+
+def test_requests_with_references_of_equal_sizes_share_runs(built: Path, ours: Pipeline) -> None:
+    """Each gets the image that it gets alone, within 1 of 255, also beside images at other timesteps."""
+    served, told = ServedPipeline(Pipeline.load(built, "cpu", threads=1)), list[Message]()
+    jobs = [asked(number, (80, 64), (64, 96)) for number in range(3)]
+    jobs += [asked(3, (64, 96), (80, 64)), asked(4, (80, 64)), asked(5), asked(6)]  # as many tokens, fewer, none
+    engine = Engine(lambda job: served, {"flux2": {1: 1.0, 4: 1.5}}, told.append, places=6)
+    for each in jobs:
+        engine.submit(each)
+    while engine.busy:
+        engine.turn()
+    assert [each for each in told if isinstance(each, Failed)] == []
+    batches = [images for each in told if isinstance(each, Turned) for images, _, _ in each.batches]
+    assert max(batches) == 3 and len(batches) < sum(each.arguments["num_inference_steps"] for each in jobs)
+    drawn = {
+        each.request: np.asarray(Image.open(io.BytesIO(each.file)), np.int16)
+        for each in told
+        if isinstance(each, Drawn)
+    }
+    for each in jobs:
+        shown = [Image.frombytes(one.mode, one.size, one.pixels) for one in each.conditioning.references]
+        seeded = torch.Generator().manual_seed(each.seed)
+        own = ours(each.prompt, references=shown or None, generator=[seeded], **each.arguments).images[0]
+        assert np.abs(drawn[each.request] - np.asarray(own, np.int16)).max() <= 1, each.request
 
 
 def png(image: Image.Image) -> bytes:

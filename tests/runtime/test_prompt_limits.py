@@ -15,6 +15,7 @@ import torch
 from sdflow.errors import UsageError
 from sdflow.families.shared.request import Request
 from sdflow.prompts.limits import TruncatedPrompt, require_texts, truncations
+from sdflow.prompts.reading import Reading
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.sources import Checkpoint, PlainDigests, load_pipeline, open_checkpoint
 from sdflow.targets import find_target
@@ -138,6 +139,21 @@ def test_the_end_of_a_chat_template_that_is_cut_off_is_said() -> None:
     _, said = made.ours(text)
     (only,) = said
     assert only.endswith("reads 512: the end of the chat template is cut off.")
+
+
+def test_with_learned_words_the_text_that_is_cut_off_is_shown_too() -> None:
+    made = Opened("sd15-tiny")
+
+    def run(name: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"last_hidden_state": torch.zeros(*inputs["input_ids"].shape, 8)}
+
+    reading = Reading(words={"<otter>": 3, "<fox>": 2})
+    request = Request(["a " * 73 + "<otter> beside a <fox> in snow"], None, 0.0, 64, 64, reading=reading)
+    with truncations() as said:
+        made.family.condition(run, made.tokenizers, made.checkpoint.options, request)
+    (only,) = said
+    assert "a prompt has 84 tokens, and the text encoder reads 77" in only
+    assert "the rest is ignored: '<otter> beside a <fox> in snow'." in only
 
 
 @pytest.mark.parametrize("text", ["a\ud800b", "\udcff", ["fine", "a\udc80"]], ids=ascii)

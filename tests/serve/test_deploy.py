@@ -22,6 +22,7 @@ from until import PATIENCE, until
 from sdflow.cli.app import app
 from sdflow.disk.locked_folder import alone_in
 from sdflow.errors import UsageError
+from sdflow.prompts.limits import TruncatedPrompt
 from sdflow.serve import client
 from sdflow.serve.deployments import Deployment, deploy, deployments, find_deployment, terminate
 
@@ -67,6 +68,12 @@ def test_it_is_deployed_queried_and_terminated(tiny_pipeline: Path, tmp_path: Pa
     assert drawn.split() == [str(out / "001-3.png")]
     (image,) = client.query("tiny", "a", size="64x64", steps=1, seed=3)
     assert image.size == (64, 64)
+    with pytest.warns(TruncatedPrompt, match="reads 77: the rest is ignored: '"):
+        client.query("tiny", "an otter " * 100, size="64x64", steps=1)
+    said = CliRunner().invoke(
+        app, ["query", "tiny", "an otter " * 100, "--size", "64x64", "--steps", "1", "--out", str(out)]
+    )
+    assert said.stderr.startswith("warning: a prompt has 202 tokens") and "warning" not in said.stdout
     start = ("--image", str(out / "001-3.png"), "--mask", str(out / "001-3.png"), "--strength", "0.5")
     more = ("--steps", "4", "--scheduler", "ddim", "--prompt-syntax", "plain", "-n", "2", "--seed", "5")
     again = here("query", "tiny", "a", *start, *more, "--out", str(tmp_path / "again"))

@@ -34,6 +34,7 @@ from sdflow.prompts.wildcards import Wildcards
 from sdflow.runtime.denoiser.split import split
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.sessions.live_weights import own_values
+from sdflow.runtime.sessions.residency import Residency
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.engine.engine import Engine
 from sdflow.serve.engine.served_pipeline import ServedPipeline
@@ -189,6 +190,21 @@ def test_weights_that_cannot_be_changed_in_a_session_are_written(built: Path, mo
         for name in ("model.onnx", "model.onnx.data", "config.json"):
             expected = built / "pipelines/baked" / submodel / name
             assert (path.parent / name).read_bytes() == expected.read_bytes(), (submodel, name)
+
+
+def test_written_weights_take_turns_where_those_of_the_pipeline_do(built: Path) -> None:
+    base = ServedPipeline.load(built / "pipelines/shapes_cpu")
+    pipelines = LoraPipelines.open(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
+    pipelines.use_files()
+    before = pipelines.served(of_samples(("stripes", 0.8))).base
+    assert all(each.residency is None for each in before.submodels.values()) and not before.moving
+    turns = Residency(lambda: 1 << 40, lambda: None)
+    base.base.moving = True
+    for each in base.base.submodels.values():
+        each.residency = turns
+    made = pipelines.served(of_samples(("stripes", 0.5))).base
+    assert made.submodels["unet"] is not base.base.submodels["unet"]
+    assert all(each.residency is turns for each in made.submodels.values()) and made.moving
 
 
 def test_a_lora_that_changes_seldom_weights_gets_sessions_of_its_own(

@@ -107,6 +107,18 @@ def test_a_grid_fills_and_the_settings_of_an_image_can_be_used_again(page: Any) 
     assert page.get_attribute("img.finished", "src") == sources[0], "the same settings draw the same image"
 
 
+def test_what_is_not_read_of_a_prompt_is_shown_with_the_image(page: Any) -> None:
+    fill(page, prompt="an otter " * 100, seed=1)
+    page.click("#draw")
+    finished(page, 1)
+    (warning,) = [each.inner_text() for each in page.query_selector_all("#images .warning")]
+    assert warning.startswith("Warning: a prompt has 202 tokens, and the text_encoder reads 77: the rest is ignored: '")
+    fill(page, seed=1)
+    page.click("#draw")
+    finished(page, 2)
+    assert len(page.query_selector_all("#images .warning")) == 1
+
+
 def test_an_image_shows_how_far_it_is_and_can_be_cancelled(page: Any, server: RunningServer) -> None:
     fill(page, steps=150)
     page.click("#draw")

@@ -15,9 +15,15 @@ import pytest
 import torch
 from original_layout import stable_diffusion_2
 
-from sdflow.errors import CheckpointError
+from sdflow.config import load_workflow
+from sdflow.errors import CheckpointError, WorkflowError
+from sdflow.manifest import Origin
+from sdflow.passes.registry import catalog
+from sdflow.run.init import InitRequest, write_workflow
 from sdflow.sources import Checkpoint, open_checkpoint
 from sdflow.sources.architectures import architecture_config
+from sdflow.sources.reference import parse_reference
+from tests.sources.hub_cache import COMMIT, cached_repository
 
 
 class NoDigests:
@@ -155,3 +161,37 @@ def test_a_workflow_names_a_file_and_its_architecture(original: dict[str, torch.
     (pipeline,) = load_workflow(tmp_path / "w.yaml", catalog=registry.catalog()).pipelines
     assert pipeline.model == f"{tmp_path / 'model.safetensors'}#sd21-base"
     assert opened(pipeline.model).provenance["architecture"] == "sd21-base"
+
+
+def test_a_file_of_the_hub_is_named_with_its_architecture_as_its_message_says(
+    original: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The spelling that the message suggests is one that every reader of references takes."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    snapshot = cached_repository(tmp_path, "owner/name") / "snapshots" / COMMIT
+    (snapshot / "models").mkdir(parents=True)
+    write(snapshot / "models/dream.safetensors", original)
+    (note,) = opened("hf:owner/name/models/dream.safetensors").notes[1:]
+    suggested = "hf:owner/name/models/dream.safetensors#sd21-base"
+    assert f"Else write {suggested} (512 pixels, epsilon)." in note
+    checkpoint = opened(suggested)
+    assert checkpoint.provenance["architecture"] == "sd21-base" and checkpoint.provenance["commit"] == COMMIT
+    assert checkpoint.notes[1:] == () and prediction(checkpoint) == "epsilon"
+    text = f"extends: base/stable_diffusion_2.yaml\nmodel: {suggested}\ntarget: cpu\n"
+    (tmp_path / "w.yaml").write_text(text)
+    (pipeline,) = load_workflow(tmp_path / "w.yaml", catalog=catalog()).pipelines
+    assert pipeline.model == suggested
+    written = write_workflow(InitRequest(tmp_path / "i.yaml", suggested))
+    assert load_workflow(written, catalog=catalog()).pipelines[0].model == suggested
+    pinned = Origin("p", "cpu", model=suggested, checkpoint=checkpoint.provenance).pinned_model("here")
+    assert pinned == f"{suggested}@{COMMIT}"
+    assert opened(pinned).provenance["architecture"] == "sd21-base"
+
+
+@pytest.mark.parametrize("reference", ["hf:a/b/c.safetensors#sd99", "hf:a/b/c.safetensors#", "hf:a/b#sd21"])
+def test_an_unknown_architecture_of_a_file_of_the_hub_is_refused(reference: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"unknown architecture|not of the form"):
+        parse_reference(reference)
+    (tmp_path / "w.yaml").write_text(f"extends: base/stable_diffusion_2.yaml\nmodel: '{reference}'\ntarget: cpu\n")
+    with pytest.raises(WorkflowError, match=r"unknown architecture|not of the form"):
+        load_workflow(tmp_path / "w.yaml", catalog=catalog())

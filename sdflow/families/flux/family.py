@@ -93,6 +93,9 @@ class Flux(Family):
         "scheduler": Companion("diffusers", None, "scheduler_config.json"),
     }
     noising: ClassVar[Noising] = _Noising()
+    quantizing: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "QuantizeFp8": {"limit": 0.1, "keep": ["/context_embedder/*"]}
+    }
     arguments: ClassVar[Mapping[str, Parameter]] = {
         "prompt_2": SECOND_PROMPTS["prompt_2"],
         "max_sequence_length": Parameter(

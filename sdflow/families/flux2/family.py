@@ -90,6 +90,10 @@ class Flux2(Family):
     noising = _Noising()
     references = Flux2References()
     options: ClassVar[Mapping[str, Any]] = {DISTILLED: False}
+    quantizing: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "QuantizeFp8": {"limit": 0.1, "keep": ["/context_embedder/*"]},
+        "QuantizeInt4": {"limit": 0.15},
+    }
     arguments: ClassVar[Mapping[str, Parameter]] = {
         "max_sequence_length": Parameter(
             "Tokens that a prompt is padded to.", int, least=16, most=LENGTH, otherwise=str(LENGTH)

@@ -75,6 +75,23 @@ class Flux2References(References):
         places = [_places(number, *each.shape[2:]) for number, each in enumerate(latents)]
         return {TOKENS: tokens.expand(rows, -1, -1), PLACES: torch.cat(places)[None]}
 
+    def by_diffusers(self, module: Any, inputs: Tensors, latents: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        import torch
+        from diffusers import Flux2KleinPipeline as Library
+
+        sample, text = inputs["sample"], inputs["encoder_hidden_states"]
+        ids, own = Library._prepare_latent_ids(sample), Library._pack_latents(sample)
+        shown = torch.cat([Library._pack_latents(each.to(sample.dtype)) for each in latents], dim=1)
+        places = Library._prepare_image_ids(list(latents))
+        found = module(
+            hidden_states=torch.cat([own, shown.repeat(len(sample), 1, 1)], dim=1),
+            timestep=inputs["timestep"].expand(len(sample)).to(sample.dtype) / 1000,
+            encoder_hidden_states=text,
+            txt_ids=Library._prepare_text_ids(text),
+            img_ids=torch.cat([ids, places.repeat(len(sample), 1, 1)], dim=1),
+        ).sample[:, : own.shape[1]]
+        return {"out_sample": Library._unpack_latents_with_ids(found, ids, *sample.shape[2:])}
+
     def of_diffusers(self, images: Sequence[Any]) -> dict[str, Any]:
         return {"image": list(images)}
 

@@ -54,6 +54,7 @@ class Family:
     own in a size that none of them has -> what that file is. strength_spreads: whether image to image spreads all steps
     over the part that the strength leaves, if the scheduler supports it, rather than skipping steps. defaults: call arguments
     per task, from the signatures of diffusers' pipelines. colors: RGB factors of the latents, for previews; None if unpublished.
+    quantizing: pass -> its options for the denoiser, for passes that were measured with it (docs/quantization.md).
     """
 
     name: str
@@ -83,6 +84,7 @@ class Family:
     verified_guidance: float | None = None
     embeddings: tuple[str, ...]
     colors: ClassVar[LatentColors | None] = None
+    quantizing: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     relatives: tuple[tuple[str, str], ...] = ()
     assembled_as: ClassVar[Mapping[Task, str]]
     architectures: ClassVar[Mapping[str, Architecture]]

@@ -43,6 +43,10 @@ class References(Protocol):
     def inputs(self, latents: Sequence[torch.Tensor], rows: int) -> Tensors:
         """The added inputs for encoded images, each (1, channels, rows, columns). rows: the denoiser's batch."""
 
+    def by_diffusers(self, module: Any, inputs: Tensors, latents: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Outputs by name of the denoiser's module for inputs by name, without the added ones, and encoded images, by diffusers'
+        own functions: what an extended graph is verified against."""
+
     def of_diffusers(self, images: Sequence[Any]) -> dict[str, Any]:
         """Arguments of a call of diffusers' pipeline with these images as references."""
 

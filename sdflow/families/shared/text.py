@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import UsageError
 from sdflow.families.shared.request import Run
-from sdflow.families.shared.truncation import warn_of_truncation
+from sdflow.families.shared.truncation import shown, text_of, warn_of_truncation
 from sdflow.models.base import Config
 from sdflow.parameter import Parameter
 from sdflow.prompts.chunks import Chunk, chunked
@@ -99,8 +99,8 @@ def _chunks(tokenizer: Any, text: str, reading: Reading) -> list[Chunk]:
     pieces = [piece if isinstance(piece, tuple) else tokenize(piece) for piece in reading.pieces(text)]
     ids = [token for piece in pieces for token in piece]
     if len(ids) > size:
-        words = f"a prompt has {len(ids) + 2} tokens, and the text encoder reads {size + 2}: the rest is ignored"
-        report([f"{words}. {_ANY_LENGTH}"])
+        words = f"a prompt has {len(ids) + 2} tokens, and the text encoder reads {size + 2}"
+        report([f"{words}: the rest is ignored: {shown(text_of(tokenizer, ids[size:], reading))}. {_ANY_LENGTH}"])
     ids = ids[:size]  # as diffusers cuts it
     return [Chunk(tuple(ids), (1.0,) * len(ids))]
 

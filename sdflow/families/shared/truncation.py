@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from sdflow.prompts.limits import report
+from sdflow.prompts.reading import Reading
 
 _SHOWN = 160
 """Characters of a text in a message."""
@@ -30,7 +32,7 @@ def warn_of_truncation(
         closing = 1 if ids[-1] == tokenizer.eos_token_id else 0
         dropped = ids[length - closing : len(ids) - closing]
         dropped = dropped[: max(0, len(dropped) - len(tokenizer(end, add_special_tokens=False).input_ids))]
-        lost = f"the rest is ignored: {_shown(tokenizer.decode(dropped).strip())}"
+        lost = f"the rest is ignored: {shown(tokenizer.decode(dropped).strip())}"
         what = lost if dropped else "the end of the chat template is cut off"
         report([f"a prompt has {len(ids)} tokens, and the {encoder} reads {length}: {what}. {remedy}".strip()])
 
@@ -40,5 +42,14 @@ def ends_of_chats(chats: Sequence[str], texts: Sequence[str]) -> list[str]:
     return [chat.rpartition(text)[2] if text and text in chat else "" for chat, text in zip(chats, texts, strict=True)]
 
 
-def _shown(text: str) -> str:
+def text_of(tokenizer: Any, ids: Sequence[int], reading: Reading) -> str:
+    """What tokens stand for, words for learned vectors included."""
+    found = []
+    for word, run in groupby(ids, key=lambda token: reading.word_of(token) if token < 0 else None):
+        found.append(str(tokenizer.decode(list(run))).strip() if word is None else word)
+    return " ".join(found)
+
+
+def shown(text: str) -> str:
+    """A text for a message, its middle left out where it is long."""
     return repr(text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]}")

@@ -34,6 +34,13 @@ class StableDiffusion(OneClip):
         "inpaint": Defaults(steps=50, guidance_scale=7.5, strength=1.0),
     }
     colors: ClassVar[LatentColors] = STABLE_DIFFUSION
+    quantizing: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "QuantizeFp8": {"limit": 0.1, "keep": ["*/to_out.0/*", "*/attn2/to_q/*"]},
+        "QuantizeInt8": {
+            "limit": 0.02,
+            "keep": ["/time_embedding/*", "*/time_emb_proj/*", "*/attn2/to_k/*", "*/attn2/to_v/*"],
+        },
+    }
     assembled_as: ClassVar[Mapping[Task, str]] = {
         "text": "OnnxStableDiffusionPipeline",
         "inpaint": "OnnxStableDiffusionInpaintPipeline",

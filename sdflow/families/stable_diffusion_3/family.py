@@ -96,6 +96,9 @@ class StableDiffusion3(Family):
         "scheduler": Companion("diffusers", None, "scheduler_config.json"),
     }
     noising: ClassVar[Noising] = FLOW
+    quantizing: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "QuantizeFp8": {"limit": 0.1, "keep": ["/context_embedder/*"]}
+    }
     arguments: ClassVar[Mapping[str, Parameter]] = {
         **SECOND_PROMPTS,
         "prompt_3": Parameter("Prompt for the third text encoder, T5.", str, otherwise="the prompt"),

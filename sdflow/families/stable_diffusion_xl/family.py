@@ -91,6 +91,12 @@ class StableDiffusionXL(Family):
     defaults: ClassVar[Mapping[Task, Defaults]] = xl_parts.DEFAULTS
     embeddings = xl_parts.EMBEDDINGS
     colors: ClassVar[LatentColors] = STABLE_DIFFUSION_XL
+    quantizing: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "QuantizeFp8": {
+            "limit": 0.1,
+            "keep": ["*/to_out.0/*", "*/attn2/to_q/*", "*/proj_in/*", "*/proj_out/*"],
+        }
+    }
     assembled_as: ClassVar[Mapping[Task, str]] = {
         "text": "ORTStableDiffusionXLPipeline",
         "inpaint": "ORTStableDiffusionXLInpaintPipeline",

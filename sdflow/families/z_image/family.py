@@ -99,6 +99,9 @@ class ZImage(Family):
         "scheduler": Companion("diffusers", None, "scheduler_config.json"),
     }
     noising = ZImageNoising()
+    quantizing: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "QuantizeFp8": {"limit": 0.15, "keep": ["/cap_embedder/*"]}
+    }
     arguments: ClassVar[Mapping[str, Parameter]] = {
         "max_sequence_length": Parameter(
             "Maximum number of prompt tokens, including the chat template.",

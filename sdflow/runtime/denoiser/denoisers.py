@@ -45,8 +45,8 @@ class DenoiserRequest:
     shape: of what it reads in a step, latents and context: (images, channels, rows, columns). rows: of the batch, with guidance
     twice the images. axes: the sizes of the denoiser's further axes. conditions: where they are known already; without them, the
     texts are as long as the model reads at once. controls, guess: for the nets. fewer: what is left out.
-    skipped: the blocks that skip-layer guidance leaves out; none: there is no such guidance. references: the number of tokens of
-    reference images.
+    skipped: the blocks that skip-layer guidance leaves out; none: there is no such guidance. references: rows and columns of the
+    latents of reference images.
     """
 
     shape: tuple[int, int, int, int]
@@ -57,7 +57,12 @@ class DenoiserRequest:
     guess: bool = False
     fewer: Approximation = EXACT
     skipped: tuple[int, ...] = ()
-    references: int = 0
+    references: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def reference_tokens(self) -> int:
+        """Of all reference images together."""
+        return sum(rows * columns for rows, columns in self.references)
 
 
 class DenoiserSource(Protocol):
@@ -119,7 +124,7 @@ class Denoisers:
         tokens = self._tokens if conditions is None else token_sizes(self._model, conditions)
         sizes = {"batch": rows, **tokens, "latent_height": shape[2], "latent_width": shape[3], **request.axes}
         if request.references:
-            sizes[REFERENCE_TOKENS] = request.references
+            sizes[REFERENCE_TOKENS] = request.reference_tokens
         model = self._reading(sizes)
         if self._nets:  # also without an image for any: what the last call added is there still
             sizes |= {"height": shape[2] * self._scale, "width": shape[3] * self._scale}

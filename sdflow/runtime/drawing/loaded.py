@@ -80,7 +80,7 @@ class LoadedPipeline:
         self.companions = companions
         self.scheduler = companions[SCHEDULER]
         self.options = {**family.options, **(options or {})}
-        self.low_memory = low_memory
+        self.low_memory, self.moving = low_memory, moving
         self.vae_tiles = True if low_memory and vae_tiles is None else vae_tiles
         self.nets = {name: submodels[part] for name, part in family.nets(submodels).items()}
         self.place = submodels[family.denoiser].place
@@ -95,6 +95,7 @@ class LoadedPipeline:
         denoiser, referencing = submodels[family.denoiser], None
         if family.references is not None:
             referencing = denoiser.changed(family.references.extend, family.references.config(denoiser.config))
+        self.referencing = referencing
         self.denoisers: DenoiserSource = Denoisers(
             denoiser,
             self.nets,

@@ -9,6 +9,7 @@ for Stable Diffusion 1.5, measured. Sessions take values that are there already 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -98,6 +99,7 @@ class DeviceWeights:
         else:
             moving = MovingMemory(size, self._device, read)
             self.resident = Resident(self._residency, moving)
+            weakref.finalize(self, self._residency.forget, moving).atexit = False
             with self.resident.using():
                 memory = moving.bytes()
         values = {}

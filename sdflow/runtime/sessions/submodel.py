@@ -72,7 +72,7 @@ class Submodel:
         self.path = path
         self.static_shapes, self.profiles = static_shapes, profiles
         self._load, self._fixed, self._outputs, self.weights = load, fixed, outputs, weights
-        self._edits = tuple(edits)
+        self.edits = tuple(edits)
         self._session: Any = None
         self._session_shapes: Shapes | None = None
         self._profile: Profile | None = None
@@ -92,7 +92,7 @@ class Submodel:
         wanted = shapes if self.static_shapes else None
         if self._session is None or (wanted is not None and wanted != self._session_shapes):
             self.unload()
-            self._session, self._session_shapes = self._load(wanted, edits=self._edits), wanted
+            self._session, self._session_shapes = self._load(wanted, edits=self.edits), wanted
         return self._session
 
     def _load_profiled(self, shapes: Shapes) -> onnxruntime.InferenceSession:
@@ -106,13 +106,13 @@ class Submodel:
                     stacklevel=3,
                 )
             self.unload()
-            self._session, self._profile = self._load(None, edits=self._edits, profile=profile), profile
+            self._session, self._profile = self._load(None, edits=self.edits, profile=profile), profile
         return self._session
 
     def graph(self) -> onnx.ModelProto:
         """The model of a pipeline folder without its external data, as it is loaded."""
         assert self.path is not None, "only a submodel of a pipeline folder has a graph"
-        return read_edited(self.path, self._edits)
+        return read_edited(self.path, self.edits)
 
     def changed(self, edit: Edit | None = None, config: Mapping[str, Any] | None = None) -> Submodel:
         """The same submodel with one more change of its graph, or read by another config; it loads sessions of its own."""
@@ -128,7 +128,7 @@ class Submodel:
             fixed=self._fixed,
             outputs=None if self.part.read is None else self.part.read(config),
             weights=self.weights,
-            edits=self._edits if edit is None else (*self._edits, edit),
+            edits=self.edits if edit is None else (*self.edits, edit),
             residency=self.residency,
         )
 

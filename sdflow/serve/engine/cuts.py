@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Hashable, Mapping, MutableMapping
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from sdflow.runtime.denoiser.moving import Moving
 from sdflow.runtime.denoiser.split import Parts, split
-from sdflow.runtime.sessions.session import read_graph
+from sdflow.runtime.sessions.submodel import Edit, read_edited
 
 Value = TypeVar("Value")
 
@@ -27,16 +27,19 @@ class Cuts:
         self._graphs: Once[Any] = Once({}, GRAPHS_KEPT)
         self._cut: Once[Parts] = Once({}, CUTS_KEPT)
 
-    def of(self, model: Path, sizes: Mapping[str, int], *, moving: Moving, guidance: bool) -> Parts:
-        """The parts of the graph in this file. Raises as `split`, VerificationError for what is no graph."""
+    def of(
+        self, model: Path, sizes: Mapping[str, int], *, moving: Moving, guidance: bool, edits: Sequence[Edit] = ()
+    ) -> Parts:
+        """The parts of the graph in this file, changed by these edits. Raises as `split`, VerificationError for what is no
+        graph."""
         with model.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
 
         def cut() -> Parts:
-            graph = self._graphs.get(digest, lambda: read_graph(model))
+            graph = self._graphs.get((digest, *edits), lambda: read_edited(model, edits))
             return split(graph, sizes, moving=moving, guidance=guidance)
 
-        return self._cut.get((digest, tuple(sorted(sizes.items())), moving, guidance), cut)
+        return self._cut.get((digest, *edits, tuple(sorted(sizes.items())), moving, guidance), cut)
 
 
 class Once(Generic[Value]):

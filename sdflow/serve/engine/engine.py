@@ -58,7 +58,11 @@ class _Running:
     def next_step(self) -> Hashable:
         """What is equal for those that can share a run."""
         assert self.drawing is not None, "it wants a step"
-        return self.job.pipeline, id(self.pipeline), id(shared_steps(self.drawing) or self)
+        steps = shared_steps(self.drawing)
+        moment = (
+            (id(self.drawing.inputs.schedule), self.drawing.index) if steps is not None and steps.one_time else None
+        )
+        return self.job.pipeline, id(self.pipeline), id(steps or self), moment
 
 
 class Engine:
@@ -128,9 +132,10 @@ class Engine:
             group = self._next_group(stepping)
             self._finish_others(group)
             pace = self._pace(group[0].job)
-            size = pace.size(len(group))
+            steps = None if group[0].drawing is None else shared_steps(group[0].drawing)
+            size = 1 if steps is not None and steps.alone else pace.size(len(group))
             batches = self._run_batch(group[:size], size)
-            if batches and own_size(group[0].job):
+            if batches and own_size(group[0].job) and not group[0].job.conditioning.references:
                 others = sum(_kind(job) == _kind(group[0].job) and own_size(job) for job in self._waiting.jobs)
                 pace.note(size, batches[-1][2], max(0, len(group) - size) + others)
         elif any_drawn:
@@ -246,7 +251,7 @@ class Engine:
         except Exception as error:  # noqa: BLE001  (ONNX Runtime's and torch's have no common class; it is told)
             if len(together) > 1:
                 log_line("batch_failed", images=len(together), kind=type(error).__name__, message=str(error))
-                self._pace(together[0].job).failed(size)
+                self._no_room(together[0], size)
                 return [batch for running in together for batch in self._run_batch([running], 1)]
             self._leave(together[0])
             self._failed(together[0].job, error)
@@ -257,6 +262,14 @@ class Engine:
             running.seconds["steps"] += seconds / len(together)
             self._go_on(running, "steps")
         return [(len(together), size, seconds)]
+
+    def _no_room(self, running: _Running, size: int) -> None:
+        """There was none for a batch of this size. With reference images, whose steps are larger, that says nothing of others."""
+        steps = None if running.drawing is None else shared_steps(running.drawing)
+        if steps is not None and running.job.conditioning.references:
+            steps.alone = True
+        else:
+            self._pace(running.job).failed(size)
 
     def _go_on(self, running: _Running, stage: str) -> None:
         """To its next step, to what it waits for, or to its end."""

@@ -23,6 +23,7 @@ from sdflow.runtime.files.recorded_tuning import recorded_tuning
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.sessions.device_weights import DeviceWeights
 from sdflow.runtime.sessions.live_weights import LiveWeights
+from sdflow.runtime.sessions.residency import Residency
 from sdflow.runtime.sessions.session import LoadOptions
 from sdflow.runtime.sessions.submodel import Submodel
 from sdflow.runtime.sessions.working_bytes import row_bytes
@@ -39,9 +40,9 @@ RESTING = {"session.intra_op.allow_spinning": "0"}
 """The threads of a session that has nothing to do would go round for a while, on the cores that the next session's need:
 an image of 8 steps takes 0.29 s without that, and 0.39 with, on 2 cores."""
 
-Reload = Callable[[Path, str, LiveWeights | None, DeviceWeights | None], Submodel]
-"""Loads the submodel of a folder, of this name; with weights that it reads from memory, and the others on the device where they
-are there."""
+Reload = Callable[[Path, str, LiveWeights | None, DeviceWeights | None, Residency | None], Submodel]
+"""Loads the submodel of a folder, of this name; with weights that it reads from memory, the others on the device where they are
+there, and where weights take turns on the device."""
 
 
 Work = Generator[Drawing | Fetch | Compute, Any, "Finished"]
@@ -103,9 +104,20 @@ class ServedPipeline:
         options: dict[str, Any] = {"threads": threads, "checker": checker, "tuning": tuning}
         options["embeddings"] = [] if embeddings is None else [embeddings]
 
-        def reload(other: Path, name: str, live: LiveWeights | None, shared: DeviceWeights | None) -> Submodel:
-            how = LoadOptions(threads=threads, tuning=tuning)
-            return load_submodel(other, name, target, family=family, lazy=True, options=how, live=live, shared=shared)
+        def reload(
+            other: Path, name: str, live: LiveWeights | None, shared: DeviceWeights | None, turns: Residency | None
+        ) -> Submodel:
+            return load_submodel(
+                other,
+                name,
+                target,
+                family=family,
+                lazy=True,
+                options=LoadOptions(threads=threads, tuning=tuning),
+                live=live,
+                shared=shared,
+                residency=turns,
+            )
 
         if origin.refiner is not None:
             return cls(Ensemble.load(folder, folder.resolve() / origin.refiner, target, **options), reload)
@@ -118,7 +130,8 @@ class ServedPipeline:
         base, reload = self.base, self._reload
 
         def loaded(name: str, weights: LiveWeights | None) -> Submodel:
-            made = reload(folder, name, weights, None if weights is None else base.submodels[name].weights)
+            own = base.submodels[name]
+            made = reload(folder, name, weights, None if weights is None else own.weights, own.residency)
             return with_words(made, base.family, base.learned) if name in base.family.text else made
 
         pipeline = Pipeline(
@@ -127,6 +140,8 @@ class ServedPipeline:
             base.companions,
             base.options,
             defaults=base.defaults,
+            moving=base.moving,
+            vae_tiles=base.vae_tiles,
         )
         pipeline.scheduler, pipeline.record = base.scheduler, base.record
         pipeline.learned, pipeline.words, pipeline.most_chunks = base.learned, base.words, base.most_chunks

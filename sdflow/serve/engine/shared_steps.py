@@ -9,14 +9,16 @@ brings its own. An image without guidance takes both rows of a batch with guidan
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import PassError
+from sdflow.families.shared.references import REFERENCE_TOKENS
 from sdflow.families.shared.request import Conditions
 from sdflow.models.base import Role
+from sdflow.onnx_model.nodes import in_order
 from sdflow.runtime.denoiser.denoiser import Denoiser, DenoiserInputs
 from sdflow.runtime.denoiser.denoisers import DenoiserRequest, DenoiserSource, token_sizes
 from sdflow.runtime.denoiser.moving import Moving
@@ -30,6 +32,8 @@ from sdflow.serve.engine.cuts import Cuts
 if TYPE_CHECKING:
     import torch
 
+    from sdflow.runtime.denoiser.split import Parts
+
 SIZES_KEPT = 4
 
 TABLES_KEPT = 16
@@ -38,10 +42,12 @@ QUEUED_RUNS = 4
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """What the prompt of one image gives: values by name, each with a row for the negative prompt and one for the prompt, or
-    without guidance only that one. (halves, rows of it, ...)."""
+    """What the prompt and the reference images of one image give: values by name, each with a row for the negative prompt and one
+    for the prompt, or without guidance only that one. (halves, rows of it, ...). common: those that are equal for all images, as
+    they are."""
 
     values: Mapping[str, torch.Tensor]
+    common: Mapping[str, torch.Tensor]
     halves: int
 
 
@@ -55,25 +61,38 @@ class Step:
     times: torch.Tensor
     index: int
 
+    @property
+    def moment(self) -> tuple[int, int]:
+        """Equal for those at one timestep of one schedule."""
+        return id(self.times), self.index
+
 
 class SharedSteps:
     """The runs of one denoiser for images of one size."""
 
     def __init__(self, model: Submodel, sizes: Mapping[str, int], cuts: Cuts) -> None:
-        """sizes: of the graph's axes by name, without `batch`. Raises PassError for a graph that cannot be taken apart."""
+        """sizes: of the graph's axes by name, without `batch`. The inputs that have no row for each image must be equal for all
+        images. Raises PassError for a graph that cannot be taken apart."""
         if model.path is None:
             raise PassError("this target runs whole graphs only")
         self._model, self.sizes = model, dict(sizes)
         self._path, self._cuts = model.path, cuts
         ports = model.part.ports(model.config)
         self.moving, self._prediction = Moving.of(ports), ports.of(Role.PREDICTION)
-        parts = cuts.of(model.path, {**sizes, "batch": 2}, moving=self.moving, guidance=True)
+        parts = self._cut(2, guidance=True)
         text, timestep = model.part_session(parts.text), model.part_session(parts.timestep, capture=False)
         self._timestep_session = timestep
         self._time_values = parts.time_values
         self._text_values = parts.text_values
         with model.place.current():
             self._text = Bound(text, model.place, empty_inputs(text, model.place.device))
+        common = [port.name for port in ports.inputs if port.axes[0] != "batch" and port.role is not Role.TIMESTEP]
+        self._common = _of_these_alone(parts.text, common)
+        self.alone = False
+        """Whether there was no room for a batch of several."""
+        self.one_time = False
+        """Whether the images of a batch are at the same timestep, as the graph has one for all; known with the first batch of
+        several."""
         self._tables: list[tuple[Schedule, torch.Tensor]] = []
         self._forms: dict[tuple[int, int], _Form] = {}
 
@@ -83,7 +102,12 @@ class SharedSteps:
             for name, value in conditions.items():
                 self._text.inputs[name].copy_(value)  # a single row goes to both
             found: dict[str, torch.Tensor] = {**self._text.inputs, **self._text.run()}  # a step may read either
-            return Texts({name: value.unflatten(0, (2, -1))[-halves:].clone() for name, value in found.items()}, halves)
+            rows = {name: value for name, value in found.items() if name not in self._common}
+            return Texts(
+                {name: value.unflatten(0, (2, -1))[-halves:].clone() for name, value in rows.items()},
+                {name: found[name].clone() for name in self._common & found.keys()},
+                halves,
+            )
 
     def times(self, schedule: Schedule) -> torch.Tensor:
         """(steps, width): what the step reads of each timestep of a schedule."""
@@ -105,16 +129,19 @@ class SharedSteps:
         """The session for a batch of so many images, made when it is first wanted."""
         if (size, halves) not in self._forms:
             guided = halves == 2
-            parts = self._cuts.of(
-                self._path, {**self.sizes, "batch": size * halves}, moving=self.moving, guidance=guided
-            )
+            parts = self._cut(size * halves, guidance=guided)
             if set(parts.time_values) != set(self._time_values) or set(parts.text_values) != set(self._text_values):
                 raise PassError("a batch of another size is taken apart in another way", where="split")
             session = self._model.part_session(parts.step)
             with self._model.place.current():
                 names = self.moving.latents, self._prediction
                 self._forms[size, halves] = _Form(session, self._model, self._time_values, names, size, halves)
+                self.one_time |= self._forms[size, halves].one_time
         return self._forms[size, halves]
+
+    def _cut(self, batch: int, *, guidance: bool) -> Parts:
+        sizes = {**self.sizes, "batch": batch}
+        return self._cuts.of(self._path, sizes, moving=self.moving, guidance=guidance, edits=self._model.edits)
 
     def seconds(self, size: int, *, runs: int, halves: int, schedule: Schedule) -> float:
         """Of a run of a batch of this size, the least of so many. Raises what `run` raises where there is no room for it."""
@@ -180,6 +207,7 @@ class _Form:
         latents, self._prediction = names
         self._size, self._halves, self._place = size, halves, model.place
         inputs = empty_inputs(session, model.place.device)
+        self.one_time = any(len(inputs[name]) % size for name in times)
         self._times = TimeValues({name: inputs[name] for name in times}, size)
         self._bound = Bound(session, model.place, {**inputs, **self._times.tensors})
         self._sample = inputs[latents]
@@ -187,6 +215,18 @@ class _Form:
         self._placed: list[Texts | None] = [None] * size
 
     def run(self, steps: Sequence[Step]) -> list[torch.Tensor]:
+        """Where the graph has one timestep for all, images at others have a run of their own."""
+        moments = [step.moment for step in steps]
+        if not self.one_time or len({*moments}) == 1:
+            return self._run(steps)
+        found: dict[int, torch.Tensor] = {}
+        for moment in dict.fromkeys(moments):
+            chosen = [index for index, each in enumerate(moments) if each == moment]
+            outputs = self._run([steps[index] for index in chosen])
+            found |= {index: output.clone() for index, output in zip(chosen, outputs, strict=True)}
+        return [found[index] for index in range(len(steps))]
+
+    def _run(self, steps: Sequence[Step]) -> list[torch.Tensor]:
         import torch
 
         with self._place.current():
@@ -216,12 +256,32 @@ class _Form:
 
     def _put(self, texts: Texts, place: int) -> None:
         for name, target in self._texts.items():
-            target.unflatten(0, (self._halves, self._size, -1))[:, place].copy_(texts.values[name])
+            if name in texts.common:
+                target.copy_(texts.common[name])
+            else:
+                target.unflatten(0, (self._halves, self._size, -1))[:, place].copy_(texts.values[name])
         self._placed[place] = texts
+
+
+def _of_these_alone(graph: Any, inputs: Collection[str]) -> frozenset[str]:
+    """The values of a graph, these inputs included, that depend on these inputs and on no others."""
+    given = {item.name for item in graph.graph.input}
+    found, others = set(inputs) & given, given - set(inputs)
+    for node in in_order(graph.graph.node):
+        if not others.isdisjoint(node.input):
+            others.update(node.output)
+        elif not found.isdisjoint(node.input):
+            found.update(node.output)
+    return frozenset(found)
+
+
+Key = tuple[tuple[tuple[str, int], ...], tuple[tuple[int, int], ...]]
+"""Sizes of axes by name; rows and columns of each reference image."""
 
 
 class SharedDenoisers(DenoiserSource):
     """In place of a pipeline's own, for drawings of one image: shared steps by size, made when first wanted; the last are kept.
+    Images with reference images share steps with those whose references have the same sizes.
 
     room: rows times columns of all that are kept, as each holds memory; None: any. why_alone: why images of no size are drawn
     together; None where they are.
@@ -230,9 +290,10 @@ class SharedDenoisers(DenoiserSource):
     def __init__(self, pipeline: Pipeline, cuts: Cuts) -> None:
         self._cuts, self._own = cuts, pipeline.denoisers
         self._model = pipeline.submodels[pipeline.family.denoiser]
+        self._referencing = pipeline.referencing
         self._tokens = pipeline.family.token_sizes(pipeline.configs)
-        self._made: dict[tuple[tuple[str, int], ...], SharedSteps] = {}
-        self._alone: set[tuple[tuple[str, int], ...]] = set()
+        self._made: dict[Key, SharedSteps] = {}
+        self._alone: set[Key] = set()
         self.room: int | None = None
         ports = self._model.part.ports(self._model.config).inputs
         common = [port.name for port in ports if port.axes[0] != "batch" and port.role is not Role.TIMESTEP]
@@ -245,9 +306,9 @@ class SharedDenoisers(DenoiserSource):
     def get(self, request: DenoiserRequest) -> Denoiser:
         images, _, rows, columns = request.shape
         assert images == 1 and not request.fewer, "a server draws exact images, each by itself"
-        if request.skipped or request.references:  # its further runs, or its graph, are shared with none
+        if request.skipped:  # its further runs are shared with none
             return self._own.get(request)
-        steps = self.of(rows, columns, request.conditions, request.axes)
+        steps = self.of(rows, columns, request.conditions, request.axes, request.references)
         return self._own.get(request) if steps is None else SharedDenoiser(steps, request.rows)
 
     def unload(self) -> None:
@@ -259,23 +320,26 @@ class SharedDenoisers(DenoiserSource):
         columns: int,
         conditions: Conditions | None = None,
         axes: Mapping[str, int] = MappingProxyType({}),
+        references: tuple[tuple[int, int], ...] = (),
     ) -> SharedSteps | None:
         """For latents of so many rows and columns; None where each image is drawn by itself. axes: the sizes of the denoiser's
-        further axes."""
-        if self.why_alone is not None:
+        further axes. references: rows and columns of the latents of reference images."""
+        model = self._referencing if references else self._model
+        if self.why_alone is not None or model is None:
             return None
         sizes: dict[str, int] = {
             **(self._tokens if conditions is None else token_sizes(self._model, conditions)),
             "latent_height": rows,
             "latent_width": columns,
             **axes,
+            **({REFERENCE_TOKENS: sum(high * wide for high, wide in references)} if references else {}),
         }
-        key = tuple(sizes.items())
+        key = tuple(sizes.items()), references
         if key in self._alone:
             return None
         if key not in self._made:
             try:
-                made = SharedSteps(self._model, sizes, self._cuts)
+                made = SharedSteps(model, sizes, self._cuts)
             except PassError as error:
                 if not self._made:  # the first is of the model's own size
                     self.why_alone = str(error)
@@ -290,9 +354,14 @@ class SharedDenoisers(DenoiserSource):
     def forget_large(self, most: int) -> None:
         """Keep nothing for sizes of more rows times columns than this."""
         for key in list(self._made):
-            if dict(key)["latent_height"] * dict(key)["latent_width"] > most:
+            if _latents(key) > most:
                 del self._made[key]
 
     def _fits(self) -> bool:
-        sizes = [dict(key) for key in self._made]
-        return self.room is None or sum(each["latent_height"] * each["latent_width"] for each in sizes) <= self.room
+        return self.room is None or sum(map(_latents, self._made)) <= self.room
+
+
+def _latents(key: Key) -> int:
+    """Pixels of latents that a step reads, reference images included."""
+    sizes = dict(key[0])
+    return sizes["latent_height"] * sizes["latent_width"] + sizes.get(REFERENCE_TOKENS, 0)

@@ -85,7 +85,7 @@ export async function ready() {
 
 /**
  * Generate one image. fields: as the API names them. start: {image: Blob, mask: Blob or null}, or null.
- * on: {progress(done, total), preview(url)}. Returns {url, seed, flagged}. Raises Problem, or AbortError for the signal.
+ * on: {progress(done, total), preview(url)}. Returns {url, seed, flagged, warnings}. Raises Problem, or AbortError for the signal.
  */
 export async function draw(fields, start, on, signal) {
   const wanted = { ...fields, n: 1, stream: true, progress: true, partial_images: 8 };
@@ -95,7 +95,7 @@ export async function draw(fields, start, on, signal) {
     const kind = event.type.split(".").pop();
     if (kind === "progress") on.progress(event.done, event.total);
     if (kind === "partial_image") on.preview(url(event));
-    if (kind === "completed") return { url: url(event), seed: event.seed, flagged: event.flagged };
+    if (kind === "completed") return { url: url(event), seed: event.seed, flagged: event.flagged, warnings: event.warnings ?? [] };
   }
   throw new Problem("The server stopped before the image was finished.");
 }

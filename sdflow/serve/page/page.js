@@ -127,7 +127,7 @@ async function drawOne(tile) {
     const actions = { "Use settings": () => use(tile.settings) };
     if (model()?.from_images) actions["Start from it"] = () => start.takeUrl(tile.url);
     if (model()?.references) actions["Use as reference"] = () => attempt(() => refer([fileOf(tile.url)]));
-    tile.finished(drawn.url, drawn.flagged, attempts, actions);
+    tile.finished(drawn, attempts, actions);
     if (drawn.flagged !== true) await history.add(tile.settings, drawn.url);
   } catch (error) {
     if (error.name === "AbortError") cancelled(tile);

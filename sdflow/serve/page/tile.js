@@ -46,8 +46,8 @@ export class Tile {
     Object.assign(this.image, { className: kind, alt, src: url });
   }
 
-  /** actions: text -> what a button with that text does. */
-  finished(url, flagged, attempts, actions) {
+  /** drawn: as of `api.draw`. actions: text -> what a button with that text does. */
+  finished({ url, flagged, warnings }, attempts, actions) {
     this.url = url;
     this.show(url, "finished", this.settings.prompt);
     const open = button(this.frame, "", () => view(this.image), `Full size: seed ${this.settings.seed}`);
@@ -56,6 +56,7 @@ export class Tile {
     const passed = { true: " Blocked by the safety checker.", false: " Passed the safety checker." }[flagged] ?? "";
     const loras = this.settings.loras.filter((lora) => lora.name !== this.compared);
     this.say(`${tell({ ...this.settings, loras })}.${passed}${attempts > 1 ? ` ${attempts} attempts.` : ""}`, flagged === true);
+    for (const warning of warnings) add(this.caption, "p", `Warning: ${warning}`, "warning");
     this.end();
     button(this.buttons, "Save", () => this.save());
     for (const [text, action] of Object.entries(actions)) button(this.buttons, text, action);

@@ -40,6 +40,7 @@ from sdflow.sources.reference import (
     FILE_SUFFIXES,
     PICKLE_SUFFIXES,
     HubReference,
+    LocalReference,
     SampleReference,
     SyntheticReference,
     parse_reference,
@@ -77,17 +78,17 @@ class Source:
             return self.synthetic(parsed)
         if isinstance(parsed, SampleReference):
             return self._folder(sample_folder(parsed.name), {"kind": "sample", "name": parsed.name})
-        if isinstance(parsed, HubReference) and parsed.file:
-            return self._file(*hub_weights(parsed, download=self.access.download))
-        if isinstance(parsed, HubReference):
-            return open_snapshot(parsed, self._folder, partial(self._needed, parsed), download=self.access.download)
-        path = parsed.path
-        if parsed.architecture is not None:
+        if isinstance(parsed, HubReference | LocalReference) and parsed.architecture is not None:
             raise CheckpointError(
                 f"a {self.component} has the architecture of the checkpoint that it is for",
                 where=self.reference,
                 remedy=f"Leave out #{parsed.architecture}.",
             )
+        if isinstance(parsed, HubReference) and parsed.file:
+            return self._file(*hub_weights(parsed, download=self.access.download))
+        if isinstance(parsed, HubReference):
+            return open_snapshot(parsed, self._folder, partial(self._needed, parsed), download=self.access.download)
+        path = parsed.path
         if path.is_dir():
             return self._folder(path, {"kind": "folder", "path": str(path.absolute())})
         if path.suffix.lower() in (*FILE_SUFFIXES, *PICKLE_SUFFIXES) and is_regular(path):

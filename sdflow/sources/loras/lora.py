@@ -29,7 +29,7 @@ def find_lora(reference: str, weight_name: str | None = None, *, download: bool)
     Raises CheckpointNotLocal as `open_checkpoint` does, CheckpointError for what is missing, ambiguous or pickled.
     """
     parsed = parse_reference(reference)
-    if isinstance(parsed, HubReference):
+    if isinstance(parsed, HubReference) and parsed.architecture is None:
         weight_name = weight_name or parsed.file or None
         _refuse_pickle(weight_name or "", reference)
         return hub_file(parsed, weight_name, download=download)

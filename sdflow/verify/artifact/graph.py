@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,8 +42,16 @@ class RunnableGraph:
     held: Sequence[Any] = field(default=(), repr=False)
 
 
-def open_graph(folder: Path, target: str, *, threads: int | None = None, most: int | None = None) -> RunnableGraph:
-    """Load the model in `folder`. most: bytes of weights, as float32, that are in memory at a time; None: all of them.
+def open_graph(
+    folder: Path,
+    target: str,
+    *,
+    threads: int | None = None,
+    most: int | None = None,
+    edit: Callable[[Any], None] | None = None,
+) -> RunnableGraph:
+    """Load the model in `folder`. most: bytes of weights, as float32, that are in memory at a time; None: all of them. edit:
+    changes the ModelProto before.
 
     Raises VerificationError when it is no model or cannot be run, saying why.
     """
@@ -52,6 +60,8 @@ def open_graph(folder: Path, target: str, *, threads: int | None = None, most: i
     ort = import_onnxruntime()
     path = (folder / MODEL_FILE).resolve()
     model = read_graph(path)
+    if edit is not None:
+        edit(model)
     scores = scores_of(model.graph)
     exposed = [scores] if scores else []
     if target == "cpu":

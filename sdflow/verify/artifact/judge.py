@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -63,6 +63,7 @@ def judge(request: JudgeRequest, progress: Progress) -> Verification:
     desk.close()
     desk.round_otherwise()
     desk.locate()
+    covered = desk.show_references()
     if request.run_on is not None:
         desk.run_on_device(request.run_on)
     overflows = desk.overflows()
@@ -81,6 +82,7 @@ def judge(request: JudgeRequest, progress: Progress) -> Verification:
         overflowing={name: tuple(overflow.suspects) for name, overflow in overflows.items() if overflow.suspects},
         coverage=(
             *selection.coverage(family),
+            *covered,
             *(
                 f"{name}: {count} cases rounded in {DRAWS} ways, as one run says little of them"
                 for name, count in redrawn.items()
@@ -217,6 +219,21 @@ class Desk:
                 block = locate(check, self._cases(name), worst.case, threads=self.request.threads, most=most)
                 problems = tuple((f"{what}; {block.words()}", remedy) for what, remedy in verdict.problems)
                 self.verdicts[name] = replace(verdict, block=block, problems=problems)
+
+    def show_references(self) -> Sequence[str]:
+        """Judge the denoiser with reference images too, where its family takes them; what that covers, in words."""
+        from sdflow.verify.artifact.with_references import judge_references
+
+        request, name = self.request, self.family.denoiser
+        verdict = self.verdicts.get(name)
+        module = next((each for each in request.modules if each.submodel == name), None)
+        if self.family.references is None or verdict is None or not verdict.outputs or module is None:
+            return ()
+        self.close()
+        self.progress(f"{name}: with reference images")
+        problems, covered = judge_references(request, self.family, verdict.precision, self._cases(name), module)
+        self.verdicts[name] = replace(verdict, problems=(*verdict.problems, *problems))
+        return covered
 
     def run_on_device(self, target: str) -> None:
         """Put what the provider's own kernels give beside what the CPU gave, of each submodel that ran there."""

@@ -1,0 +1,144 @@
+"""Which quantization and way of sharing the device fit a memory size: the least loss first, then all weights resident."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from sdflow.config.workflow import PipelineSpec, StepSpec
+from sdflow.errors import UsageError
+from sdflow.fits.estimate import ERROR, WAYS, MemoryNeed, Way, memory_need
+from sdflow.fits.low_bits import CHOOSABLE, LOW_BITS, Choosable
+from sdflow.fits.weights import parameter_count
+from sdflow.sources import Checkpoint
+from sdflow.units import spell_bytes
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A pass for a submodel, behind the last of its chain. options: with `insert_after`."""
+
+    choosable: Choosable
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen. quantized: submodel -> pass; others keep their precision. loss: of the passes, summed."""
+
+    need: MemoryNeed
+    way: Way
+    quantized: Mapping[str, Quantized]
+
+    @property
+    def loss(self) -> int:
+        """How much exactness it gives up, to compare choices."""
+        return sum(each.choosable.loss for each in self.quantized.values())
+
+    @property
+    def peak(self) -> int:
+        """Bytes at most, as estimated."""
+        return self.need.peak(self.way)
+
+
+def choices(pipeline: PipelineSpec, checkpoint: Checkpoint, choosable: Sequence[Choosable] = CHOOSABLE) -> list[Choice]:
+    """Every combination that the target has passes for, the preferred ones first: exact before quantized, resident before turns.
+
+    choosable: the passes that may be chosen. Raises UsageError where the arithmetic does not cover a submodel.
+    """
+    per_submodel = [
+        [(name, each) for each in (None, *_quantizations(pipeline, checkpoint, name, choosable))]
+        for name in (*checkpoint.family.text_of(checkpoint.submodels), checkpoint.family.denoiser)
+        if name in pipeline.submodels
+    ]
+    found = []
+    for combination in product(*per_submodel):
+        quantized = {name: each for name, each in combination if each is not None}
+        need = memory_need(_with(pipeline, quantized), checkpoint)
+        if need.unknown:
+            raise UsageError(
+                f"how large its {', '.join(need.unknown)} will be is not known before it is built",
+                where=checkpoint.reference,
+                remedy="Leave out --fits.",
+            )
+        found += [Choice(need, way, quantized) for way in WAYS]
+    return sorted(found, key=lambda each: (each.loss, each.way != "resident"))
+
+
+def choose(
+    pipeline: PipelineSpec,
+    checkpoint: Checkpoint,
+    available: int,
+    choosable: Sequence[Choosable] = CHOOSABLE,
+) -> tuple[Choice, tuple[Choice, ...]]:
+    """The first choice that fits in so many bytes, and those behind it that would be quicker: with all weights resident.
+
+    Raises UsageError, naming the nearest that there is, where none fits.
+    """
+    every = choices(pipeline, checkpoint, choosable)
+    found = first_fitting(every, available)
+    if found is None:
+        least = min(every, key=lambda each: each.peak)
+        wanted = math.ceil(least.peak * (1 + ERROR) / 1e8) / 10
+        largest = max(least.need.submodels.items(), key=lambda item: item[1].weights)
+        raise UsageError(
+            f"the smallest that {pipeline.model} can be built for {pipeline.target} takes {spell_bytes(least.peak)}, with "
+            f"{in_words(least)}; its {largest[0]} alone has {spell_bytes(largest[1].weights)} of weights",
+            where=f"--fits {spell_bytes(available)}",
+            remedy=f"The nearest that fits: --fits {wanted:g}GB. Or choose a smaller model, or draw on the CPU: --target cpu.",
+        )
+    return found
+
+
+def first_fitting(every: Sequence[Choice], available: int) -> tuple[Choice, tuple[Choice, ...]] | None:
+    """What `choose` gives, of choices in their order; None where none fits."""
+    fitting = [each for each in every if each.need.fits(each.way, available)]
+    if not fitting:
+        return None
+    chosen, *others = fitting
+    quicker = [each for each in others if chosen.way == "turns" and each.way == "resident"]
+    return chosen, tuple(quicker[:1])
+
+
+def in_words(choice: Choice) -> str:
+    """What a choice does, in a phrase."""
+    shared = {"resident": "all weights resident", "turns": "the submodels taking turns"}[choice.way]
+    parts = [f"{name} by {_pass_in_words(each)}" for name, each in choice.quantized.items()]
+    return f"{' and '.join(parts)}, {shared}" if parts else shared
+
+
+def _pass_in_words(each: Quantized) -> str:
+    bits = each.options.get("bits")
+    return each.choosable.name + (f" ({bits} bits)" if bits is not None else "")
+
+
+def _quantizations(
+    pipeline: PipelineSpec, checkpoint: Checkpoint, name: str, choosable: Sequence[Choosable]
+) -> Iterator[Quantized]:
+    """Those that there are for a submodel. None where its chain quantizes it already."""
+    family, config = checkpoint.family, checkpoint.submodels[name].load["config"]
+    steps = pipeline.submodels[name]
+    if not steps or any(step.pass_name in LOW_BITS for step in steps):
+        return
+    denoises = name == family.denoiser
+    count = parameter_count(family.part(name).of(config).model, config) or 0
+    for each in choosable:
+        if not each.is_there or pipeline.target not in each.targets or (each.of == "denoiser") != denoises:
+            continue
+        if denoises and each.name not in family.quantizing:
+            continue
+        if count >= each.least:
+            own = family.quantizing[each.name] if denoises else {}
+            yield Quantized(each, {"insert_after": steps[-1].pass_name, **own, **each.options})
+
+
+def _with(pipeline: PipelineSpec, quantized: Mapping[str, Quantized]) -> PipelineSpec:
+    submodels = dict(pipeline.submodels)
+    for name, each in quantized.items():
+        last = submodels[name][-1]
+        options = {key: value for key, value in each.options.items() if key != "insert_after"}
+        submodels[name] = (*submodels[name], StepSpec(each.choosable.name, options, {}, last.mark, last.folder))
+    return replace(pipeline, submodels=submodels)

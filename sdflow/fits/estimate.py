@@ -1,0 +1,155 @@
+"""How much of a device's memory a pipeline takes to draw one image of its model's own size: arithmetic, before it is built.
+
+    weights of the submodels      by architecture and passes (`sdflow.fits.weights`)
+    what runs work in             `Model.working_values` in the graph's own type, times what was measured (`Model.device_factor`)
+    LIBRARIES                     cuBLAS, cuDNN, captured graphs, text encoders at work: measured
+    CONTEXT                       CUDA's context: assumed, it differs between cards and drivers
+
+Compared with measured peaks in tests/fits/test_measured_peaks.py; see docs/device_memory.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from sdflow.config.workflow import PipelineSpec
+from sdflow.families.shared.base import Family
+from sdflow.fits.weights import FLOAT32, HALF, is_half, weight_bytes
+from sdflow.machine.memory import HOST
+from sdflow.manifest import REFINER
+from sdflow.models.base import Config
+from sdflow.runtime.memory_limit import drawing_bytes, working_bytes
+from sdflow.runtime.sessions.residency import HEADROOM
+from sdflow.runtime.vae import SHARE as VAE_SHARE
+from sdflow.sources import Checkpoint
+
+LIBRARIES = 430_000_000
+CONTEXT = 500_000_000
+HOST_PROCESS = 700_000_000
+"""Of the processor's memory: Python, torch and ONNX Runtime."""
+ERROR = 0.05
+"""How far the estimate is from what was measured, at most; so much more must be there."""
+
+Way = Literal["resident", "turns"]
+"""Whether all weights stay on the device, or the submodels' take turns there: with `--keep fit` on CUDA, with `--low-memory`
+elsewhere."""
+WAYS: tuple[Way, ...] = ("resident", "turns")
+
+
+@dataclass(frozen=True)
+class SubmodelMemory:
+    """Bytes of a submodel's weights, and of what one run works in beside them."""
+
+    weights: int
+    working: int
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """What a pipeline takes to draw one image from a text. submodels: those that this needs. unknown: those whose size the
+    arithmetic does not cover, counted as nothing. size: height and width of the image. planned: what `--keep fit` counts beside
+    the weights. whole_decoder: what the VAE's decoder is expected to work in when it is not tiled."""
+
+    target: str
+    submodels: dict[str, SubmodelMemory]
+    denoiser: str
+    decoder: str
+    size: int
+    planned: int
+    unknown: tuple[str, ...] = ()
+    whole_decoder: int = 0
+
+    @property
+    def beside(self) -> int:
+        """Bytes that are no pipeline's: of libraries and the context, or of the process."""
+        return HOST_PROCESS if self.target == HOST else CONTEXT + LIBRARIES
+
+    @property
+    def weights(self) -> int:
+        """Bytes of all weights together."""
+        return sum(each.weights for each in self.submodels.values())
+
+    def peak(self, way: Way) -> int:
+        """Bytes at most."""
+        found = self.submodels
+        if way == "resident":
+            return self.beside + self.weights + sum(each.working for each in found.values())
+        kept = 0 if self.low_memory else found[self.denoiser].working
+        return self.beside + max(
+            each.weights + each.working + (0 if name == self.denoiser else kept)
+            for name, each in found.items()
+            if self.low_memory or name != self.decoder  # which works in tiles, where it must
+        )
+
+    @property
+    def low_memory(self) -> bool:
+        """Whether weights take turns with `--low-memory`, which ends each session, and not with `--keep fit`."""
+        return self.target != "cuda"
+
+    def fits(self, way: Way, available: int) -> bool:
+        """Whether it does, the estimate's error included. available: bytes of the device, CUDA's context included."""
+        return int(self.peak(way) * (1 + ERROR)) <= available
+
+    def way(self, available: int) -> Way | None:
+        """The first way that fits; None: none does."""
+        return next((way for way in WAYS if self.fits(way, available)), None)
+
+    def keeps_all(self, available: int) -> bool:
+        """Whether all weights stay by themselves, as `--keep fit` counts, which counts more than was measured."""
+        return self.weights + self.planned + HEADROOM <= available - CONTEXT
+
+    def tiled(self, way: Way, available: int) -> bool:
+        """Whether the VAE would decode an image of this size in tiles (`sdflow.runtime.vae`)."""
+        if self.low_memory:
+            return False
+        others = self.weights if way == "resident" else self.submodels[self.decoder].weights
+        free = available - self.beside - others - self.submodels[self.denoiser].working
+        return self.whole_decoder > VAE_SHARE * free
+
+
+def memory_need(pipeline: PipelineSpec, checkpoint: Checkpoint) -> MemoryNeed:
+    """Of a pipeline of this checkpoint, without its refiner (`with_refiner`). Raises KeyError or TypeError for configs that lack
+    entries."""
+    family = checkpoint.family
+    configs = {
+        name: source.load["config"] for name, source in checkpoint.submodels.items() if name in pipeline.submodels
+    }
+    drawn = [name for name in configs if name in family.needed(configs) or name != family.encoder]
+    rows = 2 if family.guided(configs, checkpoint.defaults()["text"].guidance_scale) else 1
+    found, unknown = {}, []
+    for name in drawn:
+        part = family.part(name).of(configs[name])
+        weights = weight_bytes(part.model, configs[name], pipeline.submodels[name])
+        if weights is None:
+            unknown.append(name)
+        working = _working(family, name, configs, pipeline) * (1 if name == family.decoder else rows)
+        found[name] = SubmodelMemory(weights or 0, working)
+    device = HOST if pipeline.target == HOST else "cuda"
+    side = family.latents(configs).size
+    return MemoryNeed(
+        pipeline.target,
+        found,
+        family.denoiser,
+        family.decoder,
+        family.latents(configs).image_size,
+        drawing_bytes(family, configs, side, device=device),
+        tuple(unknown),
+        working_bytes(family, family.decoder, configs[family.decoder], side, device),
+    )
+
+
+def with_refiner(need: MemoryNeed, refiner: MemoryNeed) -> MemoryNeed:
+    """A base and its refiner, which has the base's text encoder and VAE: its denoiser is what is added."""
+    name = f"{REFINER}/{refiner.denoiser}"
+    submodels = {**need.submodels, name: refiner.submodels[refiner.denoiser]}
+    return replace(need, submodels=submodels, unknown=(*need.unknown, *refiner.unknown))
+
+
+def _working(family: Family, name: str, configs: dict[str, Config], pipeline: PipelineSpec) -> int:
+    """Bytes of one row."""
+    model, side = family.part(name).of(configs[name]).model, family.latents(configs).size
+    whole = working_bytes(family, name, configs[name], side, HOST if pipeline.target == HOST else "cuda")
+    if pipeline.target == HOST:
+        return whole
+    return int(whole * model.device_factor * (HALF / FLOAT32 if is_half(pipeline.submodels[name]) else 1))

@@ -1,0 +1,68 @@
+"""The memory of this machine's graphics card, asked of NVIDIA's library, its command, or PyTorch, whichever is there."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+
+from sdflow.machine.packages import found_version
+
+_SECONDS = 5
+
+
+@dataclass(frozen=True)
+class Card:
+    """A graphics card: its name and its bytes."""
+
+    name: str
+    memory: int
+
+
+def card() -> Card | None:
+    """The first one that is seen; None where none is, or nothing can tell. CUDA_VISIBLE_DEVICES counts only for PyTorch."""
+    return _of_nvml() or _of_command() or _of_torch()
+
+
+class _Memory(ctypes.Structure):
+    """nvmlMemory_t."""
+
+    _fields_ = tuple((name, ctypes.c_ulonglong) for name in ("total", "free", "used"))
+
+
+def _of_nvml() -> Card | None:
+    """https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceQueries.html"""
+    handle, memory, name = ctypes.c_void_p(), _Memory(), ctypes.create_string_buffer(96)
+    try:
+        library = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
+        known = (
+            library.nvmlInit_v2() == 0
+            and library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(handle)) == 0
+            and library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0
+            and library.nvmlDeviceGetName(handle, name, len(name)) == 0
+        )
+    except (OSError, AttributeError):
+        return None
+    return Card(name.value.decode(errors="replace"), int(memory.total)) if known else None
+
+
+def _of_command() -> Card | None:
+    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    with suppress(OSError, subprocess.SubprocessError, ValueError, IndexError):
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SECONDS).stdout
+        name, _, mebibytes = said.splitlines()[0].rpartition(",")
+        return Card(name.strip(), int(mebibytes) << 20)
+    return None
+
+
+def _of_torch() -> Card | None:
+    """AMD's, too. Not where PyTorch was built for the CPU alone: importing it takes a second."""
+    version = found_version("torch")
+    if version is None or version.endswith("+cpu"):
+        return None
+    from sdflow.machine.device import cuda_device
+
+    found = cuda_device()
+    return Card(found["accelerator"], found["accelerator_bytes"]) if found else None

@@ -1,0 +1,145 @@
+"""`sdflow init --fits`: what is chosen fits, is the least lossy that does, and is there for the target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sdflow.config import load_workflow
+from sdflow.errors import UsageError
+from sdflow.fits.choose import Choice, choices, choose, first_fitting
+from sdflow.fits.estimate import CONTEXT, ERROR
+from sdflow.fits.known import architecture_of, estimated_by
+from sdflow.fits.low_bits import CHOOSABLE, Choosable
+from sdflow.passes.registry import OWN, catalog
+from sdflow.run.init import InitRequest, write_workflow
+from sdflow.targets import TARGETS
+from sdflow.units import parse_size
+from tests.fits.fitting import FULL_SIZE, full_size
+
+GB = 10**9
+SIZES = (2, 4, 6, 8, 10, 12, 16, 24, 48, 80)
+
+
+def chosen(base: str, target: str, gigabytes: float, choosable: Sequence[Choosable] = CHOOSABLE) -> Choice | None:
+    try:
+        return choose(*full_size(base, target), int(gigabytes * GB), choosable)[0]
+    except UsageError:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("base", "target"), [*((base, "cuda") for base in FULL_SIZE), ("sd15", "cpu"), ("flux2_klein", "directml")]
+)
+def test_more_memory_never_loses_more_and_what_is_chosen_fits(base: str, target: str) -> None:
+    every = choices(*full_size(base, target))
+    before = None
+    for size in SIZES:
+        fitting = [each for each in every if each.peak * (1 + ERROR) <= size * GB]
+        first = first_fitting(every, size * GB)
+        assert (first is None) == (not fitting)
+        if first is None:
+            assert before is None
+            continue
+        found = first[0]
+        assert found.loss == min(each.loss for each in fitting)
+        assert found.way == "resident" or all(each.loss > found.loss or each.way == "turns" for each in fitting)
+        assert before is None or found.loss <= before.loss
+        before = found
+
+
+def test_exact_weights_come_before_quantized_ones_and_resident_before_turns() -> None:
+    assert (found := chosen("flux2_klein", "cuda", 24)) and (found.way, found.quantized) == ("resident", {})
+    assert (found := chosen("flux2_klein", "cuda", 12)) and (found.way, found.quantized) == ("turns", {})
+    assert (found := chosen("flux2_klein", "cuda", 10)) and {*found.quantized} == {"transformer"}
+
+
+def test_a_pass_that_is_not_there_or_not_for_the_target_is_not_chosen() -> None:
+    absent = replace(CHOOSABLE[0], name="QuantizeInt3", loss=0)
+    elsewhere = Choosable("QuantizeInt8", "text", ("directml",), 0, "")
+    unmeasured = Choosable("QuantizeInt8", "denoiser", ("cuda",), 0, "")
+    for each in choices(*full_size("flux2_klein"), (absent, elsewhere, unmeasured)):
+        assert each.quantized == {}
+    text = replace(elsewhere, targets=("cuda",))
+    found = chosen("flux2_klein", "cuda", 8, (text, *CHOOSABLE))
+    assert (
+        found is not None and {name: each.choosable for name, each in found.quantized.items()}["text_encoder"] == text
+    )
+
+
+def test_int4_halves_twice() -> None:
+    """A text encoder in blocks of 4 bits: 0.5 bytes a weight, a scale of two bytes and half a byte for each 32."""
+    by_block = Choosable("QuantizeInt4", "text", ("cuda",), 1, "", {"bits": 4})
+    if not by_block.is_there:
+        pytest.skip("this version has no QuantizeInt4")
+    exact, quantized = (
+        next(each for each in choices(*full_size("flux2_klein"), (by_block,)) if bool(each.quantized) == quantized)
+        for quantized in (False, True)
+    )
+    embeddings = 151_936 * 2_560 * 2
+    products = exact.need.submodels["text_encoder"].weights - embeddings
+    now = quantized.need.submodels["text_encoder"].weights - embeddings
+    assert now / products == pytest.approx((0.5 + 2.5 / 32) / 2, rel=0.01)
+
+
+def test_where_nothing_fits_the_nearest_is_named_and_fits() -> None:
+    with pytest.raises(UsageError) as caught:
+        choose(*full_size("flux1_schnell"), 8 * GB)
+    assert "transformer alone has" in str(caught.value)
+    size = str(caught.value.remedy).partition("--fits ")[2].partition(".  ")[0].partition(". ")[0]
+    assert chosen("flux1_schnell", "cuda", parse_size(size) / GB) is not None
+    assert chosen("flux1_schnell", "cuda", (parse_size(size) - 2e8) / GB) is None
+
+
+def test_every_choosable_pass_has_options_that_it_takes() -> None:
+    from sdflow.passes.registry import find_pass
+
+    for each in CHOOSABLE:
+        if each.is_there:
+            find_pass(each.name, Path.cwd()).Config(**each.options)
+
+
+@pytest.mark.parametrize("size", ["6GB", "10GB"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_file_is_valid_and_says_what_was_chosen_and_why(target: str, size: str, tmp_path: Path) -> None:
+    out = tmp_path / "w.yaml"
+    try:
+        written = write_workflow(InitRequest(out, "synthetic:sdxl", target, fits=parse_size(size)))
+    except UsageError as error:
+        assert "The nearest that fits: --fits" in str(error.remedy) and not out.exists()
+        return
+    (pipeline,) = load_workflow(written, catalog=catalog()).pipelines
+    text = written.read_text()
+    assert f"# Chosen for {size.replace('GB', ' GB')} of " in text
+    checkpoint = estimated_by(pipeline)
+    assert checkpoint is not None
+    found, _ = choose(*full_size("sdxl", target), parse_size(size))
+    for submodel, each in found.quantized.items():
+        assert pipeline.submodels[submodel][-1].pass_name == each.choosable.name in OWN
+        assert each.choosable.note in text
+    for submodel in found.need.submodels:
+        assert f"#   {submodel} " in text
+    if found.way == "turns" and target == "cuda":
+        assert f"--device-memory {(parse_size(size) - CONTEXT) // 10**6}MB" in text
+
+
+def test_a_refused_size_leaves_the_file_that_was_there(tmp_path: Path) -> None:
+    out = tmp_path / "w.yaml"
+    out.write_text("mine: true\n")
+    with pytest.raises(UsageError, match="--fits"):
+        write_workflow(InitRequest(out, "synthetic:sdxl", "cuda", force=True, fits=GB))
+    assert yaml.safe_load(out.read_text()) == {"mine": True}
+
+
+def test_a_model_of_the_hub_that_a_shipped_workflow_names_needs_no_download(tmp_path: Path) -> None:
+    reference = "hf:black-forest-labs/FLUX.2-klein-4B"
+    assert architecture_of(reference) == "flux2-klein-4b"
+    written = write_workflow(InitRequest(tmp_path / "w.yaml", reference, "cuda", fits=10 * GB))
+    (pipeline,) = load_workflow(written, catalog=catalog()).pipelines
+    assert pipeline.submodels["transformer"][-1].pass_name == "QuantizeFp8"
+    with pytest.raises(UsageError, match="not on this machine"):
+        write_workflow(InitRequest(tmp_path / "x.yaml", "hf:somebody/else", "cuda", base="sdxl", fits=10 * GB))
