@@ -125,6 +125,34 @@ class GraphEdit:
         self.graph.initializer.extend(self.weights[result] for result in names)
         return names
 
+    def blockwise(self, name: str, how: Any) -> tuple[str, str, str]:
+        """The names of three initializers: a weight (N, K) quantized by blocks, its scales, and its zeros; made once.
+
+        how: a `sdflow.weights.blockwise.Format` whose size divides K. A weight that a recipe rounds to 16 bits is quantized as it
+        was before.
+        """
+        import numpy as np
+        import onnx
+
+        from sdflow.weights.blockwise import PARTS, quantize
+        from sdflow.weights.recipe import Blockwise, unrounded
+
+        values, scales, zeros = (f"{name}/int{how.bits}", f"{name}/int{how.bits}/scales", f"{name}/int{how.bits}/zeros")
+        if values in self.weights:
+            return values, scales, zeros
+        old, made = self.weights[name], [onnx.TensorProto(name=result) for result in (values, scales, zeros)]
+        if is_stub(old):
+            exact = unrounded(stub_recipe(old))
+            for tensor, part in zip(made, PARTS, strict=True):
+                make_stub(tensor, Blockwise(part, how, exact))
+        else:
+            found = quantize(read_values(old, self.folder).astype(np.float32), how)
+            for tensor, array in zip(made, found, strict=True):
+                tensor.CopyFrom(onnx.numpy_helper.from_array(np.ascontiguousarray(array), tensor.name))
+        self.weights |= {tensor.name: tensor for tensor in made}
+        self.graph.initializer.extend(made)
+        return values, scales, zeros
+
     def _recipe(self, tensor: Any) -> Any:
         from sdflow.weights.symbol import recipe_of
 

@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from sdflow.weights.blockwise import quantize
 from sdflow.weights.half import LARGEST, SMALLEST
 from sdflow.weights.quantized import KINDS
 from sdflow.weights.recipe import (
     Bfloat16,
+    Blockwise,
     Constant,
     Join,
     Quantized,
+    Quantizing,
     Recipe,
     Reshape,
     Rounded,
@@ -190,7 +193,7 @@ def leaves_of(recipe: Recipe, rounding: Rounding = None) -> Iterator[Leaf]:
     elif isinstance(recipe, Sum):
         for part in recipe.parts:
             yield from leaves_of(part)
-    elif isinstance(recipe, SumAlong | Quantized | Scales):
+    elif isinstance(recipe, SumAlong | Quantizing):
         yield from leaves_of(recipe.of)
     elif isinstance(recipe, Transpose | Reshape):
         yield from leaves_of(recipe.of, rounding)
@@ -208,7 +211,7 @@ def _evaluate(recipe: Recipe, read: ReadLeaf, device: torch.device, rounding: Ro
 
     if isinstance(recipe, Rounded):
         return _evaluate(recipe.of, read, device, _rounding(recipe))
-    if isinstance(recipe, Quantized | Scales):
+    if isinstance(recipe, Quantizing):
         return _quantized(recipe, _evaluate(recipe.of, read, device, None), device)
     if isinstance(recipe, Transpose):
         return _evaluate(recipe.of, read, device, rounding).permute(recipe.axes)
@@ -231,12 +234,16 @@ def _evaluate(recipe: Recipe, read: ReadLeaf, device: torch.device, rounding: Ro
     return values.to(getattr(torch, recipe.dtype)) if rounding is None else _rounded(values, rounding)
 
 
-def _quantized(recipe: Quantized | Scales, exact: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _quantized(recipe: Quantizing, exact: torch.Tensor, device: torch.device) -> torch.Tensor:
     """By numpy, on the host: the same bits as bound weights have."""
     import numpy as np
     import torch
 
-    kind, values = KINDS[recipe.kind], exact.cpu().numpy()
+    values = exact.float().cpu().numpy()
+    if isinstance(recipe, Blockwise):
+        part = np.ascontiguousarray(getattr(quantize(values, recipe.how), recipe.part))
+        return torch.from_numpy(part.view(f"u{part.itemsize}")).view(getattr(torch, recipe.dtype)).to(device)
+    kind = KINDS[recipe.kind]
     scales = kind.scales(values, recipe.axis)
     if isinstance(recipe, Scales):
         return torch.from_numpy(scales).to(device)

@@ -20,14 +20,17 @@ from sdflow.artifact import MODEL_FILE
 from sdflow.families import DEFAULT
 from sdflow.onnx_model.facts import subgraphs
 from sdflow.onnx_model.files import data_span, is_external, raw_values
+from sdflow.verify.artifact.blocks_again import blocks_again
 from sdflow.verify.artifact.quantized import again
 from sdflow.weights.lora import LoraInput, Merged, read_loras
 from sdflow.weights.recipe import (
     Bfloat16,
+    Blockwise,
     Constant,
     Float16,
     Join,
     Quantized,
+    Quantizing,
     Recipe,
     Reshape,
     Scales,
@@ -139,7 +142,9 @@ def exact_weights(
 ) -> Iterator[ExactWeights]:
     """The weights of these recipes that are rounded or quantized. Raises as `stored_weights` does."""
     changed = {
-        name: recipe for name, recipe in recipes.items() if isinstance(recipe, Quantized) or _limits(recipe) != {None}
+        name: recipe
+        for name, recipe in recipes.items()
+        if isinstance(recipe, Quantized | Blockwise) or _limits(recipe) != {None}
     }
     with _reading(submodel, parameters, bound) as read:
         yield ExactWeights(changed, read)
@@ -147,12 +152,15 @@ def exact_weights(
 
 def _exact(recipe: Recipe, read: Callable[[str], NDArray[Any]]) -> NDArray[Any]:
     """What a recipe gives without its roundings, in float32; of one that quantizes, what is quantized."""
-    of = recipe.of if isinstance(recipe, Quantized | Scales) else recipe
+    of = recipe.of if isinstance(recipe, Quantizing) else recipe
     return np.ascontiguousarray(evaluate(unrounded(of), read))
 
 
 def _by_recipe(name: str, tensor: Any, folder: Path, recipe: Recipe, read: Callable[[str], NDArray[Any]]) -> Stored:
     exact = _exact(recipe, read)
+    if isinstance(recipe, Blockwise):
+        same = _same_bytes(tensor, folder, blocks_again(exact, recipe.how)[recipe.part])
+        return Stored(name, exact if recipe.part == "values" else None, "" if same else OTHER_VALUES)
     if isinstance(recipe, Quantized | Scales):
         values, scales = again(recipe.kind, exact, recipe.axis)
         wanted = values if isinstance(recipe, Quantized) else scales
