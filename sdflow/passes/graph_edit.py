@@ -94,6 +94,26 @@ class GraphEdit:
             self.weights[result] = tensor
         return result
 
+    def rotated(self, name: str, axis: int, size: int) -> str:
+        """The name of an initializer: another, not rounded to 16 bits, times a Hadamard matrix along an axis; made once."""
+        import numpy as np
+        import onnx
+
+        from sdflow.weights.hadamard import rotated
+        from sdflow.weights.recipe import Rotated, unrounded
+
+        result = f"{name}/rotated"
+        if result not in self.weights:
+            tensor, old = onnx.TensorProto(name=result), self.weights[name]
+            if is_stub(old):
+                make_stub(tensor, Rotated(axis, size, unrounded(stub_recipe(old))))
+            else:
+                values = read_values(old, self.folder).astype(np.float32)
+                tensor.CopyFrom(onnx.numpy_helper.from_array(rotated(values, axis, size), result))
+            self.graph.initializer.append(tensor)
+            self.weights[result] = tensor
+        return result
+
     def quantized(self, name: str, kind: str, axis: int) -> tuple[str, str]:
         """The names of two initializers: the values of a weight in few bits, and their scales; made once.
 

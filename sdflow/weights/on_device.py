@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from sdflow.weights.blockwise import quantize
+from sdflow.weights.hadamard import rotated
 from sdflow.weights.half import LARGEST, SMALLEST
 from sdflow.weights.quantized import KINDS
 from sdflow.weights.recipe import (
@@ -22,6 +23,7 @@ from sdflow.weights.recipe import (
     Quantizing,
     Recipe,
     Reshape,
+    Rotated,
     Rounded,
     Scales,
     Sum,
@@ -193,7 +195,7 @@ def leaves_of(recipe: Recipe, rounding: Rounding = None) -> Iterator[Leaf]:
     elif isinstance(recipe, Sum):
         for part in recipe.parts:
             yield from leaves_of(part)
-    elif isinstance(recipe, SumAlong | Quantizing):
+    elif isinstance(recipe, SumAlong | Rotated | Quantizing):
         yield from leaves_of(recipe.of)
     elif isinstance(recipe, Transpose | Reshape):
         yield from leaves_of(recipe.of, rounding)
@@ -213,6 +215,9 @@ def _evaluate(recipe: Recipe, read: ReadLeaf, device: torch.device, rounding: Ro
         return _evaluate(recipe.of, read, device, _rounding(recipe))
     if isinstance(recipe, Quantizing):
         return _quantized(recipe, _evaluate(recipe.of, read, device, None), device)
+    if isinstance(recipe, Rotated):
+        exact = _evaluate(recipe.of, read, device, None).float().cpu().numpy()
+        return _rounded(torch.from_numpy(rotated(exact, recipe.axis, recipe.size)).to(device), rounding)
     if isinstance(recipe, Transpose):
         return _evaluate(recipe.of, read, device, rounding).permute(recipe.axes)
     if isinstance(recipe, Reshape):

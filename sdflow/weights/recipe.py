@@ -1,7 +1,7 @@
 """A recipe: how the values of one initializer come from the tensors of a checkpoint.
 
 A recipe is a small tree. Its leaves are parameters, named by their keys in the module's `state_dict`, and constants;
-its inner nodes move values (transpose, reshape, join), add them up, or round them: to float16 or bfloat16, or outermost to
+its inner nodes move values (transpose, reshape, join), add them up, rotate them, or round them: to float16 or bfloat16, or outermost to
 few bits with a scale for each channel or block. Nothing else happens to a weight on its way into an optimized graph, so nothing else
 can be said here.
 How one is stored: `sdflow.weights.recipe_json`.
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from sdflow.weights.blockwise import Format, Lately, quantize
 from sdflow.weights.blockwise import Part as BlockPart
 from sdflow.weights.half import AtLimit, numpy_type, to_bfloat16, to_float16
+from sdflow.weights.hadamard import rotated
 from sdflow.weights.layout import contiguous, joined
 from sdflow.weights.quantized import KINDS
 
@@ -159,6 +160,15 @@ class SumAlong(_Of):
 
 
 @dataclass(frozen=True)
+class Rotated(_Of):
+    """Float32 values times a Hadamard matrix along an axis, `size` values at a time (`sdflow.weights.hadamard`)."""
+
+    axis: int
+    size: int
+    of: Recipe
+
+
+@dataclass(frozen=True)
 class Quantized(_Of):
     """The multiples of its channel's scale that values are rounded to. kind: of `sdflow.weights.quantized.KINDS`. axis: of the
     channels, not negative."""
@@ -206,7 +216,7 @@ class Blockwise(_Of):
 
 Rounded = Float16 | Bfloat16
 Quantizing = Quantized | Scales | Blockwise
-Recipe = Param | Constant | Transpose | Reshape | Join | Rounded | Sum | SumAlong | Quantizing
+Recipe = Param | Constant | Transpose | Reshape | Join | Rounded | Sum | SumAlong | Rotated | Quantizing
 
 
 def params(recipe: Recipe) -> Iterator[Param]:
@@ -285,9 +295,11 @@ def _evaluate(recipe: Recipe, source: _Source, rounding: Rounded | None) -> Arra
         return contiguous(_evaluate(recipe.of, source, rounding)).reshape(recipe.shape)
     if isinstance(recipe, Join):
         return joined([_evaluate(part, source, rounding) for part in recipe.parts], recipe.axis)
-    if isinstance(recipe, Sum | SumAlong):
+    if isinstance(recipe, Sum | SumAlong | Rotated):
         exactly = replace(source, counts=None)
-        if isinstance(recipe, Sum):
+        if isinstance(recipe, Rotated):
+            total = rotated(_evaluate(recipe.of, exactly, None), recipe.axis, recipe.size)
+        elif isinstance(recipe, Sum):
             total = add_up([_evaluate(part, exactly, None) for part in recipe.parts])
         else:
             total = add_along(_evaluate(recipe.of, exactly, None), recipe.axis, recipe.groups)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from sdflow.weights.blockwise import PARTS, Format
+from sdflow.weights.hadamard import SIZES
 from sdflow.weights.quantized import KINDS
 from sdflow.weights.recipe import (
     Bfloat16,
@@ -25,6 +26,7 @@ from sdflow.weights.recipe import (
     Quantized,
     Recipe,
     Reshape,
+    Rotated,
     Scales,
     Shape,
     Sum,
@@ -51,6 +53,8 @@ def to_json(recipe: Recipe) -> dict[str, Any]:
     if isinstance(recipe, SumAlong):
         groups = [list(group) for group in recipe.groups]
         return {"sum_along": recipe.axis, "groups": groups, "of": to_json(recipe.of)}
+    if isinstance(recipe, Rotated):
+        return {"rotated": recipe.size, "axis": recipe.axis, "of": to_json(recipe.of)}
     if isinstance(recipe, Quantized | Scales):
         what = "quantized" if isinstance(recipe, Quantized) else "scales"
         return {what: recipe.kind, "axis": recipe.axis, "of": to_json(recipe.of)}
@@ -93,6 +97,11 @@ def _parse(value: Mapping[str, Any]) -> Recipe:
         _require(type(axis) is int and 0 <= axis < len(of.shape) and of.dtype == "float32", value)
         _require(bool(groups) and all(group and max(group) < of.shape[axis] for group in groups), value)
         return SumAlong(axis, groups, of)
+    if "rotated" in value:
+        size, axis = value["rotated"], value["axis"]
+        _require(size in SIZES and type(axis) is int and 0 <= axis < len(of.shape) and of.dtype == "float32", value)
+        _require(of.shape[axis] % size == 0 and not isinstance(of, Scales | Blockwise), value)
+        return Rotated(axis, size, of)
     for what, made in (("quantized", Quantized), ("scales", Scales)):
         if what in value:
             fits = value[what] in KINDS and of.dtype == "float32" and not isinstance(of, Scales | Blockwise)

@@ -33,6 +33,7 @@ from sdflow.weights.recipe import (
     Quantizing,
     Recipe,
     Reshape,
+    Rotated,
     Scales,
     Sum,
     Transpose,
@@ -191,6 +192,8 @@ def unrounded(recipe: Recipe) -> Recipe:
             return Join(recipe.axis, tuple(unrounded(part) for part in recipe.parts))
         case Sum():
             return Sum(tuple(unrounded(part) for part in recipe.parts))
+        case Rotated():
+            return Rotated(recipe.axis, recipe.size, unrounded(recipe.of))
         case Constant(dtype="float16"):
             wide = np.frombuffer(recipe.raw, "<f2").astype("<f4")
             return Constant(wide.tobytes(), recipe.shape, "float32")
