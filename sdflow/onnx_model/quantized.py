@@ -53,5 +53,10 @@ def quantized_graph(model: Any) -> str | None:
     """The same of a ModelProto, whose weights are not read."""
     graphs = list(subgraphs(model.graph))
     operators = {node.op_type for graph in graphs for node in graph.node}
-    dtypes = {stored_dtype(tensor, packed) for graph in graphs for packed in (packed_bits(graph),) for tensor in graph.initializer}
+    dtypes = {
+        stored_dtype(tensor, packed)
+        for graph in graphs
+        for packed in (packed_bits(graph),)
+        for tensor in graph.initializer
+    }
     return quantized_to(sorted(operators), sorted(dtypes))

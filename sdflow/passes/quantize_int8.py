@@ -84,7 +84,12 @@ def _layer(edit: GraphEdit, node: Any) -> _Layer | None:
     if node.domain not in ("", "ai.onnx") or node.op_type not in ("MatMul", "Gemm"):
         return None
     weight = edit.weights.get(node.input[1])
-    if weight is None or len(weight.dims) != 2 or not (_is_float32(weight) or _is_float16(weight)) or node.input[0] in edit.weights:
+    if (
+        weight is None
+        or len(weight.dims) != 2
+        or not (_is_float32(weight) or _is_float16(weight))
+        or node.input[0] in edit.weights
+    ):
         return None
     if node.op_type == "MatMul":
         return _Layer(node, weight.name)
@@ -134,7 +139,9 @@ def quantize_int8(edit: GraphEdit, layers: Sequence[_Layer], *, reduced: bool, r
         result, bias, follows = node.output[0], layer.bias, None
         after = []
         if half:
-            after.append(helper.make_node("Cast", [f"{result}/float32"], [result], f"{node.name}/half", to=TensorProto.FLOAT16))
+            after.append(
+                helper.make_node("Cast", [f"{result}/float32"], [result], f"{node.name}/half", to=TensorProto.FLOAT16)
+            )
             if bias:
                 after[0].output[0] = f"{result}/product"
                 after.append(helper.make_node("Add", [f"{result}/product", bias], [result], f"{node.name}/bias"))

@@ -101,10 +101,12 @@ def quantized_facts(layers: Sequence[str], quantized: Sequence[str]) -> Facts:
 
 def quantization_of(chain: Sequence[tuple[type[Pass[Any]], Mapping[str, Any], Facts]]) -> Quantization | None:
     """What a chain of passes quantized to; None for floating-point numbers throughout. chain: each pass, its options and its
-    facts. A pass that does not say that it quantizes is told by its facts: by what the graph has from then on. Of several, the one
-    with the fewest bits."""
+    facts. A pass that does not say that it quantizes is told by its facts: by what the graph has from then on. Of several, the
+    one with the fewest bits."""
     made = [
-        Quantization(to, implementation.name, config.get("limit"), len(found.get("layers", ())), (*found.get("kept", ()),))
+        Quantization(
+            to, implementation.name, config.get("limit"), len(found.get("layers", ())), (*found.get("kept", ()),)
+        )
         for implementation, config, facts in chain
         if (to := implementation.quantizes_to(config)) is not None
         for found in (facts.get("quantized", {}),)

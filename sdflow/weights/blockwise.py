@@ -103,7 +103,9 @@ def quantize(exact: Array, how: Format) -> Blocks:
     with np.errstate(all="ignore"):
         for begin in range(0, len(blocks), step):
             chunk = slice(begin, begin + step)
-            x = np.ascontiguousarray(blocks[chunk].T)  # a block's values under each other: one number for each block beside
+            x = np.ascontiguousarray(
+                blocks[chunk].T
+            )  # a block's values under each other: one number for each block beside
             scale, zero = _scales(x, how)
             scale[np.abs(scale) < np.finfo(np.float32).tiny] = 0
             stored = scale.astype(scales.dtype)

@@ -19,7 +19,6 @@ from sdflow.weights.recipe import (
     Blockwise,
     Constant,
     Join,
-    Quantized,
     Quantizing,
     Recipe,
     Reshape,

@@ -1,9 +1,9 @@
 """A recipe: how the values of one initializer come from the tensors of a checkpoint.
 
 A recipe is a small tree. Its leaves are parameters, named by their keys in the module's `state_dict`, and constants;
-its inner nodes move values (transpose, reshape, join), add them up, rotate them, or round them: to float16 or bfloat16, or outermost to
-few bits with a scale for each channel or block. Nothing else happens to a weight on its way into an optimized graph, so nothing else
-can be said here.
+its inner nodes move values (transpose, reshape, join), add them up, rotate them, or round them: to float16 or bfloat16, or
+outermost to few bits with a scale for each channel or block. Nothing else happens to a weight on its way into an optimized graph,
+so nothing else can be said here.
 How one is stored: `sdflow.weights.recipe_json`.
 """
 
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from sdflow.weights.blockwise import Format, Lately, quantize
 from sdflow.weights.blockwise import Part as BlockPart
-from sdflow.weights.half import AtLimit, numpy_type, to_bfloat16, to_float16
 from sdflow.weights.hadamard import rotated
+from sdflow.weights.half import AtLimit, numpy_type, to_bfloat16, to_float16
 from sdflow.weights.layout import contiguous, joined
 from sdflow.weights.quantized import KINDS
 

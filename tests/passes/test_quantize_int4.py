@@ -131,7 +131,9 @@ def test_olives_pass_gives_the_same_bytes(products: Path, tmp_path: Path, monkey
     np.testing.assert_array_equal(found["a/transposed/int4/zeros"].reshape(-1), zeros)
 
 
-def test_scales_by_error_are_nearly_as_near_as_those_of_hqq_though_zeros_are_whole(products: Path, tmp_path: Path) -> None:
+def test_scales_by_error_are_nearly_as_near_as_those_of_hqq_though_zeros_are_whole(
+    products: Path, tmp_path: Path
+) -> None:
     """HQQ has zeros in float32, which not every provider takes."""
     weight = torch.from_numpy(stored(products / "model.onnx")["a"].T.copy())
     hqq = HQQWeightOnlyQuantizer(HQQWeightOnlyQuantConfig(block_size=32, bits=4))

@@ -151,7 +151,7 @@ def test_a_graph_without_products_is_refused(products: Path, tmp_path: Path) -> 
 
 
 def outliers(folder: Path, out: Path) -> Path:
-    """The same graph, with inputs that are a hundred times as large in one channel: the rows of the weights are as much smaller."""
+    """The same graph for inputs that are a hundred times as large in one channel: its rows of the weights are as much smaller."""
     model = onnx.load(folder / "model.onnx")
     for tensor in model.graph.initializer:
         if tensor.name in ("a", "b"):

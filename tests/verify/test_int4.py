@@ -1,5 +1,5 @@
-"""An artifact with weights in 4 bits: without its quantization it is PyTorch's model, its weights are what the recipe gives, LoRAs
-are merged before they are quantized, and a changed bit is found."""
+"""An artifact with weights in 4 bits: without its quantization it is PyTorch's model, its weights are what the recipe gives,
+LoRAs are merged before they are quantized, and a changed bit is found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transformers and their text encoders in int8 and int4: without quantization they are PyTorch's, and how far they are with it."""
+"""Transformers and their text encoders in int8 and int4: without quantization they are PyTorch's, and with it they are near."""
 
 from __future__ import annotations
 

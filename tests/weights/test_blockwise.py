@@ -75,9 +75,7 @@ FORMATS = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 1 << 30), SHAPES, FORMATS)
-def test_every_value_is_the_nearest_of_those_that_its_block_has(
-    seed: int, shape: tuple[int, int], how: Format
-) -> None:
+def test_every_value_is_the_nearest_of_those_that_its_block_has(seed: int, shape: tuple[int, int], how: Format) -> None:
     weight = weights(seed, shape[0], shape[1] * how.size)
     found = quantize(weight, how)
     values, zeros = numbers(found, how)

@@ -25,9 +25,13 @@ def test_the_matrix_is_scipys_over_the_root_of_its_size(size: int) -> None:
 @given(st.integers(0, 1 << 30), st.integers(1, 5), st.integers(1, 4), st.sampled_from(SIZES), st.integers(0, 1))
 def test_values_are_multiplied_group_by_group(seed: int, rows: int, groups: int, size: int, axis: int) -> None:
     values = np.random.default_rng(seed).standard_normal((rows, groups * size)).astype(np.float32)
-    expected = (values.reshape(rows, groups, size).astype(np.float64) @ hadamard(size) / np.sqrt(size)).reshape(rows, -1)
+    expected = (values.reshape(rows, groups, size).astype(np.float64) @ hadamard(size) / np.sqrt(size)).reshape(
+        rows, -1
+    )
     found = rotated(values if axis else values.T, axis, size)
-    np.testing.assert_allclose(found if axis else found.T, expected, rtol=0, atol=2e-6 * np.abs(values).max() * size**0.5)
+    np.testing.assert_allclose(
+        found if axis else found.T, expected, rtol=0, atol=2e-6 * np.abs(values).max() * size**0.5
+    )
 
 
 def test_a_single_large_value_is_spread() -> None:

@@ -1,7 +1,7 @@
 """MatMulNBits of com.microsoft, in float32.
 
-Definition: ONNX Runtime, docs/ContribOperators.md: y = x w^T, w (N, K) = (number - zero) scale for each block along K; numbers and
-zeros lie in bytes, the first in the lower bits; without zeros, 2^(bits - 1).
+Definition: ONNX Runtime, docs/ContribOperators.md: y = x w^T, w (N, K) = (number - zero) scale for each block along K; numbers
+and zeros lie in bytes, the first in the lower bits; without zeros, 2^(bits - 1).
 """
 
 from __future__ import annotations
