@@ -19,9 +19,10 @@ A scale is rounded to the type that it is stored in before values are divided by
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Literal, NamedTuple
@@ -44,6 +45,9 @@ SHRUNK = (1.0, 0.94, 0.88, 0.82, 0.76)
 
 CHUNK = 1 << 15
 """Values that are quantized at a time, while they are in the processor's cache."""
+LARGE = 64
+"""Chunks from which on several threads are worth it."""
+THREADS = min(4, os.cpu_count() or 1)
 
 _BELOW_HALF = np.nextafter(np.float32(0.5), np.float32(0))
 """Added to a number that is not negative and then cut off: what rounds to nearest, halves up. 0.5 itself would round the
@@ -94,26 +98,37 @@ class Blocks(NamedTuple):
 
 
 def quantize(exact: Array, how: Format) -> Blocks:
-    """Quantize float32 values (N, K). K is a multiple of `how.size`. Memory: the result, and `CHUNK` values."""
+    """Quantize float32 values (N, K). K is a multiple of `how.size`. Memory: the result, and `CHUNK` values for each thread."""
     rows, columns = exact.shape
     blocks = np.ascontiguousarray(exact, np.float32).reshape(-1, how.size)
     values = np.empty((len(blocks), how.size * how.bits // 8), np.uint8)
     scales, zeros = np.empty(len(blocks), numpy_type(how.scale)), np.empty(len(blocks), np.uint8)
-    step = max(1, CHUNK // how.size)
-    with np.errstate(all="ignore"):
-        for begin in range(0, len(blocks), step):
-            chunk = slice(begin, begin + step)
-            x = np.ascontiguousarray(
-                blocks[chunk].T
-            )  # a block's values under each other: one number for each block beside
-            scale, zero = _scales(x, how)
-            scale[np.abs(scale) < np.finfo(np.float32).tiny] = 0
-            stored = scale.astype(scales.dtype)
-            numbers = _numbers(x, stored.astype(np.float32), zero, how.top).astype(np.uint8)
-            values[chunk] = (numbers if how.bits == 8 else numbers[0::2] | numbers[1::2] << 4).T
-            scales[chunk], zeros[chunk] = stored, zero
+
+    def fill(part: range) -> None:
+        with np.errstate(all="ignore"):
+            for begin in part:
+                chunk = slice(begin, begin + part.step)
+                scales[chunk], zeros[chunk], numbers = _chunk(blocks[chunk], how)
+                values[chunk] = (numbers if how.bits == 8 else numbers[0::2] | numbers[1::2] << 4).T
+
+    chunks = range(0, len(blocks), max(1, CHUNK // how.size))
+    share = -(-len(chunks) // THREADS)
+    if len(chunks) < LARGE:
+        fill(chunks)
+    else:  # who asks for the scales waits for the values: the other cores are free
+        with ThreadPoolExecutor(THREADS) as threads:
+            list(threads.map(fill, [chunks[begin : begin + share] for begin in range(0, len(chunks), share)]))
     shape = how.shape("values", rows, columns)
     return Blocks(values.reshape(shape), scales.reshape(shape[:2]), _packed_zeros(zeros.reshape(shape[:2]), how))
+
+
+def _chunk(blocks: Array, how: Format) -> tuple[Array, Array, Array]:
+    """Scales as they are stored, zeros, and numbers (size, blocks) of some blocks."""
+    x = np.ascontiguousarray(blocks.T)  # a block's values under each other: one number for each block beside
+    scale, zero = _scales(x, how)
+    scale[np.abs(scale) < np.finfo(np.float32).tiny] = 0
+    stored = scale.astype(numpy_type(how.scale))
+    return stored, zero, _numbers(x, stored.astype(np.float32), zero, how.top).astype(np.uint8)
 
 
 def _packed_zeros(zeros: Array, how: Format) -> Array:

@@ -122,9 +122,9 @@ def test_torch_comes_to_the_same_bits(seed: int, shape: tuple[int, int], how: Fo
 
 def test_a_weight_of_many_chunks_and_another_memory_order_is_the_same() -> None:
     how = Format(4, 32, False, "mse", "float16")
-    weight = weights(1, 300, 512)
+    weight = weights(1, 5000, 512)  # several threads
     whole = quantize(np.asfortranarray(weight), how)
-    rows = [quantize(weight[index : index + 1], how) for index in range(len(weight))]
+    rows = [quantize(weight[index : index + 100], how) for index in range(0, len(weight), 100)]
     for part in range(3):
         np.testing.assert_array_equal(whole[part], np.concatenate([each[part] for each in rows]))
 
