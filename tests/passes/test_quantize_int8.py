@@ -200,5 +200,7 @@ def test_a_graph_in_float16_is_quantized_between_casts_and_fits_directml(
     errors = [each for each in fits(model, TARGETS["directml"], "transformer") if each.level == "error"]
     assert not errors
     assert any(each.check == "kernel" and each.level == "error" for each in fits(model, TARGETS["cuda"], "transformer"))
-    (found,) = session_of(lower(model), out, threads=1).run(None, {"x": X["x"].astype(np.float16)})
-    assert 1e-3 < relative_l2(found, run(products / "model.onnx")) < 0.05
+    feeds = {"x": 0.05 * X["x"]}  # float16 does not hold what comes of more
+    exact = onnxruntime.InferenceSession(str(products / "model.onnx"), providers=["CPUExecutionProvider"])
+    (found,) = session_of(lower(model), out, threads=1).run(None, {"x": feeds["x"].astype(np.float16)})
+    assert 1e-3 < relative_l2(found, exact.run(None, feeds)[0]) < 0.05
