@@ -77,9 +77,7 @@ class QuantizeInt4(QuantizingPass[QuantizeInt4Config, _Layer]):
         return [layer for layer in found if layer is not None and _fits(edit, layer, config)]
 
     def quantize(self, edit: GraphEdit, layers: Sequence[_Layer], config: QuantizeInt4Config) -> None:
-        for layer in layers:
-            _quantize(edit, layer, config)
-        edit.refresh()
+        edit.replace_nodes([(layer.node, _quantized(edit, layer, config)) for layer in layers])
 
 
 def _layer(edit: GraphEdit, node: Any) -> _Layer | None:
@@ -111,7 +109,8 @@ def _fits(edit: GraphEdit, layer: _Layer, config: QuantizeInt4Config) -> bool:
     return bool(rows * columns >= config.smallest and inner % config.block_size == 0)
 
 
-def _quantize(edit: GraphEdit, layer: _Layer, config: QuantizeInt4Config) -> None:
+def _quantized(edit: GraphEdit, layer: _Layer, config: QuantizeInt4Config) -> list[Any]:
+    """The nodes that compute the layer with a quantized weight."""
     from onnx import helper
 
     from sdflow.weights.blockwise import Format
@@ -136,9 +135,6 @@ def _quantize(edit: GraphEdit, layer: _Layer, config: QuantizeInt4Config) -> Non
         domain=CONTRIB,
         **options,
     )
-    new = [product]
-    if layer.bias:
-        new.append(helper.make_node("Add", [product.output[0], layer.bias], [result], f"{node.name}/bias"))
-    edit.insert_before(node, new)
-    edit.graph.node.remove(node)
-    edit.refresh()
+    if not layer.bias:
+        return [product]
+    return [product, helper.make_node("Add", [product.output[0], layer.bias], [result], f"{node.name}/bias")]

@@ -123,6 +123,7 @@ def quantize_int8(edit: GraphEdit, layers: Sequence[_Layer], *, reduced: bool, r
 
     kind = "int8_reduced" if reduced else "int8"
     inputs: dict[tuple[str, bool], tuple[str, str, str]] = {}
+    changed: list[tuple[Any, Sequence[Any]]] = []
     for layer in layers:
         node, source = layer.node, layer.node.input[0]
         half = _is_float16(edit.weights[layer.weight])
@@ -131,37 +132,35 @@ def quantize_int8(edit: GraphEdit, layers: Sequence[_Layer], *, reduced: bool, r
             weight = edit.moved(weight, f"{weight}/transposed", lambda values: values.transpose(1, 0))
         inner, outer = edit.weights[weight].dims
         rotates = rotation > 0 and inner % rotation == 0
-        before = []
+        before: list[Any] = []
         if (source, rotates) not in inputs:
-            before, inputs[source, rotates] = _quantized_input(edit, source, half, rotation if rotates else 0, inner)
+            known = (source, not rotates) in inputs
+            before, inputs[source, rotates] = _quantized_input(edit, source, half, rotation if rotates else 0)
+            before = before[1:] if half and known else before  # the cast is there
         values, scales = edit.quantized(edit.rotated(weight, 0, rotation) if rotates else weight, kind, 1)
         given, scale, zero = inputs[source, rotates]
-        result, bias, follows = node.output[0], layer.bias, None
+        result, bias = node.output[0], layer.bias
         after = []
         if half:
+            cast = f"{result}/product" if bias else result
             after.append(
-                helper.make_node("Cast", [f"{result}/float32"], [result], f"{node.name}/half", to=TensorProto.FLOAT16)
+                helper.make_node("Cast", [f"{result}/float32"], [cast], f"{node.name}/half", to=TensorProto.FLOAT16)
             )
             if bias:
-                after[0].output[0] = f"{result}/product"
-                after.append(helper.make_node("Add", [f"{result}/product", bias], [result], f"{node.name}/bias"))
+                after.append(helper.make_node("Add", [cast, bias], [result], f"{node.name}/bias"))
             result, bias = f"{result}/float32", ""
         elif not bias:
-            result, bias, follows = _with_bias(edit, result, outer)
+            result, bias, add = _with_bias(edit, result, outer)
+            changed += [] if add is None else [(add, ())]
         product = helper.make_node(
             "MatMulIntegerToFloat", [given, values, scale, scales, zero, "", *([bias] if bias else [])], [result],
             node.name, domain=CONTRIB,
         )  # fmt: skip
-        edit.insert_before(node, [*before, product, *after])
-        for old in (node, follows):
-            if old is not None:
-                edit.graph.node.remove(old)
-        edit.refresh()
+        changed.append((node, [*before, product, *after]))
+    edit.replace_nodes(changed)
 
 
-def _quantized_input(
-    edit: GraphEdit, source: str, half: bool, rotation: int, inner: int
-) -> tuple[list[Any], tuple[str, str, str]]:
+def _quantized_input(edit: GraphEdit, source: str, half: bool, rotation: int) -> tuple[list[Any], tuple[str, str, str]]:
     """What quantizes a value (..., inner), and the names of its numbers, their scale and their zero."""
     from onnx import TensorProto, helper
 
@@ -170,8 +169,7 @@ def _quantized_input(
     def add(op_type: str, what: str, *others: str, **attributes: Any) -> None:
         nonlocal now
         result = f"{source}/{what}"
-        if result not in edit.producers:  # where some products of a value are rotated and others are not
-            nodes.append(helper.make_node(op_type, [now, *others], [result], f"{result}/{op_type}", **attributes))
+        nodes.append(helper.make_node(op_type, [now, *others], [result], f"{result}/{op_type}", **attributes))
         now = result
 
     if half:
