@@ -16,6 +16,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from sdflow.onnx_model.float8 import DOMAIN, FLOAT8_MATMUL
+from sdflow.weights.blockwise import PARTS
 from sdflow.weights.recipe import Blockwise, Quantized, Recipe, Scales
 
 Producers = Mapping[str, Any]
@@ -134,7 +135,7 @@ def _apart(product: Product, recipes: Mapping[str, Recipe]) -> str:
 
 
 def _blocks_apart(weight: Blockwise, scales: Recipe | None, zeros: Recipe | None) -> str:
-    wanted = [Blockwise(part, weight.how, weight.of) for part in ("values", "scales", "zeros")]  # type: ignore[arg-type]
+    wanted = [Blockwise(part, weight.how, weight.of) for part in PARTS]
     if weight != wanted[0] or scales != wanted[1]:
         return "its scales are not those of its weight"
     if zeros != (None if weight.how.symmetric else wanted[2]):
