@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from sdflow.weights.blockwise import quantize
+from sdflow.weights.blockwise import Blocks, Lately, quantize
 from sdflow.weights.hadamard import rotated
 from sdflow.weights.half import LARGEST, SMALLEST
 from sdflow.weights.quantized import KINDS
@@ -19,6 +19,7 @@ from sdflow.weights.recipe import (
     Blockwise,
     Constant,
     Join,
+    Quantized,
     Quantizing,
     Recipe,
     Reshape,
@@ -202,9 +203,24 @@ def leaves_of(recipe: Recipe, rounding: Rounding = None) -> Iterator[Leaf]:
         yield recipe.key, rounding
 
 
-def evaluate(recipe: Recipe, read: ReadLeaf, device: torch.device) -> torch.Tensor:
-    """The values of a recipe, as `sdflow.weights.recipe.evaluate`; C-contiguous or not. read: gives its leaves."""
+def evaluate(recipe: Recipe, read: ReadLeaf, device: torch.device, lately: Lately | None = None) -> torch.Tensor:
+    """The values of a recipe, as `sdflow.weights.recipe.evaluate`; C-contiguous or not. read: gives its leaves. lately: as
+    there."""
+    if isinstance(recipe, Blockwise):
+        return _blocks(recipe, read, device, lately or Lately())
     return _evaluate(recipe, read, device, None)
+
+
+def _blocks(recipe: Blockwise, read: ReadLeaf, device: torch.device, lately: Lately) -> torch.Tensor:
+    """By numpy, on the host: the same bits as bound weights have."""
+    import numpy as np
+    import torch
+
+    def make() -> Blocks:
+        return quantize(_evaluate(recipe.of, read, device, None).float().cpu().numpy(), recipe.how)
+
+    part = np.ascontiguousarray(getattr(lately.get((recipe.how, recipe.of), make), recipe.part))
+    return torch.from_numpy(part.view(f"u{part.itemsize}")).view(getattr(torch, recipe.dtype)).to(device)
 
 
 def _evaluate(recipe: Recipe, read: ReadLeaf, device: torch.device, rounding: Rounding) -> torch.Tensor:
@@ -212,7 +228,7 @@ def _evaluate(recipe: Recipe, read: ReadLeaf, device: torch.device, rounding: Ro
 
     if isinstance(recipe, Rounded):
         return _evaluate(recipe.of, read, device, _rounding(recipe))
-    if isinstance(recipe, Quantizing):
+    if isinstance(recipe, Quantized | Scales):
         return _quantized(recipe, _evaluate(recipe.of, read, device, None), device)
     if isinstance(recipe, Rotated):
         exact = _evaluate(recipe.of, read, device, None).float().cpu().numpy()
@@ -238,16 +254,12 @@ def _evaluate(recipe: Recipe, read: ReadLeaf, device: torch.device, rounding: Ro
     return values.to(getattr(torch, recipe.dtype)) if rounding is None else _rounded(values, rounding)
 
 
-def _quantized(recipe: Quantizing, exact: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _quantized(recipe: Quantized | Scales, exact: torch.Tensor, device: torch.device) -> torch.Tensor:
     """By numpy, on the host: the same bits as bound weights have."""
     import numpy as np
     import torch
 
-    values = exact.float().cpu().numpy()
-    if isinstance(recipe, Blockwise):
-        part = np.ascontiguousarray(getattr(quantize(values, recipe.how), recipe.part))
-        return torch.from_numpy(part.view(f"u{part.itemsize}")).view(getattr(torch, recipe.dtype)).to(device)
-    kind = KINDS[recipe.kind]
+    kind, values = KINDS[recipe.kind], exact.cpu().numpy()
     scales = kind.scales(values, recipe.axis)
     if isinstance(recipe, Scales):
         return torch.from_numpy(scales).to(device)

@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantConfig, DefaultWeightOnlyQuantizer
 
 from sdflow.verify.artifact.blocks_again import blocks_again
-from sdflow.weights.blockwise import Blocks, Format, Lately, quantize
+from sdflow.weights.blockwise import PARTS, Blocks, Format, Lately, quantize
+from sdflow.weights.on_device import evaluate as evaluate_on_torch
+from sdflow.weights.recipe import Blockwise, Param, Transpose, evaluate
+from sdflow.weights.recipe_json import from_json, to_json
 
 SIZES = st.sampled_from([16, 32, 64, 128])
 SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 5))
@@ -127,6 +130,37 @@ def test_a_weight_of_many_chunks_and_another_memory_order_is_the_same() -> None:
     rows = [quantize(weight[index : index + 100], how) for index in range(0, len(weight), 100)]
     for part in range(3):
         np.testing.assert_array_equal(whole[part], np.concatenate([each[part] for each in rows]))
+
+
+@pytest.mark.parametrize("scale", ["float32", "float16", "bfloat16"])
+def test_recipes_give_the_same_where_torch_reads_weights_and_survive_json(scale: str) -> None:
+    how = Format(4, 16, False, "mse", scale)
+    weight = weights(2, 8, 96)
+    of = Transpose((1, 0), Param("w", (96, 8)))
+    expected, lately, read = quantize(weight, how), Lately(), Lately()
+    for part in PARTS:
+        recipe = Blockwise(part, how, of)
+        assert from_json(to_json(recipe)) == recipe
+        found = evaluate(recipe, lambda key: weight.T, lately=read)
+        assert (found.shape, found.dtype.name) == (recipe.shape, recipe.dtype)
+        np.testing.assert_array_equal(found, getattr(expected, part))
+        on_torch = evaluate_on_torch(
+            recipe, lambda leaf: torch.from_numpy(weight.T.copy()), torch.device("cpu"), lately
+        )
+        assert str(on_torch.dtype) == f"torch.{recipe.dtype}"
+        assert on_torch.contiguous().view(torch.uint8).numpy().tobytes() == found.tobytes()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"bits": 3}, {"bits": True}, {"size": 24}, {"size": 128}, {"algorithm": "hqq"}, {"scale": "float64"},
+     {"symmetric": 1}, {"blockwise": "biases"}, {"size": None}],
+    ids=str,
+)  # fmt: skip
+def test_a_recipe_that_does_not_fit_is_refused(changed: dict[str, object]) -> None:
+    right = to_json(Blockwise("values", Format(4, 32, False, "mse", "float32"), Param("w", (8, 96))))
+    with pytest.raises(ValueError, match="recipe"):
+        from_json({**right, **changed})
 
 
 def test_parts_that_several_threads_ask_for_are_made_once() -> None:

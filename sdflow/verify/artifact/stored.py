@@ -87,13 +87,36 @@ def stored_weights(
         what = "a recipe for it" if name in recipes else "it"
         yield Stored(name, None, f"the structure has {what} and the model no tensor")
     with _reading(submodel, parameters, bound) as read:
+        latest = _Latest(read)
         for name, tensor in model.items():
-            if name in recipes:
-                yield _by_recipe(name, tensor, bound.folder, recipes[name], read)
+            recipe = recipes.get(name)
+            if isinstance(recipe, Blockwise):
+                exact, bits = latest.blocks(recipe)
+                same = _same_bytes(tensor, bound.folder, bits[recipe.part])
+                yield Stored(name, exact if recipe.part == "values" else None, "" if same else OTHER_VALUES)
+            elif recipe is not None:
+                yield _by_recipe(name, tensor, bound.folder, recipe, read)
             elif name not in own:
                 yield Stored(name, None, "it has no recipe, and the structure does not have it")
             elif _bytes(tensor, bound.folder) != _bytes(own[name], structure):
                 yield Stored(name, None, "it belongs to the graph, and is not what the structure has")
+
+
+class _Latest:
+    """The weight that was quantized by blocks last: its values, scales and zeros lie side by side."""
+
+    def __init__(self, read: Callable[[str], NDArray[Any]]) -> None:
+        self._read = read
+        self._key: Any = None
+        self._found: tuple[NDArray[Any], Mapping[str, NDArray[Any]]] | None = None
+
+    def blocks(self, recipe: Blockwise) -> tuple[NDArray[Any], Mapping[str, NDArray[Any]]]:
+        """The values that are quantized, and the bits of the three parts."""
+        if self._found is None or self._key != (recipe.how, recipe.of):
+            self._found = None  # before the next one comes
+            exact = _exact(recipe, self._read)
+            self._key, self._found = (recipe.how, recipe.of), (exact, blocks_again(exact, recipe.how))
+        return self._found
 
 
 @contextmanager
@@ -159,9 +182,6 @@ def _exact(recipe: Recipe, read: Callable[[str], NDArray[Any]]) -> NDArray[Any]:
 
 def _by_recipe(name: str, tensor: Any, folder: Path, recipe: Recipe, read: Callable[[str], NDArray[Any]]) -> Stored:
     exact = _exact(recipe, read)
-    if isinstance(recipe, Blockwise):
-        same = _same_bytes(tensor, folder, blocks_again(exact, recipe.how)[recipe.part])
-        return Stored(name, exact if recipe.part == "values" else None, "" if same else OTHER_VALUES)
     if isinstance(recipe, Quantized | Scales):
         values, scales = again(recipe.kind, exact, recipe.axis)
         wanted = values if isinstance(recipe, Quantized) else scales
