@@ -7,6 +7,7 @@ that the definition names, so that both come to the same bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
@@ -17,17 +18,24 @@ if TYPE_CHECKING:
     from sdflow.weights.blockwise import Format
 
 RANGES = (1.0, 0.94, 0.88, 0.82, 0.76)
-ROWS_AT_ONCE = 1 << 22
-"""Values that are in memory several times."""
+AT_ONCE = 1 << 17
+"""Values that are computed at a time, by one thread each: they stay in the processor's cache, and no operation waits for the
+threads of the one before."""
 
 
 def blocks_again(exact: NDArray[Any], how: Format) -> dict[str, NDArray[Any]]:
     """Float32 values (N, K) -> the bits of `values`, `scales` and `zeros`, as unsigned integers."""
     import torch
 
-    step = max(1, ROWS_AT_ONCE // exact.shape[1])
+    step = max(1, AT_ONCE // exact.shape[1])
     cut = [torch.from_numpy(exact[begin : begin + step]) for begin in range(0, len(exact), step)]
-    found = [_rows(rows.unflatten(1, (-1, how.size)), how) for rows in cut]
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(before) as threads:
+            found = list(threads.map(lambda rows: _rows(rows.unflatten(1, (-1, how.size)), how), cut))
+    finally:
+        torch.set_num_threads(before)
     values, scales, zeros = (torch.cat(part) for part in zip(*found, strict=True))
     bits = {torch.float32: torch.uint32}.get(scales.dtype, torch.uint16)
     return {"values": values.numpy(), "scales": scales.view(bits).numpy(), "zeros": zeros.numpy()}
