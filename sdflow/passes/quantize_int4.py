@@ -100,7 +100,7 @@ def _floats() -> Mapping[int, str]:
     import onnx
 
     kinds = onnx.TensorProto
-    return {kinds.FLOAT: "float32", kinds.FLOAT16: "float16", kinds.BFLOAT16: "bfloat16"}
+    return {int(kinds.FLOAT): "float32", int(kinds.FLOAT16): "float16", int(kinds.BFLOAT16): "bfloat16"}
 
 
 def _fits(edit: GraphEdit, layer: _Layer, config: QuantizeInt4Config) -> bool:

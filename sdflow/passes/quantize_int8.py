@@ -140,7 +140,7 @@ def quantize_int8(edit: GraphEdit, layers: Sequence[_Layer], *, reduced: bool, r
         values, scales = edit.quantized(edit.rotated(weight, 0, rotation) if rotates else weight, kind, 1)
         given, scale, zero = inputs[source, rotates]
         result, bias = node.output[0], layer.bias
-        after = []
+        after: list[Any] = []
         if half:
             cast = f"{result}/product" if bias else result
             after.append(
@@ -164,7 +164,8 @@ def _quantized_input(edit: GraphEdit, source: str, half: bool, rotation: int) ->
     """What quantizes a value (..., inner), and the names of its numbers, their scale and their zero."""
     from onnx import TensorProto, helper
 
-    now, nodes = source, []
+    now = source
+    nodes: list[Any] = []
 
     def add(op_type: str, what: str, *others: str, **attributes: Any) -> None:
         nonlocal now

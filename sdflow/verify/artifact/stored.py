@@ -112,11 +112,13 @@ class _Latest:
 
     def blocks(self, recipe: Blockwise) -> tuple[NDArray[Any], Mapping[str, NDArray[Any]]]:
         """The values that are quantized, and the bits of the three parts."""
-        if self._found is None or self._key != (recipe.how, recipe.of):
+        found = self._found
+        if found is None or self._key != (recipe.how, recipe.of):
             self._found = None  # before the next one comes
             exact = _exact(recipe, self._read)
-            self._key, self._found = (recipe.how, recipe.of), (exact, blocks_again(exact, recipe.how))
-        return self._found
+            found = exact, blocks_again(exact, recipe.how)
+            self._key, self._found = (recipe.how, recipe.of), found
+        return found
 
 
 @contextmanager
