@@ -220,3 +220,17 @@ def test_with_accuracy_level_4_the_cpu_rounds_the_values_too(products: Path, tmp
     quantized(products, tmp_path, bits=8, accuracy_level=4)
     expected = exactly(tmp_path, 8)
     assert 1e-4 < relative_l2(run(str(tmp_path / "model.onnx")), expected) < 0.03
+
+
+def test_a_chain_is_called_by_the_fewest_bits_of_its_passes() -> None:
+    from sdflow.passes.quantize_int8 import QuantizeInt8
+    from sdflow.passes.quantizing import quantization_of
+
+    facts = {"quantized": {"layers": ["to_q"], "kept": ["out"]}}
+    int8 = (QuantizeInt8, {"limit": 0.1}, facts)
+    for bits, to, by in ((4, "int4", "QuantizeInt4"), (8, "int8", "QuantizeInt8")):
+        found = quantization_of([int8, (QuantizeInt4, {"limit": 0.2, "bits": bits}, facts)])
+        assert found is not None
+        assert (found.to, found.by, found.layers, found.kept) == (to, by, 1, ("out",))
+    alone = quantization_of([(QuantizeInt4, {"limit": 0.2, "bits": 8}, facts)])
+    assert alone is not None and (alone.to, alone.limit) == ("int8", 0.2)
