@@ -11,6 +11,9 @@
     sdflow run shapes_klein --target cuda --no-evaluate, the same with --set transformer.passes.QuantizeFp8.insert_after=...
     python benchmarks/cpu/quantized_pipeline.py pipelines/shapes_klein-cuda pipelines/NAME --steps 4 --guidance 1
 
+    sdflow run shapes_klein --no-evaluate, sdflow run workflows/shapes_klein_int4_cpu.yaml --no-evaluate
+    python benchmarks/cpu/quantized_pipeline.py pipelines/shapes_klein pipelines/shapes_klein_int4_cpu --steps 4 --guidance 1
+
 Both draw the fixed cases of the sample's evaluation from the same latents, a batch each in turn, in one process with one thread.
 Prints the share of images that show what was asked for, PSNR and SSIM of the second pipeline's images to the first's, processor
 time of an image, and the size of the submodels.
@@ -76,7 +79,7 @@ def drawing(folder: Path, steps: int, guidance: float, threads: int) -> tuple[st
         def as_it_is(prompts: Sequence[str], latents: np.ndarray) -> Sequence[np.ndarray]:
             given = torch.from_numpy(latents)
             how = {"num_inference_steps": steps, "guidance_scale": guidance, "output_type": "np"}
-            return list(pipeline(list(prompts), latents=given, **how).images)
+            return list(pipeline(list(prompts), latents=given, height=PIXELS, width=PIXELS, **how).images)
 
         return "as it is", as_it_is
     held: dict[str, RunnableGraph] = {}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel
 
@@ -21,14 +21,14 @@ class PassInfo:
     accepts: "checkpoint" for a pass that starts a chain, "onnx" for one that continues it.
     takes_loras: the pass merges the workflow's LoRAs.
     options: the pydantic model of its options; unknown options must be errors in it.
-    quantizes: the type that it makes of weights; None: it leaves them floating-point numbers.
+    quantizes: the type that it makes of weights with such options; None: it leaves them floating-point numbers.
     """
 
     name: str
     accepts: Literal["checkpoint", "onnx"]
     takes_loras: bool
     options: type[BaseModel]
-    quantizes: str | None = None
+    quantizes: Callable[[Mapping[str, Any]], str | None] = lambda options: None
 
 
 class PassCatalog(Protocol):

@@ -57,7 +57,8 @@ def load_workflow(
 def _with_types(name: str, chains: Mapping[str, Chain]) -> str:
     """The name with the types behind it that passes quantize weights to, those that it does not say itself: a folder is not
     taken for one of float16 or float32."""
-    types = dict.fromkeys(info.quantizes for chain in chains.values() for _, info in chain if info.quantizes)
+    found = (info.quantizes(spec.options) for chain in chains.values() for spec, info in chain)
+    types = dict.fromkeys(each for each in found if each is not None)
     return "_".join([name, *(each for each in types if each.partition("_")[0] not in name)])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ def graph_facts(model_path: Path) -> dict[str, Any]:
 
     nodes: number of nodes, those of subgraphs included.
     operators: operator type -> count, standard and contrib operators alike.
-    dtypes: element type of initializers ("float16") -> {"count": tensors, "bytes": bytes}.
+    dtypes: element type of initializers ("float16") -> {"count": tensors, "bytes": bytes}; "uint4" of bytes that hold two.
     opset: version of the standard operator set.
     bytes: size of the graph file and of the external data that it names.
     """
@@ -28,8 +28,9 @@ def graph_facts(model_path: Path) -> dict[str, Any]:
     locations: set[str] = set()
     for graph in subgraphs(model.graph):
         operators.update(node.op_type for node in graph.node)
+        packed = packed_bits(graph)
         for tensor in graph.initializer:
-            sizes = dtypes.setdefault(dtype_name(tensor.data_type), Counter())
+            sizes = dtypes.setdefault(stored_dtype(tensor, packed), Counter())
             sizes.update(count=1, bytes=tensor_bytes(tensor))
             if not is_stub(tensor):
                 locations.update(entry.value for entry in tensor.external_data if entry.key == "location")
@@ -41,6 +42,22 @@ def graph_facts(model_path: Path) -> dict[str, Any]:
         "opset": next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0),
         "bytes": model_path.stat().st_size + sum((folder / name).stat().st_size for name in locations),
     }
+
+
+def packed_bits(graph: Any) -> dict[str, int]:
+    """Initializer -> bits of a value, of the weights and zeros that MatMulNBits reads packed in bytes."""
+    found: dict[str, int] = {}
+    for node in graph.node:
+        if node.op_type == "MatMulNBits":
+            bits = next((item.i for item in node.attribute if item.name == "bits"), 4)
+            found |= {name: int(bits) for index in (1, 3) for name in node.input[index : index + 1] if name}
+    return found
+
+
+def stored_dtype(tensor: Any, packed: Mapping[str, int]) -> str:
+    """The name of an initializer's element type; "uint4" where its bytes hold two values. packed: as `packed_bits` has it."""
+    name, bits = dtype_name(tensor.data_type), packed.get(tensor.name, 8)
+    return name if name != "uint8" or bits == 8 else f"uint{bits}"
 
 
 def subgraphs(graph: Any) -> Iterator[Any]:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from sdflow.onnx_model.facts import dtype_name, subgraphs
+from sdflow.onnx_model.facts import packed_bits, stored_dtype, subgraphs
 
 OPERATORS: Mapping[str, str] = MappingProxyType(
     {
@@ -37,16 +37,26 @@ ELEMENT_TYPES: Mapping[str, str] = MappingProxyType(
 
 
 def quantized_to(operators: Collection[str], dtypes: Collection[str]) -> str | None:
-    """The type that a graph is quantized to, None for floating-point numbers throughout. What is stored counts before what is
-    computed. operators: of its nodes. dtypes: of its initializers, as `graph_facts` names them."""
-    found = [ELEMENT_TYPES[name] for name in dtypes if name in ELEMENT_TYPES]
-    found += [OPERATORS[name] for name in operators if name in OPERATORS]
-    return found[0] if found else None
+    """The type that a graph is quantized to, that of the fewest bits, None for floating-point numbers throughout. What is stored
+    counts before what is computed. operators: of its nodes. dtypes: of its initializers, as `graph_facts` names them."""
+    stored = [ELEMENT_TYPES[name] for name in dtypes if name in ELEMENT_TYPES]
+    found = stored or [OPERATORS[name] for name in operators if name in OPERATORS]
+    return min(found, key=bits_of) if found else None
+
+
+def bits_of(kind: str) -> int:
+    """Of a value of a type like "int4" or "float8_e4m3"."""
+    return int("".join(filter(str.isdigit, kind.partition("_")[0])) or 32)
 
 
 def quantized_graph(model: Any) -> str | None:
     """The same of a ModelProto, whose weights are not read."""
     graphs = list(subgraphs(model.graph))
     operators = {node.op_type for graph in graphs for node in graph.node}
-    dtypes = {tensor.data_type for graph in graphs for tensor in graph.initializer}
-    return quantized_to(sorted(operators), sorted(map(dtype_name, dtypes)))
+    dtypes = {
+        stored_dtype(tensor, packed)
+        for graph in graphs
+        for packed in (packed_bits(graph),)
+        for tensor in graph.initializer
+    }
+    return quantized_to(sorted(operators), sorted(dtypes))

@@ -110,6 +110,11 @@ class Pass(ABC, Generic[C]):
     quantizes: ClassVar[str | None] = None
     Config: ClassVar[type[PassConfig]]
 
+    @classmethod
+    def quantizes_to(cls, config: Mapping[str, Any]) -> str | None:
+        """The type that it makes of some of the weights with these options; None: of none."""
+        return cls.quantizes
+
     def source(self, inputs: PassInputs) -> Path:
         """The folder of the model that the step before wrote. Raises PassError where there is no such step."""
         if inputs.model is None:

@@ -47,6 +47,15 @@ class GraphEdit:
             self.graph.node.insert(index + offset, new)
         self.refresh()
 
+    def replace_nodes(self, changed: Sequence[tuple[Any, Sequence[Any]]]) -> None:
+        """Put nodes in the place of each of these, in their order; none to drop it. Quicker than one after the other."""
+        by_output = {node.output[0]: [*new] for node, new in changed}
+        nodes = [new for node in self.graph.node for new in by_output.get(node.output[0], (node,))]
+        made = [copied(node) for node in nodes]
+        del self.graph.node[:]
+        self.graph.node.extend(made)
+        self.refresh()
+
     def sum_of(self, names: Sequence[str]) -> str:
         """The name of an initializer that is the sum of others, of one shape and type; a single one is itself.
 
@@ -94,6 +103,26 @@ class GraphEdit:
             self.weights[result] = tensor
         return result
 
+    def rotated(self, name: str, axis: int, size: int) -> str:
+        """The name of an initializer: another, not rounded to 16 bits, times a Hadamard matrix along an axis; made once."""
+        import numpy as np
+        import onnx
+
+        from sdflow.weights.hadamard import rotated
+        from sdflow.weights.recipe import Rotated, unrounded
+
+        result = f"{name}/rotated"
+        if result not in self.weights:
+            tensor, old = onnx.TensorProto(name=result), self.weights[name]
+            if is_stub(old):
+                make_stub(tensor, Rotated(axis, size, unrounded(stub_recipe(old))))
+            else:
+                values = read_values(old, self.folder).astype(np.float32)
+                tensor.CopyFrom(onnx.numpy_helper.from_array(rotated(values, axis, size), result))
+            self.graph.initializer.append(tensor)
+            self.weights[result] = tensor
+        return result
+
     def quantized(self, name: str, kind: str, axis: int) -> tuple[str, str]:
         """The names of two initializers: the values of a weight in few bits, and their scales; made once.
 
@@ -124,6 +153,34 @@ class GraphEdit:
                 self.weights[result] = onnx.numpy_helper.from_array(np.ascontiguousarray(array), result)
         self.graph.initializer.extend(self.weights[result] for result in names)
         return names
+
+    def blockwise(self, name: str, how: Any) -> tuple[str, str, str]:
+        """The names of three initializers: a weight (N, K) quantized by blocks, its scales, and its zeros; made once.
+
+        how: a `sdflow.weights.blockwise.Format` whose size divides K. A weight that a recipe rounds to 16 bits is quantized as it
+        was before.
+        """
+        import numpy as np
+        import onnx
+
+        from sdflow.weights.blockwise import PARTS, quantize
+        from sdflow.weights.recipe import Blockwise, unrounded
+
+        values, scales, zeros = (f"{name}/int{how.bits}", f"{name}/int{how.bits}/scales", f"{name}/int{how.bits}/zeros")
+        if values in self.weights:
+            return values, scales, zeros
+        old, made = self.weights[name], [onnx.TensorProto(name=result) for result in (values, scales, zeros)]
+        if is_stub(old):
+            exact = unrounded(stub_recipe(old))
+            for tensor, part in zip(made, PARTS, strict=True):
+                make_stub(tensor, Blockwise(part, how, exact))
+        else:
+            found = quantize(read_values(old, self.folder).astype(np.float32), how)
+            for tensor, array in zip(made, found, strict=True):
+                tensor.CopyFrom(onnx.numpy_helper.from_array(np.ascontiguousarray(array), tensor.name))
+        self.weights |= {tensor.name: tensor for tensor in made}
+        self.graph.initializer.extend(made)
+        return values, scales, zeros
 
     def _recipe(self, tensor: Any) -> Any:
         from sdflow.weights.symbol import recipe_of

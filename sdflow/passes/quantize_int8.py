@@ -9,6 +9,13 @@ computes, in the form that ONNX Runtime's optimizer turns that into (dynamic_qua
 DynamicQuantizeLinear for all products that read the same value. The scale of an input is that of its whole batch: an image is
 not the same, bit for bit, beside others as alone.
 
+In a graph in float16, for DirectML, a product and what quantizes its input lie between two casts: DynamicQuantizeLinear takes
+float32 alone.
+
+With `rotation`, inputs and weights are multiplied by a Hadamard matrix before they are quantized, some values at a time: the
+weights when they are bound, the inputs as they come. Single large values, which would leave few numbers to all others, are spread
+so (https://arxiv.org/abs/2404.00456).
+
 Convolutions stay float32: in int8 they take 2.5 times as long on a CPU (benchmarks/tried.md).
 """
 
@@ -16,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -33,6 +40,11 @@ class QuantizeInt8Config(QuantizeConfig):
     reduce_range: bool = Field(
         default=False,
         description="weights from -64 to 64, for processors without VNNI, where sums of two larger products are cut",
+    )
+    rotation: Literal[16, 32, 64, 128, 256] | None = Field(
+        default=None,
+        description="inputs and weights are rotated by a Hadamard matrix of this size before they are quantized; products whose "
+        "inner size is no multiple of it are not",
     )
 
 
@@ -51,10 +63,10 @@ class _Layer:
 
 
 class QuantizeInt8(QuantizingPass[QuantizeInt8Config, _Layer]):
-    """Products with weights in int8, their inputs quantized as they come: CPU, the last pass of a chain in float32."""
+    """Products with weights in int8, their inputs quantized as they come: CPU and DirectML, the last pass of a chain."""
 
     name: ClassVar[str] = "QuantizeInt8"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     domain: ClassVar[str] = CONTRIB
     moves_weights: ClassVar[bool] = True
     quantizes: ClassVar[str | None] = "int8"
@@ -64,7 +76,7 @@ class QuantizeInt8(QuantizingPass[QuantizeInt8Config, _Layer]):
         return [layer for node in edit.graph.node if (layer := _layer(edit, node)) is not None]
 
     def quantize(self, edit: GraphEdit, layers: Sequence[_Layer], config: QuantizeInt8Config) -> None:
-        quantize_int8(edit, layers, reduced=config.reduce_range)
+        quantize_int8(edit, layers, reduced=config.reduce_range, rotation=config.rotation or 0)
 
 
 def _layer(edit: GraphEdit, node: Any) -> _Layer | None:
@@ -72,7 +84,12 @@ def _layer(edit: GraphEdit, node: Any) -> _Layer | None:
     if node.domain not in ("", "ai.onnx") or node.op_type not in ("MatMul", "Gemm"):
         return None
     weight = edit.weights.get(node.input[1])
-    if weight is None or len(weight.dims) != 2 or not _is_float32(weight) or node.input[0] in edit.weights:
+    if (
+        weight is None
+        or len(weight.dims) != 2
+        or not (_is_float32(weight) or _is_float16(weight))
+        or node.input[0] in edit.weights
+    ):
         return None
     if node.op_type == "MatMul":
         return _Layer(node, weight.name)
@@ -94,36 +111,83 @@ def _is_float32(tensor: Any) -> bool:
     return bool(tensor.data_type == onnx.TensorProto.FLOAT)
 
 
-def quantize_int8(edit: GraphEdit, layers: Sequence[_Layer], *, reduced: bool) -> None:
-    """Rewrite these layers of a graph."""
-    from onnx import helper
+def _is_float16(tensor: Any) -> bool:
+    import onnx
+
+    return bool(tensor.data_type == onnx.TensorProto.FLOAT16)
+
+
+def quantize_int8(edit: GraphEdit, layers: Sequence[_Layer], *, reduced: bool, rotation: int = 0) -> None:
+    """Rewrite these layers of a graph. rotation: the size of the Hadamard matrix, 0 without."""
+    from onnx import TensorProto, helper
 
     kind = "int8_reduced" if reduced else "int8"
-    inputs: dict[str, tuple[str, str, str]] = {}
+    inputs: dict[tuple[str, bool], tuple[str, str, str]] = {}
+    changed: list[tuple[Any, Sequence[Any]]] = []
     for layer in layers:
         node, source = layer.node, layer.node.input[0]
-        before = []
-        if source not in inputs:
-            inputs[source] = (f"{source}/uint8", f"{source}/uint8/scale", f"{source}/uint8/zero")
-            name = f"{source}/DynamicQuantizeLinear"
-            before.append(helper.make_node("DynamicQuantizeLinear", [source], [*inputs[source]], name))
+        half = _is_float16(edit.weights[layer.weight])
         weight = layer.weight
         if layer.transposed:
             weight = edit.moved(weight, f"{weight}/transposed", lambda values: values.transpose(1, 0))
-        values, scales = edit.quantized(weight, kind, 1)
-        given, scale, zero = inputs[source]
-        result, bias, follows = node.output[0], layer.bias, None
-        if not bias:
-            result, bias, follows = _with_bias(edit, result, edit.weights[values].dims[1])
+        inner, outer = edit.weights[weight].dims
+        rotates = rotation > 0 and inner % rotation == 0
+        before: list[Any] = []
+        if (source, rotates) not in inputs:
+            known = (source, not rotates) in inputs
+            before, inputs[source, rotates] = _quantized_input(edit, source, half, rotation if rotates else 0)
+            before = before[1:] if half and known else before  # the cast is there
+        values, scales = edit.quantized(edit.rotated(weight, 0, rotation) if rotates else weight, kind, 1)
+        given, scale, zero = inputs[source, rotates]
+        result, bias = node.output[0], layer.bias
+        after: list[Any] = []
+        if half:
+            cast = f"{result}/product" if bias else result
+            after.append(
+                helper.make_node("Cast", [f"{result}/float32"], [cast], f"{node.name}/half", to=TensorProto.FLOAT16)
+            )
+            if bias:
+                after.append(helper.make_node("Add", [cast, bias], [result], f"{node.name}/bias"))
+            result, bias = f"{result}/float32", ""
+        elif not bias:
+            result, bias, add = _with_bias(edit, result, outer)
+            changed += [] if add is None else [(add, ())]
         product = helper.make_node(
             "MatMulIntegerToFloat", [given, values, scale, scales, zero, "", *([bias] if bias else [])], [result],
             node.name, domain=CONTRIB,
         )  # fmt: skip
-        edit.insert_before(node, [*before, product])
-        for old in (node, follows):
-            if old is not None:
-                edit.graph.node.remove(old)
-        edit.refresh()
+        changed.append((node, [*before, product, *after]))
+    edit.replace_nodes(changed)
+
+
+def _quantized_input(edit: GraphEdit, source: str, half: bool, rotation: int) -> tuple[list[Any], tuple[str, str, str]]:
+    """What quantizes a value (..., inner), and the names of its numbers, their scale and their zero."""
+    from onnx import TensorProto, helper
+
+    now = source
+    nodes: list[Any] = []
+
+    def add(op_type: str, what: str, *others: str, **attributes: Any) -> None:
+        nonlocal now
+        result = f"{source}/{what}"
+        nodes.append(helper.make_node(op_type, [now, *others], [result], f"{result}/{op_type}", **attributes))
+        now = result
+
+    if half:
+        add("Cast", "float32", to=TensorProto.FLOAT)
+    if rotation:
+        import numpy as np
+
+        from sdflow.weights.hadamard import matrix
+
+        shape = f"{source}/shape"
+        nodes.append(helper.make_node("Shape", [source], [shape], f"{shape}/Shape"))
+        add("Reshape", "groups", edit.constant(f"hadamard_{rotation}/groups", np.array([-1, rotation], np.int64)))
+        add("MatMul", "turned", edit.constant(f"hadamard_{rotation}", matrix(rotation)))
+        add("Reshape", "rotated", shape)
+    names = (f"{now}/uint8", f"{now}/uint8/scale", f"{now}/uint8/zero")
+    nodes.append(helper.make_node("DynamicQuantizeLinear", [now], [*names], f"{now}/DynamicQuantizeLinear"))
+    return nodes, names
 
 
 def _with_bias(edit: GraphEdit, result: str, channels: int) -> tuple[str, str, Any]:

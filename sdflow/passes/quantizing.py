@@ -17,7 +17,7 @@ from pydantic import Field
 from sdflow.artifact import Facts
 from sdflow.errors import PassError
 from sdflow.manifest import Quantization
-from sdflow.onnx_model.quantized import quantized_to
+from sdflow.onnx_model.quantized import bits_of, quantized_to
 from sdflow.passes.base import Pass, PassConfig
 from sdflow.passes.editing import EditingPass
 from sdflow.passes.graph_edit import GraphEdit
@@ -101,14 +101,19 @@ def quantized_facts(layers: Sequence[str], quantized: Sequence[str]) -> Facts:
 
 def quantization_of(chain: Sequence[tuple[type[Pass[Any]], Mapping[str, Any], Facts]]) -> Quantization | None:
     """What a chain of passes quantized to; None for floating-point numbers throughout. chain: each pass, its options and its
-    facts. A pass that does not say that it quantizes is told by its facts: by what the graph has from then on."""
-    for implementation, config, facts in chain:
-        if implementation.quantizes is not None:
-            found = facts.get("quantized", {})
-            layers, kept = found.get("layers", ()), found.get("kept", ())
-            return Quantization(
-                implementation.quantizes, implementation.name, config.get("limit"), len(layers), tuple(kept)
-            )
+    facts. A pass that does not say that it quantizes is told by its facts: by what the graph has from then on. Of several, the
+    one with the fewest bits."""
+    made = [
+        Quantization(
+            to, implementation.name, config.get("limit"), len(found.get("layers", ())), (*found.get("kept", ()),)
+        )
+        for implementation, config, facts in chain
+        if (to := implementation.quantizes_to(config)) is not None
+        for found in (facts.get("quantized", {}),)
+    ]
+    if made:
+        return min(made, key=lambda each: bits_of(each.to))
+    for implementation, _, facts in chain:
         if (to := quantized_to(facts.get("operators", ()), facts.get("dtypes", ()))) is not None:
             return Quantization(to, implementation.name)
     return None

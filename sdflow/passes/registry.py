@@ -29,6 +29,7 @@ OWN = {
     "OnnxFloatToFloat16": "sdflow.passes.float16",
     "QuantizeInt8": "sdflow.passes.quantize_int8",
     "QuantizeFp8": "sdflow.passes.quantize_fp8",
+    "QuantizeInt4": "sdflow.passes.quantize_int4",
 }
 """Name -> module, in the order of a usual chain. The class has the pass's name."""
 
@@ -68,7 +69,7 @@ class _Catalog:
         if name in APPENDED:
             raise PassNotFound(f"{name} is no pass to write down: sdflow puts it at the end of chains that need it")
         found = tried_pass(name, folder)
-        return PassInfo(name, found.accepts, found.takes_loras, found.Config, found.quantizes)
+        return PassInfo(name, found.accepts, found.takes_loras, found.Config, found.quantizes_to)
 
 
 def catalog() -> PassCatalog:

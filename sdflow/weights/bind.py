@@ -29,6 +29,7 @@ from sdflow.weights.structure import PARAMETERS_FILE, REMEDY, read_parameters, r
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from sdflow.weights.blockwise import Lately
     from sdflow.weights.half import AtLimit
     from sdflow.weights.lora import LoraInput, Merged
     from sdflow.weights.recipe import Recipe
@@ -87,6 +88,7 @@ def bind(request: BindRequest, out: Path) -> Facts:
     disk without room for the result.
     """
 
+    from sdflow.weights.blockwise import Lately
     from sdflow.weights.finite import FiniteWeights
     from sdflow.weights.half import AtLimit
     from sdflow.weights.lora import Merged, read_loras
@@ -111,13 +113,13 @@ def bind(request: BindRequest, out: Path) -> Facts:
     counts: list[AtLimit] = []
     with open_tensors(request.submodel, request.checkpoint, parameters) as tensors:
         merged = Merged(tensors, loras)
-        finite = FiniteWeights(merged, request.loras)
+        finite, lately = FiniteWeights(merged, request.loras), Lately()
 
         def values(job: _Job) -> Any:
             if job.recipe is None:
                 return job.values
             counts.append(count := AtLimit())
-            found = _values(job.tensor, job.recipe, merged, count)
+            found = _values(job.tensor, job.recipe, merged, count, lately)
             finite.look_at(job.recipe, found, count)
             return found
 
@@ -201,12 +203,12 @@ def _require_same_layout(base: Path, size: int) -> None:
         )
 
 
-def _values(tensor: Any, recipe: Recipe, tensors: Merged, counts: AtLimit) -> NDArray[Any]:
+def _values(tensor: Any, recipe: Recipe, tensors: Merged, counts: AtLimit, lately: Lately) -> NDArray[Any]:
     from sdflow.weights.layout import contiguous
     from sdflow.weights.recipe import evaluate
 
     try:
-        values = evaluate(recipe, tensors.read, counts, tensors.blocks)
+        values = evaluate(recipe, tensors.read, counts, tensors.blocks, lately)
     except ValueError as error:
         raise PassError(f"the recipe of {tensor.name}: {error}", remedy=REMEDY) from error
     return contiguous(values)

@@ -10,15 +10,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from sdflow.weights.blockwise import Blocks, Lately, quantize
+from sdflow.weights.hadamard import rotated
 from sdflow.weights.half import LARGEST, SMALLEST
 from sdflow.weights.quantized import KINDS
 from sdflow.weights.recipe import (
     Bfloat16,
+    Blockwise,
     Constant,
     Join,
     Quantized,
+    Quantizing,
     Recipe,
     Reshape,
+    Rotated,
     Rounded,
     Scales,
     Sum,
@@ -190,7 +195,7 @@ def leaves_of(recipe: Recipe, rounding: Rounding = None) -> Iterator[Leaf]:
     elif isinstance(recipe, Sum):
         for part in recipe.parts:
             yield from leaves_of(part)
-    elif isinstance(recipe, SumAlong | Quantized | Scales):
+    elif isinstance(recipe, SumAlong | Rotated | Quantizing):
         yield from leaves_of(recipe.of)
     elif isinstance(recipe, Transpose | Reshape):
         yield from leaves_of(recipe.of, rounding)
@@ -198,9 +203,24 @@ def leaves_of(recipe: Recipe, rounding: Rounding = None) -> Iterator[Leaf]:
         yield recipe.key, rounding
 
 
-def evaluate(recipe: Recipe, read: ReadLeaf, device: torch.device) -> torch.Tensor:
-    """The values of a recipe, as `sdflow.weights.recipe.evaluate`; C-contiguous or not. read: gives its leaves."""
+def evaluate(recipe: Recipe, read: ReadLeaf, device: torch.device, lately: Lately | None = None) -> torch.Tensor:
+    """The values of a recipe, as `sdflow.weights.recipe.evaluate`; C-contiguous or not. read: gives its leaves. lately: as
+    there."""
+    if isinstance(recipe, Blockwise):
+        return _blocks(recipe, read, device, lately or Lately())
     return _evaluate(recipe, read, device, None)
+
+
+def _blocks(recipe: Blockwise, read: ReadLeaf, device: torch.device, lately: Lately) -> torch.Tensor:
+    """By numpy, on the host: the same bits as bound weights have."""
+    import numpy as np
+    import torch
+
+    def make() -> Blocks:
+        return quantize(_evaluate(recipe.of, read, device, None).float().cpu().numpy(), recipe.how)
+
+    part = np.ascontiguousarray(getattr(lately.get((recipe.how, recipe.of), make), recipe.part))
+    return torch.from_numpy(part.view(f"u{part.itemsize}")).view(getattr(torch, recipe.dtype)).to(device)
 
 
 def _evaluate(recipe: Recipe, read: ReadLeaf, device: torch.device, rounding: Rounding) -> torch.Tensor:
@@ -210,6 +230,9 @@ def _evaluate(recipe: Recipe, read: ReadLeaf, device: torch.device, rounding: Ro
         return _evaluate(recipe.of, read, device, _rounding(recipe))
     if isinstance(recipe, Quantized | Scales):
         return _quantized(recipe, _evaluate(recipe.of, read, device, None), device)
+    if isinstance(recipe, Rotated):
+        exact = _evaluate(recipe.of, read, device, None).float().cpu().numpy()
+        return _rounded(torch.from_numpy(rotated(exact, recipe.axis, recipe.size)).to(device), rounding)
     if isinstance(recipe, Transpose):
         return _evaluate(recipe.of, read, device, rounding).permute(recipe.axes)
     if isinstance(recipe, Reshape):

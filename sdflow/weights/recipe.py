@@ -1,9 +1,9 @@
 """A recipe: how the values of one initializer come from the tensors of a checkpoint.
 
 A recipe is a small tree. Its leaves are parameters, named by their keys in the module's `state_dict`, and constants;
-its inner nodes move values (transpose, reshape, join), add them up, or round them: to float16 or bfloat16, or outermost to
-few bits with a scale for each channel. Nothing else happens to a weight on its way into an optimized graph, so nothing else
-can be said here.
+its inner nodes move values (transpose, reshape, join), add them up, rotate them, or round them: to float16 or bfloat16, or
+outermost to few bits with a scale for each channel or block. Nothing else happens to a weight on its way into an optimized graph,
+so nothing else can be said here.
 How one is stored: `sdflow.weights.recipe_json`.
 """
 
@@ -17,6 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sdflow.weights.blockwise import Format, Lately, quantize
+from sdflow.weights.blockwise import Part as BlockPart
+from sdflow.weights.hadamard import rotated
 from sdflow.weights.half import AtLimit, numpy_type, to_bfloat16, to_float16
 from sdflow.weights.layout import contiguous, joined
 from sdflow.weights.quantized import KINDS
@@ -157,6 +160,15 @@ class SumAlong(_Of):
 
 
 @dataclass(frozen=True)
+class Rotated(_Of):
+    """Float32 values times a Hadamard matrix along an axis, `size` values at a time (`sdflow.weights.hadamard`)."""
+
+    axis: int
+    size: int
+    of: Recipe
+
+
+@dataclass(frozen=True)
 class Quantized(_Of):
     """The multiples of its channel's scale that values are rounded to. kind: of `sdflow.weights.quantized.KINDS`. axis: of the
     channels, not negative."""
@@ -184,8 +196,27 @@ class Scales(_Of):
         return (self.of.shape[self.axis],)
 
 
+@dataclass(frozen=True)
+class Blockwise(_Of):
+    """A part of a weight (N, K) that is quantized by blocks (`sdflow.weights.blockwise`): its values, their scales, or their
+    zeros. how.size divides K."""
+
+    part: BlockPart
+    how: Format
+    of: Recipe
+
+    @property
+    def shape(self) -> Shape:
+        return self.how.shape(self.part, *self.of.shape)
+
+    @property
+    def dtype(self) -> str:
+        return self.how.dtype(self.part)
+
+
 Rounded = Float16 | Bfloat16
-Recipe = Param | Constant | Transpose | Reshape | Join | Rounded | Sum | SumAlong | Quantized | Scales
+Quantizing = Quantized | Scales | Blockwise
+Recipe = Param | Constant | Transpose | Reshape | Join | Rounded | Sum | SumAlong | Rotated | Quantizing
 
 
 def params(recipe: Recipe) -> Iterator[Param]:
@@ -214,19 +245,24 @@ Blocks = Callable[[str], Iterable[Array]]
 
 
 def evaluate(
-    recipe: Recipe, read: Callable[[str], Array], counts: AtLimit | None = None, blocks: Blocks | None = None
+    recipe: Recipe,
+    read: Callable[[str], Array],
+    counts: AtLimit | None = None,
+    blocks: Blocks | None = None,
+    lately: Lately | None = None,
 ) -> Array:
     """The values of a recipe; `read` gives a parameter's values, float32 or, if it is stored so, float16.
 
     blocks: gives the same values in row-major order, a flat block after the other, bfloat16 too if they are stored so. What is
-    rounded is read through it, so that no parameter is ever whole in float32.
+    rounded is read through it, so that no parameter is ever whole in float32. lately: weights that are quantized by blocks,
+    whose parts are recipes of their own, are quantized once while it has them; of one `read` only.
 
     Rounding goes first, at the leaves: it is a function of single values, so it may change places with moving them, and
     then half as many bytes are moved. It does not change places with a sum. The result may be a view that is not
     contiguous. 16-bit values that ended at the type's limits are added to `counts`. Raises ValueError for a parameter
     of another shape.
     """
-    return _evaluate(recipe, _Source(read, blocks, counts), None)
+    return _evaluate(recipe, _Source(read, blocks, counts, lately or Lately()), None)
 
 
 @dataclass(frozen=True)
@@ -236,6 +272,7 @@ class _Source:
     read: Callable[[str], Array]
     blocks: Blocks | None
     counts: AtLimit | None
+    lately: Lately
 
 
 def _evaluate(recipe: Recipe, source: _Source, rounding: Rounded | None) -> Array:
@@ -245,15 +282,24 @@ def _evaluate(recipe: Recipe, source: _Source, rounding: Rounded | None) -> Arra
         kind, exact = KINDS[recipe.kind], _evaluate(recipe.of, replace(source, counts=None), None)
         scales = kind.scales(exact, recipe.axis)
         return scales if isinstance(recipe, Scales) else kind.quantize(exact, scales, recipe.axis)
+    if isinstance(recipe, Blockwise):
+        how, of, exactly = recipe.how, recipe.of, replace(source, counts=None)
+        found = source.lately.get((how, of), lambda: quantize(_evaluate(of, exactly, None), how))
+        values: Array = getattr(found, recipe.part)
+        if source.counts is not None and recipe.part == "scales":
+            source.counts.not_finite += int(np.count_nonzero(~np.isfinite(values.astype(np.float32))))
+        return values
     if isinstance(recipe, Transpose):
         return _evaluate(recipe.of, source, rounding).transpose(recipe.axes)
     if isinstance(recipe, Reshape):
         return contiguous(_evaluate(recipe.of, source, rounding)).reshape(recipe.shape)
     if isinstance(recipe, Join):
         return joined([_evaluate(part, source, rounding) for part in recipe.parts], recipe.axis)
-    if isinstance(recipe, Sum | SumAlong):
+    if isinstance(recipe, Sum | SumAlong | Rotated):
         exactly = replace(source, counts=None)
-        if isinstance(recipe, Sum):
+        if isinstance(recipe, Rotated):
+            total = rotated(_evaluate(recipe.of, exactly, None), recipe.axis, recipe.size)
+        elif isinstance(recipe, Sum):
             total = add_up([_evaluate(part, exactly, None) for part in recipe.parts])
         else:
             total = add_along(_evaluate(recipe.of, exactly, None), recipe.axis, recipe.groups)
@@ -261,7 +307,7 @@ def _evaluate(recipe: Recipe, source: _Source, rounding: Rounded | None) -> Arra
     if isinstance(recipe, Param) and rounding is not None and source.blocks is not None:
         return _rounded(recipe, source.blocks(recipe.key), rounding, source.counts)
     if isinstance(recipe, Constant):
-        values: Array = np.frombuffer(recipe.raw, recipe.dtype).reshape(recipe.shape)
+        values = np.frombuffer(recipe.raw, recipe.dtype).reshape(recipe.shape)
     else:
         values = source.read(recipe.key)
         if values.shape != recipe.shape:

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 from math import prod
 from typing import Any
 
 import numpy as np
 
+from sdflow.weights.blockwise import PARTS, Format
+from sdflow.weights.hadamard import SIZES
 from sdflow.weights.quantized import KINDS
 from sdflow.weights.recipe import (
     Bfloat16,
+    Blockwise,
     Constant,
     Float16,
     Join,
@@ -22,6 +26,7 @@ from sdflow.weights.recipe import (
     Quantized,
     Recipe,
     Reshape,
+    Rotated,
     Scales,
     Shape,
     Sum,
@@ -48,9 +53,13 @@ def to_json(recipe: Recipe) -> dict[str, Any]:
     if isinstance(recipe, SumAlong):
         groups = [list(group) for group in recipe.groups]
         return {"sum_along": recipe.axis, "groups": groups, "of": to_json(recipe.of)}
+    if isinstance(recipe, Rotated):
+        return {"rotated": recipe.size, "axis": recipe.axis, "of": to_json(recipe.of)}
     if isinstance(recipe, Quantized | Scales):
         what = "quantized" if isinstance(recipe, Quantized) else "scales"
         return {what: recipe.kind, "axis": recipe.axis, "of": to_json(recipe.of)}
+    if isinstance(recipe, Blockwise):
+        return {"blockwise": recipe.part, **asdict(recipe.how), "of": to_json(recipe.of)}
     if isinstance(recipe, Bfloat16):
         return {"bfloat16": True, "of": to_json(recipe.of)}
     return {"float16": [recipe.smallest, recipe.largest], "of": to_json(recipe.of)}
@@ -88,11 +97,21 @@ def _parse(value: Mapping[str, Any]) -> Recipe:
         _require(type(axis) is int and 0 <= axis < len(of.shape) and of.dtype == "float32", value)
         _require(bool(groups) and all(group and max(group) < of.shape[axis] for group in groups), value)
         return SumAlong(axis, groups, of)
+    if "rotated" in value:
+        size, axis = value["rotated"], value["axis"]
+        _require(size in SIZES and type(axis) is int and 0 <= axis < len(of.shape) and of.dtype == "float32", value)
+        _require(of.shape[axis] % size == 0 and not isinstance(of, Scales | Blockwise), value)
+        return Rotated(axis, size, of)
     for what, made in (("quantized", Quantized), ("scales", Scales)):
         if what in value:
-            fits = value[what] in KINDS and of.dtype == "float32" and not isinstance(of, Scales)
+            fits = value[what] in KINDS and of.dtype == "float32" and not isinstance(of, Scales | Blockwise)
             _require(fits and type(value["axis"]) is int and 0 <= value["axis"] < len(of.shape), value)
             return made(value[what], value["axis"], of)
+    if "blockwise" in value:
+        how = Format(**{each.name: value[each.name] for each in fields(Format)})
+        fits = value["blockwise"] in PARTS and how.fits() and len(of.shape) == 2 and of.dtype == "float32"
+        _require(fits and of.shape[1] % how.size == 0 and not isinstance(of, Scales | Blockwise), value)
+        return Blockwise(value["blockwise"], how, of)
     if "transpose" in value:
         axes = _shape(value["transpose"])
         _require(sorted(axes) == list(range(len(of.shape))), value)

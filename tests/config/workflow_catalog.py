@@ -120,7 +120,7 @@ PASSES = {
         PassInfo("SeparateQkv", "onnx", False, Separate),
         PassInfo("SubpixelConv", "onnx", False, Subpixel),
         PassInfo("OnnxFloatToFloat16", "onnx", False, Half),
-        PassInfo("QuantizeInt8", "onnx", False, Integers, "int8"),
+        PassInfo("QuantizeInt8", "onnx", False, Integers, lambda options: "int8"),
         PassInfo("QuantizeFp8", "onnx", False, Floats, "float8_e4m3"),
     )
 }

@@ -16,7 +16,11 @@ from onnxruntime.quantization import QuantType, quantize_dynamic
 from sdflow.distance import relative_l2
 from sdflow.errors import PassError
 from sdflow.passes.base import PassInputs
+from sdflow.passes.float16 import OnnxFloatToFloat16, OnnxFloatToFloat16Config
 from sdflow.passes.quantize_int8 import QuantizeInt8, QuantizeInt8Config
+from sdflow.targets import TARGETS
+from sdflow.verify.artifact.unsupported_nodes import fits
+from sdflow.verify.lowering import lower, session_of
 from tests.support.int8_sums import sums_are_cut
 
 RANDOM = np.random.default_rng(0)
@@ -144,3 +148,59 @@ def test_a_graph_without_products_is_refused(products: Path, tmp_path: Path) -> 
     onnx.save(model, tmp_path / "model.onnx")
     with pytest.raises(PassError, match="no layer that it could quantize"):
         quantized(tmp_path, tmp_path / "out")
+
+
+def outliers(folder: Path, out: Path) -> Path:
+    """The same graph for inputs that are a hundred times as large in one channel: its rows of the weights are as much smaller."""
+    model = onnx.load(folder / "model.onnx")
+    for tensor in model.graph.initializer:
+        if tensor.name in ("a", "b"):
+            values = numpy_helper.to_array(tensor).copy()
+            values[7] /= 100
+            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+    out.mkdir()
+    onnx.save(model, out / "model.onnx")
+    return out
+
+
+def test_rotated_inputs_and_weights_lose_less_to_single_large_values(products: Path, tmp_path: Path) -> None:
+    folder, feeds = outliers(products, tmp_path / "outliers"), {"x": X["x"].copy()}
+    feeds["x"][..., 7] *= 100
+
+    def compute(model: Path) -> Any:
+        return onnxruntime.InferenceSession(str(model), providers=["CPUExecutionProvider"]).run(None, feeds)[0]
+
+    expected, far = compute(folder / "model.onnx"), {}
+    for rotation in (None, 64):
+        out = tmp_path / str(rotation)
+        out.mkdir()
+        facts = quantized(folder, out, rotation=rotation, reduce_range=True, keep=("out",))
+        far[rotation] = relative_l2(compute(out / "model.onnx"), expected)
+    assert facts["operators"]["DynamicQuantizeLinear"] == 1, "one rotation for both products of x"
+    assert facts["operators"]["Reshape"] == 3
+    assert far[64] < 0.5 * far[None]
+
+
+def test_products_whose_size_no_matrix_divides_are_not_rotated(products: Path, tmp_path: Path) -> None:
+    facts = quantized(products, tmp_path, rotation=64)
+    assert facts["operators"]["MatMulIntegerToFloat"] == 3
+    names = {tensor.name for tensor in onnx.load(tmp_path / "model.onnx").graph.initializer}
+    assert {"a/rotated/int8", "b/rotated/int8", "c/transposed/int8"} < names, "c's inner size is 48"
+
+
+@pytest.mark.parametrize("rotation", [None, 16])
+def test_a_graph_in_float16_is_quantized_between_casts_and_fits_directml(
+    rotation: int | None, products: Path, tmp_path: Path
+) -> None:
+    (half := tmp_path / "half").mkdir(), (out := tmp_path / "out").mkdir()
+    OnnxFloatToFloat16().run(PassInputs("unet", products, {}), half, OnnxFloatToFloat16Config())
+    facts = quantized(half, out, rotation=rotation)
+    assert facts["quantized"]["layers"] == ["to_q", "to_k", "out"]
+    model = onnx.load(out / "model.onnx")
+    errors = [each for each in fits(model, TARGETS["directml"], "transformer") if each.level == "error"]
+    assert not errors
+    assert any(each.check == "kernel" and each.level == "error" for each in fits(model, TARGETS["cuda"], "transformer"))
+    feeds = {"x": 0.05 * X["x"]}  # float16 does not hold what comes of more
+    exact = onnxruntime.InferenceSession(str(products / "model.onnx"), providers=["CPUExecutionProvider"])
+    (found,) = session_of(lower(model), out, threads=1).run(None, {"x": feeds["x"].astype(np.float16)})
+    assert 1e-3 < relative_l2(found, exact.run(None, feeds)[0]) < 0.05

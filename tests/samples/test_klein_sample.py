@@ -38,14 +38,29 @@ def reference(edit: Edit) -> Image.Image:
 
 
 @pytest.fixture(scope="module")
-def built(sdflow: Command, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shapes_klein")
+
+
+@pytest.fixture(scope="module")
+def built(sdflow: Command, folder: Path) -> Any:
     """Built and verified, as a user builds it, and loaded."""
     from sdflow.runtime.pipeline import Pipeline
 
-    folder = tmp_path_factory.mktemp("shapes_klein")
     done = sdflow("run", "shapes_klein", "--no-evaluate", folder=folder)
     assert done.returncode == 0, done.stderr
     return Pipeline.load(folder / "pipelines/shapes_klein", "cpu", threads=1)
+
+
+@pytest.fixture(scope="module")
+def in_4_bits(built: Any, sdflow: Command, folder: Path) -> Any:
+    """With the weights of its transformer and its text encoder in 4 bits; all else is in the cache."""
+    from sdflow.runtime.pipeline import Pipeline
+
+    workflow = str(ROOT / "workflows/shapes_klein_int4_cpu.yaml")
+    done = sdflow("run", workflow, "--no-evaluate", "--no-verify", folder=folder)
+    assert done.returncode == 0, done.stderr
+    return Pipeline.load(folder / "pipelines/shapes_klein_int4_cpu", "cpu", threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -69,3 +84,13 @@ def test_it_changes_a_reference_as_the_prompt_says_as_pytorchs_does(built: Any, 
     theirs = [drawn(by_pytorch, each.instruction, each.seed, image=reference(each)) for each in EDITS]
     assert edits_share(EDITS, ours) == edits_share(EDITS, theirs)
     assert edits_share(EDITS, ours)["everything"] >= 0.8
+
+
+def test_in_4_bits_it_shows_what_was_asked_for_as_often(in_4_bits: Any, built: Any) -> None:
+    from sdflow.manifest import read_manifest
+
+    quantized, exact = ([drawn(each, case.prompt, case.seed) for case in CASES] for each in (in_4_bits, built))
+    assert tally(CASES, quantized).colour_and_kind >= tally(CASES, exact).colour_and_kind - 1 / len(CASES)
+    assert any(one.tobytes() != other.tobytes() for one, other in zip(quantized, exact, strict=True))
+    said = read_manifest(in_4_bits.folder).origin.quantized
+    assert said == {"text_encoder": "int4", "transformer": "int4"}

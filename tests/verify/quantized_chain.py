@@ -1,4 +1,4 @@
-"""The small text encoder at the end of a chain that quantizes it, and what PyTorch computes."""
+"""A small submodel at the end of a chain that quantizes it, and what PyTorch computes."""
 
 from __future__ import annotations
 
@@ -32,37 +32,47 @@ FUSED: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Built:
-    """The structure without weights, and what PyTorch computes. target: that it is built for."""
+    """The structure of a submodel without weights, and what PyTorch computes. target: that it is built for."""
 
     checkpoint: Checkpoint
     structure: Path
     cases: Cases
     folder: Path
     target: str
+    submodel: str = SUBMODEL
 
     def bound(self, out: Path, *loras: LoraInput) -> Path:
         out.mkdir()
-        bind(BindRequest(SUBMODEL, self.structure, self.checkpoint.submodels[SUBMODEL].load, loras), out)
+        bind(BindRequest(self.submodel, self.structure, self.checkpoint.submodels[self.submodel].load, loras), out)
         return out
 
     def proof(self, folder: Path, structure: Path | None = None) -> Proof:
-        bound = BoundModel(folder, self.checkpoint.submodels[SUBMODEL].load)
-        return prove(RecipeCheck(SUBMODEL, structure or self.structure, bound), self.cases, threads=1)
+        bound = BoundModel(folder, self.checkpoint.submodels[self.submodel].load)
+        return prove(RecipeCheck(self.submodel, structure or self.structure, bound), self.cases, threads=1)
 
     def verdict(self, folder: Path, stated: float | None) -> SubmodelVerdict:
-        return judge_submodel(SUBMODEL, open_graph(folder, self.target, threads=1), self.cases, stated)
+        return judge_submodel(self.submodel, open_graph(folder, self.target, threads=1), self.cases, stated)
 
 
-def build(folder: Path, target: str, further: Mapping[str, Mapping[str, Any]]) -> Built:
-    """Run the chain without weights, in `folder`. further: the passes behind FUSED, with their options."""
-    checkpoint = open_checkpoint("synthetic:sd15-tiny", digests=PlainDigests(), download=False)
-    load, model = checkpoint.submodels[SUBMODEL].load, None
-    for name, config in {**FUSED, **further}.items():
+def build(
+    folder: Path,
+    target: str,
+    further: Mapping[str, Mapping[str, Any]],
+    source: str = "synthetic:sd15-tiny",
+    submodel: str = SUBMODEL,
+    begin: Mapping[str, Mapping[str, Any]] = FUSED,
+) -> Built:
+    """Run the chain of a submodel of `source` without weights, in `folder`. further: the passes behind `begin`, with their
+    options."""
+    checkpoint = open_checkpoint(source, digests=PlainDigests(), download=False)
+    load, model = checkpoint.submodels[submodel].load, None
+    for name, config in {**begin, **further}.items():
         (out := folder / name).mkdir()
-        request = {"pass": name, "folder": ".", "submodel": SUBMODEL, "model": str(model) if model else None}
+        request = {"pass": name, "folder": ".", "submodel": submodel, "model": str(model) if model else None}
         request |= {"symbolic": True, "family": checkpoint.family.name, "checkpoint": {} if model else hollow(load)}
         run_pass({**request, "loras": [], "config": dict(config), "out": str(out)}, lambda phrase: None)
         model = out
     assert model is not None
     (computed := folder / "reference").mkdir()
-    return Built(checkpoint, model, reference(computed, checkpoint, (SUBMODEL,))[SUBMODEL], folder, target)
+    cases = reference(computed, checkpoint, (submodel,))[submodel]
+    return Built(checkpoint, model, cases, folder, target, submodel)

@@ -283,6 +283,11 @@ def _integer_product(node: Any, inputs: Sequence[_Shape]) -> Sequence[_Shape]:
     return [(*inputs[0][:-1], inputs[1][1])]
 
 
+def _packed_product(node: Any, inputs: Sequence[_Shape]) -> Sequence[_Shape]:
+    """x (..., K), weight in an order of its own."""
+    return [(*inputs[0][:-1], _attribute(node, "N", 0))]
+
+
 CONTRIB_SHAPES: Mapping[str, _Rule] = {
     "Attention": _attention,
     "BiasAdd": _same,
@@ -294,6 +299,7 @@ CONTRIB_SHAPES: Mapping[str, _Rule] = {
     "GroupNorm": _same,
     "LayerNormalization": _same,
     "MatMulIntegerToFloat": _integer_product,
+    "MatMulNBits": _packed_product,
     "MultiHeadAttention": _multi_head_attention,
     "NhwcConv": _nhwc_conv,
     "QuickGelu": _same,

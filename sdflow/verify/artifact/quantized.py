@@ -16,7 +16,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from sdflow.onnx_model.float8 import DOMAIN, FLOAT8_MATMUL
-from sdflow.weights.recipe import Quantized, Recipe, Scales
+from sdflow.weights.blockwise import PARTS
+from sdflow.weights.recipe import Blockwise, Quantized, Recipe, Scales
 
 Producers = Mapping[str, Any]
 """Name of a value -> the node that puts it out."""
@@ -26,8 +27,8 @@ Producers = Mapping[str, Any]
 class Product:
     """A quantized product by the names of what it is made of.
 
-    source: the value before it is quantized. weight, scales: initializers. bias: an initializer or a value, or "". transposed:
-    the weight is (out, in). half: the values around it have 16 bits.
+    source: the value before it is quantized. weight, scales, zeros: initializers, zeros maybe "". bias: an initializer or a
+    value, or "". transposed: the weight is (out, in). half: the values around it have 16 bits; None: those of its scales' type.
     """
 
     source: str
@@ -35,7 +36,8 @@ class Product:
     scales: str
     bias: str = ""
     transposed: bool = False
-    half: bool = False
+    half: bool | None = False
+    zeros: str = ""
 
 
 def _integer_to_float(node: Any, producers: Producers) -> Product | None:
@@ -52,9 +54,17 @@ def _float8(node: Any, producers: Producers) -> Product | None:
     return Product(source, weight, scales, transposed=True, half=True)
 
 
+def _blockwise(node: Any, producers: Producers) -> Product | None:
+    source, weight, scales, *others = node.input
+    if any(others[1:]):  # further inputs: nothing of sdflow's writes them
+        return None
+    return Product(source, weight, scales, transposed=True, half=None, zeros="".join(others))
+
+
 PRODUCTS: Mapping[tuple[str, str], Callable[[Any, Producers], Product | None]] = MappingProxyType(
     {
         ("com.microsoft", "MatMulIntegerToFloat"): _integer_to_float,
+        ("com.microsoft", "MatMulNBits"): _blockwise,
         (DOMAIN, FLOAT8_MATMUL): _float8,
     }
 )
@@ -83,16 +93,21 @@ def take_out(model: Any, recipes: Mapping[str, Recipe]) -> tuple[list[str], list
             continue
         if problem := _apart(product, recipes):
             wrong.append(f"{node.name}: {problem}")
-        taken[product.weight] = half if product.half else onnx.TensorProto.FLOAT
+        of_scales = weights[product.scales].data_type if product.scales in weights else onnx.TensorProto.FLOAT
+        taken[product.weight] = of_scales if product.half is None else half if product.half else onnx.TensorProto.FLOAT
         nodes += _exact(node, product)
     del model.graph.node[:]
     model.graph.node.extend(_read(nodes, {item.name for item in model.graph.output}))
     for name, element in taken.items():
-        tensor = weights[name]
-        dims = list(tensor.dims)
+        tensor, recipe = weights[name], recipes.get(name)
+        dims = list(recipe.of.shape if isinstance(recipe, Blockwise) else tensor.dims)
         tensor.Clear()
         tensor.name, tensor.data_type, tensor.data_location = name, element, onnx.TensorProto.EXTERNAL
         tensor.dims.extend(dims)
+    read = {name for node in model.graph.node for name in node.input} | {item.name for item in model.graph.output}
+    kept = [tensor for tensor in model.graph.initializer if tensor.name in read]
+    del model.graph.initializer[:]  # scales and zeros
+    model.graph.initializer.extend(kept)
     return [*taken], wrong
 
 
@@ -108,12 +123,23 @@ def _has_bfloat16(graph: Any) -> bool:
 def _apart(product: Product, recipes: Mapping[str, Recipe]) -> str:
     """Why a weight and its scales do not belong together, or ""."""
     weight, scales = recipes.get(product.weight), recipes.get(product.scales)
+    if isinstance(weight, Blockwise):
+        return _blocks_apart(weight, scales, recipes.get(product.zeros) if product.zeros else None)
     if not isinstance(weight, Quantized) or not isinstance(scales, Scales):
         return "its weight or its scales have no recipe that quantizes"
     if (weight.kind, weight.axis, weight.of) != (scales.kind, scales.axis, scales.of):
         return f"its scales, {product.scales}, are not those of its weight"
     if weight.axis != (0 if product.transposed else 1):
         return "its scales are not those of its output channels"
+    return ""
+
+
+def _blocks_apart(weight: Blockwise, scales: Recipe | None, zeros: Recipe | None) -> str:
+    wanted = [Blockwise(part, weight.how, weight.of) for part in PARTS]
+    if weight != wanted[0] or scales != wanted[1]:
+        return "its scales are not those of its weight"
+    if zeros != (None if weight.how.symmetric else wanted[2]):
+        return "its zeros are not those of its weight"
     return ""
 
 

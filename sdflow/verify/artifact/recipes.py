@@ -23,7 +23,7 @@ from sdflow.store.layout import Layout
 from sdflow.store.records import BadRecord, load_action, read_record
 from sdflow.verify.artifact.stored import BoundModel, stored_weights
 from sdflow.verify.finding import Finding, Level
-from sdflow.weights.recipe import Recipe, Scales, SumAlong, params
+from sdflow.weights.recipe import Blockwise, Recipe, Scales, SumAlong, params
 from sdflow.weights.structure import read_parameters, read_recipe
 
 REMEDY = "build the structure again: sdflow cache verify, then sdflow run"
@@ -126,7 +126,7 @@ def _assignment(
 ) -> Iterator[Finding]:
     """Which parameter goes into which weight. Shared weights are possible, so a second reader alone is a warning."""
     # Scales are read beside their values, which count.
-    counted = {name: recipe for name, recipe in recipes.items() if not isinstance(recipe, Scales)}
+    counted = {name: recipe for name, recipe in recipes.items() if not _beside_values(recipe)}
     keys = {name: {param.key for param in params(recipe)} for name, recipe in counted.items()}
     readers: dict[str, list[str]] = {}
     for name, read in keys.items():
@@ -146,6 +146,10 @@ def _assignment(
             yield Finding(
                 submodel, "recipe", level, names[1], what, REMEDY if missed else "shared weights? then all is well"
             )
+
+
+def _beside_values(recipe: Recipe) -> bool:
+    return isinstance(recipe, Scales) or (isinstance(recipe, Blockwise) and recipe.part != "values")
 
 
 def _different_sums(recipes: Sequence[Recipe]) -> bool:

@@ -20,16 +20,20 @@ from sdflow.artifact import MODEL_FILE
 from sdflow.families import DEFAULT
 from sdflow.onnx_model.facts import subgraphs
 from sdflow.onnx_model.files import data_span, is_external, raw_values
+from sdflow.verify.artifact.blocks_again import blocks_again
 from sdflow.verify.artifact.quantized import again
 from sdflow.weights.lora import LoraInput, Merged, read_loras
 from sdflow.weights.recipe import (
     Bfloat16,
+    Blockwise,
     Constant,
     Float16,
     Join,
     Quantized,
+    Quantizing,
     Recipe,
     Reshape,
+    Rotated,
     Scales,
     Sum,
     Transpose,
@@ -83,13 +87,38 @@ def stored_weights(
         what = "a recipe for it" if name in recipes else "it"
         yield Stored(name, None, f"the structure has {what} and the model no tensor")
     with _reading(submodel, parameters, bound) as read:
+        latest = _Latest(read)
         for name, tensor in model.items():
-            if name in recipes:
-                yield _by_recipe(name, tensor, bound.folder, recipes[name], read)
+            recipe = recipes.get(name)
+            if isinstance(recipe, Blockwise):
+                exact, bits = latest.blocks(recipe)
+                same = _same_bytes(tensor, bound.folder, bits[recipe.part])
+                yield Stored(name, exact if recipe.part == "values" else None, "" if same else OTHER_VALUES)
+            elif recipe is not None:
+                yield _by_recipe(name, tensor, bound.folder, recipe, read)
             elif name not in own:
                 yield Stored(name, None, "it has no recipe, and the structure does not have it")
             elif _bytes(tensor, bound.folder) != _bytes(own[name], structure):
                 yield Stored(name, None, "it belongs to the graph, and is not what the structure has")
+
+
+class _Latest:
+    """The weight that was quantized by blocks last: its values, scales and zeros lie side by side."""
+
+    def __init__(self, read: Callable[[str], NDArray[Any]]) -> None:
+        self._read = read
+        self._key: Any = None
+        self._found: tuple[NDArray[Any], Mapping[str, NDArray[Any]]] | None = None
+
+    def blocks(self, recipe: Blockwise) -> tuple[NDArray[Any], Mapping[str, NDArray[Any]]]:
+        """The values that are quantized, and the bits of the three parts."""
+        found = self._found
+        if found is None or self._key != (recipe.how, recipe.of):
+            self._found = None  # before the next one comes
+            exact = _exact(recipe, self._read)
+            found = exact, blocks_again(exact, recipe.how)
+            self._key, self._found = (recipe.how, recipe.of), found
+        return found
 
 
 @contextmanager
@@ -139,7 +168,9 @@ def exact_weights(
 ) -> Iterator[ExactWeights]:
     """The weights of these recipes that are rounded or quantized. Raises as `stored_weights` does."""
     changed = {
-        name: recipe for name, recipe in recipes.items() if isinstance(recipe, Quantized) or _limits(recipe) != {None}
+        name: recipe
+        for name, recipe in recipes.items()
+        if isinstance(recipe, Quantized | Blockwise) or _limits(recipe) != {None}
     }
     with _reading(submodel, parameters, bound) as read:
         yield ExactWeights(changed, read)
@@ -147,7 +178,7 @@ def exact_weights(
 
 def _exact(recipe: Recipe, read: Callable[[str], NDArray[Any]]) -> NDArray[Any]:
     """What a recipe gives without its roundings, in float32; of one that quantizes, what is quantized."""
-    of = recipe.of if isinstance(recipe, Quantized | Scales) else recipe
+    of = recipe.of if isinstance(recipe, Quantizing) else recipe
     return np.ascontiguousarray(evaluate(unrounded(of), read))
 
 
@@ -183,6 +214,8 @@ def unrounded(recipe: Recipe) -> Recipe:
             return Join(recipe.axis, tuple(unrounded(part) for part in recipe.parts))
         case Sum():
             return Sum(tuple(unrounded(part) for part in recipe.parts))
+        case Rotated():
+            return Rotated(recipe.axis, recipe.size, unrounded(recipe.of))
         case Constant(dtype="float16"):
             wide = np.frombuffer(recipe.raw, "<f2").astype("<f4")
             return Constant(wide.tobytes(), recipe.shape, "float32")

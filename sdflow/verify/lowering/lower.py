@@ -16,7 +16,7 @@ from typing import Any
 from sdflow.errors import PassError, VerificationError
 from sdflow.onnx_model import nodes as onnx_nodes
 from sdflow.onnx_model.float8 import DOMAIN, FLOAT8_MATMUL
-from sdflow.verify.lowering import activation, attention, convolution, float8, normalization
+from sdflow.verify.lowering import activation, attention, blockwise, convolution, float8, integer, normalization
 from sdflow.verify.lowering.builder import BFLOAT16, COPY, FLOAT, HALVES, Builder, Node
 from sdflow.verify.lowering.types import Types
 
@@ -32,6 +32,8 @@ OPERATORS: Mapping[str, Callable[[Builder, Node], list[str]]] = MappingProxyType
         FLOAT8_MATMUL: float8.float8_matmul,
         "Gelu": activation.gelu,
         "GroupNorm": normalization.group_norm,
+        "MatMulIntegerToFloat": integer.matmul_integer_to_float,
+        "MatMulNBits": blockwise.matmul_nbits,
         "MultiHeadAttention": attention.multi_head_attention,
         "NhwcConv": convolution.nhwc_conv,
         "QuickGelu": activation.quick_gelu,

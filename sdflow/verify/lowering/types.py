@@ -13,7 +13,7 @@ SMALL = 64
 
 OUTPUT_RANK = {"MultiHeadAttention": 3, "Attention": 3}
 
-TYPED_BY = {"SimplifiedLayerNormalization": 1}
+TYPED_BY = {"MatMulIntegerToFloat": 2, "SimplifiedLayerNormalization": 1}
 """Contrib operators whose outputs have the element type of another input than the first: its scale's."""
 
 

@@ -1,0 +1,140 @@
+"""QuantizeInt4: the products with weights of a graph with weights in 4 (or 8) bits, on any target.
+
+    MatMul(x, w (K, N))
+        MatMulNBits(x, w in 4 bits (N, blocks, bytes), scales (N, blocks), zeros)
+
+Weights have a scale and a zero for each block along K (`sdflow.weights.blockwise`); x stays as it is, so that neither images
+nor texts are needed to calibrate. ONNX Runtime has the operator on the CPU, CUDA, DirectML and WebGPU. Scales have the type of
+the values around the product.
+
+Embeddings, convolutions and products of two activations stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from sdflow.passes.base import PassConfig
+from sdflow.passes.graph_edit import GraphEdit
+from sdflow.passes.quantizing import QuantizeConfig, QuantizingPass
+
+CONTRIB = "com.microsoft"
+
+
+class QuantizeInt4Config(QuantizeConfig):
+    """How weights are stored and which, and the options of every pass that quantizes."""
+
+    bits: Literal[4, 8] = Field(default=4, description="of a weight")
+    block_size: Literal[16, 32, 64, 128, 256] = Field(
+        default=32, description="weights that share a scale; products whose inner size is no multiple of it stay"
+    )
+    is_symmetric: bool = Field(default=False, description="no zero points: smaller, and farther from the weights")
+    algorithm: Literal["mse", "rtn"] = Field(
+        default="mse",
+        description="how scales are found: by the smallest squared error of the weights, or by their range (as Olive does)",
+    )
+    accuracy_level: Literal[0, 1, 2, 3, 4] = Field(
+        default=0,
+        description="0: computed in the type of the values; 4: the CPU may round those to int8 too. As MatMulNBits has it",
+    )
+    smallest: int = Field(default=1 << 16, gt=0, description="values that a weight must have at least to be quantized")
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A product of a value and a weight. transposed: the weight is (N, K). bias: what is added to the product, or ""."""
+
+    node: Any
+    weight: str
+    transposed: bool = False
+    bias: str = ""
+
+    @property
+    def name(self) -> str:
+        return str(self.node.name)
+
+
+class QuantizeInt4(QuantizingPass[QuantizeInt4Config, _Layer]):
+    """Weights in 4 or 8 bits by blocks, computed with as they were: any target, the last pass of a chain."""
+
+    name: ClassVar[str] = "QuantizeInt4"
+    version: ClassVar[int] = 1
+    domain: ClassVar[str] = CONTRIB
+    moves_weights: ClassVar[bool] = True
+    quantizes: ClassVar[str | None] = "int4"
+    Config: ClassVar[type[PassConfig]] = QuantizeInt4Config
+
+    @classmethod
+    def quantizes_to(cls, config: Mapping[str, Any]) -> str | None:
+        return f"int{config.get('bits', 4)}"
+
+    def layers(self, edit: GraphEdit, config: QuantizeInt4Config) -> list[_Layer]:
+        found = [_layer(edit, node) for node in edit.graph.node]
+        return [layer for layer in found if layer is not None and _fits(edit, layer, config)]
+
+    def quantize(self, edit: GraphEdit, layers: Sequence[_Layer], config: QuantizeInt4Config) -> None:
+        edit.replace_nodes([(layer.node, _quantized(edit, layer, config)) for layer in layers])
+
+
+def _layer(edit: GraphEdit, node: Any) -> _Layer | None:
+    """The node as a layer; None for what is none that blocks take."""
+    if node.domain not in ("", "ai.onnx") or node.op_type not in ("MatMul", "Gemm") or node.input[0] in edit.weights:
+        return None
+    weight = edit.weights.get(node.input[1])
+    if weight is None or len(weight.dims) != 2 or weight.data_type not in _floats():
+        return None
+    if node.op_type == "MatMul":
+        return _Layer(node, weight.name)
+    options = {item.name: item for item in node.attribute}
+    factors = [options[name].f for name in ("alpha", "beta") if name in options]
+    if any(factor != 1 for factor in factors) or ("transA" in options and options["transA"].i):
+        return None
+    return _Layer(node, weight.name, bool("transB" in options and options["transB"].i), "".join(node.input[2:]))
+
+
+def _floats() -> Mapping[int, str]:
+    import onnx
+
+    kinds = onnx.TensorProto
+    return {int(kinds.FLOAT): "float32", int(kinds.FLOAT16): "float16", int(kinds.BFLOAT16): "bfloat16"}
+
+
+def _fits(edit: GraphEdit, layer: _Layer, config: QuantizeInt4Config) -> bool:
+    rows, columns = edit.weights[layer.weight].dims
+    inner = columns if layer.transposed else rows
+    return bool(rows * columns >= config.smallest and inner % config.block_size == 0)
+
+
+def _quantized(edit: GraphEdit, layer: _Layer, config: QuantizeInt4Config) -> list[Any]:
+    """The nodes that compute the layer with a quantized weight."""
+    from onnx import helper
+
+    from sdflow.weights.blockwise import Format
+
+    node, weight = layer.node, layer.weight
+    if not layer.transposed:
+        weight = edit.moved(weight, f"{weight}/transposed", lambda values: values.transpose(1, 0))
+    tensor = edit.weights[weight]
+    scale = _floats()[tensor.data_type]
+    how = Format(config.bits, config.block_size, config.is_symmetric, config.algorithm, scale)
+    values, scales, zeros = edit.blockwise(weight, how)
+    rows, columns = tensor.dims
+    options = {"K": columns, "N": rows, "bits": config.bits, "block_size": config.block_size}
+    if config.accuracy_level:
+        options["accuracy_level"] = config.accuracy_level
+    result = node.output[0]
+    product = helper.make_node(
+        "MatMulNBits",
+        [node.input[0], values, scales, *([] if config.is_symmetric else [zeros])],
+        [f"{result}/product" if layer.bias else result],
+        node.name,
+        domain=CONTRIB,
+        **options,
+    )
+    if not layer.bias:
+        return [product]
+    return [product, helper.make_node("Add", [product.output[0], layer.bias], [result], f"{node.name}/bias")]
