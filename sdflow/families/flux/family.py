@@ -259,10 +259,10 @@ class Flux(Family):
         )
 
     def encode_reference(
-        self, pipeline: Any, prompts: Sequence[str], configs: Mapping[str, Config], *, guided: bool
+        self, pipeline: Any, prompts: Sequence[str], configs: Mapping[str, Config], *, guided: bool, **more: Any
     ) -> dict[str, Any]:
-        length = _length(configs[self.denoiser])
-        found = pipeline.encode_prompt(list(prompts), None, device="cpu", max_sequence_length=length)
+        arguments = {"max_sequence_length": _length(configs[self.denoiser]), **more}
+        found = pipeline.encode_prompt(list(prompts), None, device="cpu", **arguments)
         return dict(zip(self.embeddings, found[:2], strict=True))
 
 

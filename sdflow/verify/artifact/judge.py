@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 
@@ -31,6 +31,7 @@ from sdflow.verify.artifact.promises import check_promises, read_configs
 from sdflow.verify.artifact.roundings import DRAWS, Roundings, drawn_again, too_far
 from sdflow.verify.artifact.unsupported_nodes import fits
 from sdflow.verify.finding import Finding, errors
+from sdflow.verify.lowering import PieceSession
 from sdflow.verify.reference.cases import Cases, read_cases
 from sdflow.verify.reference.selection import read_selection
 from sdflow.verify.result import HALVES, CaseDistance, SubmodelVerdict, Verification
@@ -138,18 +139,20 @@ class Desk:
 
     def run(self, submodel: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Run a submodel, loaded in place of the one before. Raises _Unusable when its verdict is that it cannot be."""
-        graph = self.open(submodel)
+        further = Further(inputs)
+        graph = self.open(submodel, further)
         if graph is None or any(output.distance == inf for output in self.verdicts[submodel].outputs):
             raise _Unusable
-        return run_graph(graph, inputs)
+        return run_graph(graph, inputs) if further.outputs is None else further.outputs
 
     def close(self) -> None:
         """Let go of what is open."""
         self._open.clear()
         gc.collect()
 
-    def open(self, submodel: str) -> RunnableGraph | None:
-        """The submodel's graph, judged; None if it cannot be loaded."""
+    def open(self, submodel: str, further: Further | None = None) -> RunnableGraph | None:
+        """The submodel's graph, judged; None if it cannot be loaded. further: what it is to run next: a graph in pieces does so
+        while each piece is loaded."""
         if submodel in self._open:
             return self._open[submodel]
         if not {submodel, *self._open} <= self._together:
@@ -164,7 +167,7 @@ class Desk:
         if submodel not in self.verdicts:
             self.progress(f"{submodel}: comparing with PyTorch")
             quantized = self.request.quantized.get(submodel, {})
-            verdict = judge_submodel(submodel, graph, self._cases(submodel), quantized.get("limit"))
+            verdict = judge_submodel(submodel, graph, self._cases(submodel), quantized.get("limit"), further)
             verdict = replace(verdict, problems=(*verdict.problems, *_said_otherwise(verdict, quantized.get("to"))))
             self.verdicts[submodel] = self._with_proof(verdict)
         self._open[submodel] = graph
@@ -269,16 +272,27 @@ def _said_otherwise(verdict: SubmodelVerdict, said: str | None) -> list[tuple[st
     return [(f"its graph is {spelled[0]}, and sdflow.json says that it is {spelled[1]}", "Build it again: sdflow run.")]
 
 
-def judge_submodel(submodel: str, graph: RunnableGraph, cases: Cases, stated: float | None = None) -> SubmodelVerdict:
+@dataclass
+class Further:
+    """A further run of a graph, and what it gives once that is known."""
+
+    inputs: Mapping[str, np.ndarray]
+    outputs: dict[str, np.ndarray] | None = None
+
+
+def judge_submodel(
+    submodel: str, graph: RunnableGraph, cases: Cases, stated: float | None = None, further: Further | None = None
+) -> SubmodelVerdict:
     """Run every case that the graph's shapes allow, and hold each output to the yardstick. stated: the workflow's limit, for a
-    graph that is quantized."""
+    graph that is quantized. further: what a graph in pieces runs with the cases."""
     ort = import_onnxruntime()
     found: list[CaseDistance] = []
     problems: list[tuple[str, str]] = []
     fitting = {index: cases.get(index, "inputs") for index, _ in cases}
     fitting = {index: inputs for index, inputs in fitting.items() if takes(graph.session, inputs)}
     left_out = [case.name for index, case in cases if index not in fitting]
-    runs = run_each(graph, [*fitting.values()])
+    more = [further.inputs] if further is not None and isinstance(graph.session, PieceSession) else []
+    runs = run_each(graph, [*fitting.values(), *more])
     for index in fitting:
         case = cases.cases[index]
         try:
@@ -297,6 +311,8 @@ def judge_submodel(submodel: str, graph: RunnableGraph, cases: Cases, stated: fl
         found += case_distances(cases, index, outputs)
         if problems:
             break
+    if more and further is not None and not problems and found:
+        further.outputs = next(runs)
     if not problems and not found:
         problems.append(("no case fits its fixed shapes", "Name its size in pixels under verify: {height:, width:}."))
     verdicts, too_far_away = judge_outputs(graph.precision, found, stated)

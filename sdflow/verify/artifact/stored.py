@@ -7,11 +7,13 @@ result is rounded here, not by what rounded the weights that are looked at (`sdf
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +41,11 @@ from sdflow.weights.tensors import open_tensors
 
 BFLOAT16 = (0.0, float("inf"))
 """The limits of a rounding to bfloat16: it has none."""
+
+READERS = 2
+"""Threads that compute weights, each one at a time."""
+
+Result = TypeVar("Result")
 
 OTHER_VALUES = "its recipe gives other values than the model has"
 
@@ -72,8 +79,8 @@ def stored_weights(
 ) -> Iterator[Stored]:
     """Every tensor of the bound model, one after the other. recipes: those of the structure, by the tensors' names.
 
-    What has no recipe belongs to the graph, and must be what the structure has. Memory: the largest tensor, and what the
-    caller keeps. Raises CheckpointError, PassError, OSError or ValueError where something cannot be read.
+    What has no recipe belongs to the graph, and must be what the structure has. Memory: a few of the largest tensors, and what
+    the caller keeps. Raises CheckpointError, PassError, OSError or ValueError where something cannot be read.
     """
     import onnx
 
@@ -83,13 +90,30 @@ def stored_weights(
         what = "a recipe for it" if name in recipes else "it"
         yield Stored(name, None, f"the structure has {what} and the model no tensor")
     with _reading(submodel, parameters, bound) as read:
-        for name, tensor in model.items():
+
+        def stored(name: str) -> Stored | None:
+            tensor = model[name]
             if name in recipes:
-                yield _by_recipe(name, tensor, bound.folder, recipes[name], read)
-            elif name not in own:
-                yield Stored(name, None, "it has no recipe, and the structure does not have it")
-            elif _bytes(tensor, bound.folder) != _bytes(own[name], structure):
-                yield Stored(name, None, "it belongs to the graph, and is not what the structure has")
+                return _by_recipe(name, tensor, bound.folder, recipes[name], read)
+            if name not in own:
+                return Stored(name, None, "it has no recipe, and the structure does not have it")
+            if _bytes(tensor, bound.folder) != _bytes(own[name], structure):
+                return Stored(name, None, "it belongs to the graph, and is not what the structure has")
+            return None
+
+        yield from (each for each in ahead(stored, model) if each is not None)
+
+
+def ahead(work: Callable[[str], Result], names: Iterable[str]) -> Iterator[Result]:
+    """What `work` gives for each name, in order; while one is looked at, the next ones are computed, READERS at a time."""
+    with ThreadPoolExecutor(READERS) as pool:
+        waiting: deque[Future[Result]] = deque()
+        for name in names:
+            waiting.append(pool.submit(work, name))
+            if len(waiting) > READERS:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 @contextmanager
