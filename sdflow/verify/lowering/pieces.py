@@ -206,7 +206,7 @@ class PieceSession:
         with ThreadPoolExecutor(READERS) as pool:
             given = dict(zip(names, pool.map(lambda name: make(self.exact[name]), names), strict=True))
         part = Lowered(piece.model, {}, {}, {})
-        return session_of(part, self.folder, threads=self.threads, fuse=self.fuse, given=given)
+        return session_of(part, self.folder, threads=self.threads, fuse=self.fuse, given=given, brief=not self.fuse)
 
 
 def _described(item: Any) -> PortOfPieces:

@@ -227,7 +227,9 @@ class RowsOnce:
         from torch.utils._pytree import tree_unflatten
 
         given = self._signature.bind(*args, **kwargs)
-        if CACHES in self._signature.parameters:  # of keys and values, which a text that is not continued has no use for
+        if (
+            CACHES in self._signature.parameters
+        ):  # of keys and values, which a text that is not continued has no use for
             given.arguments[CACHES] = False
         tensors = {name: value for name, value in given.arguments.items() if isinstance(value, torch.Tensor)}
         flags = {name: value for name, value in _flat(given.arguments) if name not in tensors}
