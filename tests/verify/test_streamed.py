@@ -17,7 +17,7 @@ from sdflow.sources import Checkpoint, PlainDigests, load_pipeline, open_checkpo
 from sdflow.store import Cache
 from sdflow.verify.artifact.exact import Proof, prove
 from sdflow.verify.artifact.graph import RunnableGraph, open_graph, read_graph, run_each, run_graph
-from sdflow.verify.artifact.judge import Further, judge_submodel
+from sdflow.verify.artifact.judge_submodel import Further, judge_submodel
 from sdflow.verify.artifact.overflow import ranges
 from sdflow.verify.artifact.recipes import RecipeCheck
 from sdflow.verify.artifact.stored import BoundModel
