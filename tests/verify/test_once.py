@@ -89,9 +89,7 @@ def test_a_reference_read_piece_by_piece_is_that_of_modules_in_memory(
     passes = Counter(submodel for submodel, _ in reads)
     assert passes[text] and passes["transformer"]
     assert max(count for (submodel, _), count in reads.items() if submodel == text) <= 1
-    # Two steps; with guidance the cases beside the image come after it, in a third pass.
-    guided = checkpoint.defaults()["text"].guidance_scale > 1
-    assert max(count for (submodel, _), count in reads.items() if submodel == "transformer") <= 2 + guided
+    assert max(count for (submodel, _), count in reads.items() if submodel == "transformer") == 2, "once for each step"
 
 
 def test_runs_pass_a_part_together_and_one_goes_on_where_another_has_come() -> None:

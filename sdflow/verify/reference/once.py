@@ -60,14 +60,14 @@ def denoise_once(
     half: str,
     draw: Mapping[str, Callable[[], np.ndarray]],
     calls: Sequence[Call],
-    last: int | None,
+    expected: Callable[[Call], int | None],
     further: Callable[[Cases], None],
 ) -> tuple[Cases, Mapping[str, np.ndarray]]:
     """The cases of a denoiser, and the images, by precision.
 
     networks: what draws in float32; what runs the other cases in float32; what does both in 16 bits, of the type half.
-    draw: precision -> draws the image. calls: grows by what the first network is fed while it draws. last: how many calls
-    that is, where it is known. further: adds the cases that do not belong to the image.
+    draw: precision -> draws the image. calls: grows by what the first network is fed while it draws. expected: of the first
+    call, how many there will be; None where that is not known. further: adds the cases that do not belong to the image.
     """
     drawing, exact, rounded = networks
     assert rounded.weights is not None
@@ -95,7 +95,7 @@ def denoise_once(
 
     def others() -> None:
         """All other cases, with the last step."""
-        turns.wait(lambda: first.ended or (last is not None and len(calls) == last))
+        turns.wait(lambda: first.ended or (bool(calls) and len(calls) == expected(calls[0])))
         known = trajectory(calls, submodel, drawing)
         cases.cases, cases.arrays = list(known.cases), dict(known.arrays)
         further(cases)

@@ -20,7 +20,7 @@ import numpy as np
 from sdflow.families.shared.image_prompts import adapter_count, reads_layers
 from sdflow.verify.as_json import as_json
 from sdflow.verify.reference.cases import Cases, write_cases
-from sdflow.verify.reference.forwards import Network, recording, run_cases, trajectory
+from sdflow.verify.reference.forwards import Call, Network, recording, run_cases, trajectory
 from sdflow.verify.reference.half import quick_halves
 from sdflow.verify.reference.inputs import (
     IMAGE_SCALE,
@@ -231,7 +231,7 @@ class ReferenceRun(Stages):
                 self.request.half_of(name),
                 {kind: partial(draw, kind) for kind in given},
                 calls,
-                None if self.guided else selection.steps,
+                self._expected_calls,
                 lambda cases: further_denoiser_cases(cases, selection, networks[name]),
             )
         np.savez(self.request.out / IMAGE_FILE, latents=latents, **images)
@@ -240,6 +240,13 @@ class ReferenceRun(Stages):
         self._run_float32(networks, results)
         with self.in_half(networks, results):
             return results
+
+    def _expected_calls(self, call: Call) -> int | None:
+        """How many calls of the denoiser draw the image, by the first: with guidance its two texts are rows of one call, or calls
+        of their own, of which a pipeline may skip some."""
+        _, inputs, _ = call
+        rows = len(next(iter(inputs.values())))
+        return self.selection.steps if rows > 1 or not self.guided else None
 
     def encoder(self, submodel: str) -> Cases:
         """The cases of what turns images into latents."""
