@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sdflow.verify.reference.cases import Case, Cases
@@ -82,12 +83,15 @@ def denoise_once(
         with quick_halves(known=known_wide):
             images["float16"] = draw["float16"]()
 
+    def fed(index: int) -> bool:
+        return len(calls) > index or first.ended
+
     def half_steps() -> None:
         """Each step's inputs in 16 bits, as soon as they are known."""
         with quick_halves(known=known_wide):
             while True:
                 index = len(steps.cases)
-                turns.wait(lambda index=index: len(calls) > index or first.ended)
+                turns.wait(partial(fed, index))
                 if len(calls) <= index:
                     return
                 steps.add(Case("", "trajectory"), calls[index][1])
@@ -102,10 +106,10 @@ def denoise_once(
         count = len(known.cases)
         for chosen in batches(cases, "float32", exact):
             if chosen := [index for index in chosen if index >= count]:
-                turns.start(lambda chosen=chosen: run_batch(cases, chosen, "float32", exact))
+                turns.start(partial(run_batch, cases, chosen, "float32", exact))
         for chosen in batches(cases, "float16", rounded):
             if chosen := [index for index in chosen if index >= count]:
-                turns.start(lambda chosen=chosen: in_half(chosen))
+                turns.start(partial(in_half, chosen))
 
     def in_half(chosen: Sequence[int]) -> None:
         with quick_halves(known=known_wide):
