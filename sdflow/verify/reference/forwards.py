@@ -168,9 +168,8 @@ def _after(network: Network, calls: list[Call]) -> Callable[..., None]:
     def record(module: Any, arguments: Any, named: Any, output: Any) -> None:
         if isinstance(output, tuple):
             name, inputs, _ = calls[-1]
-            listed = (
-                output[0] if len(output) == 1 and isinstance(output[0], list) else output
-            )  # a tensor for each image
+            a_list_of_images = len(output) == 1 and isinstance(output[0], list)
+            listed = output[0] if a_list_of_images else output
             tensors = [value for value in listed if hasattr(value, "numpy")]
             given = network.model.recorded_outputs(network.ports, named, tensors)
             calls[-1] = (name, inputs, {key: value.numpy().copy() for key, value in given.items()})
