@@ -106,7 +106,8 @@ def text_to_image(
     denoiser = submodel_config(folder, family.denoiser)
     guidance_width = family.guidance_width({family.denoiser: denoiser})
     weight = family.guidance_weight(selection.guidance_scale)
-    request = Request(prompts, None, weight, height, width, guidance_width, denoiser=denoiser)
+    more = selection.text_arguments
+    request = Request(prompts, None, weight, height, width, guidance_width, more, denoiser=denoiser)
     conditions = family.condition(run_torch, companions, read_options(folder), request)
 
     nets = list(family.nets(onnx_submodels(folder)).values())

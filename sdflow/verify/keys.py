@@ -28,12 +28,13 @@ def reference_action(subject: Subject, selection: Selection, cache: Cache) -> Ac
     """The key of the reference."""
     checkpoint = subject.checkpoint
     needed = submodels_of_reference(selection, subject)
+    config = {name: value for name, value in as_json(selection).items() if name != "tokens" or value is not None}
     return Action(
         {
             "format": ACTION_FORMAT,
             "pass": {"name": "VerifyReference", "version": reference.VERSION},
             "submodel": "pipeline",
-            "config": as_json(selection),
+            "config": config,
             "inputs": {
                 "checkpoint": {name: checkpoint.submodels[name].identity for name in needed},
                 "companions": {name: tree_digest(path, cache) for name, path in checkpoint.companions.items()},

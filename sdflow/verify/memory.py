@@ -30,6 +30,8 @@ LIBRARIES = 8 * 10**8
 """Resident bytes of a process that has imported torch, diffusers and ONNX Runtime."""
 MAPS = 6
 """Maps of the decoder's widest level in the image's size that are in memory together."""
+READ = 3
+"""Of a piece in memory at once, at most, while PyTorch runs: in float32, in 16 bits, and these in float32 again."""
 PIECES = 6
 """How many pieces fit into the memory that there is, beside the libraries."""
 COPIES = 4
@@ -122,8 +124,10 @@ def _needed(
     for stage in stages:
         of = [name for name in stage if name in sizes]
         count = sum(sizes[name].parameters for name in of if name not in streamed)
-        pieces = max((2 * streamed[name] for name in of if name in streamed), default=0)
-        whole = max(4 * count, 2 * count + min(4 * count, KEPT))
+        pieces = max((READ * streamed[name] for name in of if name in streamed), default=0)
+        # Beside a denoiser in pieces what is whole is there in both precisions.
+        both = 4 * count if family.denoiser in of and pieces else 0
+        whole = max(4 * count, both + 2 * count + min(4 * count, KEPT))
         found.append(LIBRARIES + activations + whole + pieces)
     return max(found)
 

@@ -11,7 +11,7 @@ from sdflow.passes.worker import run_pass
 from sdflow.sources import Checkpoint, PlainDigests, open_checkpoint
 from sdflow.verify.artifact.exact import Proof, prove
 from sdflow.verify.artifact.graph import open_graph
-from sdflow.verify.artifact.judge import judge_submodel
+from sdflow.verify.artifact.judge_submodel import judge_submodel
 from sdflow.verify.artifact.recipes import RecipeCheck
 from sdflow.verify.artifact.stored import BoundModel
 from sdflow.verify.reference.cases import Cases

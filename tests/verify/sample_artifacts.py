@@ -29,7 +29,7 @@ from sdflow.passes import registry
 from sdflow.sources import Checkpoint, PlainDigests, open_checkpoint
 from sdflow.store import Cache
 from sdflow.verify.artifact.graph import open_graph
-from sdflow.verify.artifact.judge import judge_submodel
+from sdflow.verify.artifact.judge_submodel import judge_submodel
 from sdflow.verify.reference.cases import Cases, read_cases
 from sdflow.verify.reference.reference import compute
 from sdflow.verify.reference.reference_request import ReferenceRequest

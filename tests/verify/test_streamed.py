@@ -16,8 +16,8 @@ from sdflow.distance import relative_l2
 from sdflow.sources import Checkpoint, PlainDigests, load_pipeline, open_checkpoint
 from sdflow.store import Cache
 from sdflow.verify.artifact.exact import Proof, prove
-from sdflow.verify.artifact.graph import RunnableGraph, open_graph, read_graph, run_each
-from sdflow.verify.artifact.judge import judge_submodel
+from sdflow.verify.artifact.graph import RunnableGraph, open_graph, read_graph, run_each, run_graph
+from sdflow.verify.artifact.judge_submodel import Further, judge_submodel
 from sdflow.verify.artifact.overflow import ranges
 from sdflow.verify.artifact.recipes import RecipeCheck
 from sdflow.verify.artifact.stored import BoundModel
@@ -178,6 +178,18 @@ def test_a_graph_in_pieces_gives_what_the_whole_gives(
         held = sum(4 * prod(tensor.dims) for tensor in piece.model.graph.initializer)
         alone = any(piece.weights <= read for read in operators)  # a convolution with its bias cannot be cut
         assert held <= MOST or alone, (held, sorted(piece.weights))
+
+
+def test_what_is_run_with_the_cases_gives_what_it_gives_alone(cuda: Sample, sample_cases: dict[str, Cases]) -> None:
+    cases = sample_cases["text_encoder"]
+    graph = open_graph(cuda.artifact("text_encoder"), "cuda", threads=1, most=MOST)
+    further = Further(cases.get(1, "inputs"))
+    verdict = judge_submodel("text_encoder", graph, cases, further=further)
+    assert verdict.passed
+    assert verdict.cases == judge_submodel("text_encoder", graph, cases).cases
+    assert further.outputs is not None
+    for name, value in run_graph(graph, further.inputs).items():
+        np.testing.assert_array_equal(further.outputs[name], value)
 
 
 def test_ranges_of_values_are_the_same_in_pieces(cuda: Sample, sample_cases: dict[str, Cases]) -> None:

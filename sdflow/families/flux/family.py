@@ -209,10 +209,10 @@ class Flux(Family):
         self.lora_loader().load_lora_into_transformer(dict(tensors), None, module, adapter, **options)
 
     def encode_reference(
-        self, pipeline: Any, prompts: Sequence[str], configs: Mapping[str, Config], *, guided: bool
+        self, pipeline: Any, prompts: Sequence[str], configs: Mapping[str, Config], *, guided: bool, **more: Any
     ) -> dict[str, Any]:
-        length = _length(configs[self.denoiser])
-        found = pipeline.encode_prompt(list(prompts), None, device="cpu", max_sequence_length=length)
+        arguments = {"max_sequence_length": _length(configs[self.denoiser]), **more}
+        found = pipeline.encode_prompt(list(prompts), None, device="cpu", **arguments)
         return dict(zip(self.embeddings, found[:2], strict=True))
 
 

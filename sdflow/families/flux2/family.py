@@ -182,10 +182,10 @@ class Flux2(Family):
     load_lora = load_into_transformer
 
     def encode_reference(
-        self, pipeline: Any, prompts: Sequence[str], configs: Mapping[str, Config], *, guided: bool
+        self, pipeline: Any, prompts: Sequence[str], configs: Mapping[str, Config], *, guided: bool, **more: Any
     ) -> dict[str, Any]:
         texts = [list(prompts), [""] * len(prompts)] if guided else [list(prompts)]
-        found = (pipeline.encode_prompt(each, device="cpu")[0] for each in texts)
+        found = (pipeline.encode_prompt(each, device="cpu", **more)[0] for each in texts)
         return dict(zip(self.embeddings, found, strict=False))
 
 

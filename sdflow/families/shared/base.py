@@ -137,14 +137,14 @@ class Family:
         )
 
     def encode_reference(
-        self, pipeline: Any, prompts: Sequence[str], configs: Mapping[str, Config], *, guided: bool
+        self, pipeline: Any, prompts: Sequence[str], configs: Mapping[str, Config], *, guided: bool, **more: Any
     ) -> dict[str, Any]:
         """Prompts (without negative prompts) encoded by diffusers' pipeline, as arguments of its call (`embeddings`).
 
-        pipeline: from `torch_pipeline`, with text encoders. configs: by part.
+        pipeline: from `torch_pipeline`, with text encoders. configs: by part. more: further arguments of `encode_prompt`.
         """
         found = pipeline.encode_prompt(
-            list(prompts), device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=guided
+            list(prompts), device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=guided, **more
         )
         return {name: value for name, value in zip(self.embeddings, found, strict=True) if value is not None}
 

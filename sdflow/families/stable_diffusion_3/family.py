@@ -234,7 +234,7 @@ class StableDiffusion3(Family):
     load_lora = load_into_transformer
 
     def encode_reference(
-        self, pipeline: Any, prompts: Sequence[str], configs: Mapping[str, Config], *, guided: bool
+        self, pipeline: Any, prompts: Sequence[str], configs: Mapping[str, Config], *, guided: bool, **more: Any
     ) -> dict[str, Any]:
         """Without T5, diffusers asks the transformer how wide its zeros are: one without weights is enough for that."""
         if pipeline.text_encoder_3 is None and pipeline.transformer is None:
@@ -243,7 +243,7 @@ class StableDiffusion3(Family):
             with init_empty_weights():
                 pipeline.transformer = self.part("transformer").model.empty(configs["transformer"])
         texts = list(prompts)
-        found = pipeline.encode_prompt(texts, None, None, device="cpu", do_classifier_free_guidance=guided)
+        found = pipeline.encode_prompt(texts, None, None, device="cpu", do_classifier_free_guidance=guided, **more)
         return {name: value for name, value in zip(self.embeddings, found, strict=True) if value is not None}
 
 

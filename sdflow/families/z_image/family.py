@@ -173,10 +173,10 @@ class ZImage(Family):
     load_lora = load_into_transformer
 
     def encode_reference(
-        self, pipeline: Any, prompts: Sequence[str], configs: Mapping[str, Config], *, guided: bool
+        self, pipeline: Any, prompts: Sequence[str], configs: Mapping[str, Config], *, guided: bool, **more: Any
     ) -> dict[str, Any]:
         """Lists, of one embedded text for each prompt: they differ in length."""
-        found = pipeline.encode_prompt(list(prompts), device="cpu", do_classifier_free_guidance=guided)
+        found = pipeline.encode_prompt(list(prompts), device="cpu", do_classifier_free_guidance=guided, **more)
         return {name: value for name, value in zip(self.embeddings, found, strict=True) if value}
 
 

@@ -16,15 +16,15 @@ from sdflow.disk.input_file import read_json
 from sdflow.errors import VerificationError
 from sdflow.families import FAMILIES
 from sdflow.families.shared.base import Family
-from sdflow.machine.onnx_runtime import import_onnxruntime, onnxruntime_errors
 from sdflow.onnx_model.reading import load_graph
 from sdflow.runtime.sessions.tuning import Tuning
 from sdflow.targets import TARGETS
 from sdflow.verify import images
-from sdflow.verify.artifact.exact import Proof, case_distances, locate, prove
-from sdflow.verify.artifact.graph import RunnableGraph, open_graph, run_each, run_graph, takes
+from sdflow.verify.artifact.exact import Proof, locate, prove
+from sdflow.verify.artifact.graph import RunnableGraph, open_graph, run_each, run_graph
 from sdflow.verify.artifact.judge_output import judge_outputs
 from sdflow.verify.artifact.judge_request import JudgeRequest
+from sdflow.verify.artifact.judge_submodel import Further, judge_submodel
 from sdflow.verify.artifact.on_device import run_on_device
 from sdflow.verify.artifact.overflow import Overflow, overflow
 from sdflow.verify.artifact.promises import check_promises, read_configs
@@ -33,7 +33,7 @@ from sdflow.verify.artifact.unsupported_nodes import fits
 from sdflow.verify.finding import Finding, errors
 from sdflow.verify.reference.cases import Cases, read_cases
 from sdflow.verify.reference.selection import read_selection
-from sdflow.verify.result import HALVES, CaseDistance, SubmodelVerdict, Verification
+from sdflow.verify.result import HALVES, SubmodelVerdict, Verification
 
 VERSION = 11
 """Raise it whenever another verdict may come out: it is part of the key."""
@@ -140,18 +140,20 @@ class Desk:
 
     def run(self, submodel: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Run a submodel, loaded in place of the one before. Raises _Unusable when its verdict is that it cannot be."""
-        graph = self.open(submodel)
+        further = Further(inputs)
+        graph = self.open(submodel, further)
         if graph is None or any(output.distance == inf for output in self.verdicts[submodel].outputs):
             raise _Unusable
-        return run_graph(graph, inputs)
+        return run_graph(graph, inputs) if further.outputs is None else further.outputs
 
     def close(self) -> None:
         """Let go of what is open."""
         self._open.clear()
         gc.collect()
 
-    def open(self, submodel: str) -> RunnableGraph | None:
-        """The submodel's graph, judged; None if it cannot be loaded."""
+    def open(self, submodel: str, further: Further | None = None) -> RunnableGraph | None:
+        """The submodel's graph, judged; None if it cannot be loaded. further: what it is to run next: a graph in pieces does so
+        while each piece is loaded."""
         if submodel in self._open:
             return self._open[submodel]
         if not {submodel, *self._open} <= self._together:
@@ -166,7 +168,7 @@ class Desk:
         if submodel not in self.verdicts:
             self.progress(f"{submodel}: comparing with PyTorch")
             quantized = self.request.quantized.get(submodel, {})
-            verdict = judge_submodel(submodel, graph, self._cases(submodel), quantized.get("limit"))
+            verdict = judge_submodel(submodel, graph, self._cases(submodel), quantized.get("limit"), further)
             verdict = replace(verdict, problems=(*verdict.problems, *_said_otherwise(verdict, quantized.get("to"))))
             self.verdicts[submodel] = self._with_proof(verdict)
         self._open[submodel] = graph
@@ -284,47 +286,3 @@ def _said_otherwise(verdict: SubmodelVerdict, said: str | None) -> list[tuple[st
         return []
     spelled = [f"quantized to {each}" if each else "not quantized" for each in (found, said)]
     return [(f"its graph is {spelled[0]}, and sdflow.json says that it is {spelled[1]}", "Build it again: sdflow run.")]
-
-
-def judge_submodel(submodel: str, graph: RunnableGraph, cases: Cases, stated: float | None = None) -> SubmodelVerdict:
-    """Run every case that the graph's shapes allow, and hold each output to the yardstick. stated: the workflow's limit, for a
-    graph that is quantized."""
-    ort = import_onnxruntime()
-    found: list[CaseDistance] = []
-    problems: list[tuple[str, str]] = []
-    fitting = {index: cases.get(index, "inputs") for index, _ in cases}
-    fitting = {index: inputs for index, inputs in fitting.items() if takes(graph.session, inputs)}
-    left_out = [case.name for index, case in cases if index not in fitting]
-    runs = run_each(graph, [*fitting.values()])
-    for index in fitting:
-        case = cases.cases[index]
-        try:
-            outputs = next(runs)
-        except VerificationError as error:
-            problems.append((error.what, error.remedy or ""))
-            break
-        except onnxruntime_errors(ort) as error:
-            problems.append((f"it cannot be run at {case.name}: {error}", "The graph does not take these shapes."))
-            break
-        problems += [
-            (f"it has no output {name}", "No pass may rename inputs or outputs.")
-            for name in cases.get(index, "float32")
-            if name not in outputs
-        ]
-        found += case_distances(cases, index, outputs)
-        if problems:
-            break
-    if not problems and not found:
-        problems.append(("no case fits its fixed shapes", "Name its size in pixels under verify: {height:, width:}."))
-    verdicts, too_far_away = judge_outputs(graph.precision, found, stated)
-    return SubmodelVerdict(
-        name=submodel,
-        precision=graph.precision,
-        ran=graph.ran,
-        operators=graph.operators,
-        lowered=graph.lowered,
-        outputs=tuple(verdicts),
-        cases=tuple(found),
-        problems=(*problems, *too_far_away),
-        left_out=tuple(left_out),
-    )

@@ -7,11 +7,14 @@ result is rounded here, not by what rounded the weights that are looked at (`sdf
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +46,11 @@ from sdflow.weights.tensors import open_tensors
 
 BFLOAT16 = (0.0, float("inf"))
 """The limits of a rounding to bfloat16: it has none."""
+
+READERS = 2
+"""Threads that compute weights, each one at a time."""
+
+Result = TypeVar("Result")
 
 OTHER_VALUES = "its recipe gives other values than the model has"
 
@@ -76,8 +84,8 @@ def stored_weights(
 ) -> Iterator[Stored]:
     """Every tensor of the bound model, one after the other. recipes: those of the structure, by the tensors' names.
 
-    What has no recipe belongs to the graph, and must be what the structure has. Memory: the largest tensor, and what the
-    caller keeps. Raises CheckpointError, PassError, OSError or ValueError where something cannot be read.
+    What has no recipe belongs to the graph, and must be what the structure has. Memory: a few of the largest tensors, and what
+    the caller keeps. Raises CheckpointError, PassError, OSError or ValueError where something cannot be read.
     """
     import onnx
 
@@ -88,37 +96,56 @@ def stored_weights(
         yield Stored(name, None, f"the structure has {what} and the model no tensor")
     with _reading(submodel, parameters, bound) as read:
         latest = _Latest(read)
-        for name, tensor in model.items():
-            recipe = recipes.get(name)
+
+        def stored(name: str) -> Stored | None:
+            tensor, recipe = model[name], recipes.get(name)
             if isinstance(recipe, Blockwise):
                 exact, bits = latest.blocks(recipe)
                 same = _same_bytes(tensor, bound.folder, bits[recipe.part])
-                yield Stored(name, exact if recipe.part == "values" else None, "" if same else OTHER_VALUES)
-            elif recipe is not None:
-                yield _by_recipe(name, tensor, bound.folder, recipe, read)
-            elif name not in own:
-                yield Stored(name, None, "it has no recipe, and the structure does not have it")
-            elif _bytes(tensor, bound.folder) != _bytes(own[name], structure):
-                yield Stored(name, None, "it belongs to the graph, and is not what the structure has")
+                return Stored(name, exact if recipe.part == "values" else None, "" if same else OTHER_VALUES)
+            if recipe is not None:
+                return _by_recipe(name, tensor, bound.folder, recipe, read)
+            if name not in own:
+                return Stored(name, None, "it has no recipe, and the structure does not have it")
+            if _bytes(tensor, bound.folder) != _bytes(own[name], structure):
+                return Stored(name, None, "it belongs to the graph, and is not what the structure has")
+            return None
+
+        yield from (each for each in ahead(stored, model) if each is not None)
+
+
+def ahead(work: Callable[[str], Result], names: Iterable[str]) -> Iterator[Result]:
+    """What `work` gives for each name, in order; while one is looked at, the next ones are computed, READERS at a time."""
+    with ThreadPoolExecutor(READERS) as pool:
+        waiting: deque[Future[Result]] = deque()
+        for name in names:
+            waiting.append(pool.submit(work, name))
+            if len(waiting) > READERS:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 class _Latest:
-    """The weight that was quantized by blocks last: its values, scales and zeros lie side by side."""
+    """The weights that were quantized by blocks last: their values, scales and zeros lie side by side. Two stay, as one thread may
+    be at the next weight already."""
 
     def __init__(self, read: Callable[[str], NDArray[Any]]) -> None:
         self._read = read
-        self._key: Any = None
-        self._found: tuple[NDArray[Any], Mapping[str, NDArray[Any]]] | None = None
+        self._lock = Lock()
+        self._found: list[tuple[Any, tuple[NDArray[Any], Mapping[str, NDArray[Any]]]]] = []
 
     def blocks(self, recipe: Blockwise) -> tuple[NDArray[Any], Mapping[str, NDArray[Any]]]:
         """The values that are quantized, and the bits of the three parts."""
-        found = self._found
-        if found is None or self._key != (recipe.how, recipe.of):
-            self._found = None  # before the next one comes
-            exact = _exact(recipe, self._read)
-            found = exact, blocks_again(exact, recipe.how)
-            self._key, self._found = (recipe.how, recipe.of), found
-        return found
+        key = recipe.how, recipe.of
+        with self._lock:
+            found = next((each for known, each in self._found if known == key), None)
+            if found is None:
+                del self._found[:-1]  # before the next one comes
+                exact = _exact(recipe, self._read)
+                found = exact, blocks_again(exact, recipe.how)
+                self._found.append((key, found))
+            return found
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     import onnxruntime
 
 Given = Mapping[str, "np.ndarray"]
+
+READERS = 2
+"""Threads that compute the values of initializers."""
 
 
 @dataclass(frozen=True)
@@ -198,9 +202,11 @@ class PieceSession:
         import onnxruntime
 
         make = onnxruntime.OrtValue.ortvalue_from_numpy
-        given = {name: make(self.exact[name]) for name in sorted(piece.weights & self.exact.keys())}
+        names = sorted(piece.weights & self.exact.keys())
+        with ThreadPoolExecutor(READERS) as pool:
+            given = dict(zip(names, pool.map(lambda name: make(self.exact[name]), names), strict=True))
         part = Lowered(piece.model, {}, {}, {})
-        return session_of(part, self.folder, threads=self.threads, fuse=self.fuse, given=given)
+        return session_of(part, self.folder, threads=self.threads, fuse=self.fuse, given=given, brief=not self.fuse)
 
 
 def _described(item: Any) -> PortOfPieces:

@@ -26,17 +26,20 @@ def session_of(
     threads: int = 0,
     fuse: bool = False,
     given: Mapping[str, onnxruntime.OrtValue] = MappingProxyType({}),
+    brief: bool = False,
 ) -> onnxruntime.InferenceSession:
     """A session on the CPU provider. folder: where the artifact's external data lies. threads: 0 for one per core.
 
     fuse: with all of ONNX Runtime's optimizations, as a CPU artifact is run. given: the values of the initializers that
-    were lowered as `exact`; whoever has the session keeps them as long.
+    were lowered as `exact`; whoever has the session keeps them as long. brief: the session runs a few times only: converting
+    and packing the weights takes as long as four runs of a few dozen rows, which are hardly quicker for it.
 
-    The weights are read from the artifact's file and converted once, when the session is made; not those of LARGE graphs.
+    The weights are read from the artifact's file and converted once, when the session is made; not those of LARGE graphs
+    or brief sessions.
     """
     import onnxruntime
 
-    large = float32_bytes(lowered.model.graph.initializer) > LARGE
+    large = brief or float32_bytes(lowered.model.graph.initializer) > LARGE
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3

@@ -68,34 +68,43 @@ def run_cases(cases: Cases, kind: Kind, network: Network, half: str = "float16")
     Cases of one shape are rows of one batch, up to TOGETHER: a run of a few latents takes as long as reading the
     module's weights does, however many rows there are.
     """
+    for chosen in batches(cases, kind, network):
+        run_batch(cases, chosen, kind, network, half)
+
+
+def run_batch(cases: Cases, chosen: Sequence[int], kind: Kind, network: Network, half: str = "float16") -> None:
+    """Put the outputs of these cases, of one shape, in one run. kind, half: as of `run_cases`."""
     import torch
 
     dtype = getattr(torch, half) if kind == "float16" else torch.float32
     exact = {port.name for port in network.ports.inputs if port.exact}
     once = network.constants
-    for chosen in _batches(cases, kind, network.whole_batch, once):
-        rows = [_rows(cases.get(index, "inputs"), network.whole_batch) for index in chosen]
-        joined = {
-            name: torch.from_numpy(value if name in once else np.concatenate([each[name] for each in rows]))
-            for name, value in rows[0].items()
-        }
-        inputs = {
-            name: value.to(dtype) if value.dtype == torch.float32 and name not in exact else value
-            for name, value in joined.items()
-        }
-        found = network.model.reference(network.module, inputs)
-        outputs = {
-            name: (value.float() if value.dtype == torch.bfloat16 else value).numpy() for name, value in found.items()
-        }
-        start = 0
-        for index, each in zip(chosen, rows, strict=True):
-            end = start + _size(each)
-            cases.put(index, kind, {name: value[start:end].copy() for name, value in outputs.items()})
-            start = end
+    rows = [_rows(cases.get(index, "inputs"), network.whole_batch) for index in chosen]
+    joined = {
+        name: torch.from_numpy(value if name in once else np.concatenate([each[name] for each in rows]))
+        for name, value in rows[0].items()
+    }
+    inputs = {
+        name: value.to(dtype) if value.dtype == torch.float32 and name not in exact else value
+        for name, value in joined.items()
+    }
+    found = network.model.reference(network.module, inputs)
+    outputs = {
+        name: (value.float() if value.dtype == torch.bfloat16 else value).numpy() for name, value in found.items()
+    }
+    start = 0
+    for index, each in zip(chosen, rows, strict=True):
+        end = start + _size(each)
+        cases.put(index, kind, {name: value[start:end].copy() for name, value in outputs.items()})
+        start = end
+
+
+def batches(cases: Cases, kind: Kind, network: Network) -> Iterator[list[int]]:
+    """Indices of the cases without outputs of this kind, those that one run takes together."""
+    return _batches(cases, kind, network.whole_batch, network.constants)
 
 
 def _batches(cases: Cases, kind: Kind, whole_batch: str | None, constants: Container[str]) -> Iterator[list[int]]:
-    """Indices of the cases without outputs of this kind, those that one run takes together."""
     alike: dict[Any, list[int]] = {}
     for index, _ in cases:
         if not cases.get(index, kind):  # else recorded while drawing
@@ -159,7 +168,9 @@ def _after(network: Network, calls: list[Call]) -> Callable[..., None]:
     def record(module: Any, arguments: Any, named: Any, output: Any) -> None:
         if isinstance(output, tuple):
             name, inputs, _ = calls[-1]
-            tensors = [value for value in output if hasattr(value, "numpy")]
+            a_list_of_images = len(output) == 1 and isinstance(output[0], list)
+            listed = output[0] if a_list_of_images else output
+            tensors = [value for value in listed if hasattr(value, "numpy")]
             given = network.model.recorded_outputs(network.ports, named, tensors)
             calls[-1] = (name, inputs, {key: value.numpy().copy() for key, value in given.items()})
 

@@ -9,8 +9,9 @@ round. A convolution's bias is added in a second operation, to the rounded resul
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,11 +34,12 @@ a large module in halves is its memory in float32."""
 
 
 @contextmanager
-def quick_halves(*modules: torch.nn.Module) -> Iterator[None]:
+def quick_halves(*modules: torch.nn.Module, known: Mapping[int, torch.Tensor] = MappingProxyType({})) -> Iterator[None]:
     """While this is open, operators on halves compute in float32 and round their results to halves.
 
     modules: in half precision; their weights are widened once, not at each use, up to KEPT. Who changes one meanwhile gives
-    it other memory (as `Module.to` does), and the old is kept until the end.
+    it other memory (as `Module.to` does), and the old is kept until the end. known: further weights, widened, by the address of
+    their halves; they may come and go.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -59,6 +61,8 @@ def quick_halves(*modules: torch.nn.Module) -> Iterator[None]:
         if not is_half(value):
             return value
         at = value.data_ptr()
+        if at in known and value.numel() == known[at].numel():
+            return known[at].as_strided(value.shape, value.stride())
         if at not in weights or value.numel() != weights[at].numel():
             return value.float()
         if at not in wide:

@@ -9,26 +9,18 @@ denoiser with the decoder, then each submodel that draws nothing.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import numpy as np
 
-from sdflow.families import FAMILIES
-from sdflow.families.shared.base import Family
 from sdflow.families.shared.image_prompts import adapter_count, reads_layers
-from sdflow.families.shared.latents import Latents
-from sdflow.families.shared.torch_start import torch_start
-from sdflow.runtime.denoiser.schedule import named_scheduler
-from sdflow.runtime.files.folder import SCHEDULER
-from sdflow.samples.canvas import canvas
-from sdflow.sources.load import load_companion
 from sdflow.verify.as_json import as_json
 from sdflow.verify.reference.cases import Cases, write_cases
-from sdflow.verify.reference.forwards import Network, recording, run_cases, trajectory
+from sdflow.verify.reference.forwards import Call, Network, recording, run_cases, trajectory
 from sdflow.verify.reference.half import quick_halves
 from sdflow.verify.reference.inputs import (
     IMAGE_SCALE,
@@ -43,8 +35,9 @@ from sdflow.verify.reference.inputs import (
     shown_images,
     text_cases,
 )
+from sdflow.verify.reference.once import denoise_once, rows_once
 from sdflow.verify.reference.reference_request import ReferenceRequest
-from sdflow.verify.reference.streamed import RowsOnce
+from sdflow.verify.reference.stages import Progress, Stages
 from sdflow.verify.reference.torch_images import (
     IMAGE_FILE,
     Embeddings,
@@ -54,16 +47,10 @@ from sdflow.verify.reference.torch_images import (
     embeddings_in,
     sample_cases,
 )
-from sdflow.verify.reference.torch_module import LoraMerge, TorchModule
-
-if TYPE_CHECKING:
-    import torch
 
 VERSION = 5
 """Raise it whenever other numbers come out: it is part of the key."""
 USES = ("diffusers", "numpy", "peft", "torch", "transformers")
-
-Progress = Callable[[str], None]
 
 
 def compute(request: ReferenceRequest, progress: Progress) -> dict[str, Any]:
@@ -108,33 +95,15 @@ class Shown:
     float16: Mapping[str, Any]
 
 
-class ReferenceRun:
+class ReferenceRun(Stages):
     """The stages of a reference. Each loads what it needs and lets go of it."""
-
-    def __init__(self, request: ReferenceRequest, progress: Progress) -> None:
-        self.request, self.selection, self.progress = request, request.selection, progress
-        self.family: Family = FAMILIES[request.family]
-        self.configs: dict[str, Any] = {name: load["config"] for name, load in request.loads.items()}
-        self.nets = list(self.family.nets(request.loads).values())  # the ControlNets, in order
-        self.guided: bool = self.family.guided(self.configs, self.selection.guidance_scale)
-        self.merged: dict[str, int] = {}
-        self.companions = {
-            name: load_companion(self.family.companions[name], folder, str(folder))
-            for name, folder in request.companions.items()
-        }
-        if request.scheduler is not None:
-            own = self.companions[SCHEDULER]
-            self.companions[SCHEDULER] = named_scheduler(request.scheduler, own.config, self.family.noising)
-
-    @cached_property
-    def latents(self) -> Latents:
-        return self.family.latents(self.configs)
 
     def encode(self) -> tuple[dict[str, Cases], _Texts]:
         """The cases of the text encoders, and the prompts that are drawn."""
         selection = self.selection
         networks, pipeline = self.stage(self.family.text_of(self.request.loads))
-        rows = [RowsOnce(each.module) for each in networks.values() if each.weights is not None]
+        streamed = {name: each for name, each in networks.items() if each.weights is not None}
+        rows = [rows_once(each, self.rounded(name)) for name, each in streamed.items()]
 
         def encoded(prompts: Sequence[str], guided: bool) -> Embeddings:
             return self.encoded(pipeline, prompts, guided=guided)
@@ -145,7 +114,7 @@ class ReferenceRun:
             return {name: inputs for name, inputs, _ in calls}
 
         if rows:
-            self.progress("reference: all prompts in float32")
+            self.progress("reference: all prompts, in float32 and in 16 bits")
             encoded(selection.prompts, guided=False)
         results = text_cases(recorded, selection)
         exact = encoded(selection.prompts[:1], self.guided)
@@ -161,7 +130,8 @@ class ReferenceRun:
 
     def encoded(self, pipeline: Any, prompts: Sequence[str], *, guided: bool) -> Embeddings:
         """The prompts as diffusers' pipeline encodes them."""
-        return self.family.encode_reference(pipeline, prompts, self.configs, guided=guided)
+        more = self.selection.text_arguments
+        return self.family.encode_reference(pipeline, prompts, self.configs, guided=guided, **more)
 
     def show(self) -> tuple[Shown, dict[str, Cases]]:
         """The image prompts as the denoiser takes them, and the cases of what reads them."""
@@ -205,10 +175,12 @@ class ReferenceRun:
         nets = self.nets
         networks, pipeline = self.stage((family.denoiser, family.decoder, *nets))
         denoiser, decoder = networks[family.denoiser], networks[family.decoder]
+        if denoiser.weights is not None and not nets and not shown.float32 and texts.sample is None:
+            return self._denoise_once(networks, pipeline, texts)
         self.progress("reference: denoising in float32")
         latents = first_latents(selection, self.latents.channels)
         controls = control_images(selection, len(nets), self.latents.scale)
-        start = {**self._start(pipeline, torch.from_numpy(latents)), **control_arguments(controls)}
+        start = {**self.start(pipeline, torch.from_numpy(latents)), **control_arguments(controls)}
         self.set_scales(pipeline, shown)
         with recording({name: networks[name] for name in (family.denoiser, *nets)}) as calls:
             image = draw_by_torch(pipeline, selection, texts.float32, {**start, **shown.float32})
@@ -233,6 +205,48 @@ class ReferenceRun:
             half_image = draw_by_torch(pipeline, selection, given, {**start, **shown.float16})
         np.savez(self.request.out / IMAGE_FILE, latents=latents, float32=image, float16=half_image)
         return results
+
+    def _denoise_once(self, networks: Mapping[str, Network], pipeline: Any, texts: _Texts) -> dict[str, Cases]:
+        """As `denoise`, of a denoiser that is read piece by piece: each piece is read once for several runs."""
+        import torch
+
+        family, selection, name = self.family, self.selection, self.family.denoiser
+        decoder = networks[family.decoder]
+        rounded = {each: self.rounded(each) for each in (name, family.decoder)}
+        self.progress("reference: denoising, in float32 and in 16 bits")
+        latents = first_latents(selection, self.latents.channels)
+        half_pipeline = self.pipeline(rounded, own_scheduler=True)
+        dtype = rounded[name].module.dtype  # diffusers passes values from one to the other without a cast
+        rounded[family.decoder].module.to(dtype)
+        given = {"float32": (pipeline, texts.float32), "float16": (half_pipeline, embeddings_in(texts.float16, dtype))}
+
+        def draw(kind: str) -> np.ndarray:
+            engine, prompts = given[kind]
+            return draw_by_torch(engine, selection, prompts, self.start(engine, torch.from_numpy(latents)))
+
+        with recording({name: networks[name]}) as calls:
+            cases, images = denoise_once(
+                name,
+                (networks[name], self.network(name), rounded[name]),
+                self.request.half_of(name),
+                {kind: partial(draw, kind) for kind in given},
+                calls,
+                self._expected_calls,
+                lambda cases: further_denoiser_cases(cases, selection, networks[name]),
+            )
+        np.savez(self.request.out / IMAGE_FILE, latents=latents, **images)
+        of_decoder = decoder_cases(selection, cases, networks[name], decoder, self.latents)
+        results = {name: cases, family.decoder: of_decoder}
+        self._run_float32(networks, results)
+        with self.in_half(networks, results):
+            return results
+
+    def _expected_calls(self, call: Call) -> int | None:
+        """How many calls of the denoiser draw the image, by the first: with guidance its two texts are rows of one call, or calls
+        of their own, of which a pipeline may skip some."""
+        _, inputs, _ = call
+        rows = len(next(iter(inputs.values())))
+        return self.selection.steps if rows > 1 or not self.guided else None
 
     def encoder(self, submodel: str) -> Cases:
         """The cases of what turns images into latents."""
@@ -270,29 +284,6 @@ class ReferenceRun:
                     self.progress(f"reference: {name} in {half}")
                     run_cases(results[name], "float16", network, half)
             yield
-
-    def stage(self, submodels: Sequence[str]) -> tuple[dict[str, Network], Any]:
-        """These submodels, and diffusers' pipeline of them alone."""
-        networks, modules = {}, {}
-        for submodel in submodels:
-            self.progress(f"reference: loading {submodel}")
-            part, load = self.family.part(submodel), self.request.loads[submodel]
-            denoiser, most = self.configs[self.family.denoiser], self.request.most.get(submodel)
-            module = TorchModule(submodel, load, self.request.loras, denoiser, most=most)
-            networks[submodel] = module.network(self._note_merged)
-            modules[part.component] = networks[submodel].module
-        pipeline = self.family.torch_pipeline(modules, self.companions, self.request.options)
-        pipeline.set_progress_bar_config(disable=True)
-        return networks, pipeline
-
-    def _note_merged(self, lora: LoraMerge, layers: int) -> None:
-        self.merged[lora.path.name] = self.merged.get(lora.path.name, 0) + layers
-
-    def _start(self, pipeline: Any, noise: torch.Tensor) -> dict[str, Any]:
-        """What diffusers' pipeline is given besides the prompt."""
-        selection, scale = self.selection, self.latents.scale
-        given = canvas(self.family.task(self.configs), selection.rows * scale, selection.columns * scale)
-        return torch_start(pipeline, noise, selection.steps, pack=self.family.packed, scale=scale, **given)
 
     def _image(self) -> np.ndarray:
         """The image drawn, (1, height, width, 3) in [0, 1]."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sdflow.config.workflow import ImageSpec, VerifySpec
 from sdflow.errors import UsageError
@@ -23,6 +24,15 @@ QUICK_LATENTS = 8
 """Rows and columns of the latents at the quick level, where the denoiser's levels allow it."""
 QUICK_STEPS, FULL_STEPS = 3, 10
 """Of denoising; fewer of a model that is made for fewer."""
+LENGTH_ARGUMENT = "max_sequence_length"
+"""The call argument of diffusers' transformer pipelines that sets how many tokens a text is padded or cut to."""
+SHORT_TOKENS = 32
+"""That number at the quick level of large transformers. The pipeline's own, up to 512, would be 30 times as many as the tokens of
+the image. All prompts but the long one end before it, so that padding is covered too."""
+SHORT_STEPS = 2
+"""Denoising steps at the quick level of large transformers: each reads all weights once more."""
+SHORT_PATCHES = 4
+"""Rows and columns of image tokens at the quick level of large transformers."""
 SAMPLE_CASES = 24
 PROMPTS = (
     "a photo of an astronaut riding a horse on mars",
@@ -42,7 +52,7 @@ class Selection:
 
     prompts: of the text encoders; the first one is drawn. rows, columns: of the trajectory's latents. shapes,
     vae_shapes: (batch, rows, columns) of further latents, for the denoiser and for the VAE. sample_cases: how many images of
-    the sample's own evaluation set are drawn and scored.
+    the sample's own evaluation set are drawn and scored. tokens: what LENGTH_ARGUMENT is set to; None: the pipeline's default.
     """
 
     submodels: tuple[str, ...]
@@ -57,6 +67,12 @@ class Selection:
     timesteps: tuple[float, ...] = EDGE_TIMESTEPS
     sample_cases: int = 0
     sample_steps: int = 20
+    tokens: int | None = None
+
+    @property
+    def text_arguments(self) -> dict[str, Any]:
+        """Call arguments that set how texts are tokenized, of diffusers' pipelines as of a `Request`."""
+        return {} if self.tokens is None else {LENGTH_ARGUMENT: self.tokens}
 
     def coverage(self, family: Family) -> list[str]:
         """What is verified, in words."""
@@ -68,7 +84,8 @@ class Selection:
             f"timesteps {', '.join(f'{each:g}' for each in self.timesteps)}; further latents (batch x rows x columns): {sizes}",
         ]
         if {*family.text} & {*self.submodels}:
-            lines.append(f"{len(self.prompts)} prompts, an empty one and one that is too long among them")
+            length = "" if self.tokens is None else f", of {self.tokens} tokens each"
+            lines.append(f"{len(self.prompts)} prompts{length}, an empty one and one that is too long among them")
         if self.sample_cases:
             lines.append(f"{self.sample_cases} images of the sample's evaluation set, {self.sample_steps} steps each")
         return lines
@@ -90,7 +107,8 @@ def select(spec: VerifySpec, image: ImageSpec, submodels: Sequence[str], checkpo
     latents = family.latents(configs)
     large = family.part(family.denoiser).model.width(configs[family.denoiser]) >= LARGE_CHANNELS
     own = latents.size
-    small = max(QUICK_LATENTS, latents.multiple)
+    short = large and not full and LENGTH_ARGUMENT in family.arguments
+    small = SHORT_PATCHES * latents.multiple if short else max(QUICK_LATENTS, latents.multiple)
     if full:
         small = 2 * latents.multiple if large else own
     sizes = []
@@ -109,10 +127,11 @@ def select(spec: VerifySpec, image: ImageSpec, submodels: Sequence[str], checkpo
         guidance = family.verified_guidance
     prompts = list(dict.fromkeys([image.prompt, *(image.prompts if full else ()), *PROMPTS, LONG_PROMPT]))
     drawing = {*family.needed(configs)} <= {*submodels}
+    steps = FULL_STEPS if full else SHORT_STEPS if short else QUICK_STEPS
     return Selection(
         submodels=tuple(submodels),
         prompts=tuple(prompts),
-        steps=spec.steps or min(FULL_STEPS if full else QUICK_STEPS, drawn.steps),
+        steps=spec.steps or min(steps, drawn.steps),
         guidance_scale=guidance if image.guidance_scale is None else image.guidance_scale,
         seed=image.seed,
         rows=rows,
@@ -121,4 +140,5 @@ def select(spec: VerifySpec, image: ImageSpec, submodels: Sequence[str], checkpo
         vae_shapes=tuple(vae_shapes),
         timesteps=EDGE_TIMESTEPS if full else QUICK_TIMESTEPS,
         sample_cases=SAMPLE_CASES if full and drawing and checkpoint.reference == SAMPLE else 0,
+        tokens=SHORT_TOKENS if short else None,
     )
