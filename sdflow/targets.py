@@ -16,6 +16,7 @@ ONNXRUNTIME_FLAVOURS = (
     "onnxruntime-migraphx",
     "onnxruntime-rocm",
     "onnxruntime-directml",
+    "onnxruntime-windowsml",
 )
 """The packages that bring ONNX Runtime: one per environment, since they overwrite each other's files."""
 

@@ -20,7 +20,14 @@ from sdflow.verify.kernels import Condition, Kernel, KernelTable, kernel_table
 if TYPE_CHECKING:
     import onnx
 
-ENGINES = ("TensorrtExecutionProvider", "MIGraphXExecutionProvider")
+ENGINES = (
+    "TensorrtExecutionProvider",
+    "MIGraphXExecutionProvider",
+    "NvTensorRTRTXExecutionProvider",
+    "OpenVINOExecutionProvider",
+    "QNNExecutionProvider",
+    "VitisAIExecutionProvider",
+)
 """Providers that compile a whole graph, shapes and all: a shape costs them nothing."""
 
 NOT_READ = "drawing does not use what it computes; drop that output, or let it run on the CPU"
