@@ -66,8 +66,8 @@ class Target:
     package: the distribution that brings the provider; for a machine that lacks it.
     platform: the one `sys.platform` that the provider exists for, or None.
     bfloat16: whether the provider runs transformers in bfloat16.
-    plugins: provider -> the module that has its library, for providers that ONNX Runtime loads as plugins; "windowsml": the library
-        is the one that Windows ML's catalogue has for this machine. See `sdflow.machine.plugins`.
+    plugins: provider -> the module that has its library, for providers that ONNX Runtime loads as plugins; "windowsml": the
+        library is the one that Windows ML's catalogue has for this machine. See `sdflow.machine.plugins`.
     """
 
     name: str
@@ -185,7 +185,9 @@ TARGETS: Mapping[str, Target] = {
             tuple((provider, "1.24", None) for provider in _WINDOWS_ML),
             "windowsml",
             SessionSettings(
-                {_RTX_PROVIDER: _TENSORRT_RTX, "MIGraphXExecutionProvider": _MIGRAPHX}, static_shapes=True, contexts=True
+                {_RTX_PROVIDER: _TENSORRT_RTX, "MIGraphXExecutionProvider": _MIGRAPHX},
+                static_shapes=True,
+                contexts=True,
             ),
             platform="win32",
             plugins=dict.fromkeys(_WINDOWS_ML, "windowsml"),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sdflow.errors import TargetUnavailableError
+from sdflow.machine.onnx_runtime import onnxruntime_errors
 from sdflow.targets import Target
 
 CATALOGUE = "windowsml"
@@ -43,8 +44,8 @@ _here = _Registered()
 
 @dataclass(frozen=True)
 class Plugins:
-    """devices: provider -> ONNX Runtime's devices (`OrtEpDevice`) that it offers here, the best first. missing: provider -> why it
-    offers none."""
+    """devices: provider -> ONNX Runtime's devices (`OrtEpDevice`) that it offers here, the best first. missing: provider -> why
+    it offers none."""
 
     devices: Mapping[str, list[Any]]
     missing: Mapping[str, str]
@@ -71,7 +72,7 @@ def plugins_of(ort: Any, target: Target) -> Plugins:
             try:
                 # Under the name by which the target knows it: NVIDIA's library calls its provider as it is registered.
                 ort.register_execution_provider_library(provider, library)
-            except Exception as error:  # ONNX Runtime's have no common base
+            except onnxruntime_errors(ort) as error:
                 _here.errors[provider] = f"its library cannot be loaded: {error}"
             else:
                 _here.done.add(provider)

@@ -1,6 +1,7 @@
 """Downloads the execution providers that Windows ML offers for this machine: `python -m sdflow.machine.windows_ml`.
 
-Windows fetches them from the Microsoft Store, some hundred megabytes each. sdflow itself never does: it takes those that are there.
+Windows fetches them from the Microsoft Store, some hundred megabytes each. No other command of sdflow does: they take the
+providers that are there.
 """
 
 from __future__ import annotations
