@@ -6,7 +6,7 @@
     python benchmarks/providers/kernel_tables.py migraphx --wheel onnxruntime_migraphx-1.27.1-cp312-*.whl --python python3.12
     python benchmarks/providers/kernel_tables.py directml --wheel onnxruntime_directml-1.24.4-cp311-cp311-win_amd64.whl
     python benchmarks/providers/kernel_tables.py tensorrt --document operators.md
-    python benchmarks/providers/kernel_tables.py nv_tensorrt_rtx --wheel onnxruntime_ep_nv_tensorrt_rtx_cu13-0.5.0-*linux*.whl
+    python benchmarks/providers/kernel_tables.py nv_tensorrt_rtx --wheel *nv_tensorrt_rtx_cu13*linux*.whl --graphs PIPELINE
     python benchmarks/providers/kernel_tables.py openvino --wheel onnxruntime_openvino-1.24.1-cp311-*linux*.whl
     python benchmarks/providers/kernel_tables.py qnn --wheel onnxruntime_qnn-2.7.0-cp311-cp311-win_amd64.whl
     python benchmarks/providers/kernel_tables.py vitisai
@@ -112,6 +112,13 @@ def main() -> None:
     parser.add_argument("target", choices=sorted(PROVIDERS))
     parser.add_argument("--wheel", type=Path, help="the provider's wheel; for cpu, the installed ONNX Runtime")
     parser.add_argument("--document", type=Path, help="for tensorrt: docs/operators.md of onnx-tensorrt")
+    parser.add_argument(
+        "--graphs",
+        type=Path,
+        nargs="*",
+        default=[],
+        help="for nv_tensorrt_rtx: pipelines built for it, to compile as well",
+    )
     parser.add_argument("--python", default=sys.executable, help="an interpreter that fits the wheel")
     parser.add_argument("--out", type=Path, default=KERNELS, help="the folder of the tables")
     given = parser.parse_args()
@@ -129,7 +136,7 @@ def main() -> None:
     elif given.target == "migraphx":
         write_migraphx(out, given.wheel, given.python)
     elif given.target == "nv_tensorrt_rtx":
-        write_rtx(out, given.wheel, given.python)
+        write_rtx(out, given.wheel, given.python, given.graphs)
     elif given.target == "openvino":
         write_openvino(out, given.wheel, given.python)
     elif given.target == "qnn":
@@ -214,20 +221,23 @@ def write_tensorrt(out: Path, document: Path) -> None:
     write_rows(out, table, rows)
 
 
-def write_rtx(out: Path, wheel: Path, python: str) -> None:
+def write_rtx(out: Path, wheel: Path, python: str, pipelines: list[Path]) -> None:
     provider = PROVIDERS["nv_tensorrt_rtx"]
     with tempfile.TemporaryDirectory() as folder:
-        answer = ask(python, ASK_RTX, provider, without_gpu(wheel, Path(folder)))
+        environment = without_gpu(wheel, Path(folder))
+        answer = ask(python, ASK_RTX, provider, environment)
+        rows = rtx_kernels(answer["answers"], pipelines, environment)
     table = {
         "provider": provider,
         "version": f"onnxruntime-ep-nv-tensorrt-rtx {wheel.name.split('-')[1]}",
         "source": "each operator in a graph of one node, compiled for an RTX 40xx by that wheel's provider with onnxruntime "
-        f"{answer['runtime']}, by kernel_tables.py; types: of the first input, of each that was compiled; operators are "
-        "asked in their form of opset 17, and the parser looks at names, not at versions",
+        f"{answer['runtime']}, by kernel_tables.py, and the operators of "
+        f"{', '.join(sorted(each.name for each in pipelines))}, each of whose graphs it compiled into one engine; types: of the "
+        "first input, of each that was compiled; operators are asked in their form of opset 17",
         "opset": answer["opset"],
         "ir_version": answer["ir_version"],
     }
-    write_rows(out, table, rtx_kernels(answer["answers"]))
+    write_rows(out, table, rows)
 
 
 def write_openvino(out: Path, wheel: Path, python: str) -> None:

@@ -39,12 +39,15 @@ WORDS = {"Cast": {"to": 1}, "EyeLike": {"dtype": 1}, "BitShift": {"direction": "
 RANKS = (3, 4, 2, 1)
 onnxruntime.set_default_logger_severity(4)
 
+def dimensions(rank):
+    return [f"d{axis}" for axis in range(rank)]
+
 def owner(schema, opset, elements, rank, inputs, constants=None):
     # constants: sizes of what stands for the inputs of int64, which MIGraphX wants to know; None: they are inputs
     names = {}
     for index in range(inputs):
         names[f"x{index}"] = elements[min(index, len(elements) - 1)]
-    shape = [f"d{axis}" for axis in range(rank)]
+    shape = dimensions(rank)
     fixed = [name for name, kind in names.items() if constants is not None and kind == "int64"]
     values = [helper.make_tensor(name, 7, constants, [1] * (constants[0] if constants else 1)) for name in fixed]
     infos = [helper.make_tensor_value_info(name, TYPES[kind], shape) for name, kind in names.items() if name not in fixed]

@@ -24,6 +24,7 @@ import tempfile
 import time
 import zipfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,14 +113,19 @@ def placed(model):
 
 OF_EACH_TYPE = """
 TYPES["bfloat16"] = 16
-FIRST = (*FIRST, "bfloat16")
+FIRST = ("float16", "float", "bfloat16", "int64", "int32", "bool")
+
+def dimensions(rank):
+    return [2] * rank
+
+options()  # the library is loaded once, before the children are made
 
 def answer(schema):
     # With constants, which some operators want, then without; each type in a child of its own.
     taken = []
     allowed = {t[7:-1] for t in schema.inputs[0].types} if len(schema.inputs) else {"float"}
     for first in [each for each in FIRST if each in allowed]:
-        for sizes in (([], [1], [2], [4]), ()):
+        for sizes in (([1], [2]), ()):
             if apart(lambda: asked(schema, 17, sizes, (first,))):
                 taken.append(first)
                 break
@@ -150,7 +156,7 @@ from pathlib import Path
 sizes = json.loads(sys.argv[3])
 for name in sys.argv[2].split(","):
     made = options()
-    for axis, size in sizes[Path(name).parent.name].items():
+    for axis, size in sizes[name].items():
         made.add_free_dimension_override_by_name(axis, size)
     begin = time.perf_counter()
     found = compiled(name, made)
@@ -173,20 +179,21 @@ def main() -> None:
     parser.add_argument("--sm", default=SM, help="the GPUs to compile for: sm86, sm89, sm120, sm121")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        environment = without_gpu(given.wheel, Path(folder), given.sm)
-        models = sorted(given.pipeline.glob("*/model.onnx"))
-        sizes = {model.parent.name: smallest_sizes(model) for model in models}
-        command = [sys.executable, "-c", PIPELINE, PROVIDER, ",".join(map(str, models)), json.dumps(sizes)]
-        for line in subprocess.run(
-            command, env=environment, stdout=subprocess.PIPE, check=True, text=True
-        ).stdout.split("\n"):
-            if line:
-                one = json.loads(line)
-                left = ", ".join(f"{count} {name}" for name, count in Counter(one["left"]).items()) or "nothing"
-                print(
-                    f"{one['submodel']}: {one['engines']} engines, {one['bytes'] / 1e6:.1f} MB, {one['seconds']:.1f} s; "
-                    f"left over: {left}"
-                )
+        for _, one in compiled_pipelines([given.pipeline], without_gpu(given.wheel, Path(folder), given.sm)):
+            left = ", ".join(f"{count} {name}" for name, count in Counter(one["left"]).items()) or "nothing"
+            print(
+                f"{one['submodel']}: {one['engines']} engines, {one['bytes'] / 1e6:.1f} MB, {one['seconds']:.1f} s; "
+                f"left over: {left}"
+            )
+
+
+def compiled_pipelines(pipelines: list[Path], environment: dict[str, str]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Each model of the pipelines, and what the provider made of it."""
+    models = [model for pipeline in pipelines for model in sorted(pipeline.glob("*/model.onnx"))]
+    sizes = {str(model): smallest_sizes(model) for model in models}
+    command = [sys.executable, "-c", PIPELINE, PROVIDER, ",".join(map(str, models)), json.dumps(sizes)]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
+    yield from zip(models, map(json.loads, done.stdout.split("\n")[: len(models)]), strict=True)
 
 
 def smallest_sizes(model: Path) -> dict[str, int]:
@@ -253,9 +260,26 @@ def compile_library(source: Path, out: Path, *options: str) -> None:
     subprocess.run(["gcc", "-shared", "-fPIC", "-w", *options, "-o", str(out), str(source), "-ldl"], check=True)
 
 
-def rtx_kernels(answers: dict[str, list[str]]) -> dict[str, Any]:
-    """The rows of a table: operator -> the types of its first input that the parser takes."""
-    return {name: [[1, "any", {"0": " ".join(sorted(types))}]] for name, types in answers.items() if types}
+def rtx_kernels(answers: dict[str, list[str]], pipelines: list[Path], environment: dict[str, str]) -> dict[str, Any]:
+    """The rows of a table: operator -> the types of its first input that the parser takes.
+
+    answers: of graphs of one node. pipelines: what of them is compiled into one engine adds its operators, which one node with
+    inputs alone cannot ask.
+    """
+    from sdflow.verify.artifact.element_types import element_types
+
+    taken = {name: set(types) for name, types in answers.items() if types}
+    for model, one in compiled_pipelines(pipelines, environment):
+        if one["engines"] == 1 and not one["left"]:
+            import onnx
+
+            loaded = onnx.load(model, load_external_data=False)
+            opsets = {entry.domain.replace("ai.onnx", ""): entry.version for entry in loaded.opset_import}
+            types = element_types(loaded.graph, opsets, {})
+            for node in loaded.graph.node:
+                found = types.get(node.input[0]) if node.input else None
+                taken.setdefault(f"{node.domain}.{node.op_type}".lstrip("."), set()).update([found] if found else [])
+    return {name: [[1, "any", {"0": " ".join(sorted(types))} if types else {}]] for name, types in taken.items()}
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ def engine_folders(
                 shutil.rmtree(folder)
             folder.mkdir(parents=True, exist_ok=True)
             if not (folder / name).exists():
-                write_whole(folder / name, (json.dumps(content, indent=1) + "\n").encode())
+                write_whole(folder / name, key_file(content))
         found.timing.mkdir(parents=True, exist_ok=True)
     return found
 
@@ -145,6 +145,11 @@ def machine_folder(root: Path, machine: Mapping[str, Any]) -> Path:
 def model_name(what: Mapping[str, Any]) -> str:
     """The name of a model's folder in that, by its key."""
     return digest_json(what)[:32]
+
+
+def key_file(key: Mapping[str, Any]) -> bytes:
+    """The file that says what a folder's key is made of."""
+    return (json.dumps(key, indent=1) + "\n").encode()
 
 
 def read_key(path: Path) -> Any:

@@ -36,6 +36,7 @@ from sdflow.runtime.sessions.engine_cache import (
     engine_folders,
     keeps_engines,
 )
+from sdflow.runtime.sessions.engine_share import fetch_engines, has_engines, push_folder, remote_of_engines
 from sdflow.runtime.sessions.tuning import UNTUNED, Tuning
 from sdflow.targets import CACHE_DIR, CUDA_PROVIDER, TIMING_DIR, Target
 
@@ -146,6 +147,11 @@ def create_session(
     if devices:
         session_options.add_provider_for_devices(devices[:1], providers[provider])
 
+    remote = None if engines is None else remote_of_engines()
+    if engines is not None and remote is not None:
+        fetch_engines(engines.engines, remote)
+    had = engines is None or has_engines(engines.engines)
+
     def load() -> Any:
         # The CPU is not listed where the target is another: ONNX Runtime appends it anyway, for what is left over.
         source = str(model) if graph is None else graph.SerializeToString()
@@ -182,6 +188,8 @@ def create_session(
         )
     if target.session.needs_cuda:
         _require_cudnn(target)
+    if engines is not None and remote is not None and not had:
+        push_folder(engines.engines, remote)
     session.weights, session.live = weights, live  # they must outlive it
     session.loaded_on, session.built_for = target.name, options.built_for
     return session
