@@ -1,4 +1,4 @@
-"""Engines travel through a remote cache from one machine to the next of its kind, and to no other. The remote is a real folder."""
+"""Engines travel through a remote cache from one machine to the next of its kind, and to no other. The remote is a folder."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from shell import Shell
 from started_python import StartedPython
 
+from sdflow.artifact import Action
 from sdflow.errors import CacheError
 from sdflow.runtime.sessions import engine_cache
 from sdflow.runtime.sessions.engine_cache import MIGRAPHX, TENSORRT, Profile, engine_folders, machine_key
@@ -152,7 +153,7 @@ def test_entries_of_strange_forms_are_passed_over(remote: RemoteSpec, tmp_path: 
         {"engine": 1, "machine": {"provider": TENSORRT}, "model": {}, "more": 1},
     ]
     for content in strange:
-        action = engine_cache_action(content)
+        action = Action(content)
         with cache.staging(action) as staging:
             (staging.files / "x").write_bytes(json.dumps(content).encode())
             staging.publish({}, {})
@@ -160,12 +161,6 @@ def test_entries_of_strange_forms_are_passed_over(remote: RemoteSpec, tmp_path: 
     machines = [content["machine"] for content in strange]
     assert pull_engines(tmp_path / "other", remote, machines) == Moved(0, 0, 0)
     assert not list((tmp_path / "other").glob("tensorrt*"))
-
-
-def engine_cache_action(content: dict[str, Any]) -> Any:
-    from sdflow.artifact import Action
-
-    return Action(content)
 
 
 def test_only_signed_engines_are_taken_where_signers_are_named(
