@@ -160,7 +160,7 @@ def print_swept(swept: Swept, remote: str, *, dry_run: bool, as_json: bool) -> N
 def print_moved_engines(moved: Moved, where: str, *, pushed: bool, as_json: bool) -> None:
     """What was sent to a remote cache, or brought from it."""
     if as_json:
-        print_json("moved_engines", {"remote": where, "pushed": pushed, **asdict(moved)})
+        print_json("moved engines", {"remote": where, "pushed": pushed, **asdict(moved)})
         return
     there = f"{moved.there} were there"
     others = f"; {moved.others} of other machines, drivers or versions are left alone" if moved.others else ""

@@ -16,7 +16,7 @@ def print_collected(collected: Collected, *, as_json: bool = False) -> None:
     if as_json:
         rows = [{"file": name, **dict(zip(COLUMNS, row(report), strict=True))} for name, report in collected.reports]
         left_out = [{"file": each.file, "why": each.why} for each in collected.left_out]
-        print_json("collected_selftests", {"reports": rows, "left_out": left_out})
+        print_json("selftests", {"reports": rows, "left_out": left_out})
         return
     put(*markdown(collected).splitlines(), wrap=False)
 
