@@ -118,6 +118,19 @@ def fits(
     return _gathered(found)
 
 
+def fits_elsewhere(
+    model: onnx.ModelProto, target: Target, submodel: str = "", *, read: Collection[str] | None = None
+) -> list[Finding]:
+    """For a target with a provider for each kind of machine, what the others than the first have no kernel for, as warnings."""
+    others = [provider for provider, _, _ in target.providers[1:]] if target.plugins else []
+    return [
+        replace(each, level="warning", what=f"{each.what}, on machines with that provider")
+        for provider in others
+        for each in fits(model, target, submodel, provider, read=read)
+        if each.level == "error"
+    ]
+
+
 def without_kernel(model: onnx.ModelProto, target: Target) -> set[str]:
     """The names of the nodes that the target's best provider has no kernel for, by the tables alone."""
     table = kernel_table(target.providers[0][0])
