@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -37,6 +38,7 @@ from sdflow.targets import TARGETS
 
 SHAPES = {"sample": (2, 4, 64, 64)}
 ENGINE = bytes(range(256)) * 400
+BUILT = {"seconds": 0.0, "peak_memory": 0, "finished": "2026-11-26T10:00:00+00:00"}
 Make = Callable[..., Path]
 
 
@@ -61,8 +63,10 @@ def made(tmp_path: Path) -> Make:
     return make
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def files_of(folder: Path) -> dict[str, str]:
+    """Name -> digest of its content."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def test_an_engine_arrives_as_it_was_and_is_found_by_the_key(made: Make, remote: RemoteSpec, tmp_path: Path) -> None:
@@ -138,10 +142,10 @@ def test_files_of_an_entry_stay_in_their_folder(made: Make, remote: RemoteSpec, 
         for name in ("model.json", ".context-1-aa/model.onnx", "real.engine"):
             (staging.files / name).parent.mkdir(exist_ok=True)
             (staging.files / name).write_bytes(b"hostile")
-        staging.publish({}, {})
+        staging.publish({}, BUILT)
     copy_entries(cache, [action], up=True)
     assert fetch_engines(there, remote)
-    assert files_of(there) == {**before, "real.engine": b"hostile"}
+    assert files_of(there) == {**before, "real.engine": hashlib.sha256(b"hostile").hexdigest()}
 
 
 def test_entries_of_strange_forms_are_passed_over(remote: RemoteSpec, tmp_path: Path) -> None:
@@ -156,7 +160,7 @@ def test_entries_of_strange_forms_are_passed_over(remote: RemoteSpec, tmp_path: 
         action = Action(content)
         with cache.staging(action) as staging:
             (staging.files / "x").write_bytes(json.dumps(content).encode())
-            staging.publish({}, {})
+            staging.publish({}, BUILT)
         copy_entries(cache, [action], up=True)
     machines = [content["machine"] for content in strange]
     assert pull_engines(tmp_path / "other", remote, machines) == Moved(0, 0, 0)

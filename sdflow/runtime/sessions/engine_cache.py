@@ -149,7 +149,7 @@ def model_name(what: Mapping[str, Any]) -> str:
 
 def key_file(key: Mapping[str, Any]) -> bytes:
     """The file that says what a folder's key is made of."""
-    return (json.dumps(key, indent=1) + "\n").encode()
+    return (json.dumps(key, indent=1, sort_keys=True) + "\n").encode()
 
 
 def read_key(path: Path) -> Any:
