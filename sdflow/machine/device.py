@@ -82,7 +82,8 @@ def _amd_architecture() -> str | None:
         return None
     import torch
 
-    return getattr(torch.cuda.get_device_properties(0), "gcnArchName", None)
+    name = getattr(torch.cuda.get_device_properties(0), "gcnArchName", None)
+    return None if name is None else str(name)
 
 
 def _amd_driver() -> str | None:

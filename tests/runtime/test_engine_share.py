@@ -197,7 +197,7 @@ def test_nothing_is_fetched_unless_it_is_said_whose_to_take(environment: dict[st
 
 def test_a_remote_that_cannot_be_used_ends_a_command_and_no_session(made: Make, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    broken = RemoteSpec("https://127.0.0.1:9/x", push=True)
+    broken = RemoteSpec(str(tmp_path / "file" / "x"), push=True)
     assert not fetch_engines(made("one", files=False), broken)
     assert not push_folder(made("other"), broken)
     with pytest.raises(CacheError):
@@ -214,9 +214,6 @@ def test_the_command_pushes_and_pulls(started_python: StartedPython | None, made
     pulled = json.loads(shell.run("cache", "engines", "--pull", "--url", "shared", "--json").stdout)
     assert (pulled["engines"], pulled["there"], pulled["pushed"]) == (0, pulled["there"], False)
     assert pulled["there"] + pulled["others"] == 1
-    refused = shell.run("cache", "engines", "--pull", "--push", "--url", "shared")
-    assert refused.returncode == 2 and "one at a time" in refused.stderr
-    assert shell.run("cache", "engines", "--pull").returncode == 2, "no remote is named"
 
 
 def test_two_processes_that_fetch_one_engine_agree(made: Make, remote: RemoteSpec, tmp_path: Path) -> None:
