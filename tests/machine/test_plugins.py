@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -37,8 +38,6 @@ print(json.dumps({"devices": devices, "missing": dict(found.missing), "registere
 
 def asked(plugins: dict[str, str], path: Path | None = None) -> dict[str, Any]:
     """What a process of its own finds: libraries are registered for a whole process."""
-    import os
-
     paths = [str(ROOT), *([str(path)] if path else []), *sys.path]
     done = subprocess.run(
         [sys.executable, "-c", ASK, json.dumps(plugins)],
@@ -137,3 +136,21 @@ def test_windows_ml_is_told_to_be_on_windows_only() -> None:
     assert display_drivers() == []
     done = subprocess.run([sys.executable, "-m", "sdflow.machine.windows_ml"], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (5, "Windows ML is on Windows only\n")
+
+
+def test_a_plugins_package_is_no_second_onnx_runtime(tmp_path: Path) -> None:
+    """Two of ONNX Runtime's packages overwrite each other's files; a plugin lies beside them."""
+    for name in ("onnxruntime_ep_nv_tensorrt_rtx_cu13", "onnxruntime_qnn", "onnxruntime_directml"):
+        (folder := tmp_path / f"{name}-9.9.dist-info").mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 9.9\n")
+    code = (
+        "import json; from sdflow.machine import packages as p;"
+        "print(json.dumps([list(p.onnxruntime_packages()), list(p.plugin_packages()), list(p.versions())]))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    runtimes, plugins, versions = json.loads(done.stdout)
+    assert "onnxruntime-directml" in runtimes
+    assert {"onnxruntime-ep-nv-tensorrt-rtx-cu13", "onnxruntime-qnn"} <= set(plugins)
+    assert not set(plugins) & set(runtimes)
+    assert {*plugins, *runtimes} <= set(versions), "a report tells both"
