@@ -156,10 +156,10 @@ def create_session(
         # The CPU is not listed where the target is another: ONNX Runtime appends it anyway, for what is left over.
         source = str(model) if graph is None else graph.SerializeToString()
         if devices and engines is not None and target.session.contexts and not weights:
-            make = partial(ort.InferenceSession, sess_options=session_options)
+            make = partial(ort.InferenceSession, sess_options=session_options, enable_fallback=0)
             return load_with_context(ort, model, engines.engines, session_options, make)
         if devices:
-            return ort.InferenceSession(source, session_options)
+            return ort.InferenceSession(source, session_options, enable_fallback=0)
         with small_workspaces() if target.session.needs_cuda else nullcontext():
             return ort.InferenceSession(source, session_options, providers=list(providers.items()), enable_fallback=0)
 
