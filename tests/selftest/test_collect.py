@@ -112,7 +112,7 @@ def test_a_file_that_is_no_report_or_contradicts_itself_is_named(what: str, tmp_
     assert why in left.why
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(sorted(to_json(GOOD))), st.recursive(st.none() | st.integers() | st.text(), st.lists, max_leaves=4)
 )
@@ -181,8 +181,6 @@ def test_the_command_prints_the_table_and_names_what_it_left_out(
     assert [each["file"] for each in told["reports"]] == ["good.json"]
     assert told["reports"][0]["hardware"] == "A CPU, 8 cores"
     assert [each["file"] for each in told["left_out"]] == ["bad\\n.json"]
-    assert shell.run("selftest", "--collect", "nothing").returncode == 2
-    assert shell.run("selftest", "--collect", "reports", "--target", "cpu").returncode == 2
 
 
 def test_the_manuals_table_is_made_of_the_reports_that_are_kept() -> None:
