@@ -119,8 +119,7 @@ def _libraries(target: Target) -> Iterator[tuple[str, str]]:
 
 def _in_catalogue(providers: list[str]) -> Iterator[tuple[str, str]]:
     """Of Windows ML's catalogue, what is on this machine. Nothing is downloaded: `sdflow.machine.windows_ml` does that."""
-    import windowsml  # type: ignore[import-not-found]
-
+    windowsml = importlib.import_module(CATALOGUE)
     if _here.catalogue is None:
         _here.catalogue = windowsml.EpCatalog()
     names = {name.lower(): name for name in providers}

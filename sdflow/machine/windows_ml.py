@@ -7,6 +7,7 @@ providers that are there.
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
 
 def main() -> int:
@@ -15,7 +16,7 @@ def main() -> int:
         print("Windows ML is on Windows only", file=sys.stderr)
         return 5
     try:
-        import windowsml  # type: ignore[import-not-found]
+        windowsml = import_module("windowsml")
     except ImportError as error:
         print(f"the package windowsml is not installed ({error})\n  pip install 'sdflow[windowsml]'", file=sys.stderr)
         return 2
