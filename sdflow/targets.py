@@ -16,6 +16,7 @@ ONNXRUNTIME_FLAVOURS = (
     "onnxruntime-migraphx",
     "onnxruntime-rocm",
     "onnxruntime-directml",
+    "onnxruntime-windowsml",
 )
 """The packages that bring ONNX Runtime: one per environment, since they overwrite each other's files."""
 
@@ -42,6 +43,8 @@ class SessionSettings:
     memory_pattern: whether ONNX Runtime may plan memory ahead (`SessionOptions.enable_mem_pattern`).
     static_shapes: every input's shape must be fixed when the session is created.
     profiles: the session is told between which shapes its inputs will be, and is made anew for others.
+    contexts: the provider compiles a model into one whose nodes hold what it compiled (EPContext); `CACHE_DIR` is where such
+        models lie, too.
     needs_cuda: CUDA's libraries must be found, cuDNN too, which is otherwise missed only at the first convolution.
     """
 
@@ -51,6 +54,7 @@ class SessionSettings:
     memory_pattern: bool = True
     static_shapes: bool = False
     profiles: bool = False
+    contexts: bool = False
     needs_cuda: bool = False
 
 
@@ -62,6 +66,8 @@ class Target:
     package: the distribution that brings the provider; for a machine that lacks it.
     platform: the one `sys.platform` that the provider exists for, or None.
     bfloat16: whether the provider runs transformers in bfloat16.
+    plugins: provider -> the module that has its library, for providers that ONNX Runtime loads as plugins; "windowsml": the
+        library is the one that Windows ML's catalogue has for this machine. See `sdflow.machine.plugins`.
     """
 
     name: str
@@ -71,6 +77,7 @@ class Target:
     session: SessionSettings = field(default_factory=SessionSettings)
     platform: str | None = None
     bfloat16: bool = False
+    plugins: Mapping[str, str] = field(default_factory=dict)
 
 
 # EXHAUSTIVE is ONNX Runtime's own default; written down because DEFAULT is 12 times slower on a UNet (85 ms instead of
@@ -98,6 +105,25 @@ _TENSORRT = {
 # MIGraphX compiles anew for every shape it meets.
 # https://onnxruntime.ai/docs/execution-providers/MIGraphX-ExecutionProvider.html
 _MIGRAPHX = {"migraphx_model_cache_dir": CACHE_DIR}
+
+# TensorRT for RTX compiles twice: the graph into an engine for a family of GPUs, which an EPContext model holds, and at the first
+# run its kernels for this GPU, which it keeps in a folder when the session ends. It takes precisions as the graph has them. Its
+# options, as the wheel's tensorrt_rtx_provider_options.h lists them, are in tests/runtime/rtx_options.json.
+_TENSORRT_RTX = {"nv_runtime_cache_path": CACHE_DIR}
+
+_RTX_PROVIDER = "NvTensorRTRTXExecutionProvider"
+"""By the name that NVIDIA's library has; Windows ML's catalogue spells it NvTensorRtRtxExecutionProvider."""
+
+# The providers of Windows ML's catalogue, by which machine has which: NVIDIA RTX, AMD Radeon, Intel, Qualcomm, AMD Ryzen AI. At
+# most one or two are offered on a machine.
+# https://learn.microsoft.com/windows/ai/new-windows-ml/supported-execution-providers
+_WINDOWS_ML = (
+    _RTX_PROVIDER,
+    "MIGraphXExecutionProvider",
+    "OpenVINOExecutionProvider",
+    "QNNExecutionProvider",
+    "VitisAIExecutionProvider",
+)
 
 # Each session has threads of its own. Those that wait for work spin, and by themselves go on for a while after a run: then they
 # take the cores from the next submodel's.
@@ -144,6 +170,27 @@ TARGETS: Mapping[str, Target] = {
             "onnxruntime-directml",
             SessionSettings(memory_pattern=False, static_shapes=True),
             platform="win32",
+        ),
+        Target(
+            "nv_tensorrt_rtx",
+            "NVIDIA TensorRT for RTX",
+            ((_RTX_PROVIDER, "1.24", None),),
+            "onnxruntime-ep-nv-tensorrt-rtx",
+            SessionSettings({_RTX_PROVIDER: _TENSORRT_RTX}, static_shapes=True, contexts=True),
+            plugins={_RTX_PROVIDER: "onnxruntime_ep_nv_tensorrt_rtx"},
+        ),
+        Target(
+            "windowsml",
+            "Windows ML",
+            tuple((provider, "1.24", None) for provider in _WINDOWS_ML),
+            "windowsml",
+            SessionSettings(
+                {_RTX_PROVIDER: _TENSORRT_RTX, "MIGraphXExecutionProvider": _MIGRAPHX},
+                static_shapes=True,
+                contexts=True,
+            ),
+            platform="win32",
+            plugins=dict.fromkeys(_WINDOWS_ML, "windowsml"),
         ),
     )
 }

@@ -6,6 +6,10 @@
     python benchmarks/providers/kernel_tables.py migraphx --wheel onnxruntime_migraphx-1.27.1-cp312-*.whl --python python3.12
     python benchmarks/providers/kernel_tables.py directml --wheel onnxruntime_directml-1.24.4-cp311-cp311-win_amd64.whl
     python benchmarks/providers/kernel_tables.py tensorrt --document operators.md
+    python benchmarks/providers/kernel_tables.py nv_tensorrt_rtx --wheel *nv_tensorrt_rtx_cu13*linux*.whl --graphs PIPELINE
+    python benchmarks/providers/kernel_tables.py openvino --wheel onnxruntime_openvino-1.24.1-cp311-*linux*.whl
+    python benchmarks/providers/kernel_tables.py qnn --wheel onnxruntime_qnn-2.7.0-cp311-cp311-win_amd64.whl
+    python benchmarks/providers/kernel_tables.py vitisai
 
 pip fetches a wheel for another system: `pip download --no-deps --only-binary=:all: --platform win_amd64
 --python-version 3.11 onnxruntime-directml`.
@@ -15,7 +19,9 @@ is needed to list kernels: for a wheel, empty libraries are compiled in which ev
 wants returns 0, "success", and ONNX Runtime is asked from a process that finds those. Needs gcc, readelf, and a Python
 that fits the wheel and has numpy and onnx. No kernel is run. MIGraphX is asked node by node (`kernels_asked.py`),
 DirectML's array is read out of its library (`kernels_in_dll.py`), TensorRT's out of its parser's document
-(`kernels_in_document.py`): it is not on the package index.
+(`kernels_in_document.py`): it is not on the package index. TensorRT for RTX is asked by compiling ahead of time, which
+needs no GPU (`rtx_without_gpu.py`); OpenVINO node by node, on the CPU, where it runs; QNN's operators are names in its
+library (`kernels_named.py`). VitisAI's provider is in no package: its table says that nothing is known.
 """
 
 from __future__ import annotations
@@ -37,6 +43,9 @@ from benchmarks.providers.kernels_asked import ASK as ASK_EACH
 from benchmarks.providers.kernels_asked import migraphx_kernels
 from benchmarks.providers.kernels_in_dll import directml_kernels
 from benchmarks.providers.kernels_in_document import tensorrt_kernels
+from benchmarks.providers.kernels_named import qnn_kernels
+from benchmarks.providers.rtx_without_gpu import ASK as ASK_RTX
+from benchmarks.providers.rtx_without_gpu import rtx_kernels, without_gpu
 
 KERNELS = Path(__file__).parents[2] / "sdflow" / "verify" / "kernels"
 PROVIDERS = {
@@ -46,6 +55,10 @@ PROVIDERS = {
     "migraphx": "MIGraphXExecutionProvider",
     "directml": "DmlExecutionProvider",
     "tensorrt": "TensorrtExecutionProvider",
+    "nv_tensorrt_rtx": "NvTensorRTRTXExecutionProvider",
+    "openvino": "OpenVINOExecutionProvider",
+    "qnn": "QNNExecutionProvider",
+    "vitisai": "VitisAIExecutionProvider",
 }
 DOMAINS = ("", "com.microsoft")
 OURS = re.compile(r"lib(dl|rt|pthread|stdc\+\+|m|gcc_s|c|onnxruntime\w*)\.so|ld-")
@@ -99,6 +112,16 @@ def main() -> None:
     parser.add_argument("target", choices=sorted(PROVIDERS))
     parser.add_argument("--wheel", type=Path, help="the provider's wheel; for cpu, the installed ONNX Runtime")
     parser.add_argument("--document", type=Path, help="for tensorrt: docs/operators.md of onnx-tensorrt")
+    parser.add_argument(
+        "--graphs",
+        type=Path,
+        nargs="*",
+        default=[],
+        help="for nv_tensorrt_rtx: pipelines built for it, to compile as well",
+    )
+    parser.add_argument(
+        "--graphs-only", action="store_true", help="for nv_tensorrt_rtx: ask no operator besides (minutes less)"
+    )
     parser.add_argument("--python", default=sys.executable, help="an interpreter that fits the wheel")
     parser.add_argument("--out", type=Path, default=KERNELS, help="the folder of the tables")
     given = parser.parse_args()
@@ -107,12 +130,20 @@ def main() -> None:
         if given.document is None:
             parser.error("tensorrt needs --document")
         write_tensorrt(out, given.document)
+    elif given.target == "vitisai":
+        write_unknown(out)
     elif given.wheel is None and given.target != "cpu":
         parser.error(f"{given.target} needs --wheel")
     elif given.target == "directml":
         write_directml(out, given.wheel)
     elif given.target == "migraphx":
         write_migraphx(out, given.wheel, given.python)
+    elif given.target == "nv_tensorrt_rtx":
+        write_rtx(out, given.wheel, given.python, given.graphs, graphs_only=given.graphs_only)
+    elif given.target == "openvino":
+        write_openvino(out, given.wheel, given.python)
+    elif given.target == "qnn":
+        write_qnn(out, given.wheel)
     else:
         write_listed(out, given.target, given.wheel, given.python)
 
@@ -193,10 +224,97 @@ def write_tensorrt(out: Path, document: Path) -> None:
     write_rows(out, table, rows)
 
 
-def unpacked(wheel: Path, folder: Path) -> dict[str, str]:
-    """Unpack an ONNX Runtime wheel beside libraries for it; returns the environment in which Python finds both."""
+def write_rtx(out: Path, wheel: Path, python: str, pipelines: list[Path], *, graphs_only: bool) -> None:
+    """The table of TensorRT for RTX. graphs_only: of the pipelines' operators alone; what was not asked stays `unknown`."""
+    from onnx import defs
+
+    provider = PROVIDERS["nv_tensorrt_rtx"]
+    with tempfile.TemporaryDirectory() as folder:
+        environment = without_gpu(wheel, Path(folder))
+        question = ASK_RTX.replace("sorted(newest.items())", "()") if graphs_only else ASK_RTX
+        answer = ask(python, question, provider, environment)
+        rows = rtx_kernels(answer["answers"], pipelines, environment)
+    asked = (
+        f"the operators of {', '.join(sorted(each.name for each in pipelines))}, each of whose graphs that wheel's provider "
+        f"compiled into one engine for an RTX 40xx with onnxruntime {answer['runtime']}, by kernel_tables.py"
+    )
+    table = {
+        "provider": provider,
+        "version": f"onnxruntime-ep-nv-tensorrt-rtx {wheel.name.split('-')[1]}",
+        "source": f"{asked}; unknown: those that were not asked"
+        if graphs_only
+        else f"each operator in a graph of one node, in its form of opset 17, and {asked}; types: of the first input",
+        "opset": answer["opset"],
+        "ir_version": answer["ir_version"],
+    }
+    if graphs_only:
+        standard = {schema.name for schema in defs.get_all_schemas() if schema.domain == ""}
+        table["unknown"] = " ".join(sorted(standard - set(rows)))
+        rows = {name: [[1, "any", {}]] for name in rows}
+    write_rows(out, table, rows)
+
+
+def write_openvino(out: Path, wheel: Path, python: str) -> None:
+    """The table of OpenVINO on a CPU: the plugin of another version, and its GPUs and NPUs, may take others."""
+    provider = PROVIDERS["openvino"]
+    with tempfile.TemporaryDirectory() as folder:
+        environment = unpacked(wheel, Path(folder), {"LD_LIBRARY_PATH": ""})
+        answer = ask(python, ASK_EACH, provider, environment)
+        loads = ask(python, ASK, provider, environment)
+    table = {
+        "provider": provider,
+        "version": f"onnxruntime-openvino {answer['runtime']}",
+        "source": "each operator in a graph of one node given to that wheel's provider on a CPU, by kernel_tables.py; asked "
+        "in its form of opset 17; what OpenVINO takes on its GPUs and NPUs may differ",
+        "opset": loads["opset"],
+        "ir_version": loads["ir_version"],
+        "types": {"all": " ".join(sorted(answer["types"]))},
+    }
+    write_rows(out, table, {name: [[1, "any", {"*": "all"}]] for name, taken in answer["answers"].items() if taken})
+
+
+def write_qnn(out: Path, wheel: Path) -> None:
+    from onnx import defs
+
+    named = qnn_kernels(wheel)
+    standard = {schema.name for schema in defs.get_all_schemas() if schema.domain == ""}
+    table = {
+        "provider": PROVIDERS["qnn"],
+        "version": f"onnxruntime-qnn {wheel.name.split('-')[1]}",
+        "source": "names of operators in that wheel's library, by kernel_tables.py; unknown: those that are not found there, "
+        "though the provider may have them; which types, ranks and attributes each takes depends on the backend (HTP, GPU, CPU)",
+        "opset": defs.onnx_opset_version(),
+        "ir_version": json.loads((KERNELS / "cpu.json").read_text(encoding="utf-8"))["ir_version"],
+        "unknown": " ".join(sorted(standard - set(named))),
+    }
+    write_rows(out, table, {name: [[1, "any", {}]] for name in named})
+
+
+def write_unknown(out: Path) -> None:
+    """The table of a provider that is in no package: every operator is one that it may take."""
+    from onnx import defs
+
+    names = sorted({schema.name for schema in defs.get_all_schemas() if schema.domain == ""})
+    table = {
+        "provider": PROVIDERS["vitisai"],
+        "version": "Windows ML's catalogue",
+        "source": "none: the provider is in no package of the index, and its operators depend on the NPU",
+        "opset": defs.onnx_opset_version(),
+        "ir_version": json.loads((KERNELS / "cpu.json").read_text(encoding="utf-8"))["ir_version"],
+        "unknown": " ".join(names),
+    }
+    write_rows(out, table, {})
+
+
+def unpacked(wheel: Path, folder: Path, environment: dict[str, str] | None = None) -> dict[str, str]:
+    """Unpack an ONNX Runtime wheel beside libraries for it; returns the environment in which Python finds both.
+
+    environment: of a provider that brings all its libraries, in place of empty ones.
+    """
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
+    if environment is not None:
+        return {"PYTHONPATH": str(folder), **environment}
     libraries = folder / "empty"
     libraries.mkdir()
     write_empty_libraries(sorted((folder / "onnxruntime" / "capi").glob("*providers_*.so")), libraries)

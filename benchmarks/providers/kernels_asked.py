@@ -4,12 +4,29 @@ The provider has no list of kernels: it looks at each node's operator and types,
 with graphs of one node: a session says whose the node is (`get_provider_graph_assignment_info`). The dimensions are left
 open, so that nothing is compiled before a first run, which never comes; the empty libraries of `kernel_tables.py` do.
 
-The source of ASK runs in the Python that fits the wheel; it prints what `migraphx_kernels` takes.
+The source of ASK runs in the Python that fits the wheel; it prints what `migraphx_kernels` takes. A provider that makes no
+session without its device tells by what it compiles which nodes it takes: `rtx_without_gpu.py` asks with another `placed`.
 """
 
 from __future__ import annotations
 
-ASK = """
+IN_A_SESSION = """
+import onnxruntime
+
+def placed(model):
+    # whose the node of a graph is; None where no session can be made of it
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    try:
+        session = onnxruntime.InferenceSession(model, options, providers=[PROVIDER])
+    except Exception as error:
+        return "nobody" if "NOT_IMPLEMENTED" in str(error) else None
+    owners = [part.ep_name for part in session.get_provider_graph_assignment_info() for _ in part.get_nodes()]
+    return owners[0] if owners else None
+"""
+
+QUESTIONS = """
 import json, os, sys
 import onnxruntime
 from onnx import TensorProto, helper
@@ -22,12 +39,15 @@ WORDS = {"Cast": {"to": 1}, "EyeLike": {"dtype": 1}, "BitShift": {"direction": "
 RANKS = (3, 4, 2, 1)
 onnxruntime.set_default_logger_severity(4)
 
+def dimensions(rank):
+    return [f"d{axis}" for axis in range(rank)]
+
 def owner(schema, opset, elements, rank, inputs, constants=None):
     # constants: sizes of what stands for the inputs of int64, which MIGraphX wants to know; None: they are inputs
     names = {}
     for index in range(inputs):
         names[f"x{index}"] = elements[min(index, len(elements) - 1)]
-    shape = [f"d{axis}" for axis in range(rank)]
+    shape = dimensions(rank)
     fixed = [name for name, kind in names.items() if constants is not None and kind == "int64"]
     values = [helper.make_tensor(name, 7, constants, [1] * (constants[0] if constants else 1)) for name in fixed]
     infos = [helper.make_tensor_value_info(name, TYPES[kind], shape) for name, kind in names.items() if name not in fixed]
@@ -37,22 +57,15 @@ def owner(schema, opset, elements, rank, inputs, constants=None):
     node = helper.make_node(schema.name, list(names), outputs, name="asked", domain=schema.domain, **given)
     graph = helper.make_graph([node], "g", infos, [helper.make_empty_tensor_value_info(name) for name in outputs], values)
     imports = [helper.make_opsetid("", opset)] + ([helper.make_opsetid(schema.domain, 1)] if schema.domain else [])
-    model = helper.make_model(graph, opset_imports=imports, ir_version=8)
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-    try:
-        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=[PROVIDER])
-    except Exception as error:
-        return "nobody" if "NOT_IMPLEMENTED" in str(error) else None
-    placed = [part.ep_name for part in session.get_provider_graph_assignment_info() for _ in part.get_nodes()]
-    return placed[0] if placed else None
+    return placed(helper.make_model(graph, opset_imports=imports, ir_version=8).SerializeToString())
 
-def asked(schema, opset, sizes):
+FIRST = ("float16", "float", "int64", "bool", "int32", "uint8", "int8")
+
+def asked(schema, opset, sizes, firsts=FIRST):
     refused = False
     allowed = [[t[7:-1] for t in i.types if t.startswith("tensor(")] for i in schema.inputs]
     for count in range(schema.min_input, min(schema.max_input, len(schema.inputs)) + 1):
-        for first in ("float16", "float", "int64", "bool", "int32", "uint8", "int8"):
+        for first in firsts:
             if allowed and first not in allowed[0]:
                 continue
             chosen = [first if first in a else next((t for t in TYPES if t in a), "float") for a in allowed] or ["float"]
@@ -91,11 +104,16 @@ def answer(schema):
     said = apart(lambda: asked(schema, 17, ([], [1], [2], [3], [4])))
     return said if said is not None else apart(lambda: asked(schema, 17, ()))
 
-answers = {key: answer(schema) for key, schema in sorted(newest.items())}
 identity = newest["Identity"]
+"""
+
+ANSWERS = """
+answers = {key: answer(schema) for key, schema in sorted(newest.items())}
 types = [t for t in TYPES if apart(lambda: owner(identity, 17, [t], 2, 1)) == PROVIDER]
 json.dump({"runtime": onnxruntime.__version__, "answers": answers, "types": types}, sys.stdout)
 """
+
+ASK = IN_A_SESSION + QUESTIONS + ANSWERS
 
 WORDS = (
     "Constant ConstantOfShape Einsum GroupNormalization If ImageScaler Loop NegativeLogLikelihoodLoss NonZero OneHot Pad "

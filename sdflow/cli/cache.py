@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -302,22 +303,48 @@ def clean(
 def engines(
     clear: Annotated[bool, typer.Option("--clear", help="Remove them; they are rebuilt on demand.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Skip the confirmation.")] = False,
+    push: Annotated[bool, typer.Option("--push", help="Upload them to a remote cache.")] = False,
+    pull: Annotated[bool, typer.Option("--pull", help="Download this machine's from a remote cache.")] = False,
+    url: Url = None,
+    trust: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--trust", help="Download only what this key, certificate, or identity signed. Repeatable.", metavar="KEY"
+        ),
+    ] = None,
     json: AsJson = False,
 ) -> None:
-    """List or remove compiled TensorRT and MIGraphX engines.
+    """List, remove, or share compiled engines.
 
-    They are in $SDFLOW_ENGINES.
+    TensorRT, TensorRT for RTX, MIGraphX and Windows ML's providers keep them in $SDFLOW_ENGINES.
     """
     from sdflow.report.cache import print_engines
     from sdflow.runtime.sessions.engine_cache import engine_root
     from sdflow.runtime.sessions.kept_engines import clear_engines, kept_engines
 
     root = engine_root()
+    if push or pull:
+        _move_engines(root, push=push, pull=pull, clear=clear, url=url, trust=trust or [], json=json)
+        return
     kept = kept_engines(root)
     if clear:
         _must_agree(f"all engines in {root}", yes=yes, command="sdflow cache engines --clear")
         clear_engines(kept)
     print_engines(kept, root, removed=clear, as_json=json)
+
+
+def _move_engines(
+    root: Path, *, push: bool, pull: bool, clear: bool, url: str | None, trust: list[str], json: bool
+) -> None:
+    from sdflow.errors import UsageError
+    from sdflow.report.cache import print_moved_engines
+    from sdflow.runtime.sessions.engine_share import machines_here, pull_engines, push_engines
+
+    if push + pull + clear > 1:
+        raise UsageError("--push, --pull and --clear are one at a time", where="sdflow cache engines")
+    remote = replace(_shared(root, url).spec, trust=tuple(trust))
+    moved = push_engines(root, remote) if push else pull_engines(root, remote, machines_here())
+    print_moved_engines(moved, remote.shown, pushed=push, as_json=json)
 
 
 def _must_agree(what: str, *, yes: bool, command: str) -> None:

@@ -99,9 +99,10 @@ PANELS: Mapping[str, str] = {
     "Ray cluster": "replicas gpus queue take_over",
     "Graph": "one_file schedule schedule_file open_schedule negative text embed",
     "Hardware": "target on threads low_memory keep device_memory vae_tiles",
-    "Cache": "cache rehash engine_cache remote url older_than max_size dry_run",
+    "Cache": "cache rehash engine_cache remote url push pull clear yes older_than max_size dry_run",
     "Signature": "key certificate sigstore identity_token trust_config signature trust",
-    "Output": "out overwrite results html report sheet preview previews log_prompts traces interactive quiet verbose json",
+    "Output": "out overwrite results html report collect sheet preview previews log_prompts traces interactive quiet verbose "
+    "json",
 }
 """Group of options -> names of parameters, in the order in which they are shown. What is in none is under "Options"."""
 

@@ -9,9 +9,10 @@ import typer
 
 from sdflow.cli.arguments import AsJson, CacheDir
 from sdflow.cli.needs import needs
+from sdflow.cli.quiet import say
 
 
-@needs("REFERENCE", "DRAWS", unless=("show",))
+@needs("REFERENCE", "DRAWS", unless=("show", "collect"))
 def selftest(
     target: Annotated[
         str | None, typer.Option("--target", help="Target to test. Default: the CPU, or the target of --pipeline.")
@@ -25,6 +26,10 @@ def selftest(
     ] = None,
     show: Annotated[
         Path | None, typer.Option("--show", help="Print an existing report instead of testing.", metavar="FILE")
+    ] = None,
+    collect: Annotated[
+        Path | None,
+        typer.Option("--collect", help="Print a table of the reports in a folder instead of testing.", metavar="DIR"),
     ] = None,
     engine_cache: Annotated[
         Path | None,
@@ -41,6 +46,17 @@ def selftest(
     from sdflow.report.selftest import print_selftest
     from sdflow.selftest.result import read_report
 
+    if collect is not None:
+        if any(each is not None for each in (target, pipeline, report, show)):
+            raise UsageError("it only reads reports, so --json is the only other option", where="--collect")
+        from sdflow.report.selftest import print_collected
+        from sdflow.selftest.collect import collect as collect_reports
+
+        collected = collect_reports(collect)
+        print_collected(collected, as_json=json)
+        for each in () if json else collected.left_out:
+            say(f"left out: {each.file}: {each.why}")
+        return
     if show is not None:
         if any(each is not None for each in (target, pipeline, report)):
             raise UsageError("it only prints a report, so --json is the only other option", where="--show")

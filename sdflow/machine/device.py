@@ -67,6 +67,37 @@ def driver_version() -> str | None:
     return said.value.decode(errors="replace") if known else None
 
 
+def amd_versions() -> dict[str, str | None]:
+    """What a program that MIGraphX compiled depends on: the GPU's architecture, the driver, ROCm. None where it is not known."""
+    return {
+        "architecture": _amd_architecture(),
+        "driver": _amd_driver(),
+        "rocm": _text(Path("/opt/rocm/.info/version")),
+    }
+
+
+def _amd_architecture() -> str | None:
+    """gfx1100; with PyTorch built for ROCm alone."""
+    if not has_cuda():
+        return None
+    import torch
+
+    name = getattr(torch.cuda.get_device_properties(0), "gcnArchName", None)
+    return None if name is None else str(name)
+
+
+def _amd_driver() -> str | None:
+    """Of the driver that AMD ships, or the kernel's, which its own is part of."""
+    return _text(Path("/sys/module/amdgpu/version")) or (platform.release() if sys.platform == "linux" else None)
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text().strip() or None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
 def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():

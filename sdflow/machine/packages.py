@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import metadata
 
@@ -83,7 +84,7 @@ def distribution_version(name: str) -> str:
     """
     if (version := found_version(name)) is not None:
         return version
-    extra = " (the extras of sdflow: cpu, cuda, migraphx, directml)" if name == "onnxruntime" else ""
+    extra = " (the extras of sdflow: cpu, cuda, migraphx, windowsml, directml)" if name == "onnxruntime" else ""
     raise UsageError(f"the package {name} is not installed", remedy=f"{how_to_install(name)}{extra}")
 
 
@@ -128,15 +129,25 @@ def of_missing_module(error: ImportError) -> UsageError | None:
 
 def onnxruntime_packages() -> dict[str, str]:
     """The installed ONNX Runtime distributions, name -> version. More than one overwrite each other's files."""
-    found = {}
+    return {name: version for name, version in _named_onnxruntime() if not _PLUGINS.match(name)}
+
+
+def plugin_packages() -> dict[str, str]:
+    """The installed distributions of providers that lie beside ONNX Runtime, and overwrite nothing."""
+    return {name: version for name, version in _named_onnxruntime() if _PLUGINS.match(name)}
+
+
+_PLUGINS = re.compile(r"onnxruntime-(ep-|qnn$)")
+
+
+def _named_onnxruntime() -> Iterator[tuple[str, str]]:
     for distribution in metadata.distributions():
         name = str(distribution.metadata["Name"]).lower().replace("_", "-")
         if (name == "onnxruntime" or name.startswith("onnxruntime-")) and "extensions" not in name:
-            found[name] = distribution.version
-    return found
+            yield name, distribution.version
 
 
 def versions() -> dict[str, str]:
     """Python, sdflow, the installed ONNX Runtime by the name of its package, and the libraries around it."""
     own = {"python": platform.python_version(), "sdflow": sdflow.__version__}
-    return {**own, **onnxruntime_packages(), **installed_versions(*_AROUND)}
+    return {**own, **onnxruntime_packages(), **plugin_packages(), **installed_versions(*_AROUND)}

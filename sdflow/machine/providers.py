@@ -6,12 +6,15 @@ That a provider was built in says nothing of its libraries, its driver or a devi
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any
 
 from sdflow.errors import TargetUnavailableError
 from sdflow.machine.onnx_runtime import import_onnxruntime
 from sdflow.machine.packages import installed_versions
+from sdflow.machine.plugins import plugins_of
 from sdflow.targets import ONNXRUNTIME_FLAVOURS, Target
 
 _PLATFORMS = {"win32": "Windows", "linux": "Linux", "darwin": "macOS"}
@@ -35,27 +38,39 @@ def require_package(target: Target) -> None:
     require_platform(target)
     if target.name == "cpu":
         return
+    if target.plugins:
+        if not any(find_spec(module) for module in target.plugins.values()):
+            raise TargetUnavailableError(
+                f"the package {target.package} is not installed", where=target.name, remedy=_remedy(target)
+            )
+        return
     if list(installed_versions(*ONNXRUNTIME_FLAVOURS)) == ["onnxruntime"]:
         wanted = " or ".join(provider for provider, _, _ in target.providers)
         raise TargetUnavailableError(
             f"the installed package onnxruntime has the CPU's provider only, not {wanted}",
             where=target.name,
-            remedy=f"pip install {target.package}, alone: ONNX Runtime's packages overwrite each other",
+            remedy=_remedy(target),
         )
 
 
 def onnxruntime_for(target: Target) -> tuple[Any, str]:
-    """ONNX Runtime, and the target's best provider that it was built with.
+    """ONNX Runtime, and the target's best provider that it was built with, or that a plugin has a device for.
 
     Raises TargetUnavailableError when it is not installed, or when it lacks the provider.
     """
+    require_platform(target)
     ort = import_onnxruntime(target)
-    return ort, choose_provider(target, ort.__version__, ort.get_available_providers())
+    plugins = plugins_of(ort, target)
+    available = [*(() if target.plugins else ort.get_available_providers()), *plugins.devices]
+    return ort, choose_provider(target, ort.__version__, available, plugins.missing)
 
 
-def choose_provider(target: Target, version: str, available: Iterable[str]) -> str:
+def choose_provider(
+    target: Target, version: str, available: Iterable[str], missing: Mapping[str, str] = MappingProxyType({})
+) -> str:
     """The target's best provider that this ONNX Runtime (its version, the providers it was built with) has.
 
+    missing: provider -> why its plugin is of no use here.
     Raises TargetUnavailableError that says which package, or which version, is missing.
     """
     require_platform(target)
@@ -64,15 +79,23 @@ def choose_provider(target: Target, version: str, available: Iterable[str]) -> s
         if (first and _release(version) < _release(first)) or (last and _release(version) > _release(last)):
             bound = f"{first} or later" if first else f"{last} or earlier"
             reasons.append(f"{provider} needs ONNX Runtime {bound}, this is {version}")
+        elif provider in missing:
+            reasons.append(f"{provider}: {missing[provider]}")
         elif provider not in present:
             reasons.append(f"the installed ONNX Runtime {version} was built without {provider}")
         else:
             return provider
     raise TargetUnavailableError(
-        "; ".join(reasons),
+        "; ".join(dict.fromkeys(reasons)),
         where=target.name,
-        remedy=f"pip install {target.package}, alone: ONNX Runtime's packages overwrite each other",
+        remedy=_remedy(target),
     )
+
+
+def _remedy(target: Target) -> str:
+    if target.plugins:
+        return f"pip install 'sdflow[{target.name.replace('_', '-')}]'; what else it takes: docs/targets.md"
+    return f"pip install {target.package}, alone: ONNX Runtime's packages overwrite each other"
 
 
 def _release(version: str) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from sdflow.artifact import Record
 from sdflow.report.output import print_json, print_table, put
+from sdflow.runtime.sessions.engine_share import Moved
 from sdflow.runtime.sessions.kept_engines import KeptEngines
 from sdflow.store import Entry, GcReport, VerifyReport
 from sdflow.store.remote.catalog import Listed, Swept
@@ -154,6 +155,16 @@ def print_swept(swept: Swept, remote: str, *, dry_run: bool, as_json: bool) -> N
         f"{'would remove' if dry_run else 'removed'} {swept.actions} entries, {swept.manifests} manifests and "
         f"{swept.pieces} pieces of {remote}; {spell_bytes(swept.bytes_freed)} freed, {spell_bytes(swept.bytes_kept)} kept"
     )
+
+
+def print_moved_engines(moved: Moved, where: str, *, pushed: bool, as_json: bool) -> None:
+    """What was sent to a remote cache, or brought from it."""
+    if as_json:
+        print_json("moved engines", {"remote": where, "pushed": pushed, **asdict(moved)})
+        return
+    there = f"{moved.there} were there"
+    others = f"; {moved.others} of other machines, drivers or versions are left alone" if moved.others else ""
+    put(f"{moved.engines} engines {'pushed to' if pushed else 'pulled from'} {where}, {there}{others}")
 
 
 def print_engines(kept: Sequence[KeptEngines], root: Path, *, removed: bool, as_json: bool) -> None:

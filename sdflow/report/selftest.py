@@ -6,8 +6,19 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from sdflow.report.output import print_json, print_table, put
+from sdflow.selftest.collect import COLUMNS, Collected, markdown, row
 from sdflow.selftest.page import IMAGES, PARTS, about, image_rows, part_rows
 from sdflow.selftest.result import Report, to_json
+
+
+def print_collected(collected: Collected, *, as_json: bool = False) -> None:
+    """The table of reports in Markdown, or as data, with what was left out."""
+    if as_json:
+        rows = [{"file": name, **dict(zip(COLUMNS, row(report), strict=True))} for name, report in collected.reports]
+        left_out = [{"file": each.file, "why": each.why} for each in collected.left_out]
+        print_json("selftests", {"reports": rows, "left_out": left_out})
+        return
+    put(*markdown(collected).splitlines(), wrap=False)
 
 
 def print_selftest(report: Report, written: Iterable[Path] = (), *, as_json: bool = False) -> None:

@@ -80,6 +80,9 @@ def test_every_workflow_of_the_repository_is_valid_for_its_target(name: str) -> 
         assert list(pipeline.submodels) == [each for each in any_family.submodels() if each in wanted] + nets
 
 
+STANDARD_OPERATORS = ("tensorrt", "nv_tensorrt_rtx", "windowsml")
+"""The targets whose providers fuse by themselves, and have none of ONNX Runtime's fused operators."""
+
 UPON_OTHERS = ("base/few_channels.yaml", "base/taesd.yaml")
 """Those that are no workflow by themselves: they lie upon a model's."""
 
@@ -105,8 +108,8 @@ def test_every_base_is_valid_for_every_target(name: str, target: str) -> None:
     pipeline, *_ = load_workflow(path, catalog=catalog(), overrides=overrides, targets=[target]).pipelines
     passes = {name: {step.pass_name for step in chain} for name, chain in pipeline.submodels.items()}
     assert ("OnnxFloatToFloat16" in passes[family.denoiser]) == (target != "cpu")
-    assert ("OrtTransformersOptimization" in passes[family.denoiser]) == (target != "tensorrt")
-    never = {"cpu": "OnnxFloatToFloat16", "tensorrt": "OrtTransformersOptimization"}
+    assert ("OrtTransformersOptimization" in passes[family.denoiser]) == (target not in STANDARD_OPERATORS)
+    never = {"cpu": "OnnxFloatToFloat16", **dict.fromkeys(STANDARD_OPERATORS, "OrtTransformersOptimization")}
     assert not [name for name, found in passes.items() if never.get(target) in found]
 
 

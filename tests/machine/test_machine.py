@@ -86,7 +86,7 @@ def test_the_extras_are_those_of_pyproject() -> None:
         assert packages.how_to_install(*names) == f"pip install 'sdflow[{extra}]'"
     assert packages.how_to_install("torch", "other") == "pip install 'sdflow[build]' other"
     assert packages.how_to_install("torch", "fastapi") == "pip install 'sdflow[build,serve]'"
-    hardware = {"bind", "cpu", "cuda", "directml", "migraphx"}
+    hardware = {"bind", "cpu", "cuda", "directml", "migraphx", "nv-tensorrt-rtx", "windowsml"}
     assert set(packages.EXTRAS) == set(extras) - hardware - {"browser", "docs", "test"}, "each is known by its packages"
 
 

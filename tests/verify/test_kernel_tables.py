@@ -11,6 +11,9 @@ import pytest
 from benchmarks.providers.kernels_asked import READ, migraphx_kernels
 from benchmarks.providers.kernels_in_dll import BITS, LIBRARY, RECORD, directml_kernels
 from benchmarks.providers.kernels_in_document import tensorrt_kernels
+from benchmarks.providers.kernels_named import KNOWN as QNN_KNOWN
+from benchmarks.providers.kernels_named import LIBRARY as QNN_LIBRARY
+from benchmarks.providers.kernels_named import qnn_kernels
 from sdflow.verify.kernels import kernel_table
 
 BASE, TEXT_AT, HEADER = 0x180000000, 0x1000, 0x80
@@ -150,3 +153,30 @@ def test_the_shipped_tables_hold_what_the_binaries_say() -> None:
     assert not {microsoft + name for name in ("SkipGroupNorm", "BiasSplitGelu", "BiasAdd")} & set(migraphx.kernels)
     assert "1.24.4" in directml.version
     assert "1.27.1" in migraphx.version
+
+
+def qnn_wheel(folder: Path, data: bytes) -> Path:
+    path = folder / "onnxruntime_qnn-9.9-cp311-cp311-win_amd64.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(QNN_LIBRARY, data)
+    return path
+
+
+def test_qnns_operators_are_the_names_that_lie_together(tmp_path: Path) -> None:
+    names = [*sorted(QNN_KNOWN), "GroupNormalization", "QuickGelu", "NotAnOperator", "MatMul"]
+    together = b"\0".join(name.encode() for name in names)
+    data = b"MZ\0Erf\0Softmax\0" + bytes(9000) + b"\0" + together + b"\0" + bytes(9000) + b"\0Trilu\0"
+    found = qnn_kernels(qnn_wheel(tmp_path, data))
+    assert set(found) == QNN_KNOWN | {"GroupNormalization", "com.microsoft.QuickGelu"}
+    with pytest.raises(SystemExit, match="LayerNormalization are not where the other operators are"):
+        qnn_kernels(qnn_wheel(tmp_path, data.replace(b"LayerNormalization\0", b"")))
+
+
+def test_what_windows_mls_providers_are_known_to_take_is_in_their_tables() -> None:
+    qnn, vitisai = kernel_table("QNNExecutionProvider"), kernel_table("VitisAIExecutionProvider")
+    assert {"LayerNormalization", "InstanceNormalization", "MatMul", "Resize"} <= set(qnn.kernels)
+    assert "Conv" in qnn.unknown and "Conv" not in qnn.kernels, "its name is too short to be found in the library"
+    assert not vitisai.kernels and {"Conv", "MatMul"} <= vitisai.unknown
+    rtx = kernel_table("NvTensorRTRTXExecutionProvider")
+    assert {"Conv", "MatMul", "InstanceNormalization", "LayerNormalization", "Resize", "Softmax"} <= set(rtx.kernels)
+    assert "com.microsoft.MultiHeadAttention" not in rtx.kernels

@@ -3,6 +3,7 @@
     ENGINES/<provider>-<machine>/machine.json            what the key of the machine is made of
                                  timing/                 what TensorRT measured of kernels: for all models
                                  <model>/                the engines of one graph with its weights, for some shapes
+                                 <model>/context/        a model that holds them (`sdflow.runtime.sessions.contexts`)
 
 TensorRT's provider calls an engine by the model's file name and the names of its nodes (`TRTGenerateId`), not by its weights:
 in one folder the engine of a checkpoint would draw for another of the same architecture. Nor does it look at the driver or, in
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import shutil
 import sys
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,12 +27,14 @@ from typing import Any
 from sdflow.digest import digest_json
 from sdflow.disk.atomic_write import write_whole
 from sdflow.disk.user_folder import user_folder, writing
-from sdflow.machine.device import cuda_device, driver_version
+from sdflow.machine.device import amd_versions, cuda_device, driver_version
 from sdflow.machine.packages import installed_versions
+from sdflow.machine.plugins import device_facts, display_drivers
 from sdflow.targets import CACHE_DIR, ONNXRUNTIME_FLAVOURS, TIMING_DIR, Target
 
 FOLDER_VARIABLE = "SDFLOW_ENGINES"
 TENSORRT = "TensorrtExecutionProvider"
+MIGRAPHX = "MIGraphXExecutionProvider"
 MACHINE_FILE = "machine.json"
 MODEL_FILE = "model.json"
 
@@ -100,29 +104,60 @@ def keeps_engines(target: Target) -> bool:
 
 
 def engine_folders(
-    root: Path | None, target: Target, provider: str, model: str, profile: Profile | None = None
+    root: Path | None,
+    target: Target,
+    provider: str,
+    model: str,
+    profile: Profile | None = None,
+    device: Any = None,
 ) -> EngineFolders:
-    """Made if they are not there. root: None for the user's. model: the digest of a graph with its weights.
+    """Made if they are not there. root: None for the user's. model: the digest of a graph with its weights. device: of a plugin.
 
+    A folder of this name that says to be another machine's or model's is removed: it was put there by hand, or altered.
     Raises UsageError for a folder that cannot be written.
     """
-    machine = machine_key(provider)
+    machine = machine_key(provider, device)
     root = engine_root() if root is None else root
-    short = provider.removesuffix("ExecutionProvider").lower()
-    here = root.absolute() / f"{short}-{digest_json(machine)[:16]}"
+    here = machine_folder(root, machine)
     what = {
         "model": model,
         "options": {name: dict(each) for name, each in target.session.options.items()},
         "profile": None if profile is None else profile.to_json(),
     }
-    found = EngineFolders(here / digest_json(what)[:32], here / "timing")
+    found = EngineFolders(here / model_name(what), here / "timing")
     with writing("engines", here, FOLDER_VARIABLE):
-        for folder in (found.engines, found.timing):
+        for folder, name, content in ((here, MACHINE_FILE, machine), (found.engines, MODEL_FILE, what)):
+            if (folder / name).exists() and read_key(folder / name) != content:
+                shutil.rmtree(folder)
             folder.mkdir(parents=True, exist_ok=True)
-        for path, content in ((here / MACHINE_FILE, machine), (found.engines / MODEL_FILE, what)):
-            if not path.exists():
-                write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
+            if not (folder / name).exists():
+                write_whole(folder / name, key_file(content))
+        found.timing.mkdir(parents=True, exist_ok=True)
     return found
+
+
+def machine_folder(root: Path, machine: Mapping[str, Any]) -> Path:
+    """Where the engines of a machine lie, by its key."""
+    short = str(machine["provider"]).removesuffix("ExecutionProvider").lower()
+    return root.absolute() / f"{short}-{digest_json(machine)[:16]}"
+
+
+def model_name(what: Mapping[str, Any]) -> str:
+    """The name of a model's folder in that, by its key."""
+    return digest_json(what)[:32]
+
+
+def key_file(key: Mapping[str, Any]) -> bytes:
+    """The file that says what a folder's key is made of."""
+    return (json.dumps(key, indent=1, sort_keys=True) + "\n").encode()
+
+
+def read_key(path: Path) -> Any:
+    """The key that a folder says it has; None where it cannot be read."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
 
 
 def engine_root() -> Path:
@@ -130,10 +165,16 @@ def engine_root() -> Path:
     return user_folder("engines", FOLDER_VARIABLE)
 
 
-def machine_key(provider: str) -> dict[str, Any]:
-    """What an engine depends on besides its model: device, driver, versions."""
+def machine_key(provider: str, device: Any = None) -> dict[str, Any]:
+    """What an engine depends on besides its model: device, driver, versions. device: of a plugin."""
+    if device is not None:
+        packages = installed_versions(*ONNXRUNTIME_FLAVOURS)
+        drivers = [driver for driver in (driver_version(), *display_drivers()) if driver is not None]
+        return {"provider": provider, **device_facts(device), "drivers": drivers, "packages": packages}
+    more = {"amd": amd_versions()} if provider == MIGRAPHX else {}
     return {
         "provider": provider,
+        **more,
         "device": cuda_device().get("accelerator"),
         "compute_capability": _compute_capability(),
         "driver": driver_version(),

@@ -8,12 +8,14 @@ import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import SlowerWarning, TargetUnavailableError, VerificationError
 from sdflow.machine.onnx_runtime import onnxruntime_errors
+from sdflow.machine.plugins import plugins_of
 from sdflow.machine.providers import onnxruntime_for
 from sdflow.onnx_model.float8 import DOMAIN, has_float8
 from sdflow.onnx_model.reading import load_graph
@@ -23,6 +25,7 @@ from sdflow.runtime.kernels.library import kernel_library
 from sdflow.runtime.kernels.parts import parts_in
 from sdflow.runtime.kernels.replace import with_own_kernels
 from sdflow.runtime.sessions.cannot_run import MOST_SAID, cannot_run
+from sdflow.runtime.sessions.contexts import load_with_context
 from sdflow.runtime.sessions.cublas import small_workspaces
 from sdflow.runtime.sessions.dimensions import free_dimensions, profile_of_graph
 from sdflow.runtime.sessions.engine_cache import (
@@ -33,6 +36,7 @@ from sdflow.runtime.sessions.engine_cache import (
     engine_folders,
     keeps_engines,
 )
+from sdflow.runtime.sessions.engine_share import fetch_engines, has_engines, push_folder, remote_of_engines
 from sdflow.runtime.sessions.tuning import UNTUNED, Tuning
 from sdflow.targets import CACHE_DIR, CUDA_PROVIDER, TIMING_DIR, Target
 
@@ -119,9 +123,11 @@ def create_session(
         session_options.add_initializer(name, value)
 
     wanted = [provider, *(p for p in target.session.with_providers if p in ort.get_available_providers())]
+    devices = plugins_of(ort, target).devices.get(provider, [])
     engines = None
     if artifact is not None and graph is None and keeps_engines(target):
-        engines = engine_folders(options.engine_cache, target, provider, artifact, profile)
+        key = Profile.of(shapes) if target.session.contexts and shapes is not None else profile
+        engines = engine_folders(options.engine_cache, target, provider, artifact, key, devices[0] if devices else None)
     providers = {name: provider_options(target, name, engines) for name in wanted}
     if CUDA_PROVIDER in providers and has_planar_bias(read):
         providers[CUDA_PROVIDER]["fuse_conv_bias"] = "0"
@@ -138,9 +144,22 @@ def create_session(
     if capture and options.tuning.cuda_graphs and provider == CUDA_PROVIDER:
         providers[CUDA_PROVIDER]["enable_cuda_graph"] = "1"
 
+    if devices:
+        session_options.add_provider_for_devices(devices[:1], providers[provider])
+
+    remote = None if engines is None else remote_of_engines()
+    if engines is not None and remote is not None:
+        fetch_engines(engines.engines, remote)
+    had = engines is None or has_engines(engines.engines)
+
     def load() -> Any:
         # The CPU is not listed where the target is another: ONNX Runtime appends it anyway, for what is left over.
         source = str(model) if graph is None else graph.SerializeToString()
+        if devices and engines is not None and target.session.contexts and not weights:
+            make = partial(ort.InferenceSession, sess_options=session_options, enable_fallback=0)
+            return load_with_context(ort, model, engines.engines, session_options, make)
+        if devices:
+            return ort.InferenceSession(source, session_options, enable_fallback=0)
         with small_workspaces() if target.session.needs_cuda else nullcontext():
             return ort.InferenceSession(source, session_options, providers=list(providers.items()), enable_fallback=0)
 
@@ -169,6 +188,8 @@ def create_session(
         )
     if target.session.needs_cuda:
         _require_cudnn(target)
+    if engines is not None and remote is not None and not had:
+        push_folder(engines.engines, remote)
     session.weights, session.live = weights, live  # they must outlive it
     session.loaded_on, session.built_for = target.name, options.built_for
     return session

@@ -29,7 +29,7 @@ from sdflow.verify.artifact.on_device import run_on_device
 from sdflow.verify.artifact.overflow import Overflow, overflow
 from sdflow.verify.artifact.promises import check_promises, read_configs
 from sdflow.verify.artifact.roundings import DRAWS, Roundings, drawn_again, too_far
-from sdflow.verify.artifact.unsupported_nodes import fits
+from sdflow.verify.artifact.unsupported_nodes import fits, fits_elsewhere
 from sdflow.verify.finding import Finding, errors
 from sdflow.verify.reference.cases import Cases, read_cases
 from sdflow.verify.reference.selection import read_selection
@@ -257,7 +257,9 @@ class Desk:
             if self.verdicts[submodel].outputs:  # it is a graph that runs
                 path, read = (request.folder / submodel / MODEL_FILE).resolve(), self.family.part(submodel).read
                 outputs = None if read is None else read(read_json(request.folder / submodel / CONFIG_FILE))
-                found += fits(load_graph(path), target, submodel, read=outputs)
+                graph = load_graph(path)
+                found += fits(graph, target, submodel, read=outputs)
+                found += fits_elsewhere(graph, target, submodel, read=outputs)
         if request.allow_fallback:
             found = [replace(each, level="warning") if each.level == "error" else each for each in found]
         promises = check_promises(request.folder, target, family=self.family)

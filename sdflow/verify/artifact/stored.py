@@ -127,8 +127,8 @@ def ahead(work: Callable[[str], Result], names: Iterable[str]) -> Iterator[Resul
 
 
 class _Latest:
-    """The weights that were quantized by blocks last: their values, scales and zeros lie side by side. Two stay, as one thread may
-    be at the next weight already."""
+    """The weights that were quantized by blocks last: their values, scales and zeros lie side by side. Two stay, as one
+    thread may be at the next weight already."""
 
     def __init__(self, read: Callable[[str], NDArray[Any]]) -> None:
         self._read = read

@@ -20,7 +20,14 @@ from sdflow.verify.kernels import Condition, Kernel, KernelTable, kernel_table
 if TYPE_CHECKING:
     import onnx
 
-ENGINES = ("TensorrtExecutionProvider", "MIGraphXExecutionProvider")
+ENGINES = (
+    "TensorrtExecutionProvider",
+    "MIGraphXExecutionProvider",
+    "NvTensorRTRTXExecutionProvider",
+    "OpenVINOExecutionProvider",
+    "QNNExecutionProvider",
+    "VitisAIExecutionProvider",
+)
 """Providers that compile a whole graph, shapes and all: a shape costs them nothing."""
 
 NOT_READ = "drawing does not use what it computes; drop that output, or let it run on the CPU"
@@ -109,6 +116,19 @@ def fits(
     if table.provider != CPU_PROVIDER:
         found += [replace(finding, submodel=submodel) for finding in _obstacles(model.graph, table)]
     return _gathered(found)
+
+
+def fits_elsewhere(
+    model: onnx.ModelProto, target: Target, submodel: str = "", *, read: Collection[str] | None = None
+) -> list[Finding]:
+    """For a target with a provider for each kind of machine, what the others than the first have no kernel for, as warnings."""
+    others = [provider for provider, _, _ in target.providers[1:]] if target.plugins else []
+    return [
+        replace(each, level="warning", what=f"{each.what}, on machines with that provider")
+        for provider in others
+        for each in fits(model, target, submodel, provider, read=read)
+        if each.level == "error"
+    ]
 
 
 def without_kernel(model: onnx.ModelProto, target: Target) -> set[str]:

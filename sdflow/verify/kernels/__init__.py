@@ -29,6 +29,10 @@ _FILES = {
     "MIGraphXExecutionProvider": "migraphx.json",
     "DmlExecutionProvider": "directml.json",
     "TensorrtExecutionProvider": "tensorrt.json",
+    "NvTensorRTRTXExecutionProvider": "nv_tensorrt_rtx.json",
+    "OpenVINOExecutionProvider": "openvino.json",
+    "QNNExecutionProvider": "qnn.json",
+    "VitisAIExecutionProvider": "vitisai.json",
 }
 _ANY = 1 << 30
 
@@ -94,9 +98,11 @@ class KernelTable:
     @property
     def title(self) -> str:
         """The provider as users call it: CUDA, DirectML."""
-        return {"DmlExecutionProvider": "DirectML", "TensorrtExecutionProvider": "TensorRT"}.get(
-            self.provider, self.provider.removesuffix("ExecutionProvider")
-        )
+        return {
+            "DmlExecutionProvider": "DirectML",
+            "TensorrtExecutionProvider": "TensorRT",
+            "NvTensorRTRTXExecutionProvider": "TensorRT for RTX",
+        }.get(self.provider, self.provider.removesuffix("ExecutionProvider"))
 
 
 @cache

@@ -1,0 +1,167 @@
+"""Execution providers that ONNX Runtime loads as plugins: their libraries, and the devices that they offer on this machine.
+
+A library is registered once in a process. It comes with a package that tells where it lies (`get_library_path`), or, for Windows
+ML, from the catalogue of providers that Windows keeps for the machine's hardware (the package windowsml).
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sdflow.errors import TargetUnavailableError
+from sdflow.machine.onnx_runtime import onnxruntime_errors
+from sdflow.targets import Target
+
+CATALOGUE = "windowsml"
+"""The module that stands in `Target.plugins` for Windows ML's catalogue."""
+
+INSTALL_COMMAND = "python -m sdflow.machine.windows_ml"
+
+_KINDS = ("GPU", "NPU", "CPU")
+"""The kinds of devices, the best for images first: a denoiser is too large for most NPUs."""
+
+_VOLATILE = ("library_path", "LUID", "DxgiAdapterNumber", "DxgiHighPerformanceIndex", "pci_bus_id", "card_idx")
+"""What the metadata of a device tells of this boot or this folder, not of the device."""
+
+
+@dataclass
+class _Registered:
+    """What was registered in this process. catalogue: kept, since what it found must not outlive it."""
+
+    errors: dict[str, str] = field(default_factory=dict)
+    done: set[str] = field(default_factory=set)
+    catalogue: Any = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+_here = _Registered()
+
+
+@dataclass(frozen=True)
+class Plugins:
+    """devices: provider -> ONNX Runtime's devices (`OrtEpDevice`) that it offers here, the best first. missing: provider -> why
+    it offers none."""
+
+    devices: Mapping[str, list[Any]]
+    missing: Mapping[str, str]
+
+
+def plugins_of(ort: Any, target: Target) -> Plugins:
+    """The target's plugins, registered if they were not.
+
+    Raises TargetUnavailableError when this ONNX Runtime takes no plugins.
+    """
+    if not target.plugins:
+        return Plugins({}, {})
+    if not hasattr(ort, "register_execution_provider_library"):
+        raise TargetUnavailableError(
+            f"ONNX Runtime {ort.__version__} takes no providers as plugins",
+            where=target.name,
+            remedy="pip install --upgrade onnxruntime",
+        )
+    with _here.lock:
+        found = list(_libraries(target)) if target.plugins.keys() - _here.done else []
+        for provider, library in found:
+            if provider in _here.done:
+                continue
+            try:
+                # Under the name by which the target knows it: NVIDIA's library calls its provider as it is registered.
+                ort.register_execution_provider_library(provider, library)
+            except onnxruntime_errors(ort) as error:
+                _here.errors[provider] = f"its library cannot be loaded: {error}"
+            else:
+                _here.done.add(provider)
+                _here.errors.pop(provider, None)
+    offered = list(ort.get_ep_devices())
+    devices: dict[str, list[Any]] = {}
+    missing: dict[str, str] = {}
+    for provider in target.plugins:
+        mine = [each for each in offered if each.ep_name.lower() == provider.lower()]
+        if mine:
+            devices[provider] = sorted(mine, key=_rank)
+        else:
+            missing[provider] = _here.errors.get(provider) or "it finds no device on this machine"
+    return Plugins(devices, missing)
+
+
+def device_facts(device: Any) -> dict[str, Any]:
+    """What names a device and the version of its provider, without what changes from boot to boot."""
+    told = {**device.device.metadata, **device.ep_metadata}
+    return {
+        "vendor": device.device.vendor,
+        "vendor_id": device.device.vendor_id,
+        "device_id": device.device.device_id,
+        "kind": _kind(device),
+        **{name: told[name] for name in sorted(told) if name not in _VOLATILE},
+    }
+
+
+def _libraries(target: Target) -> Iterator[tuple[str, str]]:
+    """Provider and library, of those that are installed; of the others, why not is noted."""
+    for module in dict.fromkeys(target.plugins.values()):
+        mine = [provider for provider, other in target.plugins.items() if other == module]
+        try:
+            if module == CATALOGUE:
+                yield from _in_catalogue(mine)
+            else:
+                path = importlib.import_module(module).get_library_path()
+                yield from ((provider, path) for provider in mine)
+        except ImportError as error:
+            _note(mine, f"the package {target.package} is not installed ({error})")
+        except OSError as error:
+            _note(mine, f"the package {target.package} cannot be loaded: {error}")
+
+
+def _in_catalogue(providers: list[str]) -> Iterator[tuple[str, str]]:
+    """Of Windows ML's catalogue, what is on this machine. Nothing is downloaded: `sdflow.machine.windows_ml` does that."""
+    windowsml = importlib.import_module(CATALOGUE)
+    if _here.catalogue is None:
+        _here.catalogue = windowsml.EpCatalog()
+    names = {name.lower(): name for name in providers}
+    _note(providers, "Windows ML's catalogue does not offer it for this machine")
+    for each in _here.catalogue.find_all_providers():
+        provider = names.get(each.name.lower())
+        if provider is None:
+            continue
+        if each.ready_state == windowsml.EpReadyState.NotPresent:
+            _note([provider], f"Windows ML offers it, and it is not downloaded; {INSTALL_COMMAND} does that")
+            continue
+        each.ensure_ready()
+        yield provider, each.library_path
+
+
+def _note(providers: list[str], why: str) -> None:
+    _here.errors |= dict.fromkeys(providers, why)
+
+
+def _kind(device: Any) -> str:
+    return str(device.device.type).rpartition(".")[2]
+
+
+def _rank(device: Any) -> int:
+    kind = _kind(device)
+    return _KINDS.index(kind) if kind in _KINDS else len(_KINDS)
+
+
+def display_drivers() -> list[str]:
+    """Names and versions of the drivers of displays and NPUs, on Windows, as its registry has them; elsewhere none."""
+    if sys.platform != "win32":
+        return []
+    import winreg
+
+    found = []
+    for kind in ("{4d36e968-e325-11ce-bfc1-08002be10318}", "{f01a9d53-3ff6-48d2-9f97-c8a7004be10c}"):
+        for index in range(16):
+            path = rf"SYSTEM\CurrentControlSet\Control\Class\{kind}\{index:04d}"
+            try:
+                with winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, path) as key:
+                    words = [winreg.QueryValueEx(key, name)[0] for name in ("DriverDesc", "DriverVersion")]
+            except OSError:
+                continue
+            found.append(" ".join(map(str, words)))
+    return sorted(found)

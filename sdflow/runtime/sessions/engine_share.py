@@ -1,0 +1,252 @@
+"""Engines in a shared cache: what one machine has compiled, the next of its kind fetches in place of compiling it.
+
+An engine travels as an entry of the remote cache (`sdflow.store.remote`) whose action is its key: the machine (device, driver,
+versions) and the model (graph, weights, options, shapes). So no machine ever asks for another's. Digests of all files are
+checked on arrival, and signatures where signers are trusted.
+
+An engine is code that the driver runs. A process fetches engines by itself only where $SDFLOW_ENGINES_TRUST names whose to take.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from sdflow import stop
+from sdflow.artifact import Action, Record
+from sdflow.disk.atomic_write import write_whole
+from sdflow.disk.user_folder import writing
+from sdflow.errors import SdflowError, TargetUnavailableError
+from sdflow.machine.plugins import plugins_of
+from sdflow.machine.providers import onnxruntime_for
+from sdflow.runtime.sessions.engine_cache import (
+    FOLDER_VARIABLE,
+    MACHINE_FILE,
+    MODEL_FILE,
+    keeps_engines,
+    key_file,
+    machine_folder,
+    machine_key,
+    model_name,
+    read_key,
+)
+from sdflow.store import Cache
+from sdflow.store.copying import answering, copy_entries
+from sdflow.store.records import Stored
+from sdflow.store.remote.catalog import listed
+from sdflow.store.remote.spec import RemoteSpec, remote_from_environment
+from sdflow.store.signing import signer_from_environment
+from sdflow.targets import TARGETS
+
+TRUST_VARIABLE = "SDFLOW_ENGINES_TRUST"
+ANYBODY = "anybody"
+"""In that variable: also engines that nobody has signed."""
+ON_THE_WAY = "on-the-way"
+"""The folder, beside the machines', that engines pass through."""
+_KIND = "engine"
+_FORMAT = 1
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """engines: how many were copied. there: were on the other side already. others: of other machines, and left alone."""
+
+    engines: int
+    there: int
+    others: int = 0
+
+
+def engine_action(machine: Mapping[str, Any], model: Mapping[str, Any]) -> Action:
+    """The key of a machine's engines of one model."""
+    return Action({_KIND: _FORMAT, "machine": dict(machine), "model": dict(model)})
+
+
+def has_engines(folder: Path) -> bool:
+    """Whether a provider has kept anything in a model's folder."""
+    return folder.is_dir() and any(_compiled(folder))
+
+
+def remote_of_engines(environment: Mapping[str, str] = os.environ) -> RemoteSpec | None:
+    """The remote cache that engines are fetched from as they are needed; None where the environment does not say whose to
+    take."""
+    said = environment.get(TRUST_VARIABLE, "").split()
+    spec = remote_from_environment(None, environment) if said else None
+    return None if spec is None else replace(spec, trust=() if ANYBODY in said else tuple(said))
+
+
+def passing_through(root: Path, remote: RemoteSpec) -> Cache:
+    """The cache that engines pass through on their way."""
+    return Cache(root / ON_THE_WAY, remote=remote, signer=signer_from_environment())
+
+
+def fetch_engines(folder: Path, remote: RemoteSpec) -> bool:
+    """Bring the engines of a model's folder from the remote, if it has them and the folder has none.
+
+    Never fails: the provider compiles what is not to be had, and the log says why.
+    """
+    key = _key_of(folder)
+    if key is None or has_engines(folder):
+        return False
+    root = folder.parent.parent
+    try:
+        cache = passing_through(root, remote)
+        copied = copy_entries(cache, [engine_action(*key)], up=False)
+        for record in copied.new:
+            _settle(record, root)
+            log.info("%s: engines fetched from %s", folder.name, remote.shown)
+        _empty(cache)
+    except SdflowError as error:
+        log.warning("engines are not fetched from %s: %s", remote.shown, error)
+        return False
+    return has_engines(folder)
+
+
+def push_folder(folder: Path, remote: RemoteSpec) -> bool:
+    """Send the engines of a model's folder, where pushing was asked for. Never fails, as `fetch_engines`."""
+    if not remote.push or not has_engines(folder):
+        return False
+    try:
+        return push_engines(folder.parent.parent, remote, [folder]).engines > 0
+    except SdflowError as error:
+        log.warning("engines are not pushed to %s: %s", remote.shown, error)
+        return False
+
+
+def push_engines(root: Path, remote: RemoteSpec, only: Sequence[Path] | None = None) -> Moved:
+    """Send what is kept under `root` to the remote, whatever machine's it is. only: these models' folders.
+
+    Raises CacheError when the remote cannot be used, UsageError where nothing can be written.
+    """
+    cache = passing_through(root, remote)
+    folders = (
+        [each for machine in sorted(root.glob("*-*")) for each in sorted(machine.iterdir())] if only is None else only
+    )
+    moved = there = 0
+    for folder in folders:
+        key = _key_of(folder)
+        if key is None or not has_engines(folder):
+            continue
+        stop.check()
+        action = engine_action(*key)
+        with cache.staging(action) as staging:
+            for name in _compiled(folder):
+                _copy(folder / name, staging.files / name)
+            staging.publish({}, when_built(folder))
+        sent = copy_entries(cache, [action], up=True).sent
+        moved, there = moved + bool(sent.results), there + (not sent.results)
+        cache.forget(action)
+        _empty(cache)
+    return Moved(moved, there)
+
+
+def pull_engines(root: Path, remote: RemoteSpec, machines: Sequence[Mapping[str, Any]]) -> Moved:
+    """Bring all that the remote has for these machines, by their keys. Raises as `push_engines`."""
+    cache = passing_through(root, remote)
+    with answering(cache.remote) as there:
+        entries = [entry for each in listed(there.share, stop.check) if _is_engine(entry := each.entry)]
+    mine = [entry.action for entry in entries if entry.action.content["machine"] in machines]
+    missing = [action for action in mine if not has_engines(_folder(root, action))]
+    new = 0
+    for action in missing:  # one at a time: they are large
+        for record in copy_entries(cache, [action], up=False).new:
+            _settle(record, root)
+            new += 1
+        _empty(cache)
+    return Moved(new, len(mine) - len(missing), len(entries) - len(mine))
+
+
+def machines_here() -> list[dict[str, Any]]:
+    """The keys of this machine, one for each provider here that keeps engines."""
+    found = []
+    for target in filter(keeps_engines, TARGETS.values()):
+        with suppress(TargetUnavailableError):
+            ort, provider = onnxruntime_for(target)
+            devices = plugins_of(ort, target).devices.get(provider, [])
+            found.append(machine_key(provider, devices[0] if devices else None))
+    return found
+
+
+def _is_engine(entry: Stored) -> bool:
+    content = entry.action.content
+    return (
+        content.keys() == {_KIND, "machine", "model"}
+        and content[_KIND] == _FORMAT
+        and all(isinstance(content[name], dict) for name in ("machine", "model"))
+        and isinstance(content["machine"].get("provider"), str)
+        and content["machine"]["provider"].isalnum()
+    )
+
+
+def _folder(root: Path, action: Action) -> Path:
+    return machine_folder(root, action.content["machine"]) / model_name(action.content["model"])
+
+
+def _key_of(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The machine's key and the model's, of a model's folder in its own place; None for any other."""
+    machine, model = read_key(folder.parent / MACHINE_FILE), read_key(folder / MODEL_FILE)
+    if not isinstance(machine, dict) or not isinstance(model, dict) or "provider" not in machine:
+        return None
+    root = folder.parent.parent
+    return (machine, model) if machine_folder(root, machine) / model_name(model) == folder.absolute() else None
+
+
+def _compiled(folder: Path) -> list[str]:
+    """The files that a provider has kept, relative to the folder; not what is half made."""
+    found = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink())
+    names = [path.relative_to(folder).as_posix() for path in found]
+    return [name for name in names if _is_compiled(name)]
+
+
+def when_built(folder: Path) -> dict[str, Any]:
+    """What an entry says of its making, of which only the time is known here."""
+    last = max((folder / name).stat().st_mtime for name in _compiled(folder))
+    return {
+        "seconds": 0.0,
+        "peak_memory": 0,
+        "finished": datetime.fromtimestamp(last, UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _is_compiled(name: str) -> bool:
+    return name != MODEL_FILE and not any(part.startswith(".") for part in name.split("/"))
+
+
+def _settle(record: Record, root: Path) -> None:
+    """Put what was fetched in its place. A folder that came to be there meanwhile stays."""
+    folder = _folder(root, record.action)
+    with writing("engines", root, FOLDER_VARIABLE):
+        scratch = folder.parent / f".{folder.name}-{os.getpid()}-{os.urandom(4).hex()}"
+        try:
+            for entry in filter(lambda each: _is_compiled(each.path), record.artifact.files):
+                _copy(record.artifact.path / entry.path, scratch / entry.path)
+            for path, content in (
+                (folder.parent / MACHINE_FILE, record.action.content["machine"]),
+                (folder / MODEL_FILE, record.action.content["model"]),
+            ):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if not path.exists():
+                    write_whole(path, key_file(content))
+            for each in scratch.iterdir():
+                with suppress(OSError):  # it came to be there meanwhile
+                    each.rename(folder / each.name)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+
+
+def _empty(cache: Cache) -> None:
+    """Remove what has passed through."""
+    cache.gc(0)
