@@ -55,6 +55,18 @@ class SessionSettings:
 
 
 @dataclass(frozen=True)
+class Plugin:
+    """A package that brings a provider as a library of its own, which ONNX Runtime loads beside any of its packages.
+
+    module: has `get_library_path`. system: what it needs of the system, in words.
+    """
+
+    distribution: str
+    module: str
+    system: str
+
+
+@dataclass(frozen=True)
 class Target:
     """A target that workflows can name.
 
@@ -62,6 +74,7 @@ class Target:
     package: the distribution that brings the provider; for a machine that lacks it.
     platform: the one `sys.platform` that the provider exists for, or None.
     bfloat16: whether the provider runs transformers in bfloat16.
+    plugin: where the provider is none of ONNX Runtime's own; `package` is then the ONNX Runtime beside it.
     """
 
     name: str
@@ -71,6 +84,7 @@ class Target:
     session: SessionSettings = field(default_factory=SessionSettings)
     platform: str | None = None
     bfloat16: bool = False
+    plugin: Plugin | None = None
 
 
 # EXHAUSTIVE is ONNX Runtime's own default; written down because DEFAULT is 12 times slower on a UNet (85 ms instead of
@@ -144,6 +158,20 @@ TARGETS: Mapping[str, Target] = {
             "onnxruntime-directml",
             SessionSettings(memory_pattern=False, static_shapes=True),
             platform="win32",
+        ),
+        # Vulkan, Direct3D 12 or Metal, on any vendor's GPU. The provider turns convolutions to NHWC by itself.
+        # https://github.com/microsoft/onnxruntime/tree/main/plugin-ep-webgpu
+        Target(
+            "webgpu",
+            "WebGPU",
+            (("WebGpuExecutionProvider", "1.24", None),),
+            "onnxruntime",
+            SessionSettings(static_shapes=True),
+            plugin=Plugin(
+                "onnxruntime-ep-webgpu",
+                "onnxruntime_ep_webgpu",
+                "a GPU and its driver: on Linux one with Vulkan, and the loader libvulkan.so.1 (Debian: apt-get install libvulkan1)",
+            ),
         ),
     )
 }

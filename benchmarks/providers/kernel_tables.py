@@ -6,6 +6,7 @@
     python benchmarks/providers/kernel_tables.py migraphx --wheel onnxruntime_migraphx-1.27.1-cp312-*.whl --python python3.12
     python benchmarks/providers/kernel_tables.py directml --wheel onnxruntime_directml-1.24.4-cp311-cp311-win_amd64.whl
     python benchmarks/providers/kernel_tables.py tensorrt --document operators.md
+    python benchmarks/providers/kernel_tables.py webgpu
 
 pip fetches a wheel for another system: `pip download --no-deps --only-binary=:all: --platform win_amd64
 --python-version 3.11 onnxruntime-directml`.
@@ -15,7 +16,8 @@ is needed to list kernels: for a wheel, empty libraries are compiled in which ev
 wants returns 0, "success", and ONNX Runtime is asked from a process that finds those. Needs gcc, readelf, and a Python
 that fits the wheel and has numpy and onnx. No kernel is run. MIGraphX is asked node by node (`kernels_asked.py`),
 DirectML's array is read out of its library (`kernels_in_dll.py`), TensorRT's out of its parser's document
-(`kernels_in_document.py`): it is not on the package index.
+(`kernels_in_document.py`): it is not on the package index. WebGPU, a plugin of the installed ONNX Runtime, is asked node by node,
+version by version and type by type (`kernels_placed.py`).
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,8 @@ from benchmarks.providers.kernels_asked import ASK as ASK_EACH
 from benchmarks.providers.kernels_asked import migraphx_kernels
 from benchmarks.providers.kernels_in_dll import directml_kernels
 from benchmarks.providers.kernels_in_document import tensorrt_kernels
+from benchmarks.providers.kernels_placed import ASK as ASK_PLACED
+from benchmarks.providers.kernels_placed import placed_rows
 
 KERNELS = Path(__file__).parents[2] / "sdflow" / "verify" / "kernels"
 PROVIDERS = {
@@ -46,6 +51,7 @@ PROVIDERS = {
     "migraphx": "MIGraphXExecutionProvider",
     "directml": "DmlExecutionProvider",
     "tensorrt": "TensorrtExecutionProvider",
+    "webgpu": "WebGpuExecutionProvider",
 }
 DOMAINS = ("", "com.microsoft")
 OURS = re.compile(r"lib(dl|rt|pthread|stdc\+\+|m|gcc_s|c|onnxruntime\w*)\.so|ld-")
@@ -107,6 +113,8 @@ def main() -> None:
         if given.document is None:
             parser.error("tensorrt needs --document")
         write_tensorrt(out, given.document)
+    elif given.target == "webgpu":
+        write_webgpu(out)
     elif given.wheel is None and given.target != "cpu":
         parser.error(f"{given.target} needs --wheel")
     elif given.target == "directml":
@@ -193,6 +201,24 @@ def write_tensorrt(out: Path, document: Path) -> None:
     write_rows(out, table, rows)
 
 
+def write_webgpu(out: Path) -> None:
+    """The table of WebGPU's plugin, as it is installed beside ONNX Runtime."""
+    provider = PROVIDERS["webgpu"]
+    rows, unknown = placed_rows(ask(sys.executable, ASK_PLACED, [provider, "onnxruntime_ep_webgpu"], {}))
+    loads = ask(sys.executable, ASK, "CPUExecutionProvider", {})
+    table = {
+        "provider": provider,
+        "version": f"onnxruntime-ep-webgpu {version('onnxruntime-ep-webgpu')}",
+        "source": f"each operator, version and type in a graph of one node given to that plugin in onnxruntime "
+        f"{loads['runtime']}, by kernel_tables.py; unknown: no such graph makes a session; opset and ir_version are that ONNX "
+        "Runtime's",
+        "opset": loads["opset"],
+        "ir_version": loads["ir_version"],
+        "unknown": unknown,
+    }
+    write_rows(out, table, rows)
+
+
 def unpacked(wheel: Path, folder: Path) -> dict[str, str]:
     """Unpack an ONNX Runtime wheel beside libraries for it; returns the environment in which Python finds both."""
     with zipfile.ZipFile(wheel) as archive:
@@ -203,10 +229,10 @@ def unpacked(wheel: Path, folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(folder), "LD_LIBRARY_PATH": str(libraries)}
 
 
-def ask(python: str, question: str, provider: str, environment: dict[str, str]) -> Any:
+def ask(python: str, question: str, about: str | list[str], environment: dict[str, str]) -> Any:
     quiet = {"ORT_DISABLE_TELEMETRY": "1", "CI": "1"}
     done = subprocess.run(
-        [python, "-c", question, provider],
+        [python, "-c", question, *([about] if isinstance(about, str) else about)],
         env={**os.environ, **quiet, **environment},
         stdout=subprocess.PIPE,
         check=True,

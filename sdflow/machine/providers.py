@@ -12,6 +12,7 @@ from typing import Any
 from sdflow.errors import TargetUnavailableError
 from sdflow.machine.onnx_runtime import import_onnxruntime
 from sdflow.machine.packages import installed_versions
+from sdflow.machine.plugins import plugin_devices, require_plugin
 from sdflow.targets import ONNXRUNTIME_FLAVOURS, Target
 
 _PLATFORMS = {"win32": "Windows", "linux": "Linux", "darwin": "macOS"}
@@ -33,7 +34,9 @@ def require_package(target: Target) -> None:
     The plain `onnxruntime` package has the CPU's provider and none of the targets' others. Costs milliseconds.
     """
     require_platform(target)
-    if target.name == "cpu":
+    if target.plugin is not None:
+        require_plugin(target, target.plugin)
+    if target.name == "cpu" or target.plugin is not None:
         return
     if list(installed_versions(*ONNXRUNTIME_FLAVOURS)) == ["onnxruntime"]:
         wanted = " or ".join(provider for provider, _, _ in target.providers)
@@ -50,7 +53,10 @@ def onnxruntime_for(target: Target) -> tuple[Any, str]:
     Raises TargetUnavailableError when it is not installed, or when it lacks the provider.
     """
     ort = import_onnxruntime(target)
-    return ort, choose_provider(target, ort.__version__, ort.get_available_providers())
+    present = ort.get_available_providers()
+    if target.plugin is not None:
+        present = [*present, *(device.ep_name for device in plugin_devices(ort, target, target.plugin))]
+    return ort, choose_provider(target, ort.__version__, present)
 
 
 def choose_provider(target: Target, version: str, available: Iterable[str]) -> str:

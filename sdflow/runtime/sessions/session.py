@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import SlowerWarning, TargetUnavailableError, VerificationError
 from sdflow.machine.onnx_runtime import onnxruntime_errors
+from sdflow.machine.plugins import plugin_devices
 from sdflow.machine.providers import onnxruntime_for
 from sdflow.onnx_model.float8 import DOMAIN, has_float8
 from sdflow.onnx_model.reading import load_graph
@@ -138,9 +139,14 @@ def create_session(
     if capture and options.tuning.cuda_graphs and provider == CUDA_PROVIDER:
         providers[CUDA_PROVIDER]["enable_cuda_graph"] = "1"
 
+    if target.plugin is not None:
+        session_options.add_provider_for_devices(plugin_devices(ort, target, target.plugin)[:1], providers.pop(provider))
+
     def load() -> Any:
         # The CPU is not listed where the target is another: ONNX Runtime appends it anyway, for what is left over.
         source = str(model) if graph is None else graph.SerializeToString()
+        if target.plugin is not None:
+            return ort.InferenceSession(source, session_options, enable_fallback=0)
         with small_workspaces() if target.session.needs_cuda else nullcontext():
             return ort.InferenceSession(source, session_options, providers=list(providers.items()), enable_fallback=0)
 

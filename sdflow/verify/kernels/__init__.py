@@ -29,6 +29,7 @@ _FILES = {
     "MIGraphXExecutionProvider": "migraphx.json",
     "DmlExecutionProvider": "directml.json",
     "TensorrtExecutionProvider": "tensorrt.json",
+    "WebGpuExecutionProvider": "webgpu.json",
 }
 _ANY = 1 << 30
 
@@ -94,9 +95,11 @@ class KernelTable:
     @property
     def title(self) -> str:
         """The provider as users call it: CUDA, DirectML."""
-        return {"DmlExecutionProvider": "DirectML", "TensorrtExecutionProvider": "TensorRT"}.get(
-            self.provider, self.provider.removesuffix("ExecutionProvider")
-        )
+        return {
+            "DmlExecutionProvider": "DirectML",
+            "TensorrtExecutionProvider": "TensorRT",
+            "WebGpuExecutionProvider": "WebGPU",
+        }.get(self.provider, self.provider.removesuffix("ExecutionProvider"))
 
 
 @cache
