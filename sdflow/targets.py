@@ -41,6 +41,7 @@ class SessionSettings:
     with_providers: providers that may take what the target's own leaves over, before the CPU does.
     memory_pattern: whether ONNX Runtime may plan memory ahead (`SessionOptions.enable_mem_pattern`).
     static_shapes: every input's shape must be fixed when the session is created.
+    folded: shape arithmetic is computed before ONNX Runtime has the graph, so that none of it is left for the CPU.
     profiles: the session is told between which shapes its inputs will be, and is made anew for others.
     needs_cuda: CUDA's libraries must be found, cuDNN too, which is otherwise missed only at the first convolution.
     """
@@ -50,6 +51,7 @@ class SessionSettings:
     with_providers: tuple[str, ...] = ()
     memory_pattern: bool = True
     static_shapes: bool = False
+    folded: bool = False
     profiles: bool = False
     needs_cuda: bool = False
 
@@ -166,11 +168,11 @@ TARGETS: Mapping[str, Target] = {
             "WebGPU",
             (("WebGpuExecutionProvider", "1.24", None),),
             "onnxruntime",
-            SessionSettings(static_shapes=True),
+            SessionSettings(static_shapes=True, folded=True),
             plugin=Plugin(
                 "onnxruntime-ep-webgpu",
                 "onnxruntime_ep_webgpu",
-                "a GPU and its driver: on Linux one with Vulkan, and the loader libvulkan.so.1 (Debian: apt-get install libvulkan1)",
+                "a GPU and its driver; on Linux, the driver's Vulkan and libvulkan.so.1 (Debian: apt-get install libvulkan1)",
             ),
         ),
     )

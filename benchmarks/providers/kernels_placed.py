@@ -26,6 +26,7 @@ WORDS = {
     "Attention": {"num_heads": 2, "q_num_heads": 2, "kv_num_heads": 2}, "Resize": {"mode": "nearest"},
     "DepthToSpace": {"blocksize": 1}, "SpaceToDepth": {"blocksize": 1},
 }
+SHAPES = {"BiasSplitGelu": [[2, 4, 16], [16]]}  # of inputs that its shape inference looks at
 RANKS = (3, 4, 2, 1)
 onnxruntime.set_default_logger_severity(4)
 onnxruntime.register_execution_provider_library(MODULE, import_module(MODULE).get_library_path())
@@ -38,7 +39,7 @@ def placed(schema, opset, types, rank, inputs):
         kind = types.get(formal.typeStr) or next((t[7:-1] for t in sorted(formal.types) if t[7:-1] in TYPES), None)
         if kind is None:
             return None
-        shape = [f"d{axis}" for axis in range(rank)]
+        shape = SHAPES[schema.name][index] if schema.name in SHAPES else [f"d{axis}" for axis in range(rank)]
         infos.append(helper.make_tensor_value_info(f"x{index}", TYPES[kind], shape))
     given = {n: DEFAULTS.get(str(a.type).split(".")[-1]) for n, a in schema.attributes.items() if a.required}
     given.update({name: value for name, value in WORDS.get(schema.name, {}).items() if name in schema.attributes})
@@ -57,7 +58,9 @@ def placed(schema, opset, types, rank, inputs):
         session = onnxruntime.InferenceSession(model.SerializeToString(), options, enable_fallback=0)
     except Exception as error:
         return "nobody" if "NOT_IMPLEMENTED" in str(error) else None
-    return next((p.ep_name for p in session.get_provider_graph_assignment_info() for n in p.get_nodes()), None)
+    # A function that ONNX Runtime has put other operators in the place of has no kernel, whoever takes those.
+    owners = {n.op_type: p.ep_name for p in session.get_provider_graph_assignment_info() for n in p.get_nodes()}
+    return owners.get(schema.name, "nobody")
 
 def taken(schema, opset):
     # Constraint -> the types that the provider takes; False where it has no kernel, None where no session could be made.
@@ -136,5 +139,8 @@ def placed_rows(answers: list[Any]) -> tuple[dict[str, Any], str]:
                 break
         else:
             known.append([[version], None, types])
-    found = {name: [[v[0] if len(v) == 1 else v, last, types] for v, last, types in known] for name, known in rows.items()}
+    rows["Constant"] = [[[1], "any", {}]]  # ONNX Runtime makes an initializer of each
+    found = {
+        name: [[v[0] if len(v) == 1 else v, last, types] for v, last, types in known] for name, known in rows.items()
+    }
     return found, " ".join(sorted(unknown - rows.keys()))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
 import threading
 from importlib import import_module
@@ -18,6 +19,8 @@ from sdflow.targets import Plugin, Target
 
 SOFTWARE = "ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER"
 """The WebGPU provider takes an adapter that computes on the processor only where this is set to 1."""
+
+_NO_ADAPTER = re.compile(r"Failed to get a WebGPU adapter: (?P<cause>[^\n]*)")
 
 _registered: set[str] = set()
 _registering = threading.Lock()
@@ -41,7 +44,9 @@ def plugin_devices(ort: Any, target: Target, plugin: Plugin) -> list[Any]:
     require_plugin(target, plugin)
     if not hasattr(ort, "register_execution_provider_library"):
         raise TargetUnavailableError(
-            f"ONNX Runtime {ort.__version__} takes no plugins", where=target.name, remedy=f"pip install -U {target.package}"
+            f"ONNX Runtime {ort.__version__} takes no plugins",
+            where=target.name,
+            remedy=f"pip install -U {target.package}",
         )
     with _registering:
         if plugin.distribution not in _registered:
@@ -52,6 +57,19 @@ def plugin_devices(ort: Any, target: Target, plugin: Plugin) -> list[Any]:
     if not found:
         raise TargetUnavailableError(_without_device(), where=target.name, remedy=f"It needs {plugin.system}.")
     return sorted(found, key=lambda device: device.device.type != ort.OrtHardwareDeviceType.GPU)
+
+
+def plugin_failure(error: Exception, target: Target) -> TargetUnavailableError | None:
+    """What to tell of a session that could not be made because the provider has no device; None for any other failure."""
+    found = _NO_ADAPTER.search(str(error))
+    if found is None or target.plugin is None:
+        return None
+    lacking = "" if _vulkan_loader() else "; the Vulkan loader libvulkan.so.1 is not installed"
+    return TargetUnavailableError(
+        f"no WebGPU adapter: {found['cause'].strip()}{lacking}",
+        where=target.name,
+        remedy=f"It needs {target.plugin.system}.",
+    )
 
 
 def _register(ort: Any, target: Target, plugin: Plugin) -> None:
@@ -68,12 +86,15 @@ def _register(ort: Any, target: Target, plugin: Plugin) -> None:
 
 
 def _without_device() -> str:
-    if sys.platform == "linux" and not _vulkan_loader():
+    if not _vulkan_loader():
         return "the Vulkan loader libvulkan.so.1 is not installed"
     return f"it finds no GPU (one that the processor emulates is taken with {SOFTWARE}=1 alone)"
 
 
 def _vulkan_loader() -> bool:
+    """Whether Vulkan's loader is there; true where the provider does without."""
+    if sys.platform != "linux":
+        return True
     try:
         ctypes.CDLL("libvulkan.so.1")
     except OSError:

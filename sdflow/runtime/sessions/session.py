@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import SlowerWarning, TargetUnavailableError, VerificationError
 from sdflow.machine.onnx_runtime import onnxruntime_errors
-from sdflow.machine.plugins import plugin_devices
+from sdflow.machine.plugins import plugin_devices, plugin_failure
 from sdflow.machine.providers import onnxruntime_for
 from sdflow.onnx_model.float8 import DOMAIN, has_float8
 from sdflow.onnx_model.reading import load_graph
@@ -25,7 +25,7 @@ from sdflow.runtime.kernels.parts import parts_in
 from sdflow.runtime.kernels.replace import with_own_kernels
 from sdflow.runtime.sessions.cannot_run import MOST_SAID, cannot_run
 from sdflow.runtime.sessions.cublas import small_workspaces
-from sdflow.runtime.sessions.dimensions import free_dimensions, profile_of_graph
+from sdflow.runtime.sessions.dimensions import folded, free_dimensions, profile_of_graph
 from sdflow.runtime.sessions.engine_cache import (
     TENSORRT,
     EngineFolders,
@@ -35,6 +35,7 @@ from sdflow.runtime.sessions.engine_cache import (
     keeps_engines,
 )
 from sdflow.runtime.sessions.tuning import UNTUNED, Tuning
+from sdflow.runtime.sessions.webgpu_attention import WEBGPU_PROVIDER, with_right_attention
 from sdflow.targets import CACHE_DIR, CUDA_PROVIDER, TIMING_DIR, Target
 
 if TYPE_CHECKING:
@@ -110,6 +111,12 @@ def create_session(
     if provider == CUDA_PROVIDER and has_float8(read):  # they need our operators, whatever the tuning says
         session_options.register_custom_ops_library(str(float8_library()))
         read = graph = with_float8(read, hopper=on_hopper())
+    if target.plugin is not None:
+        devices = plugin_devices(ort, target, target.plugin)
+    if target.session.folded:
+        read = graph = folded(read, shapes or {}, str(model))
+    if provider == WEBGPU_PROVIDER:
+        with_right_attention(read, ort, target, devices)
     if graph is not None:
         folder = str(model.parent)
         session_options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
@@ -140,7 +147,7 @@ def create_session(
         providers[CUDA_PROVIDER]["enable_cuda_graph"] = "1"
 
     if target.plugin is not None:
-        session_options.add_provider_for_devices(plugin_devices(ort, target, target.plugin)[:1], providers.pop(provider))
+        session_options.add_provider_for_devices(devices[:1], providers.pop(provider))
 
     def load() -> Any:
         # The CPU is not listed where the target is another: ONNX Runtime appends it anyway, for what is left over.
@@ -166,6 +173,8 @@ def create_session(
                 where=str(model),
                 remedy=NEEDS,
             ) from error
+        if target.plugin is not None and (lacking := plugin_failure(error, target)) is not None:
+            raise lacking from error
         raise cannot_run(provider, error, where=str(model), target=target.name, built_for=options.built_for) from error
     if session.get_providers()[0] != provider:
         raise TargetUnavailableError(
