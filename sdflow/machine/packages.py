@@ -9,7 +9,7 @@ from importlib import metadata
 
 import sdflow
 from sdflow.errors import UsageError
-from sdflow.targets import ONNXRUNTIME_FLAVOURS
+from sdflow.targets import ONNXRUNTIME_FLAVOURS, TARGETS
 
 EXTRAS = {
     "build": (
@@ -51,6 +51,9 @@ _DISTRIBUTIONS = {
     "python_multipart": "python-multipart",
 }
 """Module -> its distribution, where they are named differently."""
+_PLUGINS = tuple(target.plugin.distribution for target in TARGETS.values() if target.plugin is not None)
+_NO_RUNTIME = ("onnxruntime-extensions", "onnxruntime-ep-")
+"""Prefixes of packages that stand beside ONNX Runtime: custom operators and plugins."""
 _AROUND = ("diffusers", "numpy", "onnx", "torch", "transformers")
 
 
@@ -132,7 +135,7 @@ def onnxruntime_packages() -> dict[str, str]:
     found = {}
     for distribution in metadata.distributions():
         name = str(distribution.metadata["Name"]).lower().replace("_", "-")
-        if (name == "onnxruntime" or name.startswith("onnxruntime-")) and "extensions" not in name:
+        if name == "onnxruntime" or (name.startswith("onnxruntime-") and not name.startswith(_NO_RUNTIME)):
             found[name] = distribution.version
     return found
 
@@ -140,4 +143,4 @@ def onnxruntime_packages() -> dict[str, str]:
 def versions() -> dict[str, str]:
     """Python, sdflow, the installed ONNX Runtime by the name of its package, and the libraries around it."""
     own = {"python": platform.python_version(), "sdflow": sdflow.__version__}
-    return {**own, **onnxruntime_packages(), **installed_versions(*_AROUND)}
+    return {**own, **onnxruntime_packages(), **installed_versions(*_PLUGINS, *_AROUND)}

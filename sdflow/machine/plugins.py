@@ -55,7 +55,10 @@ def plugin_devices(ort: Any, target: Target, plugin: Plugin) -> list[Any]:
     names = {name for name, _, _ in target.providers}
     found = [device for device in ort.get_ep_devices() if device.ep_name in names]
     if not found:
-        raise TargetUnavailableError(_without_device(), where=target.name, remedy=f"It needs {plugin.system}.")
+        what = (
+            lacks_of_system() or f"it finds no GPU (one that the processor emulates is taken with {SOFTWARE}=1 alone)"
+        )
+        raise TargetUnavailableError(what, where=target.name, remedy=f"It needs {plugin.system}.")
     return sorted(found, key=lambda device: device.device.type != ort.OrtHardwareDeviceType.GPU)
 
 
@@ -64,9 +67,9 @@ def plugin_failure(error: Exception, target: Target) -> TargetUnavailableError |
     found = _NO_ADAPTER.search(str(error))
     if found is None or target.plugin is None:
         return None
-    lacking = "" if _vulkan_loader() else "; the Vulkan loader libvulkan.so.1 is not installed"
+    lacking = lacks_of_system()
     return TargetUnavailableError(
-        f"no WebGPU adapter: {found['cause'].strip()}{lacking}",
+        f"no WebGPU adapter: {found['cause'].strip()}" + (f"; {lacking}" if lacking else ""),
         where=target.name,
         remedy=f"It needs {target.plugin.system}.",
     )
@@ -85,18 +88,12 @@ def _register(ort: Any, target: Target, plugin: Plugin) -> None:
         ) from error
 
 
-def _without_device() -> str:
-    if not _vulkan_loader():
-        return "the Vulkan loader libvulkan.so.1 is not installed"
-    return f"it finds no GPU (one that the processor emulates is taken with {SOFTWARE}=1 alone)"
-
-
-def _vulkan_loader() -> bool:
-    """Whether Vulkan's loader is there; true where the provider does without."""
+def lacks_of_system() -> str | None:
+    """Which library of the system is missing, in words; None where none is."""
     if sys.platform != "linux":
-        return True
+        return None
     try:
         ctypes.CDLL("libvulkan.so.1")
     except OSError:
-        return False
-    return True
+        return "the Vulkan loader libvulkan.so.1 is not installed"
+    return None

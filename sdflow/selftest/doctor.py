@@ -20,10 +20,13 @@ from sdflow.machine.packages import (
     distribution_version,
     found_version,
     how_to_install,
+    installed_version,
     missing,
     onnxruntime_packages,
 )
+from sdflow.machine.plugins import lacks_of_system
 from sdflow.store import Cache
+from sdflow.targets import TARGETS
 
 Level = Literal["ok", "warning", "error"]
 
@@ -53,8 +56,8 @@ class Diagnosis:
 
 
 def diagnose(cache: Cache) -> tuple[Diagnosis, ...]:
-    """Everything the doctor looks at, in order: Python, packages, ONNX Runtime, memory, disk, cache."""
-    return (*_packages(), *_onnxruntime(), _memory(), _disk(cache.root), _cache(cache))
+    """Everything the doctor looks at, in order: Python, packages, ONNX Runtime, its plugins, memory, disk, cache."""
+    return (*_packages(), *_onnxruntime(), *_plugins(), _memory(), _disk(cache.root), _cache(cache))
 
 
 def _packages() -> list[Diagnosis]:
@@ -97,6 +100,21 @@ def _onnxruntime() -> list[Diagnosis]:
             )
         ]
     return [Diagnosis("ok", "onnxruntime", found)]
+
+
+def _plugins() -> list[Diagnosis]:
+    """The plugins of ONNX Runtime that are installed, and whether the system has what they load."""
+    found = []
+    for target in TARGETS.values():
+        if target.plugin is None or (version := installed_version(target.plugin.distribution)) is None:
+            continue
+        name = target.plugin.distribution
+        if lacking := lacks_of_system():
+            remedy = f"The target {target.name} needs {target.plugin.system}."
+            found.append(Diagnosis("warning", name, f"{version}: {lacking}", remedy))
+        else:
+            found.append(Diagnosis("ok", name, f"{version}, for the target {target.name}; `sdflow targets` tries it"))
+    return found
 
 
 def _memory() -> Diagnosis:
