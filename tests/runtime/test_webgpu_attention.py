@@ -19,7 +19,9 @@ WIDTH = HEADS * SIZE
 SIZES = {"batch": 2, "rows": 40, "keys": 12}
 
 
-def model(operator: str, inputs: list[str], shapes: dict[str, list[Any]], weights: dict[str, Any], **settings: Any) -> Any:
+def model(
+    operator: str, inputs: list[str], shapes: dict[str, list[Any]], weights: dict[str, Any], **settings: Any
+) -> Any:
     infos = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()]
     node = helper.make_node(operator, inputs, ["y"], "attention", domain="com.microsoft", num_heads=HEADS, **settings)
     result = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", "rows", WIDTH])
@@ -30,7 +32,9 @@ def model(operator: str, inputs: list[str], shapes: dict[str, list[Any]], weight
 
 
 def run(made: Any, given: dict[str, np.ndarray]) -> np.ndarray:
-    (found,) = onnxruntime.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, given)
+    (found,) = onnxruntime.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"]).run(
+        None, given
+    )
     return found
 
 
