@@ -21,17 +21,21 @@ import swiftshader
 import torch
 from beside_diffusers import PROMPT, generator, pattern, put_together
 from converted import Converted, artifact_of
+from onnx import helper
 
 from sdflow.artifact import MODEL_FILE, Artifact
 from sdflow.config import load_workflow
 from sdflow.disk.shipped import shipped_workflow
-from sdflow.errors import SlowerWarning
+from sdflow.errors import SlowerWarning, VerificationError
 from sdflow.passes.base import PassInputs
 from sdflow.passes.registry import catalog, find_pass
 from sdflow.runtime.files.folder import load_submodel
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.sessions.availability import target_availability
+from sdflow.runtime.sessions.bound import Bound
+from sdflow.runtime.sessions.place import place
 from sdflow.runtime.sessions.placement import Placement, placement
+from sdflow.runtime.sessions.session import create_session
 from sdflow.sources import Checkpoint, PlainDigests, load_pipeline, open_checkpoint
 from sdflow.targets import TARGETS
 from sdflow.verify.artifact.unsupported_nodes import fits
@@ -170,6 +174,19 @@ def test_attention_that_the_adapter_computes_wrongly_is_told(built: Built) -> No
     shapes = {"sample": (1, 4, 8, 8), "timestep": (1,), "encoder_hidden_states": (1, 77, 32)}
     with pytest.warns(SlowerWarning, match="this adapter computes fused attention wrongly"):
         load_submodel(built.folder, "unet", WEBGPU, shapes=shapes)
+
+
+def test_a_float16_graph_on_an_adapter_without_float16_is_told_in_words(tmp_path: Path) -> None:
+    half = onnx.TensorProto.FLOAT16
+    infos = [helper.make_tensor_value_info(name, half, [4, 4]) for name in "xyz"]
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "y"], ["z"])], "g", infos[:2], infos[2:])
+    path = tmp_path / "model.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    session = create_session(path, WEBGPU, shapes={"x": (4, 4), "y": (4, 4)})
+    bound = Bound(session, place("cpu"), {name: torch.zeros(4, 4, dtype=torch.float16) for name in "xy"})
+    with pytest.raises(VerificationError, match="the GPU's adapter has no float16") as told:
+        bound.run()
+    assert "precision: float32" in str(told.value.remedy)
 
 
 def test_it_is_available_and_what_is_missing_is_told_in_words() -> None:
