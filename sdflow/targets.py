@@ -115,6 +115,9 @@ _TENSORRT = {
 # https://onnxruntime.ai/docs/execution-providers/MIGraphX-ExecutionProvider.html
 _MIGRAPHX = {"migraphx_model_cache_dir": CACHE_DIR}
 
+# Without it, whatever computes with token ids falls to the CPU.
+_WEBGPU = {"enableInt64": "1"}
+
 # Each session has threads of its own. Those that wait for work spin, and by themselves go on for a while after a run: then they
 # take the cores from the next submodel's.
 # https://onnxruntime.ai/docs/performance/tune-performance/threading.html
@@ -168,7 +171,7 @@ TARGETS: Mapping[str, Target] = {
             "WebGPU",
             (("WebGpuExecutionProvider", "1.24", None),),
             "onnxruntime",
-            SessionSettings(static_shapes=True, folded=True),
+            SessionSettings({"WebGpuExecutionProvider": _WEBGPU}, static_shapes=True, folded=True),
             plugin=Plugin(
                 "onnxruntime-ep-webgpu",
                 "onnxruntime_ep_webgpu",

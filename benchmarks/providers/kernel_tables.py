@@ -42,6 +42,7 @@ from benchmarks.providers.kernels_in_dll import directml_kernels
 from benchmarks.providers.kernels_in_document import tensorrt_kernels
 from benchmarks.providers.kernels_placed import ASK as ASK_PLACED
 from benchmarks.providers.kernels_placed import placed_rows
+from sdflow.targets import TARGETS
 
 KERNELS = Path(__file__).parents[2] / "sdflow" / "verify" / "kernels"
 PROVIDERS = {
@@ -204,12 +205,14 @@ def write_tensorrt(out: Path, document: Path) -> None:
 def write_webgpu(out: Path) -> None:
     """The table of WebGPU's plugin, as it is installed beside ONNX Runtime."""
     provider = PROVIDERS["webgpu"]
-    rows, unknown = placed_rows(ask(sys.executable, ASK_PLACED, [provider, "onnxruntime_ep_webgpu"], {}))
+    options = dict(TARGETS["webgpu"].session.options[provider])
+    about = [provider, "onnxruntime_ep_webgpu", json.dumps(options)]
+    rows, unknown = placed_rows(ask(sys.executable, ASK_PLACED, about, {}))
     loads = ask(sys.executable, ASK, "CPUExecutionProvider", {})
     table = {
         "provider": provider,
         "version": f"onnxruntime-ep-webgpu {version('onnxruntime-ep-webgpu')}",
-        "source": f"each operator, version and type in a graph of one node given to that plugin in onnxruntime "
+        "source": f"each operator, version and type in a graph of one node given to that plugin, with {options}, in onnxruntime "
         f"{loads['runtime']}, by kernel_tables.py; unknown: no such graph makes a session; opset and ir_version are that ONNX "
         "Runtime's",
         "opset": loads["opset"],

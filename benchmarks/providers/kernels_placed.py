@@ -4,7 +4,8 @@ A plugin's kernels are not in `get_all_opkernel_def()`. So ONNX Runtime is given
 is (`get_provider_graph_assignment_info`). Nothing is run. WebGPU wants an adapter to make a session at all; SwiftShader's does
 (docs/targets.md says how to get it): which kernels there are does not depend on it.
 
-The source of ASK is run with the names of the provider and of the plugin's module; it prints what `placed_rows` takes.
+The source of ASK is run with the names of the provider and of the plugin's module, and the provider's options; it prints what
+`placed_rows` takes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import onnxruntime
 from onnx import helper
 from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 
-PROVIDER, MODULE = sys.argv[1:]
+PROVIDER, MODULE, OPTIONS = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 TYPES = dict(float=1, float16=10, int32=6, int64=7, bool=9, uint32=12, uint8=2, int8=3, double=11, bfloat16=16)
 DEFAULTS = {"INT": 1, "FLOAT": 1.0, "STRING": "x", "INTS": [1, 1], "FLOATS": [1.0], "STRINGS": ["x"]}
 WORDS = {
@@ -53,7 +54,7 @@ def placed(schema, opset, types, rank, inputs):
     options.log_severity_level = 4
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-    options.add_provider_for_devices(DEVICES, {})
+    options.add_provider_for_devices(DEVICES, OPTIONS)
     try:
         session = onnxruntime.InferenceSession(model.SerializeToString(), options, enable_fallback=0)
     except Exception as error:

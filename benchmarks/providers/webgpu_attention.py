@@ -65,7 +65,9 @@ def main() -> None:
         }
         (found,) = session(given, heads).run(None, given)
         error = np.abs(found - attention(**given, heads=heads)).max()
-        print(f"batch {batch}, {rows} rows, {keys} keys, {heads} heads of {size}: largest error {error:.1e}", flush=True)
+        print(
+            f"batch {batch}, {rows} rows, {keys} keys, {heads} heads of {size}: largest error {error:.1e}", flush=True
+        )
 
 
 if __name__ == "__main__":

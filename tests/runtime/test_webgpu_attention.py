@@ -74,6 +74,11 @@ def test_multi_head_attention(inputs: list[str], weights: dict[str, Any], settin
     same_without(model("MultiHeadAttention", inputs, shapes, weights, **settings))
 
 
+def test_multi_head_attention_with_k_and_v_by_heads() -> None:
+    by_heads = ["batch", HEADS, "keys", SIZE]
+    same_without(model("MultiHeadAttention", ["q", "k", "v"], {**QKV, "k": by_heads, "v": by_heads}, {}))
+
+
 @pytest.mark.parametrize("unidirectional", [0, 1])
 def test_attention_with_packed_weights(unidirectional: int) -> None:
     random = np.random.default_rng(1)

@@ -149,18 +149,22 @@ def _expand(node: Any, made: _Made) -> None:
     else:
         q, k, v = _biased(inputs, made, name)
         added, others = inputs.get(5), (4, 6, 7, 8, 9)
-    if (
-        kind is None
-        or any(inputs.get(index) for index in others)
-        or any(len(made.shapes[each]) != 3 for each in (q, k, v))
-    ):
+    by_heads = len(made.shapes[k]) == len(made.shapes[v]) == 4  # k and v are (batch, heads, keys, size)
+    plain = len(made.shapes[k]) == len(made.shapes[v]) == 3
+    other = any(inputs.get(index) for index in others)
+    if kind is None or other or len(made.shapes[q]) != 3 or not (by_heads or plain):
         raise _unknown(node)
-    (_, rows, width), keys = made.shapes[q], made.shapes[k][1]
+    (batch, rows, width), keys = made.shapes[q], made.shapes[k][-2]
     dtype = helper.tensor_dtype_to_np_dtype(kind)
     scale = settings.get("scale") or 1 / math.sqrt(width // heads)
     parts = []
     for value, letter, order in ((q, "q", (0, 2, 1, 3)), (k, "k", (0, 2, 3, 1)), (v, "v", (0, 2, 1, 3))):
-        batch, count, channels = made.shapes[value]
+        if len(made.shapes[value]) == 4:
+            parts.append(
+                value if letter == "v" else made.node("Transpose", [value], f"{name}_k_turned", perm=(0, 1, 3, 2))
+            )
+            continue
+        _, count, channels = made.shapes[value]
         shape = made.constant(np.array([batch, count, heads, channels // heads], np.int64), f"{name}_{letter}_shape")
         taken = made.node("Reshape", [value, shape], f"{name}_{letter}_heads")
         parts.append(made.node("Transpose", [taken], f"{name}_{letter}_turned", perm=order))
@@ -175,7 +179,8 @@ def _expand(node: Any, made: _Made) -> None:
     turned = made.node(
         "Transpose", [made.node("MatMul", [weights, parts[2]], f"{name}_sums")], f"{name}_back", perm=(0, 2, 1, 3)
     )
-    flat = made.constant(np.array([made.shapes[q][0], rows, made.shapes[v][2]], np.int64), f"{name}_shape")
+    summed = heads * made.shapes[v][3] if by_heads else made.shapes[v][2]
+    flat = made.constant(np.array([batch, rows, summed], np.int64), f"{name}_shape")
     made.node("Reshape", [turned, flat], node.output[0])
 
 
