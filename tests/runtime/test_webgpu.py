@@ -59,6 +59,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "z_image_tiny": {"guidance_scale": 0.0},
 }
 """Shipped workflow -> what drawing with it is told besides."""
+OF_A_KIND = ("sdxl_tiny",)
+"""Those whose classes another one has too."""
 FUSED = {
     "tiny": {
         "Attention": 16,
@@ -123,7 +125,9 @@ class Built:
         return onnx.load(self.folder / submodel / MODEL_FILE, load_external_data=False)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=SLOW) if name in OF_A_KIND else name for name in FAMILIES]
+)
 def built(request: pytest.FixtureRequest, converted: Converted, tmp_path_factory: pytest.TempPathFactory) -> Built:
     return Built(request.param, tmp_path_factory.mktemp(request.param), converted)
 
