@@ -39,7 +39,7 @@ def folded(model: onnx.ModelProto, shapes: Shapes, where: str) -> onnx.ModelProt
     """The model for inputs of these shapes, without shape arithmetic. Raises VerificationError as `free_dimensions`, and where
     its shapes cannot be followed."""
     try:
-        return specialize(model, free_dimensions(model, shapes, where))  # type: ignore[no-any-return]
+        return specialize(model, free_dimensions(model, shapes, where))
     except PassError as error:
         raise VerificationError(error.what, where=where, remedy=error.remedy) from error
 

@@ -145,10 +145,10 @@ def _expand(node: Any, made: _Made) -> None:
     kind = made.types.get(inputs[0])
     if node.op_type == "Attention":
         q, k, v = _projected(node, inputs, settings, made, name)
-        added, others = inputs.get(5), (3, 4, 6)
+        others: tuple[int, ...] = (3, 4, 6)
     else:
         q, k, v = _biased(inputs, made, name)
-        added, others = inputs.get(5), (4, 6, 7, 8, 9)
+        others = (4, 6, 7, 8, 9)
     by_heads = len(made.shapes[k]) == len(made.shapes[v]) == 4  # k and v are (batch, heads, keys, size)
     plain = len(made.shapes[k]) == len(made.shapes[v]) == 3
     other = any(inputs.get(index) for index in others)
@@ -170,7 +170,7 @@ def _expand(node: Any, made: _Made) -> None:
         parts.append(made.node("Transpose", [taken], f"{name}_{letter}_turned", perm=order))
     scaled = made.node("Mul", [parts[0], made.constant(np.array(scale, dtype), f"{name}_scale")], f"{name}_q_scaled")
     scores = made.node("MatMul", [scaled, parts[1]], f"{name}_scores")
-    if added:
+    if added := inputs.get(5):
         scores = made.node("Add", [scores, added], f"{name}_scores_added")
     if settings.get("unidirectional"):
         future = np.triu(np.full((rows, keys), np.finfo(dtype).min / 2, dtype), 1 + keys - rows)
