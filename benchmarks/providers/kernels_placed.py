@@ -23,7 +23,7 @@ PROVIDER, MODULE, OPTIONS = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 TYPES = dict(float=1, float16=10, int32=6, int64=7, bool=9, uint32=12, uint8=2, int8=3, double=11, bfloat16=16)
 DEFAULTS = {"INT": 1, "FLOAT": 1.0, "STRING": "x", "INTS": [1, 1], "FLOATS": [1.0], "STRINGS": ["x"]}
 WORDS = {
-    "Cast": {"to": 1}, "EyeLike": {"dtype": 1}, "BitShift": {"direction": "LEFT"}, "Einsum": {"equation": "ab,bc->ac"},
+    "Cast": {"to": 1}, "EyeLike": {"dtype": 1}, "BitShift": {"direction": "LEFT"}, "Einsum": {"equation": "ab->ba"},
     "Attention": {"num_heads": 2, "q_num_heads": 2, "kv_num_heads": 2}, "Resize": {"mode": "nearest"},
     "DepthToSpace": {"blocksize": 1}, "SpaceToDepth": {"blocksize": 1},
 }
