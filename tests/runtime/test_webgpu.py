@@ -59,8 +59,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "z_image_tiny": {"guidance_scale": 0.0},
 }
 """Shipped workflow -> what drawing with it is told besides."""
-OF_A_KIND = ("sdxl_tiny",)
-"""Those whose classes another one has too."""
+OF_A_KIND = ("sdxl_tiny", "flux2_tiny", "z_image_tiny")
+"""Those whose operators the others have too: SwiftShader is slow."""
 FUSED = {
     "tiny": {
         "Attention": 16,
