@@ -21,6 +21,7 @@ ONNXRUNTIME_FLAVOURS = (
 """The packages that bring ONNX Runtime: one per environment, since they overwrite each other's files."""
 
 CUDA_PROVIDER = "CUDAExecutionProvider"
+WEBGPU_PROVIDER = "WebGpuExecutionProvider"
 
 CPU_PROVIDER = "CPUExecutionProvider"
 """ONNX Runtime adds it to every session; what no other provider takes runs there."""
@@ -42,6 +43,7 @@ class SessionSettings:
     with_providers: providers that may take what the target's own leaves over, before the CPU does.
     memory_pattern: whether ONNX Runtime may plan memory ahead (`SessionOptions.enable_mem_pattern`).
     static_shapes: every input's shape must be fixed when the session is created.
+    folded: shape arithmetic is computed before ONNX Runtime has the graph, so that none of it is left for the CPU.
     profiles: the session is told between which shapes its inputs will be, and is made anew for others.
     contexts: the provider compiles a model into one whose nodes hold what it compiled (EPContext); `CACHE_DIR` is where such
         models lie, too.
@@ -53,6 +55,7 @@ class SessionSettings:
     with_providers: tuple[str, ...] = ()
     memory_pattern: bool = True
     static_shapes: bool = False
+    folded: bool = False
     profiles: bool = False
     contexts: bool = False
     needs_cuda: bool = False
@@ -68,6 +71,7 @@ class Target:
     bfloat16: whether the provider runs transformers in bfloat16.
     plugins: provider -> the module that has its library, for providers that ONNX Runtime loads as plugins; "windowsml": the
         library is the one that Windows ML's catalogue has for this machine. See `sdflow.machine.plugins`.
+    requires: what a plugin needs of the system, in words.
     """
 
     name: str
@@ -78,6 +82,7 @@ class Target:
     platform: str | None = None
     bfloat16: bool = False
     plugins: Mapping[str, str] = field(default_factory=dict)
+    requires: str = ""
 
 
 # EXHAUSTIVE is ONNX Runtime's own default; written down because DEFAULT is 12 times slower on a UNet (85 ms instead of
@@ -124,6 +129,8 @@ _WINDOWS_ML = (
     "QNNExecutionProvider",
     "VitisAIExecutionProvider",
 )
+# Without it, whatever computes with token ids falls to the CPU.
+_WEBGPU = {"enableInt64": "1"}
 
 # Each session has threads of its own. Those that wait for work spin, and by themselves go on for a while after a run: then they
 # take the cores from the next submodel's.
@@ -191,6 +198,17 @@ TARGETS: Mapping[str, Target] = {
             ),
             platform="win32",
             plugins=dict.fromkeys(_WINDOWS_ML, "windowsml"),
+        ),
+        # Vulkan, Direct3D 12 or Metal, on any vendor's GPU. The provider turns convolutions to NHWC by itself.
+        # https://github.com/microsoft/onnxruntime/tree/main/plugin-ep-webgpu
+        Target(
+            "webgpu",
+            "WebGPU",
+            ((WEBGPU_PROVIDER, "1.24", None),),
+            "onnxruntime-ep-webgpu",
+            SessionSettings({WEBGPU_PROVIDER: _WEBGPU}, static_shapes=True, folded=True),
+            plugins={WEBGPU_PROVIDER: "onnxruntime_ep_webgpu"},
+            requires="a GPU and its driver; on Linux, Vulkan with its loader libvulkan.so.1 (Debian: apt-get install libvulkan1)",
         ),
     )
 }

@@ -10,6 +10,7 @@
     python benchmarks/providers/kernel_tables.py openvino --wheel onnxruntime_openvino-1.24.1-cp311-*linux*.whl
     python benchmarks/providers/kernel_tables.py qnn --wheel onnxruntime_qnn-2.7.0-cp311-cp311-win_amd64.whl
     python benchmarks/providers/kernel_tables.py vitisai
+    python benchmarks/providers/kernel_tables.py webgpu
 
 pip fetches a wheel for another system: `pip download --no-deps --only-binary=:all: --platform win_amd64
 --python-version 3.11 onnxruntime-directml`.
@@ -21,7 +22,8 @@ that fits the wheel and has numpy and onnx. No kernel is run. MIGraphX is asked 
 DirectML's array is read out of its library (`kernels_in_dll.py`), TensorRT's out of its parser's document
 (`kernels_in_document.py`): it is not on the package index. TensorRT for RTX is asked by compiling ahead of time, which
 needs no GPU (`rtx_without_gpu.py`); OpenVINO node by node, on the CPU, where it runs; QNN's operators are names in its
-library (`kernels_named.py`). VitisAI's provider is in no package: its table says that nothing is known.
+library (`kernels_named.py`). VitisAI's provider is in no package: its table says that nothing is known. WebGPU, a plugin of the
+installed ONNX Runtime, is asked node by node, version by version and type by type (`kernels_placed.py`).
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +47,11 @@ from benchmarks.providers.kernels_asked import migraphx_kernels
 from benchmarks.providers.kernels_in_dll import directml_kernels
 from benchmarks.providers.kernels_in_document import tensorrt_kernels
 from benchmarks.providers.kernels_named import qnn_kernels
+from benchmarks.providers.kernels_placed import ASK as ASK_PLACED
+from benchmarks.providers.kernels_placed import placed_rows
 from benchmarks.providers.rtx_without_gpu import ASK as ASK_RTX
 from benchmarks.providers.rtx_without_gpu import rtx_kernels, without_gpu
+from sdflow.targets import TARGETS
 
 KERNELS = Path(__file__).parents[2] / "sdflow" / "verify" / "kernels"
 PROVIDERS = {
@@ -59,6 +65,7 @@ PROVIDERS = {
     "openvino": "OpenVINOExecutionProvider",
     "qnn": "QNNExecutionProvider",
     "vitisai": "VitisAIExecutionProvider",
+    "webgpu": "WebGpuExecutionProvider",
 }
 DOMAINS = ("", "com.microsoft")
 OURS = re.compile(r"lib(dl|rt|pthread|stdc\+\+|m|gcc_s|c|onnxruntime\w*)\.so|ld-")
@@ -132,6 +139,8 @@ def main() -> None:
         write_tensorrt(out, given.document)
     elif given.target == "vitisai":
         write_unknown(out)
+    elif given.target == "webgpu":
+        write_webgpu(out)
     elif given.wheel is None and given.target != "cpu":
         parser.error(f"{given.target} needs --wheel")
     elif given.target == "directml":
@@ -306,6 +315,26 @@ def write_unknown(out: Path) -> None:
     write_rows(out, table, {})
 
 
+def write_webgpu(out: Path) -> None:
+    """The table of WebGPU's plugin, as it is installed beside ONNX Runtime."""
+    provider = PROVIDERS["webgpu"]
+    options = dict(TARGETS["webgpu"].session.options[provider])
+    about = [provider, "onnxruntime_ep_webgpu", json.dumps(options)]
+    rows, unknown = placed_rows(ask(sys.executable, ASK_PLACED, about, {}))
+    loads = ask(sys.executable, ASK, "CPUExecutionProvider", {})
+    table = {
+        "provider": provider,
+        "version": f"onnxruntime-ep-webgpu {version('onnxruntime-ep-webgpu')}",
+        "source": f"each operator, version and type in a graph of one node given to that plugin, with {options}, in onnxruntime "
+        f"{loads['runtime']}, by kernel_tables.py; unknown: no such graph makes a session; opset and ir_version are that ONNX "
+        "Runtime's",
+        "opset": loads["opset"],
+        "ir_version": loads["ir_version"],
+        "unknown": unknown,
+    }
+    write_rows(out, table, rows)
+
+
 def unpacked(wheel: Path, folder: Path, environment: dict[str, str] | None = None) -> dict[str, str]:
     """Unpack an ONNX Runtime wheel beside libraries for it; returns the environment in which Python finds both.
 
@@ -321,10 +350,10 @@ def unpacked(wheel: Path, folder: Path, environment: dict[str, str] | None = Non
     return {"PYTHONPATH": str(folder), "LD_LIBRARY_PATH": str(libraries)}
 
 
-def ask(python: str, question: str, provider: str, environment: dict[str, str]) -> Any:
+def ask(python: str, question: str, about: str | list[str], environment: dict[str, str]) -> Any:
     quiet = {"ORT_DISABLE_TELEMETRY": "1", "CI": "1"}
     done = subprocess.run(
-        [python, "-c", question, provider],
+        [python, "-c", question, *([about] if isinstance(about, str) else about)],
         env={**os.environ, **quiet, **environment},
         stdout=subprocess.PIPE,
         check=True,

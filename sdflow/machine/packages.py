@@ -31,6 +31,7 @@ EXTRAS = {
     "bench": ("nvidia-ml-py", "torchao"),
     "export-text": ("onnxruntime-extensions",),
     "samplers": ("scipy", "torchsde"),
+    "webgpu": ("onnxruntime-ep-webgpu",),
 }  # fmt: skip
 """Extra of sdflow -> the distributions that it installs."""
 DRAWS = ("torch", "diffusers", "transformers", "pillow")

@@ -15,7 +15,8 @@ from typing import Any
 
 from sdflow.errors import TargetUnavailableError
 from sdflow.machine.onnx_runtime import onnxruntime_errors
-from sdflow.targets import Target
+from sdflow.machine.webgpu import missing_device
+from sdflow.targets import WEBGPU_PROVIDER, Target
 
 CATALOGUE = "windowsml"
 """The module that stands in `Target.plugins` for Windows ML's catalogue."""
@@ -85,7 +86,7 @@ def plugins_of(ort: Any, target: Target) -> Plugins:
         if mine:
             devices[provider] = sorted(mine, key=_rank)
         else:
-            missing[provider] = _here.errors.get(provider) or "it finds no device on this machine"
+            missing[provider] = _here.errors.get(provider) or _no_device(provider)
     return Plugins(devices, missing)
 
 
@@ -133,6 +134,10 @@ def _in_catalogue(providers: list[str]) -> Iterator[tuple[str, str]]:
             continue
         each.ensure_ready()
         yield provider, each.library_path
+
+
+def _no_device(provider: str) -> str:
+    return missing_device() if provider == WEBGPU_PROVIDER else "it finds no device on this machine"
 
 
 def _note(providers: list[str], why: str) -> None:

@@ -94,7 +94,8 @@ def choose_provider(
 
 def _remedy(target: Target) -> str:
     if target.plugins:
-        return f"pip install 'sdflow[{target.name.replace('_', '-')}]'; what else it takes: docs/targets.md"
+        command = f"pip install 'sdflow[{target.name.replace('_', '-')}]'"
+        return f"{command}; it needs {target.requires or 'what docs/targets.md says'}"
     return f"pip install {target.package}, alone: ONNX Runtime's packages overwrite each other"
 
 

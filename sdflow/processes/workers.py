@@ -50,6 +50,8 @@ _KEPT_PREFIXES = (
     "MIGRAPHX_",
     "OMP_",
     "MKL_",
+    "VK_",  # Vulkan's drivers, for WebGPU
+    "ORT_WEBGPU_",
 )
 _SILENCED = {
     "CI": "1",  # the one switch that stops all of olive-ai's telemetry

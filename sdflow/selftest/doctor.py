@@ -21,10 +21,13 @@ from sdflow.machine.packages import (
     distribution_version,
     found_version,
     how_to_install,
+    installed_version,
     missing,
     onnxruntime_packages,
 )
+from sdflow.machine.webgpu import missing_library
 from sdflow.store import Cache
+from sdflow.targets import TARGETS, WEBGPU_PROVIDER
 
 Level = Literal["ok", "warning", "error"]
 
@@ -54,8 +57,10 @@ class Diagnosis:
 
 
 def diagnose(cache: Cache) -> tuple[Diagnosis, ...]:
-    """Everything the doctor looks at, in order: Python, packages, ONNX Runtime, memory, the card's memory, disk, cache."""
-    return (*_packages(), *_onnxruntime(), _memory(), _device_memory(), _disk(cache.root), _cache(cache))
+    """Everything the doctor looks at, in order: Python, packages, ONNX Runtime, its plugins, memory, the card's memory, disk,
+    cache."""
+    found = (*_packages(), *_onnxruntime(), *_plugins(), _memory(), _device_memory())
+    return (*found, _disk(cache.root), _cache(cache))
 
 
 def _packages() -> list[Diagnosis]:
@@ -98,6 +103,21 @@ def _onnxruntime() -> list[Diagnosis]:
             )
         ]
     return [Diagnosis("ok", "onnxruntime", found)]
+
+
+def _plugins() -> list[Diagnosis]:
+    """The plugins of ONNX Runtime that are installed, and whether the system has what they load."""
+    found = []
+    for target in TARGETS.values():
+        if not target.plugins or (version := installed_version(target.package)) is None:
+            continue
+        name = target.package
+        if WEBGPU_PROVIDER in target.plugins and (lacking := missing_library()):
+            remedy = f"The target {target.name} needs {target.requires}."
+            found.append(Diagnosis("warning", name, f"{version}: {lacking}", remedy))
+        else:
+            found.append(Diagnosis("ok", name, f"{version}, for the target {target.name}; `sdflow targets` tries it"))
+    return found
 
 
 def _memory() -> Diagnosis:

@@ -14,6 +14,7 @@ from benchmarks.providers.kernels_in_document import tensorrt_kernels
 from benchmarks.providers.kernels_named import KNOWN as QNN_KNOWN
 from benchmarks.providers.kernels_named import LIBRARY as QNN_LIBRARY
 from benchmarks.providers.kernels_named import qnn_kernels
+from benchmarks.providers.kernels_placed import placed_rows
 from sdflow.verify.kernels import kernel_table
 
 BASE, TEXT_AT, HEADER = 0x180000000, 0x1000, 0x80
@@ -180,3 +181,32 @@ def test_what_windows_mls_providers_are_known_to_take_is_in_their_tables() -> No
     rtx = kernel_table("NvTensorRTRTXExecutionProvider")
     assert {"Conv", "MatMul", "InstanceNormalization", "LayerNormalization", "Resize", "Softmax"} <= set(rtx.kernels)
     assert "com.microsoft.MultiHeadAttention" not in rtx.kernels
+
+
+def test_a_plugins_answers_make_the_rows_of_its_table() -> None:
+    halves = {"T": ["float", "float16"]}
+    answers = [
+        ["", "Abs", 6, halves],
+        ["", "Abs", 13, halves],
+        ["", "Clip", 11, halves],
+        ["", "Clip", 12, {"T": ["int32", "float"]}],
+        ["", "Loop", 16, None],
+        ["", "GroupNormalization", 21, False],
+        ["com.microsoft", "BiasAdd", 1, halves],
+    ]
+    rows, unknown = placed_rows(answers)
+    assert rows == {
+        "Abs": [[[6, 13], None, {"T": "float float16"}]],
+        "Clip": [[11, None, {"T": "float float16"}], [12, None, {"T": "float int32"}]],
+        "Constant": [[1, "any", {}]],
+        "com.microsoft.BiasAdd": [[1, None, {"T": "float float16"}]],
+    }
+    assert unknown == "Loop", "what was refused has no kernel, and that is known"
+
+
+def test_webgpus_table_has_what_its_workflows_fuse_and_nothing_that_they_switch_off() -> None:
+    kernels = kernel_table("WebGpuExecutionProvider").kernels
+    there = ("Attention", "BiasAdd", "BiasSplitGelu", "MultiHeadAttention", "QuickGelu", "SkipLayerNormalization")
+    assert {f"com.microsoft.{name}" for name in there} <= kernels.keys()
+    assert not {f"com.microsoft.{name}" for name in ("GroupNorm", "SkipGroupNorm", "NhwcConv")} & kernels.keys()
+    assert kernels["MatMul"][0].types["T"] == {"float", "float16"}, "no bfloat16"

@@ -7,11 +7,13 @@ from contextlib import nullcontext
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from sdflow.machine.memory import HOST
 from sdflow.machine.onnx_runtime import numpy_type, onnxruntime_errors
 from sdflow.runtime.sessions.cannot_run import cannot_run
 from sdflow.runtime.sessions.cublas import small_workspaces
 from sdflow.runtime.sessions.place import Place
 from sdflow.runtime.sessions.residency import Resident
+from sdflow.targets import CPU_PROVIDER
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -51,8 +53,9 @@ class Bound:
                 self._options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "gpu:0")
         self._unprepared = place.stream is not None
         self._io = session.io_binding()
-        for name, tensor in (*inputs.items(), *_live(session).items()):
-            self._io.bind_input(name, *self._described(tensor))
+        # ONNX Runtime copies what lies elsewhere than where the provider reads it, and does so when it is bound.
+        self._copied = place.device == HOST and session.get_providers()[0] != CPU_PROVIDER
+        self._bind_inputs()
         if fixed:
             self._bind_outputs({value.name: value.shape for value in session.get_outputs()})
 
@@ -76,11 +79,17 @@ class Bound:
             with nullcontext() if self._resident is None else self._resident.using():
                 if self._unprepared:
                     self._prepare()
+                if self._copied:
+                    self._bind_inputs()
                 self._session.run_with_iobinding(self._io, self._options)
         except onnxruntime_errors(onnxruntime) as error:
             target, built_for = (getattr(self._session, name, None) for name in ("loaded_on", "built_for"))
             provider = self._session.get_providers()[0]
             raise cannot_run(provider, error, target=target, built_for=built_for) from error
+
+    def _bind_inputs(self) -> None:
+        for name, tensor in (*self.inputs.items(), *_live(self._session).items()):
+            self._io.bind_input(name, *self._described(tensor))
 
     def _prepare(self) -> None:
         """A run before the first one of these tensors on a device, in which cuDNN tries its algorithms. The workspaces

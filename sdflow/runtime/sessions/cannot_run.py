@@ -9,6 +9,8 @@ from sdflow.errors import VerificationError
 MOST_SAID = 1000
 """Characters of what ONNX Runtime says: names of a graph may be of any length."""
 
+_NO_FLOAT16 = "requires f16 but the device does not support it"
+
 _NO_KERNEL = re.compile(
     r"(?:Failed to find kernel for|Could not find an implementation for) (?P<operator>[\w.]+)\(\d+\)"
     r"(?: node with name '(?P<named>[^']*)'| \(node:'(?P<node>[^']*)')?"
@@ -28,6 +30,12 @@ def cannot_run(
     target: what it was loaded on; built_for: the target of the pipeline, where it is known.
     """
     said = str(error)
+    if _NO_FLOAT16 in said:
+        return VerificationError(
+            f"{provider} cannot run this graph: the GPU's adapter has no float16 (WebGPU's shader-f16)",
+            where=where,
+            remedy="Build it in float32: `precision: float32` for each submodel of the workflow; see docs/targets.md.",
+        )
     found = _NO_KERNEL.search(said)
     if found is None:
         return VerificationError(f"{provider} cannot run this graph: {said[:MOST_SAID]}", where=where)

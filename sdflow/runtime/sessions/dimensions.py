@@ -35,6 +35,15 @@ def free_dimensions(model: onnx.ModelProto, shapes: Shapes, where: str) -> dict[
     return sizes
 
 
+def folded(model: onnx.ModelProto, shapes: Shapes, where: str) -> onnx.ModelProto:
+    """The model for inputs of these shapes, without shape arithmetic. Raises VerificationError as `free_dimensions`, and where
+    its shapes cannot be followed."""
+    try:
+        return specialize(model, free_dimensions(model, shapes, where))
+    except PassError as error:
+        raise VerificationError(error.what, where=where, remedy=error.remedy) from error
+
+
 def profile_of_graph(profile: Profile, model: onnx.ModelProto, where: str) -> Profile:
     """What TensorRT's provider is told: the profile of the inputs that have a free axis, and of the values within.
 

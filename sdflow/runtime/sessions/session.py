@@ -17,6 +17,7 @@ from sdflow.errors import SlowerWarning, TargetUnavailableError, VerificationErr
 from sdflow.machine.onnx_runtime import onnxruntime_errors
 from sdflow.machine.plugins import plugins_of
 from sdflow.machine.providers import onnxruntime_for
+from sdflow.machine.webgpu import adapter_failure
 from sdflow.onnx_model.float8 import DOMAIN, has_float8
 from sdflow.onnx_model.reading import load_graph
 from sdflow.runtime.kernels.float8 import NEEDS, float8_library, with_float8
@@ -27,7 +28,7 @@ from sdflow.runtime.kernels.replace import with_own_kernels
 from sdflow.runtime.sessions.cannot_run import MOST_SAID, cannot_run
 from sdflow.runtime.sessions.contexts import load_with_context
 from sdflow.runtime.sessions.cublas import small_workspaces
-from sdflow.runtime.sessions.dimensions import free_dimensions, profile_of_graph
+from sdflow.runtime.sessions.dimensions import folded, free_dimensions, profile_of_graph
 from sdflow.runtime.sessions.engine_cache import (
     TENSORRT,
     EngineFolders,
@@ -38,7 +39,8 @@ from sdflow.runtime.sessions.engine_cache import (
 )
 from sdflow.runtime.sessions.engine_share import fetch_engines, has_engines, push_folder, remote_of_engines
 from sdflow.runtime.sessions.tuning import UNTUNED, Tuning
-from sdflow.targets import CACHE_DIR, CUDA_PROVIDER, TIMING_DIR, Target
+from sdflow.runtime.sessions.webgpu_attention import with_right_attention
+from sdflow.targets import CACHE_DIR, CUDA_PROVIDER, TIMING_DIR, WEBGPU_PROVIDER, Target
 
 if TYPE_CHECKING:
     import onnx
@@ -113,6 +115,11 @@ def create_session(
     if provider == CUDA_PROVIDER and has_float8(read):  # they need our operators, whatever the tuning says
         session_options.register_custom_ops_library(str(float8_library()))
         read = graph = with_float8(read, hopper=on_hopper())
+    devices = plugins_of(ort, target).devices.get(provider, [])
+    if target.session.folded:
+        read = graph = folded(read, shapes or {}, str(model))
+    if provider == WEBGPU_PROVIDER:
+        with_right_attention(read, ort, target, devices)
     if graph is not None:
         folder = str(model.parent)
         session_options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
@@ -123,7 +130,6 @@ def create_session(
         session_options.add_initializer(name, value)
 
     wanted = [provider, *(p for p in target.session.with_providers if p in ort.get_available_providers())]
-    devices = plugins_of(ort, target).devices.get(provider, [])
     engines = None
     if artifact is not None and graph is None and keeps_engines(target):
         key = Profile.of(shapes) if target.session.contexts and shapes is not None else profile
@@ -179,6 +185,8 @@ def create_session(
                 where=str(model),
                 remedy=NEEDS,
             ) from error
+        if (lacking := adapter_failure(error, target)) is not None:
+            raise lacking from error
         raise cannot_run(provider, error, where=str(model), target=target.name, built_for=options.built_for) from error
     if session.get_providers()[0] != provider:
         raise TargetUnavailableError(

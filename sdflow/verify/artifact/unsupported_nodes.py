@@ -113,7 +113,7 @@ def fits(
         model = inline_local_functions(model)
     idle = _idle(model.graph, read)
     found = [replace(finding, submodel=submodel) for finding in _graph(model.graph, _opsets(model), table, {}, idle)]
-    if table.provider != CPU_PROVIDER:
+    if table.provider != CPU_PROVIDER and not target.session.folded:
         found += [replace(finding, submodel=submodel) for finding in _obstacles(model.graph, table)]
     return _gathered(found)
 
@@ -259,8 +259,9 @@ def _broken(node: _Node, condition: Condition) -> str | None:
     dims = node.dims.get(name)
     if not dims:
         return None
-    if condition.last_dimension_per:
-        count = dims[-1] / max(1, int(node.attribute(condition.last_dimension_per, 1)))
+    if condition.last_dimension_per or condition.multiple_of > 1:
+        per = node.attribute(condition.last_dimension_per, 1) if condition.last_dimension_per else 1
+        count = dims[-1] / max(1, int(per))
         return None if count % condition.multiple_of == 0 else f"{count:g}"
     return None if dims[-1] in condition.last_dimension else str(dims[-1])
 

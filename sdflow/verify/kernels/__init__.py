@@ -33,6 +33,7 @@ _FILES = {
     "OpenVINOExecutionProvider": "openvino.json",
     "QNNExecutionProvider": "qnn.json",
     "VitisAIExecutionProvider": "vitisai.json",
+    "WebGpuExecutionProvider": "webgpu.json",
 }
 _ANY = 1 << 30
 
@@ -102,6 +103,7 @@ class KernelTable:
             "DmlExecutionProvider": "DirectML",
             "TensorrtExecutionProvider": "TensorRT",
             "NvTensorRTRTXExecutionProvider": "TensorRT for RTX",
+            "WebGpuExecutionProvider": "WebGPU",
         }.get(self.provider, self.provider.removesuffix("ExecutionProvider"))
 
 

@@ -1,0 +1,220 @@
+"""What is built for WebGPU draws on it, on SwiftShader, what diffusers draws: every family, float32, fused as its workflow says.
+
+The provider runs every node, and attention is right although SwiftShader is one of the adapters that the provider's own kernel is
+wrong on.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import swiftshader
+import torch
+from beside_diffusers import PROMPT, generator, pattern, put_together
+from converted import Converted, artifact_of
+from onnx import helper
+
+from sdflow.artifact import MODEL_FILE, Artifact
+from sdflow.config import load_workflow
+from sdflow.disk.shipped import shipped_workflow
+from sdflow.errors import SlowerWarning, VerificationError
+from sdflow.passes.base import PassInputs
+from sdflow.passes.registry import catalog, find_pass
+from sdflow.runtime.files.folder import load_submodel
+from sdflow.runtime.pipeline import Pipeline
+from sdflow.runtime.sessions.availability import target_availability
+from sdflow.runtime.sessions.bound import Bound
+from sdflow.runtime.sessions.place import place
+from sdflow.runtime.sessions.placement import Placement, placement
+from sdflow.runtime.sessions.session import create_session
+from sdflow.sources import Checkpoint, PlainDigests, load_pipeline, open_checkpoint
+from sdflow.targets import TARGETS
+from sdflow.verify.artifact.unsupported_nodes import fits
+from sdflow.verify.finding import errors
+
+MISSING = swiftshader.missing()
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=MISSING or "")
+
+WEBGPU = TARGETS["webgpu"]
+TOLERANCE = 1e-3
+"""Of pixel values in [0, 1], float32."""
+
+SIZE: dict[str, Any] = {"height": 64, "width": 64, "num_inference_steps": 1, "output_type": "np"}
+SLOW = pytest.mark.slow
+FAMILIES: dict[str, dict[str, Any]] = {
+    "tiny": {"guidance_scale": 5.0},
+    "sdxl_tiny": {"guidance_scale": 5.0},
+    "sd35_tiny": {"guidance_scale": 5.0, "max_sequence_length": 32},
+    "flux1_schnell_tiny": {"max_sequence_length": 32},
+    "flux2_tiny": {"max_sequence_length": 64},
+    "z_image_tiny": {"guidance_scale": 0.0},
+}
+"""Shipped workflow -> what drawing with it is told besides."""
+OF_A_KIND = ("sdxl_tiny", "flux2_tiny", "z_image_tiny")
+"""Those whose operators the others have too: SwiftShader is slow."""
+FUSED = {
+    "tiny": {
+        "Attention": 16,
+        "MultiHeadAttention": 16,
+        "LayerNormalization": 16,
+        "SkipLayerNormalization": 32,
+        "BiasSplitGelu": 16,
+        "BiasAdd": 16,
+        "GroupNorm": 0,
+        "NhwcConv": 0,
+    },
+}
+"""What the denoiser has, of an architecture that is at full size a base workflow's."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def emulated() -> Iterator[None]:
+    with swiftshader.swiftshader():
+        yield
+
+
+class Fused:
+    """Gives a checkpoint's submodels, converted once for a whole run, with what the workflow's other passes for WebGPU make of
+    them."""
+
+    def __init__(self, workflow: str, converted: Converted, root: Path) -> None:
+        file = shipped_workflow(f"base/{workflow}.yaml")
+        assert file is not None
+        (self.spec,) = load_workflow(file, catalog=catalog(), targets=("webgpu",)).pipelines
+        self.converted, self.root = converted, root
+
+    def __call__(self, checkpoint: Checkpoint, names: Any = None) -> dict[str, Artifact]:
+        family = checkpoint.family.name
+        return {name: self._passed(name, each, family) for name, each in self.converted(checkpoint, names).items()}
+
+    def _passed(self, name: str, artifact: Artifact, family: str) -> Artifact:
+        for step in self.spec.submodels[name][1:]:
+            if step.pass_name == "LoraMerge":
+                continue
+            implementation = find_pass(step.pass_name, step.folder)
+            out = self.root / name / step.pass_name
+            out.mkdir(parents=True)
+            inputs = PassInputs(name, artifact.path, {}, family)
+            implementation().run(inputs, out, implementation.Config(**step.options))
+            artifact = artifact_of(out)
+        return artifact
+
+
+class Built:
+    """A family's small pipeline, for WebGPU and of diffusers."""
+
+    def __init__(self, workflow: str, root: Path, converted: Converted) -> None:
+        fused = Fused(workflow, converted, root / "passes")
+        checkpoint = open_checkpoint(fused.spec.model, digests=PlainDigests(), download=False)
+        self.workflow, self.folder = workflow, put_together(checkpoint, fused, root / "pipeline")  # type: ignore[arg-type]
+        self.checkpoint, self.theirs = checkpoint, load_pipeline(checkpoint)
+        if "safety_checker" in self.theirs.components:
+            self.theirs.register_modules(safety_checker=None)
+        self.theirs.set_progress_bar_config(disable=True)
+
+    def graph(self, submodel: str) -> Any:
+        return onnx.load(self.folder / submodel / MODEL_FILE, load_external_data=False)
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=SLOW) if name in OF_A_KIND else name for name in FAMILIES]
+)
+def built(request: pytest.FixtureRequest, converted: Converted, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return Built(request.param, tmp_path_factory.mktemp(request.param), converted)
+
+
+@pytest.mark.filterwarnings("ignore::sdflow.errors.SlowerWarning")
+def test_a_family_draws_what_diffusers_draws(built: Built) -> None:
+    settings = {**SIZE, **FAMILIES[built.workflow]}
+    ours = Pipeline.load(built.folder, "webgpu")
+    drawn = ours(PROMPT, generator=generator(), **settings).images
+    expected = built.theirs(PROMPT, generator=generator(), **settings).images
+    assert expected.std() > 0.05, "an image of one colour would prove nothing"
+    assert drawn.shape == expected.shape
+    assert np.abs(drawn - expected).max() < TOLERANCE
+    for name, submodel in ours.submodels.items():
+        if submodel._session is not None:
+            found: Placement = placement(submodel._session, built.folder / name / MODEL_FILE)
+            assert found.provider == "WebGpuExecutionProvider"
+            assert not found.fallen, f"{name}: {[str(node) for node in found.fallen]}"
+
+
+def test_its_graphs_are_fused_and_fit_the_table_of_kernels(built: Built) -> None:
+    denoiser = built.checkpoint.family.denoiser
+    operators = Counter(node.op_type for node in built.graph(denoiser).graph.node)
+    assert operators["MultiHeadAttention"] > 0
+    assert {name: operators[name] for name in FUSED.get(built.workflow, {})} == FUSED.get(built.workflow, {})
+    for name in (path.parent.name for path in built.folder.glob(f"*/{MODEL_FILE}")):
+        part = built.checkpoint.family.part(name)
+        config = json.loads((built.folder / name / "config.json").read_text())
+        read = None if part.read is None else part.read(config)
+        assert errors(fits(built.graph(name), WEBGPU, name, read=read)) == [], name
+
+
+@pytest.mark.filterwarnings("ignore::sdflow.errors.SlowerWarning")
+def test_the_vaes_encoder_gives_what_diffusers_gives(built: Built) -> None:
+    if built.workflow != "tiny":
+        pytest.skip("one family is enough: the class is the same")
+    pixels = np.asarray(pattern(1), np.float32)[None].transpose(0, 3, 1, 2) / 127.5 - 1
+    encoder = load_submodel(built.folder, "vae_encoder", WEBGPU, lazy=True)
+    (found,) = encoder(sample=pixels).values()
+    with torch.no_grad():
+        expected = built.theirs.vae.encode(torch.from_numpy(pixels)).latent_dist.mode().numpy()
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE * np.abs(expected).max())
+
+
+def test_attention_that_the_adapter_computes_wrongly_is_told(built: Built) -> None:
+    if built.workflow != "tiny":
+        pytest.skip("one family is enough")
+    shapes = {"sample": (1, 4, 8, 8), "timestep": (1,), "encoder_hidden_states": (1, 77, 32)}
+    with pytest.warns(SlowerWarning, match="this adapter computes fused attention wrongly"):
+        load_submodel(built.folder, "unet", WEBGPU, shapes=shapes)
+
+
+def test_a_float16_graph_on_an_adapter_without_float16_is_told_in_words(tmp_path: Path) -> None:
+    half = onnx.TensorProto.FLOAT16
+    infos = [helper.make_tensor_value_info(name, half, [4, 4]) for name in "xyz"]
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "y"], ["z"])], "g", infos[:2], infos[2:])
+    path = tmp_path / "model.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    session = create_session(path, WEBGPU, shapes={"x": (4, 4), "y": (4, 4)})
+    bound = Bound(session, place("cpu"), {name: torch.zeros(4, 4, dtype=torch.float16) for name in "xy"})
+    with pytest.raises(VerificationError, match="the GPU's adapter has no float16") as told:
+        bound.run()
+    assert "precision: float32" in str(told.value.remedy)
+
+
+def test_it_is_available_and_what_is_missing_is_told_in_words() -> None:
+    (found,) = target_availability(("webgpu",))
+    assert (found.available, found.provider) == (True, "WebGpuExecutionProvider"), found.reason
+    told = try_elsewhere({"VK_ICD_FILENAMES": "/nonexistent.json", "VK_DRIVER_FILES": "/nonexistent.json"})
+    assert "no WebGPU adapter" in told
+    assert "on Linux, the driver's Vulkan and libvulkan.so.1" in told
+    told = try_elsewhere({"ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER": "0"})
+    assert "finds no GPU" in told
+    assert "ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER=1" in told
+
+
+def try_elsewhere(changed: dict[str, str]) -> str:
+    """What `sdflow targets` would say of WebGPU with these variables."""
+    import os
+
+    done = subprocess.run(
+        [sys.executable, "-m", "sdflow.runtime.sessions.availability", "webgpu"],
+        env={**os.environ, **changed},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert not found["available"]
+    return f"{found['reason']} {found['remedy']}"
