@@ -79,7 +79,7 @@ def export(
     width: Annotated[int | None, typer.Option(help="Fixed width in pixels. Default: the model's native size.")] = None,
     images: Annotated[int | None, typer.Option(help="Batch size, for a fixed size.")] = None,
     embed: Annotated[
-        bool, typer.Option("--embed", help="Store the weights inside the graph, for browsers. At most 2 GB.")
+        bool, typer.Option("--embed", help="Store the weights inside the graph. At most 2 GB.")
     ] = False,
     json: AsJson = False,
 ) -> None:

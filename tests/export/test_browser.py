@@ -132,7 +132,7 @@ def asked_data(server: FileServer) -> list[tuple[str, int]]:
 
 @pytest.fixture(scope="module")
 def shapes(converted: Converted, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sample, converted and not fused: SwiftShader's subgroups are of 4, for which ONNX Runtime's fused attention is wrong."""
+    """The sample, converted and not fused: ONNX Runtime's fused attention is wrong on SwiftShader, whose subgroups are of 4."""
     checkpoint = open_checkpoint("sample:shapes", digests=PlainDigests(), download=False)
     folder = tmp_path_factory.mktemp("shapes") / "pipeline"
     assemble(folder, parts=converted(checkpoint), companions=checkpoint.companions, origin=Origin("shapes", "cpu"))
@@ -149,9 +149,7 @@ def test_webgpu_draws_the_sample_as_python_does(shapes: Path, page: Any, tmp_pat
     assert found.std() > 10, "an image, not a grey plane"
 
 
-def test_a_visit_fetches_once_and_draws_what_python_draws(
-    server: FileServer, page: Any, tiny_pipeline: Path
-) -> None:
+def test_a_visit_fetches_once_and_draws_what_python_draws(server: FileServer, page: Any, tiny_pipeline: Path) -> None:
     open_page(page, server)
     assert page.text_content("#draw").startswith("Fetch ")
     first = drawn(page)
@@ -248,7 +246,7 @@ def test_what_does_not_fit_is_told_before_it_is_fetched(server: FileServer, page
 
 
 def test_a_kept_file_that_was_damaged_is_found_and_replaced(server: FileServer, page: Any) -> None:
-    name, size, digest = largest(server)
+    name, _, digest = largest(server)
     open_page(page, server)
     first = drawn(page)
     damage = """async (digest) => {

@@ -23,6 +23,7 @@ async function start() {
   if (!base.pathname.endsWith("/")) base.pathname += "/";
   index = await readIndex();
   fill();
+  await tellKept();
   element("settings").disabled = false;
   say("Ready");
   if (device() === "webgpu") await requireAdapter(index).catch(show);
@@ -54,7 +55,6 @@ function fill() {
   element("prompt").value = asked.get("prompt") ?? "";
   if (asked.get("device") === "wasm") document.querySelector("[value=wasm]").checked = true;
   Object.assign(element("image"), { width: size.width, height: size.height });
-  tellKept();
 }
 
 const files = () => new Files(base, index.files, element("keep").checked);
@@ -136,6 +136,7 @@ async function draw() {
   const place = { base: base.href, index, device: device(), ort: runtime(), keep };
   const wanted = { prompt: element("prompt").value, negative: element("negative").value };
   for (const id of ["seed", "steps", "width", "height", "guidance"]) wanted[id] = number(id);
+  say("Starting");
   element("problem").hidden = true;
   element("cancel").disabled = false;
   for (const id of ["settings", "draw", "delete"]) element(id).disabled = true;
