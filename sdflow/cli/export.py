@@ -78,9 +78,7 @@ def export(
     height: Annotated[int | None, typer.Option(help="Fixed height in pixels; a fixed size is faster on a GPU.")] = None,
     width: Annotated[int | None, typer.Option(help="Fixed width in pixels. Default: the model's native size.")] = None,
     images: Annotated[int | None, typer.Option(help="Batch size, for a fixed size.")] = None,
-    embed: Annotated[
-        bool, typer.Option("--embed", help="Store the weights inside the graph. At most 2 GB.")
-    ] = False,
+    embed: Annotated[bool, typer.Option("--embed", help="Store the weights inside the graph. At most 2 GB.")] = False,
     json: AsJson = False,
 ) -> None:
     """Export a pipeline as one ONNX file, or as a page for browsers.

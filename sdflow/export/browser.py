@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from sdflow.build.assemble import copy_file
 from sdflow.disk.atomic_write import replacing_all
 from sdflow.errors import CacheError, UsageError, os_errors_as
+from sdflow.export.attention_probe import SIZES as PROBE_SIZES
+from sdflow.export.attention_probe import attention_probe, has_fused_attention
 from sdflow.export.parts import make_parts
 from sdflow.export.pieces import Buffer, into_buffers, write_buffer
 from sdflow.export.program_data import compact, tokenizer_tables
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 FORMAT_VERSION = 1
-INDEX, TOKENIZERS, SCHEDULES = "pipeline.json", "tokenizers.json", "schedules.bin"
+INDEX, TOKENIZERS, SCHEDULES, PROBE = "pipeline.json", "tokenizers.json", "schedules.bin", "attention.onnx"
 PAGE = Path(__file__).parent / "page"
 STEPS = 100
 """Schedules of up to so many steps are exported, and that of the default."""
@@ -99,6 +101,8 @@ def export_browser(folder: Path, out: Path, wanted: BrowserWanted) -> BrowserExp
     buffers = {name: into_buffers(model, name, wanted.file_bytes) for name, model in parts.models.items()}
     contents = {f"{name}.onnx": model.SerializeToString(deterministic=True) for name, model in parts.models.items()}
     contents |= {TOKENIZERS: compact(tokenizers), SCHEDULES: schedules.content}
+    if fused := any(map(has_fused_attention, parts.models.values())):
+        contents[PROBE] = attention_probe()
     page = {path.name: path for path in sorted(PAGE.iterdir()) if path.is_file()}
     runtime = {path.name: path for path in wanted.runtime.files}
     weights = [name for each in buffers.values() for buffer in each for name in buffer.files]
@@ -124,6 +128,7 @@ def export_browser(folder: Path, out: Path, wanted: BrowserWanted) -> BrowserExp
             "family": source.family.title,
             "onnxruntime_web": {"version": wanted.runtime.version, "folder": wanted.runtime.url},
             "float16": any(map(_has_float16, parts.models.values())),
+            "attention": PROBE_SIZES if fused else None,
             "largest": max(map(_largest, parts.models.values())),
             "latents": latents_data(what),
             "size": dict(zip(("height", "width"), size, strict=True)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import shutil
@@ -18,7 +19,8 @@ from file_server import FileServer, serving
 from shell import ROOT
 
 from sdflow.build.assemble import assemble
-from sdflow.export.browser import BrowserWanted, export_browser
+from sdflow.export.attention_probe import SIZES, attention_probe
+from sdflow.export.browser import PAGE, BrowserWanted, export_browser
 from sdflow.export.web_runtime import PACKAGE, VERSION, find_runtime
 from sdflow.manifest import Origin
 from sdflow.runtime.pipeline import Pipeline
@@ -140,12 +142,13 @@ def shapes(converted: Converted, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def test_webgpu_draws_the_sample_as_python_does(shapes: Path, page: Any, tmp_path: Path) -> None:
-    export_browser(shapes, tmp_path / "page", wanted(steps=STEPS))
+    size = {"height": 64, "width": 64}  # SwiftShader takes a quarter of the time that it does for the sample's own
+    export_browser(shapes, tmp_path / "page", wanted(steps=STEPS, **size))
     with serving(tmp_path / "page") as server:
         open_page(page, server, "webgpu")
         found = drawn(page)
     assert problem(page) == ""
-    assert abs(found - by_python(shapes)).max() <= 2, "roundings apart"
+    assert abs(found - by_python(shapes, **size)).max() <= 2, "roundings apart"
     assert found.std() > 10, "an image, not a grey plane"
 
 
@@ -318,6 +321,39 @@ def test_without_webgpu_the_processor_draws_if_the_visitor_chooses_it(
         assert abs(drawn(page) - by_python(tiny_pipeline)).max() <= 1
     finally:
         other.close()
+
+
+def test_a_device_that_computes_attention_wrongly_is_told(server: FileServer, page: Any) -> None:
+    """SwiftShader's subgroups are of 4. On the processor the same attention is right."""
+    described = json.loads((server.folder / "pipeline.json").read_bytes())
+    probe = attention_probe()
+    described["attention"] = SIZES
+    described["files"]["attention.onnx"] = {"bytes": len(probe), "sha256": hashlib.sha256(probe).hexdigest()}
+    server.replaced |= {"pipeline.json": json.dumps(described).encode(), "attention.onnx": probe}
+    open_page(page, server, "webgpu")
+    begin(page)
+    assert finished(page) == "Failed"
+    assert "computes attention wrongly on this device" in problem(page)
+    page.check("[value=wasm]")
+    drawn(page)
+
+
+TOO_LARGE = """
+const make = GPUDevice.prototype.createBuffer;
+let made = 0;
+GPUDevice.prototype.createBuffer = function (wanted) {
+  return make.call(this, ++made === 8 ? { ...wanted, size: 2 ** 45 } : wanted);
+};
+"""
+
+
+def test_a_device_without_enough_memory_is_told(server: FileServer, page: Any) -> None:
+    """The browser reports such a buffer to the device's listeners, and raises nothing."""
+    server.replaced["worker.js"] = TOO_LARGE.encode() + (PAGE / "worker.js").read_bytes()
+    open_page(page, server, "webgpu")
+    begin(page)
+    assert finished(page) == "Failed"
+    assert "The graphics device ran out of memory." in problem(page)
 
 
 def test_an_isolated_page_draws_with_threads(server: FileServer, page: Any, tiny_pipeline: Path) -> None:

@@ -18,9 +18,13 @@ from converted import Converted
 
 from sdflow.build.assemble import assemble
 from sdflow.errors import UsageError
+from sdflow.export.attention_probe import SIZES, attention_probe
 from sdflow.export.browser import PAGE, BrowserWanted, export_browser
+from sdflow.export.compose import read_part
+from sdflow.export.pieces import into_buffers, write_buffer
 from sdflow.export.web_runtime import CDN, FILES, PACKAGE, VERSION, Runtime, find_runtime
 from sdflow.manifest import Origin
+from sdflow.onnx_model.files import data_span, is_external
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.sources import PlainDigests, open_checkpoint
 
@@ -166,6 +170,48 @@ def test_operators_that_onnx_runtime_web_lacks_are_refused(tiny_pipeline: Path, 
     with pytest.raises(UsageError, match="NhwcConv, which ONNX Runtime Web lacks"):
         exported(changed, tmp_path / "page")
     assert not (tmp_path / "page").exists()
+
+
+def test_a_tensor_lies_whole_in_one_buffer_and_equal_bytes_lie_there_once(tiny_pipeline: Path, tmp_path: Path) -> None:
+    location = "unet/model.onnx.data"
+    model = read_part(tiny_pipeline / "unet" / "model.onnx", location)
+    content = (tiny_pipeline / location).read_bytes()
+    wanted = {}
+    for tensor in model.graph.initializer:
+        if is_external(tensor):
+            _, offset, length = data_span(tensor)
+            wanted[tensor.name] = content[offset : offset + length]
+    twice = onnx.TensorProto()
+    twice.CopyFrom(next(tensor for tensor in model.graph.initializer if is_external(tensor)))
+    wanted["twice"] = wanted[twice.name]
+    twice.name = "twice"
+    model.graph.initializer.append(twice)
+    buffers = into_buffers(model, "unet", 7000, buffer=100_000)
+    assert len(buffers) > 2
+    joined = {}
+    for each in buffers:
+        digests = write_buffer(each, tiny_pipeline, lambda name: tmp_path / name)
+        parts = [(tmp_path / name).read_bytes() for name in each.files]
+        assert [len(part) for part in parts] == [*each.files.values()] and max(map(len, parts)) <= 7000
+        assert [hashlib.sha256(part).hexdigest() for part in parts] == [*digests.values()]
+        joined[each.path] = b"".join(parts)
+    for tensor in model.graph.initializer:
+        if tensor.name in wanted:
+            path, offset, length = data_span(tensor)
+            assert joined[path][offset : offset + length] == wanted[tensor.name]
+    padding = 16 * len(wanted)
+    assert sum(map(len, joined.values())) < sum(map(len, wanted.values())) - len(wanted["twice"]) + padding
+
+
+def test_the_probe_is_attention(tmp_path: Path) -> None:
+    width = SIZES["heads"] * SIZES["size"]
+    counts = {"q": SIZES["rows"], "k": SIZES["keys"], "v": SIZES["keys"]}
+    given = {name: torch.randn(1, count, width) for name, count in counts.items()}
+    session = onnxruntime.InferenceSession(attention_probe(), providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {name: value.numpy() for name, value in given.items()})
+    heads = [value.unflatten(2, (SIZES["heads"], SIZES["size"])).transpose(1, 2) for value in given.values()]
+    wanted = torch.nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+    np.testing.assert_allclose(found, wanted.numpy(), rtol=0, atol=1e-5)
 
 
 def _package(folder: Path, version: str = VERSION, without: str = "") -> Path:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(NODE is None, reason="the page's scripts are tri
 TEXTS = [
     "", "a horse on the moon", "It's the 3rd one, isn't it?  (really!)", "Ça va? éèê ß", "日本語 の 絵", "a_b c-d 12,345.67",
     "we'll they've I'd don't 'quoted'", "emoji 🐎🌕 and ½ ² Ⅷ", "tab\tnew\nline", "x" * 300, "word " * 100, "!'s '!!'",
-    "constructor toString __proto__", "<|endoftext|> inside", "ＦＵＬＬ width, Å and Å",
+    "constructor toString __proto__", "ＦＵＬＬ width, Å and Å",
 ]  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import { Problem, spellBytes } from "./words.js";
 
 const MODULES = { webgpu: "ort.webgpu.min.mjs", wasm: "ort.wasm.min.mjs" };
 const MOST_THREADS = 8;
+const TOLERANCE = 1e-3;
 
 /** The adapter that WebGPU draws on. Raises a Problem where there is none, or where it cannot hold the model. */
 export async function requireAdapter(index) {
@@ -48,7 +49,33 @@ export class Engine {
     // Threads need the headers that isolate a page: docs/browser.md.
     ort.env.wasm.numThreads = globalThis.crossOriginIsolated ? Math.min(navigator.hardwareConcurrency, MOST_THREADS) : 1;
     if (device === "webgpu") ort.env.webgpu.powerPreference = "high-performance";
-    return new Engine(index, files, device, ort, tell);
+    ort.env.logLevel = "error";
+    const engine = new Engine(index, files, device, ort, tell);
+    if (index.attention) await engine.#tryAttention();
+    return engine;
+  }
+
+  /** Fused attention is wrong on some devices, without an error: sdflow/export/attention_probe.py. */
+  async #tryAttention() {
+    const { rows, keys, heads, size } = this.index.attention, next = normals(0), width = heads * size;
+    const given = {};
+    for (const [name, count] of [["q", rows], ["k", keys], ["v", keys]]) given[name] = this.#floats(next(count * width), [1, count, width]);
+    const session = await this.#create(await this.files.read("attention.onnx"));
+    const found = await (await session.run(given)).attention.getData();
+    await session.release();
+    const wanted = attention(given.q.data, given.k.data, given.v.data, this.index.attention);
+    if (!found.every((value, i) => Math.abs(value - wanted[i]) < TOLERANCE)) {
+      throw new Problem(
+        "ONNX Runtime Web computes attention wrongly on this device; images would be wrong.",
+        "Use another device, choose the processor, or export a build without fused attention.",
+      );
+    }
+  }
+
+  async #create(model, more) {
+    const session = await this.ort.InferenceSession.create(model, { executionProviders: [this.device], ...more });
+    await this.#watch();
+    return session;
   }
 
   async #session(name) {
@@ -71,9 +98,8 @@ export class Engine {
       }
       this.tell({ phase: "load", graph: name, done, total });
       const model = await this.files.read(`${name}.onnx`);
-      const session = await this.ort.InferenceSession.create(model, { executionProviders: [this.device], externalData });
+      const session = await this.#create(model, { externalData });
       this.#sessions.set(name, session);
-      await this.#watch();
     }
     return this.#sessions.get(name);
   }
@@ -183,6 +209,26 @@ function sum(factors, terms) {
     const factor = factors[at];
     if (factor) for (let i = 0; i < made.length; i++) made[i] += factor * term[i];
   });
+  return made;
+}
+
+/** softmax(q k^T / sqrt(size)) v for each head. */
+function attention(q, k, v, { rows, keys, heads, size }) {
+  const width = heads * size, made = new Float32Array(rows * width);
+  for (let head = 0; head < heads; head++) {
+    for (let row = 0; row < rows; row++) {
+      const scores = Array.from({ length: keys }, (_, key) => {
+        let score = 0;
+        for (let i = head * size; i < (head + 1) * size; i++) score += q[row * width + i] * k[key * width + i];
+        return score / Math.sqrt(size);
+      });
+      const most = Math.max(...scores), weights = scores.map((score) => Math.exp(score - most));
+      const total = weights.reduce((a, b) => a + b, 0);
+      weights.forEach((weight, key) => {
+        for (let i = head * size; i < (head + 1) * size; i++) made[row * width + i] += (weight / total) * v[key * width + i];
+      });
+    }
+  }
   return made;
 }
 

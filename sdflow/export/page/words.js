@@ -21,7 +21,7 @@ const KERNEL = /(?:could not find an implementation for|no kernel\S* (?:for|foun
 /** Any error as { message, remedy }. doing: what was being done. device: webgpu or wasm. */
 export function inWords(error, doing, device) {
   if (error instanceof Problem) return { message: error.message, remedy: error.remedy };
-  const text = String(error?.message ?? error);
+  const text = error instanceof Error ? error.message : [error?.constructor?.name, error?.message].filter(Boolean).join(": ");
   if (error?.name === "QuotaExceededError") return fullDisk();
   if (MEMORY.test(text) || (error instanceof RangeError && /buffer|memory|length/i.test(text))) return outOfMemory(device, text);
   const kernel = KERNEL.exec(text);
