@@ -154,13 +154,13 @@ def test_webgpu_draws_the_sample_as_python_does(shapes: Path, page: Any, tmp_pat
 
 def test_a_visit_fetches_once_and_draws_what_python_draws(server: FileServer, page: Any, tiny_pipeline: Path) -> None:
     open_page(page, server)
-    assert page.text_content("#draw").startswith("Fetch ")
+    assert page.text_content("#draw").startswith("Download ")
     first = drawn(page)
     assert abs(first - by_python(tiny_pipeline)).max() <= 1, "a rounding apart at most"
     assert len(asked_data(server)) == len({name for name, _ in asked_data(server)}) > 5, "each file once"
     server.healthy()
     open_page(page, server)
-    assert page.text_content("#draw") == "Draw"
+    assert page.text_content("#draw") == "Generate"
     other = {"num_inference_steps": 3, "guidance_scale": 3.5, "height": 64, "width": 96}
     found = drawn(page, seed=2**32 - 1, steps=3, guidance=3.5, height=64, width=96)
     assert found.shape == (64, 96, 3)
@@ -175,7 +175,7 @@ def test_deleted_files_are_gone_and_fetched_again(server: FileServer, page: Any)
     first = drawn(page)
     page.click("#delete")
     page.wait_for_function("document.getElementById('said').textContent === 'Deleted'")
-    assert page.text_content("#kept") == "No files kept in this browser"
+    assert page.text_content("#kept") == "No files stored in this browser"
     assert page.evaluate(KEPT) == {}
     server.healthy()
     assert (drawn(page) == first).all()
@@ -241,7 +241,7 @@ def test_what_does_not_fit_is_told_before_it_is_fetched(server: FileServer, page
     )
     begin(page)
     assert finished(page) == "Failed"
-    assert "and this browser lets the page keep 100 kB" in problem(page)
+    assert "and this browser lets the page store 100 kB" in problem(page)
     assert asked_data(server) == []
     page.uncheck("#keep")
     drawn(page)
@@ -262,7 +262,7 @@ def test_a_kept_file_that_was_damaged_is_found_and_replaced(server: FileServer, 
     open_page(page, server)
     begin(page)
     assert finished(page) == "Failed"
-    assert f"{name} is damaged" in problem(page)
+    assert f"{name} was damaged" in problem(page)
     server.healthy()
     assert (drawn(page) == first).all()
     assert asked_data(server) == [(name, 0)]
@@ -276,7 +276,7 @@ def test_a_file_that_is_not_the_right_one_is_told(kind: str, server: FileServer,
     open_page(page, server)
     begin(page)
     assert finished(page) == "Failed"
-    told = f"{name} is not on the server (404)" if kind == "missing" else f"{name} is not the file that pipeline.json"
+    told = f"{name} is not on the server (404)" if kind == "missing" else f"{name} on the server is not the one"
     assert told in problem(page)
 
 
@@ -286,7 +286,7 @@ def test_a_folder_without_an_index_and_a_missing_runtime_are_told(server: FileSe
     open_page(page, server, query="&ort=elsewhere/")
     begin(page)
     assert finished(page) == "Failed"
-    assert f"ONNX Runtime Web cannot be loaded from {server.url}elsewhere/" in problem(page)
+    assert f"ONNX Runtime Web could not be loaded from {server.url}elsewhere/" in problem(page)
 
 
 def test_a_device_without_float16_or_with_too_small_buffers_is_told(server: FileServer, page: Any) -> None:
@@ -353,7 +353,7 @@ def test_a_device_without_enough_memory_is_told(server: FileServer, page: Any) -
     open_page(page, server, "webgpu")
     begin(page)
     assert finished(page) == "Failed"
-    assert "The graphics device ran out of memory." in problem(page)
+    assert "The GPU ran out of memory: " in problem(page)
 
 
 def test_an_isolated_page_draws_with_threads(server: FileServer, page: Any, tiny_pipeline: Path) -> None:

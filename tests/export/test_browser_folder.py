@@ -15,6 +15,7 @@ import onnxruntime
 import pytest
 import torch
 from converted import Converted
+from started_python import Command
 
 from sdflow.build.assemble import assemble
 from sdflow.errors import UsageError
@@ -247,3 +248,27 @@ def test_another_version_and_an_incomplete_package_are_refused(
     package = make(tmp_path)
     with pytest.raises(UsageError, match=says):
         find_runtime(str(package), tmp_path)
+
+
+def test_the_command_says_what_it_wrote_and_which_options_do_not_belong(
+    tiny_pipeline: Path, tmp_path: Path, sdflow: Command
+) -> None:
+    done = sdflow(
+        "export", tiny_pipeline, "--browser", "page", "--ort", "cdn", "--no-checker", "--json", folder=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    index = json.loads((tmp_path / "page/pipeline.json").read_bytes())
+    assert said["files"] == len(index["files"])
+    assert said["bytes"] == sum(each["bytes"] for each in index["files"].values())
+    assert (said["float16"], said["onnxruntime_web"]) == (False, CDN)
+    for options, says in (
+        (["--browser", "other", "--ort", "cdn", "--embed"], "--embed is for --one-file"),
+        (["--one-file", "other.onnx", "--ort", "cdn"], "--ort is for --browser"),
+        (["--browser", "other"], "npm install"),
+        (["--browser", "other", "--ort", "cdn", "--file-size", "10KB"], "1MB or more"),
+    ):
+        done = sdflow("export", tiny_pipeline, *options, folder=tmp_path)
+        assert done.returncode == 2
+        assert says in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["page"]

@@ -10,19 +10,19 @@ const TOLERANCE = 1e-3;
 
 /** The adapter that WebGPU draws on. Raises a Problem where there is none, or where it cannot hold the model. */
 export async function requireAdapter(index) {
-  const choose = "Use a current Chrome, Edge, Safari or Firefox on a machine with a graphics device, or choose the processor under Device.";
+  const choose = "Use a current Chrome, Edge, Safari, or Firefox on a machine with a GPU, or choose the CPU under Device.";
   if (!navigator.gpu) throw new Problem("This browser has no WebGPU.", choose);
   const adapter = await navigator.gpu.requestAdapter({ powerPreference: "high-performance" }).catch(() => null);
-  if (!adapter) throw new Problem("This browser has WebGPU and no graphics device for it.", choose);
+  if (!adapter) throw new Problem("This browser supports WebGPU but found no GPU for it.", choose);
   if (index.float16 && !adapter.features.has("shader-f16")) {
     throw new Problem(
-      "This graphics device does not compute in float16 (shader-f16), which this model needs.",
-      "Use another device, choose the processor, or export the pipeline from a build in float32.",
+      "This GPU does not support float16 (shader-f16), which this model needs.",
+      "Use another GPU, choose the CPU, or export a float32 build of the pipeline.",
     );
   }
   const most = Math.min(adapter.limits.maxBufferSize, adapter.limits.maxStorageBufferBindingSize);
   if (index.largest > most) {
-    throw new Problem(`This graphics device holds ${spellBytes(most)} in one buffer, and the model needs ${spellBytes(index.largest)}.`, "Use another device, or choose the processor.");
+    throw new Problem(`This GPU allows ${spellBytes(most)} in one buffer, and the model needs ${spellBytes(index.largest)}.`, "Use another GPU, or choose the CPU.");
   }
   return adapter;
 }
@@ -43,7 +43,7 @@ export class Engine {
     try {
       ort = await import(new URL(MODULES[device], place));
     } catch (error) {
-      throw new Problem(`ONNX Runtime Web cannot be loaded from ${place}: ${error.message}`, "See that its files are there and that the server sends .mjs files as JavaScript.");
+      throw new Problem(`ONNX Runtime Web could not be loaded from ${place}: ${error.message}`, "Check that its files are there and that the server sends .mjs files as JavaScript.");
     }
     ort.env.wasm.wasmPaths = place;
     // Threads need the headers that isolate a page: docs/browser.md.
@@ -66,8 +66,8 @@ export class Engine {
     const wanted = attention(given.q.data, given.k.data, given.v.data, this.index.attention);
     if (!found.every((value, i) => Math.abs(value - wanted[i]) < TOLERANCE)) {
       throw new Problem(
-        "ONNX Runtime Web computes attention wrongly on this device; images would be wrong.",
-        "Use another device, choose the processor, or export a build without fused attention.",
+        "ONNX Runtime Web computes attention wrongly on this device, so images would be wrong.",
+        "Use another GPU, choose the CPU, or export a build without fused attention.",
       );
     }
   }
@@ -109,7 +109,7 @@ export class Engine {
     if (this.device !== "webgpu" || this.watched) return;
     this.watched = await this.ort.env.webgpu.device;
     this.watched.addEventListener("uncapturederror", ({ error }) => (this.#fault ??= error));
-    this.watched.lost.then(({ message }) => (this.#fault ??= new Problem(`The graphics device was lost: ${message}`, "Reload the page. If it happens again, take a smaller image.")));
+    this.watched.lost.then(({ message }) => (this.#fault ??= new Problem(`The GPU was lost: ${message}`, "Try again, with a smaller image if it happens again.")));
   }
 
   /** The outputs of a graph, by name: { data, dims }. given: by name; what the graph does not read is left out. */
@@ -153,7 +153,7 @@ export class Engine {
       signal.throwIfAborted();
       const checked = await this.#run("checker", { pixels: this.#floats(images.data, images.dims) });
       images = checked.images;
-      if (checked.nsfw_content_detected.data[0]) notes.push("The safety checker found the image unsafe and blackened it.");
+      if (checked.nsfw_content_detected.data[0]) notes.push("The safety checker blackened the image.");
     }
     const [, height, width] = images.dims;
     return { pixels: inBytes(images.data), width, height, notes, seconds: (performance.now() - begun) / 1000 };
@@ -174,7 +174,7 @@ export class Engine {
       given[input] = new this.ort.Tensor("int32", ids, [1, ids.length]);
       most = Math.max(most, dropped);
     }
-    if (most) notes.push(`A prompt was too long: its last ${most} tokens were left out.`);
+    if (most) notes.push(`A prompt is too long: its last ${most} tokens were ignored.`);
     const found = await this.#run("text", given);
     const single = this.index.guidance.rows && !guided;
     return Object.fromEntries(Object.entries(found).map(([name, value]) => [name, single ? lastRow(value) : value]));
@@ -192,7 +192,7 @@ export class Engine {
   }
 
   async #schedule(table, steps) {
-    if (!table) throw new Problem(`The scheduler does not make ${steps} steps.`, "Take another number of steps.");
+    if (!table) throw new Problem(`The scheduler cannot make ${steps} steps.`, "Choose another number of steps.");
     const { runs, draws, begin } = table;
     const content = await this.files.read("schedules.bin");
     const numbers = new Float32Array(content.slice(begin, begin + 4 * (runs + (runs + 1) * (1 + draws + runs))).buffer);

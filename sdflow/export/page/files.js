@@ -19,8 +19,8 @@ async function keptFolder(create) {
 
 const noStore = () =>
   new Problem(
-    "This browser does not let the page keep files; private windows often do not.",
-    "Use a normal window, or untick “Keep the files in this browser”: they are then fetched for each visit.",
+    "This browser does not let the page store files; private windows often do not.",
+    "Use a normal window, or untick “Store files in this browser” to download them on each visit.",
   );
 
 /** Bytes of all kept files, whichever model they belong to. */
@@ -148,7 +148,7 @@ export class Files {
     const { quota, usage } = await navigator.storage.estimate();
     if (needed <= quota - usage) return;
     const { remedy } = fullDisk();
-    throw new Problem(`The files take ${spellBytes(needed)} more, and this browser lets the page keep ${spellBytes(Math.max(0, quota - usage))}.`, remedy);
+    throw new Problem(`The files need ${spellBytes(needed)}, and this browser lets the page store ${spellBytes(Math.max(0, quota - usage))}.`, remedy);
   }
 
   /** A file's content, verified. */
@@ -157,7 +157,7 @@ export class Files {
     const content = await this.store.read(sha256);
     if (content.length === bytes && (await digest(content)) === sha256) return content;
     await this.store.remove(sha256);
-    throw new Problem(`${file} is damaged, and was deleted.`, "Draw again: it is then fetched anew.");
+    throw new Problem(`${file} was damaged in this browser and has been deleted.`, "Try again to download it.");
   }
 
   /** Go on until the file is whole. added: is called with the bytes of each block; fewer than 0 where a file begins again. */
@@ -175,7 +175,7 @@ export class Files {
         added(-bytes);
         if (++wrong === 2) throw other(file);
       }
-      if (tries === TRIES) throw new Problem(`Fetching ${file} was interrupted: ${cause?.message ?? "the connection ended"}.`, "Draw again: it goes on where it stopped.");
+      if (tries === TRIES) throw new Problem(`The download of ${file} was interrupted: ${cause?.message ?? "the connection ended"}.`, "Try again: it continues where it stopped.");
       if (cause) await new Promise((resolve) => setTimeout(resolve, PAUSE * tries));
     }
   }
@@ -221,9 +221,9 @@ export class Files {
 
 const other = (file) =>
   new Problem(
-    `${file} is not the file that pipeline.json names.`,
-    "The folder on the server is from two exports, or was changed on its way: upload it again.",
+    `${file} on the server is not the one that pipeline.json lists.`,
+    "The folder on the server mixes two exports or is damaged: upload it again.",
   );
 
 export const missing = (file, status) =>
-  new Problem(`${file} is not on the server (${status}).`, "Upload the whole folder that sdflow export --browser wrote, or correct the address.");
+  new Problem(`${file} is not on the server (${status}).`, "Upload the whole folder that sdflow export --browser wrote, or check the address.");

@@ -18,7 +18,7 @@ const say = (text) => { element("said").textContent = text; };
 let index, base, worker = null, running = null;
 
 async function start() {
-  if (!isSecureContext) throw new Problem("Browsers allow WebGPU and kept files on secure pages only.", "Open the page by https:// or on localhost.");
+  if (!isSecureContext) throw new Problem("Browsers allow WebGPU on secure pages only.", "Open the page with https:// or on localhost.");
   base = new URL(asked.get("model") ?? "./", location.href);
   if (!base.pathname.endsWith("/")) base.pathname += "/";
   index = await readIndex();
@@ -31,11 +31,11 @@ async function start() {
 
 async function readIndex() {
   const answer = await fetch(new URL("pipeline.json", base), { cache: "no-cache" }).catch((error) => {
-    throw new Problem(`The server of ${base.host} does not answer: ${error.message}`, "See that the address is right, and that it allows this page to read its files (CORS).");
+    throw new Problem(`${base.host} does not answer: ${error.message}`, "Check the address, and that the server allows this page to read its files (CORS).");
   });
   if (!answer.ok) throw missing("pipeline.json", answer.status);
   const found = await answer.json();
-  if (found.format_version !== FORMAT) throw new Problem(`pipeline.json has format ${found.format_version}, and this page reads ${FORMAT}.`, "Export the pipeline and the page with one version of sdflow.");
+  if (found.format_version !== FORMAT) throw new Problem(`pipeline.json has format ${found.format_version}, and this page reads format ${FORMAT}.`, "Export the pipeline again.");
   return found;
 }
 
@@ -43,7 +43,7 @@ function fill() {
   const { latents, schedule, guidance, size } = index;
   document.title = element("name").textContent = index.name;
   const total = Object.values(index.files).reduce((sum, { bytes }) => sum + bytes, 0);
-  element("about").textContent = `${index.family}, ${index.float16 ? "float16" : "float32"}, ${spellBytes(total)}. Everything is computed in this browser.`;
+  element("about").textContent = `${index.family}, ${index.float16 ? "float16" : "float32"}, ${spellBytes(total)}. Everything runs in this browser.`;
   for (const side of ["width", "height"]) {
     const granularity = latents.pixels * latents.multiple;
     Object.assign(element(side), { min: granularity, step: granularity, max: 4096, value: size[side] });
@@ -62,10 +62,10 @@ const files = () => new Files(base, index.files, element("keep").checked);
 /** What the button promises, and what is kept. */
 async function tellKept() {
   const all = await keptBytes();
-  element("kept").textContent = all ? `${spellBytes(all)} kept in this browser` : "No files kept in this browser";
+  element("kept").textContent = all ? `${spellBytes(all)} stored in this browser` : "No files stored in this browser";
   element("delete").disabled = !all || running !== null;
   const { there, total } = await (element("keep").checked ? files().there() : { there: 0, total: 0 });
-  element("draw").textContent = there < total ? `Fetch ${spellBytes(total - there)} and draw` : "Draw";
+  element("draw").textContent = there < total ? `Download ${spellBytes(total - there)} and generate` : "Generate";
   element("draw").disabled = running !== null;
 }
 
@@ -84,13 +84,13 @@ function progress(part) {
 /** What is being done, in words. */
 const phases = {
   fetch({ waiting, done, total }, rate) {
-    if (waiting) return say("Another tab is fetching these files; waiting for it");
+    if (waiting) return say("Waiting for another tab that is downloading these files");
     progress(done / total);
-    say(`Fetching ${spellBytes(done)} of ${spellBytes(total)}${rate(done)}`);
+    say(`Downloading ${spellBytes(done)} of ${spellBytes(total)}${rate(done)}`);
   },
   start() { progress(0); say("Starting ONNX Runtime Web"); },
   load({ graph, done, total }) { progress(total ? done / total : 0); say(`Loading the ${NAMES[graph]}: ${spellBytes(done)} of ${spellBytes(total)}`); },
-  text() { progress(0); say("Reading the prompt"); },
+  text() { progress(0); say("Encoding the prompt"); },
   step({ step, steps }, rate, pace) { progress(step / steps); say(`Step ${step + 1} of ${steps}${pace(step)}`); },
   decode() { progress(1); say("Decoding the image"); },
 };

@@ -27,24 +27,24 @@ export function inWords(error, doing, device) {
   const kernel = KERNEL.exec(text);
   if (kernel) {
     return {
-      message: `ONNX Runtime Web cannot run this model on ${device === "webgpu" ? "WebGPU" : "the processor"}: ${text}`,
-      remedy: "Export the pipeline from a build for another target.",
+      message: `ONNX Runtime Web cannot run this model on ${device === "webgpu" ? "WebGPU" : "the CPU"}: ${text}`,
+      remedy: "Export a pipeline that was built for another target.",
     };
   }
-  return { message: `${doing} failed: ${text}`, remedy: device === "webgpu" ? "Try again; the processor may still work: choose it under Device." : "" };
+  return { message: `${doing} failed: ${text}`, remedy: device === "webgpu" ? "Try again, or choose the CPU under Device." : "" };
 }
 
 export function fullDisk() {
   return {
-    message: "The browser has no more room for this page's files.",
-    remedy: "Free space on the disk, delete the kept files below, or untick “Keep the files in this browser”.",
+    message: "The browser has no more space for this page's files.",
+    remedy: "Free disk space, delete the stored files, or untick “Store files in this browser”.",
   };
 }
 
 function outOfMemory(device, text) {
-  const where = device === "webgpu" ? "graphics device" : "browser";
+  const where = device === "webgpu" ? "GPU" : "browser";
   return {
-    message: `The ${where} ran out of memory. It says: ${text}`,
-    remedy: `Take a smaller image, close other tabs and programs, or reload the page${device === "webgpu" ? "" : "; the processor has at most 4 GB here, so large models need WebGPU"}.`,
+    message: `The ${where} ran out of memory: ${text}`,
+    remedy: `Choose a smaller image, or close other tabs and programs.${device === "webgpu" ? "" : " The CPU can use at most 4 GB here; large models need WebGPU."}`,
   };
 }

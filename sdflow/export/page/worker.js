@@ -33,6 +33,6 @@ onmessage = async ({ data: { call, ...given } }) => {
   } catch (error) {
     const cancelled = doing.signal.aborted;
     if (!cancelled) open = null; // a device that failed once may go on failing
-    postMessage({ failed: cancelled ? { cancelled } : inWords(error, "Drawing", given.place.device) });
+    postMessage({ failed: cancelled ? { cancelled } : inWords(error, "Generating", given.place.device) });
   }
 };
