@@ -20,7 +20,7 @@ export async function requireAdapter(index) {
       "Use another GPU, choose the CPU, or export a float32 build of the pipeline.",
     );
   }
-  const most = Math.min(adapter.limits.maxBufferSize, adapter.limits.maxStorageBufferBindingSize);
+  const most = adapter.limits.maxBufferSize;
   if (index.largest > most) {
     throw new Problem(`This GPU allows ${spellBytes(most)} in one buffer, and the model needs ${spellBytes(index.largest)}.`, "Use another GPU, or choose the CPU.");
   }

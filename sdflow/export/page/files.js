@@ -81,7 +81,8 @@ class Kept {
       write: (block, at) => {
         for (let done = 0; done < block.length; ) {
           const count = access.write(block.subarray(done), { at: at + done });
-          if (!count) throw new DOMException("", "QuotaExceededError");
+          // Beyond the quota, Chromium 156 returns a negative number as an unsigned one.
+          if (!(count > 0 && count <= block.length - done)) throw new DOMException("", "QuotaExceededError");
           done += count;
         }
       },

@@ -52,6 +52,7 @@ function fill() {
   Object.assign(element("steps"), { min: Math.min(...counts), max: Math.max(...counts), value: schedule.steps });
   element("guidance").value = guidance.scale;
   if (!guidance.rows) for (const each of document.querySelectorAll(".guided")) each.hidden = true;
+  element("guidance").parentElement.hidden = !guidance.rows && !index.graphs.text.inputs.includes("guidance_scale");
   element("prompt").value = asked.get("prompt") ?? "";
   if (asked.get("device") === "wasm") document.querySelector("[value=wasm]").checked = true;
   Object.assign(element("image"), { width: size.width, height: size.height });
