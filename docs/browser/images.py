@@ -2,7 +2,7 @@
 
     python docs/browser/images.py http://127.0.0.1:8000
 
-of a folder of the sample pipeline (`sdflow export pipelines/shapes_cpu --browser page`, `python -m http.server --directory page`).
+of the sample pipeline (`sdflow export pipelines/shapes_cpu --browser page`, then `python -m http.server --directory page`).
 Needs Playwright and a Chromium; the processor draws.
 """
 

@@ -353,14 +353,16 @@ TOO_LARGE = """
 const make = GPUDevice.prototype.createBuffer;
 let made = 0;
 GPUDevice.prototype.createBuffer = function (wanted) {
-  return make.call(this, ++made === 8 ? { ...wanted, size: 2 ** 45 } : wanted);
+  return make.call(this, ++made === NUMBER ? { ...wanted, size: 2 ** 45 } : wanted);
 };
 """
 
 
-def test_a_device_without_enough_memory_is_told(server: FileServer, page: Any) -> None:
+@pytest.mark.parametrize("number", [8, 80], ids=["while a graph is loaded", "while it runs"])
+def test_a_device_without_enough_memory_is_told(number: int, server: FileServer, page: Any) -> None:
     """The browser reports such a buffer to the device's listeners, and raises nothing."""
-    server.replaced["worker.js"] = TOO_LARGE.encode() + (PAGE / "worker.js").read_bytes()
+    fault = TOO_LARGE.replace("NUMBER", str(number)).encode()
+    server.replaced["worker.js"] = fault + (PAGE / "worker.js").read_bytes()
     open_page(page, server, "webgpu")
     begin(page)
     assert finished(page) == "Failed"

@@ -73,9 +73,14 @@ export class Engine {
   }
 
   async #create(model, more) {
-    const session = await this.ort.InferenceSession.create(model, { executionProviders: [this.device], ...more });
-    await this.#watch();
-    return session;
+    try {
+      const session = await this.ort.InferenceSession.create(model, { executionProviders: [this.device], ...more });
+      await this.#watch();
+      return session;
+    } catch (error) {
+      await new Promise((resolve) => setTimeout(resolve)); // what the device says of it comes later
+      throw this.#fault ?? error;
+    }
   }
 
   async #session(name) {

@@ -15,7 +15,7 @@ export function spellBytes(count) {
   return `${count} B`;
 }
 
-const MEMORY = /out of memory|outofmemory|bad_alloc|alloc\w* failed|failed to (?:allocate|create .*buffer)|array buffer length|memory access out of bounds|exceeds the max\w* \w*buffer/i;
+const MEMORY = /out of memory|outofmemory|bad_alloc|alloc\w* failed|failed to (?:allocate|create .*buffer)|array buffer length|memory access out of bounds|error occurred in memory copy|exceeds the max\w* \w*buffer/i;
 const KERNEL = /(?:could not find an implementation for|no kernel\S* (?:for|found for)|not implemented)\W*([\w.]*)/i;
 
 /** Any error as { message, remedy }. doing: what was being done. device: webgpu or wasm. */
