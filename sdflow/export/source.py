@@ -57,7 +57,7 @@ def open_source(folder: Path, place: Path, *, checker: bool) -> Source:
         raise UsageError(
             "this pipeline goes on from an image" if task != "text" else "the pipeline is not complete",
             where=str(folder),
-            remedy="One file draws from text alone: give a pipeline for text to image.",
+            remedy="Exports draw from text alone: give a pipeline for text to image.",
         )
     kinds = {"ControlNets": family.nets(there), "IP-Adapters": folder_adapters(folder)}
     if images := [kind for kind, found in kinds.items() if found]:
