@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
@@ -17,6 +16,7 @@ import torch
 from converted import Converted
 from file_server import FileServer, serving
 from shell import ROOT
+from until import until
 
 from sdflow.build.assemble import assemble
 from sdflow.export.attention_probe import SIZES, attention_probe
@@ -214,7 +214,7 @@ def test_fetching_is_cancelled_and_goes_on_with_what_is_there(server: FileServer
     server.slow.add(name)
     open_page(page, server)
     begin(page)
-    page.wait_for_function(f"({KEPT})().then((kept) => kept['{digest}'] > 0)")
+    until(lambda: page.evaluate(KEPT).get(digest, 0) > 0, f"blocks of {name}")
     page.click("#cancel")
     assert finished(page) == "Cancelled"
     kept = page.evaluate(KEPT)[digest]
@@ -316,20 +316,23 @@ def test_a_device_without_float16_or_with_too_small_buffers_is_told(server: File
 def test_without_webgpu_the_processor_draws_if_the_visitor_chooses_it(
     server: FileServer, tiny_pipeline: Path, browser: Any
 ) -> None:
-    launch = functools.partial(browser.browser_type.launch, executable_path=CHROMIUM)
-    other = launch(args=["--no-sandbox", "--disable-blink-features=WebGPU"])
+    other = browser.browser_type.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
     try:
         page = other.new_page()
         page.set_default_timeout(PATIENCE)
         open_page(page, server, "webgpu")
         page.wait_for_selector("#problem", state="visible")
-        assert "This browser has no WebGPU." in problem(page)
+        assert "This browser supports WebGPU but found no GPU for it." in problem(page)
         begin(page)
         assert finished(page) == "Failed"
         assert asked_data(server) == []
         page.check("[value=wasm]")
         assert problem(page) == ""
         assert abs(drawn(page) - by_python(tiny_pipeline)).max() <= 1
+        page.add_init_script("delete Navigator.prototype.gpu")
+        open_page(page, server, "webgpu")
+        page.wait_for_selector("#problem", state="visible")
+        assert "This browser has no WebGPU." in problem(page)
     finally:
         other.close()
 
