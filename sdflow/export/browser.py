@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 INDEX, TOKENIZERS, SCHEDULES, PROBE = "pipeline.json", "tokenizers.json", "schedules.bin", "attention.onnx"
 PAGE = Path(__file__).parent / "page"
-STEPS = 100
+STEPS = 50
 """Schedules of up to so many steps are exported, and that of the default."""
 FILE_BYTES = 64_000_000
 """Of weights in a file; hosts of static files take 25 MB (Cloudflare Pages), 100 MB (GitHub) and more."""

@@ -229,8 +229,8 @@ def test_fetching_is_cancelled_and_goes_on_with_what_is_there(server: FileServer
 
 def test_drawing_is_cancelled_between_steps(server: FileServer, page: Any) -> None:
     open_page(page, server)
-    begin(page, steps=100)
-    page.wait_for_function("/^Step [0-9]+ of 100/.test(document.getElementById('said').textContent)")
+    begin(page, steps=50)
+    page.wait_for_function("/^Step [0-9]+ of 50/.test(document.getElementById('said').textContent)")
     page.click("#cancel")
     assert finished(page) == "Cancelled"
     assert problem(page) == ""
