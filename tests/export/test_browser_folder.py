@@ -254,7 +254,7 @@ def test_the_command_says_what_it_wrote_and_which_options_do_not_belong(
     tiny_pipeline: Path, tmp_path: Path, sdflow: Command
 ) -> None:
     done = sdflow(
-        "export", tiny_pipeline, "--browser", "page", "--ort", "cdn", "--no-checker", "--json", folder=tmp_path
+        "export", str(tiny_pipeline), "--browser", "page", "--ort", "cdn", "--no-checker", "--json", folder=tmp_path
     )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
@@ -268,7 +268,7 @@ def test_the_command_says_what_it_wrote_and_which_options_do_not_belong(
         (["--browser", "other"], "npm install"),
         (["--browser", "other", "--ort", "cdn", "--file-size", "10KB"], "1MB or more"),
     ):
-        done = sdflow("export", tiny_pipeline, *options, folder=tmp_path)
+        done = sdflow("export", str(tiny_pipeline), *options, folder=tmp_path)
         assert done.returncode == 2
         assert says in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["page"]
