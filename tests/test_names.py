@@ -63,7 +63,9 @@ WAYS_EXCEPTIONS: dict[tuple[str, str], str] = {
 
 PORT_EXCEPTIONS: dict[tuple[str, str], str] = {
     ("config/reference.py", "sample"): "a scheme of references",
+    ("export/browser.py", "guidance"): "a key of pipeline.json",
     ("export/conditions.py", "input_ids"): "an input of the exported graph, which programs feed",
+    ("export/parts.py", "timestep"): "an input of the exported graphs, which programs feed",
     ("selftest/__init__.py", "sample"): "the name of the pipeline that it draws with",
     ("sources/components/component_source.py", "sample"): "a scheme of references",
     ("sources/opening.py", "sample"): "a scheme of references",

@@ -17,6 +17,26 @@ def export(
     one_file: Annotated[
         Path | None, typer.Option("--one-file", help="Write the whole pipeline as one ONNX graph.", metavar="OUT.onnx")
     ] = None,
+    browser: Annotated[
+        Path | None,
+        typer.Option("--browser", help="Write a folder with a page that draws in browsers.", metavar="FOLDER"),
+    ] = None,
+    ort: Annotated[
+        str | None,
+        typer.Option(
+            help="For --browser: the npm package onnxruntime-web, or cdn. Default: ./node_modules/onnxruntime-web.",
+            metavar="DIR|cdn",
+            show_default=False,
+        ),
+    ] = None,
+    file_size: Annotated[
+        str | None,
+        typer.Option(
+            help="For --browser: maximum size of a file with weights. Default: 64MB.",
+            metavar="SIZE",
+            show_default=False,
+        ),
+    ] = None,
     schedule: Annotated[
         str | None,
         typer.Option(
@@ -54,22 +74,22 @@ def export(
     height: Annotated[int | None, typer.Option(help="Fixed height in pixels; a fixed size is faster on a GPU.")] = None,
     width: Annotated[int | None, typer.Option(help="Fixed width in pixels. Default: the model's native size.")] = None,
     images: Annotated[int | None, typer.Option(help="Batch size, for a fixed size.")] = None,
-    embed: Annotated[
-        bool, typer.Option("--embed", help="Store the weights inside the graph, for browsers. At most 2 GB.")
-    ] = False,
+    embed: Annotated[bool, typer.Option("--embed", help="Store the weights inside the graph. At most 2 GB.")] = False,
     json: AsJson = False,
 ) -> None:
-    """Export a pipeline as one ONNX file.
+    """Export a pipeline as one ONNX file, or as a page for browsers.
 
-    Its inputs are token ids, latents and the guidance scale; its output is pixels.
+    The file's inputs are token ids, latents and the guidance scale; its output is pixels.
     """
     from sdflow.errors import UsageError
     from sdflow.export.one_file import Wanted, export_one_file, folder_schedule
     from sdflow.export.schedule import parse_schedule
-    from sdflow.report.export import print_export, print_schedule
+    from sdflow.report.export import print_browser, print_export, print_schedule
 
-    if one_file is None and schedule_file is None:
-        raise UsageError("there is nothing to write", where="export", remedy="Add --one-file OUT.onnx.")
+    if one_file is None and schedule_file is None and browser is None:
+        raise UsageError(
+            "there is nothing to write", where="export", remedy="Add --one-file OUT.onnx, or --browser FOLDER."
+        )
     if one_file is not None and one_file.suffix != ".onnx":
         raise UsageError(f"{one_file} does not end in .onnx", where="--one-file", remedy=f"Write {one_file}.onnx.")
     if one_file is not None and schedule_file is not None and schedule_file.name == f"{one_file.name}.json":
@@ -78,7 +98,35 @@ def export(
             where="--schedule-file",
             remedy="Name another file.",
         )
+    others = {
+        "--open-schedule": open_schedule,
+        "--no-negative": not negative,
+        "--text": text,
+        "--images": images is not None,
+        "--embed": embed,
+    }
+    if browser is not None and one_file is None and (given := [option for option, on in others.items() if on]):
+        raise UsageError(f"{given[0]} is for --one-file", where="--browser", remedy="Leave it away.")
+    if browser is None and (ort is not None or file_size is not None):
+        option = "--file-size" if ort is None else "--ort"
+        raise UsageError(f"{option} is for --browser", where="export", remedy="Add --browser FOLDER.")
     name, steps = (None, None) if schedule is None else parse_schedule(schedule)
+    if browser is not None:
+        from sdflow.export.browser import FILE_BYTES, BrowserWanted, export_browser
+        from sdflow.export.web_runtime import find_runtime
+        from sdflow.units import parse_size
+
+        page = BrowserWanted(
+            runtime=find_runtime(ort, Path()),
+            scheduler=name,
+            steps=steps,
+            guidance_scale=guidance_scale,
+            checker=checker,
+            height=height,
+            width=width,
+            file_bytes=FILE_BYTES if file_size is None else parse_size(file_size, "--file-size"),
+        )
+        print_browser(export_browser(pipeline, browser, page), as_json=json)
     wanted = Wanted(
         scheduler=name,
         steps=steps,

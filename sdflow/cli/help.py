@@ -97,7 +97,7 @@ PANELS: Mapping[str, str] = {
     "Limits of requests": "max_queue deadline stall max_images max_steps max_pixels max_chunks max_cost max_body max_connections",
     "Scheduling": "batch_sizes lanes",
     "Ray cluster": "replicas gpus queue take_over",
-    "Graph": "one_file schedule schedule_file open_schedule negative text embed",
+    "Graph": "one_file browser ort file_size schedule schedule_file open_schedule negative text embed",
     "Hardware": "target on threads low_memory keep device_memory vae_tiles",
     "Cache": "cache rehash engine_cache remote url push pull clear yes older_than max_size dry_run",
     "Signature": "key certificate sigstore identity_token trust_config signature trust",

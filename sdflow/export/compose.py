@@ -26,8 +26,8 @@ from sdflow.export.once import TIMESTEPS
 from sdflow.export.pixels import add_checker, add_decoder
 from sdflow.export.program_data import clip_table
 from sdflow.export.schedule import Coefficients
+from sdflow.export.source import Size, Source
 from sdflow.export.tokenizer import add_tokenizer
-from sdflow.families.shared.base import Family
 from sdflow.models.base import Sizes
 from sdflow.onnx_model.files import is_external, set_external
 from sdflow.runtime.denoiser.moving import Moving
@@ -39,28 +39,6 @@ if TYPE_CHECKING:
 
 TEXTS = ("prompt", "negative_prompt")
 IMAGES, FLAGS = "images", "nsfw_content_detected"
-
-
-@dataclass(frozen=True)
-class Source:
-    """What a pipeline folder holds. submodels: those that are wanted, in order. configs: of these. options: of
-    model_index.json, as the family reads them. companions: loaded."""
-
-    folder: Path
-    family: Family
-    submodels: tuple[str, ...]
-    configs: Mapping[str, Mapping[str, Any]]
-    options: Mapping[str, Any]
-    companions: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Size:
-    """How many images, of how many rows and columns of latents."""
-
-    images: int
-    rows: int
-    columns: int
 
 
 @dataclass(frozen=True)
@@ -105,8 +83,8 @@ def compose(source: Source, form: Form, data_files: Mapping[str, str]) -> Compos
     from onnx import helper
 
     family = source.family
-    models = {name: _read(source.folder / name / MODEL_FILE, data_files.get(name)) for name in source.submodels}
-    opsets = _opsets(models)
+    models = {name: read_part(source.folder / name / MODEL_FILE, data_files.get(name)) for name in source.submodels}
+    opsets = common_opsets(models)
     latents = family.latents(source.configs)
     traced = trace_conditions(
         family,
@@ -126,7 +104,7 @@ def compose(source: Source, form: Form, data_files: Mapping[str, str]) -> Compos
     if not form.open_schedule:
         graph.initializers += _baked(form.schedule)
     ids = _ids(graph, source, traced, text=form.text)
-    conditions = _conditions(graph, source, models, traced, ids, latents.scale)
+    conditions = add_conditions(graph, source, models, traced, {**_pixels(graph, latents.scale), **ids})
     denoiser = models[family.denoiser]
     (output,) = (item.name for item in denoiser.graph.output)
     ports = {name: family.part(name).ports(source.configs[name]) for name in source.submodels}
@@ -177,7 +155,8 @@ def _axes(source: Source, size: Size, scale: int) -> dict[str, int]:
     return {**axes, **source.family.token_sizes(source.configs)}
 
 
-def _read(path: Path, data_file: str | None) -> onnx.ModelProto:
+def read_part(path: Path, data_file: str | None) -> onnx.ModelProto:
+    """The graph of a submodel. data_file: how the file with its weights is called there."""
     model = read_graph(path)
     for tensor in model.graph.initializer:
         if is_external(tensor):
@@ -187,7 +166,8 @@ def _read(path: Path, data_file: str | None) -> onnx.ModelProto:
     return model
 
 
-def _opsets(models: Mapping[str, onnx.ModelProto]) -> dict[str, int]:
+def common_opsets(models: Mapping[str, onnx.ModelProto]) -> dict[str, int]:
+    """Domain of operators -> version. Raises PassError for submodels of different ones."""
     found: dict[str, int] = {}
     of: dict[str, str] = {}
     for name, model in models.items():
@@ -214,22 +194,27 @@ def _ids(graph: Builder, source: Source, traced: Traced, *, text: bool) -> dict[
     }
 
 
-def _conditions(
-    graph: Builder,
-    source: Source,
-    models: Mapping[str, onnx.ModelProto],
-    traced: Traced,
-    ids: Mapping[str, str],
-    scale: int,
-) -> dict[str, str]:
-    """What the denoiser reads beside latents and timestep: its inputs -> values. ids: of tokens -> values."""
+def _pixels(graph: Builder, scale: int) -> dict[str, str]:
+    """Height and width of the image, of the size of the latents."""
     sizes = {}
     for axis, name in ((2, HEIGHT), (3, WIDTH)):
         pixels = graph.add("Mul", graph.size(LATENTS, axis), graph.whole(scale))
         sizes[name] = graph.add("Squeeze", pixels, graph.whole(0))
-    given = {**sizes, SCALE: SCALE, **ids}
+    return sizes
+
+
+def add_conditions(
+    graph: Builder,
+    source: Source,
+    models: Mapping[str, onnx.ModelProto],
+    traced: Traced,
+    given: Mapping[str, str],
+) -> dict[str, str]:
+    """What the denoiser reads beside latents and timestep: its inputs -> values. given: token ids, and height and width in
+    pixels -> values; the guidance scale is read by its own name."""
+    given = {**given, SCALE: SCALE}
     names = condition_names(traced)
-    if SCALE not in _read_inputs(traced.model):
+    if not reads_scale(traced):
         del given[SCALE]
         _drop_input(traced.model, SCALE)
     part = inlined(traced.model, "conditions", given, names.values())
@@ -251,8 +236,9 @@ def _conditions(
     return {name: part.outputs[output] for name, output in names.items()}
 
 
-def _read_inputs(model: onnx.ModelProto) -> set[str]:
-    return {name for node in model.graph.node for name in node.input}
+def reads_scale(traced: Traced) -> bool:
+    """Whether the conditions depend on the guidance scale."""
+    return any(SCALE in node.input for node in traced.model.graph.node)
 
 
 def _drop_input(model: onnx.ModelProto, name: str) -> None:
@@ -290,7 +276,7 @@ def _inputs(traced: Traced, form: Form, channels: int) -> list[Any]:
     found.append(tensor(LATENTS, *shape))
     if form.draws:
         found.append(tensor(NOISES, "draws" if form.open_schedule else form.schedule.draws, *shape))
-    if form.guided or SCALE in _read_inputs(traced.model):
+    if form.guided or reads_scale(traced):
         found.append(tensor(SCALE, 1))
     if form.open_schedule:
         found += [tensor(TIMESTEPS, "runs"), tensor(COEFFICIENTS, "runs_and_result", "terms")]

@@ -5,8 +5,7 @@ Nothing is computed with the weights: the files are those of the artifacts, copi
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,27 +14,15 @@ from sdflow.artifact import WEIGHTS_FILE
 from sdflow.build.assemble import copy_file
 from sdflow.disk.atomic_write import replacing_all
 from sdflow.errors import CacheError, UsageError, os_errors_as
-from sdflow.export.compose import Form, Size, Source, compose
+from sdflow.export.compose import Form, compose
 from sdflow.export.loop import SCALE
 from sdflow.export.program_data import FORMAT_VERSION, compact, tokenizer_tables
 from sdflow.export.schedule import Coefficients, coefficients
-from sdflow.families.shared.approximation import Approximation
+from sdflow.export.source import Size, guidance_of, latents_data, left_out, open_source
 from sdflow.families.shared.latents import Latents
-from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.onnx_model.files import data_span, initializers_and_constants, is_external
 from sdflow.runtime.denoiser.start import require_size
-from sdflow.runtime.files.folder import (
-    SCHEDULER,
-    folder_adapters,
-    folder_defaults,
-    folder_family,
-    folder_latents,
-    folder_task,
-    load_companions,
-    onnx_submodels,
-    read_options,
-    submodel_config,
-)
+from sdflow.runtime.files.folder import SCHEDULER, folder_defaults, folder_family, folder_latents, load_companions
 from sdflow.units import spell_bytes
 
 MOST_IMAGES = 1024
@@ -97,35 +84,15 @@ def export_one_file(folder: Path, out: Path, wanted: Wanted) -> Exported:
     Raises UsageError for a pipeline that does not draw from text alone, CacheError when it cannot be written. Then what was
     there before is as it was.
     """
-    family, there = folder_family(folder), onnx_submodels(folder)
-    if (task := folder_task(folder)) != "text" or not set(family.drawing) <= set(there):
-        raise UsageError(
-            "this pipeline goes on from an image" if task != "text" else "the pipeline is not complete",
-            where=str(folder),
-            remedy="One file draws from text alone: give a pipeline for text to image.",
-        )
-    kinds = {"ControlNets": family.nets(there), "IP-Adapters": folder_adapters(folder)}
-    if images := [kind for kind, found in kinds.items() if found]:
-        raise UsageError(
-            f"the pipeline has {' and '.join(images)}, which take images besides texts",
-            where=str(folder),
-            remedy="Export one that was built without them.",
-        )
-    _require_outside(out, folder, there)
-    if wanted.guidance_scale is not None and not math.isfinite(wanted.guidance_scale):
-        raise UsageError(
-            f"{wanted.guidance_scale} is no scale", where="--guidance-scale", remedy="Around 7.5 is usual."
-        )
-    there = [name for name in there if name in family.drawing or (wanted.checker and name == family.checker)]
-    configs = {name: submodel_config(folder, name) for name in there}
-    scale = folder_defaults(folder)["text"].guidance_scale if wanted.guidance_scale is None else wanted.guidance_scale
+    source = open_source(folder, out.parent, checker=wanted.checker)
+    family, configs, there = source.family, source.configs, source.submodels
+    scale = guidance_of(folder, wanted.guidance_scale)
     schedule = folder_schedule(folder, wanted)
     size = _size(wanted, family.latents(configs))
     form = Form(family.guided(configs, scale), wanted.negative, schedule, wanted.open_schedule, wanted.text, size)
     data = {
         name: out.with_name(f"{out.stem}.{name}.data") for name in there if (folder / name / WEIGHTS_FILE).is_file()
     }
-    source = Source(folder, family, tuple(there), configs, read_options(folder), load_companions(folder))
     composed = compose(source, form, {name: path.name for name, path in data.items()})
     model, beside = composed.model, out.with_name(f"{out.name}.json")
     if wanted.embed:
@@ -136,7 +103,7 @@ def export_one_file(folder: Path, out: Path, wanted: Wanted) -> Exported:
         "format_version": FORMAT_VERSION,
         "graph": out.name,
         "data": [path.name for path in data.values()],
-        "latents": _latents(family.latents(configs), size),
+        "latents": latents_data(family.latents(configs), size),
         "guidance_scale": scale if SCALE in [item.name for item in model.graph.input] else None,
         "schedule": schedule.to_json(),
         "tokenizers": tokenizer_tables(source.companions, composed.ids, composed.lengths, composed.templates),
@@ -151,27 +118,7 @@ def export_one_file(folder: Path, out: Path, wanted: Wanted) -> Exported:
         for path, content in contents.items():
             written[path].write_bytes(content)
         files = {path: written[path].stat().st_size for path in (out, *data.values(), beside)}
-    return Exported(files, inputs, outputs, schedule, _left_out(folder))
-
-
-def _require_outside(out: Path, folder: Path, submodels: Sequence[str]) -> None:
-    """Raises UsageError for a file in the pipeline's own folders, where it may take the place of a model."""
-    own = {folder.resolve(), *((folder / name).resolve() for name in submodels)}
-    if own & {out.parent.resolve(), *out.parent.resolve().parents}:
-        raise UsageError("it lies within the pipeline", where=str(out), remedy="Name a place outside of it.")
-
-
-def _left_out(folder: Path) -> tuple[str, ...]:
-    if not (folder / MANIFEST_FILE).exists():
-        return ()
-    origin = read_manifest(folder).origin
-    found = [
-        f"{Approximation.of(**{name: value}).spelled()}: it draws as with --{name.replace('_', '-')} off"
-        for name, value in Approximation.chosen(origin.said, None, None).settings().items()
-    ]
-    if origin.refiner is not None:
-        found.append("the refiner: it draws as with --refiner-start 1")
-    return tuple(found)
+    return Exported(files, inputs, outputs, schedule, left_out(folder))
 
 
 def _embed(model: Any, files: Mapping[str, Path]) -> None:
@@ -202,14 +149,6 @@ def _size(wanted: Wanted, what: Latents) -> Size | None:
     if not 1 <= images <= MOST_IMAGES:
         raise UsageError(f"there are {images:,} images", where="--images", remedy=f"Take 1 to {MOST_IMAGES:,}.")
     return Size(images, height // what.scale, width // what.scale)
-
-
-def _latents(what: Latents, size: Size | None) -> dict[str, int]:
-    """Of the only size, or the model's own; pixels: of an image for one of the latents, along each axis; multiple: as of
-    `Latents`."""
-    rows, columns = (what.size, what.size) if size is None else (size.rows, size.columns)
-    sizes = {"rows": rows, "columns": columns, "multiple": what.multiple}
-    return {"channels": what.channels, **sizes, "pixels": what.scale}
 
 
 def _described(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sdflow.export.browser import BrowserExport
 from sdflow.export.one_file import Exported
 from sdflow.export.schedule import Coefficients
 from sdflow.report.output import print_json, print_table, put
@@ -33,6 +34,33 @@ def print_export(exported: Exported, *, as_json: bool = False) -> None:
     for each in exported.left_out:
         put(f"  without {each}")
     put(f"{_words(exported.schedule)}. The files belong together: move them as one.")
+
+
+def print_browser(exported: BrowserExport, *, as_json: bool = False) -> None:
+    """The folder, what a visitor fetches, and how to serve it."""
+    if as_json:
+        content = {
+            "folder": str(exported.folder),
+            "files": exported.files,
+            "bytes": exported.weights,
+            "float16": exported.float16,
+            "scheduler": exported.schedule.scheduler,
+            "steps": exported.schedule.steps,
+            "onnxruntime_web": exported.runtime.url,
+            "left_out": list(exported.left_out),
+        }
+        print_json("export_browser", content)
+        return
+    precision = "float16: WebGPU needs shader-f16" if exported.float16 else "float32"
+    put(
+        f"{exported.folder}: a page, and {exported.files} files that a visitor fetches once, {spell_bytes(exported.weights)}"
+    )
+    put(f"  {precision}; {_words(exported.schedule)}")
+    if not exported.runtime.files:
+        put(f"  visitors load ONNX Runtime Web from {exported.runtime.url}")
+    for each in exported.left_out:
+        put(f"  without {each}")
+    put(f"Try it: python -m http.server --directory {exported.folder}")
 
 
 def print_schedule(table: Coefficients, path: Path, *, as_json: bool = False) -> None:

@@ -1,0 +1,251 @@
+"""`sdflow export --browser`: a folder that a web server serves as it is, whose page draws on the visitor's GPU.
+
+pipeline.json names all other files with their sizes and digests; the page (`sdflow/export/page`) fetches each once and keeps it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sdflow.build.assemble import copy_file
+from sdflow.disk.atomic_write import replacing_all
+from sdflow.errors import CacheError, UsageError, os_errors_as
+from sdflow.export.attention_probe import SIZES as PROBE_SIZES
+from sdflow.export.attention_probe import attention_probe, has_fused_attention
+from sdflow.export.parts import make_parts
+from sdflow.export.pieces import Buffer, into_buffers, write_buffer
+from sdflow.export.program_data import compact, tokenizer_tables
+from sdflow.export.schedule import Coefficients, coefficients
+from sdflow.export.source import Source, guidance_of, latents_data, left_out, open_source
+from sdflow.export.web_runtime import Runtime
+from sdflow.manifest import MANIFEST_FILE, read_manifest
+from sdflow.onnx_model.facts import tensor_bytes
+from sdflow.onnx_model.files import initializers_and_constants
+from sdflow.runtime.denoiser.start import require_size
+from sdflow.runtime.files.folder import SCHEDULER, folder_defaults
+
+if TYPE_CHECKING:
+    import numpy as np
+
+FORMAT_VERSION = 1
+INDEX, TOKENIZERS, SCHEDULES, PROBE = "pipeline.json", "tokenizers.json", "schedules.bin", "attention.onnx"
+PAGE = Path(__file__).parent / "page"
+STEPS = 50
+"""Schedules of up to so many steps are exported, and that of the default."""
+FILE_BYTES = 64_000_000
+"""Of weights in a file; hosts of static files take 25 MB (Cloudflare Pages), 100 MB (GitHub) and more."""
+LEAST_FILE = 1_000_000
+WEB_OPERATORS = frozenset(
+    (
+        *("Attention", "BiasAdd", "BiasGelu", "BiasSplitGelu", "FastGelu", "FusedConv", "FusedMatMul", "Gelu"),
+        *("GroupQueryAttention", "MatMulNBits", "MultiHeadAttention", "QuickGelu", "RotaryEmbedding"),
+        *("SimplifiedLayerNormalization", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization"),
+    )
+)
+"""Of the domain com.microsoft: those that ONNX Runtime Web has for WebGPU."""
+
+
+@dataclass(frozen=True)
+class BrowserWanted:
+    """scheduler, steps, guidance_scale: what the page begins with; None: the pipeline's. checker: with the safety checker, where
+    there is one. height, width: what the page begins with; None: the model's. file_bytes: the most weights in a file."""
+
+    runtime: Runtime
+    scheduler: str | None = None
+    steps: int | None = None
+    guidance_scale: float | None = None
+    checker: bool = True
+    height: int | None = None
+    width: int | None = None
+    file_bytes: int = FILE_BYTES
+
+
+@dataclass(frozen=True)
+class BrowserExport:
+    """weights: bytes that a visitor fetches once, of `files` files. page: the files that draw. schedule: that it begins with.
+    float16: WebGPU then needs shader-f16. left_out: as of `Exported`."""
+
+    folder: Path
+    weights: int
+    files: int
+    float16: bool
+    schedule: Coefficients
+    runtime: Runtime
+    left_out: tuple[str, ...] = ()
+
+
+def export_browser(folder: Path, out: Path, wanted: BrowserWanted) -> BrowserExport:
+    """Write the pipeline of a folder, and the page that draws with it, to the folder `out`.
+
+    Raises UsageError for a pipeline that does not draw from text alone, whose tokenizer is not CLIP's, or with operators that
+    ONNX Runtime Web lacks; CacheError when it cannot be written. Then what was there before is as it was.
+    """
+    if wanted.file_bytes < LEAST_FILE:
+        raise UsageError(f"{wanted.file_bytes:,} bytes", where="--file-size", remedy="Take 1MB or more.")
+    source = open_source(folder, out, checker=wanted.checker)
+    scale = guidance_of(folder, wanted.guidance_scale)
+    what = source.family.latents(source.configs)
+    require_size(what.granularity, wanted.height, wanted.width)
+    parts = make_parts(source, guided=source.family.guided(source.configs, scale))
+    traced = parts.traced
+    tokenizers = tokenizer_tables(source.companions, traced.ids, traced.lengths, traced.templates)
+    _require_clip(tokenizers, folder)
+    for name, model in parts.models.items():
+        _require_operators(model, name)
+    schedules = _schedules(source, wanted)
+    buffers = {name: into_buffers(model, name, wanted.file_bytes) for name, model in parts.models.items()}
+    contents = {f"{name}.onnx": model.SerializeToString(deterministic=True) for name, model in parts.models.items()}
+    contents |= {TOKENIZERS: compact(tokenizers), SCHEDULES: schedules.content}
+    if fused := any(map(has_fused_attention, parts.models.values())):
+        contents[PROBE] = attention_probe()
+    page = {path.name: path for path in sorted(PAGE.iterdir()) if path.is_file()}
+    runtime = {path.name: path for path in wanted.runtime.files}
+    weights = [name for each in buffers.values() for buffer in each for name in buffer.files]
+    names = [INDEX, *contents, *weights, *page, *runtime]
+    with (
+        os_errors_as("cannot be written", out, "Free space or fix the permissions, then run again.", CacheError),
+        replacing_all([out / name for name in names]) as written,
+    ):
+        files = {}
+        for name, content in contents.items():
+            written[out / name].write_bytes(content)
+            files[name] = (len(content), hashlib.sha256(content).hexdigest())
+        for each in buffers.values():
+            for buffer in each:
+                digests = write_buffer(buffer, folder, lambda name: written[out / name])
+                files |= {name: (buffer.files[name], digest) for name, digest in digests.items()}
+        for name, path in (*page.items(), *runtime.items()):
+            copy_file(path, written[out / name])
+        size = (what.image_size if each is None else each for each in (wanted.height, wanted.width))
+        described = {
+            "format_version": FORMAT_VERSION,
+            "name": _name(folder),
+            "family": source.family.title,
+            "onnxruntime_web": {"version": wanted.runtime.version, "folder": wanted.runtime.url},
+            "float16": any(map(_has_float16, parts.models.values())),
+            "attention": PROBE_SIZES if fused else None,
+            "largest": max(map(_largest, parts.models.values())),
+            "latents": latents_data(what),
+            "size": dict(zip(("height", "width"), size, strict=True)),
+            "guidance": {"scale": scale, "offset": source.family.guidance_offset, "rows": parts.guided},
+            "conditions": list(parts.conditions),
+            "texts": {
+                name: {"table": _table(name), "negative": negative} for name, (_, negative) in traced.ids.items()
+            },
+            "schedule": {
+                "scheduler": schedules.own.scheduler,
+                "steps": schedules.own.steps,
+                "tables": schedules.tables,
+            },
+            "graphs": {name: _graph(model, buffers[name]) for name, model in parts.models.items()},
+            "files": {name: {"bytes": size, "sha256": digest} for name, (size, digest) in files.items()},
+        }
+        before = _names_of(out)
+        written[out / INDEX].write_bytes(compact(described))
+    for name in before - set(names):
+        (out / name).unlink(missing_ok=True)
+    total = sum(size for size, _ in files.values())
+    return BrowserExport(
+        out, total, len(files), bool(described["float16"]), schedules.own, wanted.runtime, left_out(folder)
+    )
+
+
+def _require_clip(tokenizers: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
+    if others := [name for name, table in tokenizers.items() if "merges" not in table]:
+        raise UsageError(
+            f"the page reads prompts with CLIP's tokenizer, and {', '.join(others)} are of another one",
+            where=str(folder),
+            remedy="Stable Diffusion 1, 2 and XL can be exported for browsers; others as one graph: --one-file.",
+        )
+
+
+def _require_operators(model: Any, name: str) -> None:
+    found = {
+        node.op_type if node.domain == "com.microsoft" else f"{node.domain}.{node.op_type}"
+        for node in model.graph.node
+        if node.domain not in ("", "ai.onnx")
+    }
+    if lacking := sorted(found - WEB_OPERATORS):
+        raise UsageError(
+            f"its graph has {', '.join(lacking)}, which ONNX Runtime Web lacks",
+            where=name,
+            remedy="Export a pipeline that was built for another target, such as cpu.",
+        )
+
+
+@dataclass(frozen=True)
+class _Schedules:
+    """own: what the page begins with. tables: steps -> runs, draws, and where its numbers begin in `content`: the timesteps, then
+    the rows of the table, all float32, the least significant byte first."""
+
+    own: Coefficients
+    tables: Mapping[int, Mapping[str, int]]
+    content: bytes
+
+
+def _schedules(source: Source, wanted: BrowserWanted) -> _Schedules:
+    """Raises UsageError where the scheduler cannot make the steps that the page begins with."""
+    family, scheduler = source.family, source.companions[SCHEDULER]
+    defaults = folder_defaults(source.folder)["text"]
+    steps = defaults.steps if wanted.steps is None else wanted.steps
+
+    def made(count: int) -> Coefficients:
+        return coefficients(family, scheduler, wanted.scheduler, count, defaults.eta, scheduler.config)
+
+    own = made(steps)
+    tables, content = {}, bytearray()
+    for count in (*range(1, STEPS + 1), *([steps] if steps > STEPS else [])):
+        try:
+            found = own if count == steps else made(count)
+        except UsageError:  # of some numbers of steps, which the page then does not offer
+            continue
+        tables[count] = {"runs": len(found.timesteps), "draws": found.draws, "begin": len(content)}
+        content += _little(found.timesteps) + _little(found.table)
+    return _Schedules(own, tables, bytes(content))
+
+
+def _little(numbers: np.ndarray) -> bytes:
+    return numbers.astype("<f4").tobytes()
+
+
+def _graph(model: Any, buffers: tuple[Buffer, ...]) -> dict[str, Any]:
+    inputs = [item.name for item in model.graph.input]
+    return {
+        "inputs": inputs,
+        "data": [{"path": each.path, "bytes": each.bytes, "files": list(each.files)} for each in buffers],
+    }
+
+
+def _table(name: str) -> str:
+    """The input whose table of the tokenizer it takes."""
+    return name.removeprefix("negative_")
+
+
+def _name(folder: Path) -> str:
+    if (folder / MANIFEST_FILE).exists():
+        return read_manifest(folder).origin.name
+    return folder.resolve().name
+
+
+def _has_float16(model: Any) -> bool:
+    from onnx import TensorProto
+
+    return any(tensor.data_type == TensorProto.FLOAT16 for tensor, _ in initializers_and_constants(model))
+
+
+def _largest(model: Any) -> int:
+    return max((tensor_bytes(tensor) for tensor, _ in initializers_and_constants(model)), default=0)
+
+
+def _names_of(out: Path) -> set[str]:
+    """The files that an earlier export put there; none, where there was none."""
+    try:
+        found = json.loads((out / INDEX).read_bytes())["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+    return {name for name in found if isinstance(name, str) and Path(name).name == name}
