@@ -173,11 +173,12 @@ def _of_range(low: Array, high: Array, how: Format) -> tuple[Array, Array]:
 
 def _numbers(x: Array, scale: Array, zero: Array, top: int) -> Array:
     """What values are stored as, in float32."""
-    numbers = x * np.where(scale != 0, np.float32(1) / scale, np.float32(0))
+    numbers: Array = x * np.where(scale != 0, np.float32(1) / scale, np.float32(0))
     numbers += zero
     np.clip(numbers, 0, top, out=numbers)
     numbers += _BELOW_HALF
-    return np.floor(numbers, out=numbers)
+    np.floor(numbers, out=numbers)
+    return numbers
 
 
 def _error(x: Array, scale: Array, zero: Array, top: int) -> Array:
@@ -193,7 +194,8 @@ def _added_up(values: Array) -> Array:
     while len(values) > 1:
         half = len(values) // 2
         values = values[:half] + values[half:]
-    return values[0]
+    total: Array = values[0]
+    return total
 
 
 class Lately:

@@ -18,10 +18,11 @@ SIZES = (16, 32, 64, 128, 256)
 
 def matrix(size: int) -> Array:
     """The orthogonal matrix, float32. size: a power of two."""
-    made = np.ones((1, 1), np.float32)
+    made: Array = np.ones((1, 1), np.float32)
     while len(made) < size:
         made = np.block([[made, made], [made, -made]])
-    return (made / np.sqrt(np.float32(size))).astype(np.float32)
+    scaled: Array = (made / np.sqrt(np.float32(size))).astype(np.float32)
+    return scaled
 
 
 def rotated(values: Array, axis: int, size: int) -> Array:

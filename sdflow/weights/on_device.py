@@ -249,6 +249,7 @@ def _evaluate(recipe: Recipe, read: ReadLeaf, device: torch.device, rounding: Ro
         own = torch.frombuffer(bytearray(recipe.raw), dtype=getattr(torch, recipe.dtype))
         values = own.to(device).view(recipe.shape)
     else:
+        assert not isinstance(recipe, Blockwise), "no recipe is of one: `evaluate` takes it"
         values = read((recipe.key, rounding))
         return values if rounding is not None else values.to(getattr(torch, recipe.dtype))
     return values.to(getattr(torch, recipe.dtype)) if rounding is None else _rounded(values, rounding)

@@ -234,7 +234,8 @@ class ReferenceRun(Stages):
                 self._expected_calls,
                 lambda cases: further_denoiser_cases(cases, selection, networks[name]),
             )
-        np.savez(self.request.out / IMAGE_FILE, latents=latents, **images)
+        arrays: Any = {"latents": latents, **images}
+        np.savez(self.request.out / IMAGE_FILE, **arrays)
         of_decoder = decoder_cases(selection, cases, networks[name], decoder, self.latents)
         results = {name: cases, family.decoder: of_decoder}
         self._run_float32(networks, results)
