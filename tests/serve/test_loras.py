@@ -387,11 +387,18 @@ def test_what_was_made_with_a_removed_lora_is_released(built: Path) -> None:
     stripes, both, outline = (
         of_samples(*each) for each in ([("stripes", 1.0)], [("stripes", 0.5), ("outline", 1.0)], [("outline", 1.0)])
     )
-    weights = [weakref.ref(pipelines.served(each)) for each in (stripes, both, outline)]
+    for each in (outline, both, stripes):
+        drawn_with(pipelines.served(each))
+    weights = {each: weakref.ref(pipelines._values._kept[each]) for each in (both, outline, stripes)}
+    being_made = pipelines.carry_out(pipelines.read(stripes))
     pipelines.forget(stripes[0].path)
+    drawn_with(pipelines.keep(being_made))
+    del being_made
     gc.collect()
     assert pipelines.kept == [outline]
-    assert [each() is None for each in weights] == [True, True, False]
+    assert [weights[each]() is None for each in (stripes, both, outline)] == [True, True, False]
+    pipelines.served(stripes)
+    assert pipelines.kept == [outline, stripes], "it was sent again"
 
 
 def test_without_its_cache_it_says_so(built: Path, tmp_path: Path) -> None:

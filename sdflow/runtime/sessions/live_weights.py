@@ -6,6 +6,7 @@ run reads; in a captured CUDA graph too, whose addresses stay.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +28,7 @@ class LiveWeights:
         """own: the values that the model has, by the names of its initializers, on the device. They are left as they are."""
         self._own = dict(own)
         self._slots = {name: value.clone() for name, value in own.items()}
-        self._held = dict(own)
+        self._held = {name: weakref.ref(value) for name, value in own.items()}
 
     @property
     def size(self) -> int:
@@ -58,9 +59,9 @@ class LiveWeights:
         """Let the next runs read these, and the model's own where there are none. On a GPU, queued on the current stream."""
         for name, slot in self._slots.items():
             wanted = values.get(name, self._own[name])
-            if self._held[name] is not wanted:
+            if self._held[name]() is not wanted:
                 slot.copy_(wanted)
-                self._held[name] = wanted
+                self._held[name] = weakref.ref(wanted)
 
 
 def _as_products(model: onnx.ModelProto, live: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:

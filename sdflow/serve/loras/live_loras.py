@@ -180,6 +180,10 @@ class LiveLoras:
 
         return self.pipeline.holding(hold)
 
+    def forget_factors(self) -> None:
+        """Release those of LoRAs that are on the device."""
+        self._kept_factors.clear()
+
     def _factors(self, submodel: str, held: Mapping[str, Layer]) -> Factors:
         """Of a LoRA for a submodel; of the last ones they stay on the device, as long as what they are of is kept."""
         import torch

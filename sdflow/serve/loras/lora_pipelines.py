@@ -79,6 +79,7 @@ class LoraPipelines:
     _alive: weakref.WeakValueDictionary[tuple[LoraFile, ...], ServedPipeline] = field(
         default_factory=weakref.WeakValueDictionary
     )
+    _forgotten: set[str] = field(default_factory=set)
     _lock: RLock = field(default_factory=RLock)
 
     @classmethod
@@ -110,20 +111,26 @@ class LoraPipelines:
             return self._alive.get(loras)
 
     def keep(self, made: Made) -> ServedPipeline:
-        """Keep one for as long as there is room beside the sessions for all LoRAs, and it is asked for more than others."""
+        """Keep one for as long as there is room beside the sessions for all LoRAs, it is asked for more than others, and none
+        of its LoRAs is forgotten."""
         with self._lock:
             while (
                 self._made
                 and self.size_of_sessions + made.size + sum(each.size for each in self._made.values()) > self._memory
             ):
                 self._made.pop(next(iter(self._made)))
-            self._made[made.loras] = made
+            if self._forgotten.isdisjoint(each.path for each in made.loras):
+                self._made[made.loras] = made
             self._alive[made.loras] = made.pipeline
         return made.pipeline
 
     def forget(self, path: str) -> None:
-        """Keep nothing that was made with the LoRA of this file, however much room there is."""
+        """Keep nothing that was made with the LoRA of this file, nor is being made now, until it is read anew."""
         with self._lock:
+            self._forgotten.add(path)
+            self._read.clear()
+            if self._live is not None:
+                self._live.forget_factors()
             self._made = {loras: made for loras, made in self._made.items() if all(each.path != path for each in loras)}
 
     @property
@@ -139,6 +146,8 @@ class LoraPipelines:
     def read(self, loras: tuple[LoraFile, ...]) -> Wanted:
         """What these change. Nothing is done on the device. Raises CheckpointError for one that does not fit."""
         loras = _counting(loras)
+        with self._lock:
+            self._forgotten.difference_update(each.path for each in loras)
         held = [self._layers(lora) for lora in loras]
         layers: dict[str, Layers] = {
             name: [(each[name], lora.scale) for each, lora in zip(held, loras, strict=True)]
@@ -194,16 +203,18 @@ class LoraPipelines:
 
     def _layers(self, lora: LoraFile) -> Mapping[str, Mapping[str, Layer]]:
         """What a LoRA holds for each submodel; the last ones stay, as they are small."""
-        if lora.sha256 not in self._read:
+        read = self._read.get(lora.sha256)
+        if read is None:
             require_made_for(Path(lora.path), self._checkpoint)
             shapes = {name: each.parameters for name, each in self._structures.items()}
-            while len(self._read) >= LORAS_READ:
-                self._read.pop(next(iter(self._read)))
             read = read_lora(Path(lora.path), shapes, self._checkpoint.family.name)
             _require_same(lora)
+        with self._lock:
+            self._read.pop(lora.sha256, None)
+            while len(self._read) >= LORAS_READ:
+                self._read.pop(next(iter(self._read)))
             self._read[lora.sha256] = read
-        self._read[lora.sha256] = self._read.pop(lora.sha256)
-        return self._read[lora.sha256]
+        return read
 
     def _own_layers(self, name: str) -> Layers:
         """Of the pipeline's own LoRAs."""

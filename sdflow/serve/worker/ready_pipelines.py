@@ -105,13 +105,12 @@ class ReadyPipelines:
 
     def _begin(self, job: Job) -> None:
         """What was made for a job that was cancelled, or that another lane drew, may be wanted again, unless a LoRA of it was
-        deleted. What was only read is let go."""
+        removed. What was only read is let go."""
         from sdflow.serve.loras.lora_pipelines import Made
 
         if self._coming is not None and self._coming[1].exception() is None:
             assert self._loras is not None, "what was made is of them"
-            made = self._coming[1].result()
-            if isinstance(made, Made) and all(Path(lora.path).exists() for lora in made.loras):
+            if isinstance(made := self._coming[1].result(), Made):
                 self._loras.keep(made)
         self._coming = job, self._pool.submit(self._make, job)
         self._coming[1].add_done_callback(lambda made: self.changed())

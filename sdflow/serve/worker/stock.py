@@ -296,6 +296,13 @@ class Stock:
 
     def forget(self, lora: str) -> None:
         """Release the memory of weights with the LoRA of this file; what is being drawn with it is finished."""
+        work = partial(self._forget, lora)
+        if self._on_cpu:
+            self._pool.submit(work)
+        else:
+            self.lanes.do(work)  # freeing its memory would spoil a graph that is being captured
+
+    def _forget(self, lora: str) -> None:
         with self._lock:
             every = [ready for lane in self._lanes for ready in lane.ready.values()]
         for each in every:
