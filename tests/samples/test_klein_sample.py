@@ -86,11 +86,11 @@ def test_it_changes_a_reference_as_the_prompt_says_as_pytorchs_does(built: Any, 
     assert edits_share(EDITS, ours)["everything"] >= 0.8
 
 
-def test_in_4_bits_it_shows_what_was_asked_for_as_often(in_4_bits: Any, built: Any) -> None:
+def test_in_4_bits_it_shows_what_was_asked_for_as_often(in_4_bits: Any, built: Any, folder: Path) -> None:
     from sdflow.manifest import read_manifest
 
     quantized, exact = ([drawn(each, case.prompt, case.seed) for case in CASES] for each in (in_4_bits, built))
     assert tally(CASES, quantized).colour_and_kind >= tally(CASES, exact).colour_and_kind - 1 / len(CASES)
     assert any(one.tobytes() != other.tobytes() for one, other in zip(quantized, exact, strict=True))
-    said = read_manifest(in_4_bits.folder).origin.quantized
+    said = read_manifest(folder / "pipelines/shapes_klein_int4_cpu").origin.quantized
     assert said == {"text_encoder": "int4", "transformer": "int4"}

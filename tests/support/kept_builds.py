@@ -11,7 +11,7 @@ from filelock import FileLock
 from started_python import ROOT, Command
 
 import sdflow as package
-from sdflow.digest import digest_json
+from sdflow.digest import digest_file, digest_json
 
 WorkflowCache = Callable[[str, Path], None]
 
@@ -21,8 +21,9 @@ def cache_of(request: pytest.FixtureRequest, sdflow: Command) -> WorkflowCache:
     """Copies into a folder, as `cache`, the cache that a run of a shipped workflow leaves, without its verification. Kept in
     pytest's cache for as long as the package is the same."""
     folder = Path(package.__file__).parent
+    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"]
     root = request.config.cache.mkdir("builds") / digest_json(
-        [path.read_text() for path in sorted((*folder.rglob("*.py"), *ROOT.glob("workflows/*.yaml")))]
+        [digest_file(path) for path in sorted((*files, *ROOT.glob("workflows/*.yaml")))]
     )
 
     def copy(workflow: str, out: Path) -> None:

@@ -226,8 +226,10 @@ def _begin(request: Mapping[str, Any], descriptors: Sequence[int], line: Line) -
     if kind == "terminal":
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs with `&`
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup this one
     os.environ.clear()
     os.environ.update(environment)
+    _read_verbosity(environment)
     os.chdir(folder)
     if request["arguments"][:2] == ["sdflow", "serve"]:
         sys.path.insert(0, str(Path(__file__).parent))
@@ -247,6 +249,13 @@ def _begin(request: Mapping[str, Any], descriptors: Sequence[int], line: Line) -
 
         workers.spawn = worker_group.spawn = line.spawn
     return partial(runpy.run_module, module, run_name="__main__", alter_sys=True)
+
+
+def _read_verbosity(environment: Mapping[str, str]) -> None:
+    """transformers does at its import, which was in the process that is forked."""
+    from transformers.utils import logging
+
+    logging.set_verbosity(logging.log_levels.get(environment.get("TRANSFORMERS_VERBOSITY", ""), logging.WARNING))
 
 
 def _open_standard_streams() -> None:

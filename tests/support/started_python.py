@@ -2,8 +2,8 @@
 what most commands do. So are the workers that such a command starts.
 
 A process that is started so has its own folder, environment, arguments, standard streams and exit status, reads all of sdflow's
-modules anew and ends as any Python does. What importing the packages themselves does is not seen here: who holds that
-starts Python (`Shell`).
+modules anew and runs what is to be run at exit. What importing the packages themselves does is not seen here, nor what taking
+modules apart at the end does: who holds that starts Python (`Shell`).
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Terminal:
             env=self._environment(),
             dimensions=(self.rows, self.columns),
             timeout=PATIENCE,
-            preexec_fn=_heed_interrupts,
+            preexec_fn=_heed_signals,
         )
         return Session(spawned, self.columns, self.rows)
 
@@ -80,8 +80,9 @@ class Terminal:
         return session
 
 
-def _heed_interrupts() -> None:
+def _heed_signals() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs with `&`
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup this one
 
 
 class Forked:

@@ -17,6 +17,7 @@ from sdflow import stop
 from sdflow.store.layout import Layout
 from sdflow.store.remote import catalog, down, parallel, remote
 from sdflow.store.remote.entry import MOST, SMALL, TOGETHER, sizes
+from sdflow.store.remote.incoming import incoming
 from sdflow.store.remote.share import FOLDER, Share, Unusable
 from sdflow.store.remote.spec import without_secrets
 
@@ -251,7 +252,7 @@ def test_a_download_that_broke_is_gone_on_with(one: Machine, other: Machine, mon
 
     monkeypatch.setattr(Share, "read", counts)
     age(part.parent, 20 * 24 * 3600.0)
-    assert remote.incoming(Layout(other.folder), other.remote._known[action.digest]) == part.parent
+    assert incoming(Layout(other.folder), other.remote._known[action.digest]) == part.parent
     other.cache.gc()
     assert part.exists(), "what is gone on with is no rubbish"
     other.again()
