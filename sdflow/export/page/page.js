@@ -23,8 +23,8 @@ async function start() {
   index = await readIndex();
   fill();
   element("settings").disabled = false;
+  await tellKept().catch(show); // where nothing can be stored, visitors can still untick that
   say("Ready");
-  await tellKept().catch(show); // where nothing can be stored, the settings are needed to say so
   if (device() === "webgpu") await requireAdapter(index).catch(show);
 }
 
