@@ -79,7 +79,7 @@ class Compiling:
     def __getattr__(self, name: str) -> Any:
         return getattr(onnxruntime, name)
 
-    def ModelCompiler(self, options: Any, model: str, **_: Any) -> Any:  # noqa: N802
+    def ModelCompiler(self, options: Any, model: str, **_: Any) -> Any:
         def compile_to_file(path: str) -> None:
             shutil.copy(model, path)
             self.meanwhile()

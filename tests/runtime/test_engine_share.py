@@ -273,7 +273,9 @@ def test_two_processes_that_push_the_same_engines_leave_each_others_alone(
     assert pull_engines(tmp_path / "other", remote, [machine_key(TENSORRT)]) == Moved(len(folders), 0)
 
 
-def test_devices_of_plugins_are_listed_with_their_drivers_and_clearing_leaves_nothing_on_the_way(tmp_path: Path) -> None:
+def test_devices_of_plugins_are_listed_with_their_drivers_and_clearing_leaves_nothing_on_the_way(
+    tmp_path: Path,
+) -> None:
     root = tmp_path / "home" / ".cache" / "sdflow" / "engines"
     for name, told in (("a", {"Description": "A GPU", "vendor": "V"}), ("b", {"vendor": "V", "Description": ""})):
         (root / f"x-{name}").mkdir(parents=True)
