@@ -33,7 +33,7 @@ from sdflow.runtime.sessions.engine_share import (
 )
 from sdflow.runtime.sessions.kept_engines import kept_engines
 from sdflow.store import Cache
-from sdflow.store.copying import copy_entries
+from sdflow.store.copying import Copied, copy_entries
 from sdflow.store.remote.spec import RemoteSpec
 from sdflow.store.signing import make_key
 from sdflow.targets import TARGETS
@@ -290,3 +290,23 @@ def test_devices_of_plugins_are_listed_with_their_drivers_and_clearing_leaves_no
         staging.publish({}, BUILT)
     assert Shell(tmp_path).run("cache", "engines", "--clear", "--yes").returncode == 0
     assert kept_engines(root) == [] and on_the_way(root) == []
+
+
+def test_a_passage_that_ends_elsewhere_removes_nothing_of_this_one(
+    made: Make, remote: RemoteSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each passage empties the folder on the way at its end, here at the worst moments of another."""
+
+    def meanwhile(cache: Cache, actions: list[Action], *, up: bool) -> Copied:
+        Cache(cache.root).gc(0)
+        copied = copy_entries(cache, actions, up=up)
+        Cache(cache.root).gc(0)
+        return copied
+
+    monkeypatch.setattr("sdflow.runtime.sessions.engine_share.copy_entries", meanwhile)
+    here, there = made("one"), made("other", files=False)
+    assert push_engines(tmp_path / "one", remote) == Moved(1, 0)
+    assert fetch_engines(there, remote)
+    assert files_of(there) == files_of(here)
+    assert pull_engines(tmp_path / "third", remote, [machine_key(TENSORRT)]) == Moved(1, 0)
+    assert on_the_way(tmp_path / "one") == []
