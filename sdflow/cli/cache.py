@@ -309,7 +309,9 @@ def engines(
     trust: Annotated[
         list[str] | None,
         typer.Option(
-            "--trust", help="Download only what this key, certificate, or identity signed. Repeatable.", metavar="KEY"
+            "--trust",
+            help="Download only what this key, certificate, or identity signed. Repeatable. Default: $SDFLOW_ENGINES_TRUST.",
+            metavar="KEY",
         ),
     ] = None,
     json: AsJson = False,
@@ -318,11 +320,17 @@ def engines(
 
     TensorRT, TensorRT for RTX, MIGraphX and Windows ML's providers keep them in $SDFLOW_ENGINES.
     """
+    from sdflow.errors import UsageError
     from sdflow.report.cache import print_engines
     from sdflow.runtime.sessions.engine_cache import engine_root
+    from sdflow.runtime.sessions.engine_share import clear_on_the_way
     from sdflow.runtime.sessions.kept_engines import clear_engines, kept_engines
 
     root = engine_root()
+    if url is not None and not (push or pull):
+        raise UsageError("belongs to --push and --pull", where="--url", remedy="Add one of them.")
+    if trust and not pull:
+        raise UsageError("belongs to --pull", where="--trust", remedy="Leave it out.")
     if push or pull:
         _move_engines(root, push=push, pull=pull, clear=clear, url=url, trust=trust or [], json=json)
         return
@@ -330,6 +338,7 @@ def engines(
     if clear:
         _must_agree(f"all engines in {root}", yes=yes, command="sdflow cache engines --clear")
         clear_engines(kept)
+        clear_on_the_way(root)
     print_engines(kept, root, removed=clear, as_json=json)
 
 
@@ -338,11 +347,25 @@ def _move_engines(
 ) -> None:
     from sdflow.errors import UsageError
     from sdflow.report.cache import print_moved_engines
-    from sdflow.runtime.sessions.engine_share import machines_here, pull_engines, push_engines
+    from sdflow.runtime.sessions.engine_share import (
+        ANYBODY,
+        TRUST_VARIABLE,
+        machines_here,
+        pull_engines,
+        push_engines,
+        trust_from_environment,
+    )
 
     if push + pull + clear > 1:
         raise UsageError("--push, --pull and --clear are one at a time", where="sdflow cache engines")
-    remote = replace(_shared(root, url).spec, trust=tuple(trust))
+    signers = tuple(trust) if trust or push else trust_from_environment()
+    if signers is None:
+        raise UsageError(
+            "nobody is named whose engines to take, and an engine is code that the driver runs",
+            where="--pull",
+            remedy=f"Add --trust KEY, or set {TRUST_VARIABLE} to keys, or to `{ANYBODY}`.",
+        )
+    remote = replace(_shared(root, url).spec, trust=signers)
     moved = push_engines(root, remote) if push else pull_engines(root, remote, machines_here())
     print_moved_engines(moved, remote.shown, pushed=push, as_json=json)
 

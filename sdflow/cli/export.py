@@ -77,7 +77,7 @@ def export(
     embed: Annotated[bool, typer.Option("--embed", help="Store the weights inside the graph. At most 2 GB.")] = False,
     json: AsJson = False,
 ) -> None:
-    """Export a pipeline as one ONNX file, or as a page for browsers.
+    """Export a pipeline as one ONNX file or as a page for browsers.
 
     The file's inputs are token ids, latents and the guidance scale; its output is pixels.
     """
@@ -105,8 +105,11 @@ def export(
         "--images": images is not None,
         "--embed": embed,
     }
-    if browser is not None and one_file is None and (given := [option for option, on in others.items() if on]):
-        raise UsageError(f"{given[0]} is for --one-file", where="--browser", remedy="Leave it away.")
+    if browser is not None and (one_file is not None or schedule_file is not None):
+        option = "--schedule-file" if one_file is None else "--one-file"
+        raise UsageError(f"it cannot be combined with {option}", where="--browser", remedy="Run sdflow export twice.")
+    if browser is not None and (given := [option for option, on in others.items() if on]):
+        raise UsageError(f"{given[0]} is for --one-file", where="--browser", remedy="Leave it out.")
     if browser is None and (ort is not None or file_size is not None):
         option = "--file-size" if ort is None else "--ort"
         raise UsageError(f"{option} is for --browser", where="export", remedy="Add --browser FOLDER.")
@@ -127,6 +130,7 @@ def export(
             file_bytes=FILE_BYTES if file_size is None else parse_size(file_size, "--file-size"),
         )
         print_browser(export_browser(pipeline, browser, page), as_json=json)
+        return
     wanted = Wanted(
         scheduler=name,
         steps=steps,

@@ -33,7 +33,7 @@ def selftest(
     ] = None,
     engine_cache: Annotated[
         Path | None,
-        typer.Option("--engine-cache", help="Folder for engines compiled by TensorRT or MIGraphX.", metavar="DIR"),
+        typer.Option("--engine-cache", help="Folder for compiled engines.", metavar="DIR"),
     ] = None,
     cache: CacheDir = None,
     json: AsJson = False,
@@ -47,7 +47,7 @@ def selftest(
     from sdflow.selftest.result import read_report
 
     if collect is not None:
-        if any(each is not None for each in (target, pipeline, report, show)):
+        if any(each is not None for each in (target, pipeline, report, show, engine_cache)):
             raise UsageError("it only reads reports, so --json is the only other option", where="--collect")
         from sdflow.report.selftest import print_collected
         from sdflow.selftest.collect import collect as collect_reports
@@ -58,7 +58,7 @@ def selftest(
             say(f"left out: {each.file}: {each.why}")
         return
     if show is not None:
-        if any(each is not None for each in (target, pipeline, report)):
+        if any(each is not None for each in (target, pipeline, report, engine_cache)):
             raise UsageError("it only prints a report, so --json is the only other option", where="--show")
         print_selftest(read_report(show), as_json=json)
         return

@@ -127,7 +127,7 @@ def _embed(model: Any, files: Mapping[str, Path]) -> None:
         raise UsageError(
             f"the weights are {spell_bytes(size)}, and a graph holds {spell_bytes(EMBEDDED)}",
             where="--embed",
-            remedy="Leave it away: the weights are then beside the graph.",
+            remedy="Leave it out: the weights are then beside the graph.",
         )
     opened = {name: path.read_bytes() for name, path in files.items()}
     for tensor, _ in initializers_and_constants(model):

@@ -132,8 +132,13 @@ def _in_catalogue(providers: list[str]) -> Iterator[tuple[str, str]]:
         if each.ready_state == windowsml.EpReadyState.NotPresent:
             _note([provider], f"Windows ML offers it, and it is not downloaded; {INSTALL_COMMAND} does that")
             continue
-        each.ensure_ready()
-        yield provider, each.library_path
+        try:
+            each.ensure_ready()
+            library = each.library_path
+        except OSError as error:
+            _note([provider], f"Windows ML cannot make it ready: {error}")
+            continue
+        yield provider, library
 
 
 def _no_device(provider: str) -> str:

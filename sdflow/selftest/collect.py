@@ -51,7 +51,7 @@ class Collected:
 
 
 def collect(folder: Path) -> Collected:
-    """Every report (`*.json`) in a folder and the folders in it; links are not followed.
+    """Every report (`*.json`) in a folder and the folders in it; links to files or folders are not followed.
 
     Raises UsageError when there is no such folder, or no report in it.
     """
@@ -67,6 +67,8 @@ def collect(folder: Path) -> Collected:
         try:
             if len(reports) == MOST_REPORTS:
                 raise ValueError(f"more than {MOST_REPORTS} reports")
+            if path.is_symlink():
+                raise ValueError("is a link")
             report = _checked(read_report(path))
             if (content := document(report)) in seen:
                 raise ValueError(f"is the same as {seen[content]}")
@@ -163,6 +165,8 @@ def _checked(report: Report) -> Report:
     for pair in report.images:
         for png in (pair.png, pair.pytorch_png):
             _require_small(base64.b64decode(png))
+    if report.image_ms is not None and not report.steps:
+        raise ValueError("it tells how long an image took, and not in how many steps")
     reference = [{"png": pair.pytorch_png, "shows": pair.shown_by_pytorch} for pair in report.images]
     drawn = [{"png": p.png, "prompt": p.prompt, "seed": p.seed, "shows": p.shows} for p in report.images]
     try:
@@ -199,4 +203,5 @@ def _short(text: str, most: int = LONGEST) -> str:
 
 
 def _escaped(text: str) -> str:
-    return re.sub(r"([\\`*_{}\[\]<>()#+!|~$&])", lambda found: f"&#{ord(found[1])};", text)
+    # With : . @ too, since GitHub makes links of plain URLs, of names that begin with www, and of mail addresses.
+    return re.sub(r"([\\`*_{}\[\]<>()#+!|~$&:.@])", lambda found: f"&#{ord(found[1])};", text)

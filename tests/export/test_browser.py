@@ -303,6 +303,46 @@ def test_a_folder_without_an_index_and_a_missing_runtime_are_told(server: FileSe
     assert f"ONNX Runtime Web could not be loaded from {server.url}elsewhere/" in problem(page)
 
 
+def test_another_sites_scripts_are_refused_before_anything_is_disabled(server: FileServer, page: Any) -> None:
+    open_page(page, server, query="&ort=https://other.example/")
+    begin(page)
+    page.wait_for_selector("#problem", state="visible")
+    assert "ONNX Runtime Web is not loaded from https://other.example/" in problem(page)
+    assert page.is_enabled("#draw") and page.is_enabled("#prompt") and page.is_disabled("#cancel")
+
+
+def test_where_the_browser_stores_nothing_visitors_can_untick_it(server: FileServer, page: Any) -> None:
+    refuse = "async () => { throw new DOMException('not here', 'SecurityError'); }"
+    page.add_init_script(f"StorageManager.prototype.getDirectory = {refuse};")
+    open_page(page, server)
+    assert "does not let the page store files" in problem(page)
+    page.uncheck("#keep")
+    page.wait_for_function("!document.getElementById('draw').disabled")
+    assert problem(page) == ""
+
+
+def test_files_that_are_in_use_are_not_said_to_be_deleted(server: FileServer, page: Any) -> None:
+    open_page(page, server)
+    page.evaluate("""async () => {
+      const folder = await (await navigator.storage.getDirectory()).getDirectoryHandle("sdflow", { create: true });
+      const file = await folder.getFileHandle("abc", { create: true });
+      const writer = await file.createWritable();
+      await writer.write("kept");
+      await writer.close();
+      globalThis.held = await file.createWritable();
+    }""")
+    for _ in range(2):
+        page.click("#keep")  # so that the page counts what it keeps
+    page.click("#delete")
+    page.wait_for_function("document.getElementById('said').textContent === 'Failed'")
+    assert "The stored files could not be deleted" in problem(page)
+    page.evaluate("held.abort()")
+    page.click("#delete")
+    page.wait_for_function("document.getElementById('said').textContent === 'Deleted'")
+    assert problem(page) == ""
+    assert page.evaluate(KEPT) == {}
+
+
 def test_a_device_without_float16_or_with_too_small_buffers_is_told(server: FileServer, page: Any) -> None:
     described = json.loads((server.folder / "pipeline.json").read_bytes())
     for entry, told in (({"float16": True}, "(shader-f16)"), ({"largest": 1 << 40}, "in one buffer")):

@@ -265,6 +265,8 @@ def test_the_command_says_what_it_wrote_and_which_options_do_not_belong(
     for options, says in (
         (["--browser", "other", "--ort", "cdn", "--embed"], "--embed is for --one-file"),
         (["--one-file", "other.onnx", "--ort", "cdn"], "--ort is for --browser"),
+        (["--browser", "other", "--ort", "cdn", "--one-file", "other.onnx"], "Run sdflow export twice"),
+        (["--browser", "other", "--ort", "cdn", "--schedule-file", "s.json"], "Run sdflow export twice"),
         (["--browser", "other"], "npm install"),
         (["--browser", "other", "--ort", "cdn", "--file-size", "10KB"], "1MB or more"),
     ):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import CLIPTokenizer
 
+from sdflow.export import web_runtime
 from sdflow.export.browser import PAGE
 from sdflow.export.program_data import clip_table
 
@@ -22,15 +23,16 @@ pytestmark = pytest.mark.skipif(NODE is None, reason="the page's scripts are tri
 TEXTS = [
     "", "a horse on the moon", "It's the 3rd one, isn't it?  (really!)", "Ça va? éèê ß", "日本語 の 絵", "a_b c-d 12,345.67",
     "we'll they've I'd don't 'quoted'", "emoji 🐎🌕 and ½ ² Ⅷ", "tab\tnew\nline", "x" * 300, "word " * 100, "!'s '!!'",
-    "constructor toString __proto__", "ＦＵＬＬ width, Å and Å",
+    "constructor toString __proto__", "ＦＵＬＬ width, Å and Å", "ΟΔΟΣ ΣΑΣ İstanbul",
+    "<|endoftext|> cat", "a<|startoftext|>b <|ENDOFTEXT|>", "e<|endoftext|>\u0301 <|end<|endoftext|>oftext|>",
 ]  # fmt: skip
 
 
 def run(script: str, given: Any, tmp_path: Path) -> Any:
     """What a script prints as JSON, given this on its standard input as `given`."""
     (tmp_path / "package.json").write_text('{"type": "module"}')
-    for name in ("noise.js", "tokenizer.js"):
-        shutil.copy(PAGE / name, tmp_path)
+    for path in PAGE.glob("*.js"):
+        shutil.copy(path, tmp_path)
     read = "import fs from 'node:fs'; const given = JSON.parse(fs.readFileSync(0, 'utf8'));"
     (tmp_path / "tried.js").write_text(f"{read}\n{script}\n", encoding="utf-8")
     done = subprocess.run(
@@ -65,3 +67,45 @@ console.log(JSON.stringify(given.texts.map((text) => { const { ids, dropped } = 
         options = {"padding": "max_length", "max_length": 77}
         assert ids == tokenizer(text, **options, truncation=True).input_ids, text
         assert dropped == max(0, len(tokenizer(text).input_ids) - 77), text
+
+
+CDN = web_runtime.CDN
+HOME = "https://host.example/draw/page.html?model=x"
+
+
+@pytest.mark.parametrize(
+    ("asked", "listed", "found"),
+    [
+        (None, {"folder": "./"}, "https://host.example/draw/"),
+        ("elsewhere/", {"folder": "./"}, "https://host.example/draw/elsewhere/"),
+        ("/ort/", {"folder": CDN}, "https://host.example/ort/"),
+        (None, {"folder": CDN}, CDN),
+        ("cdn", {"folder": "./"}, CDN),
+        (CDN, {"folder": "./"}, CDN),
+        ("https://evil.example/", {"folder": "./"}, None),
+        ("//evil.example/", {"folder": "./"}, None),
+        ("http://host.example/", {"folder": "./"}, None),
+        ("https://host.example:8443/", {"folder": "./"}, None),
+        ("blob:https://host.example/1", {"folder": "./"}, None),
+        ("data:text/javascript,", {"folder": "./"}, None),
+        ("https://", {"folder": "./"}, None),
+        (None, {"folder": "https://evil.example/"}, None),
+        (None, {"folder": CDN.replace("onnxruntime-web", "evil")}, None),
+        (None, {"folder": f"{CDN}../../evil@1.0.0/"}, None),
+        ("cdn", {"folder": "./", "version": "1.30.0/../../evil@1.0.0"}, None),
+        ("cdn", {"folder": "./", "version": "latest"}, None),
+    ],
+)
+def test_scripts_come_from_the_pages_site_or_the_cdn(
+    asked: str | None, listed: dict[str, str], found: str | None, tmp_path: Path
+) -> None:
+    """Links and the pipeline.json of a foreign model may come from anybody."""
+    script = """import { runtimeFolder } from "./engine.js";
+let told;
+try { told = runtimeFolder(given.asked, given.listed, given.page); } catch (error) { told = [error.message, error.remedy]; }
+console.log(JSON.stringify(told));"""
+    told = run(script, {"asked": asked, "listed": {"version": web_runtime.VERSION, **listed}, "page": HOME}, tmp_path)
+    if found is None:
+        assert told[0].startswith("ONNX Runtime Web is not loaded from ") and "?ort=cdn" in told[1]
+    else:
+        assert told == found

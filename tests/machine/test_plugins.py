@@ -76,11 +76,14 @@ class Provider:
         self.name, self.ready_state, self.library_path = name, state, __file__
     def ensure_ready(self):
         assert self.ready_state != EpReadyState.NotPresent, "this would download it"
+        if self.name.startswith("QNN"):
+            raise OSError("its files are damaged")
 
 class EpCatalog:
     def find_all_providers(self):
         return [
             Provider("NvTensorRtRtxExecutionProvider", EpReadyState.NotPresent),
+            Provider("QNNExecutionProvider", EpReadyState.NotReady),
             Provider("OpenVINOExecutionProvider", EpReadyState.NotReady),
             Provider("SomebodysExecutionProvider", EpReadyState.Ready),
         ]
@@ -95,6 +98,7 @@ def test_of_windows_mls_catalogue_what_is_there_is_taken_and_nothing_is_download
     assert rtx.endswith("is not downloaded; python -m sdflow.machine.windows_ml does that")
     assert migraphx == "Windows ML's catalogue does not offer it for this machine"
     assert openvino.startswith("its library cannot be loaded: "), "it was tried, whatever its state"
+    assert missing["QNNExecutionProvider"] == "Windows ML cannot make it ready: its files are damaged"
 
 
 @pytest.mark.skipif(

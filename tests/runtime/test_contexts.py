@@ -4,8 +4,12 @@ nothing; that NVIDIA's provider compiles every graph of ours is for benchmarks/p
 from __future__ import annotations
 
 import json
+import shutil
+import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,12 +34,12 @@ def save(path: Path, operator: str) -> Path:
     return path
 
 
-def run(model: Path, engines: Path) -> list[float]:
+def run(model: Path, engines: Path, ort: Any = onnxruntime) -> list[float]:
     """What the session that came up computes of -1 and 2."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     load = partial(onnxruntime.InferenceSession, sess_options=options)
-    session: Any = load_with_context(onnxruntime, model, engines, options, load)
+    session: Any = load_with_context(ort, model, engines, options, load)
     found: list[float] = session.run(None, {"x": np.array([-1, 2], np.float32)})[0].tolist()
     return found
 
@@ -64,6 +68,41 @@ def test_what_is_kept_and_cannot_be_loaded_is_removed_and_compiled_again(tmp_pat
         assert run(model, tmp_path / "engines") == [0.0, 2.0]
     assert "is compiled again" in str(told[0].message)
     assert not kept.parent.exists()
+
+
+class Compiling:
+    """ONNX Runtime with a provider that compiles every model, which none here does: what it compiles is the model itself."""
+
+    def __init__(self, meanwhile: Callable[[], Any]) -> None:
+        self.meanwhile = meanwhile
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(onnxruntime, name)
+
+    def ModelCompiler(self, options: Any, model: str, **_: Any) -> Any:
+        def compile_to_file(path: str) -> None:
+            shutil.copy(model, path)
+            self.meanwhile()
+
+        return SimpleNamespace(compile_to_file=compile_to_file)
+
+
+def test_a_compiled_model_that_cannot_be_put_in_its_place_is_told(tmp_path: Path) -> None:
+    model, engines = save(tmp_path / "model.onnx", "Relu"), tmp_path / "engines"
+    engines.mkdir()
+    ort = Compiling(lambda: (engines / CONTEXT).write_bytes(b"in the way"))
+    with pytest.warns(SlowerWarning, match="compiled at every start") as told:
+        assert run(model, engines, ort) == [0.0, 2.0]
+    assert told[0].filename == __file__
+    assert [each.name for each in engines.iterdir()] == [CONTEXT]
+
+
+def test_of_two_processes_that_compile_the_first_ones_model_is_taken(tmp_path: Path) -> None:
+    model, engines = save(tmp_path / "model.onnx", "Relu"), tmp_path / "engines"
+    engines.mkdir()
+    ort = Compiling(lambda: save(engines / CONTEXT / "model.onnx", "Abs"))
+    with warnings.catch_warnings(action="error"):
+        assert run(model, engines, ort) == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(

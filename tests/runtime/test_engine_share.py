@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ from sdflow.runtime.sessions.engine_share import (
     push_folder,
     remote_of_engines,
 )
+from sdflow.runtime.sessions.kept_engines import kept_engines
 from sdflow.store import Cache
-from sdflow.store.copying import copy_entries
+from sdflow.store.copying import Copied, copy_entries
 from sdflow.store.remote.spec import RemoteSpec
 from sdflow.store.signing import make_key
 from sdflow.targets import TARGETS
@@ -63,10 +65,24 @@ def made(tmp_path: Path) -> Make:
     return make
 
 
+@dataclass
+class TrustingShell(Shell):
+    """trust: whose engines its environment says to take."""
+
+    trust: str = ""
+
+    def environment(self) -> dict[str, str]:
+        return {**super().environment(), TRUST_VARIABLE: self.trust}
+
+
 def files_of(folder: Path) -> dict[str, str]:
     """Name -> digest of its content."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def on_the_way(home: Path) -> list[Path]:
+    return list((home / ON_THE_WAY).glob("v1/objects/*/*"))
 
 
 def test_an_engine_arrives_as_it_was_and_is_found_by_the_key(made: Make, remote: RemoteSpec, tmp_path: Path) -> None:
@@ -77,7 +93,7 @@ def test_an_engine_arrives_as_it_was_and_is_found_by_the_key(made: Make, remote:
     assert files_of(there) == files_of(here)
     assert not fetch_engines(there, remote), "what is there is not fetched again"
     for home in ("one", "other"):
-        assert not list((tmp_path / home / ON_THE_WAY).glob("v1/objects/*/*")), "nothing is kept twice"
+        assert on_the_way(tmp_path / home) == [], "nothing is kept twice"
 
 
 def test_another_model_or_machine_gets_none(
@@ -200,17 +216,27 @@ def test_a_remote_that_cannot_be_used_ends_a_command_and_no_session(made: Make, 
     broken = RemoteSpec(str(tmp_path / "file" / "x"), push=True)
     assert not fetch_engines(made("one", files=False), broken)
     assert not push_folder(made("other"), broken)
+    assert on_the_way(tmp_path / "other") == [], "nothing stays of a push that failed"
     with pytest.raises(CacheError):
         pull_engines(tmp_path / "other", broken, [])
 
 
 def test_the_command_pushes_and_pulls(started_python: StartedPython | None, made: Make, tmp_path: Path) -> None:
     """This machine has no provider that keeps engines, so that none are its own."""
-    shell = Shell(tmp_path, started_python)
+    shell = TrustingShell(tmp_path, started_python)
     made("home/.cache/sdflow/engines")
+    for wrong, told in (
+        (("--push", "--trust", "a.pub", "--url", "shared"), "belongs to --pull"),
+        (("--trust", "a.pub"), "belongs to --pull"),
+        (("--url", "shared"), "belongs to --push and --pull"),
+        (("--pull", "--url", "shared"), "nobody is named whose engines to take"),
+    ):
+        refused = shell.run("cache", "engines", *wrong)
+        assert refused.returncode == 2 and told in refused.stderr, refused.stderr
     done = shell.run("cache", "engines", "--push", "--url", "shared")
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert done.stdout.startswith("1 engines pushed to ") and done.stdout.endswith("0 were there\n")
+    shell.trust = "anybody"
     pulled = json.loads(shell.run("cache", "engines", "--pull", "--url", "shared", "--json").stdout)
     assert (pulled["engines"], pulled["there"], pulled["pushed"]) == (0, pulled["there"], False)
     assert pulled["there"] + pulled["others"] == 1
@@ -227,3 +253,60 @@ def test_two_processes_that_fetch_one_engine_agree(made: Make, remote: RemoteSpe
     assert [each.wait(60) for each in started] == [0, 0]
     assert files_of(there) == files_of(here)
     assert not [each.name for each in there.parent.iterdir() if each.name.startswith(".")]
+
+
+def test_two_processes_that_push_the_same_engines_leave_each_others_alone(
+    made: Make, remote: RemoteSpec, tmp_path: Path
+) -> None:
+    folders = [made("one", letter * 64) for letter in "abcdef"]
+    code = (
+        "import sys; from pathlib import Path; from sdflow.runtime.sessions.engine_share import push_engines;"
+        "from sdflow.store.remote.spec import RemoteSpec;"
+        "moved = push_engines(Path(sys.argv[1]), RemoteSpec(sys.argv[2], push=True)); print(moved.engines, moved.there)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "one"), remote.url]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    told = [list(map(int, each.communicate(timeout=60)[0].split())) for each in started]
+    assert [sum(each) for each in told] == [len(folders)] * 2
+    assert sum(engines for engines, _ in told) == len(folders)
+    assert on_the_way(tmp_path / "one") == []
+    assert pull_engines(tmp_path / "other", remote, [machine_key(TENSORRT)]) == Moved(len(folders), 0)
+
+
+def test_devices_of_plugins_are_listed_with_their_drivers_and_clearing_leaves_nothing_on_the_way(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "home" / ".cache" / "sdflow" / "engines"
+    for name, told in (("a", {"Description": "A GPU", "vendor": "V"}), ("b", {"vendor": "V", "Description": ""})):
+        (root / f"x-{name}").mkdir(parents=True)
+        machine = {"provider": "XExecutionProvider", "drivers": ["One 1.2", "Two 3"], **told}
+        (root / f"x-{name}" / "machine.json").write_text(json.dumps(machine))
+    assert sorted((each.device, each.driver) for each in kept_engines(root)) == [
+        ("A GPU", "One 1.2, Two 3"), ("V", "One 1.2, Two 3"),
+    ]  # fmt: skip
+    cache = Cache(root / ON_THE_WAY)
+    with cache.staging(Action({"engine": 1})) as staging:
+        (staging.files / "x").write_bytes(ENGINE)
+        staging.publish({}, BUILT)
+    assert Shell(tmp_path).run("cache", "engines", "--clear", "--yes").returncode == 0
+    assert kept_engines(root) == [] and on_the_way(root) == []
+
+
+def test_a_passage_that_ends_elsewhere_removes_nothing_of_this_one(
+    made: Make, remote: RemoteSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each passage empties the folder on the way at its end, here at the worst moments of another."""
+
+    def meanwhile(cache: Cache, actions: list[Action], *, up: bool) -> Copied:
+        Cache(cache.root).gc(0)
+        copied = copy_entries(cache, actions, up=up)
+        Cache(cache.root).gc(0)
+        return copied
+
+    monkeypatch.setattr("sdflow.runtime.sessions.engine_share.copy_entries", meanwhile)
+    here, there = made("one"), made("other", files=False)
+    assert push_engines(tmp_path / "one", remote) == Moved(1, 0)
+    assert fetch_engines(there, remote)
+    assert files_of(there) == files_of(here)
+    assert pull_engines(tmp_path / "third", remote, [machine_key(TENSORRT)]) == Moved(1, 0)
+    assert on_the_way(tmp_path / "one") == []

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shell import Shell
@@ -20,6 +21,7 @@ from started_python import StartedPython
 from sdflow.errors import UsageError
 from sdflow.selftest.collect import COLUMNS, collect, markdown, row
 from sdflow.selftest.result import Report, document, to_json
+from sdflow.targets import TARGETS
 from tests.selftest.test_selftest import WHOLE, drawn, image, judged, ran
 
 ROOT = Path(__file__).parents[2]
@@ -93,6 +95,7 @@ STRANGE: dict[str, tuple[dict[str, Any] | bytes, str]] = {
         changed(submodels={"unet": {**to_json(GOOD)["submodels"]["unet"], "fallen": [["n", "Conv", "CPU"]]}}),
         "by its images and nodes it is failed",
     ),
+    "of a time in no steps": (changed(steps=None), "not in how many steps"),
     "a bomb": (with_image(png=png(60_000, 60_000)), "an image has 60000x60000 pixels"),
     "a cut image": (with_image(png=png(16, 16, b"")), "an image"),
     "no image": (with_image(png=base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(64)).decode()), "an image is damaged"),
@@ -124,17 +127,19 @@ def test_any_value_anywhere_is_a_row_or_a_reason(tmp_path: Path, key: str, value
     assert markdown(found).count("\n") == 2 + len(found.reports)
 
 
-def test_what_is_no_file_is_named_and_links_to_folders_are_not_followed(tmp_path: Path) -> None:
+def test_what_is_no_file_is_named_and_links_are_not_followed(tmp_path: Path) -> None:
     folder = tmp_path / "reports"
     put(folder, "good.json", GOOD)
     os.mkfifo(folder / "pipe.json")
     (folder / "gone.json").symlink_to(tmp_path / "nothing")
     (folder / "again.json").write_bytes((folder / "good.json").read_bytes())
     put(tmp_path / "elsewhere", "other.json", replace(GOOD, notes=("elsewhere",)))
+    (folder / "file.json").symlink_to(tmp_path / "elsewhere" / "other.json")
     (folder / "link").symlink_to(tmp_path / "elsewhere")
     found = collect(folder)
     assert [name for name, _ in found.reports] == ["again.json"]
     assert {each.file: each.why.split(" ")[0] for each in found.left_out}.keys() == {
+        "file.json",
         "gone.json",
         "good.json",
         "pipe.json",
@@ -149,9 +154,12 @@ def test_a_report_is_text_in_the_table(tmp_path: Path) -> None:
         "good.json",
         replace(GOOD, device={**DEVICE, "accelerator": hostile}, versions={"onnxruntime": hostile}),
     )
+    put(tmp_path, "linking.json", replace(GOOD, device={**DEVICE, "accelerator": "https://evil.x www.evil a@evil.x"}))
     table = markdown(collect(tmp_path))
-    assert table.count("\n") == 3
-    cells = table.splitlines()[2].split("|")
+    assert table.count("evil") == 3 and not any(each in table for each in ("https:", "www.", "@"))
+    assert table.count("\n") == 4
+    (line,) = (each for each in table.splitlines() if "alert" in each)
+    cells = line.split("|")
     assert len(cells) == len(COLUMNS) + 2
     assert not set("<>`[]\x1b") & set(table)
     assert max(map(len, cells)) < 900
@@ -179,6 +187,8 @@ def test_the_command_prints_the_table_and_names_what_it_left_out(
     assert done.stderr.startswith("left out: bad\\n.json: is damaged")
     told = json.loads(shell.run("selftest", "--collect", "reports", "--json").stdout)
     assert [each["file"] for each in told["reports"]] == ["good.json"]
+    refused = shell.run("selftest", "--collect", "reports", "--engine-cache", "engines")
+    assert refused.returncode == 2 and "it only reads reports" in refused.stderr
     assert told["reports"][0]["hardware"] == "A CPU, 8 cores"
     assert [each["file"] for each in told["left_out"]] == ["bad\\n.json"]
 
@@ -194,3 +204,9 @@ def test_the_manuals_table_is_made_of_the_reports_that_are_kept() -> None:
     found = collect(kept)
     assert found.left_out == ()
     assert markdown(found) in page
+
+
+def test_the_form_for_reports_offers_every_target() -> None:
+    form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "hardware.yml").read_text(encoding="utf-8"))
+    (targets,) = (each["attributes"]["options"] for each in form["body"] if each.get("id") == "target")
+    assert targets == list(TARGETS)

@@ -8,6 +8,24 @@ const MODULES = { webgpu: "ort.webgpu.min.mjs", wasm: "ort.wasm.min.mjs" };
 const MOST_THREADS = 8;
 const TOLERANCE = 1e-3;
 
+const CDN = (version) => `https://cdn.jsdelivr.net/npm/onnxruntime-web@${version}/dist/`;
+
+/** URL of the folder with ONNX Runtime Web. asked: of the page's address, or null. listed: version and folder, of pipeline.json.
+    Both may come from strangers, and what is loaded runs as this page: it is from the page's own origin or the public CDN. */
+export function runtimeFolder(asked, { version, folder }, page) {
+  const place = asked ?? folder;
+  const cdn = /^\d+\.\d+\.\d+$/.test(version) ? CDN(version) : null;
+  const own = new URL(page), named = place === "cdn" ? cdn : place;
+  if (named !== null && URL.canParse(named, page)) {
+    const { href, protocol, origin } = new URL(named, page);
+    if (href === cdn || (protocol === own.protocol && origin === own.origin)) return href;
+  }
+  throw new Problem(
+    `ONNX Runtime Web is not loaded from ${place === "cdn" ? `version ${version} on the CDN` : place}: only this site and the public CDN's releases are allowed.`,
+    "Upload ONNX Runtime Web next to this page, or use ?ort=cdn.",
+  );
+}
+
 /** The adapter that WebGPU draws on. Raises a Problem where there is none, or where it cannot hold the model. */
 export async function requireAdapter(index) {
   const choose = "Use a current Chrome, Edge, Safari, or Firefox on a machine with a GPU, or choose the CPU under Device.";

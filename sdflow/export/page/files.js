@@ -32,20 +32,23 @@ export async function keptBytes() {
 }
 
 export async function deleteKept() {
-  const root = await navigator.storage.getDirectory();
-  await root.removeEntry(FOLDER, { recursive: true }).catch((error) => {
-    if (error.name !== "NotFoundError") throw error;
-  });
+  try {
+    const root = await navigator.storage.getDirectory();
+    await patiently(() => root.removeEntry(FOLDER, { recursive: true }));
+  } catch (error) {
+    if (error.name === "NotFoundError") return;
+    throw new Problem(`The stored files could not be deleted: ${error.message}`, "Close other tabs with this page, then try again.");
+  }
 }
 
 const inHex = (buffer) => [...new Uint8Array(buffer)].map((byte) => byte.toString(16).padStart(2, "0")).join("");
 const digest = async (bytes) => inHex(await crypto.subtle.digest("SHA-256", bytes));
 
-/** Access to a file, which a worker that was just ended may still hold. */
-async function alone(handle) {
+/** What needs a file for itself, which a worker that was just ended may still hold. */
+async function patiently(act) {
   for (let tries = 1; ; tries++) {
     try {
-      return await handle.createSyncAccessHandle();
+      return await act();
     } catch (error) {
       if (error.name !== "NoModificationAllowedError" || tries === TRIES) throw error;
       await new Promise((resolve) => setTimeout(resolve, PAUSE));
@@ -76,7 +79,8 @@ class Kept {
   /** What takes blocks and their places; `close` leaves what it has. */
   async open(sha256) {
     const folder = await keptFolder(true);
-    const access = await alone(await folder.getFileHandle(sha256, { create: true }));
+    const handle = await folder.getFileHandle(sha256, { create: true });
+    const access = await patiently(() => handle.createSyncAccessHandle());
     return {
       write: (block, at) => {
         for (let done = 0; done < block.length; ) {

@@ -1,10 +1,9 @@
 // The form, what is said of progress, and the image. Fetching and drawing happen in worker.js.
 
-import { requireAdapter } from "./engine.js";
+import { requireAdapter, runtimeFolder } from "./engine.js";
 import { Files, deleteKept, keptBytes, missing } from "./files.js";
 import { Problem, inWords, spellBytes } from "./words.js";
 
-const CDN = (version) => `https://cdn.jsdelivr.net/npm/onnxruntime-web@${version}/dist/`;
 const PATIENCE = 2000; // for work to end by itself when it is cancelled, before its worker is
 const FORMAT = 1;
 const NAMES = { text: "text encoder", denoiser: "denoiser", decoder: "image decoder", checker: "safety checker" };
@@ -23,8 +22,8 @@ async function start() {
   if (!base.pathname.endsWith("/")) base.pathname += "/";
   index = await readIndex();
   fill();
-  await tellKept();
   element("settings").disabled = false;
+  await tellKept().catch(show); // where nothing can be stored, visitors can still untick that
   say("Ready");
   if (device() === "webgpu") await requireAdapter(index).catch(show);
 }
@@ -134,7 +133,7 @@ function endWorker() {
 
 async function draw() {
   const keep = element("keep").checked;
-  const place = { base: base.href, index, device: device(), ort: runtime(), keep };
+  const place = { base: base.href, index, device: device(), ort: runtimeFolder(asked.get("ort"), index.onnxruntime_web, location.href), keep };
   const wanted = { prompt: element("prompt").value, negative: element("negative").value };
   for (const id of ["seed", "steps", "width", "height", "guidance"]) wanted[id] = number(id);
   say("Starting");
@@ -155,12 +154,6 @@ async function draw() {
     endWorker(); // with what it holds of memory
   }
   await tellKept();
-}
-
-function runtime() {
-  const { version, folder } = index.onnxruntime_web;
-  const place = asked.get("ort") ?? folder;
-  return new URL(place === "cdn" ? CDN(version) : place, location.href).href;
 }
 
 async function showImage({ pixels, width, height, notes, seconds }, { prompt, seed, steps }) {
@@ -193,12 +186,21 @@ element("cancel").addEventListener("click", () => {
 });
 element("delete").addEventListener("click", async () => {
   endWorker();
-  await deleteKept().catch(show);
-  await tellKept();
-  say("Deleted");
+  element("problem").hidden = true;
+  try {
+    await deleteKept();
+    say("Deleted");
+  } catch (error) {
+    say("Failed");
+    show(error);
+  }
+  await tellKept().catch(show);
 });
 element("random").addEventListener("click", () => { element("seed").value = crypto.getRandomValues(new Uint32Array(1))[0]; });
-element("keep").addEventListener("change", () => tellKept().catch(show));
+element("keep").addEventListener("change", () => {
+  element("problem").hidden = true;
+  tellKept().catch(show);
+});
 for (const each of document.querySelectorAll("[name=device]")) each.addEventListener("change", () => {
   element("problem").hidden = true;
   if (device() === "webgpu") requireAdapter(index).catch(show);

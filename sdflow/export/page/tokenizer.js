@@ -11,19 +11,24 @@ export function tokenizer(table) {
   const ranks = new Map(table.merges.map((pair, rank) => [pair.join(" "), rank]));
   const vocabulary = new Map(Object.entries(table.vocabulary));
   const alone = new Map(Object.entries(table.alone));
-  return (text) => {
+  const marks = [...vocabulary.keys()].filter((word) => [table.start, table.end].includes(vocabulary.get(word)));
+  const atMarks = new RegExp(`(${marks.map((mark) => mark.replace(/[^\w]/g, "\\$&")).join("|")})`);
+  const read = (text) => {
     for (const word of alone.keys()) text = text.replaceAll(word, ` ${word} `);
-    const ids = [];
-    for (const word of text.normalize("NFC").toLowerCase().match(WORDS) ?? []) {
-      if (alone.has(word)) ids.push(alone.get(word));
-      else ids.push(...merged(word, ranks).map((part) => vocabulary.get(part) ?? table.unknown));
-    }
+    return (inLowerCase(text.normalize("NFC")).match(WORDS) ?? []).flatMap((word) =>
+      alone.has(word) ? [alone.get(word)] : merged(word, ranks).map((part) => vocabulary.get(part) ?? table.unknown));
+  };
+  return (text) => {
+    const ids = text.split(atMarks).flatMap((part, i) => (i % 2 ? [vocabulary.get(part)] : read(part)));
     const kept = [table.start, ...ids.slice(0, table.length - 2), table.end];
     const dropped = ids.length + 2 - kept.length;
     while (kept.length < table.length) kept.push(table.pad);
     return { ids: Int32Array.from(kept), dropped };
   };
 }
+
+/** Each character on its own: a string as a whole would end words in another sigma than transformers does. */
+const inLowerCase = (text) => Array.from(text, (character) => character.toLowerCase()).join("");
 
 function merged(word, ranks) {
   const parts = [...new TextEncoder().encode(word)].map((byte) => LETTERS[byte]);

@@ -12,7 +12,6 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +51,7 @@ def load_with_context(ort: Any, model: Path, engines: Path, options: Any, load: 
 
 def _compile(ort: Any, model: Path, engines: Path, options: Any) -> bool:
     """Whether the provider's compiled model is there now."""
+    kept = engines / CONTEXT / MODEL_FILE
     scratch = engines / f".{CONTEXT}-{os.getpid()}-{os.urandom(4).hex()}"
     try:
         with writing("engines", engines, FOLDER_VARIABLE):
@@ -64,12 +64,18 @@ def _compile(ort: Any, model: Path, engines: Path, options: Any) -> bool:
             flags=ort.OrtCompileApiFlags.ERROR_IF_NO_NODES_COMPILED,
         )
         compiler.compile_to_file(str(scratch / MODEL_FILE))
-        with writing("engines", engines, FOLDER_VARIABLE), suppress(FileExistsError, OSError):
-            scratch.rename(engines / CONTEXT)  # another process may have been first: theirs is as good
+        try:
+            scratch.rename(kept.parent)
+        except OSError as error:
+            if not kept.is_file():  # another process may have been first: theirs is as good
+                _warn_of_compiling(model, error)
     except onnxruntime_errors(ort) as error:
-        what = f"nothing that is compiled of {model} can be kept, so it is compiled at every start: {error}"
-        warnings.warn(what, SlowerWarning, stacklevel=4)
-        return False
+        _warn_of_compiling(model, error)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return (engines / CONTEXT / MODEL_FILE).is_file()
+    return kept.is_file()
+
+
+def _warn_of_compiling(model: Path, error: Exception) -> None:
+    what = f"nothing that is compiled of {model} can be kept, so it is compiled at every start: {error}"
+    warnings.warn(what, SlowerWarning, stacklevel=5)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -78,9 +78,17 @@ def has_engines(folder: Path) -> bool:
 def remote_of_engines(environment: Mapping[str, str] = os.environ) -> RemoteSpec | None:
     """The remote cache that engines are fetched from as they are needed; None where the environment does not say whose to
     take."""
+    trust = trust_from_environment(environment)
+    spec = None if trust is None else remote_from_environment(None, environment)
+    return None if spec is None or trust is None else replace(spec, trust=trust)
+
+
+def trust_from_environment(environment: Mapping[str, str] = os.environ) -> tuple[str, ...] | None:
+    """Whose engines to take, as `RemoteSpec.trust`: empty for anybody's. None where the environment does not say."""
     said = environment.get(TRUST_VARIABLE, "").split()
-    spec = remote_from_environment(None, environment) if said else None
-    return None if spec is None else replace(spec, trust=() if ANYBODY in said else tuple(said))
+    if not said:
+        return None
+    return () if ANYBODY in said else tuple(said)
 
 
 def passing_through(root: Path, remote: RemoteSpec) -> Cache:
@@ -99,11 +107,10 @@ def fetch_engines(folder: Path, remote: RemoteSpec) -> bool:
     root = folder.parent.parent
     try:
         cache = passing_through(root, remote)
-        copied = copy_entries(cache, [engine_action(*key)], up=False)
-        for record in copied.new:
-            _settle(record, root)
-            log.info("%s: engines fetched from %s", folder.name, remote.shown)
-        _empty(cache)
+        with _passage(cache):
+            for record in copy_entries(cache, [engine_action(*key)], up=False).new:
+                _settle(record, root)
+                log.info("%s: engines fetched from %s", folder.name, remote.shown)
     except SdflowError as error:
         log.warning("engines are not fetched from %s: %s", remote.shown, error)
         return False
@@ -137,14 +144,19 @@ def push_engines(root: Path, remote: RemoteSpec, only: Sequence[Path] | None = N
             continue
         stop.check()
         action = engine_action(*key)
-        with cache.staging(action) as staging:
-            for name in _compiled(folder):
-                _copy(folder / name, staging.files / name)
-            staging.publish({}, when_built(folder))
-        sent = copy_entries(cache, [action], up=True).sent
-        moved, there = moved + bool(sent.results), there + (not sent.results)
-        cache.forget(action)
-        _empty(cache)
+        # Of two processes that send the same engine, the second waits: each forgets it at the end.
+        with _passage(cache), cache.lock(action, meanwhile=stop.check):
+            with cache.staging(action) as staging:
+                for name in _compiled(folder):
+                    _copy(folder / name, staging.files / name)
+                staging.publish({}, when_built(folder))
+            try:
+                if copy_entries(cache, [action], up=True).sent.results:
+                    moved += 1
+                elif cache.lookup(action) is not None:  # so it was not damaged on the way
+                    there += 1
+            finally:
+                cache.forget(action)
     return Moved(moved, there)
 
 
@@ -157,11 +169,18 @@ def pull_engines(root: Path, remote: RemoteSpec, machines: Sequence[Mapping[str,
     missing = [action for action in mine if not has_engines(_folder(root, action))]
     new = 0
     for action in missing:  # one at a time: they are large
-        for record in copy_entries(cache, [action], up=False).new:
-            _settle(record, root)
-            new += 1
-        _empty(cache)
+        with _passage(cache):
+            for record in copy_entries(cache, [action], up=False).new:
+                _settle(record, root)
+                new += 1
     return Moved(new, len(mine) - len(missing), len(entries) - len(mine))
+
+
+def clear_on_the_way(root: Path) -> None:
+    """Remove what killed processes have left on the way. What is being moved now stays. Raises CacheError where it cannot be
+    removed."""
+    if (root / ON_THE_WAY).is_dir():
+        Cache(root / ON_THE_WAY).gc(0)
 
 
 def machines_here() -> list[dict[str, Any]]:
@@ -247,6 +266,14 @@ def _copy(source: Path, target: Path) -> None:
     shutil.copyfile(source, target)
 
 
-def _empty(cache: Cache) -> None:
-    """Remove what has passed through."""
+@contextmanager
+def _passage(cache: Cache) -> Iterator[None]:
+    """An engine's whole way through the cache, in which no other process removes it. Then, however it ends, it is removed."""
+    try:
+        with cache.lease():
+            yield
+    except BaseException:
+        with suppress(SdflowError):  # what went wrong first is told
+            cache.gc(0)
+        raise
     cache.gc(0)

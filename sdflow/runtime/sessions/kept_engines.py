@@ -51,6 +51,9 @@ def _read(folder: Path) -> KeptEngines | None:
         return None
     if not isinstance(machine, dict) or "provider" not in machine:
         return None
-    device, driver = (str(machine.get(key) or "") for key in ("device", "driver"))
+    # Of plugins' devices, Windows tells a description and ONNX Runtime a vendor; the versions are those of all drivers.
+    device = str(machine.get("device") or machine.get("Description") or machine.get("vendor") or "")
+    drivers = machine.get("driver") or machine.get("drivers") or ""
+    driver = ", ".join(map(str, drivers)) if isinstance(drivers, list) else str(drivers)
     size, used = sum(each.st_size for each in stats), max(each.st_mtime for each in stats)
     return KeptEngines(folder, str(machine["provider"]), device, driver, models, size, used)
