@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantConfig, DefaultWeightOnlyQuantizer
 
-from sdflow.verify.artifact.blocks_again import blocks_again
+from sdflow.verify.artifact.blocks_again import blocks_again, one_thread
 from sdflow.weights.blockwise import PARTS, Blocks, Format, Lately, quantize
 from sdflow.weights.recipe import Blockwise, Param, Transpose, evaluate
 from sdflow.weights.recipe_json import from_json, to_json
@@ -117,7 +117,11 @@ def test_scales_by_error_are_nearer_for_weights_like_those_of_networks() -> None
 def test_torch_comes_to_the_same_bits(seed: int, shape: tuple[int, int], how: Format) -> None:
     """What verification compares with: code of its own."""
     weight = weights(seed, shape[0], shape[1] * how.size)
-    again = blocks_again(weight, how)
+    before = torch.get_num_threads()
+    with one_thread() as threads:
+        assert (threads, torch.get_num_threads()) == (before, 1)
+        again = blocks_again(weight, how, threads)
+    assert torch.get_num_threads() == before
     for part, values in quantize(weight, how)._asdict().items():
         np.testing.assert_array_equal(again[part], values.view(f"u{values.itemsize}"), part)
 
