@@ -82,10 +82,8 @@ def _why_this_way(chosen: Choice) -> str:
     if chosen.way == "resident":
         return "All weights stay where they are used: they fit together."
     together = spell_bytes(need.peak("resident"))
-    by = "--low-memory" if need.low_memory else "--keep fit, the default,"
-    return (
-        f"The submodels take turns ({by} which gives the same image, more slowly): together they would take {together}."
-    )
+    by = "--low-memory" if need.low_memory else "--keep fit, the default"
+    return f"The submodels take turns ({by}; the image is the same, but takes longer): together they would take {together}."
 
 
 def _options(chosen: Choice, available: int) -> str:

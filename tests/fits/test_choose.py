@@ -98,6 +98,13 @@ def test_where_nothing_fits_the_nearest_is_named_and_fits() -> None:
     assert chosen("flux1_schnell", "cuda", (parse_size(size) - 2e8) / GB) is None
 
 
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_who_draws_on_the_cpu_is_not_told_to_draw_there(target: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        choose(*full_size("sd15", target), GB // 2)
+    assert ("--target cpu" in str(caught.value.remedy)) == (target != "cpu")
+
+
 def test_every_choosable_pass_has_options_that_it_takes() -> None:
     from sdflow.passes.registry import find_pass
 
