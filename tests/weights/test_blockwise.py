@@ -86,7 +86,8 @@ def test_every_value_is_the_nearest_of_those_that_its_block_has(seed: int, shape
     exact = weight.reshape(values.shape).astype(np.float64)
     nearest = np.abs(exact[..., None] - all_of_them[:, :, None]).min(-1)
     chosen = np.abs(exact - (values.astype(int) - zeros[..., None].astype(int)) * scales)
-    assert (chosen <= nearest + 1e-5 * np.abs(scales)).all()
+    # A place, up to 255, has three roundings to float32: off by 5e-5 of a scale at most, and so twice that beyond the nearest.
+    assert (chosen <= nearest + 1e-4 * np.abs(scales)).all()
 
 
 @settings(max_examples=40, deadline=None)
