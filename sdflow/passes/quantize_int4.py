@@ -4,9 +4,8 @@
         MatMulNBits(x, w in 4 bits (N, blocks, bytes), scales (N, blocks), zeros)
 
 Weights have a scale and a zero for each block along K (`sdflow.weights.blockwise`); x stays as it is, so that neither images
-nor texts are needed to calibrate. ONNX Runtime has the operator on the CPU, CUDA, DirectML and WebGPU; MIGraphX takes 4 bits only, and no zero
-points of two dimensions. Scales have the type of
-the values around the product.
+nor texts are needed to calibrate. ONNX Runtime has the operator on the CPU, CUDA, DirectML and WebGPU. MIGraphX reads 4 bits and
+one-dimensional zeros only, and these have two dimensions. Scales have the type of the values around the product.
 
 Embeddings, convolutions and products of two activations stay as they are.
 """
