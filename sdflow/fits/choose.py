@@ -13,6 +13,7 @@ from sdflow.errors import UsageError
 from sdflow.fits.estimate import ERROR, WAYS, MemoryNeed, Way, memory_need
 from sdflow.fits.low_bits import CHOOSABLE, LOW_BITS, Choosable
 from sdflow.fits.weights import parameter_count
+from sdflow.machine.memory import HOST
 from sdflow.sources import Checkpoint
 from sdflow.units import spell_bytes
 
@@ -84,11 +85,12 @@ def choose(
         least = min(every, key=lambda each: each.peak)
         wanted = math.ceil(least.peak * (1 + ERROR) / 1e8) / 10
         largest = max(least.need.submodels.items(), key=lambda item: item[1].weights)
+        elsewhere = "" if pipeline.target == HOST else ", or draw on the CPU: --target cpu"
         raise UsageError(
-            f"the smallest that {pipeline.model} can be built for {pipeline.target} takes {spell_bytes(least.peak)}, with "
-            f"{in_words(least)}; its {largest[0]} alone has {spell_bytes(largest[1].weights)} of weights",
+            f"the smallest build of {pipeline.model} for {pipeline.target} takes {spell_bytes(least.peak)} "
+            f"({in_words(least)}); its {largest[0]} alone has {spell_bytes(largest[1].weights)} of weights",
             where=f"--fits {spell_bytes(available)}",
-            remedy=f"The nearest that fits: --fits {wanted:g}GB. Or choose a smaller model, or draw on the CPU: --target cpu.",
+            remedy=f"The nearest that fits: --fits {wanted:g}GB. Or choose a smaller model{elsewhere}.",
         )
     return found
 
@@ -105,8 +107,8 @@ def first_fitting(every: Sequence[Choice], available: int) -> tuple[Choice, tupl
 
 def in_words(choice: Choice) -> str:
     """What a choice does, in a phrase."""
-    shared = {"resident": "all weights resident", "turns": "the submodels taking turns"}[choice.way]
-    parts = [f"{name} by {_pass_in_words(each)}" for name, each in choice.quantized.items()]
+    shared = {"resident": "all weights resident", "turns": "submodels take turns"}[choice.way]
+    parts = [f"{name} with {_pass_in_words(each)}" for name, each in choice.quantized.items()]
     return f"{' and '.join(parts)}, {shared}" if parts else shared
 
 

@@ -79,16 +79,18 @@ class Fit:
         available, whose = self.device.bytes_for(self.target), self.device.words_for(self.target)
         if available is None:
             return f"{says}; {whose}: --device-memory SIZE tells whether it fits"
-        return f"{says}; {self._verdict(available)} in {whose}"
+        return f"{says}; {self._verdict(available, whose)}"
 
-    def _verdict(self, available: int) -> str:
+    def _verdict(self, available: int, whose: str) -> str:
         assert self.need is not None
         if self.way == "resident":
-            return "fits" if self.need.low_memory or self.need.keeps_all(available) else "fits with --keep all"
+            option = "" if self.need.low_memory or self.need.keeps_all(available) else " with --keep all"
+            return f"fits{option} in {whose}"
         if self.way == "turns":
             limit = f" --device-memory {(available - CONTEXT) // 10**6}MB" if self.device.given is not None else ""
-            return "fits with --low-memory" if self.need.low_memory else f"fits with --keep fit{limit}"
-        return "does not fit (sdflow init --fits chooses smaller weights)"
+            option = "--low-memory" if self.need.low_memory else f"--keep fit{limit}"
+            return f"fits with {option} in {whose}"
+        return f"does not fit in {whose}; `sdflow init --fits` chooses smaller weights"
 
     def as_json(self) -> dict[str, Any]:
         """For `plan --json`: bytes, None where not known."""

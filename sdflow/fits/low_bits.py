@@ -107,14 +107,14 @@ class Choosable:
 
 
 _LARGE = 10**9
-_EVERYWHERE = ("cpu", "cuda", "directml", "rocm", "webgpu")
+_BY_BLOCKS = ("cpu", "cuda", "directml", "webgpu")
 _BY_8, _BY_4 = "8 bits for each weight", "4 bits for each weight"
 
 CHOOSABLE: tuple[Choosable, ...] = (
-    Choosable("QuantizeInt4", "text", _EVERYWHERE, 1, _BY_8, {"bits": 8, "limit": 0.05}, _LARGE),
+    Choosable("QuantizeInt4", "text", _BY_BLOCKS, 1, _BY_8, {"bits": 8, "limit": 0.05}, _LARGE),
     Choosable("QuantizeFp8", "denoiser", ("cuda",), 2, "needs compute capability 8.9 or later (Ada, Hopper)"),
     Choosable("QuantizeInt8", "denoiser", ("cpu",), 2, "int8 products on the CPU"),
-    Choosable("QuantizeInt4", "denoiser", _EVERYWHERE, 3, _BY_8, {"bits": 8}),
-    Choosable("QuantizeInt4", "text", _EVERYWHERE, 4, _BY_4, {"bits": 4, "limit": 0.25}, _LARGE),
-    Choosable("QuantizeInt4", "denoiser", _EVERYWHERE, 5, _BY_4, {"bits": 4}),
+    Choosable("QuantizeInt4", "denoiser", _BY_BLOCKS, 3, _BY_8, {"bits": 8}),
+    Choosable("QuantizeInt4", "text", _BY_BLOCKS, 4, _BY_4, {"bits": 4, "limit": 0.25}, _LARGE),
+    Choosable("QuantizeInt4", "denoiser", _BY_BLOCKS, 5, _BY_4, {"bits": 4}),
 )

@@ -41,7 +41,7 @@ def quantized_to(operators: Collection[str], dtypes: Collection[str]) -> str | N
     counts before what is computed. operators: of its nodes. dtypes: of its initializers, as `graph_facts` names them."""
     stored = [ELEMENT_TYPES[name] for name in dtypes if name in ELEMENT_TYPES]
     found = stored or [OPERATORS[name] for name in operators if name in OPERATORS]
-    return min(found, key=bits_of) if found else None
+    return min(found, key=lambda kind: (bits_of(kind), kind)) if found else None
 
 
 def bits_of(kind: str) -> int:

@@ -1,11 +1,11 @@
-"""QuantizeInt4: the products with weights of a graph with weights in 4 (or 8) bits, on any target.
+"""QuantizeInt4: the products with weights of a graph with weights in 4 (or 8) bits.
 
     MatMul(x, w (K, N))
         MatMulNBits(x, w in 4 bits (N, blocks, bytes), scales (N, blocks), zeros)
 
 Weights have a scale and a zero for each block along K (`sdflow.weights.blockwise`); x stays as it is, so that neither images
-nor texts are needed to calibrate. ONNX Runtime has the operator on the CPU, CUDA, DirectML and WebGPU. Scales have the type of
-the values around the product.
+nor texts are needed to calibrate. ONNX Runtime has the operator on the CPU, CUDA, DirectML and WebGPU. MIGraphX reads 4 bits and
+one-dimensional zeros only, and these have two dimensions. Scales have the type of the values around the product.
 
 Embeddings, convolutions and products of two activations stay as they are.
 """
@@ -59,7 +59,7 @@ class _Layer:
 
 
 class QuantizeInt4(QuantizingPass[QuantizeInt4Config, _Layer]):
-    """Weights in 4 or 8 bits by blocks, computed with as they were: any target, the last pass of a chain."""
+    """Weights in 4 or 8 bits by blocks, computed with as they were: the last pass of a chain."""
 
     name: ClassVar[str] = "QuantizeInt4"
     version: ClassVar[int] = 1

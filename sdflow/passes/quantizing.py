@@ -102,7 +102,7 @@ def quantized_facts(layers: Sequence[str], quantized: Sequence[str]) -> Facts:
 def quantization_of(chain: Sequence[tuple[type[Pass[Any]], Mapping[str, Any], Facts]]) -> Quantization | None:
     """What a chain of passes quantized to; None for floating-point numbers throughout. chain: each pass, its options and its
     facts. A pass that does not say that it quantizes is told by its facts: by what the graph has from then on. Of several, the
-    one with the fewest bits."""
+    one with the fewest bits, as `quantized_to` chooses."""
     made = [
         Quantization(
             to, implementation.name, config.get("limit"), len(found.get("layers", ())), (*found.get("kept", ()),)
@@ -112,7 +112,7 @@ def quantization_of(chain: Sequence[tuple[type[Pass[Any]], Mapping[str, Any], Fa
         for found in (facts.get("quantized", {}),)
     ]
     if made:
-        return min(made, key=lambda each: bits_of(each.to))
+        return min(made, key=lambda each: (bits_of(each.to), each.to))
     for implementation, _, facts in chain:
         if (to := quantized_to(facts.get("operators", ()), facts.get("dtypes", ()))) is not None:
             return Quantization(to, implementation.name)

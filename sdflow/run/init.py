@@ -15,7 +15,7 @@ from sdflow.config.workflow import LoraSpec
 from sdflow.disk.atomic_write import write_whole
 from sdflow.disk.input_file import is_regular, is_there, read_input
 from sdflow.disk.shipped import sample_folder, shipped_workflow, shipped_workflows
-from sdflow.errors import SdflowError, UsageError
+from sdflow.errors import UsageError
 from sdflow.inspection import Description, inspect
 from sdflow.inspection.description import PIPELINE
 from sdflow.inspection.folders import inspect_repository
@@ -71,7 +71,7 @@ def write_workflow(request: InitRequest) -> Path:
             fitted = fit_workflow(workflow.pipelines[0], request.fits)
             write_whole(request.out, workflow_text(request, model, given, fitted).encode())
             load_workflow(request.out, catalog=catalog())
-    except SdflowError:
+    except BaseException:  # interrupted, too
         if before is None:
             request.out.unlink()
         else:

@@ -42,7 +42,15 @@ def fit_workflow(pipeline: PipelineSpec, available: int) -> Fitted:
             where=pipeline.model,
             remedy="Download it first (hf download), or leave out --fits.",
         )
-    chosen, quicker = choose(pipeline, checkpoint, available)
+    try:
+        chosen, quicker = choose(pipeline, checkpoint, available)
+    except (KeyError, TypeError) as error:
+        lacks = f"lack {error}" if isinstance(error, KeyError) else f"have an entry of another type ({error})"
+        raise UsageError(
+            f"its configs {lacks}, so its size is not known",
+            where=pipeline.model,
+            remedy="Mend the model's config.json, or leave out --fits.",
+        ) from error
     return Fitted(_comments(pipeline, chosen, quicker, available), _submodels(chosen), _options(chosen, available))
 
 
@@ -74,10 +82,8 @@ def _why_this_way(chosen: Choice) -> str:
     if chosen.way == "resident":
         return "All weights stay where they are used: they fit together."
     together = spell_bytes(need.peak("resident"))
-    by = "--low-memory" if need.low_memory else "--keep fit, the default,"
-    return (
-        f"The submodels take turns ({by} which gives the same image, more slowly): together they would take {together}."
-    )
+    by = "--low-memory" if need.low_memory else "--keep fit, the default"
+    return f"The submodels take turns ({by}; the image is the same, but takes longer): together they would take {together}."
 
 
 def _options(chosen: Choice, available: int) -> str:

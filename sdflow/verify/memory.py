@@ -19,6 +19,7 @@ from sdflow.families.shared.base import Family
 from sdflow.models.working_memory import full_size_channels
 from sdflow.onnx_model.facts import precision_of
 from sdflow.onnx_model.files import decode_errors
+from sdflow.onnx_model.quantized import quantized_graph
 from sdflow.onnx_model.reading import load_graph
 from sdflow.sources.load import parameter_shapes
 from sdflow.units import spell_bytes
@@ -30,8 +31,8 @@ LIBRARIES = 8 * 10**8
 """Resident bytes of a process that has imported torch, diffusers and ONNX Runtime."""
 MAPS = 6
 """Maps of the decoder's widest level in the image's size that are in memory together."""
-READ = 3
-"""Of a piece in memory at once, at most, while PyTorch runs: in float32, in 16 bits, and these in float32 again."""
+READ = 4
+"""Of a piece in memory at once, at most, while PyTorch runs: as read, in float32, in 16 bits, and these in float32 again."""
 PIECES = 6
 """How many pieces fit into the memory that there is, beside the libraries."""
 COPIES = 4
@@ -54,14 +55,22 @@ class Size:
 
 @dataclass(frozen=True)
 class GraphSize:
-    """Of an artifact: bytes of its weights, and what it takes with all of them in a session."""
+    """Of an artifact: its parameters, bytes of its weights, and what it takes with all of them in a session. quantized: its file
+    says nothing of that, as a session has its weights in float32."""
 
     size: Size
     file: int
     float16: bool
+    quantized: bool = False
 
     @property
     def whole(self) -> int:
+        """Of weights in low bits the exact ones are there too, and both are in float32."""
+        whole = self._by_file
+        return max(whole, LIBRARIES + 2 * 4 * self.size.parameters) if self.quantized else whole
+
+    @property
+    def _by_file(self) -> int:
         """Up to LARGE there is a converted and a packed copy, and of float16 the file beside them, which the exact weights are
         compared with as they are made; beyond, what converts one weight after the other leaves holes in the memory, as much as
         the exact weights of the run before."""
@@ -121,9 +130,13 @@ def _needed(
         found.append(whole + max((LIBRARIES + COPIES * streamed[name] for name in of if name in streamed), default=0))
     stages = [family.text, (family.denoiser, family.decoder, *nets)]
     stages += [(name,) for name in (*family.prompters(sizes), family.encoder, family.checker) if name is not None]
+    known = dict(sizes)
+    if family.references is not None and family.denoiser in graphs:
+        # PyTorch's module is shown references, whether the reference is there already or not.
+        known.setdefault(family.denoiser, graphs[family.denoiser].size)
     for stage in stages:
-        of = [name for name in stage if name in sizes]
-        count = sum(sizes[name].parameters for name in of if name not in streamed)
+        of = [name for name in stage if name in known]
+        count = sum(known[name].parameters for name in of if name not in streamed)
         pieces = max((READ * streamed[name] for name in of if name in streamed), default=0)
         # Beside a denoiser in pieces what is whole is there in both precisions.
         both = 4 * count if family.denoiser in of and pieces else 0
@@ -145,13 +158,20 @@ def require_memory(
     folder: Path,
     submodels: Sequence[str],
     available: int,
+    modules: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> MemoryPlan:
     """The plan of a verification. loads: of the reference's submodels; None when it is there already.
 
-    folder: the pipeline's. available: bytes. Raises VerificationError where they do not suffice, block by block either.
+    folder: the pipeline's. available: bytes. modules: loads of the artifacts' submodels: parameters are counted by these, as a
+    graph may have them packed. Raises VerificationError where memory does not suffice, block by block either.
     """
-    graphs = {name: _graph_in(folder / name) for name in submodels}
     sizes = {name: Size.of(parameter_shapes(name, load).values()) for name, load in (loads or {}).items()}
+    true = {
+        name: sizes[name] if name in sizes else Size.of(parameter_shapes(name, load).values())
+        for name, load in (modules or {}).items()
+        if name in submodels
+    }
+    graphs = {name: _graph_in(folder / name, true.get(name)) for name in submodels}
     activations = 0
     if loads is not None:
         configs = {name: load["config"] for name, load in loads.items()}
@@ -167,12 +187,15 @@ def require_memory(
     return plan
 
 
-def _graph_in(folder: Path) -> GraphSize:
+def _graph_in(folder: Path, true: Size | None) -> GraphSize:
+    """true: of the module that it was made from, where that is known."""
     weights = folder / WEIGHTS_FILE
     unreadable: tuple[type[Exception], ...] = (OSError, ValueError, VerificationError, *decode_errors())
     try:
-        graph = load_graph(folder / MODEL_FILE).graph
+        model = load_graph(folder / MODEL_FILE)
         file = weights.stat().st_size if weights.is_file() else 0
     except unreadable:
         return GraphSize(Size(0, 0), 0, False)  # it will not be loaded either, and that will be said
-    return GraphSize(Size.of(tensor.dims for tensor in graph.initializer), file, precision_of(graph) != "float32")
+    graph, low = model.graph, quantized_graph(model) is not None
+    size = true or Size.of(tensor.dims for tensor in graph.initializer)
+    return GraphSize(size, file, precision_of(graph) != "float32", low)

@@ -80,7 +80,8 @@ def _memory_plan(wanted: ReferenceRequest | None, judged: JudgeRequest, phase: C
     free = available_bytes()
     allowed = free if judged.memory is None else min(free, judged.memory)
     family, loads = FAMILIES[judged.family], wanted.loads if wanted else None
-    plan = require_memory(family, loads, selection, judged.folder, judged.submodels, allowed)
+    modules = {each.submodel: each.load for each in judged.modules}
+    plan = require_memory(family, loads, selection, judged.folder, judged.submodels, allowed, modules)
     phase(f"{plan.words()}, {spell_bytes(free)} are available")
     if plan.streamed:
         return_freed_memory()  # pieces differ in size, so that one would not fit into the other's place

@@ -86,9 +86,6 @@ class Merged:
 def merged_weight(values: NDArray[Any], layers: Sequence[tuple[Layer, float]]) -> NDArray[Any]:
     """A weight with these layers merged at their scales, one after the other: float32; the values as they are where there is no
     layer."""
-    from sdflow.sources.loras.layers import lora_delta
-    from sdflow.weights.half import add_to
-
     total: NDArray[Any] | None = None
     for layer, scale in layers:
         if layer.magnitude is None:

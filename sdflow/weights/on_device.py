@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from sdflow.weights.blockwise import Blocks, Lately, quantize
 from sdflow.weights.hadamard import rotated
 from sdflow.weights.half import LARGEST, SMALLEST
 from sdflow.weights.quantized import KINDS
@@ -203,24 +202,12 @@ def leaves_of(recipe: Recipe, rounding: Rounding = None) -> Iterator[Leaf]:
         yield recipe.key, rounding
 
 
-def evaluate(recipe: Recipe, read: ReadLeaf, device: torch.device, lately: Lately | None = None) -> torch.Tensor:
-    """The values of a recipe, as `sdflow.weights.recipe.evaluate`; C-contiguous or not. read: gives its leaves. lately: as
-    there."""
-    if isinstance(recipe, Blockwise):
-        return _blocks(recipe, read, device, lately or Lately())
+def evaluate(recipe: Recipe, read: ReadLeaf, device: torch.device) -> torch.Tensor:
+    """The values of a recipe, as `sdflow.weights.recipe.evaluate`; C-contiguous or not. read: gives its leaves.
+
+    Not of weights by blocks: what reads them takes constants only (`sdflow.serve.loras.live_loras.READERS`).
+    """
     return _evaluate(recipe, read, device, None)
-
-
-def _blocks(recipe: Blockwise, read: ReadLeaf, device: torch.device, lately: Lately) -> torch.Tensor:
-    """By numpy, on the host: the same bits as bound weights have."""
-    import numpy as np
-    import torch
-
-    def make() -> Blocks:
-        return quantize(_evaluate(recipe.of, read, device, None).float().cpu().numpy(), recipe.how)
-
-    part = np.ascontiguousarray(getattr(lately.get((recipe.how, recipe.of), make), recipe.part))
-    return torch.from_numpy(part.view(f"u{part.itemsize}")).view(getattr(torch, recipe.dtype)).to(device)
 
 
 def _evaluate(recipe: Recipe, read: ReadLeaf, device: torch.device, rounding: Rounding) -> torch.Tensor:
@@ -249,7 +236,7 @@ def _evaluate(recipe: Recipe, read: ReadLeaf, device: torch.device, rounding: Ro
         own = torch.frombuffer(bytearray(recipe.raw), dtype=getattr(torch, recipe.dtype))
         values = own.to(device).view(recipe.shape)
     else:
-        assert not isinstance(recipe, Blockwise), "no recipe is of one: `evaluate` takes it"
+        assert not isinstance(recipe, Blockwise), "no such weight is an input of a graph"
         values = read((recipe.key, rounding))
         return values if rounding is not None else values.to(getattr(torch, recipe.dtype))
     return values.to(getattr(torch, recipe.dtype)) if rounding is None else _rounded(values, rounding)

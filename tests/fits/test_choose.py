@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 import yaml
 
 from sdflow.config import load_workflow
+from sdflow.disk.shipped import sample_folder
 from sdflow.errors import UsageError
 from sdflow.fits.choose import Choice, choices, choose, first_fitting
 from sdflow.fits.estimate import CONTEXT, ERROR
@@ -95,6 +98,13 @@ def test_where_nothing_fits_the_nearest_is_named_and_fits() -> None:
     assert chosen("flux1_schnell", "cuda", (parse_size(size) - 2e8) / GB) is None
 
 
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_who_draws_on_the_cpu_is_not_told_to_draw_there(target: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        choose(*full_size("sd15", target), GB // 2)
+    assert ("--target cpu" in str(caught.value.remedy)) == (target != "cpu")
+
+
 def test_every_choosable_pass_has_options_that_it_takes() -> None:
     from sdflow.passes.registry import find_pass
 
@@ -133,6 +143,33 @@ def test_a_refused_size_leaves_the_file_that_was_there(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--fits"):
         write_workflow(InitRequest(out, "synthetic:sdxl", "cuda", force=True, fits=GB))
     assert yaml.safe_load(out.read_text()) == {"mine": True}
+
+
+def test_a_config_that_lacks_an_entry_is_named_and_the_file_that_was_there_stays(tmp_path: Path) -> None:
+    model, out = tmp_path / "model", tmp_path / "w.yaml"
+    shutil.copytree(sample_folder("shapes"), model)
+    config = model / "unet/config.json"
+    entries = json.loads(config.read_text())
+    del entries["cross_attention_dim"]
+    config.write_text(json.dumps(entries))
+    out.write_text("mine: true\n")
+    with pytest.raises(UsageError, match="lack 'cross_attention_dim'"):
+        write_workflow(InitRequest(out, str(model), "cuda", force=True, fits=10 * GB))
+    assert yaml.safe_load(out.read_text()) == {"mine": True}
+
+
+def test_an_interrupted_choice_leaves_the_file_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sdflow.run.init.fit_workflow", interrupted)
+    out = tmp_path / "w.yaml"
+    for before in (None, "mine: true\n"):
+        if before:
+            out.write_text(before)
+        with pytest.raises(KeyboardInterrupt):
+            write_workflow(InitRequest(out, "synthetic:sdxl", "cuda", force=True, fits=GB))
+        assert (out.read_text() if out.exists() else None) == before
 
 
 def test_a_model_of_the_hub_that_a_shipped_workflow_names_needs_no_download(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,8 @@ def test_with_accuracy_level_4_the_cpu_rounds_the_values_too(products: Path, tmp
 
 
 def test_a_chain_is_called_by_the_fewest_bits_of_its_passes() -> None:
+    from sdflow.onnx_model.quantized import quantized_to
+    from sdflow.passes.quantize_fp8 import QuantizeFp8
     from sdflow.passes.quantize_int8 import QuantizeInt8
     from sdflow.passes.quantizing import quantization_of
 
@@ -232,5 +235,9 @@ def test_a_chain_is_called_by_the_fewest_bits_of_its_passes() -> None:
         found = quantization_of([int8, (QuantizeInt4, {"limit": 0.2, "bits": bits}, facts)])
         assert found is not None
         assert (found.to, found.by, found.layers, found.kept) == (to, by, 1, ("out",))
+    float8 = (QuantizeFp8, {"limit": 0.3}, facts)
+    for chain in permutations([float8, (QuantizeInt4, {"limit": 0.2, "bits": 8}, facts)]):
+        found = quantization_of(chain)
+        assert found is not None and found.to == quantized_to((), ("int8", "float8e4m3fn")) == "float8_e4m3"
     alone = quantization_of([(QuantizeInt4, {"limit": 0.2, "bits": 8}, facts)])
     assert alone is not None and (alone.to, alone.limit) == ("int8", 0.2)

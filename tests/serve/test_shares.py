@@ -40,6 +40,17 @@ def test_who_comes_again_and_again_gets_no_more_than_its_share() -> None:
     assert abs(large - small) <= 4, (large, small)
 
 
+def test_how_long_a_step_takes_is_known_where_each_step_is_a_group_of_its_own() -> None:
+    """Of images that share a run only at the same moment of their schedules: FLUX.2's, Z-Image's."""
+    shares = Shares()
+    for moment in range(3):
+        assert shares.step("large") == (2.0 if moment else 0.0)
+        group = shares.next({("large", moment): "large"})
+        shares.ran(group, "large", 2.0)
+    shares.next({"small 0": "small"})
+    assert shares.step("large") == 0.0, "none of it is drawn any more"
+
+
 def runs(pace: Pace, seconds: dict[int, float], count: int, images: int = 12) -> list[int]:
     """The sizes of the batches, on a machine where runs take this long."""
     sizes = []

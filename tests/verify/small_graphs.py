@@ -7,8 +7,8 @@ from typing import Any
 
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
-F16, F32, F64, I32, I64 = (
-    TensorProto.FLOAT16, TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.INT32, TensorProto.INT64
+F16, F32, F64, I32, I64, U8 = (
+    TensorProto.FLOAT16, TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.INT32, TensorProto.INT64, TensorProto.UINT8,
 )  # fmt: skip
 MS = "com.microsoft"
 

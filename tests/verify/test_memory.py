@@ -82,6 +82,22 @@ def test_one_tensor_is_never_cut() -> None:
     assert plan.streamed["unet"] == 4 * GB // 5 > (3 * GB - LIBRARIES) // 6
 
 
+def test_quantized_weights_are_counted_as_the_float32_ones_that_a_session_has() -> None:
+    size = Size(4 * GB, GB // 20)
+    int4 = GraphSize(size, 5 * GB // 2, float16=True, quantized=True)
+    assert int4.whole == LIBRARIES + 8 * size.parameters
+    assert GraphSize(size, 2 * size.parameters, float16=True).whole == LIBRARIES + 4 * size.parameters
+
+
+def test_a_denoiser_that_takes_references_is_loaded_though_the_reference_is_there() -> None:
+    """By the size of its module, where its graph, here without weights, is smaller."""
+    graphs = {"transformer": GraphSize(Size(GB, GB // 20), 0, float16=True)}
+    with_references, without = FAMILIES["flux2"], FAMILIES["z_image"]
+    assert (with_references.references is None, without.references is None) == (False, True)
+    assert plan_memory(with_references, {}, graphs, 0, 20 * GB).needed >= LIBRARIES + 4 * GB
+    assert plan_memory(without, {}, graphs, 0, 20 * GB).needed == LIBRARIES
+
+
 def test_too_little_memory_is_refused_with_what_to_do(tiny_pipeline: Path, tiny_checkpoint: Checkpoint) -> None:
     loads = {name: part.load for name, part in tiny_checkpoint.submodels.items()}
     selection, family = selection_of(tiny_checkpoint), tiny_checkpoint.family

@@ -29,8 +29,9 @@ DRAWING = ("transformer", "vae_decoder")
 def request_of(checkpoint: Checkpoint, out: Path, streamed: Mapping[str, int]) -> ReferenceRequest:
     out.mkdir()
     submodels = [name for name in checkpoint.submodels if name != "vae_encoder"]
+    tokens = 32 if "unet" not in submodels else None  # CLIP has a length of its own
     chosen = replace(
-        select(VerifySpec(), ImageSpec(), submodels, checkpoint), tokens=32, prompts=("a fox", ""), steps=2
+        select(VerifySpec(), ImageSpec(), submodels, checkpoint), tokens=tokens, prompts=("a fox", ""), steps=2
     )
     return ReferenceRequest(
         family=checkpoint.family.name,
@@ -46,18 +47,20 @@ def request_of(checkpoint: Checkpoint, out: Path, streamed: Mapping[str, int]) -
 
 
 @pytest.mark.parametrize(
-    ("architecture", "text"),
+    ("architecture", "text", "calls"),
     [
-        ("flux2-tiny", "text_encoder"),
-        ("z-image-tiny", "text_encoder"),
-        ("sd35-tiny", "text_encoder_3"),
-        ("flux1-schnell-tiny", "text_encoder_2"),
+        ("flux2-tiny", "text_encoder", 2),
+        ("z-image-tiny", "text_encoder", 2),
+        ("sd35-tiny", "text_encoder_3", 2),
+        ("flux1-schnell-tiny", "text_encoder_2", 2),
+        ("sd15-tiny", None, 3),  # PNDM calls once more than there are steps
     ],
 )
 def test_a_reference_read_piece_by_piece_is_that_of_modules_in_memory(
-    architecture: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: str, text: str | None, calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = open_checkpoint(f"synthetic:{architecture}", digests=PlainDigests(), download=False)
+    denoiser = checkpoint.family.denoiser
     reads: Counter[tuple[str, str]] = Counter()
     reader = torch_module.reader
 
@@ -72,7 +75,7 @@ def test_a_reference_read_piece_by_piece_is_that_of_modules_in_memory(
 
     monkeypatch.setattr(torch_module, "reader", counted)
     found = {}
-    for name, streamed in (("whole", {}), ("pieces", {text: MOST, "transformer": MOST})):
+    for name, streamed in (("whole", {}), ("pieces", dict.fromkeys(filter(None, (text, denoiser)), MOST))):
         request = request_of(checkpoint, tmp_path / name, streamed)
         compute(request, lambda phase: None)
         arrays = {
@@ -87,9 +90,11 @@ def test_a_reference_read_piece_by_piece_is_that_of_modules_in_memory(
         near = 2e-6 if "float16" not in key else 2e-3
         assert relative_l2(found["pieces"][key], value) <= near, key
     passes = Counter(submodel for submodel, _ in reads)
-    assert passes[text] and passes["transformer"]
-    assert max(count for (submodel, _), count in reads.items() if submodel == text) <= 1
-    assert max(count for (submodel, _), count in reads.items() if submodel == "transformer") == 2, "once for each step"
+    assert passes[denoiser] and (text is None or passes[text])
+    assert max((count for (submodel, _), count in reads.items() if submodel == text), default=0) <= 1
+    assert max(count for (submodel, _), count in reads.items() if submodel == denoiser) == calls, "once for each step"
+    drawn = [case for case in read_cases(tmp_path / "pieces", denoiser).cases if case.group == "trajectory"]
+    assert len(drawn) == calls
 
 
 def test_runs_pass_a_part_together_and_one_goes_on_where_another_has_come() -> None:

@@ -15,7 +15,7 @@ from sdflow.targets import TARGETS
 from sdflow.verify.artifact.unsupported_nodes import fits, fits_elsewhere
 from sdflow.verify.finding import Finding, errors
 from sdflow.verify.kernels import kernel_table
-from tests.verify.small_graphs import F16, F32, F64, I32, I64, MS, model, node, one, port, unet_block
+from tests.verify.small_graphs import F16, F32, F64, I32, I64, MS, U8, model, node, one, port, unet_block
 from tests.verify.told import Told, assert_told
 from tests.weights.conftest import Builder
 
@@ -105,6 +105,13 @@ def test_what_computes_an_output_that_nobody_reads_is_a_warning(built: Builder) 
     )
 
 
+def blockwise(bits: int, zeros: list[int]) -> ModelProto:
+    """A product with weights in blocks of 32."""
+    product = node("MatMulNBits", "x w scales zeros", "y", K=320, N=320, bits=bits, block_size=32)
+    weights = {"w": ([320, 10, 4 * bits], U8), "scales": ([320, 10], F16), "zeros": (zeros, U8)}
+    return one(product, {"x": (TOKENS, F16)}, **weights)
+
+
 # Planted faults, each with what must be told
 
 FAULTS: dict[str, tuple[ModelProto, str, Told]] = {
@@ -189,6 +196,16 @@ FAULTS: dict[str, tuple[ModelProto, str, Told]] = {
         "cuda",
         condition("GroupNorm", "CUDA", "gamma", "float", "float16", do="GroupNorm out of force_fp16_inputs"),
     ),
+    "weights in 8 bits by blocks for MIGraphX": (
+        blockwise(8, [320, 10]),
+        "rocm",
+        condition("MatMulNBits", "MIGraphX", "4 bits only", "8", do="leave QuantizeInt4 out"),
+    ),
+    "zero points by rows for MIGraphX": (
+        blockwise(4, [320, 5]),
+        "rocm",
+        condition("MatMulNBits", "MIGraphX", "one dimension", "2", do="leave QuantizeInt4 out"),
+    ),
     "packed attention for the CPU": (
         one(node("MultiHeadAttention", "x", "y", num_heads=8), {"x": (["batch", "n", 8, 3, 40], F32)}, F32),
         "cpu",
@@ -220,6 +237,11 @@ FAULTS: dict[str, tuple[ModelProto, str, Told]] = {
 def test_a_planted_fault_is_found(fault: str) -> None:
     graph, target, told = FAULTS[fault]
     assert [] in [told.missing(finding) for finding in fits(graph, TARGETS[target], "unet")]
+
+
+def test_migraphx_takes_four_bits_with_flat_zero_points() -> None:
+    assert errors(fits(blockwise(4, [1600]), TARGETS["rocm"], "unet")) == []
+    assert errors(fits(blockwise(8, [320, 10]), TARGETS["cuda"], "unet")) == []
 
 
 def test_equal_findings_are_one_with_a_count() -> None:

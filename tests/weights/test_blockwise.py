@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantConfig, DefaultWeightOnlyQuantizer
 
-from sdflow.verify.artifact.blocks_again import blocks_again
+from sdflow.verify.artifact.blocks_again import blocks_again, one_thread
 from sdflow.weights.blockwise import PARTS, Blocks, Format, Lately, quantize
-from sdflow.weights.on_device import evaluate as evaluate_on_torch
 from sdflow.weights.recipe import Blockwise, Param, Transpose, evaluate
 from sdflow.weights.recipe_json import from_json, to_json
 
@@ -87,7 +86,8 @@ def test_every_value_is_the_nearest_of_those_that_its_block_has(seed: int, shape
     exact = weight.reshape(values.shape).astype(np.float64)
     nearest = np.abs(exact[..., None] - all_of_them[:, :, None]).min(-1)
     chosen = np.abs(exact - (values.astype(int) - zeros[..., None].astype(int)) * scales)
-    assert (chosen <= nearest + 1e-5 * np.abs(scales)).all()
+    # A place, up to 255, has three roundings to float32: off by 5e-5 of a scale at most, and so twice that beyond the nearest.
+    assert (chosen <= nearest + 1e-4 * np.abs(scales)).all()
 
 
 @settings(max_examples=40, deadline=None)
@@ -118,7 +118,11 @@ def test_scales_by_error_are_nearer_for_weights_like_those_of_networks() -> None
 def test_torch_comes_to_the_same_bits(seed: int, shape: tuple[int, int], how: Format) -> None:
     """What verification compares with: code of its own."""
     weight = weights(seed, shape[0], shape[1] * how.size)
-    again = blocks_again(weight, how)
+    before = torch.get_num_threads()
+    with one_thread() as threads:
+        assert (threads, torch.get_num_threads()) == (before, 1)
+        again = blocks_again(weight, how, threads)
+    assert torch.get_num_threads() == before
     for part, values in quantize(weight, how)._asdict().items():
         np.testing.assert_array_equal(again[part], values.view(f"u{values.itemsize}"), part)
 
@@ -133,22 +137,17 @@ def test_a_weight_of_many_chunks_and_another_memory_order_is_the_same() -> None:
 
 
 @pytest.mark.parametrize("scale", ["float32", "float16", "bfloat16"])
-def test_recipes_give_the_same_where_torch_reads_weights_and_survive_json(scale: str) -> None:
+def test_recipes_give_the_same_and_survive_json(scale: str) -> None:
     how = Format(4, 16, False, "mse", scale)
     weight = weights(2, 8, 96)
     of = Transpose((1, 0), Param("w", (96, 8)))
-    expected, lately, read = quantize(weight, how), Lately(), Lately()
+    expected, lately = quantize(weight, how), Lately()
     for part in PARTS:
         recipe = Blockwise(part, how, of)
         assert from_json(to_json(recipe)) == recipe
-        found = evaluate(recipe, lambda key: weight.T, lately=read)
+        found = evaluate(recipe, lambda key: weight.T, lately=lately)
         assert (found.shape, found.dtype.name) == (recipe.shape, recipe.dtype)
         np.testing.assert_array_equal(found, getattr(expected, part))
-        on_torch = evaluate_on_torch(
-            recipe, lambda leaf: torch.from_numpy(weight.T.copy()), torch.device("cpu"), lately
-        )
-        assert str(on_torch.dtype) == f"torch.{recipe.dtype}"
-        assert on_torch.contiguous().view(torch.uint8).numpy().tobytes() == found.tobytes()
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,7 @@ class Engine:
         """Images that wait for a file or for a safety checker do not wait for a long step, too. A GPU's steps are short."""
         if group[0].pipeline.base.place.stream is not None:
             return
-        end = time.perf_counter() + SHORT * self._shares.step(group[0].next_step())
+        end = time.perf_counter() + SHORT * self._shares.step(_flow(group[0].job))
         while time.perf_counter() < end and any(each.pending is not None for each in self._running):
             self._wait()
             self._resume()

@@ -23,14 +23,15 @@ class Shares:
         chosen = min(self._until, key=self._until.__getitem__)
         self._now = self._until[chosen]
         self._ended = {kind: until for kind, until in self._ended.items() if until > self._now}
-        self._took = {group: taken for group, taken in self._took.items() if group in kinds}
+        present = {*kinds.values()}
+        self._took = {kind: taken for kind, taken in self._took.items() if kind in present}
         return chosen
 
     def ran(self, group: Hashable, kind: Hashable, seconds: float) -> None:
         """It had a step."""
         self._until[group] = self._until.get(group, self._now) + seconds
-        self._took[group], self._ended[kind] = seconds, self._until[group]
+        self._took[kind], self._ended[kind] = seconds, self._until[group]
 
-    def step(self, group: Hashable) -> float:
-        """Seconds that its last one took; 0 before it."""
-        return self._took.get(group, 0.0)
+    def step(self, kind: Hashable) -> float:
+        """Seconds that the last one of this kind took; 0 before it. Not by group, which may be another at each step."""
+        return self._took.get(kind, 0.0)

@@ -148,7 +148,6 @@ class LiveLoras:
         """
         import torch
 
-        from sdflow.weights.blockwise import Lately
         from sdflow.weights.on_device import evaluate, leaves_of, merged
 
         device, values = torch.device(self._device), Values()
@@ -158,10 +157,8 @@ class LiveLoras:
                 recipes = {name: self._structures[submodel].recipes[name] for name in wanted}
                 leaves = [leaf for recipe in recipes.values() for leaf in leaves_of(recipe)]
                 found = merged(leaves, self._own[submodel].__getitem__, factors)
-                lately = Lately()
                 values[submodel] = {
-                    name: _by_itself(evaluate(recipe, found.__getitem__, device, lately))
-                    for name, recipe in recipes.items()
+                    name: _by_itself(evaluate(recipe, found.__getitem__, device)) for name, recipe in recipes.items()
                 }
             every = [each for found in values.values() for each in found.values()]
             # A sum with something that is not finite is not either.

@@ -6,8 +6,9 @@ that the definition names, so that both come to the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
@@ -23,19 +24,31 @@ AT_ONCE = 1 << 17
 threads of the one before."""
 
 
-def blocks_again(exact: NDArray[Any], how: Format) -> dict[str, NDArray[Any]]:
-    """Float32 values (N, K) -> the bits of `values`, `scales` and `zeros`, as unsigned integers."""
+@contextmanager
+def one_thread() -> Iterator[int]:
+    """While this is open torch has one thread in an operation; how many it had before. The number is the whole process's: nobody
+    may change it from threads that run side by side."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield before
+    finally:
+        torch.set_num_threads(before)
+
+
+def blocks_again(exact: NDArray[Any], how: Format, threads: int) -> dict[str, NDArray[Any]]:
+    """Float32 values (N, K) -> the bits of `values`, `scales` and `zeros`, as unsigned integers.
+
+    threads: how many work at once, each on rows of its own: torch is to have one for itself (`one_thread`).
+    """
     import torch
 
     step = max(1, AT_ONCE // exact.shape[1])
     cut = [torch.from_numpy(exact[begin : begin + step]) for begin in range(0, len(exact), step)]
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with ThreadPoolExecutor(before) as threads:
-            found = list(threads.map(lambda rows: _rows(rows.unflatten(1, (-1, how.size)), how), cut))
-    finally:
-        torch.set_num_threads(before)
+    with ThreadPoolExecutor(threads) as pool:
+        found = list(pool.map(lambda rows: _rows(rows.unflatten(1, (-1, how.size)), how), cut))
     values, scales, zeros = (torch.cat(part) for part in zip(*found, strict=True))
     bits = {torch.float32: torch.uint32}.get(scales.dtype, torch.uint16)
     return {"values": values.numpy(), "scales": scales.view(bits).numpy(), "zeros": zeros.numpy()}

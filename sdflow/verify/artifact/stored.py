@@ -10,7 +10,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -23,7 +23,7 @@ from sdflow.artifact import MODEL_FILE
 from sdflow.families import DEFAULT
 from sdflow.onnx_model.facts import subgraphs
 from sdflow.onnx_model.files import data_span, is_external, raw_values
-from sdflow.verify.artifact.blocks_again import blocks_again
+from sdflow.verify.artifact.blocks_again import blocks_again, one_thread
 from sdflow.verify.artifact.quantized import again
 from sdflow.weights.lora import LoraInput, Merged, read_loras
 from sdflow.weights.recipe import (
@@ -94,8 +94,9 @@ def stored_weights(
     for name in own.keys() - model.keys():
         what = "a recipe for it" if name in recipes else "it"
         yield Stored(name, None, f"the structure has {what} and the model no tensor")
-    with _reading(submodel, parameters, bound) as read:
-        latest = _Latest(read)
+    by_blocks = any(isinstance(recipe, Blockwise) for recipe in recipes.values())
+    with _reading(submodel, parameters, bound) as read, one_thread() if by_blocks else nullcontext(1) as threads:
+        latest = _Latest(read, threads)
 
         def stored(name: str) -> Stored | None:
             tensor, recipe = model[name], recipes.get(name)
@@ -130,8 +131,8 @@ class _Latest:
     """The weights that were quantized by blocks last: their values, scales and zeros lie side by side. Two stay, as one
     thread may be at the next weight already."""
 
-    def __init__(self, read: Callable[[str], NDArray[Any]]) -> None:
-        self._read = read
+    def __init__(self, read: Callable[[str], NDArray[Any]], threads: int) -> None:
+        self._read, self._threads = read, threads
         self._lock = Lock()
         self._found: list[tuple[Any, tuple[NDArray[Any], Mapping[str, NDArray[Any]]]]] = []
 
@@ -143,7 +144,7 @@ class _Latest:
             if found is None:
                 del self._found[:-1]  # before the next one comes
                 exact = _exact(recipe, self._read)
-                found = exact, blocks_again(exact, recipe.how)
+                found = exact, blocks_again(exact, recipe.how, self._threads)
                 self._found.append((key, found))
             return found
 

@@ -259,6 +259,8 @@ def _broken(node: _Node, condition: Condition) -> str | None:
     dims = node.dims.get(name)
     if not dims:
         return None
+    if condition.rank is not None:
+        return None if len(dims) == condition.rank else str(len(dims))
     if condition.last_dimension_per or condition.multiple_of > 1:
         per = node.attribute(condition.last_dimension_per, 1) if condition.last_dimension_per else 1
         count = dims[-1] / max(1, int(per))

@@ -59,7 +59,8 @@ class Condition:
     """What a kernel asks of a node beyond its types; one of the tests below is set.
 
     input: index of the input that is tested; its last dimension must be one of `last_dimension`, or, divided by the
-    attribute `last_dimension_per`, a multiple of `multiple_of`; its type one of `types`; with `present` it must be there.
+    attribute `last_dimension_per`, a multiple of `multiple_of`; its type one of `types`; its dimensions `rank` in
+    number; with `present` it must be there.
     given: index of an input without which the condition does not apply.
     attribute: must be one of `values`; `default` when it is not set.
     reason, remedy: for the user, after the operator's name; `{found}` stands for what the node has. source: who says so.
@@ -77,6 +78,7 @@ class Condition:
     last_dimension_per: str | None = None
     multiple_of: int = 1
     types: tuple[str, ...] = ()
+    rank: int | None = None
     present: bool = False
     attribute: str | None = None
     default: int | str | None = None

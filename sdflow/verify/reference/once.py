@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from sdflow.errors import VerificationError
 from sdflow.verify.reference.cases import Case, Cases
 from sdflow.verify.reference.forwards import Call, Network, batches, run_batch, trajectory
 from sdflow.verify.reference.half import quick_halves
@@ -75,6 +76,7 @@ def denoise_once(
     known_wide = rounded.weights.wide
     turns, steps, cases = Turns(), Cases(), Cases()
     images: dict[str, np.ndarray] = {}
+    steps_known: list[int] = []
 
     def exact_image() -> None:
         images["float32"] = draw["float32"]()
@@ -104,6 +106,7 @@ def denoise_once(
         cases.cases, cases.arrays = list(known.cases), dict(known.arrays)
         further(cases)
         count = len(known.cases)
+        steps_known.append(count)
         for chosen in batches(cases, "float32", exact):
             if chosen := [index for index in chosen if index >= count]:
                 turns.start(partial(run_batch, cases, chosen, "float32", exact))
@@ -121,6 +124,11 @@ def denoise_once(
             turns.start(work)
         turns.finish()
     drawn = trajectory(calls, submodel, drawing)
+    if [len(drawn.cases)] != steps_known:
+        raise VerificationError(
+            f"{len(drawn.cases)} calls of {submodel} drew the image, and {steps_known[0]} were expected",
+            remedy="Please report this. With more memory, the submodel is verified as a whole.",
+        )
     for index, _ in drawn:
         cases.put(index, "float32", drawn.get(index, "float32"))
         cases.put(index, "float16", steps.get(index, "float16"))
