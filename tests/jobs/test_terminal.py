@@ -396,12 +396,12 @@ def test_a_server_is_deployed_queried_listed_and_terminated(terminal: Terminal, 
 
 def test_a_question_can_be_answered_and_declined(terminal: Terminal) -> None:
     session = terminal.start("cache", "clean", "--cache", "nothing")
-    session.until_shown("[y/N]")
+    session.until_shown("N]:")
     session.type("n\n")
     assert session.end() != 0
     assert "Traceback" not in session.text
     session = terminal.start("cache", "clean", "--cache", "nothing")
-    session.until_shown("[y/N]")
+    session.until_shown("N]:")
     session.interrupt()
     assert session.end() == 130, session.text
     assert "Traceback" not in session.text
