@@ -11,18 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from sdflow.families import FAMILIES
-from sdflow.sources.loras.layers import Layer, Magnitude, lora_delta
-from sdflow.weights.half import add_to
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from sdflow.sources.loras.layers import Layer
     from sdflow.weights.tensors import Tensors
-
-    Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -86,6 +81,10 @@ class Merged:
 def merged_weight(values: NDArray[Any], layers: Sequence[tuple[Layer, float]]) -> NDArray[Any]:
     """A weight with these layers merged at their scales, one after the other: float32; the values as they are where there is no
     layer."""
+    from sdflow.sources.loras.layers import lora_delta
+    from sdflow.weights.dora import with_norms
+    from sdflow.weights.half import add_to
+
     total: NDArray[Any] | None = None
     for layer, scale in layers:
         if layer.magnitude is None:
@@ -103,53 +102,3 @@ def merged_weight(values: NDArray[Any], layers: Sequence[tuple[Layer, float]]) -
         return values
     add_to(total, values)
     return total
-
-
-_BLOCK = 1 << 18
-"""Values that are looked at at a time."""
-
-
-def with_norms(values: NDArray[Any], layer: Layer, scale: float) -> Floats:
-    """A weight with such an adapter merged, at this scale."""
-    magnitude = layer.magnitude
-    assert magnitude is not None, "the layer is a DoRA's"
-    blended = magnitude.blends and scale != 1
-    merged = lora_delta(layer, values.shape, 1.0 if magnitude.blends else scale)
-    add_to(merged, values)
-    _set_norms(merged, magnitude)
-    if blended:
-        before = values.astype(np.float32)
-        merged -= before
-        merged *= np.float32(scale)
-        merged += before
-    return merged
-
-
-def _set_norms(values: Floats, magnitude: Magnitude) -> None:
-    """In place. A row or column of zeros stays what it is."""
-    rows = np.moveaxis(values, magnitude.axis, 0)
-    found = norms(rows)
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        factors = np.where(found > 0, magnitude.values / found, np.float32(1))
-    rows *= factors.reshape(-1, *[1] * (rows.ndim - 1))
-
-
-def norms(rows: Floats) -> Floats:
-    """The Euclidean norm of each entry along the first axis, rounded to float32 once."""
-    width = max(1, rows[0].size)
-    bits = (53 - (width - 1).bit_length()) // 2
-    found = np.empty(len(rows), np.float32)
-    step = max(1, _BLOCK // width)
-    for begin in range(0, len(rows), step):
-        exact = rows[begin : begin + step].reshape(-1, width).astype(np.float64)
-        units = np.ldexp(1.0, np.frexp(np.abs(exact).max(axis=1))[1] - bits)[:, None]
-        # Two whole numbers for each value, so short that their squares and the sums of those are exact.
-        with np.errstate(invalid="ignore", over="ignore"):
-            exact /= units
-            high = np.rint(exact)
-            low = np.rint((exact - high) * 2.0**bits)
-            squares = (high * high).sum(axis=1)
-            squares += 2.0 ** (1 - bits) * (high * low).sum(axis=1)
-            squares += 4.0**-bits * (low * low).sum(axis=1)
-            found[begin : begin + step] = np.sqrt(squares) * units[:, 0]
-    return found

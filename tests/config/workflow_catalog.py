@@ -103,6 +103,16 @@ class Floats(Integers):
     smallest: int = 1 << 20
 
 
+class Blocks(Floats):
+    """To 4 or 8 bits, by blocks."""
+
+    bits: Literal[4, 8] = 4
+    block_size: int = 32
+    is_symmetric: bool = False
+    algorithm: Literal["mse", "rtn"] = "mse"
+    accuracy_level: int = 0
+
+
 class OwnPass(Options):
     """A pass of the user's."""
 
@@ -121,6 +131,7 @@ PASSES = {
         PassInfo("SubpixelConv", "onnx", False, Subpixel),
         PassInfo("OnnxFloatToFloat16", "onnx", False, Half),
         PassInfo("QuantizeInt8", "onnx", False, Integers, lambda options: "int8"),
+        PassInfo("QuantizeInt4", "onnx", False, Blocks, lambda options: f"int{options.get('bits', 4)}"),
         PassInfo("QuantizeFp8", "onnx", False, Floats, "float8_e4m3"),
     )
 }

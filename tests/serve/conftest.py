@@ -105,6 +105,19 @@ def running_server(
         thread.join(PATIENCE)
 
 
+@pytest.fixture(autouse=True)
+def _memory_of_its_own() -> Iterator[None]:
+    """Workers limit their memory, also those that a test has in its own process."""
+    if sys.platform == "win32":
+        yield
+        return
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    yield
+    resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
 @pytest.fixture(scope="session")
 def server(tiny_pipeline: Path, started_python: StartedPython | None) -> Iterator[RunningServer]:
     """Of the small pipeline; at most two images in a run."""

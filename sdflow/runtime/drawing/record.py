@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from PIL import Image
-
 from sdflow.families.image_text import APPROXIMATION, SCHEDULER_NAME, SETTINGS, image_text
 from sdflow.families.settings import COMMON
 from sdflow.families.shared.approximation import Approximation
@@ -16,7 +14,6 @@ from sdflow.families.shared.request import Request
 from sdflow.families.shared.sampler_names import scheduler_name
 from sdflow.machine.packages import versions
 from sdflow.manifest import MANIFEST_FILE, read_manifest
-from sdflow.runtime.files.images import png_text
 from sdflow.runtime.files.words import words_named
 
 if TYPE_CHECKING:
@@ -89,6 +86,7 @@ def _of_image(value: Any, index: int) -> Any:
 
 def with_record(image: Image, record: Record) -> Image:
     """The image with its text."""
+    from sdflow.runtime.drawing.drawn_image import DrawnImage
 
     image.__class__ = DrawnImage
     image.info.update(image_text({**record, "size": list(image.size)}))
@@ -98,12 +96,3 @@ def with_record(image: Image, record: Record) -> Image:
 def with_more(image: Image, more: Record) -> Image:
     """The image, its text with further settings."""
     return with_record(image, {**json.loads(image.info[SETTINGS]), **more})
-
-
-class DrawnImage(Image.Image):  # type: ignore[misc]  # its types are not read
-    """What `Pipeline` gives: how it was drawn is in `info` (`sdflow.families.image_text`), and `save` writes it."""
-
-    def save(self, fp: Any, format: str | None = None, **params: Any) -> None:  # noqa: A002
-        """As PIL's. pnginfo: another text."""
-        params.setdefault("pnginfo", png_text(self.info))
-        super().save(fp, format, **params)
