@@ -20,7 +20,7 @@ from sdflow.sources import Checkpoint, load_module, lora_submodels, read_lora
 from sdflow.sources.loras import adapter_modules
 from sdflow.sources.loras.layers import HadamardLayer, KroneckerLayer
 from sdflow.verify.reference.merged_loras import merge_lora
-from sdflow.weights import lora
+from sdflow.weights import dora
 from sdflow.weights.lora import merged_weight
 
 State = dict[str, torch.Tensor]
@@ -261,15 +261,15 @@ FAULTS: dict[str, tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = {
         ),
     ),
     "norms left as they are": (
-        "LoRA", "DoRA of rows", lambda patch: patch.setattr(lora, "_set_norms", lambda values, magnitude: None)
+        "LoRA", "DoRA of rows", lambda patch: patch.setattr(dora, "_set_norms", lambda values, magnitude: None)
     ),
     "norms of the weight alone": (
         "LoRA",
         "DoRA of columns",
-        lambda patch: patch.setattr(lora, "norms", lambda rows: norms(rows) * 1.001),
+        lambda patch: patch.setattr(dora, "norms", lambda rows: norms(rows) * 1.001),
     ),
 }  # fmt: skip
-times_core, norms = adapter_modules.times_core, lora.norms
+times_core, norms = adapter_modules.times_core, dora.norms
 
 
 @pytest.mark.parametrize("fault", FAULTS)
