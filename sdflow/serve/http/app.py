@@ -87,6 +87,10 @@ def make_app(settings: Settings, make_line: Callable[[Hear], Line] | None = None
 
     drawing = Drawing(settings.limits, metrics, send)
 
+    def forget(lora: Path) -> None:
+        if line is not None:  # without what draws, nothing was made with it
+            drawing.forget(lora)
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         nonlocal line
@@ -132,7 +136,7 @@ def make_app(settings: Settings, make_line: Callable[[Hear], Line] | None = None
     )
     app.include_router(openai_routes(served))
     app.include_router(model_routes(served, settings.additions if make_line is None else None))
-    app.include_router(lora_routes(settings.loras, drawing.forget))
+    app.include_router(lora_routes(settings.loras, forget))
     for routes in (webui_routes(served), webui_lists(served), controlnet_routes(served.models)):
         app.include_router(routes)
     _own_routes(app, drawing, metrics)
