@@ -48,7 +48,6 @@ def swiftshader() -> Iterator[None]:
     _forget_provider()  # a test before may have found no adapter
     with mock.patch.dict(os.environ, changed):
         yield
-    _forget_provider()
 
 
 def _forget_provider() -> None:
