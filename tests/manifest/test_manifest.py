@@ -165,8 +165,11 @@ def test_what_a_later_version_of_this_format_adds_is_passed_over(folder: Path) -
 
 
 def test_a_folder_without_a_manifest_is_no_pipeline(tmp_path: Path) -> None:
+    # Two levels down: beside it lie no pipelines of other tests, one of which the error would suggest.
+    empty = tmp_path / "alone" / "empty"
+    empty.mkdir(parents=True)
     with pytest.raises(UsageError, match=r"sdflow\.json: not an sdflow pipeline\n  Build one: sdflow run"):
-        read_manifest(tmp_path)
+        read_manifest(empty)
 
 
 @pytest.mark.parametrize(
