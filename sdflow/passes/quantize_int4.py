@@ -13,7 +13,6 @@ Embeddings, convolutions and products of two activations stay as they are.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -21,6 +20,7 @@ from pydantic import Field
 from sdflow.passes.base import PassConfig
 from sdflow.passes.graph_edit import GraphEdit
 from sdflow.passes.quantizing import QuantizeConfig, QuantizingPass
+from sdflow.passes.weighted_products import WeightedProduct, weighted_product
 
 CONTRIB = "com.microsoft"
 
@@ -44,21 +44,7 @@ class QuantizeInt4Config(QuantizeConfig):
     smallest: int = Field(default=1 << 16, gt=0, description="values that a weight must have at least to be quantized")
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """A product of a value and a weight. transposed: the weight is (N, K). bias: what is added to the product, or ""."""
-
-    node: Any
-    weight: str
-    transposed: bool = False
-    bias: str = ""
-
-    @property
-    def name(self) -> str:
-        return str(self.node.name)
-
-
-class QuantizeInt4(QuantizingPass[QuantizeInt4Config, _Layer]):
+class QuantizeInt4(QuantizingPass[QuantizeInt4Config, WeightedProduct]):
     """Weights in 4 or 8 bits by blocks, computed with as they were: the last pass of a chain."""
 
     name: ClassVar[str] = "QuantizeInt4"
@@ -72,44 +58,20 @@ class QuantizeInt4(QuantizingPass[QuantizeInt4Config, _Layer]):
     def quantizes_to(cls, config: Mapping[str, Any]) -> str | None:
         return f"int{config.get('bits', 4)}"
 
-    def layers(self, edit: GraphEdit, config: QuantizeInt4Config) -> list[_Layer]:
-        found = [_layer(edit, node) for node in edit.graph.node]
+    def layers(self, edit: GraphEdit, config: QuantizeInt4Config) -> list[WeightedProduct]:
+        found = [weighted_product(edit, node) for node in edit.graph.node]
         return [layer for layer in found if layer is not None and _fits(edit, layer, config)]
 
-    def quantize(self, edit: GraphEdit, layers: Sequence[_Layer], config: QuantizeInt4Config) -> None:
+    def quantize(self, edit: GraphEdit, layers: Sequence[WeightedProduct], config: QuantizeInt4Config) -> None:
         edit.replace_nodes([(layer.node, _quantized(edit, layer, config)) for layer in layers])
 
 
-def _layer(edit: GraphEdit, node: Any) -> _Layer | None:
-    """The node as a layer; None for what is none that blocks take."""
-    if node.domain not in ("", "ai.onnx") or node.op_type not in ("MatMul", "Gemm") or node.input[0] in edit.weights:
-        return None
-    weight = edit.weights.get(node.input[1])
-    if weight is None or len(weight.dims) != 2 or weight.data_type not in _floats():
-        return None
-    if node.op_type == "MatMul":
-        return _Layer(node, weight.name)
-    options = {item.name: item for item in node.attribute}
-    factors = [options[name].f for name in ("alpha", "beta") if name in options]
-    if any(factor != 1 for factor in factors) or ("transA" in options and options["transA"].i):
-        return None
-    return _Layer(node, weight.name, bool("transB" in options and options["transB"].i), "".join(node.input[2:]))
+def _fits(edit: GraphEdit, layer: WeightedProduct, config: QuantizeInt4Config) -> bool:
+    inner, outer = layer.sizes(edit)
+    return inner * outer >= config.smallest and inner % config.block_size == 0
 
 
-def _floats() -> Mapping[int, str]:
-    import onnx
-
-    kinds = onnx.TensorProto
-    return {int(kinds.FLOAT): "float32", int(kinds.FLOAT16): "float16", int(kinds.BFLOAT16): "bfloat16"}
-
-
-def _fits(edit: GraphEdit, layer: _Layer, config: QuantizeInt4Config) -> bool:
-    rows, columns = edit.weights[layer.weight].dims
-    inner = columns if layer.transposed else rows
-    return bool(rows * columns >= config.smallest and inner % config.block_size == 0)
-
-
-def _quantized(edit: GraphEdit, layer: _Layer, config: QuantizeInt4Config) -> list[Any]:
+def _quantized(edit: GraphEdit, layer: WeightedProduct, config: QuantizeInt4Config) -> list[Any]:
     """The nodes that compute the layer with a quantized weight."""
     from onnx import helper
 
@@ -119,8 +81,7 @@ def _quantized(edit: GraphEdit, layer: _Layer, config: QuantizeInt4Config) -> li
     if not layer.transposed:
         weight = edit.moved(weight, f"{weight}/transposed", lambda values: values.transpose(1, 0))
     tensor = edit.weights[weight]
-    scale = _floats()[tensor.data_type]
-    how = Format(config.bits, config.block_size, config.is_symmetric, config.algorithm, scale)
+    how = Format(config.bits, config.block_size, config.is_symmetric, config.algorithm, layer.dtype)
     values, scales, zeros = edit.blockwise(weight, how)
     rows, columns = tensor.dims
     options = {"K": columns, "N": rows, "bits": config.bits, "block_size": config.block_size}

@@ -22,7 +22,6 @@ Convolutions stay float32: in int8 they take 2.5 times as long on a CPU (benchma
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -30,6 +29,7 @@ from pydantic import Field
 from sdflow.passes.base import PassConfig
 from sdflow.passes.graph_edit import GraphEdit
 from sdflow.passes.quantizing import QuantizeConfig, QuantizingPass
+from sdflow.passes.weighted_products import WeightedProduct, weighted_product
 
 CONTRIB = "com.microsoft"
 
@@ -48,21 +48,7 @@ class QuantizeInt8Config(QuantizeConfig):
     )
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """A product of a value and a weight. transposed: the weight is (out, in). bias: an initializer, or ""."""
-
-    node: Any
-    weight: str
-    transposed: bool = False
-    bias: str = ""
-
-    @property
-    def name(self) -> str:
-        return str(self.node.name)
-
-
-class QuantizeInt8(QuantizingPass[QuantizeInt8Config, _Layer]):
+class QuantizeInt8(QuantizingPass[QuantizeInt8Config, WeightedProduct]):
     """Products with weights in int8, their inputs quantized as they come: CPU and DirectML, the last pass of a chain."""
 
     name: ClassVar[str] = "QuantizeInt8"
@@ -72,52 +58,24 @@ class QuantizeInt8(QuantizingPass[QuantizeInt8Config, _Layer]):
     quantizes: ClassVar[str | None] = "int8"
     Config: ClassVar[type[PassConfig]] = QuantizeInt8Config
 
-    def layers(self, edit: GraphEdit, config: QuantizeInt8Config) -> list[_Layer]:
-        return [layer for node in edit.graph.node if (layer := _layer(edit, node)) is not None]
+    def layers(self, edit: GraphEdit, config: QuantizeInt8Config) -> list[WeightedProduct]:
+        found = [weighted_product(edit, node) for node in edit.graph.node]
+        return [layer for layer in found if layer is not None and _fits(edit, layer)]
 
-    def quantize(self, edit: GraphEdit, layers: Sequence[_Layer], config: QuantizeInt8Config) -> None:
+    def quantize(self, edit: GraphEdit, layers: Sequence[WeightedProduct], config: QuantizeInt8Config) -> None:
         quantize_int8(edit, layers, reduced=config.reduce_range, rotation=config.rotation or 0)
 
 
-def _layer(edit: GraphEdit, node: Any) -> _Layer | None:
-    """The node as a layer; None for what is none that int8 takes."""
-    if node.domain not in ("", "ai.onnx") or node.op_type not in ("MatMul", "Gemm"):
-        return None
-    weight = edit.weights.get(node.input[1])
-    if (
-        weight is None
-        or len(weight.dims) != 2
-        or not (_is_float32(weight) or _is_float16(weight))
-        or node.input[0] in edit.weights
-    ):
-        return None
-    if node.op_type == "MatMul":
-        return _Layer(node, weight.name)
-    options = {item.name: item for item in node.attribute}
-    factors = [options[name].f for name in ("alpha", "beta") if name in options]
-    if any(factor != 1 for factor in factors) or ("transA" in options and options["transA"].i):
-        return None
-    transposed = bool("transB" in options and options["transB"].i)
-    bias = node.input[2] if len(node.input) > 2 else ""
-    channels = weight.dims[0 if transposed else 1]
-    if bias and (bias not in edit.weights or list(edit.weights[bias].dims) != [channels]):
-        return None
-    return _Layer(node, weight.name, transposed, bias)
+def _fits(edit: GraphEdit, layer: WeightedProduct) -> bool:
+    """Whether int8 takes the product: a bias must be an initializer with a value for each output channel."""
+    if layer.dtype == "bfloat16":
+        return False
+    if not layer.bias:
+        return True
+    return layer.bias in edit.weights and list(edit.weights[layer.bias].dims) == [layer.sizes(edit)[1]]
 
 
-def _is_float32(tensor: Any) -> bool:
-    import onnx
-
-    return bool(tensor.data_type == onnx.TensorProto.FLOAT)
-
-
-def _is_float16(tensor: Any) -> bool:
-    import onnx
-
-    return bool(tensor.data_type == onnx.TensorProto.FLOAT16)
-
-
-def quantize_int8(edit: GraphEdit, layers: Sequence[_Layer], *, reduced: bool, rotation: int = 0) -> None:
+def quantize_int8(edit: GraphEdit, layers: Sequence[WeightedProduct], *, reduced: bool, rotation: int = 0) -> None:
     """Rewrite these layers of a graph. rotation: the size of the Hadamard matrix, 0 without."""
     from onnx import TensorProto, helper
 
@@ -126,7 +84,7 @@ def quantize_int8(edit: GraphEdit, layers: Sequence[_Layer], *, reduced: bool, r
     changed: list[tuple[Any, Sequence[Any]]] = []
     for layer in layers:
         node, source = layer.node, layer.node.input[0]
-        half = _is_float16(edit.weights[layer.weight])
+        half = layer.dtype == "float16"
         weight = layer.weight
         if layer.transposed:
             weight = edit.moved(weight, f"{weight}/transposed", lambda values: values.transpose(1, 0))
@@ -192,11 +150,13 @@ def _quantized_input(edit: GraphEdit, source: str, half: bool, rotation: int) ->
 
 def _with_bias(edit: GraphEdit, result: str, channels: int) -> tuple[str, str, Any]:
     """The output of an Add behind a product, the bias that it adds, and the Add; or the result as it is."""
+    from onnx import TensorProto
+
     add = edit.only_reader(result)
     if add is None or add.op_type != "Add" or add.domain not in ("", "ai.onnx"):
         return result, "", None
     other = next((name for name in add.input if name != result), "")
     tensor = edit.weights.get(other)
-    if tensor is None or list(tensor.dims) != [channels] or not _is_float32(tensor):
+    if tensor is None or list(tensor.dims) != [channels] or tensor.data_type != TensorProto.FLOAT:
         return result, "", None
     return add.output[0], other, add

@@ -1,0 +1,59 @@
+"""The products of a value and a weight in a graph: MatMul and Gemm, as passes that quantize them see them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sdflow.passes.graph_edit import GraphEdit
+
+
+@dataclass(frozen=True)
+class WeightedProduct:
+    """A product of a value and a two-dimensional weight.
+
+    transposed: the weight is (out, in), otherwise (in, out). bias: the value that is added to the product, or "".
+    dtype: of the weight: "float32", "float16" or "bfloat16".
+    """
+
+    node: Any
+    weight: str
+    dtype: str
+    transposed: bool = False
+    bias: str = ""
+
+    @property
+    def name(self) -> str:
+        """Of its node."""
+        return str(self.node.name)
+
+    def sizes(self, edit: GraphEdit) -> tuple[int, int]:
+        """The weight's input and output channels."""
+        rows, columns = edit.weights[self.weight].dims
+        return (columns, rows) if self.transposed else (rows, columns)
+
+
+def weighted_product(edit: GraphEdit, node: Any) -> WeightedProduct | None:
+    """The node as a product with a weight; None for any other, and for a Gemm that scales or transposes its input."""
+    if node.domain not in ("", "ai.onnx") or node.op_type not in ("MatMul", "Gemm") or node.input[0] in edit.weights:
+        return None
+    weight = edit.weights.get(node.input[1])
+    if weight is None or len(weight.dims) != 2 or weight.data_type not in _dtypes():
+        return None
+    dtype = _dtypes()[weight.data_type]
+    if node.op_type == "MatMul":
+        return WeightedProduct(node, weight.name, dtype)
+    options = {item.name: item for item in node.attribute}
+    factors = [options[name].f for name in ("alpha", "beta") if name in options]
+    if any(factor != 1 for factor in factors) or ("transA" in options and options["transA"].i):
+        return None
+    transposed = bool("transB" in options and options["transB"].i)
+    return WeightedProduct(node, weight.name, dtype, transposed, "".join(node.input[2:]))
+
+
+def _dtypes() -> Mapping[int, str]:
+    import onnx
+
+    kinds = onnx.TensorProto
+    return {int(kinds.FLOAT): "float32", int(kinds.FLOAT16): "float16", int(kinds.BFLOAT16): "bfloat16"}
