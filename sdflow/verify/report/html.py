@@ -83,7 +83,8 @@ def page(result: Verification, images: Mapping[str, bytes]) -> str:
     return document(f"Verification of {result.name}", verdict, sentence, facts, sections)
 
 
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 720, 260, 70, 40, 16
+WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM, TOP = 720, 260, 70, 30, 40, 16
+MOST_LABELS = 12  # of steps, below the plot
 
 _LEGEND = (
     '<p class="soft">Distance: relative L2 to the fp32 PyTorch model; ratio: to the distance of plain fp16 PyTorch, as the root '
@@ -148,17 +149,17 @@ def _plot_of(steps: Sequence[CaseDistance], ratio: float | None) -> str:
     high = max(high, low + 1)
 
     def point(index: int, value: float) -> tuple[float, float]:
-        x = LEFT + (WIDTH - LEFT - 20) * index / max(1, len(steps) - 1)
+        x = LEFT + (WIDTH - LEFT - RIGHT) * index / max(1, len(steps) - 1)
         return x, TOP + (HEIGHT - TOP - BOTTOM) * (high - math.log10(value)) / (high - low)
 
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" font-size="12" font-family="sans-serif">']
     for power in range(low, high + 1):
         _, y = point(0, 10.0**power)
-        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - 20}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
+        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">1e{power}</text>')
-    for index, case in enumerate(steps):
+    for index, case in list(enumerate(steps))[:: math.ceil(len(steps) / MOST_LABELS)]:
         x, _ = point(index, 10.0**low)
-        label = f"{case.timestep:g}" if case.timestep is not None else str(index + 1)
+        label = f"{case.timestep:.4g}" if case.timestep is not None else str(index + 1)
         parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{label}</text>')
     parts.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 6}" text-anchor="middle">timestep</text>')
     for number, (name, (colour, line)) in enumerate(lines.items()):
