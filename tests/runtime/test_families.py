@@ -140,6 +140,7 @@ def test_a_second_prompt_and_sizes_equal_diffusers_or_are_refused(built: Built, 
     assert np.abs(plain - drawn).max() > 10 * TOLERANCE, "the argument changes nothing"
 
 
+@pytest.mark.once("built")
 def test_several_images_of_several_prompts_equal_diffusers(built: Built) -> None:
     prompts = [PROMPT, "a red house"]
     settings = {**SETTINGS, "height": SIZE, "width": SIZE, "num_images_per_prompt": 2, "num_inference_steps": 2}
@@ -154,6 +155,7 @@ def test_image_to_image_equals_diffusers(built: Built, image: Image.Image) -> No
 
 
 @pytest.mark.parametrize("strength", [1.0, 0.6])
+@pytest.mark.once("built")
 def test_inpainting_equals_diffusers(built: Built, image: Image.Image, mask: Image.Image, strength: float) -> None:
     # diffusers' pipelines for inpainting have another guidance by default than the others of their family
     settings = {**SETTINGS, "strength": strength, "height": SIZE, "width": SIZE, "guidance_scale": 7.5}
@@ -163,6 +165,7 @@ def test_inpainting_equals_diffusers(built: Built, image: Image.Image, mask: Ima
     assert_equal(built.ours(PROMPT, image, mask, whole=True, generator=generator(), **settings).images, expected)
 
 
+@pytest.mark.once("built")
 def test_with_little_memory_the_image_is_the_same(built: Built) -> None:
     frugal = Pipeline.load(built.folder, "cpu", threads=1, low_memory=True)
     settings = {**SETTINGS, "height": SIZE, "width": SIZE, "num_inference_steps": 2}
