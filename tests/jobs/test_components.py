@@ -86,9 +86,8 @@ def shell(tmp_path_factory: pytest.TempPathFactory, started_python: StartedPytho
 
 @pytest.fixture(scope="module")
 def built(shell: Shell) -> Path:
-    """The folder, verified as it was built."""
-    (pipeline,) = shell.json("run", "mine.yaml", "--no-evaluate")["pipelines"]
-    assert pipeline["verification"]["passed"]
+    """The folder; the first test verifies it."""
+    shell.json("run", "mine.yaml", "--no-evaluate", "--no-verify")
     return shell.folder / "pipelines/mine"
 
 
