@@ -38,6 +38,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "with a negative prompt": {"negative_prompt": "blurry"},
     "with an empty negative prompt": {"negative_prompt": ""},
 }
+FEW_WORDS = ("without guidance", "with a negative prompt")
 SIZES: dict[str, dict[str, Any]] = {
     "two prompts": {"prompt_2": "oil on canvas", "negative_prompt": "blurry", "negative_prompt_2": "grey"},
     "sizes": {"original_size": (300, 200), "crops_coords_top_left": (16, 8), "target_size": (1024, 768)},
@@ -93,7 +94,9 @@ def test_text_to_image_equals_diffusers(built: Built, words: str) -> None:
     assert_equal(built.ours(PROMPT, latents=latents, **settings).images, expected)
 
 
-@pytest.mark.parametrize("words", WORDS)
+@pytest.mark.parametrize(
+    "words", [pytest.param(each, marks=() if each in FEW_WORDS else pytest.mark.slow) for each in WORDS]
+)
 def test_clip_skip_leaves_layers_out_of_the_prompt_alone_as_diffusers_does(
     built: Built, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
