@@ -49,6 +49,12 @@ LONGEST_FILES = (
 """Begun first: who has one of them left at the end works alone."""
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    for mark in item.iter_markers("once"):
+        if item.callspec.indices[mark.args[0]]:  # type: ignore[attr-defined]
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: index for index, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))

@@ -144,6 +144,7 @@ def test_nodes_on_another_provider_fail_the_result_unless_allowed(result: Evalua
     result.raise_for_failure()
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_graph_that_the_provider_cannot_run_is_an_error_of_the_pipeline(
     tiny_checkpoint: Checkpoint, tiny_artifacts: dict[str, Artifact], tmp_path: Path
 ) -> None:
@@ -156,6 +157,7 @@ def test_a_graph_that_the_provider_cannot_run_is_an_error_of_the_pipeline(
         evaluate(out, SPEC, "cpu")
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_worker_that_dies_is_an_error_with_its_last_words(tiny_pipeline: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_pipeline, tmp_path / "out")
     (tmp_path / "out" / "tokenizer" / "vocab.json").write_text("{")
@@ -208,6 +210,7 @@ def test_the_workers_messages_are_not_mixed_with_what_libraries_print(tiny_pipel
     assert list(tmp_path.iterdir()) == [], "and nothing is written at home"
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_what_the_runtime_could_not_do_as_it_should_is_in_the_result(tiny_pipeline: Path, tmp_path: Path) -> None:
     """An operator whose shapes are not known: the UNet cannot be taken apart."""
     folder = tmp_path / "pipeline"

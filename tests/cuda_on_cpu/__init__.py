@@ -34,6 +34,7 @@ TRANSFORMERS = ("residual_norm.cu", "gated_activation.cu", "rotary_qkv.cu")
 """What the objects `attention` and `transformers` are made of alone, so that little is compiled for a change."""
 SHARED = ("halves.cuh", "sixteen_bits.cuh", "float8_row.cuh")
 """What each of them has, and `kernels` too."""
+EMULATION = ("threads.cpp", "hopper.cpp", "operators.cpp", "cublaslt.cpp")
 
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 PATTERN = "-ftrivial-auto-var-init=pattern"
@@ -87,18 +88,23 @@ def compile_operator(source: Path, folder: Path) -> Path:
     return _compile([*C, "-O1", str(source)], folder / f"{source.name}.o")
 
 
-def compile_objects(folder: Path) -> dict[str, Path]:
-    """Source -> object: `kernels`, `attention` and `transformers`, those of the operators, threads.cpp, hopper.cpp,
-    operators.cpp and cublaslt.cpp."""
+def compile_objects(folder: Path) -> None:
+    """`kernels`, `attention` and `transformers`, those of the operators, threads.cpp, hopper.cpp, operators.cpp and
+    cublaslt.cpp, for `objects_in`."""
     with ThreadPoolExecutor(2) as pool:
-        made = {"kernels": pool.submit(compile_kernels, folder, "kernels", kernel_texts())}
-        made["attention"] = pool.submit(compile_kernels, folder, "attention", kernel_texts(), "-O0")
-        made["transformers"] = pool.submit(compile_kernels, folder, "transformers", kernel_texts())
-        for name in ("threads.cpp", "hopper.cpp", "operators.cpp", "cublaslt.cpp"):
-            made[name] = pool.submit(_compile, [*CPP, "-O1", str(CPU / name)], folder / f"{name}.o")
-        for path in library.OPERATORS:
-            made[path.name] = pool.submit(compile_operator, path, folder)
-        return {name: future.result() for name, future in made.items()}
+        made = [
+            pool.submit(compile_kernels, folder, name, kernel_texts(), optimization)
+            for name, optimization in (("kernels", "-O1"), ("transformers", "-O0"), ("attention", "-O0"))
+        ]
+        made += [pool.submit(_compile, [*CPP, "-O1", str(CPU / name)], folder / f"{name}.o") for name in EMULATION]
+        made += [pool.submit(compile_operator, path, folder) for path in library.OPERATORS]
+        for each in made:
+            each.result()
+
+
+def objects_in(folder: Path) -> dict[str, Path]:
+    """Source -> object."""
+    return {path.stem: path for path in folder.glob("*.o")}
 
 
 def _compile(command: list[str], made: Path) -> Path:

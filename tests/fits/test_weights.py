@@ -54,10 +54,10 @@ def held(folder: Path) -> int:
 
 def require_near(base: str, target: str, folder: Path, *overrides: str, within: float = 0.02) -> None:
     pipeline, checkpoint = planned(base, target, overrides)
-    for submodel, source in checkpoint.submodels.items():
-        config = source.load["config"]
+    for submodel, chain in pipeline.submodels.items():
+        config = checkpoint.submodels[submodel].load["config"]
         model = checkpoint.family.part(submodel).of(config).model
-        counted = weight_bytes(model, config, pipeline.submodels[submodel])
+        counted = weight_bytes(model, config, chain)
         built = held(folder / submodel)
         assert counted is not None
         assert abs(counted / built - 1) < within, (submodel, counted, built)
@@ -82,7 +82,8 @@ def build(shell: Shell, base: str, target: str, *overrides: str) -> Path:
 
 
 def test_a_built_pipeline_with_float8_products_has_the_bytes(shell: Shell) -> None:
-    require_near("flux2_tiny", "cuda", build(shell, "flux2_tiny", "cuda", *FLOAT8), *FLOAT8)
+    only = (*FLOAT8, *(f"submodels.{name}=null" for name in ("text_encoder", "vae_encoder", "vae_decoder")))
+    require_near("flux2_tiny", "cuda", build(shell, "flux2_tiny", "cuda", *only), *only)
 
 
 @pytest.mark.slow

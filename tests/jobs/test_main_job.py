@@ -279,7 +279,7 @@ def test_a_folder_of_an_earlier_sdflow_is_measured_beside_pytorch(shell: Shell, 
 
 
 def test_a_folder_of_an_earlier_sdflow_is_served(earlier: Path, started_python: StartedPython | None) -> None:
-    with running_server(str(earlier), started=started_python) as server:
+    with running_server(str(earlier), "--batch-sizes", "1", started=started_python) as server:
         body = {"prompt": "an otter", "steps": 1, "seed": 3, "size": "64x64"}
         answer = httpx.post(f"{server.url}/v1/images/generations", json=body, timeout=PATIENCE)
     assert answer.status_code == 200 and answer.json()["data"][0]["b64_json"], answer.text

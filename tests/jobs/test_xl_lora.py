@@ -23,6 +23,8 @@ from sdflow.run.options import RunOptions
 from sdflow.run.run import run_workflow
 from sdflow.sources import PlainDigests, load_pipeline, open_checkpoint
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 XL = "synthetic:sdxl-tiny"
 PREFIXES = {"unet": "lora_unet_", "text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_"}
 LAYERS = ("to_q", "to_k", "to_v", "to_out.0", "conv1", "q_proj", "k_proj", "v_proj", "out_proj", "fc1")

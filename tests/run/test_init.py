@@ -89,8 +89,9 @@ def test_a_refiner_gets_the_workflow_of_a_refiner(tmp_path: Path) -> None:
 
 
 def test_the_workflow_runs(shell: Shell) -> None:
-    (pipeline,) = shell.json("run", "mine.yaml")["pipelines"]
-    assert pipeline["verification"]["passed"]
+    """`tests/jobs/test_flux_job.py` verifies what one of `init` builds, `test_main_job.py` LoRAs in a pipeline."""
+    (pipeline,) = shell.json("run", "mine.yaml", "--no-verify", "--no-evaluate")["pipelines"]
+    assert pipeline["name"] == "mine"
     assert (shell.folder / "pipelines/mine/model_index.json").is_file()
     (found,) = shell.json("inspect", "pipelines/mine")["findings"]
     assert found["kind"] == "built pipeline"

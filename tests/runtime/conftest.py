@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cuda_on_cpu import compile_kernels, compile_objects, compile_operator, kernel_texts, link, object_of, unavailable
+from cuda_on_cpu import (
+    compile_kernels,
+    compile_objects,
+    compile_operator,
+    kernel_texts,
+    link,
+    object_of,
+    objects_in,
+    unavailable,
+)
+from filelock import FileLock
 
 from sdflow.runtime.kernels.parts import FOLDER
 
@@ -16,7 +27,15 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Source -> object; for `link`."""
     if why := unavailable():
         pytest.skip(why)
-    return compile_objects(tmp_path_factory.mktemp("objects"))
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    with FileLock(root / "objects.lock"):  # the other worker of pytest-xdist waits
+        if not (made := root / "objects").exists():
+            (building := root / "objects.building").mkdir()
+            compile_objects(building)
+            building.rename(made)
+    return objects_in(made)
 
 
 @pytest.fixture(scope="session")

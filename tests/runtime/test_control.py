@@ -85,6 +85,7 @@ def test_two_nets_with_starts_and_ends_of_their_own_equal_diffusers(built: Built
     assert_equal(drawn.images, expected.images)
 
 
+@pytest.mark.once("built")
 def test_nets_change_from_call_to_call_and_without_any_the_image_is_the_plain_one(built: Built) -> None:
     """One UNet serves all of them, and nothing of a call stays for the next."""
     height, width = SIZE, 2 * SIZE
@@ -98,6 +99,7 @@ def test_nets_change_from_call_to_call_and_without_any_the_image_is_the_plain_on
     assert_equal(built.ours(PROMPT, generator=generator(), **given).images, plain.images)
 
 
+@pytest.mark.once("built")
 def test_several_images_of_several_prompts_without_guidance_equal_diffusers(built: Built) -> None:
     settings = {**SETTINGS, "guidance_scale": 1.0, "num_inference_steps": 2, "num_images_per_prompt": 2}
     prompts = [PROMPT, "a red house"]
@@ -107,6 +109,7 @@ def test_several_images_of_several_prompts_without_guidance_equal_diffusers(buil
     assert_equal(drawn.images, expected.images)
 
 
+@pytest.mark.once("built")
 def test_guess_mode_equals_diffusers(built: Built) -> None:
     theirs = built.theirs("ControlNet", "edges")
     expected = theirs(PROMPT, image=EDGES, guess_mode=True, generator=generator(), **SETTINGS)
@@ -116,6 +119,7 @@ def test_guess_mode_equals_diffusers(built: Built) -> None:
     assert differ(drawn.images, plain.images), "guess mode changes nothing"
 
 
+@pytest.mark.once("built")
 def test_image_to_image_equals_diffusers(built: Built) -> None:
     vae = built.torch.vae
     pixels = torch.from_numpy(np.asarray(pattern(4)) / 127.5 - 1).float().permute(2, 0, 1)[None]
@@ -132,6 +136,7 @@ def test_image_to_image_equals_diffusers(built: Built) -> None:
 
 
 @pytest.mark.parametrize("strength", [1.0, 0.6])
+@pytest.mark.once("built")
 def test_into_a_mask_with_nets_equals_diffusers(built: Built, strength: float) -> None:
     """One net and two; the mean of what the VAE encodes to, as ours, not a sample of it."""
     mask = np.zeros((SIZE, SIZE), "uint8")
@@ -176,6 +181,7 @@ def test_the_image_takes_the_size_of_the_control_image(built: Built) -> None:
     assert drawn.images.shape[1:3] == (64, 136 // built.ours.latents.granularity * built.ours.latents.granularity)
 
 
+@pytest.mark.once("built")
 def test_with_little_memory_the_image_is_the_same(built: Built) -> None:
     frugal = Pipeline.load(built.folder, "cpu", threads=1, low_memory=True)
     settings = {**SETTINGS, "num_inference_steps": 2}

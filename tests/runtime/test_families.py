@@ -38,6 +38,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "with a negative prompt": {"negative_prompt": "blurry"},
     "with an empty negative prompt": {"negative_prompt": ""},
 }
+FEW_WORDS = ("without guidance", "with a negative prompt")
 SIZES: dict[str, dict[str, Any]] = {
     "two prompts": {"prompt_2": "oil on canvas", "negative_prompt": "blurry", "negative_prompt_2": "grey"},
     "sizes": {"original_size": (300, 200), "crops_coords_top_left": (16, 8), "target_size": (1024, 768)},
@@ -93,7 +94,9 @@ def test_text_to_image_equals_diffusers(built: Built, words: str) -> None:
     assert_equal(built.ours(PROMPT, latents=latents, **settings).images, expected)
 
 
-@pytest.mark.parametrize("words", WORDS)
+@pytest.mark.parametrize(
+    "words", [pytest.param(each, marks=() if each in FEW_WORDS else pytest.mark.slow) for each in WORDS]
+)
 def test_clip_skip_leaves_layers_out_of_the_prompt_alone_as_diffusers_does(
     built: Built, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +143,7 @@ def test_a_second_prompt_and_sizes_equal_diffusers_or_are_refused(built: Built, 
     assert np.abs(plain - drawn).max() > 10 * TOLERANCE, "the argument changes nothing"
 
 
+@pytest.mark.once("built")
 def test_several_images_of_several_prompts_equal_diffusers(built: Built) -> None:
     prompts = [PROMPT, "a red house"]
     settings = {**SETTINGS, "height": SIZE, "width": SIZE, "num_images_per_prompt": 2, "num_inference_steps": 2}
@@ -154,6 +158,7 @@ def test_image_to_image_equals_diffusers(built: Built, image: Image.Image) -> No
 
 
 @pytest.mark.parametrize("strength", [1.0, 0.6])
+@pytest.mark.once("built")
 def test_inpainting_equals_diffusers(built: Built, image: Image.Image, mask: Image.Image, strength: float) -> None:
     # diffusers' pipelines for inpainting have another guidance by default than the others of their family
     settings = {**SETTINGS, "strength": strength, "height": SIZE, "width": SIZE, "guidance_scale": 7.5}
@@ -163,6 +168,7 @@ def test_inpainting_equals_diffusers(built: Built, image: Image.Image, mask: Ima
     assert_equal(built.ours(PROMPT, image, mask, whole=True, generator=generator(), **settings).images, expected)
 
 
+@pytest.mark.once("built")
 def test_with_little_memory_the_image_is_the_same(built: Built) -> None:
     frugal = Pipeline.load(built.folder, "cpu", threads=1, low_memory=True)
     settings = {**SETTINGS, "height": SIZE, "width": SIZE, "num_inference_steps": 2}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 import torch
 from beside_diffusers import PROMPT, SIZE, TOLERANCE, assert_equal, generator, of_diffusers, put_together
 from converted import Converted
+from sampled import sampled
 
 from sdflow.artifact import Artifact
 from sdflow.build.assemble import assemble
@@ -77,8 +79,7 @@ def start(built: Built) -> torch.Tensor:
     return latents
 
 
-@pytest.mark.parametrize("steps", [1, None])
-@pytest.mark.parametrize("images", [1, 2])
+@pytest.mark.parametrize(("steps", "images"), sampled(product([1, None], [1, 2])))
 def test_text_to_image_equals_diffusers(built: Built, steps: int | None, images: int) -> None:
     """Without a word about steps and guidance: what the model says itself is what diffusers is told."""
     settings = {"output_type": "np", "height": SIZE, "width": 2 * SIZE, "num_images_per_prompt": images}

@@ -78,6 +78,7 @@ def test_an_image_for_each_adapter_with_its_scale_equals_diffusers(built: Built,
     assert differ(drawn, built.ours(PROMPT, ip_adapter_scale=[0.6, 0.4], generator=generator(), **given).images)
 
 
+@pytest.mark.once("built")
 def test_several_images_of_one_adapter_and_a_batch_equal_diffusers(built: Built, theirs: Any) -> None:
     """All images of a batch get the same image prompts. The images are of different sizes; CLIP's processor crops them."""
     settings = {**SETTINGS, "num_images_per_prompt": 2}
@@ -88,6 +89,7 @@ def test_several_images_of_one_adapter_and_a_batch_equal_diffusers(built: Built,
     assert_equal(built.ours(prompts, ip_adapter_scale=[0.7, 0.3], generator=generator(), **given).images, expected)
 
 
+@pytest.mark.once("built")
 def test_without_guidance_equals_diffusers(built: Built, theirs: Any) -> None:
     given: dict[str, Any] = {"ip_adapter_image": [ONE, OTHER], **SETTINGS, "guidance_scale": 1.0}
     theirs.set_ip_adapter_scale([0.5, 0.5])
@@ -105,6 +107,7 @@ def test_without_an_image_the_plain_image_is_drawn_also_after_one(built: Built) 
                             **SETTINGS).images, plain)  # fmt: skip
 
 
+@pytest.mark.once("built")
 def test_one_adapter_without_an_image_is_left_out(built: Built) -> None:
     theirs = built.theirs("", FILES[1])
     theirs.set_ip_adapter_scale(0.8)
@@ -113,6 +116,7 @@ def test_one_adapter_without_an_image_is_left_out(built: Built) -> None:
     assert_equal(drawn.images, expected)
 
 
+@pytest.mark.once("built")
 def test_image_to_image_equals_diffusers(built: Built) -> None:
     theirs = built.theirs("Img2Img")
     theirs.set_ip_adapter_scale([0.6, 0.4])
@@ -126,6 +130,7 @@ def test_image_to_image_equals_diffusers(built: Built) -> None:
     assert_equal(drawn, expected)
 
 
+@pytest.mark.once("built")
 def test_inpainting_equals_diffusers(built: Built) -> None:
     theirs = built.theirs("Inpaint")
     theirs.set_ip_adapter_scale([0.6, 0.4])
@@ -149,6 +154,7 @@ def test_inpainting_equals_diffusers(built: Built) -> None:
     assert_equal(drawn, expected)
 
 
+@pytest.mark.once("built")
 def test_steps_read_keys_and_values_of_the_images_that_are_computed_once(built: Built) -> None:
     """What depends on images alone is in the part that runs once per image. The scales are inputs of the step."""
     model = onnx.load(str(built.folder / "unet/model.onnx"), load_external_data=False)
@@ -173,6 +179,7 @@ def test_steps_read_keys_and_values_of_the_images_that_are_computed_once(built: 
     assert not {"ip_hidden_states_0", "ip_hidden_states_1"} & inputs
 
 
+@pytest.mark.once("built")
 def test_with_little_memory_the_image_is_the_same(built: Built) -> None:
     given: dict[str, Any] = {"ip_adapter_image": [ONE, OTHER], **SETTINGS}
     expected = built.ours(PROMPT, generator=generator(), **given).images

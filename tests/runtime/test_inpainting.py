@@ -65,7 +65,9 @@ def make(converted: Converted, tmp_path_factory: pytest.TempPathFactory) -> Call
     return cache(lambda name: Built(name, tmp_path_factory.mktemp(name), converted))
 
 
-@pytest.fixture(params=ASSEMBLED)
+@pytest.fixture(
+    params=[pytest.param(each, marks=pytest.mark.slow if each.startswith("sd2") else ()) for each in ASSEMBLED]
+)
 def built(request: pytest.FixtureRequest, make: Callable[[str], Built]) -> Built:
     return make(request.param)
 
@@ -96,6 +98,7 @@ def test_inpainting_equals_diffusers(built: Built, strength: float) -> None:
     assert np.abs(other - drawn).max() > 10 * TOLERANCE, "the mask changes nothing"
 
 
+@pytest.mark.once("built")
 def test_several_images_with_masks_of_their_own_equal_diffusers(built: Built) -> None:
     given = {"image": [image(), image(turned=True)], "mask_image": [mask(), mask(16)], "strength": 1.0}
     prompts = [PROMPT, "a red house"]

@@ -162,7 +162,7 @@ def test_an_image_starts_from_an_encoding_in_tiles_too(tiny_pipeline: Path, shor
 def test_what_ran_whole_once_goes_on_so_and_who_says_it_gets_it_whole(
     tiny_pipeline: Path, short: Callable[[int], None]
 ) -> None:
-    latents = torch.randn(1, 4, 96, 96, generator=torch.Generator().manual_seed(1))
+    latents = torch.randn(1, 4, 40, 40, generator=torch.Generator().manual_seed(1))
     pipeline = Pipeline.load(tiny_pipeline, "cpu", threads=1, checker=False)
     forced = Pipeline.load(tiny_pipeline, "cpu", threads=1, checker=False, vae_tiles=False)
     with warnings.catch_warnings():

@@ -140,7 +140,13 @@ def test_the_refiner_alone_equals_diffusers(ours: Pipeline, theirs: Any, image: 
         assert np.abs(plain - drawn).max() > 10 * TOLERANCE, "the argument changes nothing"
 
 
-@pytest.mark.parametrize("scheduler", ["euler", "euler_a", "ddim", "dpm++_2m", "unipc", "pndm", "heun", "dpm2_a"])
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        *("euler", "dpm++_2m", "pndm", "dpm2_a"),  # with a memory, and with steps of two halves
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("euler_a", "ddim", "unipc", "heun")),
+    ],
+)
 def test_base_and_refiner_together_equal_diffusers(
     ensemble: Ensemble, their_base: Any, theirs: Any, scheduler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,7 +154,7 @@ def normal(seed: int) -> torch.Tensor:
 @given(
     st.sampled_from(sorted(DOCUMENTED)),
     st.sampled_from(sorted(SPACED)),
-    st.integers(1, 50),
+    st.integers(1, 25),
     st.one_of(st.none(), st.floats(0.05, 1.0)),
     st.sampled_from(["epsilon", "v_prediction", "sample"]),
 )

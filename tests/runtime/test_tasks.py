@@ -105,7 +105,15 @@ def test_image_to_image_with_each_scheduler(
     assert_equal_images(pipeline(PROMPT, image, generator=generator(), **settings).images, expected)
 
 
-@pytest.mark.parametrize("strength", [1.0, 0.6])
+STRENGTHS = [
+    pytest.param(*each.values, strength, marks=[*each.marks, *([pytest.mark.slow] if (index + other) % 2 else [])])
+    for index, each in enumerate(SAMPLERS)
+    for other, strength in enumerate((1.0, 0.6))
+]
+"""Of each scheduler one by default, of the next the other."""
+
+
+@pytest.mark.parametrize(("scheduler", "strength"), STRENGTHS, indirect=["scheduler"])
 def test_inpainting_with_each_scheduler(
     pipeline: Pipeline,
     parts: dict[str, Any],

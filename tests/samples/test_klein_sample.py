@@ -44,10 +44,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def built(sdflow: Command, folder: Path) -> Any:
-    """Built and verified, as a user builds it, and loaded."""
+    """Built and loaded. `tests/jobs/test_flux2_job.py` verifies its family."""
     from sdflow.runtime.pipeline import Pipeline
 
-    done = sdflow("run", "shapes_klein", "--no-evaluate", folder=folder)
+    done = sdflow("run", "shapes_klein", "--no-evaluate", "--no-verify", folder=folder)
     assert done.returncode == 0, done.stderr
     return Pipeline.load(folder / "pipelines/shapes_klein", "cpu", threads=1)
 

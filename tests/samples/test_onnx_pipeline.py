@@ -25,13 +25,13 @@ FEW = CASES[:4]
 
 @pytest.fixture(scope="module")
 def pipelines(sdflow: Command, cache_of: WorkflowCache, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The pipelines of two workflows, as a user builds them, loaded: name -> Pipeline."""
+    """The pipelines of two workflows, loaded: name -> Pipeline. `tests/jobs/test_terminal.py` verifies the first."""
     from sdflow.runtime.pipeline import Pipeline
 
     folder = tmp_path_factory.mktemp("shapes")
     cache_of("shapes_cpu", folder)
-    for workflow, more in (("shapes_cpu", ()), ("shapes_lora_cpu", ("--no-verify",))):
-        done = sdflow("run", str(ROOT / f"workflows/{workflow}.yaml"), "--no-evaluate", *more, folder=folder)
+    for workflow in ("shapes_cpu", "shapes_lora_cpu"):
+        done = sdflow("run", str(ROOT / f"workflows/{workflow}.yaml"), "--no-evaluate", "--no-verify", folder=folder)
         assert done.returncode == 0, done.stderr
     found = {path.name.removeprefix("shapes_lora_cpu-"): path for path in (folder / "pipelines").iterdir()}
     assert found.keys() == {"shapes_cpu", "scale_0", "scale_0.5", "scale_1"}

@@ -7,6 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 from serve.conftest import running_server
+from started_python import StartedPython
 from typer.testing import CliRunner
 from until import PATIENCE, until
 
@@ -14,12 +15,14 @@ from sdflow.cli.app import app
 from sdflow.errors import UsageError
 
 
-def test_serve_opens_its_page(tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_opens_its_page(
+    tiny_pipeline: Path, started_python: StartedPython | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     browser, shown = tmp_path / "browser", tmp_path / "shown"
     browser.write_text(f'#!/bin/sh\nprintf %s "$1" > "{shown}.part" && mv "{shown}.part" "{shown}"\n')
     browser.chmod(0o755)
     monkeypatch.setenv("BROWSER", f"{browser} %s")
-    with running_server(str(tiny_pipeline), "--open", ready=False) as server:
+    with running_server(str(tiny_pipeline), "--open", ready=False, started=started_python) as server:
         until(shown.exists)
         assert shown.read_text() == server.url
         page = httpx.get(server.url, timeout=PATIENCE)

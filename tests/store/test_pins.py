@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
+from sampled import sampled
 
 from sdflow.artifact import Artifact, Record
 from sdflow.build.assemble import assemble
@@ -76,8 +77,7 @@ def assert_whole(folder: Path, names: Iterable[str]) -> None:
 
 
 @pytest.mark.parametrize("further", [4, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "every one"])
-@pytest.mark.parametrize("copy", [False, True], ids=["links", "copies"])
-@pytest.mark.parametrize("before", [None, "old"], ids=["first", "replaced"])
+@pytest.mark.parametrize(("before", "copy"), sampled([("old", False), (None, True), (None, False), ("old", True)]))
 def test_killed_before_any_operation_gc_breaks_no_pipeline_and_leaves_nothing(
     project: Path, before: str | None, copy: bool, further: int
 ) -> None:

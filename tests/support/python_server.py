@@ -1,4 +1,4 @@
-"""The process that `started_python` forks others from: it has imported large packages, and nothing of sdflow.
+"""The process that `started_python` forks others from: it has imported large packages, and sdflow's modules.
 
 A request is a packet of JSON with four descriptors: the line of the new process, and its standard input, output and error. The
 process id is answered on its line, and at its end the exit status. The id stays its own until the other end of the line is
@@ -12,6 +12,7 @@ import gc
 import importlib
 import json
 import os
+import pkgutil
 import runpy
 import select
 import signal
@@ -58,7 +59,7 @@ PACKAGES = (
     "diffusers.schedulers",
     *("asyncio", "filelock", "psutil", "pydantic", "rich.console", "typer", "yaml"),
 )
-"""None is of sdflow."""
+ROOT = Path(__file__).parents[2]
 LONGEST = 1 << 20
 Kind = Literal["command", "terminal", "worker"]
 """At a terminal, a process has a session of its own, and the terminal that is its standard input. A worker has a session too."""
@@ -155,6 +156,7 @@ def serve(requests: socket.socket, line: Line) -> Callable[[], object]:
     """Fork a process for each request until standard input closes. Returns what to run, in such a process."""
     for name in PACKAGES:
         importlib.import_module(name)
+    _import_sdflow()
     tempfile.tempdir = None  # each process has its own
     gc.collect()
     gc.freeze()  # a collection in a forked process leaves the packages' pages shared
@@ -189,6 +191,19 @@ def serve(requests: socket.socket, line: Line) -> Callable[[], object]:
                 return _begin(json.loads(message), descriptors, line)
             elif found in children:
                 _note(children, poller, found)
+
+
+def _import_sdflow() -> None:
+    """All modules, but for those whose packages are not here: of the environment they look at PYTHONPATH alone while they
+    are imported, for families (`sdflow.disk.shipped`)."""
+    sys.path.insert(0, str(ROOT))
+    import sdflow
+
+    for module in pkgutil.walk_packages(sdflow.__path__, "sdflow."):
+        if not module.name.endswith("__main__"):
+            with suppress(ImportError):
+                importlib.import_module(module.name)
+    del sys.path[0]
 
 
 def _note(children: dict[int, _Child], poller: Any, found: int) -> None:
@@ -231,6 +246,10 @@ def _begin(request: Mapping[str, Any], descriptors: Sequence[int], line: Line) -
     os.environ.update(environment)
     _read_verbosity(environment)
     os.chdir(folder)
+    more = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each]
+    if {*more} - {str(ROOT)}:  # there may be families: sdflow's modules are imported anew
+        for name in [each for each in sys.modules if each.partition(".")[0] == "sdflow"]:
+            del sys.modules[name]
     if request["arguments"][:2] == ["sdflow", "serve"]:
         sys.path.insert(0, str(Path(__file__).parent))
         from forked_children import fork_children
@@ -243,11 +262,13 @@ def _begin(request: Mapping[str, Any], descriptors: Sequence[int], line: Line) -
     module, *sys.argv[1:] = request["arguments"]
     # As `python -m` does, and for workers `python -P -m`.
     paths = [] if kind == "worker" else [folder]
-    sys.path[:0] = [*paths, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.path[:0] = [*paths, *more]
     if module.startswith("sdflow") and module != "sdflow.processes.worker_server":  # which forks its own
         from sdflow.processes import worker_group, workers
 
         workers.spawn = worker_group.spawn = line.spawn
+    if not hasattr(sys.modules.get(module), "__path__"):
+        sys.modules.pop(module, None)  # what is run is not there under its own name
     return partial(runpy.run_module, module, run_name="__main__", alter_sys=True)
 
 

@@ -1,9 +1,9 @@
 """`sdflow` as a process of its own, forked from one that has the large packages imported: to import them takes longer than
 what most commands do. So are the workers that such a command starts.
 
-A process that is started so has its own folder, environment, arguments, standard streams and exit status, reads all of sdflow's
-modules anew and runs what is to be run at exit. What importing the packages themselves does is not seen here, nor what taking
-modules apart at the end does: who holds that starts Python (`Shell`).
+A process that is started so has its own folder, environment, arguments, standard streams and exit status, and runs what is to be
+run at exit. What importing sdflow's modules and the packages does is not seen here, nor what taking modules apart at the end
+does: who holds that starts Python (`Shell`).
 """
 
 from __future__ import annotations

@@ -50,9 +50,9 @@ def request_of(checkpoint: Checkpoint, out: Path, streamed: Mapping[str, int]) -
     ("architecture", "text", "calls"),
     [
         ("flux2-tiny", "text_encoder", 2),
-        ("z-image-tiny", "text_encoder", 2),
+        pytest.param("z-image-tiny", "text_encoder", 2, marks=pytest.mark.slow),  # Qwen3 too
         ("sd35-tiny", "text_encoder_3", 2),
-        ("flux1-schnell-tiny", "text_encoder_2", 2),
+        pytest.param("flux1-schnell-tiny", "text_encoder_2", 2, marks=pytest.mark.slow),  # T5 too
         ("sd15-tiny", None, 3),  # PNDM calls once more than there are steps
     ],
 )
