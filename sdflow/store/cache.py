@@ -9,23 +9,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
-from sdflow import stop
 from sdflow.artifact import Action, Artifact, Record
 from sdflow.errors import CacheError, PassError, UsageError
-from sdflow.store import locks
+from sdflow.store import objects, pins
 from sdflow.store.gc import Entry, GcReport, clean, collect, entries
 from sdflow.store.layout import FULL, READ_ONLY, Layout, cache_error, log, put_aside, reading, writing
-from sdflow.store.locks import file_lock, held
+from sdflow.store.locks import GUARD, Lease, file_lock, held
 from sdflow.store.notes import Notes, note
-from sdflow.store.objects import AbsentObject, BadTree, VerifyReport, find, tree_of, verify
-from sdflow.store.pins import Pin, files_put, note_output_folder, write_pin
+from sdflow.store.objects import AbsentObject, BadTree, VerifyReport, find
 from sdflow.store.publish import Staging
 from sdflow.store.records import BadRecord, Stored, load_action, read_record
+from sdflow.store.remote.down import incoming, settle
 from sdflow.store.remote.entry import Cuts, no_cuts
-from sdflow.store.remote.incoming import incoming, settle
 from sdflow.store.remote.remote import Remote
 from sdflow.store.remote.spec import RemoteSpec
 from sdflow.store.remote.up import FROM
@@ -65,7 +63,7 @@ class Cache:
         self.stat = StatCache(self._layout, rehash=rehash)
         self.notes = Notes(self._layout)
         self.remote = None if remote is None else Remote(remote, self._layout, cuts, signer)
-        self._lease: locks.Lease | None = None
+        self._lease: Lease | None = None
         self._damaged: set[str] = set()  # objects that could not be moved to quarantine
 
     def at(self, remote: RemoteSpec, signer: Signer | None = None) -> Cache:
@@ -109,43 +107,50 @@ class Cache:
 
         To be called with the action's lock, after `lookup`. What `meanwhile` raises ends the waiting.
         """
+        if (remote := self.remote) is None:
+            return None
         try:
-            with self._incoming(action, meanwhile) as found:
-                if found is None or self.remote is None:
+            with self._incoming(remote, action, meanwhile) as found:
+                if found is None:
                     return None
                 entry, folder = found
                 with self.staging(action) as staging:
                     settle(folder, staging.files)
                     if staging.tree_digest() != entry.object:
-                        self.remote.disbelieve(entry)
+                        remote.disbelieve(entry)
                         return None
-                    return staging.publish(entry.facts, {**entry.built, FROM: self.remote.spec.shown})
+                    return staging.publish(entry.facts, {**entry.built, FROM: remote.spec.shown})
         except (CacheError, PassError) as error:
-            assert self.remote is not None
-            self.remote.tell(f"not fetched from {self.remote.spec.shown}: {error.what}")
+            remote.tell(f"not fetched from {remote.spec.shown}: {error.what}")
             return None
 
     def bring(self, action: Action, meanwhile: Callable[[], None] = lambda: None) -> bool:
         """Bring what the remote has of an action to where `fetch` goes on from, and check it. False, and the remote says why, if
         that is not to be had."""
-        with self._incoming(action, meanwhile) as found:
-            if found is not None and tree_of(found[1]) == found[0].object:
+        if (remote := self.remote) is None:
+            return False
+        with self._incoming(remote, action, meanwhile) as found:
+            if found is None:
+                return False
+            entry, folder = found
+            if objects.tree_of(folder) == entry.object:
                 return True
-            if found is not None and self.remote is not None:
-                self.remote.disbelieve(found[0])
+            remote.disbelieve(entry)
             return False
 
     @contextmanager
-    def _incoming(self, action: Action, meanwhile: Callable[[], None]) -> Iterator[tuple[Stored, Path] | None]:
+    def _incoming(
+        self, remote: Remote, action: Action, meanwhile: Callable[[], None]
+    ) -> Iterator[tuple[Stored, Path] | None]:
         """The remote's entry, and the folder with its files, which is this process's alone."""
-        entry = None if self.remote is None or not self.writable else self.remote.look(action.digest, meanwhile)
-        if entry is None or self.remote is None:
+        entry = remote.look(action.digest, meanwhile) if self.writable else None
+        if entry is None:
             yield None
             return
         self._layout.ensure()
-        with writing(self.root), held(self._layout.lock(f"incoming-{entry.object}"), None, meanwhile):
+        with writing(self.root), held(self._layout.lock(f"incoming-{entry.object}"), meanwhile=meanwhile):
             folder = incoming(self._layout, entry)
-            yield (entry, folder) if self.remote.bring(entry, folder, meanwhile) else None
+            yield (entry, folder) if remote.bring(entry, folder, meanwhile) else None
 
     def offer(self, record: Record) -> None:
         """Push a result to the remote, if there is one and that was asked for; `lease` ends when it is there."""
@@ -189,11 +194,12 @@ class Cache:
         self._layout.ensure()
         path = self._layout.staging / f"{action.digest[:12]}-{os.getpid()}-{os.urandom(4).hex()}"
         owner = path.with_name(f"{path.name}.lock")
-        with self._any_lease() as lease:
-            staging = Staging(self._layout, self.stat, action, path, lease, self.lookup)
-            lock = file_lock(owner)
+        with ExitStack() as stack:
             with writing(self.root):
+                lease = self._lease or stack.enter_context(closing(Lease(self._layout)))
+                lock = file_lock(owner)
                 lock.acquire()  # held while we live: `gc` knows the directories of the dead by it
+            staging = Staging(self._layout, self.stat, action, path, lease, self.lookup)
             try:
                 with writing(self.root):
                     staging.files.mkdir(parents=True)
@@ -209,7 +215,10 @@ class Cache:
 
     @contextmanager
     def lock(
-        self, action: Action, waiting: Callable[[], None] | None = None, meanwhile: Callable[[], None] = lambda: None
+        self,
+        action: Action,
+        waiting: Callable[[], None] = lambda: None,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> Iterator[None]:
         """Hold the action, so that of many processes one builds it: look up, lock, look up again, build.
 
@@ -230,48 +239,22 @@ class Cache:
     @contextmanager
     def lease(self) -> Iterator[None]:
         """Protect every object that is looked up or published in here from `gc`, by whatever process, until what was offered
-        to the remote is there.
-
-        On a read-only cache this does nothing.
-        """
+        to the remote is there. On a read-only cache this does nothing."""
         if self._lease is not None:  # inside another one
             yield
             return
-        made: list[locks.Lease] = []
+        with ExitStack() as stack:
 
-        def make() -> None:
-            self._layout.ensure()
-            made.append(locks.Lease(self._layout))
+            def make() -> None:
+                self._layout.ensure()
+                self._lease = stack.enter_context(closing(Lease(self._layout)))
 
-        note(self._layout, make, "a lease")
-        if self.remote is not None:
-            self.remote.begin()
-        try:
-            self._lease = made[0] if made else None
-            yield
-            if self.remote is not None:
-                self.remote.finish(stop.check)
-        except BaseException:
-            if self.remote is not None:
-                self.remote.abandon()
-            raise
-        finally:
-            self._lease = None
-            for lease in made:
-                lease.close()
-
-    @contextmanager
-    def _any_lease(self) -> Iterator[locks.Lease]:
-        """The lease of the whole run, or one of our own."""
-        if self._lease is not None:
-            yield self._lease
-            return
-        with writing(self.root):
-            lease = locks.Lease(self._layout)
-        try:
-            yield lease
-        finally:
-            lease.close()
+            try:
+                note(self._layout, make, "a lease")
+                with self.remote.pushing() if self.remote is not None else ExitStack():
+                    yield
+            finally:
+                self._lease = None
 
     def pin(
         self,
@@ -288,31 +271,31 @@ class Cache:
         Returns False if the cache is read-only and has no such pin. Raises CacheError if an object is not there, or the disk
         is full.
         """
-        pin = Pin(name, folder.absolute() if folder else None, tuple(digests), tuple(files))
+        pin = pins.Pin(name, folder.absolute() if folder else None, tuple(digests), tuple(files))
 
         def write() -> None:
             self._layout.ensure()
-            with held(self._layout.lock(locks.GUARD)):
+            with held(self._layout.lock(GUARD)):
                 gone = [digest for digest in pin.objects if not self._layout.object(digest).exists()]
                 if gone:
                     raise CacheError(
                         f"object {gone[0]} is not in the cache", where=str(self.root), remedy="Run the workflow again."
                     )
-                write_pin(self._layout, pin, described if described is not None else pin.folder)
+                pins.write_pin(self._layout, pin, described if described is not None else pin.folder)
 
         return note(self._layout, write, f"the pin of {name}", without=READ_ONLY)
 
     def files_put(self, folder: Path) -> frozenset[str] | None:
         """What sdflow put into a pipeline folder without a readable sdflow.json; None where no pin proves that it did."""
         with reading(self.root):
-            return files_put(self._layout, folder.absolute())
+            return pins.files_put(self._layout, folder.absolute())
 
     def note_output_folder(self, folder: Path) -> None:
         """Note that pipelines are put together in a folder, so that `gc` finds what killed runs leave there."""
 
         def write() -> None:
             self._layout.ensure()
-            note_output_folder(self._layout, folder.absolute())
+            pins.note_output_folder(self._layout, folder.absolute())
 
         note(self._layout, write, "a folder of pipelines", without=READ_ONLY)
 
@@ -323,12 +306,9 @@ class Cache:
 
     def steps(self) -> Iterator[Record]:
         """Every finished step of a build, as `lookup` gives it."""
-        for entry in self.entries():
-            with suppress(OSError, BadRecord):
-                action = load_action(read_record(self._layout.action(entry.action))).action
-                record = self.lookup(action) if action.of_step else None
-                if record is not None:
-                    yield record
+        for _, stored in objects.actions(self._layout):
+            if isinstance(stored, Stored) and stored.action.of_step and (record := self.lookup(stored.action)):
+                yield record
 
     def gc(self, max_size: int | None = None, *, dry_run: bool = False) -> GcReport:
         """Remove rubbish and, least recently used first, entries until objects take at most `max_size` bytes.
@@ -343,6 +323,7 @@ class Cache:
         clean(self._layout)
         self.stat = StatCache(self._layout, rehash=self._rehash)
 
-    def verify(self, progress: Callable[[str, int], None] | None = None) -> VerifyReport:
-        """Hash everything again and put what is damaged aside. `progress` gets each object's digest and bytes."""
-        return verify(self._layout, self.stat, progress)
+    def verify(self) -> VerifyReport:
+        """Hash everything again and put what is damaged aside."""
+        with reading(self.root):
+            return objects.verify(self._layout, self.stat)

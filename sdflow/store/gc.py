@@ -18,10 +18,10 @@ from sdflow.disk.locked_folder import remove_abandoned_scratch
 from sdflow.errors import CacheError
 from sdflow.onnx_model.quantized import quantized_to
 from sdflow.store.layout import Layout, move, put_aside, remove_tree, writing
-from sdflow.store.locks import GUARD, held, held_if_possible, leased, live_leases, try_lock, try_lock_if_possible
-from sdflow.store.objects import BadTree, read_manifest
+from sdflow.store.locks import GUARD, held, leased, try_lock, try_lock_if_possible
+from sdflow.store.objects import BadTree, actions, read_manifest
 from sdflow.store.pins import pins, remove_abandoned_staging, tidy
-from sdflow.store.records import BadRecord, load_action, read_record
+from sdflow.store.records import BadRecord
 from sdflow.store.stat_cache import StatCache
 
 KEEP_SECONDS = 14 * 24 * 3600
@@ -71,14 +71,16 @@ def _entries(layout: Layout) -> Iterator[tuple[Path, Entry | BadRecord | BadTree
     for pin in pins(layout):
         for digest in pin.objects:
             pinned_by[digest].append(pin.name)
-    for path in sorted(layout.actions.glob("*/*.json")):
+    for path, stored in actions(layout):
+        if isinstance(stored, BadRecord):
+            yield path, stored
+            continue
         try:
             used = path.stat().st_mtime
-            stored = load_action(read_record(path))
             files = read_manifest(layout.object(stored.object), stored.object)
         except FileNotFoundError:  # forgotten just now
             continue
-        except (BadRecord, BadTree) as error:
+        except BadTree as error:
             yield path, error
             continue
         content = stored.action.content
@@ -108,16 +110,17 @@ def _quantized(facts: Mapping[str, Any]) -> str:
 
 def collect(layout: Layout, stats: StatCache, max_size: int | None, *, dry_run: bool) -> GcReport:
     """Remove rubbish and, until the objects take at most `max_size` bytes, entries. Raises CacheError."""
+    removed = 0
     if not dry_run:
         remove_abandoned_scratch()
     if not layout.is_ours():
         return GcReport()
     if not dry_run:
         layout.ensure()
-    hold = held_if_possible if dry_run else held
-    removed = 0 if dry_run else remove_abandoned_staging(layout)
-    with writing(layout.root), hold(layout.lock("gc")):
-        with hold(layout.lock(GUARD)):  # no lease is taken, and so nothing published, while we decide and move
+        removed = remove_abandoned_staging(layout)
+    with writing(layout.root), held(layout.lock("gc"), if_possible=dry_run):
+        # No lease is taken, and so nothing published, while we decide and move.
+        with held(layout.lock(GUARD), if_possible=dry_run):
             if not dry_run:
                 tidy(layout)
             report = _collect_objects(layout, max_size, dry_run=dry_run)
@@ -132,7 +135,7 @@ def collect(layout: Layout, stats: StatCache, max_size: int | None, *, dry_run: 
 
 def _collect_objects(layout: Layout, max_size: int | None, *, dry_run: bool) -> GcReport:
     # Leases are read before actions: a build that ends in between has left either its lease or its action.
-    protected = set(leased(layout, tidy=not dry_run)) | {digest for pin in pins(layout) for digest in pin.objects}
+    protected = leased(layout, tidy=not dry_run)[0] | {digest for pin in pins(layout) for digest in pin.objects}
     by_object: defaultdict[str, list[Entry]] = defaultdict(list)
     for path, entry in _entries(layout):
         if isinstance(entry, Entry):
@@ -237,7 +240,7 @@ def clean(layout: Layout) -> None:
         )
     layout.ensure()
     with writing(layout.root), held(layout.lock("gc")), held(layout.lock(GUARD)):
-        users = live_leases(layout)
+        _, users = leased(layout)
         if users:
             raise CacheError(
                 f"the cache is in use by process {', '.join(map(str, users))}",

@@ -158,23 +158,20 @@ class Signer:
                 config.use_sigstore_signer(
                     use_ambient_credentials=True, identity_token=self.identity_token, trust_config=self.trust_config
                 )
-            elif self.certificates is not None:
-                config.use_certificate_signer(
-                    private_key=self.key.expanduser(),
-                    signing_certificate=self.certificates.expanduser(),
-                    certificate_chain=[self.certificates.expanduser()],
-                )
-            else:
+            elif self.certificates is None:
                 config.use_elliptic_key_signer(private_key=self.key.expanduser())
+            else:
+                chain = self.certificates.expanduser()
+                config.use_certificate_signer(
+                    private_key=self.key.expanduser(), signing_certificate=chain, certificate_chain=[chain]
+                )
             signature = Path(folder, "signature")
             config.sign(place, signature)
             return signature.read_bytes()
 
     def signature(self, data: bytes) -> bytes:
         """Of a file with this content."""
-        with tempfile.TemporaryDirectory(prefix="sdflow-") as folder:
-            model = Path(folder, "signed")
-            model.write_bytes(data)
+        with _written(data) as model:
             return self.sign(model)
 
 
@@ -191,31 +188,44 @@ def certificates_from_environment(environment: Mapping[str, str] = os.environ) -
     return Path(certificates) if certificates else None
 
 
-def verify(model: Path, signature: Path, trust: Sequence[str], trust_config: Path | None = None) -> str:
+def verify(model: Path, signature: bytes, trust: Sequence[str], trust_config: Path | None = None) -> str:
     """Check that one of those who are trusted has signed a file or folder as it is, and return which.
 
     Raises Untrusted, which says why; UsageError for a trusted key or certificate that cannot be read.
     """
     why = "no key that is trusted has signed it"
-    by_key, hint = _made_by(signature)
+    try:
+        bundle = parse_json(signature)
+        material = bundle["verificationMaterial"]
+        by_key = "publicKey" in material
+        hint = by_key and (material["publicKey"] or {}).get("hint")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Untrusted(f"its signature is no bundle of Sigstore ({error})") from error
     for trusted in trust:
         if EARLIER.fullmatch(trusted):
             continue
         pem = None if trusted.startswith(f"{SIGSTORE}:") else _pem_of(trusted)
         is_key = pem is not None and _CERTIFICATE not in pem
-        if is_key is not by_key or (is_key and hint and hashlib.sha256(pem or b"").hexdigest() != hint):
+        own_hint = hashlib.sha256(pem).hexdigest() if pem is not None and is_key else None
+        if is_key is not by_key or (hint and own_hint != hint):
             continue
+        if is_key and not hint:  # else the library prints a warning to standard output
+            material["publicKey"] = {"hint": own_hint}
+            signature = json.dumps(bundle).encode()
         try:
-            with (
-                _without_links(model) as (place, linked),
-                _hinting(signature, pem if is_key and not hint else None) as file,
-            ):
+            with _without_links(model) as (place, linked), _written(signature) as file:
                 _verifier(trusted, pem, trust_config).set_hashing_config(linked).verify(place, file)
         except Exception as error:  # noqa: BLE001  (what a bundle of a stranger makes the library raise is without end)
             why = _DIGESTS.sub("", " ".join(f"{error}".split()))[:1000] or type(error).__name__
             continue
         return trusted
     raise Untrusted(why)
+
+
+def verify_data(data: bytes, signature: bytes, trust: Sequence[str]) -> str:
+    """As `verify`, of a file with this content."""
+    with _written(data) as model:
+        return verify(model, signature, trust)
 
 
 def _verifier(trusted: str, pem: bytes | None, trust_config: Path | None) -> Any:
@@ -227,44 +237,18 @@ def _verifier(trusted: str, pem: bytes | None, trust_config: Path | None) -> Any
         identity, _, issuer = trusted.partition(":")[2].partition(" ")
         with _failing("signatures of Sigstore cannot be checked"):
             return config.use_sigstore_verifier(identity=identity, oidc_issuer=issuer, trust_config=trust_config)
-    with tempfile.TemporaryDirectory(prefix="sdflow-") as folder:
-        file = Path(folder, "trusted.pem")
-        file.write_bytes(pem)
+    with _written(pem) as file:
         if _CERTIFICATE in pem:
             return config.use_certificate_verifier(certificate_chain=[file])
         return config.use_elliptic_key_verifier(public_key=file)
 
 
-def verify_data(data: bytes, signature: bytes, trust: Sequence[str]) -> str:
-    """As `verify`, of a file with this content."""
-    with tempfile.TemporaryDirectory(prefix="sdflow-") as folder:
-        model, place = Path(folder, "signed"), Path(folder, "signature")
-        model.write_bytes(data)
-        place.write_bytes(signature)
-        return verify(model, place, trust)
-
-
-def _made_by(signature: Path) -> tuple[bool, str]:
-    """Whether a bundle was signed with a key alone, and the digest of the public one, where it says so. Raises Untrusted for what
-    is no bundle."""
-    try:
-        material = parse_json(read_input(signature))["verificationMaterial"]
-        return "publicKey" in material, str((material.get("publicKey") or {}).get("hint") or "")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Untrusted(f"its signature is no bundle of Sigstore ({error})") from error
-
-
 @contextmanager
-def _hinting(signature: Path, pem: bytes | None) -> Iterator[Path]:
-    """A bundle that does not say its key, with this one: else the library prints a warning to standard output."""
-    if pem is None:
-        yield signature
-        return
-    bundle = parse_json(read_input(signature))
-    bundle["verificationMaterial"]["publicKey"] = {"hint": hashlib.sha256(pem).hexdigest()}
+def _written(data: bytes) -> Iterator[Path]:
+    """A file with this content: the library takes nothing else. Its name is part of what is signed."""
     with tempfile.TemporaryDirectory(prefix="sdflow-") as folder:
-        file = Path(folder, "hinting")
-        file.write_text(json.dumps(bundle))
+        file = Path(folder, "signed")
+        file.write_bytes(data)
         yield file
 
 

@@ -12,23 +12,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, TypeVar
 
 from sdflow.machine.packages import how_to_install, missing
-from sdflow.store.remote.reading import (
-    HTTP,
-    LOCAL,
-    S3,
-    Misled,
-    TooLong,
-    listing,
-    open_archive,
-    open_limits,
-    read_http,
-    read_local,
-    read_other,
-    read_s3,
-)
+from sdflow.store.remote.reading import HTTP, S3, Misled, TooLong, listing, open_archive, open_limits, read
 from sdflow.store.remote.spec import RemoteSpec, is_url, packages_of, without_secrets
 
 Value = TypeVar("Value")
@@ -78,23 +66,9 @@ class Share:
         self._root = ""
         self._opening = threading.Lock()
 
-    def read(self, path: str, limit: int, seconds: float | None = None) -> bytes:
-        """The content of a file of at most `limit` bytes; within so many seconds, by default the remote's timeout.
-
-        Raises Absent, Unusable, and TooLong, which is a BadRecord.
-        """
-        within = self.spec.timeout if seconds is None else seconds
-
-        def read(files: Any, whole: str) -> bytes:
-            if self._protocol in LOCAL:
-                return read_local(whole, limit)
-            if self._protocol in HTTP:
-                return read_http(files, whole, limit, within)
-            if self._protocol in S3:
-                return read_s3(files, whole, limit, within)
-            return read_other(files, whole, limit)
-
-        return self._looked(path, read)
+    def read(self, path: str, limit: int) -> bytes:
+        """The content of a file of at most `limit` bytes. Raises Absent, Unusable, and TooLong, which is a BadRecord."""
+        return self._looked(path, lambda files, whole: read(files, self._protocol, whole, limit, self.spec.timeout))
 
     def size(self, path: str) -> int | None:
         """Bytes of a file; None where there is none. Raises Unusable."""
@@ -121,7 +95,7 @@ class Share:
         if self.spec.archive:
             raise Unusable("an archive is written as a whole: `sdflow cache push --url`, or `export`", final=True)
         with _usable(also=FileNotFoundError):
-            if self._whole_at_once:
+            if self._protocol not in _IN_PLACE:
                 files.pipe_file(target, data)
                 return
             aside = f"{target}.{os.urandom(6).hex()}{UNFINISHED}"
@@ -172,41 +146,34 @@ class Share:
         protocol = self._files.protocol
         return str(protocol if isinstance(protocol, str) else protocol[0])
 
-    @property
-    def _whole_at_once(self) -> bool:
-        return self._protocol not in _IN_PLACE
-
     def _open(self) -> Any:
         with self._opening:
-            return self._files if self._files is not None else self._opened()
+            if self._files is None:
+                with _usable(also=FileNotFoundError):
+                    self._files, self._root = self._opened()
+            return self._files
 
-    def _opened(self) -> Any:
+    def _opened(self) -> tuple[Any, str]:
         try:
             from fsspec.core import url_to_fs
 
             if self.spec.archive:
-                with _usable(also=FileNotFoundError):
-                    self._files, self._root = open_archive(self.spec.archive), FOLDER
-                return self._files
+                return open_archive(self.spec.archive), FOLDER
             url = self.spec.url if is_url(self.spec.url) else f"file://{self.spec.url}"
-            if "::" in url.partition("://")[0]:
-                raise Unusable(
-                    "a layer over a store (simplecache::) keeps no limits; name the store itself", final=True
-                )
             scheme = url.partition("://")[0].lower()
-            with _usable(also=FileNotFoundError):
-                files, root = url_to_fs(url, **open_limits(scheme, self.spec.timeout))
+            if "::" in scheme:
+                raise Misled("a layer over a store (simplecache::) keeps no limits; name the store itself")
+            files, root = url_to_fs(url, **open_limits(scheme, self.spec.timeout))
         except ImportError as error:
             wanted = packages_of(self.spec.url)
-            raise Unusable(f"{error}; {how_to_install(*(missing(*wanted) or wanted))}", final=True) from error
-        self._files, self._root = files, f"{root.rstrip('/')}/{FOLDER}"
-        return self._files
+            raise Misled(f"{error}; {how_to_install(*(missing(*wanted) or wanted))}") from error
+        return files, f"{root.rstrip('/')}/{FOLDER}"
 
 
 @contextmanager
 def _usable(also: type[Exception] | None = None) -> Iterator[None]:
     """Raises Unusable for what fails in it. What is raised as it is: that a file is not there, unless it is `also` a failure;
-    that it is too long; and that a package is not installed.
+    and that it is too long.
 
     Everything is caught, and here alone: each store's library has errors of its own (botocore, aiohttp, azure, google, paramiko),
     which cannot be named without it, and none may fail a build.
@@ -214,41 +181,32 @@ def _usable(also: type[Exception] | None = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, FileNotFoundError | ImportError | TooLong | Unusable) and not (
-            also and isinstance(error, also)
-        ):
+        if isinstance(error, FileNotFoundError | TooLong) and not (also and isinstance(error, also)):
             raise
         raise _unusable(error) from error
 
 
-def _changed(info: dict[str, Any]) -> float | None:
-    for key in ("mtime", "LastModified", "last_modified", "updated", "created"):
-        value: Any = info.get(key)
-        if isinstance(value, int | float):
-            return float(value)
-        if hasattr(value, "timestamp"):
-            return float(value.timestamp())
-        if isinstance(value, str):
-            from datetime import datetime
-
-            try:
-                return datetime.fromisoformat(value).timestamp()
-            except ValueError:
-                continue
-    return None
-
-
-def _unusable(error: BaseException) -> Unusable:
+def _unusable(error: Exception) -> Unusable:
     if isinstance(error, TimeoutError):
         return Unusable("no answer in time")
     if isinstance(error, Misled):
         return Unusable(str(error), final=True)
     text = " ".join(str(error).split()) or "no reason given"
-    text = _URLS.sub(lambda match: without_secrets(match[0]), text)
-    text = _SECRETS.sub(r"\1…", text)
-    refused = isinstance(error, PermissionError | NotImplementedError) or getattr(error, "status", None) in (
-        401,
-        403,
-        405,
+    text = _SECRETS.sub(r"\1…", _URLS.sub(lambda match: without_secrets(match[0]), text))
+    final = isinstance(error, PermissionError | NotImplementedError)
+    return Unusable(
+        f"{type(error).__name__}: {text[:200]}", final=final or getattr(error, "status", None) in (401, 403, 405)
     )
-    return Unusable(f"{type(error).__name__}: {text[:200]}", final=refused)
+
+
+def _changed(info: dict[str, Any]) -> float | None:
+    for key in ("mtime", "LastModified", "last_modified", "updated", "created"):
+        value: Any = info.get(key)
+        if isinstance(value, str):
+            with suppress(ValueError):
+                value = datetime.fromisoformat(value)
+        if isinstance(value, datetime):
+            return value.timestamp()
+        if isinstance(value, int | float):
+            return float(value)
+    return None

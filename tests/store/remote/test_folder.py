@@ -16,8 +16,8 @@ import pytest
 from sdflow import stop
 from sdflow.store.layout import Layout
 from sdflow.store.remote import catalog, down, parallel, remote
+from sdflow.store.remote.down import incoming
 from sdflow.store.remote.entry import MOST, SMALL, TOGETHER, sizes
-from sdflow.store.remote.incoming import incoming
 from sdflow.store.remote.share import FOLDER, Share, Unusable
 from sdflow.store.remote.spec import without_secrets
 
