@@ -38,10 +38,9 @@ class CorruptArtifactError(CacheError):
 class Cache:
     """A cache directory. Opening it touches nothing; the directory is made by the first write.
 
-    salt: for the planner to put into every action, so that a user can set apart what would be equal. rehash: read every file
-    once more, whatever was noted of it. remote: where `fetch` looks, and results are pushed to if that was asked for. cuts: at
-    which offsets files are best cut into pieces for it. signer: of what goes there.
-    Raises UsageError when the root is a file.
+    salt: part of every action, so that a user can set apart what would be equal. rehash: read every file once more, whatever was
+    noted of it. remote: where `fetch` looks, and results are pushed to if that was asked for. cuts: at which offsets files are
+    best cut into pieces for it. signer: of what goes there. Raises UsageError when the root is a file.
     """
 
     def __init__(
@@ -103,10 +102,8 @@ class Cache:
         return Record(action, artifact, stored.facts, stored.built)
 
     def fetch(self, action: Action, meanwhile: Callable[[], None] = lambda: None) -> Record | None:
-        """Make an action that the remote has one of this cache. None, and the remote says why, if that is not to be had.
-
-        To be called with the action's lock, after `lookup`. What `meanwhile` raises ends the waiting.
-        """
+        """Make an action that the remote has one of this cache. None, and the remote says why, if that is not to be had. Call it
+        with the action's lock, after `lookup`. What `meanwhile` raises ends the waiting."""
         if (remote := self.remote) is None:
             return None
         try:
@@ -130,12 +127,9 @@ class Cache:
         if (remote := self.remote) is None:
             return False
         with self._incoming(remote, action, meanwhile) as found:
-            if found is None:
-                return False
-            entry, folder = found
-            if objects.tree_of(folder) == entry.object:
-                return True
-            remote.disbelieve(entry)
+            if found is None or objects.tree_of(found[1]) == found[0].object:
+                return found is not None
+            remote.disbelieve(found[0])
             return False
 
     @contextmanager
@@ -164,10 +158,8 @@ class Cache:
         return os.access(next(place for place in places if place.exists()), os.W_OK)
 
     def check(self, artifact: Artifact) -> None:
-        """Read and hash an artifact again, before a pass reads it or it is copied.
-
-        Raises CorruptArtifactError, after putting the entry aside, if it is not what was published.
-        """
+        """Read and hash an artifact again, before a pass reads it or it is copied. Raises CorruptArtifactError, after putting the
+        entry aside, if it is not what was published."""
         with reading(self.root):
             try:
                 find(self._layout, self.stat, artifact.digest, anew=True)
@@ -186,11 +178,8 @@ class Cache:
 
     @contextmanager
     def staging(self, action: Action, *, keep_failed: bool = False) -> Iterator[Staging]:
-        """A directory for a pass to write into. Without `publish`, nothing of it stays.
-
-        keep_failed: a failure keeps its directory, as `staging/...-failed`; `Staging.kept` says where.
-        Raises CacheError if the cache cannot be written or the disk is full.
-        """
+        """A directory for a pass to write into. Without `publish`, nothing of it stays; keep_failed: but `Staging.kept`.
+        Raises CacheError if the cache cannot be written or the disk is full."""
         self._layout.ensure()
         path = self._layout.staging / f"{action.digest[:12]}-{os.getpid()}-{os.urandom(4).hex()}"
         owner = path.with_name(f"{path.name}.lock")
@@ -220,11 +209,8 @@ class Cache:
         waiting: Callable[[], None] = lambda: None,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> Iterator[None]:
-        """Hold the action, so that of many processes one builds it: look up, lock, look up again, build.
-
-        waiting: called once if another process holds it. meanwhile: called again and again until it lets go; what that
-        raises ends the waiting. Raises CacheError if the cache cannot be written.
-        """
+        """Hold the action, so that of many processes one builds it: look up, lock, look up again, build. waiting, meanwhile: as
+        in `held`. Raises CacheError if the cache cannot be written."""
         self._layout.ensure()
         with ExitStack() as stack:
             with writing(self.root):
@@ -264,12 +250,10 @@ class Cache:
         described: Path | None = None,
         files: Iterable[str] = (),
     ) -> bool:
-        """Protect what an assembled pipeline uses for as long as the pipeline in `folder` exists.
+        """Protect what an assembled pipeline uses for as long as the pipeline in `folder` exists. False on a read-only cache.
 
         described: where its sdflow.json is now: beside its place, so that the pin comes first; by default in `folder`. files: all
-        that is put into `folder`.
-        Returns False if the cache is read-only and has no such pin. Raises CacheError if an object is not there, or the disk
-        is full.
+        that is put into `folder`. Raises CacheError if an object is not there, or the disk is full.
         """
         pin = pins.Pin(name, folder.absolute() if folder else None, tuple(digests), tuple(files))
 
@@ -311,10 +295,8 @@ class Cache:
                 yield record
 
     def gc(self, max_size: int | None = None, *, dry_run: bool = False) -> GcReport:
-        """Remove rubbish and, least recently used first, entries until objects take at most `max_size` bytes.
-
-        What an assembled pipeline or a running build uses stays. Raises CacheError if the cache cannot be written.
-        """
+        """Remove rubbish and, least recently used first, entries until objects take at most `max_size` bytes. What an assembled
+        pipeline or a running build uses stays. Raises CacheError if the cache cannot be written."""
         return collect(self._layout, self.stat, max_size, dry_run=dry_run)
 
     def clean(self) -> None:

@@ -18,23 +18,21 @@ from sdflow.disk.locked_folder import remove_abandoned_scratch
 from sdflow.errors import CacheError
 from sdflow.onnx_model.quantized import quantized_to
 from sdflow.store.layout import Layout, move, put_aside, remove_tree, writing
-from sdflow.store.locks import GUARD, held, leased, try_lock, try_lock_if_possible
+from sdflow.store.locks import GUARD, held, leased, try_lock
 from sdflow.store.objects import BadTree, actions, read_manifest
 from sdflow.store.pins import pins, remove_abandoned_staging, tidy
 from sdflow.store.records import BadRecord
 from sdflow.store.stat_cache import StatCache
 
-KEEP_SECONDS = 14 * 24 * 3600
-"""How long damaged entries, kept failures, and what came half from a remote cache stay."""
-
-STRAY_SECONDS = 3600
-"""From which age on a temporary file, which lives for milliseconds, is rubbish."""
+KEEP_SECONDS, STRAY_SECONDS = 14 * 24 * 3600, 3600
+"""How long damaged entries, kept failures, and what came half from a remote cache stay; and temporary files, which live for
+milliseconds."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A finished action. Times in seconds since 1970; `bytes` are its object's, which other actions may share.
-    structure: a graph that was built without weights. quantized: the type that weights are quantized to, or ""."""
+    """A finished action. Times in seconds since 1970; `bytes` are its object's, which other actions may share. structure: a graph
+    without weights. quantized: the type that weights are quantized to, or ""."""
 
     action: str
     object: str
@@ -178,10 +176,9 @@ def _worth(entries: Sequence[Entry]) -> tuple[bool, float]:
 def _size(directory: Path) -> int:
     """Bytes of all files in a directory; what vanishes meanwhile counts nothing."""
     total = 0
-    for path in directory.rglob("*"):
+    for path in filter(Path.is_file, directory.rglob("*")):
         with suppress(FileNotFoundError):
-            if path.is_file():
-                total += path.stat().st_size
+            total += path.stat().st_size
     return total
 
 
@@ -199,21 +196,16 @@ def _rubbish(layout: Layout) -> Iterator[Path]:
         except FileNotFoundError:
             continue
         if path.name.endswith("-failed"):
-            if age > KEEP_SECONDS:
-                yield path
-        elif path.is_dir():
-            if _is_idle(path.with_name(f"{path.name}.lock")):  # held as long as the process lives
-                yield path
-        elif path.suffix != ".lock" and age > STRAY_SECONDS:
+            gone = age > KEEP_SECONDS
+        elif path.is_dir():  # its lock is held as long as its process lives
+            lock = try_lock(path.with_name(f"{path.name}.lock"), if_possible=True)
+            gone = lock is not None
+            if lock is not None:
+                lock.release()
+        else:
+            gone = path.suffix != ".lock" and age > STRAY_SECONDS
+        if gone:
             yield path
-
-
-def _is_idle(path: Path) -> bool:
-    """Whether nobody holds a lock, as far as is known."""
-    lock = try_lock_if_possible(path)
-    if lock is not None:
-        lock.release()
-    return lock is not None
 
 
 def _remove_idle_locks(layout: Layout) -> None:

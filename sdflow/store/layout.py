@@ -21,14 +21,14 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from sdflow.disk.atomic_write import write_whole
 from sdflow.disk.input_file import is_regular, read_input
 from sdflow.disk.replace_folder import sync_directory
-from sdflow.errors import CacheError
+from sdflow.errors import CacheError, os_errors_as
 
 log = logging.getLogger("sdflow.store")
 
@@ -132,25 +132,18 @@ def free_bytes(root: Path) -> int:
 
 
 @contextmanager
-def writing(root: Path, *, written: Callable[[], int] | None = None) -> Iterator[None]:
+def writing(root: Path, *, written: Callable[[], int] = lambda: 0) -> Iterator[None]:
     """Turn an OSError of the body into a CacheError that says what to do."""
     try:
         yield
     except OSError as error:
-        raise cache_error(root, error, written=written() if written else None) from error
+        raise cache_error(root, error, written=written()) from error
 
 
-@contextmanager
-def reading(root: Path) -> Iterator[None]:
+def reading(root: Path) -> AbstractContextManager[None]:
     """Turn an OSError of reading into a CacheError."""
-    try:
-        yield
-    except OSError as error:
-        raise CacheError(
-            f"the cache cannot be read ({error.strerror or error})",
-            where=str(error.filename or root),
-            remedy="Look at the permissions and the disk, or give another cache folder.",
-        ) from error
+    remedy = "Look at the permissions and the disk, or give another cache folder."
+    return os_errors_as("the cache cannot be read", root, remedy, CacheError, of_many=True)
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -189,7 +182,7 @@ def move(source: Path, destination: Path) -> None:
 
 
 def discard(layout: Layout, path: Path) -> None:
-    """Remove a file or a directory: into the trash with one rename, and then for good. Missing is fine."""
+    """Remove a file or a directory: into the trash with one rename, then for good. Missing is fine."""
     layout.trash.mkdir(parents=True, exist_ok=True)
     grave = layout.trash / f"{path.name[:24]}-{os.urandom(8).hex()}"
     with suppress(FileNotFoundError):

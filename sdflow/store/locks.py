@@ -20,7 +20,6 @@ MOST_OF_A_LIST = 64 << 20
 """Bytes of the list of a lease, at most: a million objects."""
 GUARD = "guard"
 """The lock under which leases grow and under which garbage collection decides and moves: it sees every lease."""
-
 # filelock takes 80 ms to import, more than a fully cached plan: it is imported when a lock is first needed.
 
 
@@ -34,8 +33,8 @@ def file_lock(path: Path) -> BaseFileLock:
     return FileLock(path, thread_local=False, poll_interval=0.005)
 
 
-def try_lock(path: Path) -> BaseFileLock | None:
-    """The lock, held, or None if another process holds it."""
+def try_lock(path: Path, *, if_possible: bool = False) -> BaseFileLock | None:
+    """The lock, held, or None if another process holds it. if_possible: on a read-only cache that is not known: None too."""
     from filelock import Timeout
 
     lock = file_lock(path)
@@ -43,17 +42,11 @@ def try_lock(path: Path) -> BaseFileLock | None:
         lock.acquire(timeout=0)
     except Timeout:
         return None
-    return lock
-
-
-def try_lock_if_possible(path: Path) -> BaseFileLock | None:
-    """The same; on a read-only cache it is not known whether another holds it, and counts as held."""
-    try:
-        return try_lock(path)
     except OSError as error:
-        if error.errno not in READ_ONLY:
+        if not if_possible or error.errno not in READ_ONLY:
             raise
         return None
+    return lock
 
 
 @contextmanager
@@ -120,16 +113,13 @@ class Lease:
 
 
 def leased(layout: Layout, *, tidy: bool = True) -> tuple[set[str], list[int]]:
-    """The objects that processes use, and these processes. Call it under the guard lock. tidy: remove the leases of dead
-    processes.
-
-    Where no lock can be tried, the cache being read-only, every lease counts.
-    """
+    """The objects that processes use, and these processes; on a read-only cache, of every lease. Call it under the guard lock.
+    tidy: remove the leases of dead processes."""
     objects: set[str] = set()
     users = []
     for path in layout.leases.glob("*.lock"):
         listed = path.with_suffix(".txt")
-        lock = try_lock(path) if tidy else try_lock_if_possible(path)
+        lock = try_lock(path, if_possible=not tidy)
         if lock is not None:
             if tidy:
                 listed.unlink(missing_ok=True)

@@ -22,8 +22,7 @@ from sdflow.store.stat_cache import SHA256, Known, StatCache, identity
 
 READERS, FILE = 0o555, 0o444
 """Masks of permissions: what is sealed is written by nobody, and a file is not searched or run."""
-MANIFEST = "manifest.json"
-FILES = "files"
+MANIFEST, FILES = "manifest.json", "files"
 _DAMAGED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 """What reading gives where a file or folder of an object is missing, is of another kind, or is a link to itself."""
 
@@ -37,10 +36,8 @@ class AbsentObject(BadTree):
 
 
 def scan(files: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Every file under `files` with its POSIX path and stat.
-
-    Raises BadTree for links, devices and files with a second hardlink: onnx refuses to read weights through them.
-    """
+    """Every file under `files` with its POSIX path and stat. Raises BadTree for links, devices and files with a second hardlink:
+    onnx refuses to read weights through them."""
     with os.scandir(files) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
             path = Path(entry.path)
@@ -65,11 +62,8 @@ def tree_of(files: Path) -> str:
 def seal(files: Path, digests: Mapping[str, str]) -> dict[FileEntry, str]:
     """Write everything under `files` out to the disk, make it read-only, and hash what is not in `digests`.
 
-    Who may read it follows from the folder that `files` lies in, and so from the umask: a pass may have made a file private by
-    accident (`tempfile`), and one that was copied has the mode of its source.
-
-    Returns the entries in order, each with its identity for the stat cache. Raises BadTree when there is nothing, or something
-    that is no plain file. Empty directories go: they have no digest.
+    Returns the entries in order, each with its identity for the stat cache. Raises BadTree for nothing, or for what is no plain
+    file. Empty directories go: they have no digest. Who may read it follows from the folder, and so from the umask.
     """
     names = [name for name, _ in scan(files)]
     if not names:
@@ -105,8 +99,8 @@ def read_manifest(directory: Path, digest: str) -> tuple[FileEntry, ...]:
     """The files that an object should hold. Raises AbsentObject, or BadTree if the manifest is not that of `digest`."""
     try:
         with _being_there(directory):
-            data = read_record(directory / MANIFEST)
-        entries = tuple(FileEntry(str(path), int(size), str(sha)) for path, size, sha in json.loads(data)["files"])
+            files = json.loads(read_record(directory / MANIFEST))["files"]
+        entries = tuple(FileEntry(str(path), int(size), str(sha)) for path, size, sha in files)
     except (BadRecord, ValueError, KeyError, TypeError) as error:
         raise BadTree(f"the manifest cannot be read ({error})") from error
     if digest_tree(entries) != digest:
@@ -118,11 +112,8 @@ def read_manifest(directory: Path, digest: str) -> tuple[FileEntry, ...]:
 
 
 def find(layout: Layout, stats: StatCache, digest: str, *, anew: bool = False) -> Artifact:
-    """The object, if each of its files has the right size and, by its stat, the content that was hashed before.
-
-    Files whose stat is not known are hashed again, and with `anew` all. Raises AbsentObject, BadTree, also for a file that the
-    manifest does not list, or that is not plain or has a second link.
-    """
+    """The object, if each of its files has the right size and, by its stat, the content that was hashed before; anew: by its
+    content. Raises AbsentObject, BadTree, also for a file that the manifest does not list."""
     directory = layout.object(digest)
     with _being_there(directory):
         entries = read_manifest(directory, digest)
@@ -187,8 +178,7 @@ def actions(layout: Layout) -> Iterator[tuple[Path, Stored | BadRecord]]:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """objects, actions, bytes: what was read and is sound. damaged: (path, what is wrong), now in quarantine; but for those
-    in `stuck`, which could not be moved there."""
+    """objects, actions, bytes: what is sound. damaged: (path, what is wrong), now in quarantine; but for those in `stuck`."""
 
     objects: int
     actions: int

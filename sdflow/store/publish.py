@@ -29,7 +29,7 @@ from sdflow.store.stat_cache import SHA256, Known, StatCache
 
 @dataclass
 class Staging:
-    """Where a pass writes. `files` is an empty directory; `publish` makes it an entry of the cache."""
+    """Where a pass writes: `files`, which `publish` makes an entry of the cache."""
 
     _layout: Layout
     _stats: StatCache
@@ -68,11 +68,10 @@ class Staging:
         digests: Mapping[str, str] = MappingProxyType({}),
         noted: Sequence[tuple[str, str, str]] = (),
     ) -> Record:
-        """Make the files the result of the action, and return the record that the cache now has.
+        """Make the files the result of the action, and return the record that the cache now has: another build's when another
+        process was first, so that all agree.
 
-        digests: SHA-256 of files whose writer hashed them on the way: they are not read again. noted: (file, what, value) for
-        the stat cache.
-        That is another build's record when another process was first: the first result stands, so that all agree.
+        digests: SHA-256 of files whose writer hashed them on the way. noted: (file, what, value) for the stat cache.
         Raises PassError for files that no object may hold, CacheError when the cache cannot be written.
         """
         canonical_json([facts, built])  # fails here, not half way, when they are no JSON

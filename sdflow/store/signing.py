@@ -13,7 +13,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,7 +31,6 @@ who is trusted."""
 EARLIER = re.compile("[0-9a-f]{64}")
 """A public key of an earlier sdflow (Ed25519). What it signed is read by this release for the last time."""
 POINT = re.compile("0[23]([0-9a-f]{64}|[0-9a-f]{96}|[0-9a-f]{132})")
-"""A public key."""
 SIGNER = re.compile(rf"{EARLIER.pattern}|{POINT.pattern}|sigstore:\S+ https?://\S+|.+\.(pem|pub|crt|cer)")
 """How who is trusted is written: a public key, the identity and issuer of Sigstore, or a PEM file of a key or of root
 certificates."""
@@ -49,14 +48,9 @@ class Untrusted(Exception):
     """Something is signed by none of those who are trusted."""
 
 
-def require_signing(what: str) -> None:
-    """Raises UsageError where signatures cannot be made or checked."""
-    require_packages(what, *EXTRAS["sign"])
-
-
 def require_signers(trust: Sequence[str]) -> None:
     """Raises UsageError for one who is trusted whose key or certificate cannot be read."""
-    require_signing("checking signatures")
+    require_packages("checking signatures", *EXTRAS["sign"])
     for each in trust:
         if POINT.fullmatch(each) or is_file(each):
             _pem_of(each)
@@ -64,13 +58,9 @@ def require_signers(trust: Sequence[str]) -> None:
 
 def is_public_key(key: str) -> bool:
     """Whether it is a public key: what looks like one need not be a point of its curve."""
-    if not POINT.fullmatch(key):
-        return False
-    try:
-        _pem_of(key)
-    except UsageError:
-        return False
-    return True
+    with suppress(UsageError):
+        return bool(POINT.fullmatch(key) and _pem_of(key))
+    return False
 
 
 def is_file(trusted: str) -> bool:
@@ -83,14 +73,12 @@ def make_key(path: Path) -> str:
 
     Returns the public key as `trust` takes it.
     """
-    require_signing("making a key")
-    from cryptography.hazmat.primitives import serialization
+    require_packages("making a key", *EXTRAS["sign"])
     from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
     key = ec.generate_private_key(ec.SECP256R1())
-    data = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
+    data = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     with os_errors_as("the key cannot be written", path, "Name a new file."):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "wb") as stream:  # noqa: PTH123
@@ -114,9 +102,8 @@ class Signer:
     trust_config: Path | None = None
 
     def __post_init__(self) -> None:
-        require_signing("signing")
-        if self.key is not None:
-            _ = self.public
+        require_packages("signing", *EXTRAS["sign"])
+        _ = self.public
 
     @cached_property
     def public(self) -> str:
@@ -128,9 +115,8 @@ class Signer:
 
         where, remedy = str(self.key), f"Name a PEM file with a private key of the curve P-256; {_NEW_KEY}"
         try:
-            key = serialization.load_pem_private_key(read_input(self.key.expanduser()), None)
-        except OSError as error:
-            raise UsageError(f"cannot be read ({error.strerror})", where=where, remedy=remedy) from error
+            with os_errors_as("cannot be read", where, remedy):
+                key = serialization.load_pem_private_key(read_input(self.key.expanduser()), None)
         except (ValueError, TypeError) as error:
             raise UsageError("holds no private key without a password", where=where, remedy=remedy) from error
         if isinstance(key, ed25519.Ed25519PrivateKey):
@@ -296,12 +282,11 @@ def _without_links(model: Path) -> Iterator[tuple[Path, Any]]:
         return
     from model_signing.hashing import Config
 
-    found = 0
+    found: list[str] = []
 
     def counted(folder: str, names: list[str]) -> list[str]:
-        nonlocal found
-        found += len(names)
-        if found > MOST_FILES:
+        found.extend(names)
+        if len(found) > MOST_FILES:
             raise ValueError(f"it has more than {MOST_FILES:,} files, or links in a circle")
         return []
 
@@ -309,10 +294,8 @@ def _without_links(model: Path) -> Iterator[tuple[Path, Any]]:
         Path(target).symlink_to(Path(source).resolve())
 
     with tempfile.TemporaryDirectory(prefix="sdflow-") as folder:
-        yield (
-            Path(shutil.copytree(model, Path(folder, model.name), ignore=counted, copy_function=link)),
-            Config().set_allow_symlinks(True),
-        )
+        copy = shutil.copytree(model, Path(folder, model.name), ignore=counted, copy_function=link)
+        yield copy, Config().set_allow_symlinks(True)
 
 
 @contextmanager

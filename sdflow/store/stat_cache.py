@@ -32,10 +32,8 @@ COARSEST_NS = 2_000_000_000
 
 
 def _settled_ns() -> int:
-    """For how long the kernel may put off the new time of a file that is written through a memory map, and a tick more.
-
-    Pages that were written to stay dirty for so long, and only the first write to a clean page renews the time.
-    """
+    """For how long the kernel may put off the new time of a file that is written through a memory map, and a tick more: pages
+    stay dirty for so long, and only the first write to a clean page renews the time."""
     hundredths = 3000 + 500  # Linux's defaults
     try:
         names = ("dirty_expire_centisecs", "dirty_writeback_centisecs")
@@ -94,10 +92,8 @@ class StatCache:
         return self.value(path, SHA256, digest_file)
 
     def value(self, path: Path, what: str, compute: Callable[[Path], str]) -> str:
-        """`compute(path)`, or what it gave when the file had this stat. `what` names the computation and its version.
-
-        Raises what `compute` raises, OSError for a missing file, CacheError for one that changes while it is read.
-        """
+        """`compute(path)`, or what it gave when the file had this stat. `what` names the computation and its version. Raises what
+        `compute` raises, OSError for a missing file, CacheError for one that changes while it is read."""
         for _ in range(3):
             began = time.time_ns()
             before = path.stat()
@@ -119,7 +115,8 @@ class StatCache:
         key = self._key(path), what
         entry = self._memory.get(key)
         if entry is None and not self._rehash:
-            for was, value in self._execute("SELECT identity, value FROM stat WHERE path = ? AND what = ?", key):
+            statement = "SELECT identity, value FROM stat WHERE path = ? AND what = ?"
+            for was, value in self._execute(statement, [key], write=False):
                 if what != SHA256 or _HEX.fullmatch(str(value)):
                     entry = self._memory[key] = str(was), str(value)
         return entry[1] if entry is not None and entry[0] == now else None
@@ -128,13 +125,14 @@ class StatCache:
         """Keep values, in this process and, where the cache can be written, for later ones."""
         rows = [(self._key(known.path), known.what, known.identity, known.value) for known in values]
         self._memory.update({(row[0], row[1]): (row[2], row[3]) for row in rows})
-        self._execute_many("INSERT OR REPLACE INTO stat (path, what, identity, value) VALUES (?, ?, ?, ?)", rows)
+        statement = "INSERT OR REPLACE INTO stat (path, what, identity, value) VALUES (?, ?, ?, ?)"
+        self._execute(statement, rows, write=True)
 
     def prune(self) -> None:
         """Forget files that are no longer there."""
-        paths = [str(row[0]) for row in self._execute("SELECT DISTINCT path FROM stat")]
-        gone = [(path,) for path in paths if not (self._layout.root / path).exists()]
-        self._execute_many("DELETE FROM stat WHERE path = ?", gone)
+        paths = self._execute("SELECT DISTINCT path FROM stat", [()], write=False)
+        gone = [(str(path),) for (path,) in paths if not (self._layout.root / str(path)).exists()]
+        self._execute("DELETE FROM stat WHERE path = ?", gone, write=True)
         self._memory.clear()
 
     def close(self) -> None:
@@ -149,28 +147,20 @@ class StatCache:
         absolute = Path(os.path.abspath(path))  # noqa: PTH100
         return absolute.relative_to(self._root).as_posix() if absolute.is_relative_to(self._root) else str(absolute)
 
-    def _execute(self, statement: str, parameters: Sequence[str] = ()) -> list[Any]:
+    def _execute(self, statement: str, rows: Sequence[Sequence[str]], *, write: bool, again: bool = True) -> list[Any]:
+        """What a statement gives for each row of parameters, in one transaction; nothing without a usable database."""
         with self._guard:
             try:
-                connection = self._open(create=False)
-                return connection.execute(statement, parameters).fetchall() if connection else []
-            except sqlite3.DatabaseError as error:
-                self._cope(error)
-                return []
-
-    def _execute_many(self, statement: str, rows: Sequence[tuple[str, ...]], *, again: bool = True) -> None:
-        if not rows:
-            return
-        with self._guard:
-            try:
-                connection = self._open(create=True)
-                if connection is not None:
-                    with connection:
+                if not rows or (connection := self._open(create=write)) is None:
+                    return []
+                with connection:
+                    if write:
                         connection.execute("BEGIN IMMEDIATE")
-                        connection.executemany(statement, rows)
+                    return [found for row in rows for found in connection.execute(statement, row)]
             except sqlite3.DatabaseError as error:
                 if self._cope(error) and again:  # once more, on a new database
-                    self._execute_many(statement, rows, again=False)
+                    return self._execute(statement, rows, write=write, again=False)
+                return []
 
     def _open(self, *, create: bool) -> sqlite3.Connection | None:
         if self._connection is not None and self._process == os.getpid():

@@ -66,10 +66,8 @@ def listed(share: Share, meanwhile: Callable[[], None] = lambda: None) -> list[L
 def sweep(
     share: Share, older_than: float, *, dry_run: bool = False, meanwhile: Callable[[], None] = lambda: None
 ) -> Swept:
-    """Remove actions that were pushed more than `older_than` seconds ago, and what then nothing refers to.
-
-    Actions go first, then manifests, pieces last: killed at any moment, what can be seen is whole. Raises Unusable.
-    """
+    """Remove actions that were pushed more than `older_than` seconds ago, and what then nothing refers to. Actions go first,
+    pieces last: killed at any moment, what can be seen is whole. Raises Unusable."""
     lines = Lines(share, meanwhile)
     by_store = None if dry_run else _now(lines)
     # Pieces before what refers to them: whatever is pushed from now on is not among them.

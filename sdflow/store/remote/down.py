@@ -22,10 +22,8 @@ from sdflow.store.remote.parallel import Lines
 from sdflow.store.remote.share import Unusable
 from sdflow.units import spell_bytes
 
-LOOKED_INTO = 2
-"""How many local files at most are searched for pieces."""
-WORTH_LOOKING = 4 << 20
-"""From how many bytes of a file on."""
+LOOKED_INTO, WORTH_LOOKING = 2, 4 << 20
+"""How many local files at most are searched for pieces, and from how many bytes of a file on."""
 SETTLING = 15.0
 """Seconds. Before they have passed, the speed is not judged."""
 
@@ -72,10 +70,10 @@ def bring(
     patience: float,
     like: Callable[[str, int], Sequence[Path]],
 ) -> None:
-    """Make the object's files in `folder`.
+    """Make the object's files in `folder`. read: the remote's file at a path, with the bytes expected. patience: seconds that it
+    may take in all, by the speed so far. like: local files that may have the same pieces.
 
-    read: the remote's file at a path, with the bytes expected. like: local files that may have the same pieces.
-    patience: seconds that it may take in all, by the speed so far. Raises WrongBytes, Absent, Unusable, OSError.
+    Raises WrongBytes, Absent, Unusable, OSError.
     """
     wanted = _missing(content, folder, like)
     size = sum(piece.size for piece in wanted)

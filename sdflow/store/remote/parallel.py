@@ -35,10 +35,8 @@ class Lines:
         done: Callable[[R], None] = lambda result: None,
         timeout: float | None = None,
     ) -> None:
-        """Call `do` with each item, several at a time; `done` with each result, in the calling thread.
-
-        timeout: by default the remote's. Raises what `do` raises first, Unusable when so many seconds pass without a result, and
-        what `meanwhile` raises.
+        """Call `do` with each item, several at a time; `done` with each result, in the calling thread. timeout: by default the
+        remote's. Raises what `do` raises first, Unusable when so many seconds pass without a result, and what `meanwhile` raises.
         """
         patience = self.share.spec.timeout if timeout is None else timeout
         left: SimpleQueue[T] = SimpleQueue()

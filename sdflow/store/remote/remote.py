@@ -39,10 +39,8 @@ PATIENCE = 300.0
 
 
 class Remote:
-    """A remote cache. `tell` gets what a user should know. It may be used from several threads.
-
-    signer: of what is pushed. Raises UsageError when keys are trusted and signatures cannot be checked.
-    """
+    """A remote cache. `tell` gets what a user should know. It may be used from several threads. signer: of what is pushed.
+    Raises UsageError when keys are trusted and signatures cannot be checked."""
 
     def __init__(
         self, spec: RemoteSpec, layout: Layout, cuts: form.Cuts = form.no_cuts, signer: Signer | None = None
@@ -62,9 +60,7 @@ class Remote:
         self._wrongs: set[str] = set()  # and of these all that it is made of
         self._said: set[str] = set()
         self._lock = threading.Lock()
-        self._offered = Offered(self.push, lambda: self._shut, self._fail)
-
-    # Down
+        self._offered = Offered(self.push, lambda: self._shut, self._close)
 
     def look(self, digest: str, meanwhile: Callable[[], None] = lambda: None) -> Stored | None:
         """What the remote says that the action gave; None when it has none, or cannot be asked."""
@@ -76,13 +72,12 @@ class Remote:
         try:
             data, entry = self._read(path, form.MOST_OF_ENTRY, lambda data: form.read_entry(data, digest), meanwhile)
             self._require_signed(path, data, meanwhile)
-        except Refused:
-            self._say(
-                f"{self.spec.shown} refuses to tell what it lacks (403): that counts as not there. If it should be, look at "
-                "what these credentials may read."
-            )
-        except Absent:
-            pass
+        except Absent as error:
+            if isinstance(error, Refused):
+                self._say(
+                    f"{self.spec.shown} refuses to tell what it lacks (403): that counts as not there. If it should be, look "
+                    "at what these credentials may read."
+                )
         except Unusable as error:
             self._give_up(error)
         except Untrusted:
@@ -132,10 +127,8 @@ class Remote:
             )
 
     def bring(self, entry: Stored, folder: Path, meanwhile: Callable[[], None] = lambda: None) -> bool:
-        """Make the files of an entry in `folder`, or go on with what an earlier attempt left there.
-
-        False, and said why, when they cannot be had. The caller checks the tree: `disbelieve` if it is another.
-        """
+        """Make the files of an entry in `folder`, or go on with what an earlier attempt left there. False, and said why, when
+        they cannot be had. The caller checks the tree: `disbelieve` if it is another."""
         if not self._read_from:
             return False
         digest, path = entry.action.digest, form.object_path(entry.object)
@@ -165,8 +158,8 @@ class Remote:
 
     def disbelieve(self, entry: Stored) -> None:
         """The files of an entry are, all in all, not those that it names."""
-        path = form.object_path(entry.object)
-        self._wrong(entry.action.digest, WrongBytes(path, b"", "its pieces do not make up its files"))
+        error = WrongBytes(form.object_path(entry.object), b"", "its pieces do not make up its files")
+        self._wrong(entry.action.digest, error)
 
     def _read(
         self, path: str, limit: int, parse: Callable[[bytes], T], meanwhile: Callable[[], None]
@@ -199,8 +192,6 @@ class Remote:
                 if any(entry.path == path and entry.size == size for entry in read_manifest(folder, folder.name)):
                     found.append((folder.stat().st_mtime, folder / "files" / path))
         return [file for _, file in sorted(found, reverse=True)]
-
-    # Up
 
     @contextmanager
     def pushing(self) -> Iterator[None]:
@@ -263,16 +254,15 @@ class Remote:
                 return claims(self.share, self.spec.trust, objects, stop.check)
         return {}
 
-    def _fail(self, error: Exception) -> None:
-        log.debug("pushing has failed", exc_info=error)
-        self._close(Unusable(f"{type(error).__name__}: {error}"))
+    def require_usable(self) -> None:
+        """Raises Unusable for one that was given up."""
+        if (why := self.unusable or self.distrusted or self.closed) is not None:
+            raise Unusable(why)
 
     @property
     def _shut(self) -> bool:
         """Whether pushing has no use any more."""
         return self.closed is not None or self.unusable is not None
-
-    # What is said
 
     def _give_up(self, error: Unusable) -> None:
         with self._lock:
@@ -285,8 +275,9 @@ class Remote:
         with self._lock:
             if self.closed is not None:
                 return
-            self.closed = str(error)
-        self._say(f"nothing is pushed to {self.spec.shown} from here on: {error}; `sdflow cache push` does it later")
+            self.closed = str(error) if isinstance(error, Unusable | UsageError) else f"{type(error).__name__}: {error}"
+        why = f"{self.closed}; `sdflow cache push` does it later"
+        self._say(f"nothing is pushed to {self.spec.shown} from here on: {why}")
 
     def _wrong(self, action: str, error: WrongBytes) -> None:
         """Put aside what the remote gave, and believe nothing more of it in this run."""

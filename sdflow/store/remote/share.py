@@ -172,8 +172,7 @@ class Share:
 
 @contextmanager
 def _usable(also: type[Exception] | None = None) -> Iterator[None]:
-    """Raises Unusable for what fails in it. What is raised as it is: that a file is not there, unless it is `also` a failure;
-    and that it is too long.
+    """Raises Unusable for what fails in it, but for a file that is too long, or not there unless that is `also` a failure.
 
     Everything is caught, and here alone: each store's library has errors of its own (botocore, aiohttp, azure, google, paramiko),
     which cannot be named without it, and none may fail a build.

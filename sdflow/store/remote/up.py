@@ -13,6 +13,7 @@ from queue import SimpleQueue
 
 from sdflow import stop
 from sdflow.artifact import Record
+from sdflow.store.layout import log
 from sdflow.store.records import Stored, dump_action
 from sdflow.store.remote import entry as form
 from sdflow.store.remote.parallel import Lines
@@ -52,10 +53,7 @@ def send(
     trust: Sequence[str] = (),
 ) -> Sent:
     """Push a finished action, unless the remote has it; with a signer, unless it has it signed. mend: even so. rewrite: every
-    piece of it, whatever the remote has in its place.
-
-    Raises Unusable, DamagedHere, OSError.
-    """
+    piece of it, whatever the remote has in its place. Raises Unusable, DamagedHere, OSError."""
     share, artifact, committed = lines.share, record.artifact, form.action_path(record.action.digest)
     if FROM in record.built:  # a signature says who has built it
         signer = None
@@ -141,10 +139,8 @@ def _must_stay(share: Share, path: str, data: bytes, signature: bytes | None, tr
 
 
 class Offered:
-    """Results pushed by a thread of their own, beside the run that makes them.
-
-    push: one result; `shut`: whether pushing has no use any more; `failed`: gets what ends the thread.
-    """
+    """Results pushed by a thread of their own, beside the run that makes them. push: one result; `shut`: whether pushing has no
+    use any more; `failed`: gets what it raised."""
 
     def __init__(
         self,
@@ -189,6 +185,7 @@ class Offered:
             except (_Abandoned, stop.Stopped):  # the run's own end tells it
                 self._seen.discard(record.action.digest)
             except Exception as error:  # noqa: BLE001  (else this thread ends, and `finish` waits for ever)
+                log.debug("pushing has failed", exc_info=error)
                 self._failed(error)
             with self._idle:
                 self._waiting -= 1
