@@ -44,10 +44,8 @@ def scan(files: Path) -> Iterator[tuple[str, os.stat_result]]:
             found = path.lstat()
             if stat.S_ISDIR(found.st_mode):
                 yield from ((f"{entry.name}/{inner}", file) for inner, file in scan(path))
-            elif stat.S_ISLNK(found.st_mode):
-                raise BadTree(f"{entry.name} is a symbolic link")
             elif not stat.S_ISREG(found.st_mode):
-                raise BadTree(f"{entry.name} is not a regular file")
+                raise BadTree(f"{entry.name} is {'a symbolic link' if path.is_symlink() else 'not a regular file'}")
             elif found.st_nlink > 1:
                 raise BadTree(f"{entry.name} is a hardlink to another file")
             else:

@@ -66,22 +66,17 @@ def write_pin(layout: Layout, pin: Pin, described: Path | None) -> None:
     )
     if described is not None:
         _link(path.with_suffix(_SECOND_NAME), described / MANIFEST_FILE)
-    if _content(path) != content:
+    if _digest(path) != hashlib.sha256(content).hexdigest():
         replace_file(layout, path, content, durable=True)
     for other in layout.pins.glob(f"*-{identity}.json"):  # of another name
         if other != path:
             other.unlink(missing_ok=True)
 
 
-def _content(path: Path) -> bytes | None:
-    with suppress(OSError):
-        return read_input(path)
-    return None
-
-
 def _digest(path: Path) -> str | None:
-    content = _content(path)
-    return None if content is None else hashlib.sha256(content).hexdigest()
+    with suppress(OSError):
+        return hashlib.sha256(read_input(path)).hexdigest()
+    return None
 
 
 def _link(link: Path, source: Path) -> None:

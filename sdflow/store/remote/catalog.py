@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from sdflow.store.records import BadRecord, Stored
 from sdflow.store.remote import entry as form
 from sdflow.store.remote import trust
-from sdflow.store.remote.parallel import Lines
-from sdflow.store.remote.share import UNFINISHED, Absent, Found, Share
+from sdflow.store.remote.share import UNFINISHED, Absent, Found, Lines, Share
 
 GRACE = 24 * 3600.0
 """Seconds for which a manifest and a piece stay that nothing refers to: an action that does may be on its way."""
@@ -149,7 +148,7 @@ def _now(lines: Lines) -> float:
     def ask() -> float:
         share.write(path, b"probe")
         try:
-            return share.changed(path) or time.time()
+            return (found.changed if (found := share.stat(path)) else None) or time.time()
         finally:
             share.remove(path)
 

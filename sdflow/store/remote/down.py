@@ -18,8 +18,7 @@ from sdflow.disk.input_file import open_input
 from sdflow.store.layout import Layout, remove_tree
 from sdflow.store.records import Stored
 from sdflow.store.remote.entry import Piece, RemoteObject, placed
-from sdflow.store.remote.parallel import Lines
-from sdflow.store.remote.share import Unusable
+from sdflow.store.remote.share import Lines, Unusable
 from sdflow.units import spell_bytes
 
 LOOKED_INTO, WORTH_LOOKING = 2, 4 << 20

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from sdflow.disk.input_file import open_input
@@ -199,22 +201,14 @@ def _s3_session() -> type:
 
     class Bounded(AIOHTTPSession):  # type: ignore[misc]
         async def _get_session(self, proxy_url: str | None) -> Any:
-            return _BoundedSession(await super()._get_session(proxy_url))
+            session = await super()._get_session(proxy_url)
+            return SimpleNamespace(request=partial(_ask_s3, session.request))
 
     return Bounded
 
 
-class _BoundedSession:
-    """A session of aiohttp, as aiobotocore uses it. It follows no redirect: botocore does so itself, where it knows the host."""
-
-    def __init__(self, session: Any) -> None:
-        self._session = session
-
-    async def request(self, *arguments: Any, **options: Any) -> Any:
-        answer = await self._session.request(*arguments, **options, allow_redirects=False)
-
-        async def read() -> bytes:
-            return await _read_stream(answer.content, MOST_OF_AN_ANSWER)
-
-        answer.read = read
-        return answer
+async def _ask_s3(request: Any, *arguments: Any, **options: Any) -> Any:
+    """No redirect is followed: botocore does so itself, where it knows the host."""
+    answer = await request(*arguments, **options, allow_redirects=False)
+    answer.read = partial(_read_stream, answer.content, MOST_OF_AN_ANSWER)
+    return answer

@@ -20,9 +20,8 @@ from sdflow.store.objects import BadTree, read_manifest
 from sdflow.store.records import BadRecord, Stored
 from sdflow.store.remote import entry as form
 from sdflow.store.remote.down import WrongBytes, bring, written
-from sdflow.store.remote.parallel import Lines
 from sdflow.store.remote.reading import TooLong
-from sdflow.store.remote.share import Absent, Refused, Share, Unusable
+from sdflow.store.remote.share import Absent, Lines, Refused, Share, Unusable
 from sdflow.store.remote.spec import RemoteSpec
 from sdflow.store.remote.trust import MOST_OF_SIGNATURE, Claim, claim, claims, require_signed, signature_path
 from sdflow.store.remote.up import DamagedHere, Offered, Sent, send

@@ -9,18 +9,23 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from sdflow.machine.packages import how_to_install, missing
 from sdflow.store.remote.reading import HTTP, S3, Misled, TooLong, listing, open_archive, open_limits, read
 from sdflow.store.remote.spec import RemoteSpec, is_url, packages_of, without_secrets
 
-Value = TypeVar("Value")
+T = TypeVar("T")
+R = TypeVar("R")
 
+LINES = 12
+LOOK = 0.1
 FOLDER = "sdflow-v1"
 LISTING = 20
 """How many times the timeout a listing may take: a long one comes in many pages."""
@@ -70,13 +75,18 @@ class Share:
         """The content of a file of at most `limit` bytes. Raises Absent, Unusable, and TooLong, which is a BadRecord."""
         return self._looked(path, lambda files, whole: read(files, self._protocol, whole, limit, self.spec.timeout))
 
-    def size(self, path: str) -> int | None:
-        """Bytes of a file; None where there is none. Raises Unusable."""
+    def stat(self, path: str) -> Found | None:
+        """A file; None where there is none. Raises Unusable."""
+
+        def look(files: Any, whole: str) -> Found:
+            files.invalidate_cache()
+            return _found(path, files.info(whole))
+
         with suppress(Absent):
-            return self._looked(path, lambda files, whole: int(files.info(whole)["size"] or 0))
+            return self._looked(path, look)
         return None
 
-    def _looked(self, path: str, look: Callable[[Any, str], Value]) -> Value:
+    def _looked(self, path: str, look: Callable[[Any, str], T]) -> T:
         """What is found at a path, of the store and by the whole path. Raises Absent, Unusable."""
         files = self._open()
         try:
@@ -116,22 +126,13 @@ class Share:
             return
         begins = len(files._strip_protocol(self._root)) + 1
         for path, info in sorted(found.items()):
-            yield Found(path[begins:], int(info.get("size") or 0), _changed(info))
+            yield _found(path[begins:], info)
 
     def remove(self, path: str) -> None:
         """Remove a file. Missing is fine. Raises Unusable."""
         files = self._open()
         with suppress(FileNotFoundError), _usable():
             files.rm_file(f"{self._root}/{path}")
-
-    def changed(self, path: str) -> float | None:
-        """The store's own time of a file's last change; None where it tells none. Raises Absent, Unusable."""
-
-        def look(files: Any, whole: str) -> float | None:
-            files.invalidate_cache()
-            return _changed(files.info(whole))
-
-        return self._looked(path, look)
 
     def _may_be_absent(self, error: BaseException | None) -> bool:
         """Whether the store may mean that there is no such file: S3 answers 403 to who may not list a bucket. What is
@@ -170,6 +171,85 @@ class Share:
         return files, f"{root.rstrip('/')}/{FOLDER}"
 
 
+@dataclass(frozen=True)
+class Lines:
+    """Work on several lines to the remote at a time, given up when none of them moves. The threads are no reason to stay: one
+    that hangs in a library does not keep the process from its end.
+
+    meanwhile: called again and again by whoever waits; what it raises ends the work.
+    """
+
+    share: Share
+    meanwhile: Callable[[], None] = lambda: None
+
+    def for_each(
+        self,
+        items: Iterable[T],
+        do: Callable[[T], R],
+        done: Callable[[R], None] = lambda result: None,
+        timeout: float | None = None,
+    ) -> None:
+        """Call `do` with each item, several at a time; `done` with each result, in the calling thread. timeout: by default the
+        remote's. Raises what `do` raises first, Unusable when so many seconds pass without a result, and what `meanwhile` raises.
+        """
+        patience = self.share.spec.timeout if timeout is None else timeout
+        left: SimpleQueue[T] = SimpleQueue()
+        results: SimpleQueue[tuple[bool, R | BaseException]] = SimpleQueue()
+        ended = threading.Event()
+        count = 0
+        for item in items:
+            left.put(item)
+            count += 1
+
+        def work() -> None:
+            while not ended.is_set():
+                try:
+                    item = left.get_nowait()
+                except Empty:
+                    return
+                try:
+                    results.put((True, do(item)))
+                except BaseException as error:  # noqa: BLE001  (it is raised in the caller)
+                    results.put((False, error))
+
+        for _ in range(min(LINES, count)):
+            threading.Thread(target=work, name="remote cache", daemon=True).start()
+        moved = time.monotonic()
+        try:
+            while count:
+                self.meanwhile()
+                try:
+                    well, result = results.get(timeout=LOOK)
+                except Empty:
+                    if time.monotonic() - moved > patience:
+                        raise Unusable(f"no answer for {patience:g} seconds") from None
+                    continue
+                moved = time.monotonic()
+                count -= 1
+                if not well:
+                    assert isinstance(result, BaseException)
+                    raise result
+                done(result)  # type: ignore[arg-type]
+        finally:
+            ended.set()
+
+    def found(self, items: Iterable[T], look: Callable[[T], R | None]) -> list[R]:
+        """The results of `for_each` but for None, in the order in which they come."""
+        results: list[R | None] = []
+        self.for_each(items, look, results.append)
+        return [result for result in results if result is not None]
+
+    def one(self, do: Callable[[], R], timeout: float | None = None) -> R:
+        """The result of one call, in the same way."""
+        results: list[R] = []
+        self.for_each([None], lambda _: do(), results.append, timeout)
+        return results[0]
+
+    def listed(self, folder: str) -> list[Found]:
+        """The files of a folder. A long list takes its time."""
+        return self.one(lambda: list(self.share.list(folder)), LISTING * self.share.spec.timeout)
+
+
 @contextmanager
 def _usable(also: type[Exception] | None = None) -> Iterator[None]:
     """Raises Unusable for what fails in it, but for a file that is too long, or not there unless that is `also` a failure.
@@ -198,14 +278,16 @@ def _unusable(error: Exception) -> Unusable:
     )
 
 
-def _changed(info: dict[str, Any]) -> float | None:
+def _found(path: str, info: dict[str, Any]) -> Found:
+    changed = None
     for key in ("mtime", "LastModified", "last_modified", "updated", "created"):
         value: Any = info.get(key)
         if isinstance(value, str):
             with suppress(ValueError):
                 value = datetime.fromisoformat(value)
         if isinstance(value, datetime):
-            return value.timestamp()
+            value = value.timestamp()
         if isinstance(value, int | float):
-            return float(value)
-    return None
+            changed = float(value)
+            break
+    return Found(path, int(info.get("size") or 0), changed)

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from sdflow.digest import canonical_json
 from sdflow.machine.packages import EXTRAS, missing
 from sdflow.store.records import BadRecord, dump, load
-from sdflow.store.remote.parallel import Lines
-from sdflow.store.remote.share import Absent, Found, Share
+from sdflow.store.remote.share import Absent, Found, Lines, Share
 from sdflow.store.signing import EARLIER, Signer, Untrusted, is_public_key, verify_data
 
 FOLDER = "verified"
@@ -118,7 +117,7 @@ def claim(share: Share, objects: Iterable[str], said: Claim, signer: Signer | No
         path = f"{FOLDER}/{digest[:2]}/{digest}.{hashlib.sha256(data).hexdigest()[:16]}.json"
 
         def write(path: str = path, data: bytes = data) -> None:
-            if share.size(path) is None:
+            if share.stat(path) is None:
                 if signer is not None:
                     share.write(f"{path}.sig", signer.signature(data))
                 share.write(path, data)

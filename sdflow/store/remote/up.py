@@ -16,9 +16,8 @@ from sdflow.artifact import Record
 from sdflow.store.layout import log
 from sdflow.store.records import Stored, dump_action
 from sdflow.store.remote import entry as form
-from sdflow.store.remote.parallel import Lines
 from sdflow.store.remote.reading import TooLong
-from sdflow.store.remote.share import Absent, Share
+from sdflow.store.remote.share import Absent, Lines, Share
 from sdflow.store.remote.trust import MOST_OF_SIGNATURE, is_signed, signature_path
 from sdflow.store.signing import Signer
 
@@ -57,17 +56,18 @@ def send(
     share, artifact, committed = lines.share, record.artifact, form.action_path(record.action.digest)
     if FROM in record.built:  # a signature says who has built it
         signer = None
-    mend = mend or (signer is not None and lines.one(lambda: _is_unsigned(share, committed)))
+    if signer is not None and (there := lines.one(lambda: _there(share, committed))) is not None:
+        mend = mend or there[1] is None
 
     def is_there() -> bool:
-        return not mend and lines.one(lambda: share.size(committed)) is not None
+        return not mend and lines.one(lambda: share.stat(committed)) is not None
 
     if is_there():
         return Sent()
     content, where = _cut(record, cuts, lines.meanwhile)
 
     def send_piece(piece: form.Piece) -> Sent:
-        if not rewrite and share.size(piece.path) == piece.size:
+        if not rewrite and (found := share.stat(piece.path)) and found.size == piece.size:
             return Sent(there=piece.size)
         path, offset = where[piece]
         with path.open("rb") as stream:
@@ -88,7 +88,9 @@ def send(
     built = {key: value for key, value in record.built.items() if key != FROM}
     data = dump_action(Stored(record.action, artifact.digest, record.facts, built, time.time()))
     signature = None if signer is None else signer.signature(data)
-    if mend and lines.one(lambda: _must_stay(share, committed, data, signature, trust)):
+    # What is signed, or signed by who is trusted, gives way to nothing that is not.
+    there = lines.one(lambda: _there(share, committed)) if mend else None
+    if there and any(is_signed(*there, keys) and not is_signed(data, signature, keys) for keys in (trust, ())):
         return sent
     if signature is not None:
         lines.one(lambda: share.write(signature_path(data), signature))
@@ -118,24 +120,14 @@ def _cut(
     return form.RemoteObject(tuple(files)), where
 
 
-def _is_unsigned(share: Share, path: str) -> bool:
-    """Whether an entry is there that nobody has signed in today's way."""
-    try:
-        return share.size(signature_path(share.read(path, form.MOST_OF_ENTRY))) is None
-    except (Absent, TooLong):
-        return False
-
-
-def _must_stay(share: Share, path: str, data: bytes, signature: bytes | None, trust: Sequence[str]) -> bool:
-    """Whether an entry is there that this must not replace: it is signed, or signed by who is trusted, and this is not."""
-    signed = None
-    try:
-        there = share.read(path, form.MOST_OF_ENTRY)
+def _there(share: Share, path: str) -> tuple[bytes, bytes | None] | None:
+    """An entry that is there, and its signature, where it has one of today's."""
+    with suppress(Absent, TooLong):
+        data = share.read(path, form.MOST_OF_ENTRY)
         with suppress(Absent, TooLong):
-            signed = share.read(signature_path(there), MOST_OF_SIGNATURE)
-    except (Absent, TooLong):
-        return False
-    return any(is_signed(there, signed, keys) and not is_signed(data, signature, keys) for keys in (trust, ()))
+            return data, share.read(signature_path(data), MOST_OF_SIGNATURE)
+        return data, None
+    return None
 
 
 class Offered:
