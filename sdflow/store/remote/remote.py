@@ -67,10 +67,14 @@ class Remote:
             return None
         if digest in self._known:
             return self._known[digest]
-        path = form.action_path(digest)
         try:
-            data, entry = self._read(path, form.MOST_OF_ENTRY, lambda data: form.read_entry(data, digest), meanwhile)
-            self._require_signed(path, data, meanwhile)
+            entry = self._read(
+                form.action_path(digest),
+                form.MOST_OF_ENTRY,
+                lambda data: form.read_entry(data, digest),
+                meanwhile,
+                signed=True,
+            )
         except Absent as error:
             if isinstance(error, Refused):
                 self._say(
@@ -90,8 +94,7 @@ class Remote:
 
     def exported(self, meanwhile: Callable[[], None] = lambda: None) -> tuple[Mapping[str, Any], list[Stored]]:
         """What `export` wrote: JSON about it, and its entries. Raises Absent, WrongBytes, Unusable, Untrusted."""
-        data, (about, digests) = self._read(form.LIST, form.MOST_OF_MANIFEST, form.read_list, meanwhile)
-        self._require_signed(form.LIST, data, meanwhile)
+        about, digests = self._read(form.LIST, form.MOST_OF_MANIFEST, form.read_list, meanwhile, signed=True)
         found = []
         for digest in digests:
             if (entry := self.look(digest, meanwhile)) is None:
@@ -107,24 +110,6 @@ class Remote:
             self.share.write(signature_path(data), self._signer.signature(data))
         self.share.write(form.LIST, data)
 
-    def _require_signed(self, path: str, data: bytes, meanwhile: Callable[[], None]) -> None:
-        """Raises Untrusted, where signers are trusted, for what none of them has signed, WrongBytes for what is none."""
-        if not self.spec.trust:
-            return
-
-        def signature() -> bytes:
-            return self._read(signature_path(data), MOST_OF_SIGNATURE, lambda read: read, meanwhile)[0]
-
-        try:
-            earlier = require_signed(data, self.spec.trust, signature)
-        except BadRecord as error:
-            raise WrongBytes(path, data, str(error)) from error
-        if earlier:
-            self._say(
-                f"{self.spec.shown} has signatures of an earlier sdflow, which the next one does not read: push again with a key "
-                "of `sdflow cache key`, and name that in trust"
-            )
-
     def bring(self, entry: Stored, folder: Path, meanwhile: Callable[[], None] = lambda: None) -> bool:
         """Make the files of an entry in `folder`, or go on with what an earlier attempt left there. False, and said why, when
         they cannot be had. The caller checks the tree: `disbelieve` if it is another."""
@@ -132,7 +117,7 @@ class Remote:
             return False
         digest, path = entry.action.digest, form.object_path(entry.object)
         try:
-            _, content = self._read(
+            content = self._read(
                 path, form.MOST_OF_MANIFEST, lambda data: form.read_object(data, entry.object), meanwhile
             )
             missing = content.bytes - min(content.bytes, written(folder))
@@ -161,14 +146,31 @@ class Remote:
         self._wrong(entry.action.digest, error)
 
     def _read(
-        self, path: str, limit: int, parse: Callable[[bytes], T], meanwhile: Callable[[], None]
-    ) -> tuple[bytes, T]:
-        """A file, and what it says. All tries together take no longer than the timeout. Raises WrongBytes, Absent, Unusable."""
-        data = Lines(self.share, meanwhile).one(lambda: self._tried_read(path, limit))
+        self,
+        path: str,
+        limit: int,
+        parse: Callable[[bytes], T],
+        meanwhile: Callable[[], None],
+        *,
+        signed: bool = False,
+    ) -> T:
+        """What a file says. All tries together take no longer than the timeout. signed: it must be by one of those who are
+        trusted, where anyone is. Raises WrongBytes, Absent, Unusable, Untrusted."""
+
+        def read(path: str, limit: int) -> bytes:
+            return Lines(self.share, meanwhile).one(lambda: self._tried_read(path, limit))
+
+        data, trust = read(path, limit), self.spec.trust
         try:
-            return data, parse(data)
+            found = parse(data)
+            if signed and trust and require_signed(data, trust, lambda: read(signature_path(data), MOST_OF_SIGNATURE)):
+                self._say(
+                    f"{self.spec.shown} has signatures of an earlier sdflow, which the next one does not read: push again with "
+                    "a key of `sdflow cache key`, and name that in trust"
+                )
         except BadRecord as error:
             raise WrongBytes(path, data, str(error)) from error
+        return found
 
     def _tried_read(self, path: str, limit: int) -> bytes:
         def ended() -> bool:
