@@ -16,13 +16,13 @@ from sdflow.artifact import Action, Artifact, Record
 from sdflow.errors import CacheError, PassError, UsageError
 from sdflow.store import objects, pins
 from sdflow.store.gc import Entry, GcReport, clean, collect, entries
-from sdflow.store.layout import FULL, READ_ONLY, Layout, cache_error, log, put_aside, reading, writing
+from sdflow.store.layout import FULL, READ_ONLY, Layout, cache_error, log, put_aside, reading, remove_tree, writing
 from sdflow.store.locks import GUARD, Lease, file_lock, held
 from sdflow.store.notes import Notes, note
 from sdflow.store.objects import AbsentObject, BadTree, VerifyReport, find
 from sdflow.store.publish import Staging
 from sdflow.store.records import BadRecord, Stored, load_action, read_record
-from sdflow.store.remote.down import incoming, settle
+from sdflow.store.remote.down import incoming
 from sdflow.store.remote.entry import Cuts, no_cuts
 from sdflow.store.remote.remote import Remote
 from sdflow.store.remote.spec import RemoteSpec
@@ -112,7 +112,9 @@ class Cache:
                     return None
                 entry, folder = found
                 with self.staging(action) as staging:
-                    settle(folder, staging.files)
+                    for path in folder.iterdir():
+                        path.replace(staging.files / path.name)
+                    remove_tree(folder)
                     if staging.tree_digest() != entry.object:
                         remote.disbelieve(entry)
                         return None
@@ -286,7 +288,7 @@ class Cache:
     def entries(self) -> list[Entry]:
         """Every finished action that the cache holds."""
         with reading(self.root):
-            return entries(self._layout)
+            return [entry for _, entry in entries(self._layout) if isinstance(entry, Entry)]
 
     def steps(self) -> Iterator[Record]:
         """Every finished step of a build, as `lookup` gives it."""

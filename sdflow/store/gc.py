@@ -59,12 +59,8 @@ class GcReport:
     over: int = 0
 
 
-def entries(layout: Layout) -> list[Entry]:
-    """Every entry whose action file is sound and whose object is there."""
-    return [entry for _, entry in _entries(layout) if isinstance(entry, Entry)]
-
-
-def _entries(layout: Layout) -> Iterator[tuple[Path, Entry | BadRecord | BadTree]]:
+def entries(layout: Layout) -> Iterator[tuple[Path, Entry | BadRecord | BadTree]]:
+    """Every action file, with its entry or what is wrong with it or with its object."""
     pinned_by = defaultdict(list)
     for pin in pins(layout):
         for digest in pin.objects:
@@ -135,7 +131,7 @@ def _collect_objects(layout: Layout, max_size: int | None, *, dry_run: bool) -> 
     # Leases are read before actions: a build that ends in between has left either its lease or its action.
     protected = leased(layout, tidy=not dry_run)[0] | {digest for pin in pins(layout) for digest in pin.objects}
     by_object: defaultdict[str, list[Entry]] = defaultdict(list)
-    for path, entry in _entries(layout):
+    for path, entry in entries(layout):
         if isinstance(entry, Entry):
             by_object[entry.object].append(entry)
         elif not dry_run:

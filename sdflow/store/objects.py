@@ -123,7 +123,11 @@ def find(layout: Layout, stats: StatCache, digest: str, *, anew: bool = False) -
             if not anew and found.st_size != entry.size:
                 raise BadTree(f"{entry.path} does not have {entry.size} bytes")
             if anew or stats.recall(path, SHA256, identity(found)) != entry.sha256:
-                _rehash(path, entry, stats)
+                now, sha256 = identity(path.stat()), digest_file(path)
+                if identity(path.stat()) == now and stats.recall(path, SHA256, now) != sha256:
+                    stats.remember([Known(path, SHA256, now, sha256)])
+                if sha256 != entry.sha256:
+                    raise BadTree(f"{entry.path} does not have the content that was published")
     return Artifact(digest, directory / FILES, entries)
 
 
@@ -148,16 +152,6 @@ def _being_there(directory: Path) -> Iterator[None]:
         if isinstance(error, OSError):
             raise BadTree(f"{Path(error.filename).name} is missing, or not what it should be") from error
         raise
-
-
-def _rehash(path: Path, entry: FileEntry, stats: StatCache) -> None:
-    """Hash a file again and note the result. Raises BadTree if it is not what the manifest says."""
-    now = identity(path.stat())
-    sha256 = digest_file(path)
-    if identity(path.stat()) == now and stats.recall(path, SHA256, now) != sha256:
-        stats.remember([Known(path, SHA256, now, sha256)])
-    if sha256 != entry.sha256:
-        raise BadTree(f"{entry.path} does not have the content that was published")
 
 
 def actions(layout: Layout) -> Iterator[tuple[Path, Stored | BadRecord]]:

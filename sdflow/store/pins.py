@@ -2,9 +2,8 @@
 
 A pin says which objects a pipeline links to. It is written before the pipeline takes its place, and counts for as long as
 the pipeline is there, known by its sdflow.json: at its place, at the same place seen from the cache (the project was
-moved), or anywhere on the file system (it was moved or renamed: the file's second name lies beside the pin, and as long
-as it has two names, the pipeline has one of them). So no pin is taken away from a pipeline by another. Collection does
-not rest on pins alone: it looks into the folders, and into those beside them, and takes what they really link to.
+moved), or anywhere on the file system (it was moved: the file's second name lies beside the pin). Collection also looks
+into the folders, and into those beside them, and takes what they really link to.
 
 A pipeline whose sdflow.json is damaged or gone is known by its model_index.json or by its links. Its pin says which files
 were put there: the folder is built anew, and nobody's own file is lost.
@@ -65,7 +64,13 @@ def write_pin(layout: Layout, pin: Pin, described: Path | None) -> None:
         }
     )
     if described is not None:
-        _link(path.with_suffix(_SECOND_NAME), described / MANIFEST_FILE)
+        link, source = path.with_suffix(_SECOND_NAME), described / MANIFEST_FILE
+        try:
+            if not (link.exists() and link.samefile(source)):
+                link.unlink(missing_ok=True)
+                link.hardlink_to(source)
+        except OSError as error:  # a file system without hardlinks
+            log.debug("no second name for %s: %s", source, error)
     if _digest(path) != hashlib.sha256(content).hexdigest():
         replace_file(layout, path, content, durable=True)
     for other in layout.pins.glob(f"*-{identity}.json"):  # of another name
@@ -77,16 +82,6 @@ def _digest(path: Path) -> str | None:
     with suppress(OSError):
         return hashlib.sha256(read_input(path)).hexdigest()
     return None
-
-
-def _link(link: Path, source: Path) -> None:
-    """A second name for the sdflow.json of a folder, beside its pin, where the file system gives one."""
-    try:
-        if not (link.exists() and link.samefile(source)):
-            link.unlink(missing_ok=True)
-            link.hardlink_to(source)
-    except OSError as error:
-        log.debug("no second name for %s: %s", source, error)
 
 
 @dataclass(frozen=True)
@@ -164,16 +159,13 @@ def pins(layout: Layout) -> list[Pin]:
             found.append(Pin(pin.body["name"], folder, tuple(pin.body["objects"])))
     pinned = {(pin.folder, digest) for pin in found for digest in pin.objects}
     for parent in dict.fromkeys(parents):
-        for folder in _pipelines(parent):
+        folders: list[Path] = []
+        with suppress(OSError):
+            folders = [path for path in sorted(parent.iterdir()) if (path / MANIFEST_FILE).is_file()]
+        for folder in folders:
             objects = [digest for digest in sorted(linked_objects(layout, folder)) if (folder, digest) not in pinned]
             found += [Pin(folder.name, folder, tuple(objects))] if objects else []
     return found
-
-
-def _pipelines(parent: Path) -> list[Path]:
-    with suppress(OSError):
-        return [path for path in sorted(parent.iterdir()) if (path / MANIFEST_FILE).is_file()]
-    return []
 
 
 def linked_objects(layout: Layout, folder: Path) -> set[str]:

@@ -53,13 +53,6 @@ def written(folder: Path) -> int:
     return sum(512 * path.stat().st_blocks for path in folder.rglob("*") if path.is_file()) if os.name != "nt" else 0
 
 
-def settle(folder: Path, files: Path) -> None:
-    """Move what has come in to where it is published from."""
-    for path in folder.iterdir():
-        path.replace(files / path.name)
-    remove_tree(folder)
-
-
 def bring(
     content: RemoteObject,
     folder: Path,

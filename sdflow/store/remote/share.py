@@ -148,27 +148,10 @@ class Share:
         return str(protocol if isinstance(protocol, str) else protocol[0])
 
     def _open(self) -> Any:
-        with self._opening:
+        with self._opening, _usable(also=FileNotFoundError):
             if self._files is None:
-                with _usable(also=FileNotFoundError):
-                    self._files, self._root = self._opened()
+                self._files, self._root = _opened(self.spec)
             return self._files
-
-    def _opened(self) -> tuple[Any, str]:
-        try:
-            from fsspec.core import url_to_fs
-
-            if self.spec.archive:
-                return open_archive(self.spec.archive), FOLDER
-            url = self.spec.url if is_url(self.spec.url) else f"file://{self.spec.url}"
-            scheme = url.partition("://")[0].lower()
-            if "::" in scheme:
-                raise Misled("a layer over a store (simplecache::) keeps no limits; name the store itself")
-            files, root = url_to_fs(url, **open_limits(scheme, self.spec.timeout))
-        except ImportError as error:
-            wanted = packages_of(self.spec.url)
-            raise Misled(f"{error}; {how_to_install(*(missing(*wanted) or wanted))}") from error
-        return files, f"{root.rstrip('/')}/{FOLDER}"
 
 
 @dataclass(frozen=True)
@@ -248,6 +231,24 @@ class Lines:
     def listed(self, folder: str) -> list[Found]:
         """The files of a folder. A long list takes its time."""
         return self.one(lambda: list(self.share.list(folder)), LISTING * self.share.spec.timeout)
+
+
+def _opened(spec: RemoteSpec) -> tuple[Any, str]:
+    """The store of fsspec's, and the folder in it."""
+    try:
+        from fsspec.core import url_to_fs
+
+        if spec.archive:
+            return open_archive(spec.archive), FOLDER
+        url = spec.url if is_url(spec.url) else f"file://{spec.url}"
+        scheme = url.partition("://")[0].lower()
+        if "::" in scheme:
+            raise Misled("a layer over a store (simplecache::) keeps no limits; name the store itself")
+        files, root = url_to_fs(url, **open_limits(scheme, spec.timeout))
+    except ImportError as error:
+        wanted = packages_of(spec.url)
+        raise Misled(f"{error}; {how_to_install(*(missing(*wanted) or wanted))}") from error
+    return files, f"{root.rstrip('/')}/{FOLDER}"
 
 
 @contextmanager

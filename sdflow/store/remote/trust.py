@@ -43,10 +43,9 @@ def require_signed(data: bytes, trust: Sequence[str], read: Callable[[], bytes])
     if _signed_earlier(data, trust):
         return True
     try:
-        signature = read()
+        verify_data(data, read(), trust)
     except Absent as error:
         raise Untrusted("nobody has signed it") from error
-    verify_data(data, signature, trust)
     return False
 
 
