@@ -212,12 +212,11 @@ def remove_tree(path: Path) -> None:
 def put_aside(layout: Layout, paths: list[Path], reason: str) -> bool:
     """Move `paths` to quarantine with a note. Returns False, and says so, if the cache cannot be written."""
     try:
-        place, moved = _quarantine(layout), 0
+        place = _quarantine(layout)
         for path in paths:
             with suppress(FileNotFoundError):  # another process was first
                 move(path, place / path.name)
-                moved += 1
-        if not moved:
+        if not any(place.iterdir()):
             place.rmdir()
             return True
         (place / "reason.txt").write_text("\n".join([reason, *map(str, paths)]) + "\n")
