@@ -292,8 +292,10 @@ class Cache:
 
     def steps(self) -> Iterator[Record]:
         """Every finished step of a build, as `lookup` gives it."""
-        for _, stored in objects.actions(self._layout):
-            if isinstance(stored, Stored) and stored.action.of_step and (record := self.lookup(stored.action)):
+        with reading(self.root):
+            found = [stored for _, stored in objects.actions(self._layout) if isinstance(stored, Stored)]
+        for stored in found:
+            if stored.action.of_step and (record := self.lookup(stored.action)):
                 yield record
 
     def gc(self, max_size: int | None = None, *, dry_run: bool = False) -> GcReport:
