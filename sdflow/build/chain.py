@@ -15,6 +15,7 @@ from typing import Literal
 
 from sdflow import sources
 from sdflow.artifact import Action, Record
+from sdflow.build.explain import explain
 from sdflow.build.imported import as_imported, why_not_here
 from sdflow.build.step import LoraFile, Step
 from sdflow.config.workflow import PipelineSpec, StepSpec
@@ -23,7 +24,7 @@ from sdflow.machine.packages import found_version, missing
 from sdflow.passes import registry
 from sdflow.passes.chain import ChainStep, why_weights_are_carried
 from sdflow.passes.user_pass import is_user_pass, user_script_files
-from sdflow.store import Cache, Failure, explain
+from sdflow.store import Cache, Failure
 from sdflow.weights.structure import NEEDS
 
 MOST_SHOWN = 100

@@ -42,4 +42,16 @@ Rehash = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress; print only the result, on one line.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show every step, output and column.")]
+Url = Annotated[
+    str | None,
+    typer.Option("--url", help="Remote cache: a URL or a folder. Default: $SDFLOW_REMOTE_CACHE.", metavar="URL"),
+]
+Trust = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--trust",
+        help="Whose signature to require: a public key, a PEM file, or 'sigstore:IDENTITY ISSUER'. Repeatable.",
+        metavar="KEY",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sdflow.config.workflow import Workflow
     from sdflow.store import Cache
+    from sdflow.store.remote import Remote
 
 
 def load(path: Path, overrides: Sequence[str] | None, targets: Sequence[str] | None) -> Workflow:
@@ -65,3 +66,18 @@ def open_cache(
     remote = remote_from_environment(named) if url is None else replace(named or RemoteSpec(url), url=at(url, "--url"))
     signer = None if remote is None else signer_from_environment()
     return Cache(root, rehash=rehash, remote=remote, cuts=tensor_offsets, signer=signer)
+
+
+def remote_of(cache: Cache) -> Remote:
+    """The remote of a cache. What it has to say goes to standard error. Raises UsageError where none is named."""
+    from sdflow.cli.quiet import say
+    from sdflow.errors import UsageError
+
+    if cache.remote is None:
+        raise UsageError(
+            "no remote cache is named",
+            where="sdflow cache",
+            remedy="Give --url, set SDFLOW_REMOTE_CACHE, or name a workflow that has `cache: {remote: …}`.",
+        )
+    cache.remote.tell = say
+    return cache.remote

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sdflow.cli.arguments import AsJson, PipelineFolder
+from sdflow.cli.arguments import AsJson, PipelineFolder, Trust
 
 if TYPE_CHECKING:
     from sdflow.store.signing import Signer
@@ -46,14 +46,7 @@ def sign(
     check: Annotated[
         bool, typer.Option("--check", help="Check the signature instead of signing; requires --trust.")
     ] = False,
-    trust: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--trust",
-            help="With --check: a public key, a PEM file, or 'sigstore:IDENTITY ISSUER'. Repeatable.",
-            metavar="KEY",
-        ),
-    ] = None,
+    trust: Trust = None,
     json: AsJson = False,
 ) -> None:
     """Sign a pipeline, or check who signed it.

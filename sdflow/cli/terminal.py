@@ -44,3 +44,17 @@ class _UntilClosed:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
+
+
+def must_agree(what: str, *, yes: bool, command: str) -> None:
+    """Asks, unless the answer was given. Raises UsageError where nobody can be asked."""
+    from sdflow.errors import UsageError
+
+    if not yes and not sys.stdin.isatty():
+        raise UsageError(
+            f"removing {what} needs a confirmation, and there is no terminal to ask", where=command, remedy="Add --yes."
+        )
+    if not yes:
+        import typer
+
+        typer.confirm(f"Remove {what}?", abort=True)

@@ -19,7 +19,7 @@ from sdflow.manifest import REFINER, read_manifest
 from sdflow.manifest.provenance import read_provenance, subjects_of
 from sdflow.oci.artifact import Descriptor, files_of
 from sdflow.oci.reference import Reference
-from sdflow.oci.registry import Registry, require_oras
+from sdflow.oci.registry import Registry
 from sdflow.oci.session import LIMITS, Limits
 from sdflow.sources import FileDigests
 from sdflow.units import spell_bytes
@@ -53,10 +53,9 @@ def pull(
     Raises UsageError where something else is there, VerificationError for what is not what its digest says, RegistryError where
     it does not come.
     """
-    require_oras()
+    registry = Registry(reference, plain=plain, limits=limits)
     out = out.parent.resolve() / out.name
     require_replaceable(out, None)
-    registry = Registry(reference, plain=plain, limits=limits)
     progress("manifest")
     content, digest = registry.manifest(reference)
     files = files_of(content, str(reference))
@@ -96,8 +95,7 @@ def _fill(
             copy_file(source, place)
             kept.append(name)
         else:
-            said = f"{name}, {index} of {len(files)} files, {spell_bytes(layer.size)}"
-            progress(said)
+            progress(f"{name}, {index} of {len(files)} files, {spell_bytes(layer.size)}")
             registry.fetch(layer.digest, layer.size, place)
             fetched.append(name)
         here[layer.digest] = place

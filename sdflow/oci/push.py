@@ -10,11 +10,12 @@ from pathlib import Path
 
 from sdflow.build.assemble import files_of_sdflow
 from sdflow.digest import inside
+from sdflow.disk.input_file import open_input
 from sdflow.errors import UsageError, VerificationError
 from sdflow.manifest import REFINER, read_manifest
 from sdflow.oci.artifact import manifest_of
 from sdflow.oci.reference import Reference
-from sdflow.oci.registry import Registry, RegistryError, require_oras
+from sdflow.oci.registry import Registry, RegistryError
 from sdflow.runtime.files.soundness import require_sound_pipeline
 from sdflow.sources import FileDigests
 from sdflow.units import spell_bytes
@@ -45,9 +46,9 @@ def push(
 
     Raises VerificationError where a file is not what was built, RegistryError where the registry does not take it.
     """
-    require_oras()
     if reference.digest is not None:
         raise UsageError("you cannot push to a digest", where=str(reference), remedy="Name a tag.")
+    registry = Registry(reference, plain=plain)
     pipeline = read_manifest(folder)
     progress("comparing the files with what was built")
     require_sound_pipeline(folder)
@@ -62,7 +63,6 @@ def push(
         )
     layers = {name: (digests.digest(path), path.stat().st_size) for name, path in files.items()}
     manifest, config = manifest_of(pipeline, layers)
-    registry = Registry(reference, plain=plain)
     sent: dict[str, str] = {}
     kept: list[str] = []
     moved = 0
@@ -71,12 +71,13 @@ def push(
             kept.append(name)
             continue
         progress(f"{name}, {index} of {len(layers)} files, {spell_bytes(size)}")
-        registry.upload(files[name], f"sha256:{sha}", size)
+        with open_input(files[name]) as stream:
+            registry.upload(stream, f"sha256:{sha}", size)
         sent[sha] = name
         moved += size
     config_digest = f"sha256:{sha256(config).hexdigest()}"
     if not registry.has(config_digest):
-        registry.upload_from(BytesIO(config), config_digest, len(config))
+        registry.upload(BytesIO(config), config_digest, len(config))
     registry.put_manifest(manifest, reference)
     exact = reference.at(f"sha256:{sha256(manifest).hexdigest()}")
     if registry.manifest(exact)[0] != manifest:

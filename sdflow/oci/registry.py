@@ -16,8 +16,9 @@ from typing import IO, Any
 from urllib.parse import urljoin, urlsplit
 
 from sdflow import stop
-from sdflow.disk.input_file import open_input, parse_json
+from sdflow.disk.input_file import parse_json
 from sdflow.errors import CacheError, SdflowError, VerificationError, os_errors_as
+from sdflow.machine.packages import require_packages
 from sdflow.oci.reference import Reference
 from sdflow.oci.session import BLOCK, LIMITS, Limits, Misled, open_session
 
@@ -35,9 +36,10 @@ class RegistryError(SdflowError):
 
 
 class Registry:
-    """A repository of a registry. plain: HTTP without TLS."""
+    """A repository of a registry. plain: HTTP without TLS. Raises UsageError where the extra `oci` is not installed."""
 
     def __init__(self, reference: Reference, *, plain: bool = False, limits: Limits = LIMITS) -> None:
+        require_packages("a registry", "oras")
         import oras.auth
         import oras.container
         from oras.logger import setup_logger
@@ -110,13 +112,8 @@ class Registry:
         if f"sha256:{content.hexdigest()}" != digest:
             raise self._lies(f"what came as {digest} has the digest sha256:{content.hexdigest()}")
 
-    def upload(self, file: Path, digest: str, size: int) -> None:
-        """Send a file, streamed. Raises RegistryError where the registry does not take it."""
-        with open_input(file) as stream:
-            self.upload_from(stream, digest, size)
-
-    def upload_from(self, stream: IO[bytes], digest: str, size: int) -> None:
-        """Send what is in a stream of so many bytes."""
+    def upload(self, stream: IO[bytes], digest: str, size: int) -> None:
+        """Send what is in a stream of so many bytes. Raises RegistryError where the registry does not take it."""
         refused = "the registry takes no blob"
         begun = self._send("POST", f"{self._base}/blobs/uploads/")
         self._require(begun, refused)
@@ -238,10 +235,3 @@ def _message(answer: Any) -> str:
         return f"{errors[0].get('message') or errors[0].get('code')}"[:200]
     except (ValueError, LookupError, TypeError, AttributeError):
         return ""
-
-
-def require_oras() -> None:
-    """Raises UsageError where the extra `oci` is not installed."""
-    from sdflow.machine.packages import require_packages
-
-    require_packages("a registry", "oras")

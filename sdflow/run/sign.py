@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sdflow.disk.atomic_write import write_whole
-from sdflow.disk.input_file import no_file
+from sdflow.disk.input_file import no_file, read_input
 from sdflow.errors import UsageError, VerificationError, os_errors_as
 from sdflow.store.signing import Signer, Untrusted, require_signers, verify
 
@@ -36,8 +36,10 @@ def check_signature(pipeline: Path, signature: Path, trust: Sequence[str], trust
         raise UsageError(
             "there is no such signature", where=str(signature), remedy="Name it with --signature, or sign: sdflow sign."
         )
+    with os_errors_as("cannot be read", signature, "Name a signature file with --signature."):
+        bundle = read_input(signature)
     try:
-        return verify(pipeline, signature, trust, trust_config)
+        return verify(pipeline, bundle, trust, trust_config)
     except Untrusted as error:
         raise VerificationError(
             f"the signature does not hold: {error}",

@@ -2,7 +2,7 @@
 
 from sdflow.store.cache import Cache, CorruptArtifactError
 from sdflow.store.gc import Entry, GcReport
-from sdflow.store.notes import Failure, explain
+from sdflow.store.notes import Failure
 from sdflow.store.objects import VerifyReport
 from sdflow.store.publish import Staging
 from sdflow.store.stat_cache import StatCache
@@ -16,5 +16,4 @@ __all__ = [
     "Staging",
     "StatCache",
     "VerifyReport",
-    "explain",
 ]

@@ -9,23 +9,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
-from sdflow import stop
 from sdflow.artifact import Action, Artifact, Record
 from sdflow.errors import CacheError, PassError, UsageError
-from sdflow.store import locks
+from sdflow.store import objects, pins
 from sdflow.store.gc import Entry, GcReport, clean, collect, entries
-from sdflow.store.layout import FULL, READ_ONLY, Layout, cache_error, log, put_aside, reading, writing
-from sdflow.store.locks import file_lock, held
+from sdflow.store.layout import FULL, READ_ONLY, Layout, cache_error, log, put_aside, reading, remove_tree, writing
+from sdflow.store.locks import GUARD, Lease, file_lock, held
 from sdflow.store.notes import Notes, note
-from sdflow.store.objects import AbsentObject, BadTree, VerifyReport, find, tree_of, verify
-from sdflow.store.pins import Pin, files_put, note_output_folder, write_pin
+from sdflow.store.objects import AbsentObject, BadTree, VerifyReport, find
 from sdflow.store.publish import Staging
 from sdflow.store.records import BadRecord, Stored, load_action, read_record
+from sdflow.store.remote.down import incoming
 from sdflow.store.remote.entry import Cuts, no_cuts
-from sdflow.store.remote.incoming import incoming, settle
 from sdflow.store.remote.remote import Remote
 from sdflow.store.remote.spec import RemoteSpec
 from sdflow.store.remote.up import FROM
@@ -40,10 +38,9 @@ class CorruptArtifactError(CacheError):
 class Cache:
     """A cache directory. Opening it touches nothing; the directory is made by the first write.
 
-    salt: for the planner to put into every action, so that a user can set apart what would be equal. rehash: read every file
-    once more, whatever was noted of it. remote: where `fetch` looks, and results are pushed to if that was asked for. cuts: at
-    which offsets files are best cut into pieces for it. signer: of what goes there.
-    Raises UsageError when the root is a file.
+    salt: part of every action, so that a user can set apart what would be equal. rehash: read every file once more, whatever was
+    noted of it. remote: where `fetch` looks, and results are pushed to if that was asked for. cuts: at which offsets files are
+    best cut into pieces for it. signer: of what goes there. Raises UsageError when the root is a file.
     """
 
     def __init__(
@@ -65,7 +62,7 @@ class Cache:
         self.stat = StatCache(self._layout, rehash=rehash)
         self.notes = Notes(self._layout)
         self.remote = None if remote is None else Remote(remote, self._layout, cuts, signer)
-        self._lease: locks.Lease | None = None
+        self._lease: Lease | None = None
         self._damaged: set[str] = set()  # objects that could not be moved to quarantine
 
     def at(self, remote: RemoteSpec, signer: Signer | None = None) -> Cache:
@@ -105,47 +102,51 @@ class Cache:
         return Record(action, artifact, stored.facts, stored.built)
 
     def fetch(self, action: Action, meanwhile: Callable[[], None] = lambda: None) -> Record | None:
-        """Make an action that the remote has one of this cache. None, and the remote says why, if that is not to be had.
-
-        To be called with the action's lock, after `lookup`. What `meanwhile` raises ends the waiting.
-        """
+        """Make an action that the remote has one of this cache. None, and the remote says why, if that is not to be had. Call it
+        with the action's lock, after `lookup`. What `meanwhile` raises ends the waiting."""
+        if (remote := self.remote) is None:
+            return None
         try:
-            with self._incoming(action, meanwhile) as found:
-                if found is None or self.remote is None:
+            with self._incoming(remote, action, meanwhile) as found:
+                if found is None:
                     return None
                 entry, folder = found
                 with self.staging(action) as staging:
-                    settle(folder, staging.files)
+                    for path in folder.iterdir():
+                        path.replace(staging.files / path.name)
+                    remove_tree(folder)
                     if staging.tree_digest() != entry.object:
-                        self.remote.disbelieve(entry)
+                        remote.disbelieve(entry)
                         return None
-                    return staging.publish(entry.facts, {**entry.built, FROM: self.remote.spec.shown})
+                    return staging.publish(entry.facts, {**entry.built, FROM: remote.spec.shown})
         except (CacheError, PassError) as error:
-            assert self.remote is not None
-            self.remote.tell(f"not fetched from {self.remote.spec.shown}: {error.what}")
+            remote.tell(f"not fetched from {remote.spec.shown}: {error.what}")
             return None
 
     def bring(self, action: Action, meanwhile: Callable[[], None] = lambda: None) -> bool:
         """Bring what the remote has of an action to where `fetch` goes on from, and check it. False, and the remote says why, if
         that is not to be had."""
-        with self._incoming(action, meanwhile) as found:
-            if found is not None and tree_of(found[1]) == found[0].object:
-                return True
-            if found is not None and self.remote is not None:
-                self.remote.disbelieve(found[0])
+        if (remote := self.remote) is None:
+            return False
+        with self._incoming(remote, action, meanwhile) as found:
+            if found is None or objects.tree_of(found[1]) == found[0].object:
+                return found is not None
+            remote.disbelieve(found[0])
             return False
 
     @contextmanager
-    def _incoming(self, action: Action, meanwhile: Callable[[], None]) -> Iterator[tuple[Stored, Path] | None]:
+    def _incoming(
+        self, remote: Remote, action: Action, meanwhile: Callable[[], None]
+    ) -> Iterator[tuple[Stored, Path] | None]:
         """The remote's entry, and the folder with its files, which is this process's alone."""
-        entry = None if self.remote is None or not self.writable else self.remote.look(action.digest, meanwhile)
-        if entry is None or self.remote is None:
+        entry = remote.look(action.digest, meanwhile) if self.writable else None
+        if entry is None:
             yield None
             return
         self._layout.ensure()
-        with writing(self.root), held(self._layout.lock(f"incoming-{entry.object}"), None, meanwhile):
+        with writing(self.root), held(self._layout.lock(f"incoming-{entry.object}"), meanwhile=meanwhile):
             folder = incoming(self._layout, entry)
-            yield (entry, folder) if self.remote.bring(entry, folder, meanwhile) else None
+            yield (entry, folder) if remote.bring(entry, folder, meanwhile) else None
 
     def offer(self, record: Record) -> None:
         """Push a result to the remote, if there is one and that was asked for; `lease` ends when it is there."""
@@ -159,10 +160,8 @@ class Cache:
         return os.access(next(place for place in places if place.exists()), os.W_OK)
 
     def check(self, artifact: Artifact) -> None:
-        """Read and hash an artifact again, before a pass reads it or it is copied.
-
-        Raises CorruptArtifactError, after putting the entry aside, if it is not what was published.
-        """
+        """Read and hash an artifact again, before a pass reads it or it is copied. Raises CorruptArtifactError, after putting the
+        entry aside, if it is not what was published."""
         with reading(self.root):
             try:
                 find(self._layout, self.stat, artifact.digest, anew=True)
@@ -181,19 +180,17 @@ class Cache:
 
     @contextmanager
     def staging(self, action: Action, *, keep_failed: bool = False) -> Iterator[Staging]:
-        """A directory for a pass to write into. Without `publish`, nothing of it stays.
-
-        keep_failed: a failure keeps its directory, as `staging/...-failed`; `Staging.kept` says where.
-        Raises CacheError if the cache cannot be written or the disk is full.
-        """
+        """A directory for a pass to write into. Without `publish`, nothing of it stays; keep_failed: but `Staging.kept`.
+        Raises CacheError if the cache cannot be written or the disk is full."""
         self._layout.ensure()
         path = self._layout.staging / f"{action.digest[:12]}-{os.getpid()}-{os.urandom(4).hex()}"
         owner = path.with_name(f"{path.name}.lock")
-        with self._any_lease() as lease:
-            staging = Staging(self._layout, self.stat, action, path, lease, self.lookup)
-            lock = file_lock(owner)
+        with ExitStack() as stack:
             with writing(self.root):
+                lease = self._lease or stack.enter_context(closing(Lease(self._layout)))
+                lock = file_lock(owner)
                 lock.acquire()  # held while we live: `gc` knows the directories of the dead by it
+            staging = Staging(self._layout, self.stat, action, path, lease, self.lookup)
             try:
                 with writing(self.root):
                     staging.files.mkdir(parents=True)
@@ -209,13 +206,13 @@ class Cache:
 
     @contextmanager
     def lock(
-        self, action: Action, waiting: Callable[[], None] | None = None, meanwhile: Callable[[], None] = lambda: None
+        self,
+        action: Action,
+        waiting: Callable[[], None] = lambda: None,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> Iterator[None]:
-        """Hold the action, so that of many processes one builds it: look up, lock, look up again, build.
-
-        waiting: called once if another process holds it. meanwhile: called again and again until it lets go; what that
-        raises ends the waiting. Raises CacheError if the cache cannot be written.
-        """
+        """Hold the action, so that of many processes one builds it: look up, lock, look up again, build. waiting, meanwhile: as
+        in `held`. Raises CacheError if the cache cannot be written."""
         self._layout.ensure()
         with ExitStack() as stack:
             with writing(self.root):
@@ -230,48 +227,22 @@ class Cache:
     @contextmanager
     def lease(self) -> Iterator[None]:
         """Protect every object that is looked up or published in here from `gc`, by whatever process, until what was offered
-        to the remote is there.
-
-        On a read-only cache this does nothing.
-        """
+        to the remote is there. On a read-only cache this does nothing."""
         if self._lease is not None:  # inside another one
             yield
             return
-        made: list[locks.Lease] = []
+        with ExitStack() as stack:
 
-        def make() -> None:
-            self._layout.ensure()
-            made.append(locks.Lease(self._layout))
+            def make() -> None:
+                self._layout.ensure()
+                self._lease = stack.enter_context(closing(Lease(self._layout)))
 
-        note(self._layout, make, "a lease")
-        if self.remote is not None:
-            self.remote.begin()
-        try:
-            self._lease = made[0] if made else None
-            yield
-            if self.remote is not None:
-                self.remote.finish(stop.check)
-        except BaseException:
-            if self.remote is not None:
-                self.remote.abandon()
-            raise
-        finally:
-            self._lease = None
-            for lease in made:
-                lease.close()
-
-    @contextmanager
-    def _any_lease(self) -> Iterator[locks.Lease]:
-        """The lease of the whole run, or one of our own."""
-        if self._lease is not None:
-            yield self._lease
-            return
-        with writing(self.root):
-            lease = locks.Lease(self._layout)
-        try:
-            yield lease
-        finally:
-            lease.close()
+            try:
+                note(self._layout, make, "a lease")
+                with self.remote.pushing() if self.remote is not None else ExitStack():
+                    yield
+            finally:
+                self._lease = None
 
     def pin(
         self,
@@ -281,60 +252,55 @@ class Cache:
         described: Path | None = None,
         files: Iterable[str] = (),
     ) -> bool:
-        """Protect what an assembled pipeline uses for as long as the pipeline in `folder` exists.
+        """Protect what an assembled pipeline uses for as long as the pipeline in `folder` exists. False on a read-only cache.
 
         described: where its sdflow.json is now: beside its place, so that the pin comes first; by default in `folder`. files: all
-        that is put into `folder`.
-        Returns False if the cache is read-only and has no such pin. Raises CacheError if an object is not there, or the disk
-        is full.
+        that is put into `folder`. Raises CacheError if an object is not there, or the disk is full.
         """
-        pin = Pin(name, folder.absolute() if folder else None, tuple(digests), tuple(files))
+        pin = pins.Pin(name, folder.absolute() if folder else None, tuple(digests), tuple(files))
 
         def write() -> None:
             self._layout.ensure()
-            with held(self._layout.lock(locks.GUARD)):
+            with held(self._layout.lock(GUARD)):
                 gone = [digest for digest in pin.objects if not self._layout.object(digest).exists()]
                 if gone:
                     raise CacheError(
                         f"object {gone[0]} is not in the cache", where=str(self.root), remedy="Run the workflow again."
                     )
-                write_pin(self._layout, pin, described if described is not None else pin.folder)
+                pins.write_pin(self._layout, pin, described if described is not None else pin.folder)
 
         return note(self._layout, write, f"the pin of {name}", without=READ_ONLY)
 
     def files_put(self, folder: Path) -> frozenset[str] | None:
         """What sdflow put into a pipeline folder without a readable sdflow.json; None where no pin proves that it did."""
         with reading(self.root):
-            return files_put(self._layout, folder.absolute())
+            return pins.files_put(self._layout, folder.absolute())
 
     def note_output_folder(self, folder: Path) -> None:
         """Note that pipelines are put together in a folder, so that `gc` finds what killed runs leave there."""
 
         def write() -> None:
             self._layout.ensure()
-            note_output_folder(self._layout, folder.absolute())
+            pins.note_output_folder(self._layout, folder.absolute())
 
         note(self._layout, write, "a folder of pipelines", without=READ_ONLY)
 
     def entries(self) -> list[Entry]:
         """Every finished action that the cache holds."""
         with reading(self.root):
-            return entries(self._layout)
+            return [entry for _, entry in entries(self._layout) if isinstance(entry, Entry)]
 
     def steps(self) -> Iterator[Record]:
         """Every finished step of a build, as `lookup` gives it."""
-        for entry in self.entries():
-            with suppress(OSError, BadRecord):
-                action = load_action(read_record(self._layout.action(entry.action))).action
-                record = self.lookup(action) if action.of_step else None
-                if record is not None:
-                    yield record
+        with reading(self.root):
+            found = [stored for _, stored in objects.actions(self._layout) if isinstance(stored, Stored)]
+        for stored in found:
+            if stored.action.of_step and (record := self.lookup(stored.action)):
+                yield record
 
     def gc(self, max_size: int | None = None, *, dry_run: bool = False) -> GcReport:
-        """Remove rubbish and, least recently used first, entries until objects take at most `max_size` bytes.
-
-        What an assembled pipeline or a running build uses stays. Raises CacheError if the cache cannot be written.
-        """
+        """Remove rubbish and, least recently used first, entries until objects take at most `max_size` bytes. What an assembled
+        pipeline or a running build uses stays. Raises CacheError if the cache cannot be written."""
         return collect(self._layout, self.stat, max_size, dry_run=dry_run)
 
     def clean(self) -> None:
@@ -343,6 +309,7 @@ class Cache:
         clean(self._layout)
         self.stat = StatCache(self._layout, rehash=self._rehash)
 
-    def verify(self, progress: Callable[[str, int], None] | None = None) -> VerifyReport:
-        """Hash everything again and put what is damaged aside. `progress` gets each object's digest and bytes."""
-        return verify(self._layout, self.stat, progress)
+    def verify(self) -> VerifyReport:
+        """Hash everything again and put what is damaged aside."""
+        with reading(self.root):
+            return objects.verify(self._layout, self.stat)

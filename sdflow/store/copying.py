@@ -14,8 +14,6 @@ from sdflow.store.remote.remote import Remote
 from sdflow.store.remote.share import Unusable
 from sdflow.store.remote.up import Sent
 
-_REMEDY = "Look at the URL, the network, and the store's own settings for credentials."
-
 
 @dataclass(frozen=True)
 class Copied:
@@ -31,38 +29,31 @@ def copy_entries(cache: Cache, actions: Iterable[Action], *, up: bool, whole: bo
 
     Raises CacheError when the remote cannot be used; what it says otherwise, `Remote.tell` gets.
     """
-    chosen = list({action.digest: action for action in actions}.values())
+    missing = list({action.digest: action for action in actions}.values())
+    sent, new = Sent(), list[Record]()
     with cache.lease(), answering(cache.remote) as remote:
-        if up:
-            sent = Sent()
-            for each in filter(None, map(cache.lookup, chosen)):
-                sent += remote.push(each, stop.check) or Sent()
-                require_usable(remote)
-            return Copied(len(chosen), (), sent)
-        missing = [action for action in chosen if cache.lookup(action) is None]
-        if whole and not all(cache.bring(action, stop.check) for action in missing):
-            require_usable(remote)
-            return Copied(len(missing), (), Sent())
-        new = []
+        if not up:
+            missing = [action for action in missing if cache.lookup(action) is None]
+            if whole and not all(cache.bring(action, stop.check) for action in missing):
+                return Copied(len(missing), (), sent)
         for action in missing:
-            with cache.lock(action, meanwhile=stop.check):
-                record = cache.lookup(action) or cache.fetch(action, stop.check)
-            require_usable(remote)
-            new += [] if record is None else [record]
-        return Copied(len(missing), tuple(new), Sent())
+            if up and (record := cache.lookup(action)):
+                sent += remote.push(record, stop.check) or Sent()
+            elif not up:
+                with cache.lock(action, meanwhile=stop.check):
+                    record = cache.lookup(action) or cache.fetch(action, stop.check)
+                new += [record] if record else []
+            remote.require_usable()
+    return Copied(len(missing), tuple(new), sent)
 
 
 @contextmanager
 def answering(remote: Remote | None) -> Iterator[Remote]:
-    """A remote that is what a command is about. Raises CacheError when it cannot be used."""
+    """A remote that is what a command is about. Raises CacheError when it cannot be used, or was given up."""
     assert remote is not None, "it was named"
     try:
         yield remote
+        remote.require_usable()
     except Unusable as error:
-        raise CacheError(str(error), where=remote.spec.shown, remedy=_REMEDY) from error
-
-
-def require_usable(remote: Remote) -> None:
-    """Raises CacheError for one that was given up."""
-    if (why := remote.unusable or remote.distrusted or remote.closed) is not None:
-        raise CacheError(why, where=remote.spec.shown, remedy=_REMEDY)
+        remedy = "Look at the URL, the network, and the store's own settings for credentials."
+        raise CacheError(str(error), where=remote.spec.shown, remedy=remedy) from error

@@ -13,10 +13,7 @@ VARIABLE = "SDFLOW_CACHE"
 
 def default_cache() -> Path:
     """`cache` in a checkout of sdflow, and where an earlier sdflow has made one in the current folder; else the user's, which
-    all projects share.
-
-    Raises UsageError where this user has no folder for caches.
-    """
+    all projects share. Raises UsageError where this user has no folder for caches."""
     from platformdirs import user_cache_path
 
     here = Path("cache")

@@ -18,23 +18,21 @@ from sdflow.disk.locked_folder import remove_abandoned_scratch
 from sdflow.errors import CacheError
 from sdflow.onnx_model.quantized import quantized_to
 from sdflow.store.layout import Layout, move, put_aside, remove_tree, writing
-from sdflow.store.locks import GUARD, held, held_if_possible, leased, live_leases, try_lock, try_lock_if_possible
-from sdflow.store.objects import BadTree, read_manifest
+from sdflow.store.locks import GUARD, held, leased, try_lock
+from sdflow.store.objects import BadTree, actions, read_manifest
 from sdflow.store.pins import pins, remove_abandoned_staging, tidy
-from sdflow.store.records import BadRecord, load_action, read_record
+from sdflow.store.records import BadRecord
 from sdflow.store.stat_cache import StatCache
 
-KEEP_SECONDS = 14 * 24 * 3600
-"""How long damaged entries, kept failures, and what came half from a remote cache stay."""
-
-STRAY_SECONDS = 3600
-"""From which age on a temporary file, which lives for milliseconds, is rubbish."""
+KEEP_SECONDS, STRAY_SECONDS = 14 * 24 * 3600, 3600
+"""How long damaged entries, kept failures, and what came half from a remote cache stay; and temporary files, which live for
+milliseconds."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A finished action. Times in seconds since 1970; `bytes` are its object's, which other actions may share.
-    structure: a graph that was built without weights. quantized: the type that weights are quantized to, or ""."""
+    """A finished action. Times in seconds since 1970; `bytes` are its object's, which other actions may share. structure: a graph
+    without weights. quantized: the type that weights are quantized to, or ""."""
 
     action: str
     object: str
@@ -61,24 +59,22 @@ class GcReport:
     over: int = 0
 
 
-def entries(layout: Layout) -> list[Entry]:
-    """Every entry whose action file is sound and whose object is there."""
-    return [entry for _, entry in _entries(layout) if isinstance(entry, Entry)]
-
-
-def _entries(layout: Layout) -> Iterator[tuple[Path, Entry | BadRecord | BadTree]]:
+def entries(layout: Layout) -> Iterator[tuple[Path, Entry | BadRecord | BadTree]]:
+    """Every action file, with its entry or what is wrong with it or with its object."""
     pinned_by = defaultdict(list)
     for pin in pins(layout):
         for digest in pin.objects:
             pinned_by[digest].append(pin.name)
-    for path in sorted(layout.actions.glob("*/*.json")):
+    for path, stored in actions(layout):
+        if isinstance(stored, BadRecord):
+            yield path, stored
+            continue
         try:
             used = path.stat().st_mtime
-            stored = load_action(read_record(path))
             files = read_manifest(layout.object(stored.object), stored.object)
         except FileNotFoundError:  # forgotten just now
             continue
-        except (BadRecord, BadTree) as error:
+        except BadTree as error:
             yield path, error
             continue
         content = stored.action.content
@@ -108,16 +104,17 @@ def _quantized(facts: Mapping[str, Any]) -> str:
 
 def collect(layout: Layout, stats: StatCache, max_size: int | None, *, dry_run: bool) -> GcReport:
     """Remove rubbish and, until the objects take at most `max_size` bytes, entries. Raises CacheError."""
+    removed = 0
     if not dry_run:
         remove_abandoned_scratch()
     if not layout.is_ours():
         return GcReport()
     if not dry_run:
         layout.ensure()
-    hold = held_if_possible if dry_run else held
-    removed = 0 if dry_run else remove_abandoned_staging(layout)
-    with writing(layout.root), hold(layout.lock("gc")):
-        with hold(layout.lock(GUARD)):  # no lease is taken, and so nothing published, while we decide and move
+        removed = remove_abandoned_staging(layout)
+    with writing(layout.root), held(layout.lock("gc"), if_possible=dry_run):
+        # No lease is taken, and so nothing published, while we decide and move.
+        with held(layout.lock(GUARD), if_possible=dry_run):
             if not dry_run:
                 tidy(layout)
             report = _collect_objects(layout, max_size, dry_run=dry_run)
@@ -132,9 +129,9 @@ def collect(layout: Layout, stats: StatCache, max_size: int | None, *, dry_run: 
 
 def _collect_objects(layout: Layout, max_size: int | None, *, dry_run: bool) -> GcReport:
     # Leases are read before actions: a build that ends in between has left either its lease or its action.
-    protected = set(leased(layout, tidy=not dry_run)) | {digest for pin in pins(layout) for digest in pin.objects}
+    protected = leased(layout, tidy=not dry_run)[0] | {digest for pin in pins(layout) for digest in pin.objects}
     by_object: defaultdict[str, list[Entry]] = defaultdict(list)
-    for path, entry in _entries(layout):
+    for path, entry in entries(layout):
         if isinstance(entry, Entry):
             by_object[entry.object].append(entry)
         elif not dry_run:
@@ -175,10 +172,9 @@ def _worth(entries: Sequence[Entry]) -> tuple[bool, float]:
 def _size(directory: Path) -> int:
     """Bytes of all files in a directory; what vanishes meanwhile counts nothing."""
     total = 0
-    for path in directory.rglob("*"):
+    for path in filter(Path.is_file, directory.rglob("*")):
         with suppress(FileNotFoundError):
-            if path.is_file():
-                total += path.stat().st_size
+            total += path.stat().st_size
     return total
 
 
@@ -196,21 +192,16 @@ def _rubbish(layout: Layout) -> Iterator[Path]:
         except FileNotFoundError:
             continue
         if path.name.endswith("-failed"):
-            if age > KEEP_SECONDS:
-                yield path
-        elif path.is_dir():
-            if _is_idle(path.with_name(f"{path.name}.lock")):  # held as long as the process lives
-                yield path
-        elif path.suffix != ".lock" and age > STRAY_SECONDS:
+            gone = age > KEEP_SECONDS
+        elif path.is_dir():  # its lock is held as long as its process lives
+            lock = try_lock(path.with_name(f"{path.name}.lock"), if_possible=True)
+            gone = lock is not None
+            if lock is not None:
+                lock.release()
+        else:
+            gone = path.suffix != ".lock" and age > STRAY_SECONDS
+        if gone:
             yield path
-
-
-def _is_idle(path: Path) -> bool:
-    """Whether nobody holds a lock, as far as is known."""
-    lock = try_lock_if_possible(path)
-    if lock is not None:
-        lock.release()
-    return lock is not None
 
 
 def _remove_idle_locks(layout: Layout) -> None:
@@ -237,7 +228,7 @@ def clean(layout: Layout) -> None:
         )
     layout.ensure()
     with writing(layout.root), held(layout.lock("gc")), held(layout.lock(GUARD)):
-        users = live_leases(layout)
+        _, users = leased(layout)
         if users:
             raise CacheError(
                 f"the cache is in use by process {', '.join(map(str, users))}",

@@ -21,14 +21,14 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from sdflow.disk.atomic_write import write_whole
 from sdflow.disk.input_file import is_regular, read_input
 from sdflow.disk.replace_folder import sync_directory
-from sdflow.errors import CacheError
+from sdflow.errors import CacheError, os_errors_as
 
 log = logging.getLogger("sdflow.store")
 
@@ -66,12 +66,10 @@ class Layout:
         """Whether the root carries the tag that `ensure` writes."""
         try:
             text = read_input(self.tag)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
         except OSError:
             if is_regular(self.tag):
                 raise
-            return False  # a pipe, a folder: no tag
+            return False  # nothing, a pipe, a folder: no tag
         return text.startswith(SIGNATURE.encode()) and b"sdflow" in text
 
     def ensure(self) -> None:
@@ -84,11 +82,10 @@ class Layout:
 
     def foreign(self) -> list[str]:
         """What lies in the root that is neither ours nor a dot file."""
-        names = (entry.name for entry in self.root.iterdir() if not entry.name.startswith("."))
         own = {self.own.name, "lost+found"}
         if not self.tag.is_dir() and not is_regular(self.tag):
             own.add(self.tag.name)  # a pipe, or a link that leads nowhere: no program's tag
-        return sorted(name for name in names if name not in own)
+        return sorted(name for name in os.listdir(self.root) if not name.startswith(".") and name not in own)  # noqa: PTH208
 
     def _adopt(self) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
@@ -109,27 +106,21 @@ class Layout:
 
 def cache_error(root: Path, error: OSError, *, written: int | None = None) -> CacheError:
     """What an OSError means for the user of the cache at `root`. `written`: bytes that were already put there."""
-    place = str(error.filename or root)
     if error.errno in FULL:
         so_far = f" after {written:,} bytes" if written else ""
         limit = "the file size limit of this process is reached" if error.errno == errno.EFBIG else "the disk is full"
-        return CacheError(
-            f"{limit}{so_far}: {free_bytes(root):,} bytes are free ({error.strerror})",
-            where=place,
-            remedy="Nothing was lost and finished steps are kept. Free some space, for example with "
-            "`sdflow cache gc --max-size`, or put the cache on a larger disk; the next run goes on from here.",
+        what = f"{limit}{so_far}: {free_bytes(root):,} bytes are free ({error.strerror})"
+        remedy = (
+            "Nothing was lost and finished steps are kept. Free some space, for example with "
+            "`sdflow cache gc --max-size`, or put the cache on a larger disk; the next run goes on from here."
         )
-    if error.errno in READ_ONLY:
-        return CacheError(
-            f"the cache cannot be written ({error.strerror})",
-            where=place,
-            remedy="What it holds can still be used. To build more, make it writable or give another cache folder.",
-        )
-    return CacheError(
-        f"the cache cannot be read or written ({error.strerror or error})",
-        where=place,
-        remedy="Look at the disk and the permissions, or give another cache folder.",
-    )
+    elif error.errno in READ_ONLY:
+        what = f"the cache cannot be written ({error.strerror})"
+        remedy = "What it holds can still be used. To build more, make it writable or give another cache folder."
+    else:
+        what = f"the cache cannot be read or written ({error.strerror or error})"
+        remedy = "Look at the disk and the permissions, or give another cache folder."
+    return CacheError(what, where=str(error.filename or root), remedy=remedy)
 
 
 def free_bytes(root: Path) -> int:
@@ -141,25 +132,18 @@ def free_bytes(root: Path) -> int:
 
 
 @contextmanager
-def writing(root: Path, *, written: Callable[[], int] | None = None) -> Iterator[None]:
+def writing(root: Path, *, written: Callable[[], int] = lambda: 0) -> Iterator[None]:
     """Turn an OSError of the body into a CacheError that says what to do."""
     try:
         yield
     except OSError as error:
-        raise cache_error(root, error, written=written() if written else None) from error
+        raise cache_error(root, error, written=written()) from error
 
 
-@contextmanager
-def reading(root: Path) -> Iterator[None]:
+def reading(root: Path) -> AbstractContextManager[None]:
     """Turn an OSError of reading into a CacheError."""
-    try:
-        yield
-    except OSError as error:
-        raise CacheError(
-            f"the cache cannot be read ({error.strerror or error})",
-            where=str(error.filename or root),
-            remedy="Look at the permissions and the disk, or give another cache folder.",
-        ) from error
+    remedy = "Look at the permissions and the disk, or give another cache folder."
+    return os_errors_as("the cache cannot be read", root, remedy, CacheError, of_many=True)
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -182,8 +166,7 @@ def make_folder(path: Path) -> None:
 
 
 def replace_file(layout: Layout, path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Give `path` new content at once: readers see the old or the new, whatever is killed when. durable: wait until the
-    disk has it. A directory in its place goes to the trash."""
+    """Give `path` new content at once: readers see the old or the new. durable: wait until the disk has it."""
     if path.is_dir():
         discard(layout, path)
     write_whole(path, data, staging=layout.staging, durable=durable)
@@ -199,7 +182,7 @@ def move(source: Path, destination: Path) -> None:
 
 
 def discard(layout: Layout, path: Path) -> None:
-    """Remove a file or a directory: into the trash with one rename, and then for good. Missing is fine."""
+    """Remove a file or a directory: into the trash with one rename, then for good. Missing is fine."""
     layout.trash.mkdir(parents=True, exist_ok=True)
     grave = layout.trash / f"{path.name[:24]}-{os.urandom(8).hex()}"
     with suppress(FileNotFoundError):
@@ -219,7 +202,7 @@ def remove_tree(path: Path) -> None:
             for name in names:
                 (Path(directory) / name).chmod(0o600)
 
-    def tolerate(function: Any, place: str, info: tuple[type[BaseException], BaseException, Any]) -> None:
+    def tolerate(function: Any, place: str, info: Any) -> None:
         if not isinstance(info[1], FileNotFoundError):
             raise info[1]
 
@@ -229,12 +212,11 @@ def remove_tree(path: Path) -> None:
 def put_aside(layout: Layout, paths: list[Path], reason: str) -> bool:
     """Move `paths` to quarantine with a note. Returns False, and says so, if the cache cannot be written."""
     try:
-        place, moved = _place(layout), 0
+        place = _quarantine(layout)
         for path in paths:
             with suppress(FileNotFoundError):  # another process was first
                 move(path, place / path.name)
-                moved += 1
-        if not moved:
+        if not any(place.iterdir()):
             place.rmdir()
             return True
         (place / "reason.txt").write_text("\n".join([reason, *map(str, paths)]) + "\n")
@@ -248,7 +230,7 @@ def put_aside(layout: Layout, paths: list[Path], reason: str) -> bool:
 def keep_bytes(layout: Layout, name: str, data: bytes, reason: str) -> Path | None:
     """Keep what a remote gave in the place of something else. None if the cache cannot be written."""
     try:
-        place = _place(layout)
+        place = _quarantine(layout)
         (place / Path(name).name).write_bytes(data)
         (place / "reason.txt").write_text(f"{reason}\n")
     except OSError as error:
@@ -257,7 +239,7 @@ def keep_bytes(layout: Layout, name: str, data: bytes, reason: str) -> Path | No
     return place
 
 
-def _place(layout: Layout) -> Path:
+def _quarantine(layout: Layout) -> Path:
     """A new folder. Raises OSError."""
     place = layout.quarantine / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.urandom(4).hex()}"
     place.mkdir(parents=True)

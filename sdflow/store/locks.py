@@ -6,7 +6,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,6 @@ MOST_OF_A_LIST = 64 << 20
 """Bytes of the list of a lease, at most: a million objects."""
 GUARD = "guard"
 """The lock under which leases grow and under which garbage collection decides and moves: it sees every lease."""
-
 # filelock takes 80 ms to import, more than a fully cached plan: it is imported when a lock is first needed.
 
 
@@ -28,22 +27,14 @@ def file_lock(path: Path) -> BaseFileLock:
     """A lock that the operating system drops when its process dies. Waiters look every 5 ms."""
     from filelock import FileLock
 
-    _clear(path)
+    with suppress(OSError):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            remove_tree(path)  # a folder, a link or a socket in its place could never be locked
     return FileLock(path, thread_local=False, poll_interval=0.005)
 
 
-def _clear(path: Path) -> None:
-    """Remove what is no file in the place of a lock: a folder, a link or a socket could never be locked."""
-    try:
-        mode = path.lstat().st_mode
-    except OSError:
-        return
-    if not stat.S_ISREG(mode):
-        remove_tree(path)
-
-
-def try_lock(path: Path) -> BaseFileLock | None:
-    """The lock, held, or None if another process holds it."""
+def try_lock(path: Path, *, if_possible: bool = False) -> BaseFileLock | None:
+    """The lock, held, or None if another process holds it. if_possible: on a read-only cache that is not known: None too."""
     from filelock import Timeout
 
     lock = file_lock(path)
@@ -51,53 +42,44 @@ def try_lock(path: Path) -> BaseFileLock | None:
         lock.acquire(timeout=0)
     except Timeout:
         return None
-    return lock
-
-
-def try_lock_if_possible(path: Path) -> BaseFileLock | None:
-    """The same; on a read-only cache it is not known whether another holds it, and counts as held."""
-    try:
-        return try_lock(path)
     except OSError as error:
-        if error.errno not in READ_ONLY:
+        if not if_possible or error.errno not in READ_ONLY:
             raise
         return None
+    return lock
 
 
 @contextmanager
 def held(
-    path: Path, waiting: Callable[[], None] | None = None, meanwhile: Callable[[], None] = lambda: None
+    path: Path,
+    waiting: Callable[[], None] = lambda: None,
+    meanwhile: Callable[[], None] = lambda: None,
+    *,
+    if_possible: bool = False,
 ) -> Iterator[None]:
     """Hold the lock at `path`. If another process has it, `waiting` is called once, and `meanwhile` again and again:
-    what that raises ends the waiting."""
+    what that raises ends the waiting. if_possible: on a read-only cache, for those who change nothing, go on without."""
     from filelock import Timeout
 
-    lock = try_lock(path)
-    if lock is None:
-        if waiting:
+    lock = None
+    try:
+        lock = try_lock(path)
+        if lock is None:
             waiting()
-        lock = file_lock(path)
+            lock = file_lock(path)
         while not lock.is_locked:
             try:
                 lock.acquire(timeout=0.2)
             except Timeout:
                 meanwhile()
+    except OSError as error:
+        if not if_possible or error.errno not in READ_ONLY:
+            raise
     try:
         yield
     finally:
-        lock.release()
-
-
-@contextmanager
-def held_if_possible(path: Path) -> Iterator[None]:
-    """Hold the lock at `path`; on a read-only cache, for those who change nothing, go on without."""
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(held(path))
-        except OSError as error:
-            if error.errno not in READ_ONLY:
-                raise
-        yield
+        if lock is not None:
+            lock.release()
 
 
 class Lease:
@@ -130,35 +112,22 @@ class Lease:
             self._lock = None
 
 
-def leased(layout: Layout, *, tidy: bool = True) -> dict[str, int]:
-    """Object digest -> process that uses it. Call it under the guard lock. tidy: remove the leases of dead processes.
-
-    Where no lock can be tried, the cache being read-only, every lease counts.
-    """
-    users: dict[str, int] = {}
+def leased(layout: Layout, *, tidy: bool = True) -> tuple[set[str], list[int]]:
+    """The objects that processes use, and these processes; on a read-only cache, of every lease. Call it under the guard lock.
+    tidy: remove the leases of dead processes."""
+    objects: set[str] = set()
+    users = []
     for path in layout.leases.glob("*.lock"):
         listed = path.with_suffix(".txt")
-        lock = try_lock(path) if tidy else try_lock_if_possible(path)
+        lock = try_lock(path, if_possible=not tidy)
         if lock is not None:
             if tidy:
                 listed.unlink(missing_ok=True)
                 path.unlink(missing_ok=True)
             lock.release()
             continue
+        number = path.name.split("-")[0]
+        users.append(int(number) if number.isdecimal() and len(number) < 20 else 0)
         with suppress(FileNotFoundError):  # it ended just now
-            users.update(
-                dict.fromkeys(read_input(listed, MOST_OF_A_LIST).decode(errors="replace").split(), _process(path))
-            )
-    return users
-
-
-def _process(path: Path) -> int:
-    """0 for a name that no lease has."""
-    number = path.name.split("-")[0]
-    return int(number) if number.isdecimal() and len(number) < 20 else 0
-
-
-def live_leases(layout: Layout) -> list[int]:
-    """The processes that hold a lease, with or without objects. Call it under the guard lock."""
-    leased(layout)
-    return sorted(_process(path) for path in layout.leases.glob("*.lock"))
+            objects.update(read_input(listed, MOST_OF_A_LIST).decode(errors="replace").split())
+    return objects, sorted(users)

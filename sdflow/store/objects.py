@@ -7,8 +7,8 @@ import json
 import os
 import stat
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -17,13 +17,12 @@ from sdflow.digest import FileEntry, canonical_json, digest_file, digest_tree
 from sdflow.disk.atomic_write import sync_file
 from sdflow.disk.replace_folder import sync_directory
 from sdflow.store.layout import Layout, put_aside, reading, write_file
-from sdflow.store.records import BadRecord, load_action, read_record
+from sdflow.store.records import BadRecord, Stored, load_action, read_record
 from sdflow.store.stat_cache import SHA256, Known, StatCache, identity
 
 READERS, FILE = 0o555, 0o444
 """Masks of permissions: what is sealed is written by nobody, and a file is not searched or run."""
-MANIFEST = "manifest.json"
-FILES = "files"
+MANIFEST, FILES = "manifest.json", "files"
 _DAMAGED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 """What reading gives where a file or folder of an object is missing, is of another kind, or is a link to itself."""
 
@@ -37,20 +36,16 @@ class AbsentObject(BadTree):
 
 
 def scan(files: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Every file under `files` with its POSIX path and stat.
-
-    Raises BadTree for links, devices and files with a second hardlink: onnx refuses to read weights through them.
-    """
+    """Every file under `files` with its POSIX path and stat. Raises BadTree for links, devices and files with a second hardlink:
+    onnx refuses to read weights through them."""
     with os.scandir(files) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
             path = Path(entry.path)
             found = path.lstat()
             if stat.S_ISDIR(found.st_mode):
                 yield from ((f"{entry.name}/{inner}", file) for inner, file in scan(path))
-            elif stat.S_ISLNK(found.st_mode):
-                raise BadTree(f"{entry.name} is a symbolic link")
             elif not stat.S_ISREG(found.st_mode):
-                raise BadTree(f"{entry.name} is not a regular file")
+                raise BadTree(f"{entry.name} is {'a symbolic link' if path.is_symlink() else 'not a regular file'}")
             elif found.st_nlink > 1:
                 raise BadTree(f"{entry.name} is a hardlink to another file")
             else:
@@ -62,35 +57,31 @@ def tree_of(files: Path) -> str:
     return digest_tree(FileEntry(name, found.st_size, digest_file(files / name)) for name, found in scan(files))
 
 
-def seal(files: Path, digests: Mapping[str, str]) -> tuple[tuple[FileEntry, ...], list[tuple[str, str, str]]]:
+def seal(files: Path, digests: Mapping[str, str]) -> dict[FileEntry, str]:
     """Write everything under `files` out to the disk, make it read-only, and hash what is not in `digests`.
 
-    Who may read it follows from the folder that `files` lies in, and so from the umask: a pass may have made a file private by
-    accident (`tempfile`), and one that was copied has the mode of its source.
-
-    Returns the entries, and (path, identity, SHA-256) of each for the stat cache. Raises BadTree when there is
-    nothing, or something that is no plain file. Empty directories go: they have no digest.
+    Returns the entries in order, each with its identity for the stat cache. Raises BadTree for nothing, or for what is no plain
+    file. Empty directories go: they have no digest. Who may read it follows from the folder, and so from the umask.
     """
     names = [name for name, _ in scan(files)]
     if not names:
         raise BadTree("no file was written")
     readers = stat.S_IMODE(files.parent.stat().st_mode) & READERS
-    entries, stats = [], []
+    sealed = {}
     for name in names:
         path = files / name
         sync_file(path)
         path.chmod(readers & FILE)
         sha256 = digests.get(name) or digest_file(path)
         after = path.stat()
-        entries.append(FileEntry(name, after.st_size, sha256))
-        stats.append((name, identity(after), sha256))
+        sealed[FileEntry(name, after.st_size, sha256)] = identity(after)
     for directory, _, _ in os.walk(files, topdown=False):
         if not os.listdir(directory):  # noqa: PTH208  (os.walk gives strings)
             os.rmdir(directory)  # noqa: PTH106
             continue
         sync_directory(Path(directory))
         os.chmod(directory, readers)  # noqa: PTH101
-    return tuple(sorted(entries)), stats
+    return dict(sorted(sealed.items()))
 
 
 def write_manifest(directory: Path, entries: tuple[FileEntry, ...]) -> None:
@@ -104,14 +95,11 @@ def write_manifest(directory: Path, entries: tuple[FileEntry, ...]) -> None:
 
 def read_manifest(directory: Path, digest: str) -> tuple[FileEntry, ...]:
     """The files that an object should hold. Raises AbsentObject, or BadTree if the manifest is not that of `digest`."""
-    with _being_there(directory):
-        try:
-            data = read_record(directory / MANIFEST)
-        except BadRecord as error:
-            raise BadTree(f"the manifest cannot be read: {error}") from error
     try:
-        entries = tuple(FileEntry(str(path), int(size), str(sha)) for path, size, sha in json.loads(data)["files"])
-    except (ValueError, KeyError, TypeError) as error:
+        with _being_there(directory):
+            files = json.loads(read_record(directory / MANIFEST))["files"]
+        entries = tuple(FileEntry(str(path), int(size), str(sha)) for path, size, sha in files)
+    except (BadRecord, ValueError, KeyError, TypeError) as error:
         raise BadTree(f"the manifest cannot be read ({error})") from error
     if digest_tree(entries) != digest:
         raise BadTree("the manifest does not belong to this object")
@@ -122,11 +110,8 @@ def read_manifest(directory: Path, digest: str) -> tuple[FileEntry, ...]:
 
 
 def find(layout: Layout, stats: StatCache, digest: str, *, anew: bool = False) -> Artifact:
-    """The object, if each of its files has the right size and, by its stat, the content that was hashed before.
-
-    Files whose stat is not known are hashed again, and with `anew` all. Raises AbsentObject, BadTree, also for a file that the
-    manifest does not list, or that is not plain or has a second link.
-    """
+    """The object, if each of its files has the right size and, by its stat, the content that was hashed before; anew: by its
+    content. Raises AbsentObject, BadTree, also for a file that the manifest does not list."""
     directory = layout.object(digest)
     with _being_there(directory):
         entries = read_manifest(directory, digest)
@@ -138,7 +123,11 @@ def find(layout: Layout, stats: StatCache, digest: str, *, anew: bool = False) -
             if not anew and found.st_size != entry.size:
                 raise BadTree(f"{entry.path} does not have {entry.size} bytes")
             if anew or stats.recall(path, SHA256, identity(found)) != entry.sha256:
-                _rehash(path, entry, stats)
+                now, sha256 = identity(path.stat()), digest_file(path)
+                if identity(path.stat()) == now and stats.recall(path, SHA256, now) != sha256:
+                    stats.remember([Known(path, SHA256, now, sha256)])
+                if sha256 != entry.sha256:
+                    raise BadTree(f"{entry.path} does not have the content that was published")
     return Artifact(digest, directory / FILES, entries)
 
 
@@ -165,21 +154,23 @@ def _being_there(directory: Path) -> Iterator[None]:
         raise
 
 
-def _rehash(path: Path, entry: FileEntry, stats: StatCache) -> None:
-    """Hash a file again and note the result. Raises BadTree if it is not what the manifest says."""
-    before = path.stat()
-    sha256 = digest_file(path)
-    now = identity(before)
-    if identity(path.stat()) == now and stats.recall(path, SHA256, now) != sha256:
-        stats.remember([Known(path, SHA256, now, sha256)])
-    if sha256 != entry.sha256:
-        raise BadTree(f"{entry.path} does not have the content that was published")
+def actions(layout: Layout) -> Iterator[tuple[Path, Stored | BadRecord]]:
+    """Every action's file, with what it says or what is wrong with it. Raises OSError."""
+    for path in sorted(layout.actions.glob("*/*.json")):
+        with suppress(FileNotFoundError):  # forgotten just now
+            try:
+                stored = load_action(read_record(path))
+                if layout.action(stored.action.digest) != path:
+                    raise BadRecord("it belongs to another action")
+            except BadRecord as error:
+                yield path, error
+            else:
+                yield path, stored
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """objects, actions, bytes: what was read and is sound. damaged: (path, what is wrong), now in quarantine; but for those
-    in `stuck`, which could not be moved there."""
+    """objects, actions, bytes: what is sound. damaged: (path, what is wrong), now in quarantine; but for those in `stuck`."""
 
     objects: int
     actions: int
@@ -188,43 +179,29 @@ class VerifyReport:
     stuck: tuple[Path, ...] = ()
 
 
-def verify(layout: Layout, stats: StatCache, progress: Callable[[str, int], None] | None = None) -> VerifyReport:
-    """Hash everything again and put what is damaged aside. `progress` gets each object's digest and bytes when done.
-
-    Raises CacheError if the cache cannot be read.
-    """
+def verify(layout: Layout, stats: StatCache) -> VerifyReport:
+    """Hash everything again and put what is damaged aside. Raises CacheError if the cache cannot be read."""
     damaged: list[tuple[Path, str]] = []
     stuck: list[Path] = []
     actions_of: defaultdict[str, list[Path]] = defaultdict(list)
-    sound_bytes = sound_objects = actions = 0
+    sound: list[int] = []
+
+    def is_damaged(path: Path, why: Exception, *others: Path) -> None:
+        damaged.append((path, str(why)))
+        if not put_aside(layout, [path, *others], str(why)):
+            stuck.append(path)
+
     with reading(layout.root):
-        for path in sorted(layout.actions.glob("*/*.json")):
-            try:
-                stored = load_action(read_record(path))
-                if layout.action(stored.action.digest) != path:
-                    raise BadRecord("it belongs to another action")
-            except FileNotFoundError:
-                continue
-            except BadRecord as error:
-                damaged.append((path, str(error)))
-                if not put_aside(layout, [path], str(error)):
-                    stuck.append(path)
-                continue
-            actions_of[stored.object].append(path)
-            actions += 1
+        for path, stored in actions(layout):
+            if isinstance(stored, Stored):
+                actions_of[stored.object].append(path)
+            else:
+                is_damaged(path, stored)
         for path in sorted(layout.objects.glob("*/*")):
             try:
-                artifact = find(layout, stats, path.name, anew=True)
+                sound.append(find(layout, stats, path.name, anew=True).bytes)
             except AbsentObject:  # collected just now
                 continue
             except BadTree as error:
-                damaged.append((path, str(error)))
-                actions -= len(actions_of[path.name])
-                if not put_aside(layout, [path, *actions_of[path.name]], str(error)):
-                    stuck.append(path)
-                continue
-            sound_objects += 1
-            sound_bytes += artifact.bytes
-            if progress:
-                progress(path.name, artifact.bytes)
-    return VerifyReport(sound_objects, actions, sound_bytes, tuple(damaged), tuple(stuck))
+                is_damaged(path, error, *actions_of.pop(path.name, ()))
+    return VerifyReport(len(sound), sum(map(len, actions_of.values())), sum(sound), tuple(damaged), tuple(stuck))

@@ -2,9 +2,8 @@
 
 A pin says which objects a pipeline links to. It is written before the pipeline takes its place, and counts for as long as
 the pipeline is there, known by its sdflow.json: at its place, at the same place seen from the cache (the project was
-moved), or anywhere on the file system (it was moved or renamed: the file's second name lies beside the pin, and as long
-as it has two names, the pipeline has one of them). So no pin is taken away from a pipeline by another. Collection does
-not rest on pins alone: it looks into the folders, and into those beside them, and takes what they really link to.
+moved), or anywhere on the file system (it was moved: the file's second name lies beside the pin). Collection also looks
+into the folders, and into those beside them, and takes what they really link to.
 
 A pipeline whose sdflow.json is damaged or gone is known by its model_index.json or by its links. Its pin says which files
 were put there: the folder is built anew, and nobody's own file is lost.
@@ -15,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,45 +64,68 @@ def write_pin(layout: Layout, pin: Pin, described: Path | None) -> None:
         }
     )
     if described is not None:
-        _link(path.with_suffix(_SECOND_NAME), described / MANIFEST_FILE)
-    if _content(path) != content:
+        link, source = path.with_suffix(_SECOND_NAME), described / MANIFEST_FILE
+        try:
+            if not (link.exists() and link.samefile(source)):
+                link.unlink(missing_ok=True)
+                link.hardlink_to(source)
+        except OSError as error:  # a file system without hardlinks
+            log.debug("no second name for %s: %s", source, error)
+    if _digest(path) != hashlib.sha256(content).hexdigest():
         replace_file(layout, path, content, durable=True)
     for other in layout.pins.glob(f"*-{identity}.json"):  # of another name
         if other != path:
             other.unlink(missing_ok=True)
 
 
-def _content(path: Path) -> bytes | None:
+def _digest(path: Path) -> str | None:
     with suppress(OSError):
-        return read_input(path)
+        return hashlib.sha256(read_input(path)).hexdigest()
     return None
 
 
-def _digest(path: Path) -> str | None:
-    content = _content(path)
-    return None if content is None else hashlib.sha256(content).hexdigest()
+@dataclass(frozen=True)
+class _Record:
+    """A pin, or a note of a folder of pipelines, as it was read. places: where its folder may be."""
+
+    path: Path
+    body: Mapping[str, Any]
+    places: tuple[Path, ...]
 
 
-def _link(link: Path, source: Path) -> None:
-    """A second name for the sdflow.json of a folder, beside its pin, where the file system gives one."""
-    try:
-        if not (link.exists() and link.samefile(source)):
-            link.unlink(missing_ok=True)
-            link.hardlink_to(source)
-    except OSError as error:
-        log.debug("no second name for %s: %s", source, error)
+def _records(layout: Layout, folder: Path) -> Iterator[_Record]:
+    for path in sorted(folder.glob("*.json")):
+        try:
+            body = load(read_record(path))
+        except FileNotFoundError:
+            continue
+        except (BadRecord, OSError) as error:
+            log.warning("%s does not count: %s; assemble the pipeline again to protect what it uses", path, error)
+            continue
+        places = [Path(body["folder"])] if body.get("folder") else []
+        if body.get("relative"):
+            places.append(Path(os.path.normpath(layout.root.absolute() / body["relative"])))
+        yield _Record(path, body, tuple(dict.fromkeys(places)))
 
 
-def _counts(layout: Layout, path: Path, body: Mapping[str, Any], places: Sequence[Path]) -> bool:
+def _place(layout: Layout, folder: Path | None) -> dict[str, str | None]:
+    """A folder in two spellings: absolute, and as seen from the cache."""
+    relative = None
+    with suppress(ValueError):  # Windows: another drive
+        relative = os.path.relpath(folder, layout.root.absolute()) if folder else None
+    return {"folder": str(folder) if folder else None, "relative": relative}
+
+
+def _counts(layout: Layout, pin: _Record) -> bool:
     """Whether what a pin stands for is still there: at one of its places, or elsewhere on the file system."""
     with suppress(OSError):
-        if path.with_suffix(_SECOND_NAME).stat().st_nlink > 1:
+        if pin.path.with_suffix(_SECOND_NAME).stat().st_nlink > 1:
             return True
-    manifest = body.get("manifest")
-    return not places or any(
+    manifest = pin.body.get("manifest")
+    return not pin.places or any(
         place.exists()
-        and (manifest is None or _digest(place / MANIFEST_FILE) == manifest or _is_left(layout, place, body))
-        for place in places
+        and (manifest is None or _digest(place / MANIFEST_FILE) == manifest or _is_left(layout, place, pin.body))
+        for place in pin.places
     )
 
 
@@ -122,64 +144,28 @@ def _is_left(layout: Layout, place: Path, body: Mapping[str, Any]) -> bool:
 
 def files_put(layout: Layout, folder: Path) -> frozenset[str] | None:
     """What sdflow put into a folder that has lost its sdflow.json, as POSIX paths; None where no pin proves that it did."""
-    found = [
-        body
-        for _, body in _records(layout, sorted(layout.pins.glob("*.json")))
-        if folder in _places(layout, body) and _is_left(layout, folder, body)
-    ]
-    return frozenset(name for body in found for name in body.get("files", ())) if found else None
-
-
-def _place(layout: Layout, folder: Path | None) -> dict[str, str | None]:
-    """A folder in two spellings: absolute, and as seen from the cache."""
-    if folder is None:
-        return {"folder": None, "relative": None}
-    relative = None
-    with suppress(ValueError):  # Windows: another drive
-        relative = os.path.relpath(folder, layout.root.absolute())
-    return {"folder": str(folder), "relative": relative}
-
-
-def _places(layout: Layout, body: Mapping[str, Any]) -> list[Path]:
-    """Where the folder of a record may be."""
-    found = [Path(body["folder"])] if body.get("folder") else []
-    if body.get("relative"):
-        found.append(Path(os.path.normpath(layout.root.absolute() / body["relative"])))
-    return list(dict.fromkeys(found))
+    pins = [pin for pin in _records(layout, layout.pins) if folder in pin.places and _is_left(layout, folder, pin.body)]
+    return frozenset(name for pin in pins for name in pin.body.get("files", ())) if pins else None
 
 
 def pins(layout: Layout) -> list[Pin]:
     """The pins that count, and what the folders that are known, and those beside them, link to."""
     found: list[Pin] = []
     parents = list(output_folders(layout))
-    for path, body in _records(layout, sorted(layout.pins.glob("*.json"))):
-        places = _places(layout, body)
-        parents += [place.parent for place in places]
-        if _counts(layout, path, body, places):
-            folder = next((place for place in places if place.exists()), places[0] if places else None)
-            found.append(Pin(body["name"], folder, tuple(body["objects"])))
+    for pin in _records(layout, layout.pins):
+        parents += [place.parent for place in pin.places]
+        if _counts(layout, pin):
+            folder = next((place for place in pin.places if place.exists()), pin.places[0] if pin.places else None)
+            found.append(Pin(pin.body["name"], folder, tuple(pin.body["objects"])))
     pinned = {(pin.folder, digest) for pin in found for digest in pin.objects}
-    for folder in (folder for parent in dict.fromkeys(parents) for folder in _pipelines(parent)):
-        objects = [digest for digest in sorted(linked_objects(layout, folder)) if (folder, digest) not in pinned]
-        found += [Pin(folder.name, folder, tuple(objects))] if objects else []
+    for parent in dict.fromkeys(parents):
+        folders: list[Path] = []
+        with suppress(OSError):
+            folders = [path for path in sorted(parent.iterdir()) if (path / MANIFEST_FILE).is_file()]
+        for folder in folders:
+            objects = [digest for digest in sorted(linked_objects(layout, folder)) if (folder, digest) not in pinned]
+            found += [Pin(folder.name, folder, tuple(objects))] if objects else []
     return found
-
-
-def _records(layout: Layout, paths: Sequence[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    for path in paths:
-        try:
-            yield path, load(read_record(path))
-        except FileNotFoundError:
-            continue
-        except (BadRecord, OSError) as error:
-            log.warning("%s does not count: %s; assemble the pipeline again to protect what it uses", path, error)
-
-
-def _pipelines(parent: Path) -> Iterator[Path]:
-    with suppress(OSError):
-        for path in sorted(parent.iterdir()):
-            if (path / MANIFEST_FILE).is_file():
-                yield path
 
 
 def linked_objects(layout: Layout, folder: Path) -> set[str]:
@@ -202,10 +188,9 @@ def note_output_folder(layout: Layout, folder: Path) -> None:
         replace_file(layout, path, dump({"format": 1, **_place(layout, folder)}), durable=True)
 
 
-def output_folders(layout: Layout) -> Iterator[Path]:
+def output_folders(layout: Layout) -> list[Path]:
     """The folders that are there of those that were noted."""
-    for _, body in _records(layout, sorted(layout.outputs.glob("*.json"))):
-        yield from (place for place in _places(layout, body) if place.is_dir())
+    return [place for noted in _records(layout, layout.outputs) for place in noted.places if place.is_dir()]
 
 
 def remove_abandoned_staging(layout: Layout) -> int:
@@ -215,10 +200,10 @@ def remove_abandoned_staging(layout: Layout) -> int:
 
 def tidy(layout: Layout) -> None:
     """Forget the pins that no longer count, and folders that are gone."""
-    for path, body in _records(layout, list(layout.pins.glob("*.json"))):
-        if not _counts(layout, path, body, _places(layout, body)):
-            for each in (path, path.with_suffix(_SECOND_NAME)):
+    for pin in _records(layout, layout.pins):
+        if not _counts(layout, pin):
+            for each in (pin.path, pin.path.with_suffix(_SECOND_NAME)):
                 each.unlink(missing_ok=True)
-    for path, body in _records(layout, list(layout.outputs.glob("*.json"))):
-        if not any(place.is_dir() for place in _places(layout, body)):
-            path.unlink(missing_ok=True)
+    for noted in _records(layout, layout.outputs):
+        if not any(place.is_dir() for place in noted.places):
+            noted.path.unlink(missing_ok=True)

@@ -29,7 +29,7 @@ from sdflow.store.stat_cache import SHA256, Known, StatCache
 
 @dataclass
 class Staging:
-    """Where a pass writes. `files` is an empty directory; `publish` makes it an entry of the cache."""
+    """Where a pass writes: `files`, which `publish` makes an entry of the cache."""
 
     _layout: Layout
     _stats: StatCache
@@ -39,7 +39,7 @@ class Staging:
     _lookup: Callable[[Action], Record | None]
     kept: Path | None = None
     _published: bool = False
-    _sealed: tuple[tuple[FileEntry, ...], list[tuple[str, str, str]]] | None = None
+    _sealed: Mapping[FileEntry, str] | None = None
 
     @property
     def files(self) -> Path:
@@ -47,43 +47,38 @@ class Staging:
 
     def clear(self, *, keep: bool) -> None:
         """Clear the directory away; after a failure, `keep` leaves it as `<name>-failed`, where `kept` says."""
-        if not self.path.exists():
-            return
-        if keep and not self._published:
+        if keep and not self._published and self.path.exists():
             kept = self.path.with_name(f"{self.path.name}-failed")
             move(self.path, kept)
             self.kept = kept
-            return
-        discard(self._layout, self.path)
+        elif self.path.exists():
+            discard(self._layout, self.path)
 
     def bytes_written(self) -> int:
         return sum(path.lstat().st_size for path in self.path.rglob("*") if path.is_file())
 
     def tree_digest(self) -> str:
         """The digest of what was written, to compare without publishing. Seals the files: nothing may follow."""
-        return digest_tree(self._seal()[0])
+        return digest_tree(self._seal())
 
     def publish(
         self,
         facts: Facts,
         built: Mapping[str, Any],
-        digests: Mapping[str, str] | None = None,
+        digests: Mapping[str, str] = MappingProxyType({}),
         noted: Sequence[tuple[str, str, str]] = (),
     ) -> Record:
-        """Make the files the result of the action, and return the record that the cache now has.
+        """Make the files the result of the action, and return the record that the cache now has: another build's when another
+        process was first, so that all agree.
 
-        digests: SHA-256 of files whose writer hashed them on the way: they are not read again. noted: (file, what, value) for
-        the stat cache.
-        That is another build's record when another process was first: the first result stands, so that all agree.
+        digests: SHA-256 of files whose writer hashed them on the way. noted: (file, what, value) for the stat cache.
         Raises PassError for files that no object may hold, CacheError when the cache cannot be written.
         """
         canonical_json([facts, built])  # fails here, not half way, when they are no JSON
-        entries, _ = self._seal(digests or {})
-        digest = digest_tree(entries)
+        digest = digest_tree(self._seal(digests))
         with writing(self._layout.root, written=self.bytes_written):
             self._lease.add(digest)
-            artifact = self._place_object(digest, entries, noted)
-            record = Record(self.action, artifact, facts, built)
+            record = Record(self.action, self._place_object(digest, noted), facts, built)
             data = dump_action(Stored(self.action, digest, facts, built, time.time()))
             while not self._commit(data):
                 first = self._lookup(self.action)
@@ -95,9 +90,7 @@ class Staging:
             self._published = True
             return record
 
-    def _seal(
-        self, digests: Mapping[str, str] = MappingProxyType({})
-    ) -> tuple[tuple[FileEntry, ...], list[tuple[str, str, str]]]:
+    def _seal(self, digests: Mapping[str, str] = MappingProxyType({})) -> Mapping[FileEntry, str]:
         if self._sealed is None:
             with writing(self._layout.root, written=self.bytes_written):
                 try:
@@ -110,13 +103,11 @@ class Staging:
                     ) from error
         return self._sealed
 
-    def _place_object(
-        self, digest: str, entries: tuple[FileEntry, ...], noted: Sequence[tuple[str, str, str]]
-    ) -> Artifact:
+    def _place_object(self, digest: str, noted: Sequence[tuple[str, str, str]]) -> Artifact:
         """Rename our copy into the objects, or take the one that is there if it is sound."""
-        target = self._layout.object(digest)
+        target, sealed = self._layout.object(digest), self._seal()
         if not (self.path / MANIFEST).exists():
-            write_manifest(self.path, entries)
+            write_manifest(self.path, tuple(sealed))
         while True:
             try:
                 artifact = find(self._layout, self._stats, digest, anew=True)
@@ -129,21 +120,23 @@ class Staging:
             make_folder(target.parent)
             try:
                 self.path.rename(target)
+                break
             except OSError as error:
-                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another process was first: look at its copy
-                    continue
-                raise
-            target.chmod(stat.S_IMODE(target.stat().st_mode) & READERS)
-            sync_directory(target.parent)
-            sync_directory(self._layout.objects)
-            artifact = Artifact(digest, target / FILES, entries)
-            _, stats = self._seal()
-            self._stats.remember(Known(artifact.path / name, SHA256, now, sha256) for name, now, sha256 in stats)
-            identities = {name: now for name, now, _ in stats}
-            self._stats.remember(
-                Known(artifact.path / name, what, identities[name], value) for name, what, value in noted
-            )
-            return artifact
+                if error.errno not in (
+                    errno.ENOTEMPTY,
+                    errno.EEXIST,
+                ):  # else another process was first: look at its copy
+                    raise
+        target.chmod(stat.S_IMODE(target.stat().st_mode) & READERS)
+        sync_directory(target.parent)
+        sync_directory(self._layout.objects)
+        artifact = Artifact(digest, target / FILES, tuple(sealed))
+        identities = {entry.path: now for entry, now in sealed.items()}
+        known = [(entry.path, SHA256, entry.sha256) for entry in sealed]
+        self._stats.remember(
+            Known(artifact.path / name, what, identities[name], value) for name, what, value in (*known, *noted)
+        )
+        return artifact
 
     def _commit(self, data: bytes) -> bool:
         """Write the action file unless there is one; the first of several processes wins."""

@@ -23,9 +23,24 @@ class BadRecord(Exception):
     """A file is not a record: truncated, altered, or of another format."""
 
 
+@dataclass(frozen=True)
+class Stored:
+    """What an action file says: this action gave that object, at `published` (seconds since 1970)."""
+
+    action: Action
+    object: str
+    facts: Mapping[str, Any]
+    built: Mapping[str, Any]
+    published: float
+
+
 def dump(body: Mapping[str, Any]) -> bytes:
     """The file content for `body`. Raises TypeError or ValueError for what JSON cannot hold."""
     return canonical_json({"record": body, "sha256": digest_json(body)})
+
+
+def dump_action(stored: Stored) -> bytes:
+    return dump({"format": 1, **vars(stored), "action": stored.action.content})
 
 
 def read_record(path: Path) -> bytes:
@@ -49,30 +64,6 @@ def load(data: bytes) -> dict[str, Any]:
     if not isinstance(body, dict) or actual != claimed:
         raise BadRecord("it was altered after it was written")
     return body
-
-
-@dataclass(frozen=True)
-class Stored:
-    """What an action file says: this action gave that object, at `published` (seconds since 1970)."""
-
-    action: Action
-    object: str
-    facts: Mapping[str, Any]
-    built: Mapping[str, Any]
-    published: float
-
-
-def dump_action(stored: Stored) -> bytes:
-    return dump(
-        {
-            "format": 1,
-            "action": stored.action.content,
-            "object": stored.object,
-            "facts": stored.facts,
-            "built": stored.built,
-            "published": stored.published,
-        }
-    )
 
 
 def load_action(data: bytes) -> Stored:

@@ -13,7 +13,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,7 +31,6 @@ who is trusted."""
 EARLIER = re.compile("[0-9a-f]{64}")
 """A public key of an earlier sdflow (Ed25519). What it signed is read by this release for the last time."""
 POINT = re.compile("0[23]([0-9a-f]{64}|[0-9a-f]{96}|[0-9a-f]{132})")
-"""A public key."""
 SIGNER = re.compile(rf"{EARLIER.pattern}|{POINT.pattern}|sigstore:\S+ https?://\S+|.+\.(pem|pub|crt|cer)")
 """How who is trusted is written: a public key, the identity and issuer of Sigstore, or a PEM file of a key or of root
 certificates."""
@@ -49,14 +48,9 @@ class Untrusted(Exception):
     """Something is signed by none of those who are trusted."""
 
 
-def require_signing(what: str) -> None:
-    """Raises UsageError where signatures cannot be made or checked."""
-    require_packages(what, *EXTRAS["sign"])
-
-
 def require_signers(trust: Sequence[str]) -> None:
     """Raises UsageError for one who is trusted whose key or certificate cannot be read."""
-    require_signing("checking signatures")
+    require_packages("checking signatures", *EXTRAS["sign"])
     for each in trust:
         if POINT.fullmatch(each) or is_file(each):
             _pem_of(each)
@@ -64,13 +58,9 @@ def require_signers(trust: Sequence[str]) -> None:
 
 def is_public_key(key: str) -> bool:
     """Whether it is a public key: what looks like one need not be a point of its curve."""
-    if not POINT.fullmatch(key):
-        return False
-    try:
-        _pem_of(key)
-    except UsageError:
-        return False
-    return True
+    with suppress(UsageError):
+        return bool(POINT.fullmatch(key) and _pem_of(key))
+    return False
 
 
 def is_file(trusted: str) -> bool:
@@ -83,14 +73,12 @@ def make_key(path: Path) -> str:
 
     Returns the public key as `trust` takes it.
     """
-    require_signing("making a key")
-    from cryptography.hazmat.primitives import serialization
+    require_packages("making a key", *EXTRAS["sign"])
     from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
     key = ec.generate_private_key(ec.SECP256R1())
-    data = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
+    data = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     with os_errors_as("the key cannot be written", path, "Name a new file."):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "wb") as stream:  # noqa: PTH123
@@ -114,9 +102,8 @@ class Signer:
     trust_config: Path | None = None
 
     def __post_init__(self) -> None:
-        require_signing("signing")
-        if self.key is not None:
-            _ = self.public
+        require_packages("signing", *EXTRAS["sign"])
+        _ = self.public
 
     @cached_property
     def public(self) -> str:
@@ -128,9 +115,8 @@ class Signer:
 
         where, remedy = str(self.key), f"Name a PEM file with a private key of the curve P-256; {_NEW_KEY}"
         try:
-            key = serialization.load_pem_private_key(read_input(self.key.expanduser()), None)
-        except OSError as error:
-            raise UsageError(f"cannot be read ({error.strerror})", where=where, remedy=remedy) from error
+            with os_errors_as("cannot be read", where, remedy):
+                key = serialization.load_pem_private_key(read_input(self.key.expanduser()), None)
         except (ValueError, TypeError) as error:
             raise UsageError("holds no private key without a password", where=where, remedy=remedy) from error
         if isinstance(key, ed25519.Ed25519PrivateKey):
@@ -158,23 +144,20 @@ class Signer:
                 config.use_sigstore_signer(
                     use_ambient_credentials=True, identity_token=self.identity_token, trust_config=self.trust_config
                 )
-            elif self.certificates is not None:
-                config.use_certificate_signer(
-                    private_key=self.key.expanduser(),
-                    signing_certificate=self.certificates.expanduser(),
-                    certificate_chain=[self.certificates.expanduser()],
-                )
-            else:
+            elif self.certificates is None:
                 config.use_elliptic_key_signer(private_key=self.key.expanduser())
+            else:
+                chain = self.certificates.expanduser()
+                config.use_certificate_signer(
+                    private_key=self.key.expanduser(), signing_certificate=chain, certificate_chain=[chain]
+                )
             signature = Path(folder, "signature")
             config.sign(place, signature)
             return signature.read_bytes()
 
     def signature(self, data: bytes) -> bytes:
         """Of a file with this content."""
-        with tempfile.TemporaryDirectory(prefix="sdflow-") as folder:
-            model = Path(folder, "signed")
-            model.write_bytes(data)
+        with _written(data) as model:
             return self.sign(model)
 
 
@@ -191,31 +174,44 @@ def certificates_from_environment(environment: Mapping[str, str] = os.environ) -
     return Path(certificates) if certificates else None
 
 
-def verify(model: Path, signature: Path, trust: Sequence[str], trust_config: Path | None = None) -> str:
+def verify(model: Path, signature: bytes, trust: Sequence[str], trust_config: Path | None = None) -> str:
     """Check that one of those who are trusted has signed a file or folder as it is, and return which.
 
     Raises Untrusted, which says why; UsageError for a trusted key or certificate that cannot be read.
     """
     why = "no key that is trusted has signed it"
-    by_key, hint = _made_by(signature)
+    try:
+        bundle = parse_json(signature)
+        material = bundle["verificationMaterial"]
+        by_key = "publicKey" in material
+        hint = by_key and (material["publicKey"] or {}).get("hint")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Untrusted(f"its signature is no bundle of Sigstore ({error})") from error
     for trusted in trust:
         if EARLIER.fullmatch(trusted):
             continue
         pem = None if trusted.startswith(f"{SIGSTORE}:") else _pem_of(trusted)
         is_key = pem is not None and _CERTIFICATE not in pem
-        if is_key is not by_key or (is_key and hint and hashlib.sha256(pem or b"").hexdigest() != hint):
+        own_hint = hashlib.sha256(pem).hexdigest() if pem is not None and is_key else None
+        if is_key is not by_key or (hint and own_hint != hint):
             continue
+        if is_key and not hint:  # else the library prints a warning to standard output
+            material["publicKey"] = {"hint": own_hint}
+            signature = json.dumps(bundle).encode()
         try:
-            with (
-                _without_links(model) as (place, linked),
-                _hinting(signature, pem if is_key and not hint else None) as file,
-            ):
+            with _without_links(model) as (place, linked), _written(signature) as file:
                 _verifier(trusted, pem, trust_config).set_hashing_config(linked).verify(place, file)
         except Exception as error:  # noqa: BLE001  (what a bundle of a stranger makes the library raise is without end)
             why = _DIGESTS.sub("", " ".join(f"{error}".split()))[:1000] or type(error).__name__
             continue
         return trusted
     raise Untrusted(why)
+
+
+def verify_data(data: bytes, signature: bytes, trust: Sequence[str]) -> str:
+    """As `verify`, of a file with this content."""
+    with _written(data) as model:
+        return verify(model, signature, trust)
 
 
 def _verifier(trusted: str, pem: bytes | None, trust_config: Path | None) -> Any:
@@ -227,44 +223,18 @@ def _verifier(trusted: str, pem: bytes | None, trust_config: Path | None) -> Any
         identity, _, issuer = trusted.partition(":")[2].partition(" ")
         with _failing("signatures of Sigstore cannot be checked"):
             return config.use_sigstore_verifier(identity=identity, oidc_issuer=issuer, trust_config=trust_config)
-    with tempfile.TemporaryDirectory(prefix="sdflow-") as folder:
-        file = Path(folder, "trusted.pem")
-        file.write_bytes(pem)
+    with _written(pem) as file:
         if _CERTIFICATE in pem:
             return config.use_certificate_verifier(certificate_chain=[file])
         return config.use_elliptic_key_verifier(public_key=file)
 
 
-def verify_data(data: bytes, signature: bytes, trust: Sequence[str]) -> str:
-    """As `verify`, of a file with this content."""
-    with tempfile.TemporaryDirectory(prefix="sdflow-") as folder:
-        model, place = Path(folder, "signed"), Path(folder, "signature")
-        model.write_bytes(data)
-        place.write_bytes(signature)
-        return verify(model, place, trust)
-
-
-def _made_by(signature: Path) -> tuple[bool, str]:
-    """Whether a bundle was signed with a key alone, and the digest of the public one, where it says so. Raises Untrusted for what
-    is no bundle."""
-    try:
-        material = parse_json(read_input(signature))["verificationMaterial"]
-        return "publicKey" in material, str((material.get("publicKey") or {}).get("hint") or "")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Untrusted(f"its signature is no bundle of Sigstore ({error})") from error
-
-
 @contextmanager
-def _hinting(signature: Path, pem: bytes | None) -> Iterator[Path]:
-    """A bundle that does not say its key, with this one: else the library prints a warning to standard output."""
-    if pem is None:
-        yield signature
-        return
-    bundle = parse_json(read_input(signature))
-    bundle["verificationMaterial"]["publicKey"] = {"hint": hashlib.sha256(pem).hexdigest()}
+def _written(data: bytes) -> Iterator[Path]:
+    """A file with this content: the library takes nothing else. Its name is part of what is signed."""
     with tempfile.TemporaryDirectory(prefix="sdflow-") as folder:
-        file = Path(folder, "hinting")
-        file.write_text(json.dumps(bundle))
+        file = Path(folder, "signed")
+        file.write_bytes(data)
         yield file
 
 
@@ -312,12 +282,11 @@ def _without_links(model: Path) -> Iterator[tuple[Path, Any]]:
         return
     from model_signing.hashing import Config
 
-    found = 0
+    found: list[str] = []
 
     def counted(folder: str, names: list[str]) -> list[str]:
-        nonlocal found
-        found += len(names)
-        if found > MOST_FILES:
+        found.extend(names)
+        if len(found) > MOST_FILES:
             raise ValueError(f"it has more than {MOST_FILES:,} files, or links in a circle")
         return []
 
@@ -325,10 +294,8 @@ def _without_links(model: Path) -> Iterator[tuple[Path, Any]]:
         Path(target).symlink_to(Path(source).resolve())
 
     with tempfile.TemporaryDirectory(prefix="sdflow-") as folder:
-        yield (
-            Path(shutil.copytree(model, Path(folder, model.name), ignore=counted, copy_function=link)),
-            Config().set_allow_symlinks(True),
-        )
+        copy = shutil.copytree(model, Path(folder, model.name), ignore=counted, copy_function=link)
+        yield copy, Config().set_allow_symlinks(True)
 
 
 @contextmanager

@@ -12,7 +12,6 @@ and are hashed again before use.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import sqlite3
@@ -20,25 +19,21 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sdflow.digest import digest_file
 from sdflow.disk import file_stamp
 from sdflow.errors import CacheError
-from sdflow.store.layout import Layout, discard
+from sdflow.store.layout import Layout, discard, log
 from sdflow.store.locks import held
-
-log = logging.getLogger("sdflow.store")
 
 COARSEST_NS = 2_000_000_000
 """The coarsest clock of a common file system, FAT."""
 
 
 def _settled_ns() -> int:
-    """For how long the kernel may put off the new time of a file that is written through a memory map, and a tick more.
-
-    Pages that were written to stay dirty for so long, and only the first write to a clean page renews the time.
-    """
+    """For how long the kernel may put off the new time of a file that is written through a memory map, and a tick more: pages
+    stay dirty for so long, and only the first write to a clean page renews the time."""
     hundredths = 3000 + 500  # Linux's defaults
     try:
         names = ("dirty_expire_centisecs", "dirty_writeback_centisecs")
@@ -53,7 +48,10 @@ SETTLED_NS = _settled_ns()
 SCHEMA = 1
 SHA256 = "sha256"
 _HEX = re.compile(r"[0-9a-f]{64}")
-_BROKEN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+_TABLE = (
+    "CREATE TABLE stat (path TEXT, what TEXT, identity TEXT NOT NULL, value TEXT NOT NULL, PRIMARY KEY (path, what))"
+    " WITHOUT ROWID"
+)
 
 
 class Known(NamedTuple):
@@ -75,18 +73,14 @@ def stamp_identity(stamp: file_stamp.Stamp) -> str:
     return ":".join(str(stamp[key]) for key in ("size", "mtime_ns", "inode", "ctime_ns"))
 
 
-def _schema_version(connection: sqlite3.Connection) -> int:
-    return int(connection.execute("PRAGMA user_version").fetchone()[0])
-
-
 class StatCache:
-    """Remembers values of files in `stat.sqlite`. Without a usable database everything works, by reading again."""
+    """Remembers values of files in `stat.sqlite`. Without a usable database everything works, by reading again.
+
+    rehash: believe nothing that was noted before: every file is read once more.
+    """
 
     def __init__(self, layout: Layout, *, rehash: bool = False) -> None:
-        """rehash: believe nothing that was noted before: every file is read once more."""
-        self._rehash = rehash
-        self._layout = layout
-        self._database = layout.stat
+        self._layout, self._rehash = layout, rehash
         self._root = Path(os.path.abspath(layout.root))  # noqa: PTH100  (resolve() would ask the disk)
         self._memory: dict[tuple[str, str], tuple[str, str]] = {}
         self._connection: sqlite3.Connection | None = None
@@ -98,21 +92,19 @@ class StatCache:
         return self.value(path, SHA256, digest_file)
 
     def value(self, path: Path, what: str, compute: Callable[[Path], str]) -> str:
-        """`compute(path)`, or what it gave when the file had this stat. `what` names the computation and its version.
-
-        Raises what `compute` raises, OSError for a missing file, CacheError for one that changes while it is read.
-        """
+        """`compute(path)`, or what it gave when the file had this stat. `what` names the computation and its version. Raises what
+        `compute` raises, OSError for a missing file, CacheError for one that changes while it is read."""
         for _ in range(3):
             began = time.time_ns()
             before = path.stat()
-            known = self.recall(path, what, identity(before))
+            now = identity(before)
+            known = self.recall(path, what, now)
             if known is not None:
                 return known
             value = compute(path)
-            after = path.stat()
-            if identity(before) == identity(after):
+            if identity(path.stat()) == now:
                 if file_stamp.changed_ns(before) < began - SETTLED_NS:
-                    self.remember([Known(path, what, identity(after), value)])
+                    self.remember([Known(path, what, now, value)])
                 return value
         raise CacheError(
             "the file changes while it is read", where=str(path), remedy="Wait until it is complete and run again."
@@ -120,33 +112,28 @@ class StatCache:
 
     def recall(self, path: Path, what: str, now: str) -> str | None:
         """The value of a file whose identity is `now`, if it is known."""
-        key = self._key(path)
-        entry = self._memory.get((key, what))
-        if entry is None and self._rehash:
-            return None
-        if entry is None:
-            rows = self._execute("SELECT identity, value FROM stat WHERE path = ? AND what = ?", (key, what))
-            if not rows:
-                return None
-            entry = (str(rows[0][0]), str(rows[0][1]))
-            if what == SHA256 and not _HEX.fullmatch(entry[1]):
-                return None
-            self._memory[key, what] = entry
-        return entry[1] if entry[0] == now else None
+        key = self._key(path), what
+        entry = self._memory.get(key)
+        if entry is None and not self._rehash:
+            statement = "SELECT identity, value FROM stat WHERE path = ? AND what = ?"
+            for was, value in self._execute(statement, [key], write=False):
+                if what != SHA256 or _HEX.fullmatch(str(value)):
+                    entry = self._memory[key] = str(was), str(value)
+        return entry[1] if entry is not None and entry[0] == now else None
 
     def remember(self, values: Iterable[Known]) -> None:
         """Keep values, in this process and, where the cache can be written, for later ones."""
         rows = [(self._key(known.path), known.what, known.identity, known.value) for known in values]
         self._memory.update({(row[0], row[1]): (row[2], row[3]) for row in rows})
-        self._execute_many("INSERT OR REPLACE INTO stat (path, what, identity, value) VALUES (?, ?, ?, ?)", rows)
+        statement = "INSERT OR REPLACE INTO stat (path, what, identity, value) VALUES (?, ?, ?, ?)"
+        self._execute(statement, rows, write=True)
 
-    def prune(self) -> int:
-        """Forget files that are no longer there; returns how many entries went."""
-        paths = [str(row[0]) for row in self._execute("SELECT DISTINCT path FROM stat", ())]
-        gone = [(path,) for path in paths if not (self._layout.root / path).exists()]
-        self._execute_many("DELETE FROM stat WHERE path = ?", gone)
+    def prune(self) -> None:
+        """Forget files that are no longer there."""
+        paths = self._execute("SELECT DISTINCT path FROM stat", [()], write=False)
+        gone = [(str(path),) for (path,) in paths if not (self._layout.root / str(path)).exists()]
+        self._execute("DELETE FROM stat WHERE path = ?", gone, write=True)
         self._memory.clear()
-        return len(gone)
 
     def close(self) -> None:
         """Close the database; it opens again when needed."""
@@ -160,35 +147,25 @@ class StatCache:
         absolute = Path(os.path.abspath(path))  # noqa: PTH100
         return absolute.relative_to(self._root).as_posix() if absolute.is_relative_to(self._root) else str(absolute)
 
-    def _execute(self, statement: str, parameters: tuple[str, ...]) -> list[tuple[object, ...]]:
+    def _execute(self, statement: str, rows: Sequence[Sequence[str]], *, write: bool, again: bool = True) -> list[Any]:
+        """What a statement gives for each row of parameters, in one transaction; nothing without a usable database."""
         with self._guard:
             try:
-                connection = self._open(create=False)
-                return connection.execute(statement, parameters).fetchall() if connection else []
+                if not rows or (connection := self._open(create=write)) is None:
+                    return []
+                with connection:
+                    if write:
+                        connection.execute("BEGIN IMMEDIATE")
+                    return [found for row in rows for found in connection.execute(statement, row)]
             except sqlite3.DatabaseError as error:
-                self._cope(error)
+                if self._cope(error) and again:  # once more, on a new database
+                    return self._execute(statement, rows, write=write, again=False)
                 return []
-
-    def _execute_many(self, statement: str, rows: Sequence[tuple[str, ...]]) -> None:
-        if not rows:
-            return
-        with self._guard:
-            for _ in range(2):  # once more, on a new database, if this one is corrupt
-                try:
-                    connection = self._open(create=True)
-                    if connection is not None:
-                        with connection:
-                            connection.execute("BEGIN IMMEDIATE")
-                            connection.executemany(statement, rows)
-                    return
-                except sqlite3.DatabaseError as error:
-                    if not self._cope(error):
-                        return
 
     def _open(self, *, create: bool) -> sqlite3.Connection | None:
         if self._connection is not None and self._process == os.getpid():
             return self._connection
-        if not self._database.exists():
+        if not self._layout.stat.exists():
             if not create:
                 return None
             try:
@@ -196,19 +173,19 @@ class StatCache:
             except CacheError as error:
                 log.debug("no stat cache: %s", error)
                 return None
-        uri = f"{self._database.absolute().as_uri()}?mode={'rwc' if create else 'rw'}"
+        uri = f"{self._layout.stat.absolute().as_uri()}?mode={'rwc' if create else 'rw'}"
         connection = sqlite3.connect(uri, uri=True, timeout=5, isolation_level=None, check_same_thread=False)
+
+        def is_old() -> bool:
+            return bool(connection.execute("PRAGMA user_version").fetchone()[0] != SCHEMA)
+
         try:
-            if _schema_version(connection) != SCHEMA:
+            if is_old():
                 with connection:
                     connection.execute("BEGIN IMMEDIATE")
-                    if _schema_version(connection) != SCHEMA:  # nobody else made it while we waited
-                        connection.execute("DROP TABLE IF EXISTS stat")
-                        connection.execute(
-                            "CREATE TABLE stat (path TEXT, what TEXT, identity TEXT NOT NULL, value TEXT NOT NULL,"
-                            " PRIMARY KEY (path, what)) WITHOUT ROWID"
-                        )
-                        connection.execute(f"PRAGMA user_version = {SCHEMA}")
+                    if is_old():  # nobody else made it while we waited
+                        for statement in ("DROP TABLE IF EXISTS stat", _TABLE, f"PRAGMA user_version = {SCHEMA}"):
+                            connection.execute(statement)
         except sqlite3.DatabaseError:
             connection.close()
             raise
@@ -218,17 +195,16 @@ class StatCache:
     def _cope(self, error: sqlite3.DatabaseError) -> bool:
         """A corrupt database is put away (True: try again); a locked, full or read-only one is done without."""
         self.close()
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-        if code not in _BROKEN:
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
             log.debug("stat cache not used: %s", error)
             return False
-        log.warning("%s is corrupt (%s); starting a new one", self._database, error)
+        log.warning("%s is corrupt (%s); starting a new one", self._layout.stat, error)
         try:
             self._layout.ensure()
             with held(self._layout.lock("stat")):
                 if self._is_broken():
-                    discard(self._layout, Path(f"{self._database}-journal"))
-                    discard(self._layout, self._database)
+                    discard(self._layout, Path(f"{self._layout.stat}-journal"))
+                    discard(self._layout, self._layout.stat)
         except (CacheError, OSError) as reason:
             log.debug("the corrupt stat cache stays: %s", reason)
             return False
@@ -237,12 +213,10 @@ class StatCache:
     def _is_broken(self) -> bool:
         """Look again under the lock: another process may have put the corrupt one away already."""
         try:
-            connection = sqlite3.connect(self._database, timeout=5)
+            connection = sqlite3.connect(self._layout.stat, timeout=5)
             try:
                 return bool(connection.execute("PRAGMA quick_check").fetchone() != ("ok",))
             finally:
                 connection.close()
-        except sqlite3.OperationalError:
-            return False
-        except sqlite3.DatabaseError:
-            return True
+        except sqlite3.DatabaseError as error:
+            return not isinstance(error, sqlite3.OperationalError)

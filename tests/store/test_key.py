@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sdflow.artifact import Action
-from sdflow.store import explain
+from sdflow.build.explain import explain
 
 from .builds import make_action
 

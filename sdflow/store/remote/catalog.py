@@ -9,25 +9,14 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
 from sdflow.store.records import BadRecord, Stored
-from sdflow.store.remote.entry import (
-    LIST,
-    MOST_OF_ENTRY,
-    MOST_OF_MANIFEST,
-    RemoteObject,
-    object_path,
-    read_entry,
-    read_object,
-)
-from sdflow.store.remote.parallel import Lines
-from sdflow.store.remote.share import UNFINISHED, Absent, Found, Share
-from sdflow.store.remote.trust import FOLDER as CLAIMS
-from sdflow.store.remote.trust import SIGNATURES, signature_path
-from sdflow.store.remote.trust import named as claimed
+from sdflow.store.remote import entry as form
+from sdflow.store.remote import trust
+from sdflow.store.remote.share import UNFINISHED, Absent, Found, Lines, Share
 
 GRACE = 24 * 3600.0
 """Seconds for which a manifest and a piece stay that nothing refers to: an action that does may be on its way."""
@@ -55,38 +44,39 @@ class Swept:
     bytes_kept: int
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """An action of the remote: its file, what that says, and where its signature lies."""
+
+    file: Found
+    stored: Stored
+    signature: str
+
+
 def listed(share: Share, meanwhile: Callable[[], None] = lambda: None) -> list[Listed]:
     """Every action of the remote that can be read. Raises Unusable."""
     lines = Lines(share, meanwhile)
-    entries = _entries(lines, _list(lines, "actions"))
-    contents = _manifests(lines, sorted({entry.object for _, entry, _ in entries}))
-    return [
-        Listed(entry, content.bytes if (content := contents.get(entry.object)) else None, file.changed)
-        for file, entry, _ in sorted(entries, key=lambda each: each[0].path)
-    ]
+    entries = sorted(_entries(lines, _in_place(lines.listed("actions"))), key=lambda each: each.file.path)
+    contents = _manifests(lines, {each.stored.object for each in entries})
+    sizes = {digest: content.bytes for digest, content in contents.items()}
+    return [Listed(each.stored, sizes.get(each.stored.object), each.file.changed) for each in entries]
 
 
 def sweep(
     share: Share, older_than: float, *, dry_run: bool = False, meanwhile: Callable[[], None] = lambda: None
 ) -> Swept:
-    """Remove actions that were pushed more than `older_than` seconds ago, and what then nothing refers to.
-
-    Actions go first, then manifests, pieces last: killed at any moment, what can be seen is whole. Raises Unusable.
-    """
+    """Remove actions that were pushed more than `older_than` seconds ago, and what then nothing refers to. Actions go first,
+    pieces last: killed at any moment, what can be seen is whole. Raises Unusable."""
     lines = Lines(share, meanwhile)
     by_store = None if dry_run else _now(lines)
     # Pieces before what refers to them: whatever is pushed from now on is not among them.
-    folders = [lines.listed(folder) for folder in ("pieces", "objects", SIGNATURES, "actions")]
-    pieces, manifests, signatures, actions = ([file for file in files if _in_place(file)] for files in folders)
-    left = [file for files in folders for file in files if file.path.endswith(UNFINISHED)]
+    folders = [lines.listed(folder) for folder in ("pieces", "objects", trust.SIGNATURES, "actions")]
+    files = [file for folder in folders for file in folder]
+    pieces, manifests, signatures, actions = map(_in_place, folders)
     # Who only looks writes nothing: then it is at least as late as the last change that the store tells.
-    now = (
-        max(time.time(), *(file.changed or 0.0 for files in folders for file in files), 0.0)
-        if by_store is None
-        else by_store
-    )
+    now = max(time.time(), *(file.changed or 0.0 for file in files), 0.0) if by_store is None else by_store
 
-    def older(file: Found, seconds: float) -> bool:
+    def older(file: Found, seconds: float = min(GRACE, older_than)) -> bool:
         return file.changed is not None and now - file.changed > seconds
 
     def remove(files: list[Found]) -> None:
@@ -94,66 +84,58 @@ def sweep(
             lines.for_each(files, lambda file: share.remove(file.path))
 
     old = [file for file in actions if older(file, older_than)]
-    gone = {file.path for file in old}
-    kept_actions = [file for file in actions if file.path not in gone]
+    kept_actions = [file for file in actions if not older(file, older_than)]
     kept_entries = _entries(lines, kept_actions)
-    named = {entry.object for _, entry, _ in kept_entries}
-    loose = [file for file in manifests if _digest(file) not in named and older(file, min(GRACE, older_than))]
-    lost = {file.path for file in loose}
-    kept = _manifests(lines, [_digest(file) for file in manifests if file.path not in lost])
+    named = {each.stored.object for each in kept_entries}
+    loose = [file for file in manifests if _digest(file) not in named and older(file)]
+    kept = _manifests(lines, {_digest(file) for file in manifests} - {_digest(file) for file in loose})
     used = {sha256 for content in kept.values() for sha256 in content.pieces}
-    unused = [file for file in pieces if _digest(file) not in used and older(file, min(GRACE, older_than))]
-    signed = {path for _, _, path in kept_entries} | _signature_of_list(lines)
+    unused = [file for file in pieces if _digest(file) not in used and older(file)]
+    signed = {each.signature for each in kept_entries}
+    with suppress(Absent, BadRecord):
+        signed.add(trust.signature_path(lines.one(lambda: share.read(form.LIST, form.MOST_OF_MANIFEST))))
+    left = [file for file in files if file.path.endswith(UNFINISHED)]
     left += [file for file in signatures if file.path not in signed]
-    left += [file for file in lines.listed(CLAIMS) if (digest := claimed(file)) is not None and digest not in kept]
-    for files in (old, loose, unused, [file for file in left if older(file, min(GRACE, older_than))]):
-        remove(files)
+    left += [file for file in lines.listed(trust.FOLDER) if (of := trust.named(file)) is not None and of not in kept]
+    for doomed in (old, loose, unused, [file for file in left if older(file)]):
+        remove(doomed)
     if not dry_run:
-        known, gone_pieces = {file.path for file in actions} - gone, {_digest(file) for file in unused}
-        new = [file for file in _list(lines, "actions") if file.path not in known]
-        come = [(file, entry.object) for file, entry, _ in _entries(lines, new)]
-        whole = _manifests(lines, sorted({digest for _, digest in come}))
+        known, gone = {file.path for file in kept_actions}, {_digest(file) for file in unused}
+        come = _entries(lines, [file for file in _in_place(lines.listed("actions")) if file.path not in known])
+        whole = _manifests(lines, {each.stored.object for each in come})
         # Pushed meanwhile, on what was there still: whoever pushed it would take it for whole from now on.
-        remove([file for file, digest in come if digest not in whole or gone_pieces & whole[digest].pieces.keys()])
+        objects = {digest for digest, content in whole.items() if not gone & content.pieces}
+        remove([each.file for each in come if each.stored.object not in objects])
     freed = sum(file.size for file in unused)
     return Swept(len(old), len(loose), len(unused), freed, sum(file.size for file in pieces) - freed)
 
 
-def _list(lines: Lines, folder: str) -> list[Found]:
-    """The files of a folder that have a place in it."""
-    return [file for file in lines.listed(folder) if _in_place(file)]
-
-
-def _in_place(file: Found) -> bool:
-    return _NAME.fullmatch(file.path.partition("/")[2]) is not None
+def _in_place(files: Iterable[Found]) -> list[Found]:
+    """Those that have a place in their folder."""
+    return [file for file in files if _NAME.fullmatch(file.path.partition("/")[2])]
 
 
 def _digest(file: Found) -> str:
     return file.path.rpartition("/")[2].removesuffix(".json")
 
 
-def _entries(lines: Lines, files: list[Found]) -> list[tuple[Found, Stored, str]]:
-    """Those of these actions that can be read, and where the signature of each lies."""
+def _entries(lines: Lines, files: list[Found]) -> list[_Entry]:
+    """Those of these actions that can be read."""
 
-    def read(file: Found) -> tuple[Found, Stored, str] | None:
+    def read(file: Found) -> _Entry | None:
         with suppress(Absent, BadRecord):
-            data = lines.share.read(file.path, MOST_OF_ENTRY)
-            return file, read_entry(data, _digest(file)), signature_path(data)
+            data = lines.share.read(file.path, form.MOST_OF_ENTRY)
+            return _Entry(file, form.read_entry(data, _digest(file)), trust.signature_path(data))
         return None
 
     return lines.found(files, read)
 
 
-def _signature_of_list(lines: Lines) -> set[str]:
-    with suppress(Absent, BadRecord):
-        return {signature_path(lines.one(lambda: lines.share.read(LIST, MOST_OF_MANIFEST)))}
-    return set()
-
-
-def _manifests(lines: Lines, digests: list[str]) -> dict[str, RemoteObject]:
-    def read(digest: str) -> tuple[str, RemoteObject] | None:
+def _manifests(lines: Lines, digests: Iterable[str]) -> dict[str, form.RemoteObject]:
+    def read(digest: str) -> tuple[str, form.RemoteObject] | None:
         with suppress(Absent, BadRecord):
-            return digest, read_object(lines.share.read(object_path(digest), MOST_OF_MANIFEST), digest)
+            data = lines.share.read(form.object_path(digest), form.MOST_OF_MANIFEST)
+            return digest, form.read_object(data, digest)
         return None
 
     return dict(lines.found(digests, read))
@@ -163,12 +145,11 @@ def _now(lines: Lines) -> float:
     """What time it is by the store's clock: that of a file written just now."""
     path, share = f"probe/{os.urandom(8).hex()}", lines.share
 
-    def ask() -> float | None:
+    def ask() -> float:
         share.write(path, b"probe")
         try:
-            return share.changed(path)
+            return (found.changed if (found := share.stat(path)) else None) or time.time()
         finally:
             share.remove(path)
 
-    now = lines.one(ask)
-    return time.time() if now is None else now
+    return lines.one(ask)

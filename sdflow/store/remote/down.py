@@ -7,25 +7,27 @@ cache have at the same place of a file of the same name and size is copied from 
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sdflow import stop
 from sdflow.disk.input_file import open_input
-from sdflow.store.remote.entry import Piece, RemoteObject
-from sdflow.store.remote.parallel import Lines
-from sdflow.store.remote.share import Unusable
+from sdflow.store.layout import Layout, remove_tree
+from sdflow.store.records import Stored
+from sdflow.store.remote.entry import Piece, RemoteObject, placed
+from sdflow.store.remote.share import Lines, Unusable
 from sdflow.units import spell_bytes
 
-LOOKED_INTO = 2
-"""How many local files at most are searched for pieces."""
-WORTH_LOOKING = 4 << 20
-"""From how many bytes of a file on."""
+LOOKED_INTO, WORTH_LOOKING = 2, 4 << 20
+"""How many local files at most are searched for pieces, and from how many bytes of a file on."""
 SETTLING = 15.0
 """Seconds. Before they have passed, the speed is not judged."""
+
+_Places = dict[Piece, list[tuple[Path, int]]]
+"""Where pieces are to be written: files and offsets."""
 
 
 class WrongBytes(Exception):
@@ -36,12 +38,19 @@ class WrongBytes(Exception):
         self.path, self.data = path, data
 
 
-@dataclass
-class _Wanted:
-    """Where a piece is to be written: files and offsets."""
+def incoming(layout: Layout, entry: Stored) -> Path:
+    """The folder that an object comes into. It outlives the process, so that the next goes on from there."""
+    folder = layout.incoming / entry.object
+    if any(not (path.is_dir() or path.is_file()) or path.is_symlink() for path in (folder, *folder.rglob("*"))):
+        remove_tree(folder)  # it is not what `bring` left: a pipe, a link to somewhere else
+    folder.mkdir(parents=True, exist_ok=True)
+    os.utime(folder)  # `gc` removes what nobody went on with for long
+    return folder
 
-    piece: Piece
-    places: list[tuple[Path, int]] = field(default_factory=list)
+
+def written(folder: Path) -> int:
+    """Bytes that the files of a folder take on the disk: those that are still to come are holes."""
+    return sum(512 * path.stat().st_blocks for path in folder.rglob("*") if path.is_file()) if os.name != "nt" else 0
 
 
 def bring(
@@ -51,24 +60,24 @@ def bring(
     lines: Lines,
     *,
     patience: float,
-    like: Callable[[str, int], Sequence[Path]] = lambda path, size: (),
-) -> tuple[int, int]:
-    """Make the object's files in `folder`. Returns the bytes that were fetched, and those that were here already.
+    like: Callable[[str, int], Sequence[Path]],
+) -> None:
+    """Make the object's files in `folder`. read: the remote's file at a path, with the bytes expected. patience: seconds that it
+    may take in all, by the speed so far. like: local files that may have the same pieces.
 
-    read: the remote's file at a path, with the bytes expected. like: local files that may have the same pieces.
-    patience: seconds that it may take in all, by the speed so far. Raises WrongBytes, Absent, Unusable, OSError.
+    Raises WrongBytes, Absent, Unusable, OSError.
     """
     wanted = _missing(content, folder, like)
-    size = sum(each.piece.size for each in wanted)
+    size = sum(piece.size for piece in wanted)
     begun, left = time.monotonic(), size
 
-    def fetch(each: _Wanted) -> int:
-        data = read(each.piece.path, each.piece.size)
-        if not _is(data, each.piece):
-            data = read(each.piece.path, each.piece.size)  # a bit may flip on the way
-        if not _is(data, each.piece):
-            raise WrongBytes(each.piece.path, data, f"{len(data):,} bytes that do not have this digest")
-        for path, offset in each.places:
+    def fetch(piece: Piece) -> int:
+        data = read(piece.path, piece.size)
+        if not _is(data, piece):
+            data = read(piece.path, piece.size)  # a bit may flip on the way
+        if not _is(data, piece):
+            raise WrongBytes(piece.path, data, f"{len(data):,} bytes that do not have this digest")
+        for path, offset in wanted[piece]:
             _write(path, offset, data)
         return len(data)
 
@@ -82,39 +91,30 @@ def bring(
             )
 
     lines.for_each(wanted, fetch, count)
-    return size, content.bytes - size
 
 
-def _missing(content: RemoteObject, folder: Path, like: Callable[[str, int], Sequence[Path]]) -> list[_Wanted]:
+def _missing(content: RemoteObject, folder: Path, like: Callable[[str, int], Sequence[Path]]) -> _Places:
     """The pieces that are not in the folder yet, after taking what is to be had on this machine."""
-    wanted: dict[str, _Wanted] = {}
+    wanted: _Places = defaultdict(list)
     for entry, pieces in content.files:
         path = folder / entry.path
         path.parent.mkdir(parents=True, exist_ok=True)
-        there = path.exists()
-        with path.open("r+b" if there else "xb") as stream:
+        sources = [path] if path.exists() else []
+        with path.open("r+b" if sources else "xb") as stream:
             stream.truncate(entry.size)
-        sources = [path] if there else []
         if entry.size >= WORTH_LOOKING:
             sources += like(entry.path, entry.size)[:LOOKED_INTO]
-        lacking = list(_offsets(pieces))
+        lacking = list(placed(pieces))
         for source in sources:
             lacking = _take(source, path, lacking)
         for piece, offset in lacking:
-            wanted.setdefault(piece.sha256, _Wanted(piece)).places.append((path, offset))
-    return list(wanted.values())
-
-
-def _offsets(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, int]]:
-    offset = 0
-    for piece in pieces:
-        yield piece, offset
-        offset += piece.size
+            wanted[piece].append((path, offset))
+    return wanted
 
 
 def _take(source: Path, path: Path, lacking: list[tuple[Piece, int]]) -> list[tuple[Piece, int]]:
     """Copy what a file has of these pieces; returns the others. The file itself, half done, has what is in place."""
-    left: defaultdict[bool, list[tuple[Piece, int]]] = defaultdict(list)
+    left = []
     try:
         stream = open_input(source)
     except OSError:  # collected just now, or a pipe in its place
@@ -124,11 +124,11 @@ def _take(source: Path, path: Path, lacking: list[tuple[Piece, int]]) -> list[tu
             stop.check()
             stream.seek(offset)
             data = stream.read(piece.size)
-            found = _is(data, piece)
-            if found and source != path:
+            if not _is(data, piece):
+                left.append((piece, offset))
+            elif source != path:
                 _write(path, offset, data)
-            left[found].append((piece, offset))
-    return left[False]
+    return left
 
 
 def _is(data: bytes, piece: Piece) -> bool:

@@ -20,10 +20,8 @@ from sdflow.store.records import BadRecord, Stored, dump, load, load_action
 
 MOST = 4 << 20
 """Bytes of a piece at most: what is sent again when a line breaks, and what a reader holds in memory."""
-SMALL = 128 << 10
-"""Tensors of fewer bytes share a piece with their neighbours,"""
-TOGETHER = 1 << 20
-"""up to so many bytes."""
+SMALL, TOGETHER = 128 << 10, 1 << 20
+"""Tensors of fewer bytes share a piece with their neighbours, up to so many bytes."""
 
 Cuts = Callable[[Path], Mapping[str, Sequence[int]]]
 """From an artifact's folder to the offsets, in bytes, at which tensors begin in its files."""
@@ -32,7 +30,21 @@ MOST_OF_ENTRY = 2 << 20
 """Bytes of an action's file at most, signatures included. Those of real builds have some thousands."""
 MOST_OF_MANIFEST = 8 << 20
 """Bytes of a manifest at most: 100,000 pieces, which is 100 GB and more."""
+LIST = "structures.json"
+"""What `sdflow cache export` wrote there: the actions, and JSON about them."""
 _HEX = frozenset("0123456789abcdef")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes, and the SHA-256 of the content."""
+
+    size: int
+    sha256: str
+
+    @property
+    def path(self) -> str:
+        return f"pieces/{self.sha256[:2]}/{self.sha256}"
 
 
 @dataclass(frozen=True)
@@ -46,8 +58,8 @@ class RemoteObject:
         return sum(entry.size for entry, _ in self.files)
 
     @property
-    def pieces(self) -> dict[str, Piece]:
-        return {piece.sha256: piece for _, pieces in self.files for piece in pieces}
+    def pieces(self) -> set[str]:
+        return {piece.sha256 for _, pieces in self.files for piece in pieces}
 
 
 def action_path(digest: str) -> str:
@@ -56,10 +68,6 @@ def action_path(digest: str) -> str:
 
 def object_path(digest: str) -> str:
     return f"objects/{digest[:2]}/{digest}.json"
-
-
-LIST = "structures.json"
-"""What `sdflow cache export` wrote there: the actions, and JSON about them."""
 
 
 def dump_list(about: Mapping[str, Any], actions: Sequence[str]) -> bytes:
@@ -78,13 +86,22 @@ def read_list(data: bytes) -> tuple[Mapping[str, Any], list[str]]:
 
 
 def read_entry(data: bytes, digest: str) -> Stored:
-    """The entry of the action that was asked for. Raises BadRecord."""
-    from sdflow.store.remote.entry_form import require_entry  # pydantic, which planning does without
-
+    """The entry of the action that was asked for, with what reports reckon with. Raises BadRecord."""
     stored = load_action(data)
     if stored.action.digest != digest:
         raise BadRecord("it belongs to another action")
-    require_entry({**vars(stored), "action": stored.action.content})
+    built, facts = stored.built, stored.facts
+    try:
+        sizes = [each["bytes"] for each in facts.get("dtypes", {}).values()]
+        numbers = [built["seconds"], built["peak_memory"], *facts.get("operators", {}).values(), *sizes]
+        plain = (
+            isinstance(built["finished"], str) and isinstance(stored.action.content, dict) and is_digest(stored.object)
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise BadRecord(f"it lacks what is read of it ({error})") from error
+    # An integer of JSON may have thousands of digits.
+    if not plain or not all(isinstance(each, int | float) and 0 <= each < 2**63 for each in numbers):
+        raise BadRecord("its object, its facts or how it was built cannot be read")
     return stored
 
 
@@ -109,14 +126,10 @@ def dump_object(tree: str, content: RemoteObject) -> bytes:
 
 def read_object(data: bytes, tree: str) -> RemoteObject:
     """The manifest of an object. Raises BadRecord unless it is that of `tree` and keeps inside its folder."""
-    body = load(data)
     try:
         files = tuple(
-            (
-                FileEntry(str(path), int(size), str(sha256)),
-                tuple(Piece(int(length), str(sha)) for length, sha in pieces),
-            )
-            for path, size, sha256, pieces in body["files"]
+            (FileEntry(str(path), int(size), str(sha)), tuple(Piece(int(each), str(of)) for each, of in pieces))
+            for path, size, sha, pieces in load(data)["files"]
         )
     except (KeyError, TypeError, ValueError) as error:
         raise BadRecord(f"it cannot be read ({error})") from error
@@ -133,16 +146,12 @@ def is_digest(text: Any) -> bool:
     return isinstance(text, str) and len(text) == 64 and set(text) <= _HEX
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Bytes, and the SHA-256 of the content."""
-
-    size: int
-    sha256: str
-
-    @property
-    def path(self) -> str:
-        return f"pieces/{self.sha256[:2]}/{self.sha256}"
+def placed(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, int]]:
+    """Each piece of a file with the offset at which it begins."""
+    offset = 0
+    for piece in pieces:
+        yield piece, offset
+        offset += piece.size
 
 
 def no_cuts(folder: Path) -> Mapping[str, Sequence[int]]:

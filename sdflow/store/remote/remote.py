@@ -5,10 +5,10 @@ Nothing here raises for what the remote does. It is said once, and the step is b
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,32 +18,17 @@ from sdflow.errors import UsageError
 from sdflow.store.layout import Layout, free_bytes, keep_bytes, log
 from sdflow.store.objects import BadTree, read_manifest
 from sdflow.store.records import BadRecord, Stored
-from sdflow.store.remote.down import WrongBytes, bring
-from sdflow.store.remote.entry import (
-    LIST,
-    MOST_OF_ENTRY,
-    MOST_OF_MANIFEST,
-    Cuts,
-    action_path,
-    dump_list,
-    no_cuts,
-    object_path,
-    read_entry,
-    read_list,
-    read_object,
-)
-from sdflow.store.remote.incoming import written
-from sdflow.store.remote.offered import Offered
-from sdflow.store.remote.parallel import Lines
+from sdflow.store.remote import entry as form
+from sdflow.store.remote.down import WrongBytes, bring, written
 from sdflow.store.remote.reading import TooLong
-from sdflow.store.remote.share import Absent, Refused, Share, Unusable
+from sdflow.store.remote.share import Absent, Lines, Refused, Share, Unusable
 from sdflow.store.remote.spec import RemoteSpec
 from sdflow.store.remote.trust import MOST_OF_SIGNATURE, Claim, claim, claims, require_signed, signature_path
-from sdflow.store.remote.up import DamagedHere, Sent, send
+from sdflow.store.remote.up import DamagedHere, Offered, Sent, send
 from sdflow.store.signing import Signer, Untrusted, require_signers
 from sdflow.units import spell_bytes
 
-Read = TypeVar("Read")
+T = TypeVar("T")
 
 TRIES = 3
 PAUSE = 0.2
@@ -53,33 +38,28 @@ PATIENCE = 300.0
 
 
 class Remote:
-    """A remote cache. `tell` gets what a user should know. It may be used from several threads.
+    """A remote cache. `tell` gets what a user should know. It may be used from several threads. signer: of what is pushed.
+    Raises UsageError when keys are trusted and signatures cannot be checked."""
 
-    signer: of what is pushed. Raises UsageError when keys are trusted and signatures cannot be checked.
-    """
-
-    def __init__(self, spec: RemoteSpec, layout: Layout, cuts: Cuts = no_cuts, signer: Signer | None = None) -> None:
+    def __init__(
+        self, spec: RemoteSpec, layout: Layout, cuts: form.Cuts = form.no_cuts, signer: Signer | None = None
+    ) -> None:
         if spec.trust:
             require_signers(spec.trust)
         self.spec = spec
         self.share = Share(spec)
         self.tell: Callable[[str], None] = log.warning
-        self.unusable: str | None = None  # why it is not asked any more
-        self.distrusted: str | None = (
-            None  # what it gave that was wrong: nothing is read any more, what is built is pushed
-        )
-        self.closed: str | None = None  # why nothing is pushed any more; it may still be read
-        self._layout = layout
-        self._cuts = cuts
-        self._signer = signer
+        # Why nothing is done there any more, nothing read (what it gave was wrong), and nothing pushed.
+        self.unusable: str | None = None
+        self.distrusted: str | None = None
+        self.closed: str | None = None
+        self._layout, self._cuts, self._signer = layout, cuts, signer
         self._known: dict[str, Stored] = {}
         self._mend: set[str] = set()  # actions whose entry is not whole or wrong: the next push replaces it,
         self._wrongs: set[str] = set()  # and of these all that it is made of
         self._said: set[str] = set()
         self._lock = threading.Lock()
-        self._offered = Offered(self.push, lambda: self._shut, self._fail)
-
-    # Down
+        self._offered = Offered(self.push, lambda: self._shut, self._close)
 
     def look(self, digest: str, meanwhile: Callable[[], None] = lambda: None) -> Stored | None:
         """What the remote says that the action gave; None when it has none, or cannot be asked."""
@@ -88,16 +68,19 @@ class Remote:
         if digest in self._known:
             return self._known[digest]
         try:
-            data = self._read(action_path(digest), MOST_OF_ENTRY, meanwhile)
-            entry = self._parsed(action_path(digest), data, lambda: read_entry(data, digest))
-            self._require_signed(action_path(digest), data, meanwhile)
-        except Refused:
-            self._say(
-                f"{self.spec.shown} refuses to tell what it lacks (403): that counts as not there. If it should be, look at "
-                "what these credentials may read."
+            entry = self._read(
+                form.action_path(digest),
+                form.MOST_OF_ENTRY,
+                lambda data: form.read_entry(data, digest),
+                meanwhile,
+                signed=True,
             )
-        except Absent:
-            pass
+        except Absent as error:
+            if isinstance(error, Refused):
+                self._say(
+                    f"{self.spec.shown} refuses to tell what it lacks (403): that counts as not there. If it should be, look "
+                    "at what these credentials may read."
+                )
         except Unusable as error:
             self._give_up(error)
         except Untrusted:
@@ -111,60 +94,39 @@ class Remote:
 
     def exported(self, meanwhile: Callable[[], None] = lambda: None) -> tuple[Mapping[str, Any], list[Stored]]:
         """What `export` wrote: JSON about it, and its entries. Raises Absent, WrongBytes, Unusable, Untrusted."""
-        data = self._read(LIST, MOST_OF_MANIFEST, meanwhile)
-        about, digests = self._parsed(LIST, data, lambda: read_list(data))
-        self._require_signed(LIST, data, meanwhile)
-        entries = {digest: self.look(digest, meanwhile) for digest in digests}
-        if missing := [digest for digest, entry in entries.items() if entry is None]:
-            lacks = "has no trusted signature" if self.spec.trust else "is missing"
-            raise Absent(self.distrusted or self.unusable or f"the action {missing[0][:12]} {lacks}")
-        return about, [entry for entry in entries.values() if entry is not None]
+        about, digests = self._read(form.LIST, form.MOST_OF_MANIFEST, form.read_list, meanwhile, signed=True)
+        found = []
+        for digest in digests:
+            if (entry := self.look(digest, meanwhile)) is None:
+                lacks = "has no trusted signature" if self.spec.trust else "is missing"
+                raise Absent(self.distrusted or self.unusable or f"the action {digest[:12]} {lacks}")
+            found.append(entry)
+        return about, found
 
     def export(self, about: Mapping[str, Any], actions: Sequence[str]) -> None:
         """Say what was exported, after it was pushed. Raises Unusable."""
-        data = dump_list(about, actions)
+        data = form.dump_list(about, actions)
         if self._signer is not None:
             self.share.write(signature_path(data), self._signer.signature(data))
-        self.share.write(LIST, data)
-
-    def _require_signed(self, path: str, data: bytes, meanwhile: Callable[[], None]) -> None:
-        """Raises Untrusted, where signers are trusted, for what none of them has signed, WrongBytes for what is none."""
-
-        def read() -> bytes:
-            return self._read(signature_path(data), MOST_OF_SIGNATURE, meanwhile)
-
-        if not self.spec.trust:
-            return
-        earlier = self._parsed(path, data, lambda: require_signed(data, self.spec.trust, read))
-        if earlier:
-            self._say(
-                f"{self.spec.shown} has signatures of an earlier sdflow, which the next one does not read: push again with a key "
-                "of `sdflow cache key`, and name that in trust"
-            )
+        self.share.write(form.LIST, data)
 
     def bring(self, entry: Stored, folder: Path, meanwhile: Callable[[], None] = lambda: None) -> bool:
-        """Make the files of an entry in `folder`, or go on with what an earlier attempt left there.
-
-        False, and said why, when they cannot be had. The caller checks the tree: `disbelieve` if it is another.
-        """
+        """Make the files of an entry in `folder`, or go on with what an earlier attempt left there. False, and said why, when
+        they cannot be had. The caller checks the tree: `disbelieve` if it is another."""
         if not self._read_from:
             return False
-        digest, path = entry.action.digest, object_path(entry.object)
+        digest, path = entry.action.digest, form.object_path(entry.object)
         try:
-            data = self._read(path, MOST_OF_MANIFEST, meanwhile)
-            content = self._parsed(path, data, lambda: read_object(data, entry.object))
+            content = self._read(
+                path, form.MOST_OF_MANIFEST, lambda data: form.read_object(data, entry.object), meanwhile
+            )
             missing = content.bytes - min(content.bytes, written(folder))
             if missing > free_bytes(self._layout.root):
                 self._say(f"{spell_bytes(missing)} of {self.spec.shown} have no room on the disk: building here")
                 return False
-            bring(
-                content,
-                folder,
-                self._tried_read,
-                Lines(self.share, meanwhile),
-                patience=max(PATIENCE, 20 * float(entry.built["seconds"])),
-                like=self._like,
-            )
+            patience = max(PATIENCE, 20 * float(entry.built["seconds"]))
+            lines = Lines(self.share, meanwhile)
+            bring(content, folder, self._tried_read, lines, patience=patience, like=self._like)
         except Absent as error:
             self._mend.add(digest)
             self._say(f"{self.spec.shown} has lost parts of what it names ({error}): building here")
@@ -173,39 +135,51 @@ class Remote:
         except WrongBytes as error:
             self._wrong(digest, error)
         except (IsADirectoryError, FileExistsError, NotADirectoryError) as error:  # a file below a file
-            self._wrong(digest, WrongBytes(path, data, f"its files do not fit together ({error.strerror})"))
+            self._wrong(digest, WrongBytes(path, b"", f"its files do not fit together ({error.strerror})"))
         else:
             return True
         return False
 
     def disbelieve(self, entry: Stored) -> None:
         """The files of an entry are, all in all, not those that it names."""
-        path = object_path(entry.object)
-        self._wrong(entry.action.digest, WrongBytes(path, b"", "its pieces do not make up its files"))
+        error = WrongBytes(form.object_path(entry.object), b"", "its pieces do not make up its files")
+        self._wrong(entry.action.digest, error)
 
-    def _read(self, path: str, limit: int, meanwhile: Callable[[], None]) -> bytes:
-        """An action or a manifest: all tries together take no longer than the timeout."""
-        return Lines(self.share, meanwhile).one(lambda: self._tried_read(path, limit))
+    def _read(
+        self,
+        path: str,
+        limit: int,
+        parse: Callable[[bytes], T],
+        meanwhile: Callable[[], None],
+        *,
+        signed: bool = False,
+    ) -> T:
+        """What a file says. All tries together take no longer than the timeout. signed: it must be by one of those who are
+        trusted, where anyone is. Raises WrongBytes, Absent, Unusable, Untrusted."""
 
-    def _tried_read(self, path: str, size: int) -> bytes:
-        """Read a file; a line that breaks is tried again."""
-        for attempt in range(1, TRIES + 1):
-            try:
-                return self.share.read(path, size)
-            except TooLong as error:
-                raise WrongBytes(path, b"", str(error)) from error
-            except Unusable as error:
-                if attempt == TRIES or error.final or self._offered.abandoned.is_set() or not self._read_from:
-                    raise
-                log.debug("%s: %s; trying again", path, error)
-                time.sleep(PAUSE * 2 ** (attempt - 1))
-        raise AssertionError("the last try returns or raises")
+        def read(path: str, limit: int) -> bytes:
+            return Lines(self.share, meanwhile).one(lambda: self._tried_read(path, limit))
 
-    def _parsed(self, path: str, data: bytes, read: Callable[[], Read]) -> Read:
+        data, trust = read(path, limit), self.spec.trust
         try:
-            return read()
+            found = parse(data)
+            if signed and trust and require_signed(data, trust, lambda: read(signature_path(data), MOST_OF_SIGNATURE)):
+                self._say(
+                    f"{self.spec.shown} has signatures of an earlier sdflow, which the next one does not read: push again with "
+                    "a key of `sdflow cache key`, and name that in trust"
+                )
         except BadRecord as error:
             raise WrongBytes(path, data, str(error)) from error
+        return found
+
+    def _tried_read(self, path: str, limit: int) -> bytes:
+        def ended() -> bool:
+            return self._offered.abandoned.is_set() or not self._read_from
+
+        try:
+            return _tried(lambda: self.share.read(path, limit), ended)
+        except TooLong as error:
+            raise WrongBytes(path, b"", str(error)) from error
 
     @property
     def _read_from(self) -> bool:
@@ -215,64 +189,54 @@ class Remote:
         """Files of the cache that may have pieces in common with one of this name and size, newest first."""
         found = []
         for folder in self._layout.objects.glob("*/*"):
-            with contextlib.suppress(BadTree, OSError):
+            with suppress(BadTree, OSError):
                 if any(entry.path == path and entry.size == size for entry in read_manifest(folder, folder.name)):
                     found.append((folder.stat().st_mtime, folder / "files" / path))
         return [file for _, file in sorted(found, reverse=True)]
 
-    # Up
-
-    def offer(self, record: Record) -> None:
-        """Push a result beside what else goes on, if pushing was asked for. `finish` waits for it."""
-        if self.spec.push and not self._shut:
-            self._offered.offer(record)
-
-    def finish(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Wait until all that was offered is pushed, or the remote is given up; then say what was sent."""
-        pushed = self._offered.finish(meanwhile)
+    @contextmanager
+    def pushing(self) -> Iterator[None]:
+        """Within it, what is offered is pushed; its end waits until all of it is, or the remote is given up. When it fails, no
+        more is pushed: what is half sent does not count there."""
+        self._offered.abandoned.clear()
+        try:
+            yield
+            pushed = self._offered.finish(stop.check)
+        except BaseException:
+            self._offered.abandoned.set()
+            raise
         if pushed.results:
             self.tell(
                 f"pushed {pushed.results} results to {self.spec.shown}: {spell_bytes(pushed.bytes)} sent, "
                 f"{spell_bytes(pushed.there)} were there"
             )
 
-    def begin(self) -> None:
-        """Another run on the same cache: what it offers is pushed, whatever became of the one before."""
-        self._offered.abandoned.clear()
-
-    def abandon(self) -> None:
-        """Push no more: the run has failed or was told to end. What is half sent does not count there."""
-        self._offered.abandoned.set()
+    def offer(self, record: Record) -> None:
+        """Push a result beside what else goes on, if pushing was asked for."""
+        if self.spec.push and not self._shut:
+            self._offered.offer(record)
 
     def push(self, record: Record, meanwhile: Callable[[], None] = lambda: None) -> Sent | None:
         """Push one result now. None, and said why, when it did not get there."""
         if self._shut:
             return None
-        digest = record.action.digest
-        for attempt in range(1, TRIES + 1):
-            try:
-                sent = send(
-                    record,
-                    self.share,
-                    self._cuts,
-                    mend=digest in self._mend,
-                    rewrite=digest in self._wrongs,
-                    signer=self._signer,
-                    trust=self.spec.trust,
-                    meanwhile=meanwhile,
-                )
-            except Unusable as error:
-                if attempt == TRIES or error.final:
-                    self._close(error)
-                    return None
-                time.sleep(PAUSE * 2 ** (attempt - 1))
-            except (DamagedHere, OSError) as error:
-                self._say(f"{error}: it is not pushed")
-                return None
-            else:
-                self._mend.discard(digest)
-                self._wrongs.discard(digest)
-                return sent
+        digest, lines = record.action.digest, Lines(self.share, meanwhile)
+        mend, rewrite = digest in self._mend, digest in self._wrongs
+
+        def attempt() -> Sent:
+            signer, trust = self._signer, self.spec.trust
+            return send(record, lines, self._cuts, mend=mend, rewrite=rewrite, signer=signer, trust=trust)
+
+        try:
+            sent = _tried(attempt)
+        except Unusable as error:
+            self._close(error)
+        except (DamagedHere, OSError) as error:
+            self._say(f"{error}: it is not pushed")
+        else:
+            self._mend.discard(digest)
+            self._wrongs.discard(digest)
+            return sent
         return None
 
     def vouch(self, objects: Iterable[str], said: Claim) -> None:
@@ -282,20 +246,24 @@ class Remote:
         try:
             claim(self.share, objects, said, self._signer)
         except (Unusable, UsageError) as error:  # Sigstore may not answer
-            self._close(Unusable(str(error)))
+            self._close(error)
 
     def claims(self, objects: Iterable[str]) -> Mapping[str, Sequence[Claim]]:
         """Who says to have verified these; empty where the remote cannot be listed."""
         if self._read_from:
-            with contextlib.suppress(Unusable):
+            with suppress(Unusable):
                 return claims(self.share, self.spec.trust, objects, stop.check)
         return {}
 
-    def _fail(self, error: Exception) -> None:
-        log.debug("pushing has failed", exc_info=error)
-        self._close(Unusable(f"{type(error).__name__}: {error}"))
+    def require_usable(self) -> None:
+        """Raises Unusable for one that was given up."""
+        if (why := self.unusable or self.distrusted or self.closed) is not None:
+            raise Unusable(why)
 
-    # What is said
+    @property
+    def _shut(self) -> bool:
+        """Whether pushing has no use any more."""
+        return self.closed is not None or self.unusable is not None
 
     def _give_up(self, error: Unusable) -> None:
         with self._lock:
@@ -304,17 +272,13 @@ class Remote:
             self.unusable = str(error)
         self._say(f"the remote cache {self.spec.shown} is not used from here on: {error}")
 
-    def _close(self, error: Unusable) -> None:
+    def _close(self, error: Exception) -> None:
         with self._lock:
             if self.closed is not None:
                 return
-            self.closed = str(error)
-        self._say(f"nothing is pushed to {self.spec.shown} from here on: {error}; `sdflow cache push` does it later")
-
-    @property
-    def _shut(self) -> bool:
-        """Whether pushing has no use any more."""
-        return self.closed is not None or self.unusable is not None
+            self.closed = str(error) if isinstance(error, Unusable | UsageError) else f"{type(error).__name__}: {error}"
+        why = f"{self.closed}; `sdflow cache push` does it later"
+        self._say(f"nothing is pushed to {self.spec.shown} from here on: {why}")
 
     def _wrong(self, action: str, error: WrongBytes) -> None:
         """Put aside what the remote gave, and believe nothing more of it in this run."""
@@ -336,3 +300,16 @@ class Remote:
                 return
             self._said.add(text)
         self.tell(text)
+
+
+def _tried(do: Callable[[], T], ended: Callable[[], bool] = lambda: False) -> T:
+    """What it returns; a line that breaks is tried again, until that has ended. Raises what it raises at last."""
+    for pause in (PAUSE * 2**attempt for attempt in range(TRIES - 1)):
+        try:
+            return do()
+        except Unusable as error:
+            if error.final or ended():
+                raise
+            log.debug("%s; trying again", error)
+            time.sleep(pause)
+    return do()

@@ -9,30 +9,23 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from sdflow.machine.packages import how_to_install, missing
-from sdflow.store.remote.reading import (
-    HTTP,
-    LOCAL,
-    S3,
-    Misled,
-    TooLong,
-    listing,
-    open_archive,
-    open_limits,
-    read_http,
-    read_local,
-    read_other,
-    read_s3,
-)
+from sdflow.store.remote.reading import HTTP, S3, Misled, TooLong, listing, open_archive, open_limits, read
 from sdflow.store.remote.spec import RemoteSpec, is_url, packages_of, without_secrets
 
-Value = TypeVar("Value")
+T = TypeVar("T")
+R = TypeVar("R")
 
+LINES = 12
+LOOK = 0.1
 FOLDER = "sdflow-v1"
 LISTING = 20
 """How many times the timeout a listing may take: a long one comes in many pages."""
@@ -78,31 +71,22 @@ class Share:
         self._root = ""
         self._opening = threading.Lock()
 
-    def read(self, path: str, limit: int, seconds: float | None = None) -> bytes:
-        """The content of a file of at most `limit` bytes; within so many seconds, by default the remote's timeout.
+    def read(self, path: str, limit: int) -> bytes:
+        """The content of a file of at most `limit` bytes. Raises Absent, Unusable, and TooLong, which is a BadRecord."""
+        return self._looked(path, lambda files, whole: read(files, self._protocol, whole, limit, self.spec.timeout))
 
-        Raises Absent, Unusable, and TooLong, which is a BadRecord.
-        """
-        within = self.spec.timeout if seconds is None else seconds
+    def stat(self, path: str) -> Found | None:
+        """A file; None where there is none. Raises Unusable."""
 
-        def read(files: Any, whole: str) -> bytes:
-            if self._protocol in LOCAL:
-                return read_local(whole, limit)
-            if self._protocol in HTTP:
-                return read_http(files, whole, limit, within)
-            if self._protocol in S3:
-                return read_s3(files, whole, limit, within)
-            return read_other(files, whole, limit)
+        def look(files: Any, whole: str) -> Found:
+            files.invalidate_cache()
+            return _found(path, files.info(whole))
 
-        return self._looked(path, read)
-
-    def size(self, path: str) -> int | None:
-        """Bytes of a file; None where there is none. Raises Unusable."""
         with suppress(Absent):
-            return self._looked(path, lambda files, whole: int(files.info(whole)["size"] or 0))
+            return self._looked(path, look)
         return None
 
-    def _looked(self, path: str, look: Callable[[Any, str], Value]) -> Value:
+    def _looked(self, path: str, look: Callable[[Any, str], T]) -> T:
         """What is found at a path, of the store and by the whole path. Raises Absent, Unusable."""
         files = self._open()
         try:
@@ -121,7 +105,7 @@ class Share:
         if self.spec.archive:
             raise Unusable("an archive is written as a whole: `sdflow cache push --url`, or `export`", final=True)
         with _usable(also=FileNotFoundError):
-            if self._whole_at_once:
+            if self._protocol not in _IN_PLACE:
                 files.pipe_file(target, data)
                 return
             aside = f"{target}.{os.urandom(6).hex()}{UNFINISHED}"
@@ -142,22 +126,13 @@ class Share:
             return
         begins = len(files._strip_protocol(self._root)) + 1
         for path, info in sorted(found.items()):
-            yield Found(path[begins:], int(info.get("size") or 0), _changed(info))
+            yield _found(path[begins:], info)
 
     def remove(self, path: str) -> None:
         """Remove a file. Missing is fine. Raises Unusable."""
         files = self._open()
         with suppress(FileNotFoundError), _usable():
             files.rm_file(f"{self._root}/{path}")
-
-    def changed(self, path: str) -> float | None:
-        """The store's own time of a file's last change; None where it tells none. Raises Absent, Unusable."""
-
-        def look(files: Any, whole: str) -> float | None:
-            files.invalidate_cache()
-            return _changed(files.info(whole))
-
-        return self._looked(path, look)
 
     def _may_be_absent(self, error: BaseException | None) -> bool:
         """Whether the store may mean that there is no such file: S3 answers 403 to who may not list a bucket. What is
@@ -172,41 +147,113 @@ class Share:
         protocol = self._files.protocol
         return str(protocol if isinstance(protocol, str) else protocol[0])
 
-    @property
-    def _whole_at_once(self) -> bool:
-        return self._protocol not in _IN_PLACE
-
     def _open(self) -> Any:
-        with self._opening:
-            return self._files if self._files is not None else self._opened()
+        with self._opening, _usable(also=FileNotFoundError):
+            if self._files is None:
+                self._files, self._root = _opened(self.spec)
+            return self._files
 
-    def _opened(self) -> Any:
+
+@dataclass(frozen=True)
+class Lines:
+    """Work on several lines to the remote at a time, given up when none of them moves. The threads are no reason to stay: one
+    that hangs in a library does not keep the process from its end.
+
+    meanwhile: called again and again by whoever waits; what it raises ends the work.
+    """
+
+    share: Share
+    meanwhile: Callable[[], None] = lambda: None
+
+    def for_each(
+        self,
+        items: Iterable[T],
+        do: Callable[[T], R],
+        done: Callable[[R], None] = lambda result: None,
+        timeout: float | None = None,
+    ) -> None:
+        """Call `do` with each item, several at a time; `done` with each result, in the calling thread. timeout: by default the
+        remote's. Raises what `do` raises first, Unusable when so many seconds pass without a result, and what `meanwhile` raises.
+        """
+        patience = self.share.spec.timeout if timeout is None else timeout
+        left: SimpleQueue[T] = SimpleQueue()
+        results: SimpleQueue[tuple[bool, R | BaseException]] = SimpleQueue()
+        ended = threading.Event()
+        count = 0
+        for item in items:
+            left.put(item)
+            count += 1
+
+        def work() -> None:
+            while not ended.is_set():
+                try:
+                    item = left.get_nowait()
+                except Empty:
+                    return
+                try:
+                    results.put((True, do(item)))
+                except BaseException as error:  # noqa: BLE001  (it is raised in the caller)
+                    results.put((False, error))
+
+        for _ in range(min(LINES, count)):
+            threading.Thread(target=work, name="remote cache", daemon=True).start()
+        moved = time.monotonic()
         try:
-            from fsspec.core import url_to_fs
+            while count:
+                self.meanwhile()
+                try:
+                    well, result = results.get(timeout=LOOK)
+                except Empty:
+                    if time.monotonic() - moved > patience:
+                        raise Unusable(f"no answer for {patience:g} seconds") from None
+                    continue
+                moved = time.monotonic()
+                count -= 1
+                if not well:
+                    assert isinstance(result, BaseException)
+                    raise result
+                done(result)  # type: ignore[arg-type]
+        finally:
+            ended.set()
 
-            if self.spec.archive:
-                with _usable(also=FileNotFoundError):
-                    self._files, self._root = open_archive(self.spec.archive), FOLDER
-                return self._files
-            url = self.spec.url if is_url(self.spec.url) else f"file://{self.spec.url}"
-            if "::" in url.partition("://")[0]:
-                raise Unusable(
-                    "a layer over a store (simplecache::) keeps no limits; name the store itself", final=True
-                )
-            scheme = url.partition("://")[0].lower()
-            with _usable(also=FileNotFoundError):
-                files, root = url_to_fs(url, **open_limits(scheme, self.spec.timeout))
-        except ImportError as error:
-            wanted = packages_of(self.spec.url)
-            raise Unusable(f"{error}; {how_to_install(*(missing(*wanted) or wanted))}", final=True) from error
-        self._files, self._root = files, f"{root.rstrip('/')}/{FOLDER}"
-        return self._files
+    def found(self, items: Iterable[T], look: Callable[[T], R | None]) -> list[R]:
+        """The results of `for_each` but for None, in the order in which they come."""
+        results: list[R | None] = []
+        self.for_each(items, look, results.append)
+        return [result for result in results if result is not None]
+
+    def one(self, do: Callable[[], R], timeout: float | None = None) -> R:
+        """The result of one call, in the same way."""
+        results: list[R] = []
+        self.for_each([None], lambda _: do(), results.append, timeout)
+        return results[0]
+
+    def listed(self, folder: str) -> list[Found]:
+        """The files of a folder. A long list takes its time."""
+        return self.one(lambda: list(self.share.list(folder)), LISTING * self.share.spec.timeout)
+
+
+def _opened(spec: RemoteSpec) -> tuple[Any, str]:
+    """The store of fsspec's, and the folder in it."""
+    try:
+        from fsspec.core import url_to_fs
+
+        if spec.archive:
+            return open_archive(spec.archive), FOLDER
+        url = spec.url if is_url(spec.url) else f"file://{spec.url}"
+        scheme = url.partition("://")[0].lower()
+        if "::" in scheme:
+            raise Misled("a layer over a store (simplecache::) keeps no limits; name the store itself")
+        files, root = url_to_fs(url, **open_limits(scheme, spec.timeout))
+    except ImportError as error:
+        wanted = packages_of(spec.url)
+        raise Misled(f"{error}; {how_to_install(*(missing(*wanted) or wanted))}") from error
+    return files, f"{root.rstrip('/')}/{FOLDER}"
 
 
 @contextmanager
 def _usable(also: type[Exception] | None = None) -> Iterator[None]:
-    """Raises Unusable for what fails in it. What is raised as it is: that a file is not there, unless it is `also` a failure;
-    that it is too long; and that a package is not installed.
+    """Raises Unusable for what fails in it, but for a file that is too long, or not there unless that is `also` a failure.
 
     Everything is caught, and here alone: each store's library has errors of its own (botocore, aiohttp, azure, google, paramiko),
     which cannot be named without it, and none may fail a build.
@@ -214,41 +261,34 @@ def _usable(also: type[Exception] | None = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, FileNotFoundError | ImportError | TooLong | Unusable) and not (
-            also and isinstance(error, also)
-        ):
+        if isinstance(error, FileNotFoundError | TooLong) and not (also and isinstance(error, also)):
             raise
         raise _unusable(error) from error
 
 
-def _changed(info: dict[str, Any]) -> float | None:
-    for key in ("mtime", "LastModified", "last_modified", "updated", "created"):
-        value: Any = info.get(key)
-        if isinstance(value, int | float):
-            return float(value)
-        if hasattr(value, "timestamp"):
-            return float(value.timestamp())
-        if isinstance(value, str):
-            from datetime import datetime
-
-            try:
-                return datetime.fromisoformat(value).timestamp()
-            except ValueError:
-                continue
-    return None
-
-
-def _unusable(error: BaseException) -> Unusable:
+def _unusable(error: Exception) -> Unusable:
     if isinstance(error, TimeoutError):
         return Unusable("no answer in time")
     if isinstance(error, Misled):
         return Unusable(str(error), final=True)
     text = " ".join(str(error).split()) or "no reason given"
-    text = _URLS.sub(lambda match: without_secrets(match[0]), text)
-    text = _SECRETS.sub(r"\1…", text)
-    refused = isinstance(error, PermissionError | NotImplementedError) or getattr(error, "status", None) in (
-        401,
-        403,
-        405,
+    text = _SECRETS.sub(r"\1…", _URLS.sub(lambda match: without_secrets(match[0]), text))
+    final = isinstance(error, PermissionError | NotImplementedError)
+    return Unusable(
+        f"{type(error).__name__}: {text[:200]}", final=final or getattr(error, "status", None) in (401, 403, 405)
     )
-    return Unusable(f"{type(error).__name__}: {text[:200]}", final=refused)
+
+
+def _found(path: str, info: dict[str, Any]) -> Found:
+    changed = None
+    for key in ("mtime", "LastModified", "last_modified", "updated", "created"):
+        value: Any = info.get(key)
+        if isinstance(value, str):
+            with suppress(ValueError):
+                value = datetime.fromisoformat(value)
+        if isinstance(value, datetime):
+            value = value.timestamp()
+        if isinstance(value, int | float):
+            changed = float(value)
+            break
+    return Found(path, int(info.get("size") or 0), changed)

@@ -20,9 +20,8 @@ _STORES = {
     "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs",
 }  # fmt: skip
 """Scheme -> the distribution that knows it, each in an extra of sdflow's own."""
-_ARCHIVE = "zip://"
-ARCHIVES = (".zip", ".sdflow")
-"""Names of archives end so. Of an archive that is there, any name is taken."""
+_ARCHIVE, _ARCHIVES = "zip://", (".zip", ".sdflow")
+"""Names of archives begin or end so. Of an archive that is there, any name is taken."""
 _LINKS = re.compile(r"::(?=[A-Za-z][A-Za-z0-9+.-]*://)")
 
 
@@ -71,11 +70,8 @@ def _plain(url: str) -> str:
 
 
 def remote_from_environment(said: RemoteSpec | None, environment: Mapping[str, str] = os.environ) -> RemoteSpec | None:
-    """The remote of the workflow, or the one that the environment names in its place; an empty variable: none.
-
-    To another place nothing is pushed but where the environment asks for that too; the keys that the workflow trusts stay.
-    Raises UsageError for a URL that fsspec does not know.
-    """
+    """The remote of the workflow, or the one that the environment names in its place; an empty variable: none. There nothing is
+    pushed but where the environment asks for that too; whom the workflow trusts stays. Raises UsageError."""
     url = environment.get(URL_VARIABLE)
     if url is None:
         return said
@@ -91,16 +87,14 @@ def remote_from_environment(said: RemoteSpec | None, environment: Mapping[str, s
 
 
 def at(url: str, said: str) -> str:
-    """The URL; of a folder the absolute path, of an archive zip:// and that. said: by what it was named.
-
-    Raises UsageError for a scheme that fsspec lacks.
-    """
+    """The URL; of a folder the absolute path, of an archive zip:// and that. said: by what it was named. Raises UsageError for a
+    scheme that fsspec lacks."""
     if (remedy := unknown_scheme(url)) is not None:
         raise UsageError(f"{without_secrets(url)!r} is no URL of a remote cache", where=said, remedy=remedy)
     if is_url(url) and not url.startswith(_ARCHIVE):
         return url
     path = Path(url.removeprefix(_ARCHIVE)).expanduser().absolute()
-    is_archive = url.startswith(_ARCHIVE) or path.suffix in ARCHIVES or (path.exists() and not path.is_dir())
+    is_archive = url.startswith(_ARCHIVE) or path.suffix in _ARCHIVES or (path.exists() and not path.is_dir())
     return f"{_ARCHIVE if is_archive else ''}{path}"
 
 

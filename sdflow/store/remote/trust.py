@@ -12,13 +12,12 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sdflow.digest import canonical_json
 from sdflow.machine.packages import EXTRAS, missing
 from sdflow.store.records import BadRecord, dump, load
-from sdflow.store.remote.parallel import Lines
-from sdflow.store.remote.share import Absent, Found, Share
+from sdflow.store.remote.share import Absent, Found, Lines, Share
 from sdflow.store.signing import EARLIER, Signer, Untrusted, is_public_key, verify_data
 
 FOLDER = "verified"
@@ -26,10 +25,8 @@ SIGNATURES = "signatures"
 _NAME = re.compile(r"[0-9a-f]{2}/([0-9a-f]{64})\.[0-9a-f]{16}\.json(\.sig)?")
 _MOST = 64
 """Claims of one object that are read, and versions of one claim."""
-MOST_OF_CLAIM = 64 << 10
-"""Bytes of a claim's file at most."""
-MOST_OF_SIGNATURE = 64 << 10
-"""Bytes of a signature at most: those with a chain of certificates have some thousands."""
+MOST_OF_CLAIM = MOST_OF_SIGNATURE = 64 << 10
+"""Bytes of a claim's file, and of a signature, at most: those with a chain of certificates have some thousands."""
 MOST_SIGNATURES = 16
 """Of one record of an earlier sdflow. Each takes its time to check, and whoever can write to a remote can add some."""
 
@@ -46,10 +43,9 @@ def require_signed(data: bytes, trust: Sequence[str], read: Callable[[], bytes])
     if _signed_earlier(data, trust):
         return True
     try:
-        signature = read()
+        verify_data(data, read(), trust)
     except Absent as error:
         raise Untrusted("nobody has signed it") from error
-    verify_data(data, signature, trust)
     return False
 
 
@@ -70,16 +66,14 @@ def is_signed(data: bytes, signature: bytes | None, trust: Sequence[str]) -> boo
 def _signed_earlier(data: bytes, trust: Sequence[str]) -> str | None:
     """Who of these has signed a record within the record itself, as an earlier sdflow did it: the content, with Ed25519."""
     content = canonical_json(load(data))
-    given = [(key, signature) for key, signature in _earlier(data) if key in trust and EARLIER.fullmatch(key)]
-    if not given:
-        return None
-    from cryptography.exceptions import InvalidSignature
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    for key, signature in _earlier(data):
+        if key in trust and EARLIER.fullmatch(key):
+            from cryptography.exceptions import InvalidSignature
+            from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-    for key, signature in given:
-        with suppress(InvalidSignature, ValueError):
-            Ed25519PublicKey.from_public_bytes(bytes.fromhex(key)).verify(bytes.fromhex(signature), content)
-            return key
+            with suppress(InvalidSignature, ValueError):
+                Ed25519PublicKey.from_public_bytes(bytes.fromhex(key)).verify(bytes.fromhex(signature), content)
+                return key
     return None
 
 
@@ -116,21 +110,13 @@ class Claim:
 
 def claim(share: Share, objects: Iterable[str], said: Claim, signer: Signer | None) -> None:
     """Write that these were verified. What is said already is not said again. Raises Unusable."""
-    for object_digest in objects:
-        data = dump(
-            {
-                "format": 2,
-                "object": object_digest,
-                "level": said.level,
-                "target": said.target,
-                "versions": dict(said.versions),
-                "key": signer.public if signer else None,
-            }
-        )
-        path = f"{FOLDER}/{object_digest[:2]}/{object_digest}.{hashlib.sha256(data).hexdigest()[:16]}.json"
+    body = {"format": 2, "level": said.level, "target": said.target, "versions": dict(said.versions)}
+    for digest in objects:
+        data = dump({**body, "object": digest, "key": signer.public if signer else None})
+        path = f"{FOLDER}/{digest[:2]}/{digest}.{hashlib.sha256(data).hexdigest()[:16]}.json"
 
         def write(path: str = path, data: bytes = data) -> None:
-            if share.size(path) is None:
+            if share.stat(path) is None:
                 if signer is not None:
                     share.write(f"{path}.sig", signer.signature(data))
                 share.write(path, data)
@@ -143,27 +129,24 @@ def claims(
 ) -> dict[str, list[Claim]]:
     """What is said of these objects. A claim that is none, or whose signature does not hold, is left out. Raises Unusable."""
     wanted, lines = set(objects), Lines(share, meanwhile)
-    counts: dict[str | None, int] = defaultdict(int)
-    chosen = []
-    signed = set()
-    for file in lines.listed(FOLDER):
-        if file.path.endswith(".sig"):
-            signed.add(file.path)
-        elif (digest := named(file)) in wanted and counts[digest] < _MOST:
-            counts[digest] += 1
-            chosen.append(file)
+    files = lines.listed(FOLDER)
+    signed = {file.path for file in files if file.path.endswith(".sig")}
+    chosen: dict[str, list[str]] = defaultdict(list)
+    for file in files:
+        if file.path not in signed and (digest := named(file)) in wanted and len(chosen[digest]) < _MOST:
+            chosen[digest].append(file.path)
 
-    def read(file: Found) -> tuple[str, Claim] | None:
-        object_digest, signature = str(named(file)), f"{file.path}.sig"
+    def read(pair: tuple[str, str]) -> tuple[str, Claim] | None:
+        (digest, path), signature = pair, f"{pair[1]}.sig"
         with suppress(Absent, BadRecord, Untrusted):
-            data = share.read(file.path, MOST_OF_CLAIM)
+            data = share.read(path, MOST_OF_CLAIM)
             found = share.read(signature, MOST_OF_SIGNATURE) if signature in signed else None
-            return object_digest, read_claim(data, found, object_digest, trust)
+            return digest, read_claim(data, found, digest, trust)
         return None
 
     by_object = defaultdict(list)
-    for object_digest, each in lines.found(chosen, read):
-        by_object[object_digest].append(each)
+    for digest, each in lines.found([(digest, path) for digest, paths in chosen.items() for path in paths], read):
+        by_object[digest].append(each)
     return {digest: sorted(each, key=lambda claim: claim.words) for digest, each in by_object.items()}
 
 
@@ -179,24 +162,21 @@ def read_claim(data: bytes, signature: bytes | None, object_digest: str, trust: 
     Who signed is one who is trusted, or else the key that the claim itself names.
     """
     body = load(data)
-    level, target, versions = (body.get(name) for name in ("level", "target", "versions"))
+    level, target, versions, key = (body.get(name) for name in ("level", "target", "versions", "key"))
     if body.get("object") != object_digest or not isinstance(versions, dict) or len(versions) > _MOST:
         raise BadRecord("it is no claim of this object")
     texts = [level, target, *versions, *versions.values()]
     if not all(isinstance(text, str) and len(text) < 100 and text.isprintable() for text in texts):
         raise BadRecord("it says nothing that can be shown")
-    said = Claim(str(level), str(target), versions)
-    keys = [key for key, _ in _earlier(data)]
-    if (keys or signature is not None) and missing(*EXTRAS["sign"]):
+    earlier = [each for each, _ in _earlier(data)]
+    if (earlier or signature is not None) and missing(*EXTRAS["sign"]):
         raise Untrusted("its signature cannot be checked on this machine")
+    signer = None
     if signature is not None:
-        key = body.get("key")
         own = [key] if isinstance(key, str) and is_public_key(key) else []
-        signed_by = verify_data(data, signature, [*trust, *own])
-        return replace(said, key=signed_by, trusted=signed_by in trust)
-    for candidates in (trust, keys):
-        if keys and (signer := _signed_earlier(data, candidates)):
-            return replace(said, key=signer, trusted=signer in trust)
-    if keys or body.get("key") is not None:
+        signer = verify_data(data, signature, [*trust, *own])
+    elif earlier:
+        signer = _signed_earlier(data, trust) or _signed_earlier(data, earlier)
+    if signer is None and (earlier or key is not None):
         raise Untrusted("its signature does not hold")
-    return said
+    return Claim(str(level), str(target), versions, signer, trusted=signer in trust)

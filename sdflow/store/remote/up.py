@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
+from sdflow import stop
 from sdflow.artifact import Record
-from sdflow.digest import FileEntry
+from sdflow.store.layout import log
 from sdflow.store.records import Stored, dump_action
-from sdflow.store.remote.entry import (
-    MOST_OF_ENTRY,
-    MOST_OF_MANIFEST,
-    Cuts,
-    Piece,
-    RemoteObject,
-    action_path,
-    cut,
-    dump_object,
-    object_path,
-)
-from sdflow.store.remote.parallel import Lines
+from sdflow.store.remote import entry as form
 from sdflow.store.remote.reading import TooLong
-from sdflow.store.remote.share import Absent, Share
+from sdflow.store.remote.share import Absent, Lines, Share
 from sdflow.store.remote.trust import MOST_OF_SIGNATURE, is_signed, signature_path
 from sdflow.store.signing import Signer
 
@@ -51,50 +43,31 @@ class Sent:
 
 def send(
     record: Record,
-    share: Share,
-    cuts: Cuts,
+    lines: Lines,
+    cuts: form.Cuts,
     *,
     mend: bool = False,
     rewrite: bool = False,
     signer: Signer | None = None,
     trust: Sequence[str] = (),
-    meanwhile: Callable[[], None] = lambda: None,
 ) -> Sent:
     """Push a finished action, unless the remote has it; with a signer, unless it has it signed. mend: even so. rewrite: every
-    piece of it, whatever the remote has in its place.
-
-    Raises Unusable, DamagedHere, OSError.
-    """
-    lines, committed = Lines(share, meanwhile), action_path(record.action.digest)
+    piece of it, whatever the remote has in its place. Raises Unusable, DamagedHere, OSError."""
+    share, artifact, committed = lines.share, record.artifact, form.action_path(record.action.digest)
+    if FROM in record.built:  # a signature says who has built it
+        signer = None
+    if signer is not None and (there := lines.one(lambda: _there(share, committed))) is not None:
+        mend = mend or there[1] is None
 
     def is_there() -> bool:
-        return not mend and lines.one(lambda: share.size(committed)) is not None
+        return not mend and lines.one(lambda: share.stat(committed)) is not None
 
-    signs = signer is not None and FROM not in record.built  # a signature says who has built it
-    mend = mend or (signs and lines.one(lambda: _is_unsigned(share, committed)))
     if is_there():
         return Sent()
-    artifact = record.artifact
-    cut_at = cuts(artifact.path)
-    files: list[tuple[FileEntry, tuple[Piece, ...]]] = []
-    where: dict[Piece, tuple[Path, int]] = {}
-    for entry in artifact.files:
-        meanwhile()
-        path = artifact.path / entry.path
-        try:
-            pieces, sha256 = cut(path, entry.size, cut_at.get(entry.path, ()))
-        except EOFError as error:
-            raise DamagedHere(str(error)) from error
-        if sha256 != entry.sha256:
-            raise DamagedHere(f"{path} does not have the content that was published")
-        files.append((entry, pieces))
-        offset = 0
-        for piece in pieces:
-            where.setdefault(piece, (path, offset))
-            offset += piece.size
+    content, where = _cut(record, cuts, lines.meanwhile)
 
-    def send_piece(piece: Piece) -> Sent:
-        if not rewrite and share.size(piece.path) == piece.size:
+    def send_piece(piece: form.Piece) -> Sent:
+        if not rewrite and (found := share.stat(piece.path)) and found.size == piece.size:
             return Sent(there=piece.size)
         path, offset = where[piece]
         with path.open("rb") as stream:
@@ -105,40 +78,115 @@ def send(
         share.write(piece.path, data)
         return Sent(bytes=piece.size)
 
-    sent: list[Sent] = []
-    lines.for_each(where, send_piece, sent.append)
-    manifest = dump_object(artifact.digest, RemoteObject(tuple(files)))
-    if len(manifest) > MOST_OF_MANIFEST:
+    sent = sum(lines.found(where, send_piece), Sent())
+    manifest = form.dump_object(artifact.digest, content)
+    if len(manifest) > form.MOST_OF_MANIFEST:
         raise DamagedHere(f"{artifact.path} makes a manifest of {len(manifest):,} bytes, which nobody would read")
-    lines.one(lambda: share.write(object_path(artifact.digest), manifest))
-    if not is_there():  # else another machine was first: the first result stands
-        built = {key: value for key, value in record.built.items() if key != FROM}
-        data = dump_action(Stored(record.action, artifact.digest, record.facts, built, time.time()))
-        signature = signer.signature(data) if signer is not None and signs else None
-        if mend and lines.one(lambda: _there(share, committed, data, signature, trust)):
-            return sum(sent, Sent())
-        if signature is not None:
-            signed = signature
-            lines.one(lambda: share.write(signature_path(data), signed))
-        lines.one(lambda: share.write(committed, data))
-    return sum(sent, Sent(results=1))
+    lines.one(lambda: share.write(form.object_path(artifact.digest), manifest))
+    if is_there():  # another machine was first: the first result stands
+        return sent + Sent(results=1)
+    built = {key: value for key, value in record.built.items() if key != FROM}
+    data = dump_action(Stored(record.action, artifact.digest, record.facts, built, time.time()))
+    signature = None if signer is None else signer.signature(data)
+    # What is signed, or signed by who is trusted, gives way to nothing that is not.
+    there = lines.one(lambda: _there(share, committed)) if mend else None
+    if there and any(is_signed(*there, keys) and not is_signed(data, signature, keys) for keys in (trust, ())):
+        return sent
+    if signature is not None:
+        lines.one(lambda: share.write(signature_path(data), signature))
+    lines.one(lambda: share.write(committed, data))
+    return sent + Sent(results=1)
 
 
-def _is_unsigned(share: Share, path: str) -> bool:
-    """Whether an entry is there that nobody has signed in today's way."""
-    try:
-        return share.size(signature_path(share.read(path, MOST_OF_ENTRY))) is None
-    except (Absent, TooLong):
-        return False
+def _cut(
+    record: Record, cuts: form.Cuts, meanwhile: Callable[[], None]
+) -> tuple[form.RemoteObject, dict[form.Piece, tuple[Path, int]]]:
+    """The pieces of an object, and where each begins. Raises DamagedHere, OSError."""
+    cut_at = cuts(record.artifact.path)
+    files = []
+    where: dict[form.Piece, tuple[Path, int]] = {}
+    for entry in record.artifact.files:
+        meanwhile()
+        path = record.artifact.path / entry.path
+        try:
+            pieces, sha256 = form.cut(path, entry.size, cut_at.get(entry.path, ()))
+        except EOFError as error:
+            raise DamagedHere(str(error)) from error
+        if sha256 != entry.sha256:
+            raise DamagedHere(f"{path} does not have the content that was published")
+        files.append((entry, pieces))
+        for piece, offset in form.placed(pieces):
+            where.setdefault(piece, (path, offset))
+    return form.RemoteObject(tuple(files)), where
 
 
-def _there(share: Share, path: str, data: bytes, signature: bytes | None, trust: Sequence[str]) -> bool:
-    """Whether an entry is there that this must not replace: it is signed, or signed by who is trusted, and this is not."""
-    signed = None
-    try:
-        there = share.read(path, MOST_OF_ENTRY)
+def _there(share: Share, path: str) -> tuple[bytes, bytes | None] | None:
+    """An entry that is there, and its signature, where it has one of today's."""
+    with suppress(Absent, TooLong):
+        data = share.read(path, form.MOST_OF_ENTRY)
         with suppress(Absent, TooLong):
-            signed = share.read(signature_path(there), MOST_OF_SIGNATURE)
-    except (Absent, TooLong):
-        return False
-    return any(is_signed(there, signed, keys) and not is_signed(data, signature, keys) for keys in (trust, ()))
+            return data, share.read(signature_path(data), MOST_OF_SIGNATURE)
+        return data, None
+    return None
+
+
+class Offered:
+    """Results pushed by a thread of their own, beside the run that makes them. push: one result; `shut`: whether pushing has no
+    use any more; `failed`: gets what it raised."""
+
+    def __init__(
+        self,
+        push: Callable[[Record, Callable[[], None]], Sent | None],
+        shut: Callable[[], bool],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self.abandoned = threading.Event()
+        self._push, self._shut, self._failed = push, shut, failed
+        self._records: SimpleQueue[Record] = SimpleQueue()
+        self._seen: set[str] = set()
+        self._sent, self._waiting = Sent(), 0
+        self._idle = threading.Condition()
+        self._pusher: threading.Thread | None = None
+
+    def offer(self, record: Record) -> None:
+        """Push it when those before it are pushed. One that was offered before is not pushed again."""
+        with self._idle:
+            if record.action.digest in self._seen:
+                return
+            self._seen.add(record.action.digest)
+            self._waiting += 1
+            self._records.put(record)
+            if self._pusher is None:
+                self._pusher = threading.Thread(target=self._run, name="remote cache push", daemon=True)
+                self._pusher.start()
+
+    def finish(self, meanwhile: Callable[[], None]) -> Sent:
+        """Wait until all are pushed, or pushing has no use any more. Returns what was sent since the last time."""
+        with self._idle:
+            while self._waiting and not self._shut():
+                self._idle.wait(0.1)
+                meanwhile()
+        sent, self._sent = self._sent, Sent()
+        return sent
+
+    def _run(self) -> None:
+        while not self._shut():
+            record = self._records.get()
+            try:
+                self._sent += self._push(record, self._go_on) or Sent()
+            except (_Abandoned, stop.Stopped):  # the run's own end tells it
+                self._seen.discard(record.action.digest)
+            except Exception as error:  # noqa: BLE001  (else this thread ends, and `finish` waits for ever)
+                log.debug("pushing has failed", exc_info=error)
+                self._failed(error)
+            with self._idle:
+                self._waiting -= 1
+                self._idle.notify_all()
+
+    def _go_on(self) -> None:
+        if self.abandoned.is_set():
+            raise _Abandoned
+
+
+class _Abandoned(Exception):
+    """The run has ended before its results were pushed."""

@@ -15,9 +15,9 @@ import pytest
 
 from sdflow import stop
 from sdflow.store.layout import Layout
-from sdflow.store.remote import catalog, down, parallel, remote
+from sdflow.store.remote import catalog, down, remote, share
+from sdflow.store.remote.down import incoming
 from sdflow.store.remote.entry import MOST, SMALL, TOGETHER, sizes
-from sdflow.store.remote.incoming import incoming
 from sdflow.store.remote.share import FOLDER, Share, Unusable
 from sdflow.store.remote.spec import without_secrets
 
@@ -234,7 +234,7 @@ def test_a_download_that_broke_is_gone_on_with(one: Machine, other: Machine, mon
         return read(self, path, limit)
 
     monkeypatch.setattr(Share, "read", breaks)
-    monkeypatch.setattr(parallel, "LINES", 1)
+    monkeypatch.setattr(share, "LINES", 1)
     assert other.fetch(action) is None
     assert other.told == [f"the remote cache {other.url} is not used from here on: the line is cut"]
     (part,) = other.folder.glob("v1/incoming/*/model.onnx.data")
@@ -271,7 +271,7 @@ def test_a_remote_that_is_slow_is_left_when_building_takes_less(
     monkeypatch.setitem(BUILT, "seconds", 0.0)
     action, files = make_action(), big(b"a", 17 << 20)
     one.build(action, files)
-    monkeypatch.setattr(parallel, "LINES", 1)
+    monkeypatch.setattr(share, "LINES", 1)
     monkeypatch.setattr(down, "SETTLING", 0.0)
     monkeypatch.setattr(remote, "PATIENCE", 0.0)
     record = other.build(action, files)

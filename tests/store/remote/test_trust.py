@@ -143,8 +143,6 @@ def test_what_is_signed_gives_way_to_nothing_unsigned(folder: Path, key: str, tr
             piece.unlink()
     assert mine.fetch(ACTION) is None
     build(mine)
-    assert mine.remote is not None
-    mine.remote.finish()
     assert entry(folder).read_bytes() == signed
     record = opened(folder, "third", trust=(key,))[0].fetch(ACTION)
     assert record is not None, "what it lacked was sent"
