@@ -40,7 +40,6 @@ ANSWERS: dict[tuple[str, str], Any] = {
 
 STREAMED = ("/v1/images/generations", "/v1/images/edits", "/v1/images/variations")
 DRAWING = (*STREAMED, "/sdapi/v1/txt2img", "/sdapi/v1/img2img")
-UNSUPPORTED = {("post", f"/sdapi/v1/{path}") for path in REFUSED} | {("post", "/controlnet/detect")}
 
 
 def _refusal(status: int, when: str, message: str, **more: Any) -> tuple[str, ApiError]:
@@ -84,7 +83,7 @@ def _responses(method: str, path: str, own: dict[str, Any]) -> dict[str, Any]:
     good = next(status for status in own if status.startswith("2"))
     kind = "text/plain" if path == "/metrics" else "application/json"
     found = {}
-    if (method, path) not in UNSUPPORTED:
+    if path not in REFUSED:
         content = {kind: {"example": ANSWERS[method, path]}}
         if path in STREAMED:
             content["text/event-stream"] = {"example": _EXAMPLES["streamed"]}

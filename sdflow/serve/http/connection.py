@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import h11
@@ -68,10 +69,10 @@ class Connection(H11Protocol):
         self._refused = True
         self.connections.discard(self)
         error = ApiError(503, "the server has reached its limit of connections.", retry_after=RETRY_SECONDS)
-        response = error.response()
+        response = json.dumps(error.body())
         head = f"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: {len(response)}\r\n"
-        head += "".join(f"{name}: {value}\r\n" for name, value in error.headers().items())
-        self.transport.write(f"{head}Content-Type: application/json\r\n\r\n".encode() + response)
+        head += f"Retry-After: {RETRY_SECONDS}\r\nContent-Type: application/json\r\n\r\n"
+        self.transport.write((head + response).encode())
         self.transport.write_eof()
         self.loop.call_later(REFUSED_SECONDS, self.transport.abort)
 

@@ -16,7 +16,7 @@ from sdflow.digest import digest_file
 from sdflow.disk.locked_folder import remove_abandoned_scratch, scratch_folder
 from sdflow.errors import CheckpointError, UsageError
 from sdflow.inspection.adapters import trigger_words
-from sdflow.serve.api_error import ApiError
+from sdflow.serve.api_error import ApiError, invalid
 from sdflow.serve.jobs import LoraFile
 from sdflow.serve.limits import Limits
 from sdflow.sources.loras.lora import lora_submodels
@@ -31,23 +31,19 @@ AT_ONCE = 2
 """LoRAs that are being sent: until it is whole, each takes its size among the system's temporary files, too."""
 
 
-def _anything_fits(path: Path) -> None:
-    """Where there are no pipelines to look at."""
-
-
 class Loras:
     """LoRAs by name. folder: whose .safetensors files they are; files may come and go. None: there is none.
 
     sent_below: a folder in which those that are sent get one of their own; None: the system's temporary one. A process to which
     this is passed on has another of its own. require_fit: raises CheckpointError or UsageError for a file that no pipeline can
-    draw with. limits: how many may be sent, and how large all of them may be.
+    draw with; None: there are no pipelines to look at. limits: how many may be sent, and how large all of them may be.
     """
 
     def __init__(
         self,
         folder: Path | None,
         sent_below: Path | None = None,
-        require_fit: Callable[[Path], None] = _anything_fits,
+        require_fit: Callable[[Path], None] | None = None,
         limits: Limits = DEFAULTS,
     ) -> None:
         """Raises UsageError for a folder that is not there."""
@@ -96,11 +92,11 @@ class Loras:
         for name, scale in wanted:
             if name not in files:
                 known = ", ".join(files) or "there is none"
-                raise ApiError(400, f"no LoRA is named {name!r} here: {known}.", param="loras", code="lora_not_found")
+                raise invalid("loras", f"no LoRA is named {name!r} here: {known}.", code="lora_not_found")
             try:
                 sha256 = self._look_at(files[name])[1]
             except (CheckpointError, OSError) as error:
-                raise ApiError(400, f"{name} is no LoRA: {_reason(error)}.", param="loras") from error
+                raise invalid("loras", f"{name} is no LoRA: {_reason(error)}.") from error
             found.append(LoraFile(name, str(files[name].absolute()), sha256, scale))
         return tuple(found)
 
@@ -116,9 +112,8 @@ class Loras:
             if len(sent) + len(self._receiving) >= self.limits.uploads:
                 raise _no_room(f"{len(sent)} LoRAs are uploaded, and the limit is {self.limits.uploads}")
             if sum(sent) + sum(self._receiving) + size > self.limits.upload_bytes:
-                raise _no_room(
-                    f"all uploaded LoRAs may have {self.limits.upload_bytes} bytes, and this one exceeds that"
-                )
+                most = self.limits.upload_bytes
+                raise _no_room(f"all uploaded LoRAs may have {most} bytes, and this one exceeds that")
             self._receiving.append(size)
         try:
             yield
@@ -131,38 +126,36 @@ class Loras:
         pipeline here can draw with, and where the disk is full: then nothing of it is left."""
         name = name.removesuffix(_SUFFIX)
         if not _NAME.fullmatch(name):
-            raise ApiError(400, "a name has letters, digits, spaces and any of _.+- only, 100 at most.", param="name")
+            raise invalid("name", "a name has letters, digits, spaces and any of _.+- only, 100 at most.")
         if name in self.files():
             raise _taken(name)
         path = self._sent / f"{uuid.uuid4().hex}.part"
         try:
             with path.open("wb") as part:
                 shutil.copyfileobj(content, part)
-            return self._take(name, path)
+            try:
+                sha256, submodels = digest_file(path), lora_submodels(path)
+            except CheckpointError as error:
+                raise invalid("file", f"this is no LoRA: {error.what}.", code="invalid_lora") from error
+            try:
+                if self.require_fit is not None:
+                    self.require_fit(path)
+            except (CheckpointError, UsageError) as error:
+                raise invalid(
+                    "file", f"no pipeline here can draw with it: {error.what}.", code="invalid_lora"
+                ) from error
+            size = path.stat().st_size
+            with self._naming:
+                if name in self.files():  # another was sent meanwhile
+                    raise _taken(name)
+                path.rename(self._sent / f"{name}{_SUFFIX}")
+            return {"id": name, "object": "lora", "sent": True, "bytes": size, "sha256": sha256, "submodels": submodels}
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             raise _no_room("the server's disk is full") from error
         finally:
             path.unlink(missing_ok=True)
-
-    def _take(self, name: str, path: Path) -> dict[str, Any]:
-        try:
-            sha256, submodels = digest_file(path), lora_submodels(path)
-        except CheckpointError as error:
-            raise ApiError(400, f"this is no LoRA: {error.what}.", param="file", code="invalid_lora") from error
-        try:
-            self.require_fit(path)
-        except (CheckpointError, UsageError) as error:
-            raise ApiError(
-                400, f"no pipeline here can draw with it: {error.what}.", param="file", code="invalid_lora"
-            ) from error
-        size = path.stat().st_size
-        with self._naming:
-            if name in self.files():  # another was sent meanwhile
-                raise _taken(name)
-            path.rename(self._sent / f"{name}{_SUFFIX}")
-        return {"id": name, "object": "lora", "sent": True, "bytes": size, "sha256": sha256, "submodels": submodels}
 
     def remove(self, name: str) -> Path:
         """Offer it no more: its file. What was sent is deleted; a file of the folder stays there. Raises ApiError."""

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from sdflow.errors import UsageError, os_errors_as
-from sdflow.serve.keys import Access, Keys
+from sdflow.serve.keys import LOOPBACK, Access, Keys
 from sdflow.serve.log import log_as_json
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 DRAIN_SECONDS = 60.0
 """How long requests that are being drawn may take when the server is told to end."""
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 SILENT = {
     "HF_HUB_OFFLINE": "1",
@@ -125,11 +123,8 @@ def listen(host: str, port: int) -> socket.socket:
         made.bind(address)
         made.listen(2048)
     except OSError as error:
-        raise UsageError(
-            f"cannot listen at {host} port {port}: {error.strerror or error}",
-            where="--port",
-            remedy="Take another port; --port 0 finds a free one.",
-        ) from error
+        words, remedy = f"cannot listen at {host} port {port}", "Take another port; --port 0 finds a free one."
+        raise UsageError(f"{words}: {error.strerror or error}", where="--port", remedy=remedy) from error
     return made
 
 
@@ -147,10 +142,7 @@ def access_of(
     keys, admin_keys = (None if file is None else Keys.of(file) for file in (key_file, admin_key_file))
     own = host in LOOPBACK
     if keys is None and not own and not no_auth:
-        raise UsageError(
-            f"at {host}, everyone who reaches this machine could generate images",
-            where="--host",
-            remedy="Add --api-key-file FILE, or --no-auth.",
-        )
+        words = f"at {host}, everyone who reaches this machine could generate images"
+        raise UsageError(words, where="--host", remedy="Add --api-key-file FILE, or --no-auth.")
     names = (*LOOPBACK, *(name.lower() for name in hosts)) if own or hosts else None
     return Access(keys, tuple(origin.rstrip("/") for origin in origins), names, admin_keys)
