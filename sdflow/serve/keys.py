@@ -35,11 +35,6 @@ class Keys:
     path: Path | None = None
     _stamp: tuple[int, int] | None = None
 
-    @classmethod
-    def of(cls, path: Path) -> Keys:
-        """Those in a file. Raises UsageError."""
-        return cls(read_keys(path), path)
-
     def match(self, given: bytes) -> str | None:
         """A name for the key that was given, from which the key does not follow; None: it is none of these."""
         with suppress(OSError, UsageError):

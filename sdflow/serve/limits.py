@@ -45,11 +45,6 @@ class Limits:
         """Of an image that is sent."""
         return MOST_SENT if self.pixels is None else self.pixels
 
-    @property
-    def bodies(self) -> int:
-        """Bytes of all requests together that are in memory."""
-        return 8 * self.body
-
     def require_size(self, height: int, width: int, granularity: int, most: int | None) -> None:
         """Raises ApiError for an image with more than `most` pixels, or that the model cannot draw."""
         if height < granularity or width < granularity or height % granularity or width % granularity:
@@ -73,10 +68,6 @@ class Limits:
             raise invalid(
                 None, f"the request costs {found:.4g} ({words}), and may cost {self.cost:g} here.", "too_costly"
             )
-
-    def require_short(self, param: str, text: str | None) -> None:
-        """Raises ApiError for a text that is too long."""
-        self.require_at_most(param, len(text or ""), self.prompt, "characters")
 
 
 _SIZE = re.compile(r"(\d{1,5})x(\d{1,5})")

@@ -4,15 +4,12 @@ which each of its images waits and one in which it is generated. They are sent b
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sdflow import __version__
 from sdflow.machine.packages import EXTRAS, require_packages
-
-if TYPE_CHECKING:
-    from opentelemetry.trace import Span
 
 RECORD: ContextVar[Callable[[str, float, Mapping[str, Any]], None] | None] = ContextVar("record", default=None)
 """Adds what is over to the request that is being answered: a name, how many seconds ago it began, and what is said of it."""
@@ -36,15 +33,16 @@ class Tracing:
         self._tracer = self._provider.get_tracer("sdflow", __version__)
 
     def begin(
-        self, method: str, path: str, headers: Mapping[bytes, bytes], state: MutableMapping[str, Any]
-    ) -> RequestSpan:
-        """Of a request; below that of the client, if it names one (traceparent)."""
-        from opentelemetry.trace import SpanKind, set_span_in_context
+        self, method: str, path: str, headers: Mapping[bytes, bytes], request: str
+    ) -> Callable[[str, int, Mapping[str, Any]], None]:
+        """The span of a request; below that of the client, if it names one (traceparent). It is ended by what this returns, with
+        the route, the status, and what the log says of it."""
+        from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
         above = TraceContextTextMapPropagator().extract(carrier)
-        span = self._tracer.start_span(method, above, SpanKind.SERVER, {"url.path": path, "request.id": state["id"]})
+        span = self._tracer.start_span(method, above, SpanKind.SERVER, {"url.path": path, "request.id": request})
         below = set_span_in_context(span)
 
         def record(name: str, ago: float, said: Mapping[str, Any]) -> None:
@@ -52,27 +50,17 @@ class Tracing:
             child = self._tracer.start_span(name, below, attributes=dict(said), start_time=now - int(ago * 1e9))
             child.end(now)
 
+        def end(route: str, status: int, said: Mapping[str, Any]) -> None:
+            span.update_name(f"{method} {route}")
+            span.set_attribute("http.response.status_code", status)
+            span.set_attributes({name: said[name] for name in ("pipeline", "images") if name in said})
+            if status >= 500:
+                span.set_status(StatusCode.ERROR)
+            span.end()
+
         RECORD.set(record)
-        return RequestSpan(span, method)
+        return end
 
     def close(self) -> None:
         """Send what is left."""
         self._provider.shutdown()
-
-
-class RequestSpan:
-    """The span of a request."""
-
-    def __init__(self, span: Span, method: str) -> None:
-        self._span, self._method = span, method
-
-    def end(self, route: str, status: int, said: Mapping[str, Any]) -> None:
-        """said: what the log says of it."""
-        from opentelemetry.trace import StatusCode
-
-        self._span.update_name(f"{self._method} {route}")
-        self._span.set_attribute("http.response.status_code", status)
-        self._span.set_attributes({name: said[name] for name in ("pipeline", "images") if name in said})
-        if status >= 500:
-            self._span.set_status(StatusCode.ERROR)
-        self._span.end()

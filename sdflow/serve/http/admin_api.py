@@ -16,21 +16,11 @@ from sdflow.serve.http.models import Additions
 from sdflow.serve.http.openai_api import require_form
 from sdflow.serve.http.settings import Settings
 
-_FORM = {
-    "type": "object",
-    "required": ["file"],
-    "properties": {
-        "file": {"type": "string", "format": "binary", "description": "A .safetensors file."},
-        "name": {"type": "string", "description": "Default: the file's."},
-    },
-    "examples": [{"name": "ink"}],
-}
-
 
 class Addition(BaseModel):
     """A pipeline to add, or to read again."""
 
-    model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"id": "shapes_cpu"}]})
+    model_config = ConfigDict(extra="forbid")
 
     id: str = Field(
         max_length=255, description="Its folder's name below the server's --pipeline-folder, or one that is served."
@@ -47,7 +37,6 @@ def admin_routes(settings: Settings, drawing: Drawing) -> APIRouter:
     """Those that take an administrator's key, and the list of LoRAs."""
     routes, loras, models = APIRouter(prefix="/v1"), settings.loras, settings.models
     admin = [Depends(require_admin)]
-    body = {"requestBody": {"content": {"multipart/form-data": {"schema": _FORM}}, "required": True}}
 
     @routes.get("/loras", tags=["LoRAs"], summary="Those that are there")
     async def listed() -> dict[str, Any]:
@@ -55,7 +44,7 @@ def admin_routes(settings: Settings, drawing: Drawing) -> APIRouter:
 
     words = "Send one; it is there until the server ends"
 
-    @routes.post("/loras", tags=["LoRAs"], summary=words, status_code=201, openapi_extra=body, dependencies=admin)
+    @routes.post("/loras", tags=["LoRAs"], summary=words, status_code=201, dependencies=admin)
     async def sent(request: Request) -> dict[str, Any]:
         require_form(request)
         chunked, length = "transfer-encoding" in request.headers, request.headers.get("content-length", "0")

@@ -76,7 +76,8 @@ class Guard:
         state: dict[str, Any] = scope.setdefault("state", {})
         given = headers.get(ID, b"").decode("latin-1")
         state["id"] = given if _WELL_FORMED.fullmatch(given) else uuid.uuid4().hex
-        span = None if self._tracing is None else self._tracing.begin(scope["method"], scope["path"], headers, state)
+        tracing, method = self._tracing, scope["method"]
+        end_span = None if tracing is None else tracing.begin(method, scope["path"], headers, state["id"])
 
         async def sent(message: Message) -> None:
             nonlocal status
@@ -93,12 +94,12 @@ class Guard:
             route, pipeline = getattr(scope.get("route"), "path", "other"), said.get("pipeline", "")
             self._metrics.requests.labels(route, status).inc()
             self._metrics.seconds.labels(route, pipeline, status).observe(seconds)
-            if span is not None:
-                span.end(route, status, said)
+            if end_span is not None:
+                end_span(route, status, said)
             if path not in PROBES:
                 fields = {"path": scope["path"], "status": status or "gone", "seconds": round(seconds, 4), **said}
                 client = (scope.get("client") or ("",))[0]
-                self._settings.log("request", id=state["id"], client=client, method=scope["method"], **fields)
+                self._settings.log("request", id=state["id"], client=client, method=method, **fields)
 
     async def _guarded(
         self, scope: Scope, path: str, headers: Mapping[bytes, bytes], receive: Receive, send: Send
@@ -136,7 +137,7 @@ class Guard:
             if path != UPLOAD_PATH:  # which goes into a file
                 held += more
                 self._in_memory += more
-                if self._in_memory > limits.bodies:
+                if self._in_memory > 8 * limits.body:
                     words = "the requests in memory have reached their limit. Try again."
                     raise self._refusal(ApiError(503, words, code="overloaded", retry_after=5))
             return message

@@ -9,6 +9,7 @@ import shutil
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -56,7 +57,6 @@ class Loras:
         self._removed: set[str] = set()
         self._receiving: list[int] = []
         self._naming = threading.Lock()
-        self._read: dict[tuple[Path, int, int], tuple[str, tuple[str, ...], list[str]]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Loras, (self.folder, self.sent_below, self.require_fit, self.limits)
@@ -77,7 +77,7 @@ class Loras:
         for name, path in self.files().items():
             entry = {"id": name, "object": "lora", "sent": path.parent == self._sent}
             try:
-                size, sha256, submodels, words = self._look_at(path)
+                size, sha256, submodels, words = _look_at(path)
             except FileNotFoundError:  # taken away meanwhile
                 continue
             except (CheckpointError, OSError) as error:
@@ -94,7 +94,7 @@ class Loras:
                 known = ", ".join(files) or "there is none"
                 raise invalid("loras", f"no LoRA is named {name!r} here: {known}.", code="lora_not_found")
             try:
-                sha256 = self._look_at(files[name])[1]
+                sha256 = _look_at(files[name])[1]
             except (CheckpointError, OSError) as error:
                 raise invalid("loras", f"{name} is no LoRA: {_reason(error)}.") from error
             found.append(LoraFile(name, str(files[name].absolute()), sha256, scale))
@@ -165,18 +165,20 @@ class Loras:
                 raise ApiError(404, f"no LoRA is named {name!r} here.", code="lora_not_found")
             if path.parent == self._sent:
                 path.unlink()
-                self._read = {key: value for key, value in self._read.items() if key[0] != path}
             else:
                 self._removed.add(name)
             return path.absolute()
 
-    def _look_at(self, path: Path) -> tuple[int, str, tuple[str, ...], list[str]]:
-        """Its bytes, its digest, the submodels that it is for, and its trigger words. Raises CheckpointError, OSError."""
-        stat = path.stat()
-        key = path, stat.st_size, stat.st_mtime_ns
-        if key not in self._read:
-            self._read[key] = digest_file(path), lora_submodels(path), trigger_words(read_metadata(path))
-        return stat.st_size, *self._read[key]
+
+def _look_at(path: Path) -> tuple[int, str, tuple[str, ...], list[str]]:
+    """Its bytes, its digest, the submodels that it is for, and its trigger words. Raises CheckpointError, OSError."""
+    stat = path.stat()
+    return stat.st_size, *_read(path, stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(maxsize=10_000)
+def _read(path: Path, size: int, changed: int) -> tuple[str, tuple[str, ...], list[str]]:
+    return digest_file(path), lora_submodels(path), trigger_words(read_metadata(path))
 
 
 def _reason(error: CheckpointError | OSError) -> str:

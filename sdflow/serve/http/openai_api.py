@@ -19,7 +19,7 @@ from starlette.datastructures import UploadFile
 from sdflow.families.shared.approximation import GUIDANCE_INTERVAL, REUSE
 from sdflow.serve.api_error import ApiError, invalid
 from sdflow.serve.http.drawing import Drawing
-from sdflow.serve.http.openai_fields import Edit, Fields, Generation, Variation, as_openai_form
+from sdflow.serve.http.openai_fields import Edit, Fields, Generation, Variation
 from sdflow.serve.http.requested import jobs_of, size_of
 from sdflow.serve.http.served_model import ServedModel
 from sdflow.serve.http.settings import Settings
@@ -56,7 +56,7 @@ def openai_routes(settings: Settings, drawing: Drawing) -> APIRouter:
         return model.to_json(drawing.most_pixels(model.name))
 
     async def drawn(
-        request: Request, fields: Fields, kind: str, images: Sequence[Image] = (), mask: Image | None = None
+        request: Request, fields: Fields, images: Sequence[Image] = (), mask: Image | None = None
     ) -> Response:
         """JSON, or events as they come. images: of an edit's files."""
         model = settings.models.find(fields.model)
@@ -70,27 +70,34 @@ def openai_routes(settings: Settings, drawing: Drawing) -> APIRouter:
             "background": "opaque",
         }
         if fields.stream:
+            kind = "image_edit" if isinstance(fields, Edit) else "image_generation"
             events = _events(drawing, jobs, kind, fields.progress, shared)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         done = await wanted_still(request, _all(drawing, jobs))
-        data = [_datum(fields, job, done[job.index]) for job in jobs]
+        data = []
+        for job in jobs:
+            encoded = b64encode(done[job.index].file).decode()
+            if fields.response_format == "url":
+                where = {"url": f"data:image/{job.format.lower()};base64,{encoded}"}
+            else:
+                where = {"b64_json": encoded}
+            data.append({**where, **_said(job, done[job.index])})
         return JSONResponse({"created": int(time.time()), "data": data, **shared, "usage": NO_USAGE})
 
     @routes.post("/images/generations", summary="Draw from text", operation_id="createImage")
     async def generations(request: Request, fields: Generation) -> Response:
-        return await drawn(request, fields, "image_generation")
+        return await drawn(request, fields)
 
-    def form(path: str, kind: type[Edit], summary: str, operation_id: str) -> None:
-        content = {"multipart/form-data": {"schema": as_openai_form(kind)}}
-        body = {"requestBody": {"content": content, "required": True}}
+    words = "Draw from an image, or into the masked part of it"
 
-        @routes.post(path, summary=summary, operation_id=operation_id, openapi_extra=body)
-        async def edited(request: Request) -> Response:
-            fields, images, mask = await read_form(request, settings.limits, kind)
-            return await drawn(request, fields, "image_edit", images, mask)
+    @routes.post("/images/edits", summary=words, operation_id="createImageEdit")
+    async def edits(request: Request) -> Response:
+        return await drawn(request, *await read_form(request, settings.limits, Edit))
 
-    form("/images/edits", Edit, "Draw from an image, or into the masked part of it", "createImageEdit")
-    form("/images/variations", Variation, "Draw an image like another", "createImageVariation")
+    @routes.post("/images/variations", summary="Draw an image like another", operation_id="createImageVariation")
+    async def variations(request: Request) -> Response:
+        return await drawn(request, *await read_form(request, settings.limits, Variation))
+
     return routes
 
 
@@ -201,16 +208,9 @@ async def _all(drawing: Drawing, jobs: Sequence[Job]) -> dict[int, Drawn]:
     return {message.index: message async for message in drawing.draw(jobs) if isinstance(message, Drawn)}
 
 
-def _datum(fields: Fields, job: Job, image: Drawn) -> dict[str, Any]:
-    encoded = b64encode(image.file).decode()
-    where = {"b64_json": encoded}
-    if fields.response_format == "url":
-        where = {"url": f"data:image/{job.format.lower()};base64,{encoded}"}
-    return {**where, "seed": job.seed, "flagged": image.flagged, **_warnings(image)}
-
-
-def _warnings(image: Drawn) -> dict[str, Any]:
-    return {"warnings": list(image.warnings)} if image.warnings else {}
+def _said(job: Job, image: Drawn) -> dict[str, Any]:
+    warnings = {"warnings": list(image.warnings)} if image.warnings else {}
+    return {"seed": job.seed, "flagged": image.flagged, **warnings}
 
 
 async def _events(
@@ -231,7 +231,7 @@ async def _events(
             elif isinstance(message, Stepped) and progress:
                 yield event(f"{kind}.progress", done=message.done, total=message.total, **common)
             elif isinstance(message, Drawn):
-                more = {"seed": jobs[message.index].seed, "flagged": message.flagged, **_warnings(message)}
-                yield event(f"{kind}.completed", usage=NO_USAGE, **more, **common)
+                said = _said(jobs[message.index], message)
+                yield event(f"{kind}.completed", usage=NO_USAGE, **said, **common)
     except ApiError as error:
         yield event("error", **error.body())

@@ -97,15 +97,6 @@ class Fields(BaseModel):
 class Generation(Fields):
     """A request to draw from text."""
 
-    model_config = ConfigDict(
-        extra="forbid",
-        json_schema_extra={
-            "examples": [
-                {"prompt": "a large red circle on a blue background", "n": 2, "size": "128x128", "seed": 7, "steps": 20}
-            ]
-        },
-    )
-
 
 @with_fields(SERVED)
 class Edit(Fields):
@@ -118,29 +109,3 @@ class Variation(Edit):
     """A request for an image like another; OpenAI's has no prompt."""
 
     prompt: Text = Field("", description="Prompt.")
-
-
-def as_openai_form(fields: type[Edit]) -> dict[str, Any]:
-    """The OpenAPI schema of the multipart form of an edit or a variation."""
-    schema = fields.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema.pop("$defs", None)
-    file = {"type": "string", "format": "binary"}
-    schema["properties"] = {
-        "image": {
-            **file,
-            "description": "PNG, JPEG or WEBP. A pipeline with reference images takes several (`image[]`), as references: with a "
-            "mask or `strength`, those behind the first.",
-        },
-        "mask": {
-            **file,
-            "description": "Its transparent pixels are drawn; of one without transparency, the white ones.",
-        },
-        **schema["properties"],
-        "loras": {"type": "string", "description": 'As JSON: [{"name": "ink", "scale": 0.8}].'},
-        "control": {"type": "string", "description": 'As JSON: [{"name": "canny", "image": "BASE64"}].'},
-        "image_prompts": {"type": "string", "description": 'As JSON: [{"image": "BASE64", "scale": 0.6}].'},
-        "references": {"type": "string", "description": 'As JSON: ["BASE64"].'},
-    }
-    schema["required"] = ["image", *schema.get("required", ())]
-    schema["examples"] = [{"prompt": "a green square", "strength": 0.6, "steps": 20, "seed": 7}]
-    return schema

@@ -48,7 +48,8 @@ def jobs_of(
         raise invalid("steps", f"{words}, and may take {limits.steps} here.")
     limits.require_at_most("partial_images", previews, limits.previews)
     for param, value in {"prompt": fields.prompt, **settings.given()}.items():
-        limits.require_short(param, value if isinstance(value, str) else None)
+        if isinstance(value, str):
+            limits.require_at_most(param, len(value), limits.prompt, "characters")
     limits.require_at_most("loras", len(loras), limits.loras)
     _require_start(model, image, mask)
     _require_settings(settings, model, image, mask)
@@ -69,7 +70,7 @@ def jobs_of(
             found = wildcards.resolve(text, seed)
         except UsageError as error:
             raise invalid(param, f"{error.where}: {error.what}.") from error
-        limits.require_short(param, found)
+        limits.require_at_most(param, len(found), limits.prompt, "characters")
         return found
 
     jobs = [

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from sdflow.errors import UsageError, os_errors_as
-from sdflow.serve.keys import LOOPBACK, Access, Keys
+from sdflow.serve.keys import LOOPBACK, Access, Keys, read_keys
 from sdflow.serve.log import log_as_json
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def access_of(
 ) -> Access:
     """Who may ask. hosts: further names of this server. Raises UsageError for an address beyond this machine without a key,
     unless that is meant."""
-    keys, admin_keys = (None if file is None else Keys.of(file) for file in (key_file, admin_key_file))
+    keys, admin_keys = (None if file is None else Keys(read_keys(file), file) for file in (key_file, admin_key_file))
     own = host in LOOPBACK
     if keys is None and not own and not no_auth:
         words = f"at {host}, everyone who reaches this machine could generate images"

@@ -35,7 +35,7 @@ def read_upload(content: bytes, param: str, limits: Limits) -> Image:
         made = turned.convert("RGBA" if turned.has_transparency_data else "RGB")
         if made.mode == "RGBA" and made.getchannel("A").getextrema()[0] == 255:
             made = made.convert("RGB")  # a browser's canvas writes alpha where nothing is transparent
-    return Image(made.mode, made.size, made.tobytes())
+    return plain(made)
 
 
 @contextmanager
@@ -69,24 +69,29 @@ def decoded(text: str, param: str) -> bytes:
         raise invalid(param, f"is no base64: {error}", code="invalid_image") from error
 
 
+def as_pil(image: Image) -> Any:
+    """The image as PIL has it."""
+    import PIL.Image
+
+    return PIL.Image.frombytes(image.mode, image.size, image.pixels)
+
+
+def plain(opened: Any) -> Image:
+    """What PIL has opened."""
+    return Image(opened.mode, opened.size, opened.tobytes())
+
+
 def as_mask(image: Image) -> Image:
     """White where it is to be drawn. Of an image with transparent pixels these are drawn, as in OpenAI's API; else the white."""
-    import PIL.Image
     from PIL import ImageOps
 
-    opened = PIL.Image.frombytes(image.mode, image.size, image.pixels)
-    mask = ImageOps.invert(opened.getchannel("A")) if image.mode == "RGBA" else opened.convert("L")
-    return Image("L", mask.size, mask.tobytes())
+    opened = as_pil(image)
+    return plain(ImageOps.invert(opened.getchannel("A")) if image.mode == "RGBA" else opened.convert("L"))
 
 
 def as_rgb(image: Image) -> Image:
     """Without its transparency: the colours that lie beneath."""
-    import PIL.Image
-
-    if image.mode == "RGB":
-        return image
-    opened = PIL.Image.frombytes(image.mode, image.size, image.pixels).convert("RGB")
-    return Image("RGB", opened.size, opened.tobytes())
+    return image if image.mode == "RGB" else plain(as_pil(image).convert("RGB"))
 
 
 def start_and_references(

@@ -220,21 +220,18 @@ def _info(asked: Text, jobs: Sequence[Job], files: list[bytes], size: tuple[int,
 
     texts = [PIL.Image.open(io.BytesIO(file)).info.get(PARAMETERS, "") for file in files]
     values, seeds = infotext_values(texts[0]) if texts else {}, [job.seed for job in jobs]
+    said = {"prompt", "negative_prompt", "steps", "cfg_scale", "batch_size", "denoising_strength"}
     return {
-        "prompt": asked.prompt,
+        "denoising_strength": None,
+        **asked.model_dump(include=said),
         "all_prompts": [job.prompt for job in jobs],
-        "negative_prompt": asked.negative_prompt,
         "all_negative_prompts": [job.negative_prompt or "" for job in jobs],
         "seed": seeds[0],
         "all_seeds": seeds,
         "width": size[0],
         "height": size[1],
         "sampler_name": values.get("Sampler"),
-        "steps": asked.steps,
-        "cfg_scale": asked.cfg_scale,
-        "batch_size": asked.batch_size,
         "sd_model_name": model,
-        "denoising_strength": asked.denoising_strength if isinstance(asked, FromImage) else None,
         "clip_skip": int(values.get("Clip skip", 1)),
         "index_of_first_image": 0,
         "infotexts": texts,

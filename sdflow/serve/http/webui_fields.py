@@ -19,9 +19,6 @@ from sdflow.families.shared.schedulers import SchedulerRow
 from sdflow.serve.api_error import ApiError, invalid
 from sdflow.serve.http.openai_fields import ControlField
 
-ONE_PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGO4pqEDAAMCASvdZ1ieAAAAAElFTkSuQmCC"
-"""A PNG file, for examples."""
-
 OFF: dict[str, tuple[Any, ...]] = {
     "s_noise": (1,),
     "initial_noise_multiplier": (1,),
@@ -50,8 +47,6 @@ class Known(BaseModel):
 
 class Options(Known):
     """Settings: the pipeline of requests that name none, and how many layers of the text encoder count."""
-
-    model_config = ConfigDict(extra="allow", json_schema_extra={"examples": [{"sd_model_checkpoint": "shapes_cpu"}]})
 
     sd_model_checkpoint: Words | None = None
     CLIP_stop_at_last_layers: Annotated[int | None, Field(ge=1, le=12)] = None
@@ -106,10 +101,6 @@ def _refused_unit(words: str) -> ApiError:
 class Text(Known):
     """A request to draw from text."""
 
-    model_config = ConfigDict(
-        extra="allow",
-        json_schema_extra={"examples": [{"prompt": "a large red circle <lora:stripes:0.8>", "steps": 20, "seed": 7}]},
-    )
     WITHOUT_EFFECT = frozenset(
         ("denoising_strength", "firstphase_width", "firstphase_height", "image_cfg_scale", "script_args", "subseed")
     ) | {"s_tmax", "s_tmin", "refiner_switch_at", "do_not_save_samples", "do_not_save_grid", "save_images"}
@@ -173,13 +164,6 @@ class Text(Known):
 
 class FromImage(Text):
     """A request to draw from an image, in base64; with a mask, into its white part."""
-
-    model_config = ConfigDict(
-        extra="allow",
-        json_schema_extra={
-            "examples": [{"prompt": "a green square", "init_images": [ONE_PIXEL], "denoising_strength": 0.6}]
-        },
-    )
 
     init_images: list[str] = Field(min_length=1, max_length=1)
     include_init_images: bool = False

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 
 from sdflow.errors import CheckpointError
@@ -21,7 +21,6 @@ from sdflow.families.shared.schedulers import SAMPLERS, SPACINGS
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.http.settings import Settings
 from sdflow.serve.http.uploads import decoded, opened_image
-from sdflow.serve.http.webui_fields import ONE_PIXEL
 from sdflow.sources.embedding import embeddings_in, read_embedding
 from sdflow.sources.safetensors_file import read_metadata
 
@@ -47,8 +46,6 @@ REFUSED = {
 
 class PngInfo(BaseModel):
     """An image in base64."""
-
-    model_config = ConfigDict(json_schema_extra={"examples": [{"image": ONE_PIXEL}]})
 
     image: str
 
