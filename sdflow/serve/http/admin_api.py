@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
 
@@ -14,13 +14,12 @@ from sdflow.serve.api_error import ApiError, invalid
 from sdflow.serve.http.drawing import Drawing
 from sdflow.serve.http.models import Additions
 from sdflow.serve.http.openai_api import require_form
+from sdflow.serve.http.openai_fields import Strict
 from sdflow.serve.http.settings import Settings
 
 
-class Addition(BaseModel):
+class Addition(Strict):
     """A pipeline to add, or to read again."""
-
-    model_config = ConfigDict(extra="forbid")
 
     id: str = Field(
         max_length=255, description="Its folder's name below the server's --pipeline-folder, or one that is served."

@@ -20,7 +20,7 @@ from sdflow.families.shared.approximation import GUIDANCE_INTERVAL, REUSE
 from sdflow.serve.api_error import ApiError, invalid
 from sdflow.serve.http.drawing import Drawing
 from sdflow.serve.http.openai_fields import Edit, Fields, Generation, Variation
-from sdflow.serve.http.requested import jobs_of, size_of
+from sdflow.serve.http.requested import jobs_of
 from sdflow.serve.http.served_model import ServedModel
 from sdflow.serve.http.settings import Settings
 from sdflow.serve.http.uploads import as_mask, as_rgb, read_conditioning_images, read_upload, start_and_references
@@ -63,9 +63,10 @@ def openai_routes(settings: Settings, drawing: Drawing) -> APIRouter:
         image, references = start_and_references(fields, model, images, mask)
         jobs = await prepared(request, settings, drawing, fields, model, image, mask, references)
         drawing.require_place(len(jobs))
+        side, given = model.latents.image_size, jobs[0].arguments
         shared = {
             "output_format": jobs[0].format.lower(),
-            "size": size_of(jobs, model),
+            "size": f"{given.get('width', side)}x{given.get('height', side)}",
             "quality": "auto",
             "background": "opaque",
         }

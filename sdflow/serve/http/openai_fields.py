@@ -14,19 +14,21 @@ OF_TEXT = {name: each for name, each in SERVED.items() if each.needs is None}
 """The settings that need no image."""
 
 
-class Lora(BaseModel):
-    """A LoRA of the server's folder, by name."""
+class Strict(BaseModel):
+    """Known fields only."""
 
     model_config = ConfigDict(extra="forbid")
+
+
+class Lora(Strict):
+    """A LoRA of the server's folder, by name."""
 
     name: str = Field(max_length=200)
     scale: float = Field(1.0, ge=-10, le=10, allow_inf_nan=False)
 
 
-class ControlField(BaseModel):
+class ControlField(Strict):
     """An image for a ControlNet of the pipeline, by name. It counts from `start` to `end` of the steps."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str = Field(max_length=200)
     image: str = Field(description="In base64.")
@@ -35,10 +37,8 @@ class ControlField(BaseModel):
     end: float = Field(1.0, ge=0, le=1)
 
 
-class ImagePromptField(BaseModel):
+class ImagePromptField(Strict):
     """An image that an IP-Adapter of the pipeline reads."""
-
-    model_config = ConfigDict(extra="forbid")
 
     image: str = Field(description="In base64.")
     scale: float = Field(1.0, ge=-10, le=10, allow_inf_nan=False)
@@ -51,10 +51,8 @@ def _from_json(value: Any) -> Any:
     return value
 
 
-class Fields(BaseModel):
+class Fields(Strict):
     """What both ways to draw take besides the settings of a drawing. Those behind `partial_images` are not OpenAI's."""
-
-    model_config = ConfigDict(extra="forbid")
 
     prompt: Text = Field(description="Prompt.")
     model: str | None = Field(None, description="A pipeline of `/v1/models`. Default: the first.")

@@ -53,8 +53,8 @@ def jobs_of(
     limits.require_at_most("loras", len(loras), limits.loras)
     _require_start(model, image, mask)
     _require_settings(settings, model, image, mask)
-    start = _start_size(image, conditioning, model)
-    arguments = {**settings.call_arguments(), **_size(fields, model, limits, most_pixels, start)}
+    size = _size(fields, model, limits, most_pixels, image, conditioning)
+    arguments = {**settings.call_arguments(), **size}
     negative = arguments.pop("negative_prompt", None)
     defaults, side = model.defaults["inpaint" if mask else "image" if image else "text"], model.latents.image_size
     strength = arguments.get("strength", defaults.strength)
@@ -135,34 +135,25 @@ def _require_start(model: ServedModel, image: Image | None, mask: Image | None) 
         raise invalid("mask", f"{model.name} has a refiner, which would not keep what is behind a mask.")
 
 
-def _start_size(image: Image | None, conditioning: ConditioningImages, model: ServedModel) -> tuple[int, int] | None:
-    """Width and height of the image to start from, else of that for a ControlNet, else that the first reference is read at."""
-    if start := image or next((each.image for each in conditioning.controls), None):
-        return start.size
-    references = folder_family(model.folder).references
-    if references is None or not conditioning.references:
-        return None
-    width, height = conditioning.references[0].size
-    height, width = references.size(width, height, model.latents.granularity)
-    return width, height
-
-
 def _size(
-    fields: Fields, model: ServedModel, limits: Limits, most: int | None, start: tuple[int, int] | None
+    fields: Fields,
+    model: ServedModel,
+    limits: Limits,
+    most: int | None,
+    image: Image | None,
+    conditioning: ConditioningImages,
 ) -> dict[str, int]:
-    """Height and width of the image, as a call takes them; where none are said those of the image to start from, to follow or to
-    edit. start: its width and height."""
+    """Height and width of the image, as a call takes them; where none are said those of the image to start from, else of that for
+    a ControlNet, else that the first reference is read at."""
     wanted, multiple = read_size(fields.size), model.latents.granularity
     if wanted is None:
-        if start is None:
+        references = folder_family(model.folder).references
+        if start := image or next((each.image for each in conditioning.controls), None):
+            width, height = start.size
+        elif references is not None and conditioning.references:
+            height, width = references.size(*conditioning.references[0].size, multiple)
+        else:
             return {}
-        width, height = (max(multiple, side - side % multiple) for side in start)
-        wanted = height, width
+        wanted = max(multiple, height - height % multiple), max(multiple, width - width % multiple)
     limits.require_size(*wanted, multiple, most)
     return {"height": wanted[0], "width": wanted[1]}
-
-
-def size_of(jobs: list[Job], model: ServedModel) -> str:
-    """As OpenAI writes it, the width first."""
-    side, given = model.latents.image_size, jobs[0].arguments
-    return f"{given.get('width', side)}x{given.get('height', side)}"

@@ -94,11 +94,8 @@ def webui_lists(settings: Settings) -> APIRouter:
         return dict.fromkeys(("txt2img", "img2img"), ["controlnet"] if nets() else [])
 
     def script_info() -> list[dict[str, Any]]:
-        return [
-            {"name": name, "is_alwayson": True, "is_img2img": kind == "img2img", "args": []}
-            for kind, names in scripts().items()
-            for name in names
-        ]
+        net = {"name": "controlnet", "is_alwayson": True, "args": []}
+        return [{**net, "is_img2img": each} for each in (False, True)] if nets() else []
 
     def embeddings() -> dict[str, Any]:
         folder = settings.worker.embeddings
