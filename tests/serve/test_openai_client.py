@@ -365,6 +365,7 @@ def test_the_documentation_names_every_field(server: RunningServer) -> None:
         ("/sdapi/v1/png-info", {"image": ONE_PIXEL}),
         ("/controlnet/version", None),
         ("/controlnet/module_list", None),
+        ("/controlnet/control_types", None),
         ("/controlnet/settings", None),
         ("/readyz", None),
     ],

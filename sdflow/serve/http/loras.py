@@ -102,24 +102,21 @@ class Loras:
 
     @contextlib.contextmanager
     def receiving(self, size: int) -> Iterator[None]:
-        """While one of so many bytes is being sent. Raises ApiError where there is no room for it beside those that are there,
-        or others are being sent."""
-        with self._naming:
-            if len(self._receiving) >= AT_ONCE:
-                words = f"{AT_ONCE} LoRAs are being uploaded already. Try again when they are done."
-                raise ApiError(503, words, code="overloaded", retry_after=5)
-            sent = [path.stat().st_size for path in self._sent.glob(f"*{_SUFFIX}")]
-            if len(sent) + len(self._receiving) >= self.limits.uploads:
-                raise _no_room(f"{len(sent)} LoRAs are uploaded, and the limit is {self.limits.uploads}")
-            if sum(sent) + sum(self._receiving) + size > self.limits.upload_bytes:
-                most = self.limits.upload_bytes
-                raise _no_room(f"all uploaded LoRAs may have {most} bytes, and this one exceeds that")
-            self._receiving.append(size)
+        """While one of so many bytes is being sent; in the event loop's thread. Raises ApiError where there is no room for it
+        beside those that are there, or others are being sent."""
+        if len(self._receiving) >= AT_ONCE:
+            words = f"{AT_ONCE} LoRAs are being uploaded already. Try again when they are done."
+            raise ApiError(503, words, code="overloaded", retry_after=5)
+        sent, limits = [path.stat().st_size for path in self._sent.glob(f"*{_SUFFIX}")], self.limits
+        if len(sent) + len(self._receiving) >= limits.uploads:
+            raise _no_room(f"{len(sent)} LoRAs are uploaded, and the limit is {limits.uploads}")
+        if sum(sent) + sum(self._receiving) + size > limits.upload_bytes:
+            raise _no_room(f"all uploaded LoRAs may have {limits.upload_bytes} bytes, and this one exceeds that")
+        self._receiving.append(size)
         try:
             yield
         finally:
-            with self._naming:
-                self._receiving.remove(size)
+            self._receiving.remove(size)
 
     def add(self, name: str, content: IO[bytes]) -> dict[str, Any]:
         """Take one that was sent. Raises ApiError for a name that cannot be, one that is taken, what is no LoRA, one that no

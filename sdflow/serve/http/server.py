@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -116,16 +115,12 @@ def serve(settings: Settings, where: Listening, started: Callable[[str, int], No
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens there. Raises UsageError."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        made = socket.socket(family, kind)
-        if sys.platform != "win32":
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-        made.listen(2048)
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        return socket.create_server(address, family=family, backlog=2048, dualstack_ipv6=both)
     except OSError as error:
         words, remedy = f"cannot listen at {host} port {port}", "Take another port; --port 0 finds a free one."
         raise UsageError(f"{words}: {error.strerror or error}", where="--port", remedy=remedy) from error
-    return made
 
 
 def access_of(

@@ -41,6 +41,7 @@ REFUSED = {
     f"{SDAPI}/train/embedding": "training is not supported by this server",
     f"{SDAPI}/train/hypernetwork": "training is not supported by this server",
     f"{CONTROLNET}/detect": "preprocessors are not supported: send a ControlNet's input image itself",
+    f"{CONTROLNET}/render_openpose_json": "drawing poses is not supported by this server",
 }
 
 
@@ -119,6 +120,16 @@ def webui_lists(settings: Settings) -> APIRouter:
     def units() -> dict[str, int]:
         return {"control_net_unit_count": max((len(model.nets) for model in served.values()), default=0)}
 
+    def control_types() -> dict[str, Any]:
+        known = ["None", *nets()]
+        all_of_them = {
+            "module_list": ["none"],
+            "model_list": known,
+            "default_option": "none",
+            "default_model": known[-1],
+        }
+        return {"control_types": {"All": all_of_them}}
+
     listed(f"{SDAPI}/sd-models", models, "The pipelines")
     listed(f"{SDAPI}/loras", loras, "The LoRAs")
     listed(f"{SDAPI}/samplers", samplers, "The samplers")
@@ -139,6 +150,7 @@ def webui_lists(settings: Settings) -> APIRouter:
     listed(f"{CONTROLNET}/model_list", lambda: {"model_list": nets()}, "The ControlNets of all pipelines")
     modules = {"module_list": ["none"], "module_detail": {"none": {"model_free": False, "sliders": []}}}
     listed(f"{CONTROLNET}/module_list", modules, "The preprocessors: none")
+    listed(f"{CONTROLNET}/control_types", control_types, "Both by type of map: one type has all")
     listed(f"{CONTROLNET}/settings", units, "How many units a request may have")
 
     for path in REFRESHED:
