@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -81,7 +81,8 @@ def make_app(settings: Settings, make_line: Callable[[Hear], Line] | None = None
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
 
-    errors = (ApiError, RequestValidationError, ValidationError, HTTPException, ClientDisconnect, Exception)
+    errors = ApiError, RequestValidationError, ValidationError, HTTPException, ClientDisconnect, Exception
+    handlers: dict[int | type[Exception], Any] = dict.fromkeys(errors, _answer_error)
     app = FastAPI(
         title="sdflow",
         version=__version__,
@@ -90,7 +91,7 @@ def make_app(settings: Settings, make_line: Callable[[Hear], Line] | None = None
         docs_url=None,  # FastAPI's is loaded from elsewhere, and could not send the key
         redoc_url=None,
         generate_unique_id_function=operation_id,
-        exception_handlers=dict.fromkeys(errors, _answer_error),
+        exception_handlers=handlers,
     )
     for routes in (openai_routes, admin_routes, webui_routes):
         app.include_router(routes(settings, drawing))
@@ -138,7 +139,7 @@ def _own_routes(app: FastAPI, drawing: Drawing, metrics: Metrics) -> None:
     app.mount("/page", StaticFiles(directory=PAGE_FOLDER), name="page")
 
 
-def _answer_error(request: Request, error: Exception) -> Response:
+async def _answer_error(request: Request, error: Exception) -> Response:
     """In OpenAI's form; of the webui's API in the webui's."""
     path = path_of(request.scope)
     if isinstance(error, ApiError):

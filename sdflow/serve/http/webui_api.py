@@ -82,7 +82,7 @@ def webui_routes(settings: Settings, drawing: Drawing) -> APIRouter:
     def seen(request: Request) -> dict[str, _Open]:
         """What this one may see and stop: its owner's."""
         visible = [each for owner, each in owners.items() if request.state.caller.may_stop(owner)]
-        return {name: seen for each in visible for name, seen in each.open.items()}
+        return {name: found for each in visible for name, found in each.open.items()}
 
     async def draw(
         request: Request, asked: Text, image: Image | None = None, mask: Image | None = None
