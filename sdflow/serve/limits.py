@@ -10,9 +10,6 @@ from sdflow.serve.api_error import invalid
 MOST_SENT = 2048 * 2048
 """Pixels of an image that is sent, where nobody says."""
 
-UPLOAD_PATH = "/v1/loras"
-"""The path of what is received into files; all other bodies are in memory."""
-
 
 @dataclass(frozen=True)
 class Limits:

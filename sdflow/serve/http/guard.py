@@ -15,7 +15,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.keys import Access, Caller
-from sdflow.serve.limits import UPLOAD_PATH
 from sdflow.serve.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -33,6 +32,9 @@ OPEN = ("/healthz", "/readyz", "/", "/docs")
 """Paths that need no key, as those below `PAGE`: they tell nothing but that the server is there."""
 
 PAGE = "/page/"
+
+UPLOADS = "/v1/loras"
+"""The path of what is received into files; all other bodies are in memory."""
 
 PROBES = ("/healthz", "/readyz", "/metrics")
 """Paths that are asked for all the time: their requests are not logged."""
@@ -106,7 +108,7 @@ class Guard:
     ) -> None:
         """path: behind the prefix."""
         limits = self._settings.limits
-        most = limits.lora_bytes if path == UPLOAD_PATH else limits.body
+        most = limits.lora_bytes if path == UPLOADS else limits.body
         try:
             scope["state"]["caller"] = _caller(self._settings.access, scope["method"], path, headers)
             length = headers.get(b"content-length", b"0")
@@ -134,7 +136,7 @@ class Guard:
             size, whole = size + more, not message.get("more_body", False)
             if size > most:
                 raise self._refusal(_too_large(most))
-            if path != UPLOAD_PATH:  # which goes into a file
+            if path != UPLOADS:
                 held += more
                 self._in_memory += more
                 if self._in_memory > 8 * limits.body:
