@@ -95,15 +95,11 @@ def jobs_of(
         )
         for index, seed in enumerate((first + index) % (MOST_SEED + 1) for index in range(images))
     ]
-    limits.require_cost(images, steps, pixels, max(_chunks(settings, job) for job in jobs))
+    # Each section between BREAKs is a chunk at least; the worker counts tokens, too.
+    texts = [text for job in jobs for text in (job.prompt, job.negative_prompt or "")]
+    chunks = max(len(BREAK.split(text)) for text in texts) if settings.prompt_syntax == "a1111" else 1
+    limits.require_cost(images, steps, pixels, chunks)
     return jobs
-
-
-def _chunks(settings: Settings, job: Job) -> int:
-    """That the longest prompt of an image has, at least: each section between BREAKs is one. The worker counts tokens, too."""
-    if settings.prompt_syntax != "a1111":
-        return 1
-    return max(len(BREAK.split(text)) for text in (job.prompt, job.negative_prompt or ""))
 
 
 def _require_settings(settings: Settings, model: ServedModel, image: Image | None, mask: Image | None) -> None:
