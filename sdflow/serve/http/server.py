@@ -17,7 +17,7 @@ from sdflow.serve.keys import LOOPBACK, Access, Keys, read_keys
 from sdflow.serve.log import log_as_json
 
 if TYPE_CHECKING:
-    from sdflow.serve.http.app import Settings
+    from sdflow.serve.http.settings import Settings
 
 DRAIN_SECONDS = 60.0
 """How long requests that are being drawn may take when the server is told to end."""
