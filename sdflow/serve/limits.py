@@ -62,9 +62,8 @@ class Limits:
         found = images * steps * pixels * chunks / 1e6
         if self.cost is not None and found > self.cost:
             words = f"{images} x {steps} steps x {pixels / 1e6:.3g} megapixels x {chunks} sections of its prompt"
-            raise invalid(
-                None, f"the request costs {found:.4g} ({words}), and may cost {self.cost:g} here.", "too_costly"
-            )
+            said = f"the request costs {found:.4g} ({words}), and may cost {self.cost:g} here."
+            raise invalid(None, said, code="too_costly")
 
 
 _SIZE = re.compile(r"(\d{1,5})x(\d{1,5})")
