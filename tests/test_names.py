@@ -34,8 +34,6 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("passes/ort_transformers_optimization.py", "vae"): "a value of Olive's option model_type",
     ("runtime/generate.py", "safety_checker"): "a key of the settings that images carry; earlier ones have it",
     ("serve/api_error.py", "controlnet"): "a path of A1111's API",
-    ("serve/http/api_document.py", "controlnet"): "a path of A1111's API",
-    ("serve/http/webui_controlnet.py", "controlnet"): "a path of A1111's API",
     ("serve/http/webui_fields.py", "controlnet"): "a script of A1111's API",
     ("serve/http/webui_lists.py", "controlnet"): "a script of A1111's API",
     ("serve/http/webui_lists.py", "vae"): "a path of A1111's API",

@@ -224,11 +224,11 @@ def serve(
     A web page at /, OpenAI's images API at /v1, metrics at /metrics. Concurrent requests are batched.
     """
     from sdflow.prompts.wildcards import Wildcards
-    from sdflow.serve.http.app import Settings
     from sdflow.serve.http.loras import Loras
     from sdflow.serve.http.models import Additions, Models, read_aliases
     from sdflow.serve.http.served_model import read_all_served
     from sdflow.serve.http.server import Listening, access_of, serve
+    from sdflow.serve.http.settings import Settings
     from sdflow.serve.jobs import WorkerOptions
     from sdflow.serve.limits import Limits
     from sdflow.serve.loras.lora_structures import LoraFit
@@ -290,7 +290,7 @@ def serve(
         ),
         log_prompts,
         None if wildcards is None else Wildcards(wildcards),
-        additions=Additions(pipeline_folder, require_verified, check),
+        additions=Additions(pipeline_folder, require_verified, check) if spread is None else None,
         root_path=root_path.rstrip("/"),
         traces=traces,
     )

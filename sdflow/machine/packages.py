@@ -19,7 +19,7 @@ EXTRAS = {
     ),
     "gguf": ("gguf",),
     "serve": ("fastapi", "prometheus-client", "python-multipart", "uvicorn"),
-    "traces": ("opentelemetry-sdk",),
+    "traces": ("opentelemetry-exporter-otlp-proto-http",),
     "remote": ("aiohttp",),
     "sign": ("model-signing", "pyopenssl"),
     "s3": ("aiobotocore", "s3fs"),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
+
+from starlette.exceptions import HTTPException
 
 from sdflow import errors
 from sdflow.serve.jobs import Failed
@@ -17,7 +18,6 @@ KINDS = {
 }
 """`type` of an error by status; all others are the server's."""
 
-
 CODES = {
     400: "invalid_value",
     404: "not_found",
@@ -28,7 +28,7 @@ CODES = {
 """`code` of an error by status, where nothing more exact is known."""
 
 
-class ApiError(Exception):
+class ApiError(HTTPException):
     """A refusal. message: what is wrong and what to do. param: the field that is wrong. code: for programs; each is in
     docs/reference/errors.md. retry_after: seconds until it is worth another try."""
 
@@ -41,7 +41,8 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after: int | None = None,
     ) -> None:
-        super().__init__(message)
+        headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+        super().__init__(status, message, headers | ({"WWW-Authenticate": "Bearer"} if status == 401 else {}))
         self.status, self.message, self.param, self.code = status, message, param, code or CODES.get(status)
         self.retry_after = retry_after
 
@@ -52,15 +53,10 @@ class ApiError(Exception):
         kind = KINDS.get(self.status, "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> bytes:
-        """The same as JSON."""
-        return json.dumps(self.body()).encode()
 
-    def headers(self) -> dict[str, str]:
-        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
-        if self.status == 401:
-            headers["WWW-Authenticate"] = "Bearer"
-        return headers
+def invalid(param: str | None, message: str, *, code: str | None = None) -> ApiError:
+    """The refusal of a field's value."""
+    return ApiError(400, message, param=param, code=code)
 
 
 PARAMS = {
@@ -72,7 +68,6 @@ PARAMS = {
 }
 """What a pipeline's call names -> the field of a request."""
 
-
 NO_MEMORY = ("allocate memory", "bad_alloc")
 """What ONNX Runtime and torch say, among other words, when there is none left."""
 
@@ -81,16 +76,14 @@ def of_failure(failed: Failed) -> ApiError:
     """What a request is answered whose image was not drawn."""
     said = f"{failed.what}. {failed.remedy}" if failed.remedy else failed.what
     if failed.kind == "CheckpointError":  # of a LoRA: the path is nobody's business
-        return ApiError(400, f"a LoRA of the request {failed.what}.", param="loras", code="invalid_lora")
+        return invalid("loras", f"a LoRA of the request {failed.what}.", code="invalid_lora")
     if failed.kind == "UsageError":
-        param = None if failed.where is None else PARAMS.get(failed.where, failed.where)
-        return ApiError(400, said, param=param, code="invalid_value")
+        return invalid(PARAMS.get(failed.where or "", failed.where), said)
     if failed.kind == "ReplicaLost":
         return ApiError(503, f"The image could not be drawn: {said}.", code="replica_lost", retry_after=5)
     if failed.kind in ("MemoryError", "OutOfMemoryError") or any(each in failed.what for each in NO_MEMORY):
-        return ApiError(
-            503, "There is not enough memory for this image: take a smaller size.", code="out_of_memory", retry_after=5
-        )
+        words = "There is not enough memory for this image: take a smaller size."
+        return ApiError(503, words, code="out_of_memory", retry_after=5)
     if not hasattr(errors, failed.kind):  # what nobody foresaw may name files of the server
         said = "the server's log says why"
     return ApiError(500, f"The image could not be drawn: {said}.", code=failed.kind)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from sdflow.disk.input_file import read_input
 from sdflow.errors import UsageError
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
@@ -32,27 +35,16 @@ class Keys:
     path: Path | None = None
     _stamp: tuple[int, int] | None = None
 
-    @classmethod
-    def of(cls, path: Path) -> Keys:
-        """Those in a file. Raises UsageError."""
-        return cls(read_keys(path), path)
-
     def match(self, given: bytes) -> str | None:
         """A name for the key that was given, from which the key does not follow; None: it is none of these."""
-        self._read_again()
+        with suppress(OSError, UsageError):
+            if self.path is not None:
+                stat = self.path.stat()
+                stamp = stat.st_mtime_ns, stat.st_size
+                if stamp != self._stamp:
+                    self.known, self._stamp = read_keys(self.path), stamp
         found = [key.encode() for key in self.known if hmac.compare_digest(given, key.encode())]
         return hashlib.sha256(found[0]).hexdigest()[:8] if found else None
-
-    def _read_again(self) -> None:
-        if self.path is None:
-            return
-        try:
-            stat = self.path.stat()
-            stamp = stat.st_mtime_ns, stat.st_size
-            if stamp != self._stamp:
-                self.known, self._stamp = read_keys(self.path), stamp
-        except (OSError, UsageError):
-            return
 
 
 @dataclass(frozen=True)
@@ -76,27 +68,23 @@ class Access:
 
     keys: Keys | None = None
     origins: tuple[str, ...] = ()
-    hosts: tuple[str, ...] | None = field(default=("127.0.0.1", "localhost", "::1"))
+    hosts: tuple[str, ...] | None = LOOPBACK
     admin_keys: Keys | None = None
 
     def caller(self, authorization: bytes) -> Caller | None:
         """Who sends this header; None: nobody who may generate."""
-        given = _key_in(authorization)
+        kind, _, given = authorization.partition(b" ")
+        if kind.lower() == b"basic":  # as clients of A1111's webui send it
+            try:
+                given = base64.b64decode(given).partition(b":")[2]
+            except ValueError:
+                given = b""
+        elif kind.lower() != b"bearer":  # a gateway counts requests by this header: few spellings of one key
+            given = b""
+        given = given.strip()
         if self.admin_keys is not None and self.admin_keys.match(given) is not None:
             return Caller()
         if self.keys is None:
             return Caller(None if self.admin_keys is None else "", self.admin_keys is None)
         owner = self.keys.match(given)
         return None if owner is None else Caller(owner, self.admin_keys is None)
-
-
-def _key_in(authorization: bytes) -> bytes:
-    kind, _, given = authorization.partition(b" ")
-    if kind.lower() == b"basic":  # as clients of A1111's webui send it
-        try:
-            given = base64.b64decode(given).partition(b":")[2]
-        except ValueError:
-            given = b""
-    elif kind.lower() != b"bearer":  # a gateway counts requests by this header: few spellings of one key
-        given = b""
-    return given.strip()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import ClassVar
 
-from sdflow.serve.api_error import ApiError
+from sdflow.serve.api_error import invalid
 
 MOST_SENT = 2048 * 2048
 """Pixels of an image that is sent, where nobody says."""
@@ -20,9 +19,6 @@ class Limits:
     upload_bytes: of all that were sent and are there. conditioning_images: for ControlNets, and for IP-Adapters.
     connections: that are open at a time. chunks: of 75 tokens, that a prompt may have. cost: of a request, in steps times
     megapixels times sections between BREAKs, of all its images; None: any."""
-
-    UPLOAD_PATH: ClassVar[str] = "/v1/loras"
-    """The path of what is received into files; all other bodies are in memory."""
 
     images: int = 10
     pixels: int | None = None
@@ -41,35 +37,24 @@ class Limits:
     chunks: int = 16
     cost: float | None = None
 
-    def body_of(self, path: str) -> int:
-        """Bytes that a request to this path may have."""
-        return self.lora_bytes if path == self.UPLOAD_PATH else self.body
-
     @property
     def sent_pixels(self) -> int:
         """Of an image that is sent."""
         return MOST_SENT if self.pixels is None else self.pixels
 
-    @property
-    def bodies(self) -> int:
-        """Bytes of all requests together that are in memory."""
-        return 8 * self.body
-
     def require_size(self, height: int, width: int, granularity: int, most: int | None) -> None:
         """Raises ApiError for an image with more than `most` pixels, or that the model cannot draw."""
         if height < granularity or width < granularity or height % granularity or width % granularity:
-            raise ApiError(
-                400, f"width and height must be multiples of {granularity}, not {width}x{height}.", param="size"
-            )
+            raise invalid("size", f"width and height must be multiples of {granularity}, not {width}x{height}.")
         if most is not None and height * width > most:
             words = f"{width}x{height} has {height * width} pixels; this pipeline draws at most {most}"
-            raise ApiError(400, f"{words} (max_pixels in /v1/models).", param="size")
+            raise invalid("size", f"{words} (max_pixels in /v1/models).")
 
     def require_at_most(self, param: str, value: float | None, most: float, of: str | None = None) -> None:
         """Raises ApiError for a value beyond `most`. of: what it counts; None: itself."""
         if value is not None and value > most:
-            words = f"{param} is {value}, and" if of is None else f"{param} has {value} {of}, and"
-            raise ApiError(400, f"{words} may {'be' if of is None else 'have'} at most {most} here.", param=param)
+            said, may = (f"is {value}", "be") if of is None else (f"has {value} {of}", "have")
+            raise invalid(param, f"{param} {said}, and may {may} at most {most} here.")
 
     def require_cost(self, images: int, steps: int, pixels: int, chunks: int) -> None:
         """Raises ApiError for a request that costs more than it may."""
@@ -77,13 +62,8 @@ class Limits:
         found = images * steps * pixels * chunks / 1e6
         if self.cost is not None and found > self.cost:
             words = f"{images} x {steps} steps x {pixels / 1e6:.3g} megapixels x {chunks} sections of its prompt"
-            raise ApiError(
-                400, f"the request costs {found:.4g} ({words}), and may cost {self.cost:g} here.", code="too_costly"
-            )
-
-    def require_short(self, param: str, text: str | None) -> None:
-        """Raises ApiError for a text that is too long."""
-        self.require_at_most(param, len(text or ""), self.prompt, "characters")
+            said = f"the request costs {found:.4g} ({words}), and may cost {self.cost:g} here."
+            raise invalid(None, said, code="too_costly")
 
 
 _SIZE = re.compile(r"(\d{1,5})x(\d{1,5})")
@@ -95,5 +75,5 @@ def read_size(text: str | None) -> tuple[int, int] | None:
         return None
     found = _SIZE.fullmatch(text)
     if found is None:
-        raise ApiError(400, f'{text!r} is no size: write "auto", or width and height as "512x768".', param="size")
+        raise invalid("size", f'{text!r} is no size: write "auto", or width and height as "512x768".')
     return int(found[2]), int(found[1])

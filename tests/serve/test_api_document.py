@@ -13,8 +13,8 @@ from serve.test_guard import ask
 
 import sdflow.serve
 from sdflow.serve.api_error import CODES
+from sdflow.serve.http.api_document import ONE_PIXEL
 from sdflow.serve.http.uploads import read_base64
-from sdflow.serve.http.webui_fields import ONE_PIXEL
 from sdflow.serve.keys import Access, Keys
 from sdflow.serve.limits import Limits
 

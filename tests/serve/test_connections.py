@@ -12,10 +12,12 @@ import pytest
 import uvicorn
 from until import PATIENCE
 
-from sdflow.serve.http.app import Settings, make_app
+from sdflow.serve.http.app import make_app
 from sdflow.serve.http.connection import Connection
 from sdflow.serve.http.loras import Loras
+from sdflow.serve.http.models import Models
 from sdflow.serve.http.server import listen
+from sdflow.serve.http.settings import Settings
 from sdflow.serve.jobs import WorkerOptions
 from sdflow.serve.keys import Access, Keys
 from sdflow.serve.limits import Limits
@@ -37,7 +39,7 @@ def application(key: str | None = None, **limits: int) -> Iterator[Any]:
     """The server's, without pipelines: nothing is drawn here."""
     loras = Loras(None)
     settings = Settings(
-        {},
+        Models({}),
         WorkerOptions({}),
         Access(None if key is None else Keys((key,))),
         Limits(**limits),

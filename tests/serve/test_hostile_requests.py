@@ -14,11 +14,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sdflow.serve.http.app import Hear, Settings, make_app
+from sdflow.serve.http.api_document import ONE_PIXEL
+from sdflow.serve.http.app import Hear, make_app
 from sdflow.serve.http.loras import Loras
+from sdflow.serve.http.models import Models
 from sdflow.serve.http.openai_fields import Edit
 from sdflow.serve.http.served_model import read_served
-from sdflow.serve.http.webui_fields import ONE_PIXEL, FromImage
+from sdflow.serve.http.settings import Settings
+from sdflow.serve.http.webui_fields import FromImage
 from sdflow.serve.jobs import Cancel, Drawn, Job, Ready, WorkerOptions
 from sdflow.serve.keys import Access, Keys
 from sdflow.serve.limits import Limits
@@ -52,7 +55,7 @@ def ask(tiny_pipeline: Path) -> Iterator[Ask]:
         log[:] = [json.dumps({"event": event, **fields}, ensure_ascii=False)]
 
     options = Settings(
-        {"tiny": read_served(tiny_pipeline)},
+        Models({"tiny": read_served(tiny_pipeline)}),
         WorkerOptions({}),
         Access(Keys(("kéy",))),
         Limits(),

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from sdflow.errors import UsageError
-from sdflow.serve.http.app import Settings
 from sdflow.serve.http.loras import Loras
+from sdflow.serve.http.models import Models
+from sdflow.serve.http.settings import Settings
 from sdflow.serve.jobs import WorkerOptions
 from sdflow.serve.keys import Access
 from sdflow.serve.limits import Limits
@@ -30,7 +31,7 @@ def test_what_are_no_numbers_of_replicas_is_refused(text: str) -> None:
 
 def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    settings = Settings({}, WorkerOptions({}), Access(), Limits(), Loras(None))
+    settings = Settings(Models({}), WorkerOptions({}), Access(), Limits(), Loras(None))
     with pytest.raises(UsageError, match="Ray is not installed") as raised:
         serve_on_ray(settings, "127.0.0.1", 8000, Spread("auto"))
     assert "sdflow[ray]" in str(raised.value.remedy)

@@ -21,8 +21,7 @@ from until import PATIENCE, until
 
 from sdflow.families.shared.noising import DIFFUSION
 from sdflow.runtime.pipeline import Pipeline
-from sdflow.serve.http.api_document import ANSWERS
-from sdflow.serve.http.webui_fields import ONE_PIXEL
+from sdflow.serve.http.api_document import ANSWERS, ONE_PIXEL
 
 
 @pytest.fixture(scope="module")
@@ -366,6 +365,7 @@ def test_the_documentation_names_every_field(server: RunningServer) -> None:
         ("/sdapi/v1/png-info", {"image": ONE_PIXEL}),
         ("/controlnet/version", None),
         ("/controlnet/module_list", None),
+        ("/controlnet/control_types", None),
         ("/controlnet/settings", None),
         ("/readyz", None),
     ],
@@ -376,7 +376,7 @@ def test_answers_are_as_the_documentation_shows_them(
     url, method = f"{server.url}{path.format(name='tiny')}", "get" if body is None else "post"
     answer = httpx.request(method, url, json=body, timeout=PATIENCE)
     assert answer.status_code == 200
-    assert_alike(answer.json(), ANSWERS[method, path])
+    assert_alike(answer.json(), ANSWERS[f"{method} {path}"])
 
 
 def test_an_image_like_another(client: openai.OpenAI, pipeline: Pipeline) -> None:

@@ -3,7 +3,6 @@ One real server with all of it; the tests are in the order in which it ends."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -40,7 +39,7 @@ class Operated:
 
     server: RunningServer
     keys: Path
-    spans: list[dict[str, Any]]
+    spans: list[Any]
 
     def ask(self, method: str, path: str, key: str = "ann", **more: Any) -> httpx.Response:
         headers = {"Authorization": f"Bearer {key}", **more.pop("headers", {})}
@@ -56,16 +55,18 @@ class Operated:
 
 
 @contextmanager
-def collector(spans: list[dict[str, Any]]) -> Iterator[str]:
+def collector(spans: list[Any]) -> Iterator[str]:
     """Takes OTLP/HTTP traces."""
+
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            body = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["content-length"])))
             assert self.path == "/v1/traces"
-            for resource in body["resourceSpans"]:
-                for scope in resource["scopeSpans"]:
-                    spans.extend(scope["spans"])
+            for resource in body.resource_spans:
+                for scope in resource.scope_spans:
+                    spans.extend(scope.spans)
             self.send_response(200)
             self.end_headers()
 
@@ -82,8 +83,8 @@ def collector(spans: list[dict[str, Any]]) -> Iterator[str]:
 def operated(
     tiny_pipeline: Path, started_python: StartedPython | None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Operated]:
-    pytest.importorskip("opentelemetry.sdk", reason="install the extra `traces`")
-    root, spans = tmp_path_factory.mktemp("operated"), list[dict[str, Any]]()
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="install the extra `traces`")
+    root, spans = tmp_path_factory.mktemp("operated"), list[Any]()
     for name in ("one", "two"):
         shutil.copytree(tiny_pipeline, root / "pipelines" / name)
     size = sum(path.stat().st_size for path in (root / "pipelines" / "one").glob("*/*"))
@@ -290,15 +291,16 @@ def test_spans_are_sent_where_a_collector_is_named(operated: Operated) -> None:
     trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
     operated.draw(n=2, headers={"traceparent": f"00-{trace}-{parent}-01"})
 
-    def mine() -> list[dict[str, Any]]:
-        return [span for span in operated.spans if span["traceId"] == trace]
+    def mine() -> list[Any]:
+        return [span for span in operated.spans if span.trace_id.hex() == trace]
 
-    until(lambda: any(span["kind"] == 2 for span in mine()))
-    (request,) = [span for span in mine() if span["kind"] == 2]
-    assert (request["name"], request["parentSpanId"]) == ("POST /v1/images/generations", parent)
-    below = [span for span in mine() if span.get("parentSpanId") == request["spanId"]]
-    assert sorted(span["name"] for span in below) == ["generate", "generate", "queue", "queue"]
-    assert all(request["startTimeUnixNano"] <= span["startTimeUnixNano"] <= span["endTimeUnixNano"] for span in below)
+    until(lambda: any(span.kind == 2 for span in mine()))
+    (request,) = [span for span in mine() if span.kind == 2]
+    assert (request.name, request.parent_span_id.hex()) == ("POST /v1/images/generations", parent)
+    below = [span for span in mine() if span.parent_span_id == request.span_id]
+    assert sorted(span.name for span in below) == ["generate", "generate", "queue", "queue"]
+    for span in below:
+        assert request.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano
 
 
 def test_metrics_tell_pipelines_statuses_and_the_queue_apart(operated: Operated) -> None:

@@ -16,8 +16,10 @@ import pytest
 
 from sdflow.errors import CheckpointError, PassError
 from sdflow.serve.api_error import ApiError
-from sdflow.serve.http.app import Settings, make_app
+from sdflow.serve.http.app import make_app
 from sdflow.serve.http.loras import AT_ONCE, Loras
+from sdflow.serve.http.models import Models
+from sdflow.serve.http.settings import Settings
 from sdflow.serve.jobs import WorkerOptions
 from sdflow.serve.keys import Access
 from sdflow.serve.limits import Limits
@@ -75,7 +77,7 @@ def with_server(work: Callable[[httpx.AsyncClient], Any], folder: Path, **limits
     """A client of the application, with LoRAs in a folder of their own."""
     most = Limits(**limits)
     loras = Loras(None, folder, limits=most)
-    settings = Settings({}, WorkerOptions({}), Access(), most, loras, log=lambda event, **fields: None)
+    settings = Settings(Models({}), WorkerOptions({}), Access(), most, loras, log=lambda event, **fields: None)
     transport = httpx.ASGITransport(app=make_app(settings))
 
     async def run() -> None:

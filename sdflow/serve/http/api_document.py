@@ -14,41 +14,28 @@ from typing import Any
 
 import yaml
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 
-from sdflow import __version__
 from sdflow.families import DEFAULT, FAMILIES
 from sdflow.serve.api_error import ApiError
-from sdflow.serve.http.webui_lists import EMPTY, REFRESHED, REFUSED
+from sdflow.serve.http.openai_fields import Edit, Variation
+from sdflow.serve.http.webui_lists import EMPTY, REFRESHED, REFUSED, SDAPI
 from sdflow.serve.limits import Limits
 
-_EXAMPLES = yaml.safe_load(
-    (Path(__file__).parent / "api_examples.yaml")
-    .read_text(encoding="utf-8")
-    .replace("DENOISER", FAMILIES[DEFAULT].denoiser)
-)
-ANSWERS: dict[tuple[str, str], Any] = {
-    **{
-        (method, path): _EXAMPLES["answers"][f"{method} {path}"]
-        for method, path in map(str.split, _EXAMPLES["answers"])
-    },
-    ("get", "/sdapi/v1/cmd-flags"): {"api": True, **asdict(Limits())},
-    **{("get", f"/sdapi/v1/{path}"): [] for path in EMPTY},
-    **{("post", f"/sdapi/v1/{path}"): None for path in REFRESHED},
+_TEXT = (Path(__file__).parent / "api_examples.yaml").read_text(encoding="utf-8")
+_EXAMPLES = yaml.safe_load(_TEXT.replace("DENOISER", FAMILIES[DEFAULT].denoiser))
+ONE_PIXEL = _EXAMPLES["requests"]["PngInfo"]["image"]
+"""A PNG file in base64."""
+
+ANSWERS: dict[str, Any] = {
+    **_EXAMPLES["answers"],
+    f"get {SDAPI}/cmd-flags": {"api": True, **asdict(Limits())},
+    **{f"get {SDAPI}/{path}": [] for path in EMPTY},
+    **{f"post {SDAPI}/{path}": None for path in REFRESHED},
 }
-"""The answer to each request, as an example."""
+"""The answer to each request, by method and path, as an example."""
 
 STREAMED = ("/v1/images/generations", "/v1/images/edits", "/v1/images/variations")
-DRAWING = (*STREAMED, "/sdapi/v1/txt2img", "/sdapi/v1/img2img")
-UNSUPPORTED = {("post", f"/sdapi/v1/{path}") for path in REFUSED} | {("post", "/controlnet/detect")}
-
-
-def _refusal(status: int, when: str, message: str, **more: Any) -> tuple[str, ApiError]:
-    return when, ApiError(status, message, **more)
-
-
-REFUSALS = {status: _refusal(status, **example) for status, example in _EXAMPLES["refusals"].items()}
-"""By status: when it comes, and an example."""
+DRAWING = (*STREAMED, f"{SDAPI}/txt2img", f"{SDAPI}/img2img")
 
 
 def operation_id(route: Any) -> str:
@@ -61,46 +48,60 @@ def describe(app: FastAPI) -> None:
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = _completed(
-                get_openapi(title=app.title, version=__version__, description=app.description, routes=app.routes)
-            )
-        return app.openapi_schema
+            made = FastAPI.openapi(app)
+            for path, operations in made["paths"].items():
+                for method, operation in operations.items():
+                    operation["responses"] = _responses(method, path, operation["responses"])
+            schemas = made["components"]["schemas"]
+            for name in ("HTTPValidationError", "ValidationError"):
+                schemas.pop(name, None)
+            for name, example in _EXAMPLES["requests"].items():
+                schemas[name]["examples"] = [example]
+            for path, form in _forms().items():
+                body = {"content": {"multipart/form-data": {"schema": form}}, "required": True}
+                made["paths"][path]["post"]["requestBody"] = body
+            made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            made["security"] = [{}, {"key": []}]
+        return FastAPI.openapi(app)
 
     app.openapi = document  # type: ignore[method-assign]
 
 
-def _completed(made: dict[str, Any]) -> dict[str, Any]:
-    for path, operations in made["paths"].items():
-        for method, operation in operations.items():
-            operation["responses"] = _responses(method, path, operation["responses"])
-    for name in ("HTTPValidationError", "ValidationError"):
-        made["components"]["schemas"].pop(name, None)
-    made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    made["security"] = [{}, {"key": []}]
-    return made
+def _forms() -> dict[str, Any]:
+    """The schemas of forms, by path."""
+    found, image = {"/v1/loras": _EXAMPLES["forms"]["loras"]}, _EXAMPLES["forms"]["image"]
+    for path, kind in (("/v1/images/edits", Edit), ("/v1/images/variations", Variation)):
+        schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+        schema.pop("$defs", None)
+        schema["properties"] = {**image["files"], **schema["properties"], **image["as_json"]}
+        schema["required"] = ["image", *schema.get("required", ())]
+        found[path] = {**schema, "examples": image["examples"]}
+    return found
 
 
 def _responses(method: str, path: str, own: dict[str, Any]) -> dict[str, Any]:
-    good = next(status for status in own if status.startswith("2"))
-    kind = "text/plain" if path == "/metrics" else "application/json"
     found = {}
-    if (method, path) not in UNSUPPORTED:
-        content = {kind: {"example": ANSWERS[method, path]}}
+    if path not in REFUSED:
+        kind = "text/plain" if path == "/metrics" else "application/json"
+        content = {kind: {"example": ANSWERS[f"{method} {path}"]}}
         if path in STREAMED:
             content["text/event-stream"] = {"example": _EXAMPLES["streamed"]}
+        good = next(status for status in own if status.startswith("2"))
         found[good] = {"description": "As in the example.", "content": content}
     for status in _refusals(method, path):
-        about, error = REFUSALS[status]
-        found[str(status)] = {"description": about, "content": {"application/json": {"example": error.body(path)}}}
+        error = dict(_EXAMPLES["refusals"][status])
+        about, example = error.pop("when"), ApiError(status, **error).body(path)
+        found[str(status)] = {"description": about, "content": {"application/json": {"example": example}}}
     return found
 
 
 def _refusals(method: str, path: str) -> tuple[int, ...]:
+    """Statuses."""
     if path == "/healthz":
         return ()
     if path == "/readyz":
         return (503,)
-    named = (404,) if "{name}" in path or path == "/sdapi/v1/options" else ()
+    named = (404,) if "{name}" in path or path == f"{SDAPI}/options" else ()
     if path.startswith("/v1/models") and method != "get":
         return (*((408, 409, 413) if method == "post" else ()), 400, 401, 403, 404, 500, 503)
     if method != "post":

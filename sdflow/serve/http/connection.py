@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import h11
@@ -28,8 +29,9 @@ class Connection(H11Protocol):
         super().__init__(*arguments, **more)
         # uvicorn answers 503 to whole requests beyond its limit, and holds the connections of those that never are.
         self._most, self.limit_concurrency = self.limit_concurrency, None
-        self._giving_up: asyncio.TimerHandle | None = None
-        self._unread: asyncio.TimerHandle | None = None
+        self._timers: dict[
+            str, asyncio.TimerHandle
+        ] = {}  # of a head that is to come, and of an answer that is to be read
         self._refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -45,18 +47,16 @@ class Connection(H11Protocol):
             self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_watching()
+        self._stop("head")
         self.resume_writing()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unread = self._abort_later()
+        self._timers["answer"] = self._abort_later()
 
     def resume_writing(self) -> None:
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
+        self._stop("answer")
         super().resume_writing()
 
     def timeout_keep_alive_handler(self) -> None:
@@ -68,10 +68,10 @@ class Connection(H11Protocol):
         self._refused = True
         self.connections.discard(self)
         error = ApiError(503, "the server has reached its limit of connections.", retry_after=RETRY_SECONDS)
-        response = error.response()
+        response = json.dumps(error.body())
         head = f"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: {len(response)}\r\n"
-        head += "".join(f"{name}: {value}\r\n" for name, value in error.headers().items())
-        self.transport.write(f"{head}Content-Type: application/json\r\n\r\n".encode() + response)
+        head += f"Retry-After: {RETRY_SECONDS}\r\nContent-Type: application/json\r\n\r\n"
+        self.transport.write((head + response).encode())
         self.transport.write_eof()
         self.loop.call_later(REFUSED_SECONDS, self.transport.abort)
 
@@ -79,9 +79,9 @@ class Connection(H11Protocol):
         """Wait for a head from now on, or for the end of a body that nobody wants; no more once it is there."""
         their, answered = self.conn.their_state, self.conn.our_state in (h11.DONE, h11.MUST_CLOSE)
         if their is not h11.IDLE and not (answered and their is h11.SEND_BODY):
-            self._stop_watching()
-        elif self._giving_up is None:
-            self._giving_up = self.loop.call_later(HEAD_SECONDS, self._give_up)
+            self._stop("head")
+        elif "head" not in self._timers:
+            self._timers["head"] = self.loop.call_later(HEAD_SECONDS, self._give_up)
 
     def _give_up(self) -> None:
         self.transport.close()
@@ -90,7 +90,6 @@ class Connection(H11Protocol):
     def _abort_later(self) -> asyncio.TimerHandle:
         return self.loop.call_later(transfer_seconds(self.transport.get_write_buffer_size()), self.transport.abort)
 
-    def _stop_watching(self) -> None:
-        if self._giving_up is not None:
-            self._giving_up.cancel()
-            self._giving_up = None
+    def _stop(self, name: str) -> None:
+        if (timer := self._timers.pop(name, None)) is not None:
+            timer.cancel()

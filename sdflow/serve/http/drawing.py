@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sdflow.serve.api_error import ApiError, of_failure
+from sdflow.serve.api_error import ApiError, invalid, of_failure
 from sdflow.serve.http.queue_seconds import QueueSeconds
 from sdflow.serve.jobs import (
     Begun,
@@ -47,13 +47,10 @@ class _OpenRequest:
 
     jobs: Sequence[Job]
     open: set[int]
+    count: int
     begun: dict[int, float] = field(default_factory=dict)
     queue: asyncio.Queue[OfImage | Lost | None] = field(default_factory=asyncio.Queue)
     survived: bool = False
-    count: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.count = len(self.jobs)
 
     def hear(self, message: OfImage) -> None:
         if message.index not in self.open:
@@ -69,14 +66,14 @@ class _OpenRequest:
 
 
 class Drawing:
-    """The requests of one worker; all of it in the event loop's thread. send: to the worker. draining: whether the server ends
-    when what it has begun is done, so that it takes nothing more.
+    """The requests of one worker; all of it in the event loop's thread. send: to the worker, once there is one. draining: whether
+    the server ends when what it has begun is done, so that it takes nothing more.
 
     When the worker dies, those fail that it was drawing: one of them may be why. Those that waited are sent to the next
     worker, once.
     """
 
-    def __init__(self, limits: Limits, metrics: Metrics, send: Callable[[Order], None]) -> None:
+    def __init__(self, limits: Limits, metrics: Metrics, send: Callable[[Order], None] = lambda order: None) -> None:
         self._limits, self._metrics, self.send = limits, metrics, send
         self.found: Mapping[str, Mapping[str, Any]] | None = None
         self.draining = False
@@ -106,14 +103,20 @@ class Drawing:
             for name, found in message.pipelines.items():
                 self._note(name, found)
         elif isinstance(message, Loaded):
-            self._hear_loaded(message)
+            number, _ = self._loading.get(message.name, (None, None))
+            if number != message.number:  # it was removed since
+                return
+            if message.found is not None and self.found is not None:
+                self._note(message.name, message.found)
+            words = f"{message.name} cannot be loaded: {message.error}."
+            self._end_loading(message.name, invalid("id", words) if message.found is None else None)
         elif isinstance(message, Measured):
             if self.found is not None and message.name in self.found:
                 self._note(message.name, message.found)
         elif isinstance(message, Lost):
             self.found = None
             for name in tuple(self._loading):
-                self._give_up_loading(name, _lost(message))
+                self._end_loading(name, _lost(message))
             for waiting in self._requests.values():
                 if waiting.begun or waiting.survived:
                     waiting.queue.put_nowait(message)
@@ -129,23 +132,13 @@ class Drawing:
         self.found = {**(self.found or {}), name: {**found, **said}}
         self._seconds.start(name, found)
 
-    def _hear_loaded(self, message: Loaded) -> None:
-        number, loading = self._loading.get(message.name, (None, None))
-        if loading is None or number != message.number:
-            return  # it was removed since
-        if message.found is None:
-            words = f"{message.name} cannot be loaded: {message.error}."
-            self._give_up_loading(message.name, ApiError(400, words, param="id"))
-            return
-        del self._loading[message.name]
-        if self.found is not None:
-            self._note(message.name, message.found)
-        if not loading.done():
-            loading.set_result(None)
-
-    def _give_up_loading(self, name: str, error: ApiError) -> None:
+    def _end_loading(self, name: str, error: ApiError | None) -> None:
         _, loading = self._loading.pop(name, (0, None))
-        if loading is not None and not loading.done():
+        if loading is None or loading.done():
+            return
+        if error is None:
+            loading.set_result(None)
+        else:
             loading.set_exception(error)
 
     async def load(self, name: str, folder: Path) -> None:
@@ -161,7 +154,7 @@ class Drawing:
     def drop(self, name: str) -> None:
         """Have the worker unload a pipeline, when it has drawn what it has begun."""
         words = f"{name} was removed while it was being loaded."
-        self._give_up_loading(name, ApiError(409, words, param="id", code="loading"))
+        self._end_loading(name, ApiError(409, words, param="id", code="loading"))
         self.send(Drop(name))
         self.found = None if self.found is None else {each: self.found[each] for each in self.found if each != name}
 
@@ -171,9 +164,7 @@ class Drawing:
 
     def most_pixels(self, pipeline: str) -> int | None:
         """Of an image: as somebody said, or as the worker measured; None before that."""
-        if self.found is None:
-            return self._limits.pixels
-        found: int | None = self.found.get(pipeline, {}).get("max_pixels")
+        found: int | None = (self.found or {}).get(pipeline, {}).get("max_pixels", self._limits.pixels)
         return found
 
     def _send_open(self, waiting: _OpenRequest, ready: Ready | None = None) -> None:
@@ -216,8 +207,7 @@ class Drawing:
 
     def interrupt(self, request: str) -> None:
         """What is being drawn of a request is finished as it is after its next step; what waits is not drawn."""
-        waiting = self._requests.get(request)
-        if waiting is None:  # it has ended
+        if (waiting := self._requests.get(request)) is None:  # it has ended
             return
         self.show(request, end=True)
         waiting.count -= len(waiting.open - waiting.begun.keys())
@@ -233,14 +223,12 @@ class Drawing:
         self.require_place(len(jobs))
         request, record, sent = jobs[0].request, RECORD.get(), time.monotonic()
         begun = dict[int, float]()
-        waiting = self._requests[request] = _OpenRequest(jobs, {job.index for job in jobs})
+        waiting = self._requests[request] = _OpenRequest(jobs, {job.index for job in jobs}, len(jobs))
         drawn, end = 0, asyncio.get_running_loop().time() + self._limits.seconds
         try:
             self._send_open(waiting)
             while drawn < waiting.count:
-                async with asyncio.timeout_at(
-                    end
-                ):  # not around `yield`: it would end whoever asks, wherever that is then
+                async with asyncio.timeout_at(end):  # not around `yield`: it would end whoever asks
                     message = await waiting.queue.get()
                 if isinstance(message, Lost):
                     self._metrics.refusals.labels("worker_lost").inc()
@@ -256,16 +244,12 @@ class Drawing:
                 elif isinstance(message, Drawn):
                     drawn += 1
                     if record is not None:
-                        record(
-                            "generate",
-                            now - begun.get(message.index, sent),
-                            {"image": message.index, **message.seconds},
-                        )
+                        ago = now - begun.get(message.index, sent)
+                        record("generate", ago, {"image": message.index, **message.seconds})
                 if message is not None:
                     yield message
         except TimeoutError as error:
-            words = f"It was not drawn within {self._limits.seconds:g} s."
-            raise self._refusal("deadline", 504, words, 1) from error
+            raise self._refusal("deadline", 504, f"It was not drawn within {self._limits.seconds:g} s.", 1) from error
         finally:
             del self._requests[request]
             if waiting.open or waiting.count < len(jobs):

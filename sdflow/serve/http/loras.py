@@ -9,6 +9,7 @@ import shutil
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,7 +17,7 @@ from sdflow.digest import digest_file
 from sdflow.disk.locked_folder import remove_abandoned_scratch, scratch_folder
 from sdflow.errors import CheckpointError, UsageError
 from sdflow.inspection.adapters import trigger_words
-from sdflow.serve.api_error import ApiError
+from sdflow.serve.api_error import ApiError, invalid
 from sdflow.serve.jobs import LoraFile
 from sdflow.serve.limits import Limits
 from sdflow.sources.loras.lora import lora_submodels
@@ -31,23 +32,19 @@ AT_ONCE = 2
 """LoRAs that are being sent: until it is whole, each takes its size among the system's temporary files, too."""
 
 
-def _anything_fits(path: Path) -> None:
-    """Where there are no pipelines to look at."""
-
-
 class Loras:
     """LoRAs by name. folder: whose .safetensors files they are; files may come and go. None: there is none.
 
     sent_below: a folder in which those that are sent get one of their own; None: the system's temporary one. A process to which
     this is passed on has another of its own. require_fit: raises CheckpointError or UsageError for a file that no pipeline can
-    draw with. limits: how many may be sent, and how large all of them may be.
+    draw with; None: there are no pipelines to look at. limits: how many may be sent, and how large all of them may be.
     """
 
     def __init__(
         self,
         folder: Path | None,
         sent_below: Path | None = None,
-        require_fit: Callable[[Path], None] = _anything_fits,
+        require_fit: Callable[[Path], None] | None = None,
         limits: Limits = DEFAULTS,
     ) -> None:
         """Raises UsageError for a folder that is not there."""
@@ -60,7 +57,6 @@ class Loras:
         self._removed: set[str] = set()
         self._receiving: list[int] = []
         self._naming = threading.Lock()
-        self._read: dict[tuple[Path, int, int], tuple[str, tuple[str, ...], list[str]]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Loras, (self.folder, self.sent_below, self.require_fit, self.limits)
@@ -81,7 +77,7 @@ class Loras:
         for name, path in self.files().items():
             entry = {"id": name, "object": "lora", "sent": path.parent == self._sent}
             try:
-                size, sha256, submodels, words = self._look_at(path)
+                size, sha256, submodels, words = _look_at(path)
             except FileNotFoundError:  # taken away meanwhile
                 continue
             except (CheckpointError, OSError) as error:
@@ -96,73 +92,67 @@ class Loras:
         for name, scale in wanted:
             if name not in files:
                 known = ", ".join(files) or "there is none"
-                raise ApiError(400, f"no LoRA is named {name!r} here: {known}.", param="loras", code="lora_not_found")
+                raise invalid("loras", f"no LoRA is named {name!r} here: {known}.", code="lora_not_found")
             try:
-                sha256 = self._look_at(files[name])[1]
+                sha256 = _look_at(files[name])[1]
             except (CheckpointError, OSError) as error:
-                raise ApiError(400, f"{name} is no LoRA: {_reason(error)}.", param="loras") from error
+                raise invalid("loras", f"{name} is no LoRA: {_reason(error)}.") from error
             found.append(LoraFile(name, str(files[name].absolute()), sha256, scale))
         return tuple(found)
 
     @contextlib.contextmanager
     def receiving(self, size: int) -> Iterator[None]:
-        """While one of so many bytes is being sent. Raises ApiError where there is no room for it beside those that are there,
-        or others are being sent."""
-        with self._naming:
-            if len(self._receiving) >= AT_ONCE:
-                words = f"{AT_ONCE} LoRAs are being uploaded already. Try again when they are done."
-                raise ApiError(503, words, code="overloaded", retry_after=5)
-            sent = [path.stat().st_size for path in self._sent.glob(f"*{_SUFFIX}")]
-            if len(sent) + len(self._receiving) >= self.limits.uploads:
-                raise _no_room(f"{len(sent)} LoRAs are uploaded, and the limit is {self.limits.uploads}")
-            if sum(sent) + sum(self._receiving) + size > self.limits.upload_bytes:
-                raise _no_room(
-                    f"all uploaded LoRAs may have {self.limits.upload_bytes} bytes, and this one exceeds that"
-                )
-            self._receiving.append(size)
+        """While one of so many bytes is being sent; in the event loop's thread. Raises ApiError where there is no room for it
+        beside those that are there, or others are being sent."""
+        if len(self._receiving) >= AT_ONCE:
+            words = f"{AT_ONCE} LoRAs are being uploaded already. Try again when they are done."
+            raise ApiError(503, words, code="overloaded", retry_after=5)
+        sent, limits = [path.stat().st_size for path in self._sent.glob(f"*{_SUFFIX}")], self.limits
+        if len(sent) + len(self._receiving) >= limits.uploads:
+            raise _no_room(f"{len(sent)} LoRAs are uploaded, and the limit is {limits.uploads}")
+        if sum(sent) + sum(self._receiving) + size > limits.upload_bytes:
+            raise _no_room(f"all uploaded LoRAs may have {limits.upload_bytes} bytes, and this one exceeds that")
+        self._receiving.append(size)
         try:
             yield
         finally:
-            with self._naming:
-                self._receiving.remove(size)
+            self._receiving.remove(size)
 
     def add(self, name: str, content: IO[bytes]) -> dict[str, Any]:
         """Take one that was sent. Raises ApiError for a name that cannot be, one that is taken, what is no LoRA, one that no
         pipeline here can draw with, and where the disk is full: then nothing of it is left."""
         name = name.removesuffix(_SUFFIX)
         if not _NAME.fullmatch(name):
-            raise ApiError(400, "a name has letters, digits, spaces and any of _.+- only, 100 at most.", param="name")
+            raise invalid("name", "a name has letters, digits, spaces and any of _.+- only, 100 at most.")
         if name in self.files():
             raise _taken(name)
         path = self._sent / f"{uuid.uuid4().hex}.part"
         try:
             with path.open("wb") as part:
                 shutil.copyfileobj(content, part)
-            return self._take(name, path)
+            try:
+                sha256, submodels = digest_file(path), lora_submodels(path)
+            except CheckpointError as error:
+                raise invalid("file", f"this is no LoRA: {error.what}.", code="invalid_lora") from error
+            try:
+                if self.require_fit is not None:
+                    self.require_fit(path)
+            except (CheckpointError, UsageError) as error:
+                raise invalid(
+                    "file", f"no pipeline here can draw with it: {error.what}.", code="invalid_lora"
+                ) from error
+            size = path.stat().st_size
+            with self._naming:
+                if name in self.files():  # another was sent meanwhile
+                    raise _taken(name)
+                path.rename(self._sent / f"{name}{_SUFFIX}")
+            return {"id": name, "object": "lora", "sent": True, "bytes": size, "sha256": sha256, "submodels": submodels}
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             raise _no_room("the server's disk is full") from error
         finally:
             path.unlink(missing_ok=True)
-
-    def _take(self, name: str, path: Path) -> dict[str, Any]:
-        try:
-            sha256, submodels = digest_file(path), lora_submodels(path)
-        except CheckpointError as error:
-            raise ApiError(400, f"this is no LoRA: {error.what}.", param="file", code="invalid_lora") from error
-        try:
-            self.require_fit(path)
-        except (CheckpointError, UsageError) as error:
-            raise ApiError(
-                400, f"no pipeline here can draw with it: {error.what}.", param="file", code="invalid_lora"
-            ) from error
-        size = path.stat().st_size
-        with self._naming:
-            if name in self.files():  # another was sent meanwhile
-                raise _taken(name)
-            path.rename(self._sent / f"{name}{_SUFFIX}")
-        return {"id": name, "object": "lora", "sent": True, "bytes": size, "sha256": sha256, "submodels": submodels}
 
     def remove(self, name: str) -> Path:
         """Offer it no more: its file. What was sent is deleted; a file of the folder stays there. Raises ApiError."""
@@ -172,18 +162,20 @@ class Loras:
                 raise ApiError(404, f"no LoRA is named {name!r} here.", code="lora_not_found")
             if path.parent == self._sent:
                 path.unlink()
-                self._read = {key: value for key, value in self._read.items() if key[0] != path}
             else:
                 self._removed.add(name)
             return path.absolute()
 
-    def _look_at(self, path: Path) -> tuple[int, str, tuple[str, ...], list[str]]:
-        """Its bytes, its digest, the submodels that it is for, and its trigger words. Raises CheckpointError, OSError."""
-        stat = path.stat()
-        key = path, stat.st_size, stat.st_mtime_ns
-        if key not in self._read:
-            self._read[key] = digest_file(path), lora_submodels(path), trigger_words(read_metadata(path))
-        return stat.st_size, *self._read[key]
+
+def _look_at(path: Path) -> tuple[int, str, tuple[str, ...], list[str]]:
+    """Its bytes, its digest, the submodels that it is for, and its trigger words. Raises CheckpointError, OSError."""
+    stat = path.stat()
+    return stat.st_size, *_read(path, stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(maxsize=10_000)
+def _read(path: Path, size: int, changed: int) -> tuple[str, tuple[str, ...], list[str]]:
+    return digest_file(path), lora_submodels(path), trigger_words(read_metadata(path))
 
 
 def _reason(error: CheckpointError | OSError) -> str:

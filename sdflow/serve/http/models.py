@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sdflow.errors import SdflowError, UsageError
-from sdflow.serve.api_error import ApiError
+from sdflow.serve.api_error import ApiError, invalid
 from sdflow.serve.http.served_model import ServedModel, read_served
 
 
@@ -19,60 +19,42 @@ class Models(Mapping[str, ServedModel]):
         self, models: Mapping[str, ServedModel], aliases: Mapping[str, str] | None = None, default: str | None = None
     ) -> None:
         """Raises UsageError for a name that no pipeline has, and for an alias that is a pipeline's name."""
-        self._models, self._aliases, self._default = dict(models), dict(aliases or {}), default
-        for alias in self._aliases:
-            if alias in self._models:
-                raise UsageError(
-                    f"a pipeline is named {alias!r} itself", where="--alias", remedy="Take another name for the alias."
-                )
-        wanted = [("--alias", name) for name in self._aliases.values()]
+        self._models, self.aliases, self._default = dict(models), dict(aliases or {}), default
+        if both := self._models.keys() & self.aliases.keys():
+            words = f"a pipeline is named {min(both)!r} itself"
+            raise UsageError(words, where="--alias", remedy="Take another name for the alias.")
+        wanted = [("--alias", name) for name in self.aliases.values()]
         for option, name in [*wanted, *([] if default is None else [("--default", default)])]:
             if name not in self._models:
-                raise UsageError(
-                    f"no pipeline is named {name!r}", where=option, remedy=f"Take one of {', '.join(self._models)}."
-                )
+                remedy = f"Take one of {', '.join(self._models)}."
+                raise UsageError(f"no pipeline is named {name!r}", where=option, remedy=remedy)
 
     def __getitem__(self, name: str) -> ServedModel:
         return self._models[name]
 
     def __iter__(self) -> Iterator[str]:
-        names = list(self._models)
-        return iter(sorted(names, key=lambda name: name != self._default))
+        return iter(sorted(self._models, key=lambda name: name != self._default))
 
     def __len__(self) -> int:
         return len(self._models)
 
-    def aliases_of(self, name: str) -> list[str]:
-        """Other names of this pipeline."""
-        return [alias for alias, of in self._aliases.items() if of == name]
-
     def named(self, name: str | None) -> ServedModel | None:
         """The pipeline of this name or alias; None where there is none."""
-        return self._models.get(self._aliases.get(name or "", name or ""))
+        return self._models.get(self.aliases.get(name or "", name or ""))
 
-    def is_alias(self, name: str) -> bool:
-        """Whether it is another name of a pipeline, even if that is not there now."""
-        return name in self._aliases
-
-    def get_named(self, name: str) -> ServedModel:
+    def get_named(self, name: str | None) -> ServedModel:
         """The pipeline of this name or alias. Raises ApiError."""
         if (found := self.named(name)) is None:
-            raise self._unknown(name)
+            known = ", ".join([*self, *self.aliases]) or "there is none"
+            words = f"no pipeline is named {name!r} here, only {known}."
+            raise ApiError(404, words, param="model", code="model_not_found")
         return found
 
     def find(self, name: str | None) -> ServedModel:
         """The pipeline of this name or alias; the default where none is named. Raises ApiError."""
-        if (found := self.named(name)) is not None:
-            return found
-        if self._models and (name is None or self._default in self._models):
+        if self.named(name) is None and self._models and (name is None or self._default in self._models):
             return self._models[next(iter(self))]
-        raise self._unknown(name)
-
-    def _unknown(self, name: str | None) -> ApiError:
-        known = ", ".join([*self, *self._aliases]) or "there is none"
-        return ApiError(
-            404, f"no pipeline is named {name!r} here, only {known}.", param="model", code="model_not_found"
-        )
+        return self.get_named(name)
 
     def put(self, model: ServedModel) -> None:
         """One more, or another in the place of one of this name."""
@@ -80,9 +62,8 @@ class Models(Mapping[str, ServedModel]):
 
     def remove(self, name: str) -> None:
         """Raises ApiError for a name that is not there."""
-        if name not in self._models:
+        if self._models.pop(name, None) is None:
             raise ApiError(404, f"no pipeline is named {name!r} here.", param="model", code="model_not_found")
-        del self._models[name]
 
 
 @dataclass(frozen=True)
@@ -100,25 +81,18 @@ class Additions:
         try:
             found = read_served(folder, require_verified=self.require_verified, check=self.check)
         except SdflowError as error:
-            raise ApiError(
-                400, f"{name} cannot be served: {error.what}.", param="id", code="invalid_pipeline"
-            ) from error
+            raise invalid("id", f"{name} cannot be served: {error.what}.", code="invalid_pipeline") from error
         if found.name != name:
             words = f"{name} is a link to the pipeline {found.name}: add it by that name."
-            raise ApiError(400, words, param="id", code="invalid_pipeline")
+            raise invalid("id", words, code="invalid_pipeline")
         return found
 
     def _find(self, name: str) -> Path:
         if self.folder is None:
-            raise ApiError(400, "pipelines can be added only to a server with --pipeline-folder.", param="id")
+            raise invalid("id", "pipelines can be added only to a server with --pipeline-folder.")
         if not name or name in (".", "..") or set(name) & set("/\\:") or not (self.folder / name).is_dir():
             there = ", ".join(sorted(path.parent.name for path in self.folder.glob("*/sdflow.json"))) or "none"
-            raise ApiError(
-                404,
-                f"no pipeline is named {name!r} in the server's folder, only {there}.",
-                param="id",
-                code="not_found",
-            )
+            raise ApiError(404, f"no pipeline is named {name!r} in the server's folder, only {there}.", param="id")
         return self.folder / name
 
 

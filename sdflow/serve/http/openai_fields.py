@@ -14,19 +14,21 @@ OF_TEXT = {name: each for name, each in SERVED.items() if each.needs is None}
 """The settings that need no image."""
 
 
-class Lora(BaseModel):
-    """A LoRA of the server's folder, by name."""
+class Strict(BaseModel):
+    """Known fields only."""
 
     model_config = ConfigDict(extra="forbid")
+
+
+class Lora(Strict):
+    """A LoRA of the server's folder, by name."""
 
     name: str = Field(max_length=200)
     scale: float = Field(1.0, ge=-10, le=10, allow_inf_nan=False)
 
 
-class ControlField(BaseModel):
+class ControlField(Strict):
     """An image for a ControlNet of the pipeline, by name. It counts from `start` to `end` of the steps."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str = Field(max_length=200)
     image: str = Field(description="In base64.")
@@ -35,10 +37,8 @@ class ControlField(BaseModel):
     end: float = Field(1.0, ge=0, le=1)
 
 
-class ImagePromptField(BaseModel):
+class ImagePromptField(Strict):
     """An image that an IP-Adapter of the pipeline reads."""
-
-    model_config = ConfigDict(extra="forbid")
 
     image: str = Field(description="In base64.")
     scale: float = Field(1.0, ge=-10, le=10, allow_inf_nan=False)
@@ -51,10 +51,8 @@ def _from_json(value: Any) -> Any:
     return value
 
 
-class Fields(BaseModel):
+class Fields(Strict):
     """What both ways to draw take besides the settings of a drawing. Those behind `partial_images` are not OpenAI's."""
-
-    model_config = ConfigDict(extra="forbid")
 
     prompt: Text = Field(description="Prompt.")
     model: str | None = Field(None, description="A pipeline of `/v1/models`. Default: the first.")
@@ -97,15 +95,6 @@ class Fields(BaseModel):
 class Generation(Fields):
     """A request to draw from text."""
 
-    model_config = ConfigDict(
-        extra="forbid",
-        json_schema_extra={
-            "examples": [
-                {"prompt": "a large red circle on a blue background", "n": 2, "size": "128x128", "seed": 7, "steps": 20}
-            ]
-        },
-    )
-
 
 @with_fields(SERVED)
 class Edit(Fields):
@@ -118,29 +107,3 @@ class Variation(Edit):
     """A request for an image like another; OpenAI's has no prompt."""
 
     prompt: Text = Field("", description="Prompt.")
-
-
-def as_openai_form(fields: type[Edit]) -> dict[str, Any]:
-    """The OpenAPI schema of the multipart form of an edit or a variation."""
-    schema = fields.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema.pop("$defs", None)
-    file = {"type": "string", "format": "binary"}
-    schema["properties"] = {
-        "image": {
-            **file,
-            "description": "PNG, JPEG or WEBP. A pipeline with reference images takes several (`image[]`), as references: with a "
-            "mask or `strength`, those behind the first.",
-        },
-        "mask": {
-            **file,
-            "description": "Its transparent pixels are drawn; of one without transparency, the white ones.",
-        },
-        **schema["properties"],
-        "loras": {"type": "string", "description": 'As JSON: [{"name": "ink", "scale": 0.8}].'},
-        "control": {"type": "string", "description": 'As JSON: [{"name": "canny", "image": "BASE64"}].'},
-        "image_prompts": {"type": "string", "description": 'As JSON: [{"image": "BASE64", "scale": 0.6}].'},
-        "references": {"type": "string", "description": 'As JSON: ["BASE64"].'},
-    }
-    schema["required"] = ["image", *schema.get("required", ())]
-    schema["examples"] = [{"prompt": "a green square", "strength": 0.6, "steps": 20, "seed": 7}]
-    return schema

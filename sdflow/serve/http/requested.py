@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import uuid
-from collections.abc import Mapping
-from typing import Any
 
 from sdflow.errors import UsageError
 from sdflow.families.settings import ALL, FAMILY_ARGUMENTS, MOST_SEED, Settings
@@ -14,19 +12,13 @@ from sdflow.families.shared.schedulers import SAMPLERS, parts_of
 from sdflow.prompts.weights import BREAK
 from sdflow.prompts.wildcards import Wildcards
 from sdflow.runtime.files.folder import folder_family
-from sdflow.serve.api_error import ApiError
-from sdflow.serve.http.models import Models
+from sdflow.serve.api_error import invalid
 from sdflow.serve.http.openai_fields import Fields
 from sdflow.serve.http.served_model import ServedModel
 from sdflow.serve.jobs import ConditioningImages, Image, Job, LoraFile
 from sdflow.serve.limits import Limits, read_size
 
 NOTHING = ConditioningImages()
-
-
-def find_model(models: Models, name: str | None) -> ServedModel:
-    """The pipeline of this name or alias; the default where none is named. Raises ApiError."""
-    return models.find(name)
 
 
 def jobs_of(
@@ -48,18 +40,26 @@ def jobs_of(
     images, previews = fields.n or 1, fields.partial_images or 0
     limits.require_at_most("n", images, limits.images)
     settings = fields.settings()
-    limits.require_at_most("steps", settings.steps, limits.steps)
-    _require_runs(settings, limits)
+    scheduler, wanted = settings.scheduler, settings.steps
+    limits.require_at_most("steps", wanted, limits.steps)
+    runs = 1 if scheduler is None else SAMPLERS[parts_of(scheduler)[0]].runs
+    if wanted is not None and wanted * runs > limits.steps:
+        words = f"{wanted} steps of {scheduler} take {wanted * runs} runs of the denoiser"
+        raise invalid("steps", f"{words}, and may take {limits.steps} here.")
     limits.require_at_most("partial_images", previews, limits.previews)
     for param, value in {"prompt": fields.prompt, **settings.given()}.items():
-        limits.require_short(param, value if isinstance(value, str) else None)
+        if isinstance(value, str):
+            limits.require_at_most(param, len(value), limits.prompt, "characters")
     limits.require_at_most("loras", len(loras), limits.loras)
     _require_start(model, image, mask)
     _require_settings(settings, model, image, mask)
-    start = _start_size(image, conditioning, model)
-    arguments = {**settings.call_arguments(), **_size(fields, model, limits, most_pixels, start)}
+    size = _size(fields, model, limits, most_pixels, image, conditioning)
+    arguments = {**settings.call_arguments(), **size}
     negative = arguments.pop("negative_prompt", None)
-    steps, pixels = _steps_and_pixels(settings, arguments, model, mask is not None, image is not None)
+    defaults, side = model.defaults["inpaint" if mask else "image" if image else "text"], model.latents.image_size
+    strength = arguments.get("strength", defaults.strength)
+    steps = max(1, round(runs * (wanted or defaults.steps) * strength))
+    pixels = arguments.get("height", side) * arguments.get("width", side)
     first = random.SystemRandom().randrange(2**32) if settings.seed is None else settings.seed
     request = uuid.uuid4().hex
 
@@ -69,8 +69,8 @@ def jobs_of(
         try:
             found = wildcards.resolve(text, seed)
         except UsageError as error:
-            raise ApiError(400, f"{error.where}: {error.what}.", param=param, code="invalid_value") from error
-        limits.require_short(param, found)
+            raise invalid(param, f"{error.where}: {error.what}.") from error
+        limits.require_at_most(param, len(found), limits.prompt, "characters")
         return found
 
     jobs = [
@@ -84,7 +84,7 @@ def jobs_of(
             arguments,
             image,
             mask,
-            settings.scheduler,
+            scheduler,
             loras,
             previews if fields.stream else 0,
             (fields.output_format or "png").upper(),
@@ -95,40 +95,11 @@ def jobs_of(
         )
         for index, seed in enumerate((first + index) % (MOST_SEED + 1) for index in range(images))
     ]
-    limits.require_cost(images, steps, pixels, max(_chunks(settings, job) for job in jobs))
+    # Each section between BREAKs is a chunk at least; the worker counts tokens, too.
+    texts = [text for job in jobs for text in (job.prompt, job.negative_prompt or "")]
+    chunks = max(len(BREAK.split(text)) for text in texts) if settings.prompt_syntax == "a1111" else 1
+    limits.require_cost(images, steps, pixels, chunks)
     return jobs
-
-
-def _steps_and_pixels(
-    settings: Settings, arguments: Mapping[str, Any], model: ServedModel, masked: bool, started: bool
-) -> tuple[int, int]:
-    """That an image takes, as far as the request and the defaults tell."""
-    defaults = model.defaults["inpaint" if masked else "image" if started else "text"]
-    steps, strength = settings.steps or defaults.steps, arguments.get("strength", defaults.strength)
-    side, runs = model.latents.image_size, 1
-    if settings.scheduler is not None:
-        runs = SAMPLERS[parts_of(settings.scheduler)[0]].runs
-    return max(1, round(runs * steps * strength)), arguments.get("height", side) * arguments.get("width", side)
-
-
-def _chunks(settings: Settings, job: Job) -> int:
-    """That the longest prompt of an image has, at least: each section between BREAKs is one. The worker counts tokens, too."""
-    if settings.prompt_syntax != "a1111":
-        return 1
-    return max(len(BREAK.split(text)) for text in (job.prompt, job.negative_prompt or ""))
-
-
-def _require_runs(settings: Settings, limits: Limits) -> None:
-    """Raises ApiError for steps of a scheduler with two runs of the denoiser a step that take more runs than steps may be."""
-    scheduler = settings.scheduler
-    if scheduler is None or settings.steps is None:
-        return
-    runs = settings.steps * SAMPLERS[parts_of(scheduler)[0]].runs
-    if runs > limits.steps:
-        words = (
-            f"{settings.steps} steps of {scheduler} take {runs} runs of the denoiser, and may take {limits.steps} here."
-        )
-        raise ApiError(400, words, param="steps")
 
 
 def _require_settings(settings: Settings, model: ServedModel, image: Image | None, mask: Image | None) -> None:
@@ -137,61 +108,48 @@ def _require_settings(settings: Settings, model: ServedModel, image: Image | Non
         try:
             require_installed(known_scheduler(settings.scheduler, schedulers=model.schedulers))
         except UsageError as error:
-            message = f"{model.name}: {error.what}. {error.remedy}"
-            raise ApiError(400, message, param="scheduler", code="invalid_value") from error
+            raise invalid("scheduler", f"{model.name}: {error.what}. {error.remedy}") from error
     there = {"image": image, "mask": mask}
     for name in settings.given():
         if name in FAMILY_ARGUMENTS and name not in model.arguments:
-            raise ApiError(400, f"{model.name} knows no {name}.", param=name, code="invalid_value")
+            raise invalid(name, f"{model.name} knows no {name}.")
         needs = ALL[name].needs
         if needs is not None and there[needs] is None:
-            raise ApiError(400, f"{name} means nothing without {needs}: send one too.", param=name)
+            raise invalid(name, f"{name} means nothing without {needs}: send one too.")
     if settings.mask_blur and settings.whole:
-        raise ApiError(400, "with whole nothing is kept, so that there is no edge to be soft.", param="mask_blur")
+        raise invalid("mask_blur", "with whole nothing is kept, so that there is no edge to be soft.")
 
 
 def _require_start(model: ServedModel, image: Image | None, mask: Image | None) -> None:
     if image is not None and not model.from_images:
-        raise ApiError(400, f"{model.name} has no encoder, so it cannot start from an image.", param="image")
+        raise invalid("image", f"{model.name} has no encoder, so it cannot start from an image.")
     if model.task == "inpaint" and mask is None:
-        raise ApiError(
-            400, f"{model.name} draws into a mask: send an image and a mask to /v1/images/edits.", param="mask"
-        )
+        raise invalid("mask", f"{model.name} draws into a mask: send an image and a mask to /v1/images/edits.")
     if model.task == "image" and image is None:
-        raise ApiError(400, f"{model.name} goes on from an image: send one to /v1/images/edits.", param="image")
+        raise invalid("image", f"{model.name} goes on from an image: send one to /v1/images/edits.")
     if model.manifest.origin.refiner is not None and mask is not None:
-        raise ApiError(400, f"{model.name} has a refiner, which would not keep what is behind a mask.", param="mask")
-
-
-def _start_size(image: Image | None, conditioning: ConditioningImages, model: ServedModel) -> tuple[int, int] | None:
-    """Width and height of the image to start from, else of that for a ControlNet, else that the first reference is read at."""
-    if start := image or next((each.image for each in conditioning.controls), None):
-        return start.size
-    references = folder_family(model.folder).references
-    if references is None or not conditioning.references:
-        return None
-    width, height = conditioning.references[0].size
-    height, width = references.size(width, height, model.latents.granularity)
-    return width, height
+        raise invalid("mask", f"{model.name} has a refiner, which would not keep what is behind a mask.")
 
 
 def _size(
-    fields: Fields, model: ServedModel, limits: Limits, most: int | None, start: tuple[int, int] | None
+    fields: Fields,
+    model: ServedModel,
+    limits: Limits,
+    most: int | None,
+    image: Image | None,
+    conditioning: ConditioningImages,
 ) -> dict[str, int]:
-    """Height and width of the image, as a call takes them; where none are said those of the image to start from, to follow or to
-    edit. start: its width and height."""
+    """Height and width of the image, as a call takes them; where none are said those of the image to start from, else of that for
+    a ControlNet, else that the first reference is read at."""
     wanted, multiple = read_size(fields.size), model.latents.granularity
-    if wanted is None and start is None:
-        return {}
     if wanted is None:
-        assert start is not None
-        width, height = (max(multiple, side - side % multiple) for side in start)
-        wanted = height, width
+        references = folder_family(model.folder).references
+        if start := image or next((each.image for each in conditioning.controls), None):
+            width, height = start.size
+        elif references is not None and conditioning.references:
+            height, width = references.size(*conditioning.references[0].size, multiple)
+        else:
+            return {}
+        wanted = max(multiple, height - height % multiple), max(multiple, width - width % multiple)
     limits.require_size(*wanted, multiple, most)
     return {"height": wanted[0], "width": wanted[1]}
-
-
-def size_of(jobs: list[Job], model: ServedModel) -> str:
-    """As OpenAI writes it, the width first."""
-    side, given = model.latents.image_size, jobs[0].arguments
-    return f"{given.get('width', side)}x{given.get('height', side)}"

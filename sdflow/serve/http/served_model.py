@@ -113,11 +113,11 @@ def read_served(folder: Path, *, require_verified: bool = False, check: bool = T
     Raises UsageError for what is no pipeline, or is not verified where it must be, VerificationError for files that are not
     what was built.
     """
-    manifest, family = read_manifest(folder), folder_family(folder)
-    refiner = refiner_of(folder)
+    manifest, family, refiner = read_manifest(folder), folder_family(folder), refiner_of(folder)
     arguments = {**family.arguments, **({} if refiner is None else folder_family(refiner).arguments)}
     if check:
         require_sound_pipeline(folder)
+    submodels = onnx_submodels(folder)
     model = ServedModel(
         folder.resolve().name,
         folder.absolute(),
@@ -127,20 +127,17 @@ def read_served(folder: Path, *, require_verified: bool = False, check: bool = T
         folder_task(folder),
         family.title,
         tuple(arguments),
-        family.encoder in onnx_submodels(folder),
-        family.checker in onnx_submodels(folder),
+        family.encoder in submodels,
+        family.checker in submodels,
         int((folder / "sdflow.json").stat().st_mtime),
-        tuple(family.nets(onnx_submodels(folder))),
+        tuple(family.nets(submodels)),
         adapter_count(submodel_config(folder, family.denoiser)),
         family.noising.schedulers,
-        most_references(family, onnx_submodels(folder)),
+        most_references(family, submodels),
     )
     if require_verified and model.verified is None:
-        raise UsageError(
-            "it was not verified when it was built",
-            where=str(folder),
-            remedy="Run its workflow with --verify, or serve it without --require-verified.",
-        )
+        remedy = "Run its workflow with --verify, or serve it without --require-verified."
+        raise UsageError("it was not verified when it was built", where=str(folder), remedy=remedy)
     return model
 
 
@@ -152,10 +149,8 @@ def read_all_served(
     for folder in folders:
         model = read_served(folder, require_verified=require_verified, check=check)
         if model.name in found:
-            raise UsageError(
-                f"another pipeline is named {model.name} too: {found[model.name].folder}",
-                where=str(folder),
-                remedy="Requests tell them apart by the folder's name: rename one.",
-            )
+            words = f"another pipeline is named {model.name} too: {found[model.name].folder}"
+            remedy = "Requests tell them apart by the folder's name: rename one."
+            raise UsageError(words, where=str(folder), remedy=remedy)
         found[model.name] = model
     return found

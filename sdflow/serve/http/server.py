@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,16 +13,14 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from sdflow.errors import UsageError, os_errors_as
-from sdflow.serve.keys import Access, Keys
+from sdflow.serve.keys import LOOPBACK, Access, Keys, read_keys
 from sdflow.serve.log import log_as_json
 
 if TYPE_CHECKING:
-    from sdflow.serve.http.app import Settings
+    from sdflow.serve.http.settings import Settings
 
 DRAIN_SECONDS = 60.0
 """How long requests that are being drawn may take when the server is told to end."""
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 SILENT = {
     "HF_HUB_OFFLINE": "1",
@@ -118,19 +115,12 @@ def serve(settings: Settings, where: Listening, started: Callable[[str, int], No
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens there. Raises UsageError."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        made = socket.socket(family, kind)
-        if sys.platform != "win32":
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-        made.listen(2048)
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        return socket.create_server(address, family=family, backlog=2048, dualstack_ipv6=both)
     except OSError as error:
-        raise UsageError(
-            f"cannot listen at {host} port {port}: {error.strerror or error}",
-            where="--port",
-            remedy="Take another port; --port 0 finds a free one.",
-        ) from error
-    return made
+        words, remedy = f"cannot listen at {host} port {port}", "Take another port; --port 0 finds a free one."
+        raise UsageError(f"{words}: {error.strerror or error}", where="--port", remedy=remedy) from error
 
 
 def access_of(
@@ -144,13 +134,10 @@ def access_of(
 ) -> Access:
     """Who may ask. hosts: further names of this server. Raises UsageError for an address beyond this machine without a key,
     unless that is meant."""
-    keys, admin_keys = (None if file is None else Keys.of(file) for file in (key_file, admin_key_file))
+    keys, admin_keys = (None if file is None else Keys(read_keys(file), file) for file in (key_file, admin_key_file))
     own = host in LOOPBACK
     if keys is None and not own and not no_auth:
-        raise UsageError(
-            f"at {host}, everyone who reaches this machine could generate images",
-            where="--host",
-            remedy="Add --api-key-file FILE, or --no-auth.",
-        )
+        words = f"at {host}, everyone who reaches this machine could generate images"
+        raise UsageError(words, where="--host", remedy="Add --api-key-file FILE, or --no-auth.")
     names = (*LOOPBACK, *(name.lower() for name in hosts)) if own or hosts else None
     return Access(keys, tuple(origin.rstrip("/") for origin in origins), names, admin_keys)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from sdflow.serve.api_error import ApiError
+from sdflow.serve.api_error import invalid
 from sdflow.serve.http.openai_fields import Fields
 from sdflow.serve.http.served_model import ServedModel
 from sdflow.serve.jobs import ConditioningImages, ControlImage, Image, ImagePrompt
@@ -30,12 +30,12 @@ def read_upload(content: bytes, param: str, limits: Limits) -> Image:
     with opened_image(content, param) as opened:
         if opened.width * opened.height > limits.sent_pixels:
             size = f"{opened.width}x{opened.height}"
-            raise ApiError(400, f"the image has {size} pixels, more than {limits.sent_pixels} in all.", param=param)
+            raise invalid(param, f"the image has {size} pixels, more than {limits.sent_pixels} in all.")
         turned = ImageOps.exif_transpose(opened)
         made = turned.convert("RGBA" if turned.has_transparency_data else "RGB")
         if made.mode == "RGBA" and made.getchannel("A").getextrema()[0] == 255:
             made = made.convert("RGB")  # a browser's canvas writes alpha where nothing is transparent
-    return Image(made.mode, made.size, made.tobytes())
+    return plain(made)
 
 
 @contextmanager
@@ -47,19 +47,11 @@ def opened_image(content: bytes, param: str) -> Iterator[Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
             yield PIL.Image.open(io.BytesIO(content), formats=FORMATS)
-    except (
-        OSError,
-        ValueError,
-        SyntaxError,
-        PIL.Image.DecompressionBombError,
-        PIL.Image.DecompressionBombWarning,
-    ) as error:
-        why = (
-            "" if isinstance(error, PIL.UnidentifiedImageError) else f": {error}"
-        )  # its words name the buffer's address
-        raise ApiError(
-            400, f"cannot be read as an image of {', '.join(FORMATS)}{why}", param=param, code="invalid_image"
-        ) from error
+    except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError, Warning) as error:
+        # The words of an unidentified image name the buffer's address.
+        why = "" if isinstance(error, PIL.UnidentifiedImageError) else f": {error}"
+        words = f"cannot be read as an image of {', '.join(FORMATS)}{why}"
+        raise invalid(param, words, code="invalid_image") from error
 
 
 def read_base64(text: str, param: str, limits: Limits) -> Image:
@@ -74,27 +66,32 @@ def decoded(text: str, param: str) -> bytes:
     try:
         return b64decode(encoded, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise ApiError(400, f"is no base64: {error}", param=param, code="invalid_image") from error
+        raise invalid(param, f"is no base64: {error}", code="invalid_image") from error
+
+
+def as_pil(image: Image) -> Any:
+    """The image as PIL has it."""
+    import PIL.Image
+
+    return PIL.Image.frombytes(image.mode, image.size, image.pixels)
+
+
+def plain(opened: Any) -> Image:
+    """What PIL has opened."""
+    return Image(opened.mode, opened.size, opened.tobytes())
 
 
 def as_mask(image: Image) -> Image:
     """White where it is to be drawn. Of an image with transparent pixels these are drawn, as in OpenAI's API; else the white."""
-    import PIL.Image
     from PIL import ImageOps
 
-    opened = PIL.Image.frombytes(image.mode, image.size, image.pixels)
-    mask = ImageOps.invert(opened.getchannel("A")) if image.mode == "RGBA" else opened.convert("L")
-    return Image("L", mask.size, mask.tobytes())
+    opened = as_pil(image)
+    return plain(ImageOps.invert(opened.getchannel("A")) if image.mode == "RGBA" else opened.convert("L"))
 
 
 def as_rgb(image: Image) -> Image:
     """Without its transparency: the colours that lie beneath."""
-    import PIL.Image
-
-    if image.mode == "RGB":
-        return image
-    opened = PIL.Image.frombytes(image.mode, image.size, image.pixels).convert("RGB")
-    return Image("RGB", opened.size, opened.tobytes())
+    return image if image.mode == "RGB" else plain(as_pil(image).convert("RGB"))
 
 
 def start_and_references(
@@ -105,7 +102,7 @@ def start_and_references(
     if model.references and mask is None and getattr(fields, "strength", None) is None:
         return None, tuple(images)
     if len(images) > 1 and not model.references:
-        raise ApiError(400, f"there are {len(images)} of image, and may be one.", param="image")
+        raise invalid("image", f"there are {len(images)} of image, and may be one.")
     return (images[0] if images else None), tuple(images[1:])
 
 
@@ -114,56 +111,45 @@ def read_conditioning_images(
 ) -> ConditioningImages:
     """What a request brings along. references: that came as files. Raises ApiError for what is no image, and for what this
     pipeline has no use for."""
-    _require_references(fields, model, limits, len(references) + len(fields.references))
-    limits.require_at_most("control", len(fields.control), limits.conditioning_images)
-    limits.require_at_most("image_prompts", len(fields.image_prompts), limits.conditioning_images)
-    names = [each.name for each in fields.control]
-    for name in names:
-        if name not in model.nets:
-            there = f"only {', '.join(model.nets)}" if model.nets else "it was built without any"
-            raise ApiError(400, f"{model.name} has no ControlNet {name!r}: {there}.", param="control")
-        if names.count(name) > 1:
-            raise ApiError(400, f"the ControlNet {name} has two images.", param="control")
-    for each in fields.control:
-        if each.start >= each.end:
-            raise ApiError(400, f"{each.name} ends at {each.end:g}, before it begins.", param="control")
-    _require_fitting(fields, model)
+    count, param = len(references) + len(fields.references), "references" if fields.references else "image"
+    if count and not model.references:
+        raise invalid(param, f"{model.name} takes no reference images.")
+    limits.require_at_most(param, count, min(model.references, limits.conditioning_images))
+    _require_nets(fields, model, limits)
+    shown, param = fields.image_prompts, "image_prompts"
+    limits.require_at_most(param, len(shown), limits.conditioning_images)
+    if shown and not model.adapters:
+        raise invalid(param, f"{model.name} has no IP-Adapter.")
+    if shown and model.adapters > 1 and len(shown) != model.adapters:
+        raise invalid(param, f"there are {len(shown)} images for {model.adapters} IP-Adapters.")
+    if model.adapters == 1 and len({each.scale for each in shown}) > 1:
+        raise invalid(param, "the images of one IP-Adapter have one scale.")
+
+    def read(text: str, param: str) -> Image:
+        return as_rgb(read_base64(text, param, limits))
+
     return ConditioningImages(
         tuple(
-            ControlImage(each.name, _read(each.image, "control", limits), each.scale, each.start, each.end)
+            ControlImage(each.name, read(each.image, "control"), each.scale, each.start, each.end)
             for each in fields.control
         ),
-        tuple(
-            ImagePrompt(_read(each.image, "image_prompts", limits), each.scale, number)
-            for number, each in zip(_adapters(fields, model), fields.image_prompts, strict=True)
+        tuple(  # with one adapter all images are its, with several there is one for each
+            ImagePrompt(read(each.image, param), each.scale, number if model.adapters > 1 else 0)
+            for number, each in enumerate(shown)
         ),
-        (*references, *(_read(each, "references", limits) for each in fields.references)),
+        (*references, *(read(each, "references") for each in fields.references)),
     )
 
 
-def _require_references(fields: Fields, model: ServedModel, limits: Limits, count: int) -> None:
-    param = "references" if fields.references else "image"
-    if count and not model.references:
-        raise ApiError(400, f"{model.name} takes no reference images.", param=param)
-    limits.require_at_most(param, count, min(model.references, limits.conditioning_images))
-
-
-def _require_fitting(fields: Fields, model: ServedModel) -> None:
-    shown, param = fields.image_prompts, "image_prompts"
-    if not shown:
-        return
-    if not model.adapters:
-        raise ApiError(400, f"{model.name} has no IP-Adapter.", param=param)
-    if model.adapters > 1 and len(shown) != model.adapters:
-        raise ApiError(400, f"there are {len(shown)} images for {model.adapters} IP-Adapters.", param=param)
-    if model.adapters == 1 and len({each.scale for each in shown}) > 1:
-        raise ApiError(400, "the images of one IP-Adapter have one scale.", param=param)
-
-
-def _adapters(fields: Fields, model: ServedModel) -> range | list[int]:
-    """Which adapter each image is for: with one all are its, with several there is one for each."""
-    return [0] * len(fields.image_prompts) if model.adapters <= 1 else range(model.adapters)
-
-
-def _read(text: str, param: str, limits: Limits) -> Image:
-    return as_rgb(read_base64(text, param, limits))
+def _require_nets(fields: Fields, model: ServedModel, limits: Limits) -> None:
+    limits.require_at_most("control", len(fields.control), limits.conditioning_images)
+    seen = set[str]()
+    for each in fields.control:
+        if each.name not in model.nets:
+            there = f"only {', '.join(model.nets)}" if model.nets else "it was built without any"
+            raise invalid("control", f"{model.name} has no ControlNet {each.name!r}: {there}.")
+        if each.name in seen:
+            raise invalid("control", f"the ControlNet {each.name} has two images.")
+        if each.start >= each.end:
+            raise invalid("control", f"{each.name} ends at {each.end:g}, before it begins.")
+        seen.add(each.name)

@@ -7,6 +7,7 @@ import io
 import json
 import time
 from base64 import b64encode
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,18 +18,15 @@ from starlette.concurrency import run_in_threadpool
 from sdflow import __version__
 from sdflow.families.image_text import PARAMETERS
 from sdflow.families.image_text_reading import LORA, infotext_values
-from sdflow.serve.api_error import ApiError
-from sdflow.serve.http.callers import caller_of
-from sdflow.serve.http.models import Models
-from sdflow.serve.http.openai_api import Served, of_validation, prepared, wanted_still
+from sdflow.serve.api_error import ApiError, invalid
+from sdflow.serve.http.drawing import Drawing
+from sdflow.serve.http.openai_api import of_validation, prepared, wanted_still
 from sdflow.serve.http.openai_fields import Edit
 from sdflow.serve.http.openai_fields import Lora as LoraField
-from sdflow.serve.http.requested import find_model
+from sdflow.serve.http.settings import Settings
 from sdflow.serve.http.uploads import as_mask, as_rgb, read_base64
-from sdflow.serve.http.webui_controlnet import control_fields, require_shapes
 from sdflow.serve.http.webui_fields import FromImage, Options, Text
 from sdflow.serve.http.webui_inpaint import Part, filled, inverted
-from sdflow.serve.http.webui_samplers import requested_scheduler
 from sdflow.serve.jobs import Drawn, Image, Job, Preview, Stepped
 
 
@@ -39,19 +37,18 @@ def loras_in(prompt: str) -> tuple[str, list[LoraField]]:
         try:
             found.append(LoraField(name=name, scale=float(scale) if scale else 1.0))
         except ValidationError as error:
-            raise ApiError(400, f"<lora:{name}:{scale}>: {of_validation(error).message}", param="prompt") from error
+            raise invalid("prompt", f"<lora:{name}:{scale}>: {of_validation(error).message}") from error
         except ValueError as error:
-            raise ApiError(400, f"{scale!r} is no scale of the LoRA {name}.", param="prompt") from error
+            raise invalid("prompt", f"{scale!r} is no scale of the LoRA {name}.") from error
     return LORA.sub("", prompt).strip() if found else prompt, found
 
 
 @dataclass
 class _Open:
-    """A request that is being drawn. steps: done and in all, by image; preview: the last one. owner: as a `Caller`'s."""
+    """A request that is being drawn. steps: done and in all, by image; preview: the last one."""
 
     batch: int
     steps: dict[int, tuple[int, int]]
-    owner: str | None
     begun: float = field(default_factory=time.monotonic)
     finished: int = 0
     preview: bytes | None = None
@@ -62,62 +59,54 @@ class _Open:
         return sum(done / total for done, total in self.steps.values()) / len(self.steps)
 
 
-class _Now:
-    """What this API is to remember: the webui draws one request at a time, so its clients ask about whatever is being drawn."""
+@dataclass
+class _Own:
+    """What this API is to remember of an owner (a `Caller`'s): the webui draws one request at a time, so its clients ask about
+    whatever is being drawn."""
 
-    def __init__(self) -> None:
-        self.open: dict[str, _Open] = {}
-        self._options: dict[str | None, Options] = {}
-
-    def of(self, request: Request) -> list[tuple[str, _Open]]:
-        """What this one may see and stop: its owner's."""
-        return [(name, each) for name, each in self.open.items() if caller_of(request).may_stop(each.owner)]
-
-    def options(self, request: Request, models: Models) -> Options:
-        """As this owner set them, without a pipeline that was removed since."""
-        found = self._options.get(caller_of(request).owner, Options())
-        removed = models.named(found.sd_model_checkpoint) is None
-        return found.model_copy(update={"sd_model_checkpoint": None}) if removed else found
-
-    def set(self, request: Request, options: Options) -> None:
-        self._options[caller_of(request).owner] = options
+    options: Options = field(default_factory=Options)
+    open: dict[str, _Open] = field(default_factory=dict)
 
 
-def webui_routes(served: Served) -> APIRouter:
+def webui_routes(settings: Settings, drawing: Drawing) -> APIRouter:
     """The routes."""
     routes = APIRouter(prefix="/sdapi/v1", tags=["A1111's webui"])
-    now = _Now()
+    owners: dict[str | None, _Own] = {}
+
+    def own(request: Request) -> _Own:
+        found = owners.setdefault(request.state.caller.owner, _Own())
+        if settings.models.named(found.options.sd_model_checkpoint) is None:  # it was removed since
+            found.options.sd_model_checkpoint = None
+        return found
+
+    def seen(request: Request) -> dict[str, _Open]:
+        """What this one may see and stop: its owner's."""
+        visible = [each for owner, each in owners.items() if request.state.caller.may_stop(owner)]
+        return {name: found for each in visible for name, found in each.open.items()}
 
     async def draw(
         request: Request, asked: Text, image: Image | None = None, mask: Image | None = None
     ) -> dict[str, Any]:
         prompt, loras = loras_in(asked.prompt)
-        options = _set(now.options(request, served.models), asked.override_settings)
-        model = find_model(served.models, options.sd_model_checkpoint)
+        options = _changed(own(request).options, asked.override_settings)
+        model = settings.models.find(options.sd_model_checkpoint)
         if not asked.override_settings_restore_afterwards:
-            now.set(request, options)
+            own(request).options = options
         side, part = model.latents.image_size, None
-        scheduler = requested_scheduler(
-            asked.sampler_name or asked.sampler_index, asked.scheduler, asked.eta, model.schedulers
-        )
+        scheduler = asked.scheduler_of(model.schedulers)
         width, height = asked.width or side, asked.height or side
         if isinstance(asked, FromImage) and image is not None and mask is not None:
             if asked.inpaint_full_res:  # the part is enlarged to this size here, before the worker sees it
-                most = served.drawing.most_pixels(model.name) or served.limits.sent_pixels
-                served.limits.require_size(height, width, model.latents.granularity, most)
+                most = drawing.most_pixels(model.name) or settings.limits.sent_pixels
+                settings.limits.require_size(height, width, model.latents.granularity, most)
             if asked.inpainting_fill == 0:
                 image = await run_in_threadpool(filled, image, mask)
             if asked.inpaint_full_res:
                 padding = asked.inpaint_full_res_padding
                 part = await run_in_threadpool(Part.of, image, mask, width, height, padding, asked.mask_blur)
                 image, mask = await run_in_threadpool(part.cut, width, height)
+        units, skipped = asked.units(), (options.CLIP_stop_at_last_layers or 1) - 1
         start = asked.init_images[0] if isinstance(asked, FromImage) else None
-        try:
-            units = asked.units()
-            control = control_fields(units, start)
-        except ValueError as error:
-            raise of_validation(error) from error
-        skipped = (options.CLIP_stop_at_last_layers or 1) - 1
         given = {
             **asked.settings(),
             "prompt": prompt,
@@ -128,12 +117,14 @@ def webui_routes(served: Served) -> APIRouter:
             "scheduler": scheduler,
             "clip_skip": skipped or None,
             "loras": loras,
-            "control": control,
+            "control": [unit.field(start) for unit in units],
             **({} if mask is not None else {"mask_blur": None}),
         }
-        jobs = await prepared(request, served, Edit.model_validate(given), model, image, mask)
-        require_shapes(units, jobs[0], side)
-        found = await wanted_still(request, _watched(served, jobs, asked.batch_size, now, caller_of(request).owner))
+        jobs = await prepared(request, settings, drawing, Edit.model_validate(given), model, image, mask)
+        size = jobs[0].arguments.get("width", side), jobs[0].arguments.get("height", side)
+        for unit, control in zip(units, jobs[0].conditioning.controls, strict=True):
+            unit.require_shape(control.image.size, size)
+        found = await wanted_still(request, _watched(drawing, jobs, asked.batch_size, own(request)))
         drawn = [jobs[index] for index in sorted(found)]
         files = [found[job.index].file for job in drawn]
         if part is not None:
@@ -152,7 +143,7 @@ def webui_routes(served: Served) -> APIRouter:
     @routes.post("/img2img", summary="Draw from an image, or into the white part of a mask")
     async def img2img(request: Request, asked: FromImage) -> dict[str, Any]:
         def read(text: str, param: str) -> Image:
-            return as_rgb(read_base64(text, param, served.limits))
+            return as_rgb(read_base64(text, param, settings.limits))
 
         def read_mask(text: str) -> Image:
             mask = as_mask(read(text, "mask"))
@@ -163,88 +154,84 @@ def webui_routes(served: Served) -> APIRouter:
         return await draw(request, asked, image, mask)
 
     @routes.get("/progress", summary="How far what this API is drawing is")
-    async def progress(asked: Request, skip_current_image: bool = False) -> dict[str, Any]:
-        own = dict(now.of(asked))
-        request, first = next(iter(own.items()), ("", None))
-        share = sum(each.share() for each in own.values()) / max(1, len(own))
-        steps = [step for each in own.values() for step in each.steps.values()]
+    async def progress(request: Request, skip_current_image: bool = False) -> dict[str, Any]:
+        opened = seen(request)
+        share = sum(each.share() for each in opened.values()) / max(1, len(opened))
+        steps = [step for each in opened.values() for step in each.steps.values()]
         done, total = sum(step[0] for step in steps), sum(step[1] for step in steps)
-        seconds = time.monotonic() - min((each.begun for each in own.values()), default=0.0)
-        state = {
-            "skipped": any(each.skipped for each in own.values()),
-            "interrupted": any(each.interrupted for each in own.values()),
-            "job": "txt2img" if first else "",
-            "job_count": sum(-(-len(each.steps) // each.batch) for each in own.values()),
-            "job_no": sum(each.finished // each.batch for each in own.values()),
-            "sampling_step": done,
-            "sampling_steps": total,
-        }
-        if first is not None and not skip_current_image:
-            served.drawing.show(request)  # for the next time that this is asked
-        shown = None if first is None or skip_current_image or first.preview is None else first.preview
+        seconds = time.monotonic() - min((each.begun for each in opened.values()), default=0.0)
+        shown = None
+        if opened and not skip_current_image:
+            first = next(iter(opened))
+            shown = opened[first].preview
+            drawing.show(first)  # for the next time that this is asked
         return {
             "progress": share,
             "eta_relative": seconds / share - seconds if share else 0.0,
-            "state": state,
+            "state": {
+                "skipped": any(each.skipped for each in opened.values()),
+                "interrupted": any(each.interrupted for each in opened.values()),
+                "job": "txt2img" if opened else "",
+                "job_count": sum(-(-len(each.steps) // each.batch) for each in opened.values()),
+                "job_no": sum(each.finished // each.batch for each in opened.values()),
+                "sampling_step": done,
+                "sampling_steps": total,
+            },
             "current_image": None if shown is None else b64encode(shown).decode(),
-            "textinfo": "Waiting..." if first is not None and not done else None,
+            "textinfo": "Waiting..." if opened and not done else None,
         }
 
     @routes.post("/interrupt", summary="End what this API is drawing; its images are as they are")
-    async def interrupt(asked: Request) -> dict[str, Any]:
-        for request, each in now.of(asked):
+    async def interrupt(request: Request) -> dict[str, Any]:
+        for name, each in seen(request).items():
             each.interrupted = True
-            served.drawing.interrupt(request)
+            drawing.interrupt(name)
         return {}
 
     @routes.post("/skip", summary="The same for the images that have begun")
-    async def skip(asked: Request) -> dict[str, Any]:
-        for request, each in now.of(asked):
+    async def skip(request: Request) -> dict[str, Any]:
+        for name, each in seen(request).items():
             each.skipped = True
-            served.drawing.show(request, end=True)
+            drawing.show(name, end=True)
         return {}
 
     @routes.get("/options", summary="The settings of requests that say nothing else")
     async def options(request: Request) -> dict[str, Any]:
-        own = now.options(request, served.models)
-        model = own.sd_model_checkpoint or next(iter(served.models), None)
-        skipped = own.CLIP_stop_at_last_layers or 1
-        return {"sd_model_checkpoint": model, "CLIP_stop_at_last_layers": skipped, "sd_vae": "Automatic"}
+        found = own(request).options
+        model, layers = found.sd_model_checkpoint or next(iter(settings.models), None), found.CLIP_stop_at_last_layers
+        return {"sd_model_checkpoint": model, "CLIP_stop_at_last_layers": layers or 1, "sd_vae": "Automatic"}
 
     @routes.post("/options", summary="Change them")
     async def set_options(request: Request, asked: Options) -> dict[str, Any]:
-        find_model(served.models, asked.sd_model_checkpoint)
-        now.set(request, _set(now.options(request, served.models), asked))
+        settings.models.find(asked.sd_model_checkpoint)
+        own(request).options = _changed(own(request).options, asked)
         return {}
 
     return routes
 
 
-def _set(options: Options, changes: Options) -> Options:
+def _changed(options: Options, changes: Options) -> Options:
     return options.model_copy(update=changes.model_dump(exclude_none=True, include=set(Options.model_fields)))
 
 
-def _info(asked: Text, jobs: list[Job], files: list[bytes], size: tuple[int, int], model: str) -> dict[str, Any]:
+def _info(asked: Text, jobs: Sequence[Job], files: list[bytes], size: tuple[int, int], model: str) -> dict[str, Any]:
     """What the webui says of its images: `infotexts` are those in the files."""
     import PIL.Image
 
     texts = [PIL.Image.open(io.BytesIO(file)).info.get(PARAMETERS, "") for file in files]
     values, seeds = infotext_values(texts[0]) if texts else {}, [job.seed for job in jobs]
+    said = {"prompt", "negative_prompt", "steps", "cfg_scale", "batch_size", "denoising_strength"}
     return {
-        "prompt": asked.prompt,
+        "denoising_strength": None,
+        **asked.model_dump(include=said),
         "all_prompts": [job.prompt for job in jobs],
-        "negative_prompt": asked.negative_prompt,
         "all_negative_prompts": [job.negative_prompt or "" for job in jobs],
         "seed": seeds[0],
         "all_seeds": seeds,
         "width": size[0],
         "height": size[1],
         "sampler_name": values.get("Sampler"),
-        "steps": asked.steps,
-        "cfg_scale": asked.cfg_scale,
-        "batch_size": asked.batch_size,
         "sd_model_name": model,
-        "denoising_strength": asked.denoising_strength if isinstance(asked, FromImage) else None,
         "clip_skip": int(values.get("Clip skip", 1)),
         "index_of_first_image": 0,
         "infotexts": texts,
@@ -252,12 +239,12 @@ def _info(asked: Text, jobs: list[Job], files: list[bytes], size: tuple[int, int
     }
 
 
-async def _watched(served: Served, jobs: list[Job], batch: int, now: _Now, owner: str | None) -> dict[int, Drawn]:
+async def _watched(drawing: Drawing, jobs: Sequence[Job], batch: int, own: _Own) -> dict[int, Drawn]:
     """The images by index: all of them, unless it was interrupted."""
     request, found = jobs[0].request, dict[int, Drawn]()
-    steps = {job.index: (0, job.arguments["num_inference_steps"]) for job in jobs}
-    seen = now.open[request] = _Open(batch, steps, owner)
-    messages = served.drawing.draw(jobs)
+    seen = _Open(batch, {job.index: (0, job.arguments["num_inference_steps"]) for job in jobs})
+    own.open[request] = seen
+    messages = drawing.draw(jobs)
     try:
         async for message in messages:
             if isinstance(message, Stepped):
@@ -272,5 +259,5 @@ async def _watched(served: Served, jobs: list[Job], batch: int, now: _Now, owner
             raise
     finally:
         await messages.aclose()  # type: ignore[attr-defined]
-        del now.open[request]
+        del own.open[request]
     return found

@@ -6,6 +6,7 @@ any other, so that nothing that was asked for is silently left out.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -13,9 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from sdflow.config.parameter_fields import Text as Words
 from sdflow.config.parameter_fields import field_of
 from sdflow.families.settings import COMMON
-
-ONE_PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGO4pqEDAAMCASvdZ1ieAAAAAElFTkSuQmCC"
-"""A PNG file, for examples."""
+from sdflow.families.shared.sampler_names import AUTOMATIC, scheduler_of, unknown
+from sdflow.families.shared.schedulers import SchedulerRow
+from sdflow.serve.api_error import ApiError, invalid
+from sdflow.serve.http.openai_fields import ControlField
 
 OFF: dict[str, tuple[Any, ...]] = {
     "s_noise": (1,),
@@ -46,14 +48,13 @@ class Known(BaseModel):
 class Options(Known):
     """Settings: the pipeline of requests that name none, and how many layers of the text encoder count."""
 
-    model_config = ConfigDict(extra="allow", json_schema_extra={"examples": [{"sd_model_checkpoint": "shapes_cpu"}]})
-
     sd_model_checkpoint: Words | None = None
     CLIP_stop_at_last_layers: Annotated[int | None, Field(ge=1, le=12)] = None
 
 
 class Unit(Known):
-    """An image for a ControlNet, as the webui's extension has it."""
+    """An image for a ControlNet, as the webui's extension has it: a map already. Preprocessors, which make a map of an image,
+    are not implemented."""
 
     WITHOUT_EFFECT = frozenset(
         ("low_vram", "lowvram", "processor_res", "threshold_a", "threshold_b", "pixel_perfect", "hr_option")
@@ -69,14 +70,37 @@ class Unit(Known):
     control_mode: str | int = 0
     resize_mode: str | int = 0
 
+    def field(self, start: str | None) -> ControlField:
+        """As the server's requests have it. start: the image of an img2img request, where there is no own. Raises ApiError."""
+        if self.module not in (None, "", "none", "None"):
+            words = f"the preprocessor {self.module!r} is not supported: send its result, with the module 'none'"
+            raise _refused_unit(words)
+        if self.control_mode not in (0, "Balanced"):
+            raise _refused_unit(f"the control mode {self.control_mode!r} is not supported, only 'Balanced'")
+        if not (image := self.image or start):
+            raise _refused_unit(f"the unit of {self.model!r} has no image")
+        name, start_at, end_at = self.model.partition(" [")[0], self.guidance_start, self.guidance_end
+        return ControlField(name=name, image=image, scale=self.weight, start=start_at, end=end_at)
+
+    def require_shape(self, size: tuple[int, int], drawn: tuple[int, int]) -> None:
+        """Raises ApiError for a map that is to be cropped or padded: it is stretched to the size that is drawn."""
+        across, down = size
+        width, height = drawn
+        stretched = self.resize_mode in (0, "Just Resize", "Scale to Fit (Just Resize)")
+        if not stretched and across * height != down * width:
+            words = (
+                f"the image of {self.model!r} has {across}x{down} pixels, which is not the shape of {width}x{height}"
+            )
+            raise _refused_unit(f"{words}: resize it, or send resize_mode 'Just Resize'")
+
+
+def _refused_unit(words: str) -> ApiError:
+    return invalid("alwayson_scripts", f"ControlNet: {words}.")
+
 
 class Text(Known):
     """A request to draw from text."""
 
-    model_config = ConfigDict(
-        extra="allow",
-        json_schema_extra={"examples": [{"prompt": "a large red circle <lora:stripes:0.8>", "steps": 20, "seed": 7}]},
-    )
     WITHOUT_EFFECT = frozenset(
         ("denoising_strength", "firstphase_width", "firstphase_height", "image_cfg_scale", "script_args", "subseed")
     ) | {"s_tmax", "s_tmin", "refiner_switch_at", "do_not_save_samples", "do_not_save_grid", "save_images"}
@@ -105,28 +129,41 @@ class Text(Known):
         return {name: getattr(self, field) for name, field in named.items()} | {"prompt_syntax": "a1111"}
 
     def units(self) -> list[Unit]:
-        """Its ControlNet units. Raises ValueError for other extensions that are turned on."""
+        """Its ControlNet units. Raises ApiError for other extensions that are turned on."""
         found: list[Unit] = []
         for name, script in self.alwayson_scripts.items():
             arguments = script.get("args", []) if isinstance(script, dict) else script
             if not isinstance(arguments, list):
-                raise ValueError(f"the args of {name} are not a list")
+                raise invalid("alwayson_scripts", f"the args of {name} are not a list")
             if name.lower() == "controlnet":
                 found += [Unit.model_validate(each) for each in arguments if each]
             elif arguments and arguments[0] is not False:
-                raise ValueError(f"the script {name!r} is not supported by this server: leave it out")
+                words = f"the script {name!r} is not supported by this server: leave it out."
+                raise invalid("alwayson_scripts", words)
         return [unit for unit in found if unit.enabled]
+
+    def scheduler_of(self, schedulers: Mapping[str, SchedulerRow]) -> str | None:
+        """The scheduler of the sampler and the schedule type; None: the pipeline's own. Without a schedule type the webui takes
+        the sampler's usual one. Raises ApiError."""
+        sampler, schedule = self.sampler_name or self.sampler_index, self.scheduler
+        if sampler is None or sampler == AUTOMATIC:
+            if schedule in (None, "", AUTOMATIC, AUTOMATIC.lower()):
+                return None
+            raise invalid("scheduler", f"the schedule type {schedule!r} needs a sampler: send sampler_name too.")
+        told = schedule or (None if sampler in schedulers else AUTOMATIC)  # our own names say it all
+        found = scheduler_of(sampler, told, schedulers)
+        if found is None and scheduler_of(sampler, None, schedulers) is not None:
+            words = f"{sampler} takes no schedule type {schedule!r} here; see /sdapi/v1/schedulers."
+            raise invalid("scheduler", words)
+        if found is None:
+            raise invalid("sampler_name", f"{unknown(sampler, schedulers)}; see /sdapi/v1/samplers.")
+        if self.eta not in (None, 1.0) and found.partition("_a")[1]:
+            raise invalid("eta", f"{sampler} with an eta of {self.eta:g} is not supported: send 1.")
+        return found
 
 
 class FromImage(Text):
     """A request to draw from an image, in base64; with a mask, into its white part."""
-
-    model_config = ConfigDict(
-        extra="allow",
-        json_schema_extra={
-            "examples": [{"prompt": "a green square", "init_images": [ONE_PIXEL], "denoising_strength": 0.6}]
-        },
-    )
 
     init_images: list[str] = Field(min_length=1, max_length=1)
     include_init_images: bool = False

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass
-from typing import Any
 
 from sdflow.runtime.files.images import png_text
+from sdflow.serve.http.uploads import as_pil, plain
 from sdflow.serve.jobs import Image
-
-
-def _pil(image: Image) -> Any:
-    import PIL.Image
-
-    return PIL.Image.frombytes(image.mode, image.size, image.pixels)
-
-
-def _plain(opened: Any) -> Image:
-    return Image(opened.mode, opened.size, opened.tobytes())
 
 
 def inverted(mask: Image) -> Image:
     """White where it was black."""
     from PIL import ImageOps
 
-    return _plain(ImageOps.invert(_pil(mask)))
+    return plain(ImageOps.invert(as_pil(mask)))
 
 
 def filled(image: Image, mask: Image) -> Image:
@@ -32,15 +22,15 @@ def filled(image: Image, mask: Image) -> Image:
     import PIL.Image
     from PIL import ImageFilter, ImageOps
 
-    opened = _pil(image)
+    opened = as_pil(image)
     outside = PIL.Image.new("RGBa", opened.size)
-    outside.paste(opened.convert("RGBA").convert("RGBa"), mask=ImageOps.invert(_pil(mask).resize(opened.size)))
+    outside.paste(opened.convert("RGBA").convert("RGBa"), mask=ImageOps.invert(as_pil(mask).resize(opened.size)))
     made = PIL.Image.new("RGBA", opened.size)
     for radius, times in ((256, 1), (64, 1), (16, 2), (4, 4), (2, 2), (0, 1)):
         blurred = outside.filter(ImageFilter.GaussianBlur(radius)).convert("RGBA")
         for _ in range(times):
             made.alpha_composite(blurred)
-    return _plain(made.convert("RGB"))
+    return plain(made.convert("RGB"))
 
 
 @dataclass(frozen=True)
@@ -55,25 +45,25 @@ class Part:
     @classmethod
     def of(cls, image: Image, mask: Image, width: int, height: int, padding: int, blur: float) -> Part:
         """Around the white of the mask, with padding, in the shape of width x height as far as the image goes."""
-        opened = _pil(mask).resize(image.size)
+        opened = as_pil(mask).resize(image.size)
         left, top, right, bottom = opened.getbbox() or (0, 0, *image.size)
         across = _wider(left - padding, right + padding, (bottom - top + 2 * padding) * width / height, image.size[0])
         down = _wider(top - padding, bottom + padding, (across[1] - across[0]) * height / width, image.size[1])
-        return cls(image, _plain(opened), (across[0], down[0], across[1], down[1]), blur)
+        return cls(image, plain(opened), (across[0], down[0], across[1], down[1]), blur)
 
     def cut(self, width: int, height: int) -> tuple[Image, Image]:
         """The image and the mask to draw with, of this size."""
-        image, mask = (_pil(each).crop(self.box).resize((width, height)) for each in (self.image, self.mask))
-        return _plain(image), _plain(mask)
+        image, mask = (as_pil(each).crop(self.box).resize((width, height)) for each in (self.image, self.mask))
+        return plain(image), plain(mask)
 
     def put_back(self, file: bytes) -> bytes:
         """What was drawn, as a PNG file, in the whole image."""
         import PIL.Image
         from PIL import ImageFilter
 
-        drawn, whole = PIL.Image.open(io.BytesIO(file)), _pil(self.image)
+        drawn, whole = PIL.Image.open(io.BytesIO(file)), as_pil(self.image)
         left, top, right, bottom = self.box
-        mask = _pil(self.mask).filter(ImageFilter.GaussianBlur(self.blur)).crop(self.box)
+        mask = as_pil(self.mask).filter(ImageFilter.GaussianBlur(self.blur)).crop(self.box)
         whole.paste(drawn.resize((right - left, bottom - top)), (left, top), mask)
         made = io.BytesIO()
         whole.save(made, "PNG", pnginfo=png_text(drawn.info))

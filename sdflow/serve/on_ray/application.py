@@ -17,8 +17,9 @@ from typing import Any
 from ray import serve
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, TaskCancelledError
 
-from sdflow.serve.http.app import Hear, Settings, make_app
+from sdflow.serve.http.app import Hear, make_app
 from sdflow.serve.http.server import DRAIN_SECONDS
+from sdflow.serve.http.settings import Settings
 from sdflow.serve.jobs import Begun, Cancel, Drawn, Failed, Job, Lost, Message, OfImage, Order, Ready, Show, Turned
 from sdflow.serve.on_ray.replica import Replica, loras_id
 from sdflow.serve.on_ray.spread import NAME, QUIET, Spread

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from sdflow.errors import UsageError
 from sdflow.machine.packages import how_to_install
 from sdflow.processes.on_ray.cluster import connect
-from sdflow.serve.http.server import LOOPBACK
+from sdflow.serve.keys import LOOPBACK
 from sdflow.serve.on_ray.spread import NAME, QUIET, Spread
 
 if TYPE_CHECKING:
-    from sdflow.serve.http.app import Settings
+    from sdflow.serve.http.settings import Settings
 
 LOOK_SECONDS, WATCH_SECONDS = 0.3, 2.0
 ANSWER_SECONDS = 30.0

@@ -1,0 +1,90 @@
+"""What is added to and removed from a running server: LoRAs at `/v1/loras`, pipelines at `/v1/models`. `GET /v1/models` is
+OpenAI's (`openai_api`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request
+from pydantic import Field
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import UploadFile
+
+from sdflow.serve.api_error import ApiError, invalid
+from sdflow.serve.http.drawing import Drawing
+from sdflow.serve.http.models import Additions
+from sdflow.serve.http.openai_api import require_form
+from sdflow.serve.http.openai_fields import Strict
+from sdflow.serve.http.settings import Settings
+
+
+class Addition(Strict):
+    """A pipeline to add, or to read again."""
+
+    id: str = Field(
+        max_length=255, description="Its folder's name below the server's --pipeline-folder, or one that is served."
+    )
+
+
+def require_admin(request: Request) -> None:
+    """Raises ApiError for a request of those who only generate."""
+    if not request.state.caller.administers:
+        raise ApiError(403, "this takes a key of those who administer the server.", code="admin_key_required")
+
+
+def admin_routes(settings: Settings, drawing: Drawing) -> APIRouter:
+    """Those that take an administrator's key, and the list of LoRAs."""
+    routes, loras, models = APIRouter(prefix="/v1"), settings.loras, settings.models
+    admin = [Depends(require_admin)]
+
+    @routes.get("/loras", tags=["LoRAs"], summary="Those that are there")
+    async def listed() -> dict[str, Any]:
+        return {"object": "list", "data": await run_in_threadpool(loras.to_json)}
+
+    words = "Send one; it is there until the server ends"
+
+    @routes.post("/loras", tags=["LoRAs"], summary=words, status_code=201, dependencies=admin)
+    async def sent(request: Request) -> dict[str, Any]:
+        require_form(request)
+        chunked, length = "transfer-encoding" in request.headers, request.headers.get("content-length", "0")
+        with loras.receiving(loras.limits.lora_bytes if chunked else int(length)):
+            async with request.form(max_files=1, max_fields=4) as form:
+                file, name = form.get("file"), form.get("name")
+                if not isinstance(file, UploadFile):
+                    raise invalid("file", "there is no file.", code="missing")
+                named = name if isinstance(name, str) else file.filename or ""
+                return await run_in_threadpool(loras.add, named, file.file)
+
+    words = "Offer it no more; a file of the server's folder stays on disk"
+
+    @routes.delete("/loras/{name}", tags=["LoRAs"], summary=words, dependencies=admin)
+    async def removed(name: str) -> dict[str, Any]:
+        drawing.forget(loras.remove(name))
+        return {"id": name, "object": "lora", "deleted": True}
+
+    def additions() -> Additions:
+        if settings.additions is None:
+            raise ApiError(400, "a server on a cluster keeps its pipelines: deploy it again.", code="not_supported")
+        return settings.additions
+
+    words = "Add a pipeline of the server's folder, or read one again"
+
+    @routes.post("/models", tags=["Pipelines"], summary=words, status_code=201, dependencies=admin)
+    async def added(wanted: Addition) -> dict[str, Any]:
+        if wanted.id in models.aliases:
+            raise invalid("id", f"{wanted.id} is an alias here: take the pipeline's own name.")
+        model = await run_in_threadpool(additions().read, wanted.id, models.get(wanted.id))
+        await drawing.load(model.name, model.folder.absolute())
+        models.put(model)
+        return model.to_json(drawing.most_pixels(model.name))
+
+    words = "Offer it no more; what was begun with it is finished"
+
+    @routes.delete("/models/{name}", tags=["Pipelines"], summary=words, dependencies=admin)
+    async def dropped(name: str) -> dict[str, Any]:
+        additions()
+        models.remove(name)
+        drawing.drop(name)
+        return {"id": name, "object": "model", "deleted": True}
+
+    return routes
