@@ -1,13 +1,13 @@
 """A pipeline folder in this process, with LoRAs chosen per call and latents in and out: what ComfyUI's nodes draw with.
 
-It draws as the server does (`sdflow.serve.engine.served_pipeline`): LoRAs change weights of sessions that stay, and images of
-one call share the denoiser's runs. Latents here are the VAE's own, unscaled, as ComfyUI passes them between nodes.
+It draws as the server does; the images of one call share the denoiser's runs. Latents here are the VAE's own, unscaled, as
+ComfyUI passes them between nodes.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -104,23 +104,21 @@ class LocalPipeline:
         for index, seed in enumerate(seeds):
             job = Job(request, index, "", prompt, seed, negative_prompt, given, scheduler=scheduler, loras=self.loras)
             works.append(served.drawings(job, **self._of_image(index, start=start, noise=noise, mask=mask)))
-        found: list[Drawing] = []
-        for found in _together(works):
+        found: tuple[Drawing, ...] = ()
+        for found in zip(*works, strict=True):  # those of the pipeline, then those of its refiner
             _run(served, found, on_step)
         with torch.no_grad():
             return torch.cat([self.latents.to_vae(each.latents().float().cpu()) for each in found])
 
-    def _of_image(self, index: int, **given: torch.Tensor | None) -> Mapping[str, Any]:
+    def _of_image(self, index: int, **given: torch.Tensor | None) -> dict[str, Any]:
         """The arguments of a call for one image."""
-        one = {name: value[index % len(value)][None].clone() for name, value in given.items() if value is not None}
-        named: dict[str, Any] = {}
-        if "start" in one:
-            named["image"] = self.latents.from_vae(one["start"].float())
-        if "noise" in one:
-            named["latents"] = one["noise"].float()
-        if "mask" in one:
-            named["mask_image"] = one["mask"].float()
-        return named
+        names = {"start": "image", "noise": "latents", "mask": "mask_image"}
+        one = {
+            names[name]: value[index % len(value)][None].clone().float()
+            for name, value in given.items()
+            if value is not None
+        }
+        return one if "image" not in one else {**one, "image": self.latents.from_vae(one["image"])}
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Images of latents, (images, height, width, 3) in [0, 1]."""
@@ -149,19 +147,12 @@ class LocalPipeline:
             return torch.cat([self.latents.to_vae(each) for each in encoded])
 
 
-def _together(works: Sequence[Iterator[Drawing]]) -> Iterator[list[Drawing]]:
-    """The first drawing of each, then those of the refiner."""
-    while found := [drawing for work in works if (drawing := next(work, None)) is not None]:
-        yield found
-
-
 def _run(served: ServedPipeline, drawings: Sequence[Drawing], on_step: Callable[[int, int], None]) -> None:
     """To the end, in runs of the denoiser that they share where they can."""
     shared = shared_steps(drawings[0])
     alike = shared is not None and all(shared_steps(each) is shared for each in drawings)
     groups = [list(drawings)] if alike else [[each] for each in drawings]
-    total = sum(group[0].runs for group in groups)
-    done = 0
+    total, done = sum(group[0].runs for group in groups), 0
     for group in groups:
         while not group[0].done:
             served.step(group, len(group))

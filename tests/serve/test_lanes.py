@@ -16,7 +16,7 @@ from until import PATIENCE, until
 
 from sdflow.serve.engine.engine import Engine
 from sdflow.serve.engine.lanes import Lanes, Tell
-from sdflow.serve.engine.loading import LoadedLane, Spent, load_lanes, sooner
+from sdflow.serve.engine.loading import LoadedLane, load_lanes
 from sdflow.serve.engine.served_pipeline import ServedPipeline
 from sdflow.serve.engine.waiting import Waiting
 from sdflow.serve.jobs import Begun, Drawn, Drop, Failed, Job, Load, Loaded, LoraFile, Message, Turned, WorkerOptions
@@ -127,25 +127,6 @@ def test_two_cores_have_one_lane_or_two_as_is_measured(tiny_pipeline: Path) -> N
     for lane in lanes:
         options = lane.pipelines["tiny"].base.submodels["vae_decoder"].session.get_session_options()
         assert options.intra_op_num_threads == of_each[len(lanes)]
-
-
-@pytest.mark.parametrize(
-    ("several", "one", "better"),
-    [
-        ([(0.46, 0.9), (0.47, 0.9)], [(0.58, 1.0), (0.59, 1.0)], True),
-        (
-            [(0.58, 1.1), (0.59, 1.1)],
-            [(0.58, 1.1), (0.57, 1.1)],
-            False,
-        ),  # as good, and one is sooner for an image alone
-        ([(4.2, 0.9), (3.8, 0.9)], [(4.5, 1.0), (3.5, 1.0)], True),  # beside much other work
-        ([(4.2, 1.4), (3.8, 1.4)], [(4.5, 1.0), (4.6, 1.0)], False),
-    ],
-)
-def test_other_work_on_the_machine_does_not_choose_the_lanes(
-    several: list[tuple[float, float]], one: list[tuple[float, float]], better: bool
-) -> None:
-    assert sooner([Spent(*each) for each in several], [Spent(*each) for each in one], cores=2) == better
 
 
 def test_values_that_several_lanes_want_are_computed_once_and_failures_are_tried_again() -> None:

@@ -378,7 +378,7 @@ def test_the_last_ones_stay_as_far_as_there_is_room(built: Path) -> None:
     first, second, third = (of_samples(("stripes", scale)) for scale in (0.1, 0.2, 0.3))
     for each in (first, second, first, third):
         pipelines.served(each)
-    assert pipelines.kept == [first, third]
+    assert list(pipelines._made) == [first, third]
 
 
 def test_what_was_made_with_a_removed_lora_is_released(built: Path) -> None:
@@ -395,10 +395,10 @@ def test_what_was_made_with_a_removed_lora_is_released(built: Path) -> None:
     drawn_with(pipelines.keep(being_made))
     del being_made
     gc.collect()
-    assert pipelines.kept == [outline]
+    assert list(pipelines._made) == [outline]
     assert [weights[each]() is None for each in (stripes, both, outline)] == [True, True, False]
     pipelines.served(stripes)
-    assert pipelines.kept == [outline, stripes], "it was sent again"
+    assert list(pipelines._made) == [outline, stripes], "it was sent again"
 
 
 def test_without_its_cache_it_says_so(built: Path, tmp_path: Path) -> None:

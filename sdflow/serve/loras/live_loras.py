@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from sdflow.artifact import MODEL_FILE
+from sdflow.families import DEFAULT
 from sdflow.onnx_model.facts import tensor_bytes
 from sdflow.onnx_model.files import INLINE_BELOW
 from sdflow.onnx_model.reading import load_graph
@@ -23,7 +24,7 @@ from sdflow.runtime.sessions.live_weights import LiveWeights, over_single_pixels
 from sdflow.serve.engine.cuts import Once
 from sdflow.serve.engine.served_pipeline import ServedPipeline
 from sdflow.weights.half import AtLimit
-from sdflow.weights.lora import LoraInput, Loras, Merged
+from sdflow.weights.lora import LoraInput, Loras, Merged, read_loras
 from sdflow.weights.recipe import params
 from sdflow.weights.stream import THREADS
 from sdflow.weights.structure import read_parameters, read_recipe
@@ -62,6 +63,11 @@ class Structure:
     def parameters(self) -> Mapping[str, tuple[int, ...]]:
         """The shapes of all parameters of the module."""
         return read_parameters(self.folder)
+
+    @cached_property
+    def own_layers(self) -> Layers:
+        """Of the pipeline's own LoRAs."""
+        return read_loras(self.submodel, self.own, self.parameters, self.load.get("family", DEFAULT)).layers
 
     @cached_property
     def recipes(self) -> Mapping[str, Recipe]:

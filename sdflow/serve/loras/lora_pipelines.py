@@ -1,10 +1,9 @@
 """A pipeline with LoRAs, made while others are drawn: the same bits as `sdflow bake` gives.
 
 The weights that LoRAs touch are computed from the checkpoint by the recipes of the graph, never by adding to weights that are
-there or taking from them. Where the graph allows it they are put into sessions that live
-(`sdflow.serve.loras.live_loras`), the same
-for all LoRAs; else files are written for sessions of their own (`sdflow.weights.bind`). Submodels that no LoRA touches are
-shared with the pipeline without LoRAs. The graph itself is the one that the cache has; nothing is exported or fused.
+there or taking from them. Where the graph allows it they are put into live sessions (`live_loras.py`), the same for all LoRAs;
+else files are written for sessions of their own (`sdflow.weights.bind`). Submodels that no LoRA touches are shared with the
+pipeline without LoRAs. The graph is the one in the cache; nothing is exported or fused.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from threading import RLock
 
 from sdflow.digest import digest_file
 from sdflow.errors import CheckpointError, os_errors_as
-from sdflow.families import DEFAULT
+from sdflow.serve.engine.cuts import Once
 from sdflow.serve.engine.served_pipeline import ServedPipeline
 from sdflow.serve.jobs import LoraFile
 from sdflow.serve.loras.live_loras import Layers, LiveLoras, Names, SharedValues, Structure
@@ -27,7 +26,7 @@ from sdflow.serve.loras.lora_structures import read_structures
 from sdflow.sources import Checkpoint
 from sdflow.sources.loras.layers import DifferenceLayer, Layer
 from sdflow.sources.loras.lora import read_lora, require_made_for
-from sdflow.weights.lora import LoraInput, read_loras
+from sdflow.weights.lora import LoraInput
 
 LORAS_READ = 8
 """How many files of LoRAs stay in memory."""
@@ -73,8 +72,7 @@ class LoraPipelines:
     _values: SharedValues = field(default_factory=SharedValues)
     _live: LiveLoras | None = None
     _files_alone: bool = False
-    _read: dict[str, Mapping[str, Mapping[str, Layer]]] = field(default_factory=dict)
-    _own: dict[str, Layers] = field(default_factory=dict)
+    _read: Once[Mapping[str, Mapping[str, Layer]]] = field(default_factory=lambda: Once({}, LORAS_READ))
     _made: dict[tuple[LoraFile, ...], Made] = field(default_factory=dict)
     _alive: weakref.WeakValueDictionary[tuple[LoraFile, ...], ServedPipeline] = field(
         default_factory=weakref.WeakValueDictionary
@@ -114,10 +112,8 @@ class LoraPipelines:
         """Keep one for as long as there is room beside the sessions for all LoRAs, it is asked for more than others, and none
         of its LoRAs is forgotten."""
         with self._lock:
-            while (
-                self._made
-                and self.size_of_sessions + made.size + sum(each.size for each in self._made.values()) > self._memory
-            ):
+            left = self._memory - self.size_of_sessions - made.size
+            while self._made and sum(each.size for each in self._made.values()) > left:
                 self._made.pop(next(iter(self._made)))
             if self._forgotten.isdisjoint(each.path for each in made.loras):
                 self._made[made.loras] = made
@@ -128,7 +124,7 @@ class LoraPipelines:
         """Keep nothing that was made with the LoRA of this file, nor is being made now, until it is read anew."""
         with self._lock:
             self._forgotten.add(path)
-            self._read.clear()
+            self._read = Once({}, LORAS_READ)
             if self._live is not None:
                 self._live.forget_factors()
             self._made = {loras: made for loras, made in self._made.items() if all(each.path != path for each in loras)}
@@ -137,11 +133,6 @@ class LoraPipelines:
     def size_of_sessions(self) -> int:
         """How many bytes those that are the same for all LoRAs take beside the pipeline."""
         return 0 if self._live is None else self._live.size_of_sessions
-
-    @property
-    def kept(self) -> list[tuple[LoraFile, ...]]:
-        """Which are there, the last one asked for at the end."""
-        return list(self._made)
 
     def read(self, loras: tuple[LoraFile, ...]) -> Wanted:
         """What these change. Nothing is done on the device. Raises CheckpointError for one that does not fit."""
@@ -171,9 +162,8 @@ class LoraPipelines:
         before, live = self._live, self._live_for(names) if wanted.live else None
         if live is None:
             return self._written(loras, list(names))
-        every = {name: [*self._own_layers(name), *wanted.layers[name]] for name in names}
-        inputs = [LoraInput(Path(lora.path), lora.scale) for lora in loras]
-        files = {name: (*self._structures[name].own, *inputs) for name in names}
+        every = {name: [*self._structures[name].own_layers, *wanted.layers[name]] for name in names}
+        files = {name: (*self._structures[name].own, *_inputs(loras)) for name in names}
         values = self._values.get(loras, lambda: live.computed(names, every, files))
         return Made(loras, live.with_values(values), live.size(names), live is not before)
 
@@ -203,26 +193,15 @@ class LoraPipelines:
 
     def _layers(self, lora: LoraFile) -> Mapping[str, Mapping[str, Layer]]:
         """What a LoRA holds for each submodel; the last ones stay, as they are small."""
-        read = self._read.get(lora.sha256)
-        if read is None:
+
+        def read() -> Mapping[str, Mapping[str, Layer]]:
             require_made_for(Path(lora.path), self._checkpoint)
             shapes = {name: each.parameters for name, each in self._structures.items()}
-            read = read_lora(Path(lora.path), shapes, self._checkpoint.family.name)
+            found = read_lora(Path(lora.path), shapes, self._checkpoint.family.name)
             _require_same(lora)
-        with self._lock:
-            self._read.pop(lora.sha256, None)
-            while len(self._read) >= LORAS_READ:
-                self._read.pop(next(iter(self._read)))
-            self._read[lora.sha256] = read
-        return read
+            return found
 
-    def _own_layers(self, name: str) -> Layers:
-        """Of the pipeline's own LoRAs."""
-        if name not in self._own:
-            structure = self._structures[name]
-            family = structure.load.get("family", DEFAULT)
-            self._own[name] = read_loras(name, structure.own, structure.parameters, family).layers
-        return self._own[name]
+        return self._read.get(lora.sha256, read)
 
     def _written(self, loras: tuple[LoraFile, ...], touched: Sequence[str]) -> Made:
         """The pipeline with submodels of its own, whose weights are written to files."""
@@ -233,18 +212,8 @@ class LoraPipelines:
             for name in touched:
                 structure, out = self._structures[name], scratch / name
                 out.mkdir()
-                inputs = [LoraInput(Path(lora.path), lora.scale) for lora in loras]
-                bind(
-                    BindRequest(
-                        name,
-                        structure.folder,
-                        structure.load,
-                        (*structure.own, *inputs),
-                        (self._folder / name).resolve(),
-                        base_loras=structure.own,
-                    ),
-                    out,
-                )
+                every, there = (*structure.own, *_inputs(loras)), (self._folder / name).resolve()
+                bind(BindRequest(name, structure.folder, structure.load, every, there, base_loras=structure.own), out)
             for lora in loras:
                 _require_same(lora)
             made = self._base.with_submodels(scratch, dict.fromkeys(sorted(touched)))
@@ -262,6 +231,10 @@ def _require_same(lora: LoraFile) -> None:
         found = digest_file(Path(lora.path))
     if found != lora.sha256:
         raise CheckpointError("was exchanged for another while it was read", where=lora.path, remedy="Ask again.")
+
+
+def _inputs(loras: Sequence[LoraFile]) -> list[LoraInput]:
+    return [LoraInput(Path(lora.path), lora.scale) for lora in loras]
 
 
 def _counting(loras: Sequence[LoraFile]) -> tuple[LoraFile, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import deque
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import replace
@@ -19,7 +20,21 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError,
 
 from sdflow.serve.http.app import Hear, Settings, make_app
 from sdflow.serve.http.server import DRAIN_SECONDS
-from sdflow.serve.jobs import Begun, Cancel, Drawn, Failed, Job, Lost, Message, OfImage, Order, Ready, Show, Turned
+from sdflow.serve.jobs import (
+    Begun,
+    Cancel,
+    Drawn,
+    Failed,
+    Forget,
+    Job,
+    Lost,
+    Message,
+    OfImage,
+    Order,
+    Ready,
+    Show,
+    Turned,
+)
 from sdflow.serve.on_ray.replica import Replica, loras_id
 from sdflow.serve.on_ray.spread import NAME, QUIET, Spread
 
@@ -27,6 +42,8 @@ ATTEMPTS = 4
 """So often an image is begun whose replica is lost."""
 LOST = (ActorDiedError, ActorUnavailableError, RayActorError)
 
+FORGOTTEN = 64
+"""The last LoRAs that were deleted, which each image's replica is told of: Ray Serve sends nothing to all replicas."""
 REPLICAS = "Replica"
 REQUESTS = 1000
 """That the front has under way at most: beside those that draw, the page's and a monitor's."""
@@ -82,6 +99,7 @@ class ReplicaLine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: set[tuple[str, int]] = set()
         self._drawing: set[tuple[str, int]] = set()
+        self._forgotten = deque[tuple[str, str]](maxlen=FORGOTTEN)
         self._memory = 0
 
     def start(self) -> None:
@@ -93,6 +111,8 @@ class ReplicaLine:
         """In the event loop's thread. Which replica draws an image is not known here, so none can be shown before it is done."""
         if isinstance(message, Job):
             self._begin(message.request, self._draw(message))
+        elif isinstance(message, Forget):
+            self._forgotten.append((uuid.uuid4().hex, message.path))
         elif isinstance(message, Cancel) or (isinstance(message, Show) and message.end):
             for task in self._tasks.pop(message.request, ()):
                 task.cancel()
@@ -162,7 +182,7 @@ class ReplicaLine:
         """One attempt. The replica knows it by a name of its own: images of a request may meet there."""
         known = loras_id(job)
         handle = self._handle.options(stream=True, multiplexed_model_id=known)
-        response = handle.draw.remote(replace(job, request=uuid.uuid4().hex), known)
+        response = handle.draw.remote(replace(job, request=uuid.uuid4().hex), known, tuple(self._forgotten))
         try:
             async for message in response:
                 yield message

@@ -8,15 +8,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from sdflow.errors import SdflowError
 from sdflow.serve.engine.served_pipeline import ServedPipeline
 from sdflow.serve.jobs import Job
-
-if TYPE_CHECKING:
-    from sdflow.serve.loras.live_loras import SharedValues
-    from sdflow.serve.loras.lora_pipelines import LoraPipelines, Made, Wanted
+from sdflow.serve.loras.live_loras import SharedValues
+from sdflow.serve.loras.lora_pipelines import LoraPipelines, Made, Wanted
 
 log = logging.getLogger("sdflow.serve")
 
@@ -56,8 +53,7 @@ class ReadyPipelines:
                 warm(live)
             except (SdflowError, RuntimeError) as error:  # torch's and ONNX Runtime's
                 log.warning("sessions for LoRAs cannot draw, each LoRA gets its own: %s", error)
-                assert self._loras is not None, "they are of them"
-                self._loras.use_files()
+                self._opened().use_files()
 
     def ready(self, job: Job, *, begin: bool) -> bool:
         """Whether `find` has nothing to wait for. begin: if it has, it is made from now on, unless another still is."""
@@ -73,14 +69,13 @@ class ReadyPipelines:
         """Raises UsageError when LoRAs cannot be put into this pipeline, CheckpointError for one that does not fit."""
         if not job.loras:
             return self.base
-        found = None if self._loras is None else self._loras.get(job.loras)
-        if found is not None:
+        if self._loras is not None and (found := self._loras.get(job.loras)) is not None:
             return found
-        if not self._is_coming(job):
-            self._begin(job)
-        assert self._coming is not None, "it was begun"
-        (_, coming), self._coming = self._coming, None
-        return self._kept(coming)
+        coming = self._coming[1] if self._coming is not None and self._is_coming(job) else self._begin(job)
+        self._coming = None
+        made = coming.result()
+        assert self._loras is not None, "what was made is of them"
+        return self._loras.keep(self._loras.carry_out(made) if isinstance(made, Wanted) else made)
 
     def rest(self) -> None:
         """Give back what only large images need."""
@@ -103,24 +98,17 @@ class ReadyPipelines:
         wanted_by, coming = self._coming
         return wanted_by is job or not coming.done() or coming.exception() is None
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: Job) -> Future[Made | Wanted]:
         """What was made for a job that was cancelled, or that another lane drew, may be wanted again, unless a LoRA of it was
         removed. What was only read is let go."""
-        from sdflow.serve.loras.lora_pipelines import Made
-
         if self._coming is not None and self._coming[1].exception() is None:
-            assert self._loras is not None, "what was made is of them"
-            if isinstance(made := self._coming[1].result(), Made):
-                self._loras.keep(made)
-        self._coming = job, self._pool.submit(self._make, job)
-        self._coming[1].add_done_callback(lambda made: self.changed())
-
-    def _kept(self, coming: Future[Made | Wanted]) -> ServedPipeline:
-        from sdflow.serve.loras.lora_pipelines import Wanted
-
-        made = coming.result()
-        assert self._loras is not None, "what was made is of them"
-        return self._loras.keep(self._loras.carry_out(made) if isinstance(made, Wanted) else made)
+            made = self._coming[1].result()
+            if isinstance(made, Made):
+                self._opened().keep(made)
+        coming = self._pool.submit(self._make, job)
+        self._coming = job, coming
+        coming.add_done_callback(lambda made: self.changed())
+        return coming
 
     def _make(self, job: Job) -> Made | Wanted:
         """In the other thread."""
@@ -141,8 +129,6 @@ class ReadyPipelines:
         return live
 
     def _opened(self) -> LoraPipelines:
-        from sdflow.serve.loras.lora_pipelines import LoraPipelines
-
         if self._loras is None:
             self._loras = LoraPipelines.open(self.folder, self.base, self.cache, self.memory, self.values)
         return self._loras
