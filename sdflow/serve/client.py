@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 MOST_IMAGE = 1 << 30
 """Bytes of a file that is sent. The server says how many it takes."""
 
-__all__ = ["Deployment", "deploy", "query", "query_files", "terminate"]
+__all__ = ["Deployment", "deploy", "query", "terminate"]
 
 
 def deploy(name: str, pipelines: Sequence[Path | str], **options: Any) -> Deployment:
@@ -67,11 +67,6 @@ def query(name: str, prompt: str, **fields: Any) -> list[Image]:
     return [PIL.Image.open(io.BytesIO(each.file)) for each in answers]
 
 
-def query_files(name: str, prompt: str, **fields: Any) -> list[tuple[bytes, int]]:
-    """The same as files, each with its seed."""
-    return [(each.file, each.seed) for each in query_answers(name, prompt, **fields)]
-
-
 class Answer(NamedTuple):
     """An image as a file. warnings: what was cut off of its prompts."""
 
@@ -89,13 +84,11 @@ def query_answers(name: str, prompt: str, **fields: Any) -> list[Answer]:
     if references := fields.pop("references", None):
         fields["references"] = [b64encode(_content("references", each)).decode() for each in references]
     request = {"prompt": prompt, **fields, "response_format": "b64_json"}
-    path, body = "generations", {"json": request}
+    path, body = "generations", dict[str, Any](json=request)
     if files:  # a form, in which lists are JSON
         given = {each: value for each, value in request.items() if value is not None}
-        data = {
-            each: json.dumps(value) if isinstance(value, list | tuple) else str(value) for each, value in given.items()
-        }
-        path, body = "edits", {"data": data, "files": files}
+        texts = [json.dumps(value) if isinstance(value, list | tuple) else str(value) for value in given.values()]
+        path, body = "edits", {"data": dict(zip(given, texts, strict=True)), "files": files}
     headers = {}
     if deployed.key_file is not None:
         headers["Authorization"] = f"Bearer {read_keys(Path(deployed.key_file))[0]}"
@@ -107,7 +100,9 @@ def query_answers(name: str, prompt: str, **fields: Any) -> list[Answer]:
             found = answer.json()["data"] if answer.is_success else []
     except (httpx.HTTPError, ValueError) as error:
         raise UsageError(
-            f"{url} does not answer: {error or type(error).__name__}", where=name, remedy="See its log: sdflow status."
+            f"{url} does not answer: {str(error) or type(error).__name__}",
+            where=name,
+            remedy="See its log: sdflow status.",
         ) from error
     if not answer.is_success:
         raise UsageError(_error_message(answer), where=name)

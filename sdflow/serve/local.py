@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from sdflow.digest import digest_file
 from sdflow.errors import UsageError
 from sdflow.families.shared.sampler_names import available
 from sdflow.runtime.drawing.drawing import Drawing
+from sdflow.runtime.pipeline import Pipeline
 from sdflow.serve.engine.served_pipeline import ServedPipeline, shared_steps
 from sdflow.serve.jobs import Job, LoraFile
 from sdflow.serve.loras.lora_pipelines import LoraPipelines
@@ -30,31 +30,20 @@ LORA_MEMORY = 8 << 30
 
 
 @dataclass(frozen=True)
-class _Loaded:
-    """What all combinations of LoRAs share. cache: that the folder was built with."""
-
-    folder: Path
-    base: ServedPipeline
-    cache: Path
-
-    @cached_property
-    def with_loras(self) -> LoraPipelines:
-        return LoraPipelines.open(self.folder, self.base, self.cache, LORA_MEMORY)
-
-
-@dataclass(frozen=True)
 class LocalPipeline:
-    """A loaded pipeline, and the LoRAs that it draws with."""
+    """A loaded pipeline, and the LoRAs that it draws with. base, pipelines: without LoRAs, and with any."""
 
-    loaded: _Loaded
-    loras: tuple[LoraFile, ...] = field(default=())
+    base: Pipeline
+    pipelines: LoraPipelines
+    loras: tuple[LoraFile, ...] = ()
 
     @classmethod
     def load(cls, folder: Path | str, cache: Path | None = None, threads: int | None = None) -> LocalPipeline:
         """Load a pipeline folder on the target that it was built for. cache: that it was built with, which LoRAs need; None: the
         user's. Raises as `Pipeline.load`."""
         folder = Path(folder).absolute()
-        return cls(_Loaded(folder, ServedPipeline.load(folder, threads), default_cache() if cache is None else cache))
+        served, cache = ServedPipeline.load(folder, threads), default_cache() if cache is None else cache
+        return cls(served.base, LoraPipelines(folder, served, cache, LORA_MEMORY))
 
     def with_lora(self, file: Path | str, scale: float) -> LocalPipeline:
         """With one more LoRA, which weighs in when something is drawn. Raises UsageError for a file that is not there."""
@@ -62,17 +51,17 @@ class LocalPipeline:
         if not path.is_file():
             raise UsageError("no such file", where=str(path), remedy="Check the path of the LoRA.")
         added = LoraFile(path.stem, str(path), digest_file(path), scale)
-        return LocalPipeline(self.loaded, (*self.loras, added))
+        return replace(self, loras=(*self.loras, added))
 
     @property
     def latents(self) -> Any:
         """Channels, scale and sizes of its latents (`sdflow.families.shared.latents`)."""
-        return self.loaded.base.base.latents
+        return self.base.latents
 
     @property
     def schedulers(self) -> tuple[str, ...]:
         """The names of those that it can draw with."""
-        return available(self.loaded.base.base.family.noising.schedulers)
+        return available(self.base.family.noising.schedulers)
 
     def sample(
         self,
@@ -96,7 +85,7 @@ class LocalPipeline:
         """
         import torch
 
-        served = self.loaded.with_loras.served(self.loras) if self.loras else self.loaded.base
+        served = self.pipelines.served(self.loras)
         request = uuid.uuid4().hex
         height, width = size
         given: dict[str, Any] = {"height": height, "width": width, **arguments}
@@ -124,7 +113,7 @@ class LocalPipeline:
         """Images of latents, (images, height, width, 3) in [0, 1]."""
         import torch
 
-        pipeline = self.loaded.base.base
+        pipeline = self.base
         with torch.no_grad():
             images = [
                 pipeline.decode(self.latents.from_vae(each.float()).to(pipeline.place.device)).float().cpu()
@@ -136,7 +125,7 @@ class LocalPipeline:
         """Latents of images, (images, height, width, 3) in [0, 1], sides a multiple of `latents.granularity`."""
         import torch
 
-        pipeline = self.loaded.base.base
+        pipeline = self.base
         if pipeline.family.encoder not in pipeline.submodels:
             raise UsageError(f"the pipeline has no {pipeline.family.encoder}, so it cannot encode images")
         with torch.no_grad():

@@ -19,7 +19,20 @@ from sdflow.serve.engine.lanes import Lanes, Tell
 from sdflow.serve.engine.loading import LoadedLane, load_lanes
 from sdflow.serve.engine.served_pipeline import ServedPipeline
 from sdflow.serve.engine.waiting import Waiting
-from sdflow.serve.jobs import Begun, Drawn, Drop, Failed, Job, Load, Loaded, LoraFile, Message, Turned, WorkerOptions
+from sdflow.serve.jobs import (
+    Begun,
+    Drawn,
+    Drop,
+    Failed,
+    Job,
+    Load,
+    Loaded,
+    LoraFile,
+    Measured,
+    Message,
+    Turned,
+    WorkerOptions,
+)
 from sdflow.serve.loras.live_loras import SharedValues, Values
 from sdflow.serve.worker.stock import Stock
 
@@ -178,6 +191,11 @@ def test_other_lanes_take_the_place_of_those_that_are_there(loaded: list[LoadedL
     until(lambda: first not in stock.lanes.engines)
     assert len(stock.lanes.engines) == 2 and stock.about("tiny")["lanes"] == 2
     assert not first.busy and first.jobs == ()
+    stock._options = replace(options, lanes=1)
+    until(lambda: not stock.lanes.waiting.busy)
+    assert stock._measure_lanes() and not stock._measure_lanes(), "one is better, as the option says now"
+    assert [(each.name, each.found["lanes"]) for each in told if isinstance(each, Measured)] == [("tiny", 1)]
+    until(lambda: len(stock.lanes.engines) == 1)
     stock.lanes.end()
     thread.join(PATIENCE)
     assert not thread.is_alive()

@@ -47,11 +47,9 @@ class Patience:
 
     def of(self, jobs: tuple[Job, ...]) -> float:
         """For a lane that draws these."""
-        sizes = [1.0]
-        for job in jobs:
-            given, own = job.arguments, self.pixels[job.pipeline]
-            sizes.append(given.get("height", 0) * given.get("width", 0) / own)
-        return min(self.seconds * max(sizes) ** 2, self.most)
+        sizes = [each.arguments.get("height", 0) * each.arguments.get("width", 0) for each in jobs]
+        largest = max((size / self.pixels[job.pipeline] for size, job in zip(sizes, jobs, strict=True)), default=1.0)
+        return min(self.seconds * max(1.0, largest) ** 2, self.most)
 
 
 class Pulses:

@@ -72,7 +72,8 @@ class Structure:
     @cached_property
     def recipes(self) -> Mapping[str, Recipe]:
         """How each initializer comes from the checkpoint, by name; of those that do."""
-        found = ((tensor, read_recipe(tensor, self.parameters, self._where)) for tensor in self._graph.initializer)
+        where = str(self.folder / MODEL_FILE)
+        found = ((tensor, read_recipe(tensor, self.parameters, where)) for tensor in self._graph.initializer)
         return {tensor.name: recipe for tensor, recipe in found if recipe is not None}
 
     @cached_property
@@ -101,10 +102,6 @@ class Structure:
         return frozenset(
             name for name, recipe in self.recipes.items() if any(each.key in keys for each in params(recipe))
         )
-
-    @property
-    def _where(self) -> str:
-        return str(self.folder / MODEL_FILE)
 
     @cached_property
     def _graph(self) -> Any:
@@ -140,18 +137,9 @@ class LiveLoras:
         """Whether these may be changed."""
         return all(wanted <= self.names.get(name, frozenset()) for name, wanted in names.items())
 
-    def size(self, names: Names) -> int:
-        """How many bytes the values of these are."""
-        import numpy as np
-
-        recipes = [self._structures[name].recipes[each] for name, wanted in names.items() for each in wanted]
-        return sum(prod(recipe.shape) * np.dtype(recipe.dtype).itemsize for recipe in recipes)
-
-    def computed(self, names: Names, layers: Mapping[str, Layers], inputs: Mapping[str, Sequence[LoraInput]]) -> Values:
-        """The values of these with LoRAs, on the device. layers: all, the pipeline's own first. inputs: the files of them.
-
-        Raises CheckpointError for values that are not finite.
-        """
+    def computed(self, names: Names, layers: Mapping[str, Layers], inputs: Sequence[LoraInput]) -> Values:
+        """The values of these with LoRAs beside the pipeline's own, on the device. layers: of each submodel. inputs: the files of
+        them. Raises CheckpointError for values that are not finite."""
         import torch
 
         from sdflow.weights.on_device import evaluate, leaves_of, merged
@@ -159,8 +147,10 @@ class LiveLoras:
         device, values = torch.device(self._device), Values()
         with self.pipeline.base.place.current():
             for submodel, wanted in names.items():
-                factors = [(self._factors(submodel, held), scale) for held, scale in layers[submodel]]
-                recipes = {name: self._structures[submodel].recipes[name] for name in wanted}
+                structure = self._structures[submodel]
+                held = [*structure.own_layers, *layers[submodel]]
+                factors = [(self._factors(submodel, each), scale) for each, scale in held]
+                recipes = {name: structure.recipes[name] for name in wanted}
                 leaves = [leaf for recipe in recipes.values() for leaf in leaves_of(recipe)]
                 found = merged(leaves, self._own[submodel].__getitem__, factors)
                 values[submodel] = {
@@ -174,8 +164,8 @@ class LiveLoras:
             self._refuse(values, layers, inputs)
         return values
 
-    def with_values(self, values: Mapping[str, Mapping[str, torch.Tensor]]) -> ServedPipeline:
-        """The pipeline with these values, by submodel and name."""
+    def with_values(self, values: Values) -> ServedPipeline:
+        """The pipeline with these values."""
 
         def hold() -> None:
             for submodel, live in self._live.items():
@@ -217,12 +207,7 @@ class LiveLoras:
                 key: torch.from_numpy(values).to(self._device) for key, values in zip(sorted(keys), read, strict=True)
             }
 
-    def _refuse(
-        self,
-        values: Mapping[str, Mapping[str, torch.Tensor]],
-        layers: Mapping[str, Layers],
-        inputs: Mapping[str, Sequence[LoraInput]],
-    ) -> None:
+    def _refuse(self, values: Values, layers: Mapping[str, Layers], inputs: Sequence[LoraInput]) -> None:
         """Raises CheckpointError for the first value that is not finite, naming what it is from."""
         import torch
 
@@ -231,8 +216,9 @@ class LiveLoras:
 
         for submodel, found in values.items():
             structure = self._structures[submodel]
+            held = Loras([*structure.own_layers, *layers[submodel]])
             with open_tensors(submodel, structure.load, structure.parameters) as tensors:
-                finite = FiniteWeights(Merged(tensors, Loras(layers[submodel])), inputs[submodel])
+                finite = FiniteWeights(Merged(tensors, held), [*structure.own, *inputs])
                 for name, each in found.items():
                     if not bool(torch.isfinite(each).all()):
                         finite.look_at(structure.recipes[name], each.cpu().numpy(), AtLimit(not_finite=1))

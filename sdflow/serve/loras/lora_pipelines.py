@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from threading import RLock
+from weakref import WeakValueDictionary, finalize
 
 from sdflow.digest import digest_file
 from sdflow.errors import CheckpointError, os_errors_as
@@ -22,8 +23,7 @@ from sdflow.serve.engine.cuts import Once
 from sdflow.serve.engine.served_pipeline import ServedPipeline
 from sdflow.serve.jobs import LoraFile
 from sdflow.serve.loras.live_loras import Layers, LiveLoras, Names, SharedValues, Structure
-from sdflow.serve.loras.lora_structures import read_structures
-from sdflow.sources import Checkpoint
+from sdflow.serve.loras.lora_structures import Read, read_structures
 from sdflow.sources.loras.layers import DifferenceLayer, Layer
 from sdflow.sources.loras.lora import read_lora, require_made_for
 from sdflow.weights.lora import LoraInput
@@ -60,33 +60,32 @@ class Wanted:
 class LoraPipelines:
     """The pipeline of a folder with any LoRAs. Those that were asked for last stay, up to so many bytes of weights.
 
-    checkpoint, structures: what the folder was built from. values: of the same pipeline in all lanes.
-    `read` and `carry_out` may be called from another thread than the rest, `forget` from any.
+    cache: that the folder was built with; it is read with the first LoRA. values: of the same pipeline in all lanes. `read` and
+    `carry_out` may be called from another thread than the rest, `forget` from any. Raise UsageError for a pipeline that was
+    built in a way that LoRAs cannot be bound, or whose graphs are not in the cache, CheckpointError for a LoRA that does not fit.
     """
 
-    _folder: Path
-    _base: ServedPipeline
-    _checkpoint: Checkpoint
-    _structures: Mapping[str, Structure]
-    _memory: int
-    _values: SharedValues = field(default_factory=SharedValues)
+    folder: Path
+    base: ServedPipeline
+    cache: Path
+    memory: int
+    values: SharedValues = field(default_factory=SharedValues)
     _live: LiveLoras | None = None
     _files_alone: bool = False
     _read: Once[Mapping[str, Mapping[str, Layer]]] = field(default_factory=lambda: Once({}, LORAS_READ))
     _made: dict[tuple[LoraFile, ...], Made] = field(default_factory=dict)
-    _alive: weakref.WeakValueDictionary[tuple[LoraFile, ...], ServedPipeline] = field(
-        default_factory=weakref.WeakValueDictionary
-    )
+    _alive: WeakValueDictionary[tuple[LoraFile, ...], ServedPipeline] = field(default_factory=WeakValueDictionary)
     _forgotten: set[str] = field(default_factory=set)
     _lock: RLock = field(default_factory=RLock)
 
-    @classmethod
-    def open(
-        cls, folder: Path, base: ServedPipeline, cache: Path, memory: int, values: SharedValues | None = None
-    ) -> LoraPipelines:
-        """Of a folder that was built with this cache. Raises UsageError when it was built in a way that LoRAs cannot be bound,
-        or its graphs are not in the cache."""
-        return cls(folder, base, *read_structures(folder, cache), memory, values or SharedValues())
+    @cached_property
+    def built_from(self) -> Read:
+        """Its checkpoint, and the graphs that LoRAs go into."""
+        return read_structures(self.folder, self.cache)
+
+    @property
+    def _structures(self) -> Mapping[str, Structure]:
+        return self.built_from[1]
 
     @property
     def there(self) -> list[ServedPipeline]:
@@ -94,7 +93,7 @@ class LoraPipelines:
         return [made.pipeline for made in list(self._made.values())]
 
     def served(self, loras: tuple[LoraFile, ...]) -> ServedPipeline:
-        """The pipeline with these, in this order: made if it is not there. Raises CheckpointError for one that does not fit."""
+        """The pipeline with these, in this order: made if it is not there."""
         found = self.get(loras)
         return self.keep(self.carry_out(self.read(loras))) if found is None else found
 
@@ -102,7 +101,7 @@ class LoraPipelines:
         """The pipeline with these if it is there: kept, or in use."""
         loras = _counting(loras)
         if not loras:
-            return self._base
+            return self.base
         with self._lock:
             if loras in self._made:
                 self._made[loras] = self._made.pop(loras)
@@ -112,7 +111,7 @@ class LoraPipelines:
         """Keep one for as long as there is room beside the sessions for all LoRAs, it is asked for more than others, and none
         of its LoRAs is forgotten."""
         with self._lock:
-            left = self._memory - self.size_of_sessions - made.size
+            left = self.memory - self.size_of_sessions - made.size
             while self._made and sum(each.size for each in self._made.values()) > left:
                 self._made.pop(next(iter(self._made)))
             if self._forgotten.isdisjoint(each.path for each in made.loras):
@@ -135,25 +134,18 @@ class LoraPipelines:
         return 0 if self._live is None else self._live.size_of_sessions
 
     def read(self, loras: tuple[LoraFile, ...]) -> Wanted:
-        """What these change. Nothing is done on the device. Raises CheckpointError for one that does not fit."""
+        """What these change. Nothing is done on the device."""
         loras = _counting(loras)
         with self._lock:
             self._forgotten.difference_update(each.path for each in loras)
         held = [self._layers(lora) for lora in loras]
-        layers: dict[str, Layers] = {
-            name: [(each[name], lora.scale) for each, lora in zip(held, loras, strict=True)]
-            for name in self._structures
-        }
+        both = list(zip(held, [lora.scale for lora in loras], strict=True))
+        layers: dict[str, Layers] = {name: [(each[name], scale) for each, scale in both] for name in self._structures}
         names = {name: found for name, each in self._structures.items() if (found := each.touched(layers[name]))}
         # Differences are read from their files, which are checked after files of weights were written.
-        small = not any(
-            isinstance(each, DifferenceLayer) for found in held for layer in found.values() for each in layer.values()
-        )
-        live = (
-            small
-            and self._base.why_alone is None
-            and all(wanted <= self._structures[name].changeable for name, wanted in names.items())
-        )
+        every = [each for found in held for layer in found.values() for each in layer.values()]
+        changeable = all(wanted <= self._structures[name].changeable for name, wanted in names.items())
+        live = changeable and not self.base.why_alone and not any(isinstance(each, DifferenceLayer) for each in every)
         return Wanted(loras, names, layers, live)
 
     def carry_out(self, wanted: Wanted) -> Made:
@@ -162,15 +154,13 @@ class LoraPipelines:
         before, live = self._live, self._live_for(names) if wanted.live else None
         if live is None:
             return self._written(loras, list(names))
-        every = {name: [*self._structures[name].own_layers, *wanted.layers[name]] for name in names}
-        files = {name: (*self._structures[name].own, *_inputs(loras)) for name in names}
-        values = self._values.get(loras, lambda: live.computed(names, every, files))
-        return Made(loras, live.with_values(values), live.size(names), live is not before)
+        values = self.values.get(loras, lambda: live.computed(names, wanted.layers, _inputs(loras)))
+        size = sum(each.nbytes for found in values.values() for each in found.values())
+        return Made(loras, live.with_values(values), size, live is not before)
 
     def prepare(self) -> ServedPipeline | None:
-        """Make what the first LoRA would wait for: sessions in which LoRAs are changed, None where that cannot be. Raises
-        CheckpointError."""
-        live = None if self._base.why_alone is not None else self._live_for({})
+        """Make what the first LoRA would wait for: sessions in which LoRAs are changed, None where that cannot be."""
+        live = None if self.base.why_alone is not None else self._live_for({})
         return None if live is None else live.pipeline
 
     def use_files(self) -> None:
@@ -188,16 +178,17 @@ class LoraPipelines:
                 name: each.usual | before.get(name, frozenset()) | names.get(name, frozenset())
                 for name, each in self._structures.items()
             }
-            self._live = LiveLoras(self._folder, self._base, self._structures, wanted)
+            self._live = LiveLoras(self.folder, self.base, self._structures, wanted)
         return None if self._live.pipeline.why_alone else self._live
 
     def _layers(self, lora: LoraFile) -> Mapping[str, Mapping[str, Layer]]:
         """What a LoRA holds for each submodel; the last ones stay, as they are small."""
 
         def read() -> Mapping[str, Mapping[str, Layer]]:
-            require_made_for(Path(lora.path), self._checkpoint)
+            path, checkpoint = Path(lora.path), self.built_from[0]
+            require_made_for(path, checkpoint)
             shapes = {name: each.parameters for name, each in self._structures.items()}
-            found = read_lora(Path(lora.path), shapes, self._checkpoint.family.name)
+            found = read_lora(path, shapes, checkpoint.family.name)
             _require_same(lora)
             return found
 
@@ -212,15 +203,15 @@ class LoraPipelines:
             for name in touched:
                 structure, out = self._structures[name], scratch / name
                 out.mkdir()
-                every, there = (*structure.own, *_inputs(loras)), (self._folder / name).resolve()
+                every, there = (*structure.own, *_inputs(loras)), (self.folder / name).resolve()
                 bind(BindRequest(name, structure.folder, structure.load, every, there, base_loras=structure.own), out)
             for lora in loras:
                 _require_same(lora)
-            made = self._base.with_submodels(scratch, dict.fromkeys(sorted(touched)))
+            made = self.base.with_submodels(scratch, dict.fromkeys(sorted(touched)))
         except BaseException:
             shutil.rmtree(scratch)
             raise
-        weakref.finalize(made, shutil.rmtree, scratch, ignore_errors=True)
+        finalize(made, shutil.rmtree, scratch, ignore_errors=True)
         size = COPIES * sum(path.stat().st_size for path in scratch.rglob("*") if path.is_file())
         return Made(loras, made, size, unused=True)
 

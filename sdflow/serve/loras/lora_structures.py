@@ -67,7 +67,10 @@ class LoraFit:
         problems: list[CheckpointError | UsageError] = []
         for model in list(self._models.values()):
             try:
-                checkpoint, structures = self._structures_of(model.folder)
+                key = model.folder, (model.folder / MANIFEST_FILE).stat().st_mtime_ns
+                if key not in self._read:  # twice, if two ask at once: it is the same
+                    self._read[key] = read_structures(model.folder, self._cache)
+                checkpoint, structures = self._read[key]
                 require_made_for(path, checkpoint)
                 read_lora(path, {each: found.parameters for each, found in structures.items()}, checkpoint.family.name)
             except (CheckpointError, UsageError) as error:
@@ -77,9 +80,3 @@ class LoraFit:
         fitting = [each for each in problems if isinstance(each, CheckpointError)]  # says more than that none goes in
         if problems:
             raise (fitting or problems)[0]
-
-    def _structures_of(self, folder: Path) -> Read:
-        key = folder, (folder / MANIFEST_FILE).stat().st_mtime_ns
-        if key not in self._read:  # twice, if two ask at once: it is the same
-            self._read[key] = read_structures(folder, self._cache)
-        return self._read[key]

@@ -97,8 +97,8 @@ class ReplicaLine:
         self._tasks: dict[str, set[asyncio.Task[None]]] = {}
         self._asking: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: set[tuple[str, int]] = set()
-        self._drawing: set[tuple[str, int]] = set()
+        self._open: dict[tuple[str, int], bool] = {}
+        """Images by request and index: whether a replica has begun them."""
         self._forgotten = deque[tuple[str, str]](maxlen=FORGOTTEN)
         self._memory = 0
 
@@ -116,7 +116,7 @@ class ReplicaLine:
         elif isinstance(message, Cancel) or (isinstance(message, Show) and message.end):
             for task in self._tasks.pop(message.request, ()):
                 task.cancel()
-            for request, index in {*self._waiting, *self._drawing} if isinstance(message, Show) else ():
+            for request, index in tuple(self._open) if isinstance(message, Show) else ():
                 if request == message.request:
                     self._hear(Failed(request, index, "Interrupted", "it was interrupted"))
 
@@ -155,7 +155,7 @@ class ReplicaLine:
 
     async def _draw(self, job: Job) -> None:
         place, lost = (job.request, job.index), ""
-        self._waiting.add(place)
+        self._open[place] = False
         try:
             for _ in range(ATTEMPTS):
                 try:
@@ -170,12 +170,10 @@ class ReplicaLine:
                     lost = f"its replica is gone ({type(error).__name__})"
                 except TaskCancelledError:  # by Ray Serve, at the end of the replica
                     lost = "its replica ended"
-                self._drawing.discard(place)
-                self._waiting.add(place)
+                self._open[place] = False
             self._hear(Failed(job.request, job.index, "ReplicaLost", f"{lost}, {ATTEMPTS} times"))
         finally:
-            self._waiting.discard(place)
-            self._drawing.discard(place)
+            self._open.pop(place, None)
             self._count(())
 
     async def _drawn(self, job: Job) -> Any:
@@ -190,17 +188,16 @@ class ReplicaLine:
             response.cancel()
 
     def _say(self, job: Job, message: Message) -> None:
-        place = job.request, job.index
         if isinstance(message, Turned):
             self._memory = message.memory
             self._count(message.batches)
             return
         if isinstance(message, Begun):
-            self._waiting.discard(place)
-            self._drawing.add(place)
+            self._open[job.request, job.index] = True
         if isinstance(message, OfImage):
             self._hear(replace(message, request=job.request, index=job.index))
 
     def _count(self, batches: tuple[tuple[int, int, float], ...]) -> None:
         """What is drawn and waits in all replicas: each knows its own alone."""
-        self._hear(Turned(batches, len(self._drawing), len(self._waiting), self._memory))
+        drawing = sum(self._open.values())
+        self._hear(Turned(batches, drawing, len(self._open) - drawing, self._memory))

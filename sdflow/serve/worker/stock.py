@@ -20,18 +20,10 @@ from typing import Any
 from sdflow.errors import SdflowError, UsageError
 from sdflow.machine.device import cores
 from sdflow.machine.memory import trim
+from sdflow.serve.engine import loading
 from sdflow.serve.engine.engine import Engine
 from sdflow.serve.engine.lanes import Lanes
-from sdflow.serve.engine.loading import (
-    SMALL_SECONDS,
-    LoadedLane,
-    Room,
-    folder_bytes,
-    load,
-    load_lanes,
-    warm,
-    warm_up_job,
-)
+from sdflow.serve.engine.loading import LoadedLane, Room, folder_bytes, warm
 from sdflow.serve.engine.pace import Pace
 from sdflow.serve.engine.served_pipeline import ServedPipeline
 from sdflow.serve.engine.waiting import Waiting
@@ -113,11 +105,11 @@ class Stock:
         """Whether another number of lanes is better, which is there from now on."""
         waiting, lanes = self.lanes.waiting, len(self._lanes)
         before, paces = waiting.drawn, list(self._lanes[0].paces.values())
-        if any(each.seconds[1] >= SMALL_SECONDS * lanes for each in paces):
+        if any(each.seconds[1] >= loading.SMALL_SECONDS * lanes for each in paces):
             return False  # of larger models one keeps all cores busy
         with self._lock:
             names = list(self._used)
-        loaded = load_lanes(replace(self._options, pipelines={name: self._folders[name] for name in names}))
+        loaded = loading.load_lanes(replace(self._options, pipelines={name: self._folders[name] for name in names}))
         if waiting.drawn != before or waiting.busy or len(loaded) == lanes:
             return False  # what is drawn beside it makes it say nothing
         self.lanes.replace(partial(self._adopt, loaded))
@@ -252,7 +244,7 @@ class Stock:
         self._is_loading = True
         try:
             for lane in self._lanes:
-                made.append(load(folder, lane.loaded.threads, self._options))
+                made.append(loading.load(folder, lane.loaded.threads, self._options))
                 if made[-1].base.place.stream is not None and len(self._lanes) > 1:
                     raise UsageError(
                         f"{name} draws on a GPU, which has one lane, and the pipelines on the CPU here have {len(self._lanes)}",
@@ -273,7 +265,7 @@ class Stock:
             pipeline.keep_sizes(self.room.most[name] // len(made))
             found = ReadyPipelines(self._folders[name], pipeline, options.cache, memory, values, self.lanes.look_again)
             if options.loras:
-                job = warm_up_job(name, pipeline)
+                job = loading.warm_up_job(name, pipeline)
                 found.prepare(job, list(measured), partial(warm, name, options=options))
             again = options.batch_sizes is None and pipeline.why_alone is None
             kept.append((found, Pace(measured, again=again, forget=pipeline.forget_batch)))
