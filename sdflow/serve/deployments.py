@@ -105,17 +105,12 @@ def _started(name: str, folder: Path, pipelines: Sequence[Path], options: Sequen
 
     log = folder / LOG
     command = [*python_command("sdflow", "serve"), *map(str, pipelines), *options]
+    here = str(Path(__file__).parents[2])  # where a checkout of sdflow is found
+    paths = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", ROTATED: str(log)}
     with log.open("ab") as sink:  # appended to: it may be cut off (`sdflow.serve.log`)
-        here = Path(__file__).parents[2]  # where a checkout of sdflow is found
-        paths = [str(here), *filter(None, [os.environ.get("PYTHONPATH")])]
-        more = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", ROTATED: str(log)}
         process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=sink,
-            start_new_session=True,
-            env={**os.environ, **more},
+            command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True, env=env
         )
     try:
         created = psutil.Process(process.pid).create_time()

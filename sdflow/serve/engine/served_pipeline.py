@@ -53,7 +53,7 @@ class ServedPipeline:
         cuts: Cuts | None = None,
     ) -> None:
         """reload: `load_submodel` with the options of the pipeline. cuts: of one with the same graphs."""
-        self.pipeline, self._reload = pipeline, reload
+        self._reload = reload
         self.stages = [pipeline] if isinstance(pipeline, Pipeline) else [pipeline.base, pipeline.refiner]
         self._cuts = Cuts() if cuts is None else cuts
         self._denoisers = [SharedDenoisers(stage, self._cuts) for stage in self.stages]
@@ -102,7 +102,7 @@ class ServedPipeline:
         )
         pipeline.scheduler, pipeline.record = base.scheduler, base.record
         pipeline.learned, pipeline.words, pipeline.most_chunks = base.learned, base.words, base.most_chunks
-        whole = pipeline if isinstance(self.pipeline, Pipeline) else Ensemble(pipeline, self.pipeline.refiner)
+        whole = pipeline if len(self.stages) == 1 else Ensemble(pipeline, self.stages[1])
         return type(self)(whole, self._reload, self._cuts)
 
     def forget_batch(self, size: int) -> None:
@@ -131,7 +131,6 @@ class ServedPipeline:
         base.schedules = {}  # what timesteps give depends on the weights, and is kept by schedule
         other = copy.copy(self)
         other.stages = [base, *self.stages[1:]]
-        other.pipeline = base if isinstance(self.pipeline, Pipeline) else Ensemble(*other.stages)
         other._hold = hold
         return other
 
@@ -238,7 +237,7 @@ class ServedPipeline:
             **job.arguments,
             **more,
         }
-        if isinstance(self.pipeline, Pipeline):
+        if len(stages) == 1:
             yield stages[0].drawing([job.prompt], image, **settings)
         else:
             yield from Ensemble(*stages).drawings([job.prompt], image, **settings)
