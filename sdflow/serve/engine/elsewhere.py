@@ -1,7 +1,4 @@
-"""What an image waits for that is no step: values on their way from the device, and work of the processor such as a PNG file.
-
-The engine goes on with other images meanwhile.
-"""
+"""What an image waits for while the engine goes on with others: values from the device, and files that the CPU writes."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """The loop: each image that is being drawn goes a step further when it is its turn, those that fit together in one run.
 
 A turn: images that wait begin while there is a place; those of the size that has had the least of the device's time get a step in
-one batch, the oldest first, as many as are fastest together; each goes on from there, to its next step or to its end. So a new
-image joins at the next step, a finished one leaves, and a small image waits for a step of a large one, not for all of it. At its
-end an image waits for its decoder, for the safety checker and for its file (`elsewhere`): it has no place any more, and the
-others go on.
+one batch, the oldest first, as many as are fastest together. So a new image joins at the next step, a finished one leaves, and a
+small image waits for a step of a large one, not for all of it. Its decoder, the safety checker and its file (`elsewhere`) take
+no place: the others go on.
 """
 
 from __future__ import annotations

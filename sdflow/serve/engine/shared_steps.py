@@ -1,9 +1,8 @@
 """One run of the denoiser for images that stand at different steps, with other schedules, prompts and guidance.
 
-The denoiser is taken apart (`sdflow.runtime.denoiser.split`). What depends on the prompt is computed once for an image,
-what depends
-on the timestep once for a schedule; both have a row for each image in the part that is run at every step, so each image
-brings its own. An image without guidance takes both rows of a batch with guidance, and only the second is used.
+The denoiser is split (`sdflow.runtime.denoiser.split`). What depends on the prompt is computed once for an image, what depends
+on the timestep once for a schedule; in the part that is run at every step, each image has a row of both. An image without
+guidance takes both rows of a batch with guidance, and only the second is used.
 """
 
 from __future__ import annotations
@@ -35,9 +34,8 @@ QUEUED_RUNS = 4
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """What the prompt and the reference images of one image give: values by name, each with a row for the negative prompt and one
-    for the prompt, or without guidance only that one. (halves, rows of it, ...). common: those that are equal for all images, as
-    they are."""
+    """What the prompt and the reference images of one image give. values: by name, (halves, rows of it, ...), the negative prompt
+    first, which is missing without guidance. common: those that are equal for all images."""
 
     values: Mapping[str, torch.Tensor]
     common: Mapping[str, torch.Tensor]

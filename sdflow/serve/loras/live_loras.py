@@ -1,7 +1,7 @@
-"""LoRAs that are put into the sessions of a pipeline while they live: the same bits as `sdflow bake` gives.
+"""LoRAs in live sessions: the same bits as `sdflow bake` gives.
 
-The weights that LoRAs may touch are inputs of the graphs (`sdflow.runtime.sessions.live_weights`). With other LoRAs
-they are computed from the checkpoint by the recipes of the graph, on the device, and copied into place before the next run.
+The weights that LoRAs may touch are inputs of the graphs (`sdflow.runtime.sessions.live_weights`), computed from the checkpoint
+by the recipes of the graph, on the device, and copied into place before the next run.
 """
 
 from __future__ import annotations
@@ -128,8 +128,7 @@ class LiveLoras:
 
     @cached_property
     def size_of_sessions(self) -> int:
-        """That it takes on a device beside the pipeline without LoRAs: the memory that is written, and the parameters of the
-        checkpoint. What the pipeline has itself is shared."""
+        """Bytes beside those of the pipeline without LoRAs: the memory that is written, and the checkpoint's parameters."""
         read: int = sum(values.nbytes for own in self._own.values() for values in own.values())
         return read + sum(each.size for each in self._live.values())
 
