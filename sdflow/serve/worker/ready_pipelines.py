@@ -49,8 +49,9 @@ class ReadyPipelines:
 
         def make() -> ServedPipeline | None:
             live = self._loras.prepare()
-            for size in sizes if live is not None and self._in_background else ():
-                live.prepare(job, size)
+            if live is not None and self._in_background:
+                for size in sizes:
+                    live.prepare(job, size)
             return live
 
         coming = self._pool.submit(make)
