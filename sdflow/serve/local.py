@@ -42,8 +42,8 @@ class LocalPipeline:
         """Load a pipeline folder on the target that it was built for. cache: that it was built with, which LoRAs need; None: the
         user's. Raises as `Pipeline.load`."""
         folder = Path(folder).absolute()
-        served, cache = ServedPipeline.load(folder, threads), default_cache() if cache is None else cache
-        return cls(served.base, LoraPipelines(folder, served, cache, LORA_MEMORY))
+        served = ServedPipeline.load(folder, threads)
+        return cls(served.base, LoraPipelines(folder, served, cache or default_cache(), LORA_MEMORY))
 
     def with_lora(self, file: Path | str, scale: float) -> LocalPipeline:
         """With one more LoRA, which weighs in when something is drawn. Raises UsageError for a file that is not there."""
