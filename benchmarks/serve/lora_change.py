@@ -76,7 +76,8 @@ def measured(given: Any, graphs: Path, scratch: Path) -> dict[str, Any]:
         count = write_lora(scratch / f"{name}.safetensors", structures, given.rank, number)
     told(f"two LoRAs of rank {given.rank}, {count} layers each")
     base = ServedPipeline.load(folder)
-    pipelines = LoraPipelines(folder, base, checkpoint, structures, 64 << 30)
+    pipelines = LoraPipelines(folder, base, scratch, 64 << 30)
+    pipelines.built_from = checkpoint, structures  # not of a cache
 
     def seconds(*wanted: tuple[str, float]) -> float:
         loras = tuple(LoraFile(each, str(scratch / f"{each}.safetensors"), each, scale) for each, scale in wanted)

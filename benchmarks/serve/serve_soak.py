@@ -3,10 +3,11 @@
     python benchmarks/serve/serve_soak.py PIPELINE --rate 0.4 [--seconds 3600] [--loras DIR --cache DIR --lanes 2]
         [--large 512x512]
 
-With LoRAs, one after the other is also sent to the server, used, and deleted. --large: every five minutes an image of this size,
-whose memory the worker is to give back. Every half minute a line: the requests that were answered and refused so far, and the
-resident memory of each process of the server. At the end the table of start, thirds and end, and whether the memory stayed flat:
-after the first third it grows by no more than a tenth. Else the exit status is 1.
+--rate: random arrivals, on average so many a second; --every SECONDS instead: one after each such pause, which suits a machine
+that does other work. With LoRAs, one after the other is also sent to the server, used, and deleted. --large: every five minutes
+an image of this size, whose memory the worker is to give back. Every half minute a line: the requests that were answered and
+refused so far, and the resident memory of each process of the server. At the end the table of start, thirds and end, and whether
+the memory stayed flat: after the first third it grows by no more than a tenth. Else the exit status is 1.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class Seen:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pipeline", type=Path)
-    parser.add_argument("--rate", type=float, required=True, help="requests a second")
+    arrivals = parser.add_mutually_exclusive_group(required=True)
+    arrivals.add_argument("--rate", type=float, help="requests a second, at random")
+    arrivals.add_argument("--every", type=float, metavar="SECONDS", help="between two requests")
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--loras", type=Path, help="the folder that they are in")
@@ -68,6 +71,10 @@ async def soak(url: str, given: Any) -> None:
     """Arrivals at random, whatever the server does, and looks at its memory beside them."""
     chance, seen, begun = random.Random(given.seed), Seen(), time.perf_counter()
     names = [path.stem for path in sorted(given.loras.glob("*.safetensors"))] if given.loras else []
+
+    def pause() -> float:
+        return chance.expovariate(given.rate) if given.every is None else float(given.every)
+
     rows = [row(seen, 0.0)]
 
     async def look() -> None:
@@ -80,15 +87,15 @@ async def soak(url: str, given: Any) -> None:
         found = (await client.get("/readyz")).json()["pipelines"]
         print("; ".join(f"{name}: {each['lanes']} lanes" for name, each in found.items()), flush=True)
         if names:
-            looking.append(asyncio.create_task(come_and_go(client, given.loras, names, seen)))
+            looking.append(asyncio.create_task(come_and_go(client, given.loras, names, seen, given.every or 0.0)))
         if given.large:
             looking.append(asyncio.create_task(large_ones(client, given.large)))
         async with asyncio.TaskGroup() as tasks:
-            due = begun + chance.expovariate(given.rate)
+            due = begun + pause()
             while due < begun + given.seconds:
                 await asyncio.sleep(max(0.0, due - time.perf_counter()))
                 tasks.create_task(ask(client, due, varied(chance, names), seen))
-                due += chance.expovariate(given.rate)
+                due += pause()
     for each in looking:
         each.cancel()
     await asyncio.gather(*looking, return_exceptions=True)
@@ -110,8 +117,8 @@ async def soak(url: str, given: Any) -> None:
         raise SystemExit(1)
 
 
-async def come_and_go(client: httpx.AsyncClient, folder: Path, names: Sequence[str], seen: Seen) -> None:
-    """LoRAs that are sent, used and deleted, one after the other."""
+async def come_and_go(client: httpx.AsyncClient, folder: Path, names: Sequence[str], seen: Seen, pause: float) -> None:
+    """LoRAs that are sent, used and deleted, one after the other. pause: seconds between two, at least."""
     for number in itertools.count():
         source, name = names[number % len(names)], f"guest-{number}"
         content = (folder / f"{source}.safetensors").read_bytes()
@@ -120,7 +127,7 @@ async def come_and_go(client: httpx.AsyncClient, folder: Path, names: Sequence[s
         body = {"prompt": PROMPT, "steps": 4, "loras": [{"name": name, "scale": 0.5 + number % 50 / 100}]}
         await ask(client, time.perf_counter(), body, seen)
         (await client.delete(f"/v1/loras/{name}")).raise_for_status()
-        await asyncio.sleep(GUEST_SECONDS)
+        await asyncio.sleep(max(GUEST_SECONDS, pause))
 
 
 async def large_ones(client: httpx.AsyncClient, size: str) -> None:

@@ -18,7 +18,7 @@ EXTRAS = {
         "sympy", "torch", "transformers",
     ),
     "gguf": ("gguf",),
-    "serve": ("fastapi", "prometheus-client", "python-multipart", "uvicorn"),
+    "serve": ("fastapi", "httpx", "prometheus-client", "python-multipart", "uvicorn"),
     "traces": ("opentelemetry-exporter-otlp-proto-http",),
     "remote": ("aiohttp",),
     "sign": ("model-signing", "pyopenssl"),

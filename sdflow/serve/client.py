@@ -9,12 +9,8 @@ terminate("shapes")
 
 from __future__ import annotations
 
-import http.client
 import io
 import json
-import urllib.error
-import urllib.request
-import uuid
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,12 +24,13 @@ from sdflow.serve.deployments import Deployment, find_deployment, terminate
 from sdflow.serve.keys import read_keys
 
 if TYPE_CHECKING:
+    from httpx import Response
     from PIL.Image import Image
 
 MOST_IMAGE = 1 << 30
 """Bytes of a file that is sent. The server says how many it takes."""
 
-__all__ = ["Deployment", "deploy", "query", "query_files", "terminate"]
+__all__ = ["Deployment", "deploy", "query", "terminate"]
 
 
 def deploy(name: str, pipelines: Sequence[Path | str], **options: Any) -> Deployment:
@@ -70,11 +67,6 @@ def query(name: str, prompt: str, **fields: Any) -> list[Image]:
     return [PIL.Image.open(io.BytesIO(each.file)) for each in answers]
 
 
-def query_files(name: str, prompt: str, **fields: Any) -> list[tuple[bytes, int]]:
-    """The same as files, each with its seed."""
-    return [(each.file, each.seed) for each in query_answers(name, prompt, **fields)]
-
-
 class Answer(NamedTuple):
     """An image as a file. warnings: what was cut off of its prompts."""
 
@@ -85,48 +77,36 @@ class Answer(NamedTuple):
 
 def query_answers(name: str, prompt: str, **fields: Any) -> list[Answer]:
     """The same with all that is said of each."""
+    import httpx
+
     deployed = find_deployment(name)
     files = {each: _content(each, fields.pop(each)) for each in ("image", "mask") if fields.get(each) is not None}
     if references := fields.pop("references", None):
         fields["references"] = [b64encode(_content("references", each)).decode() for each in references]
     request = {"prompt": prompt, **fields, "response_format": "b64_json"}
-    path, kind, body = _form(request, files) if files else _json(request)
-    headers = {"Content-Type": kind}
+    path, body = "generations", dict[str, Any](json=request)
+    if files:  # a form, in which lists are JSON
+        given = {each: value for each, value in request.items() if value is not None}
+        texts = [json.dumps(value) if isinstance(value, list | tuple) else str(value) for value in given.values()]
+        path, body = "edits", {"data": dict(zip(given, texts, strict=True)), "files": files}
+    headers = {}
     if deployed.key_file is not None:
         headers["Authorization"] = f"Bearer {read_keys(Path(deployed.key_file))[0]}"
     url = f"{_reachable(deployed.url)}/v1/images/{path}"
     try:
         # Straight there: a proxy knows nothing of this machine.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(urllib.request.Request(url, body, headers)) as answer:
-            data = json.loads(answer.read())["data"]
-    except urllib.error.HTTPError as error:
-        raise UsageError(_error_message(error), where=name) from error
-    except (OSError, http.client.HTTPException) as error:
+        with httpx.Client(trust_env=False, timeout=None) as client:
+            answer = client.post(url, headers=headers, **body)
+            found = answer.json()["data"] if answer.is_success else []
+    except (httpx.HTTPError, ValueError) as error:
         raise UsageError(
-            f"{url} does not answer: {error or type(error).__name__}", where=name, remedy="See its log: sdflow status."
+            f"{url} does not answer: {str(error) or type(error).__name__}",
+            where=name,
+            remedy="See its log: sdflow status.",
         ) from error
-    return [Answer(b64decode(each["b64_json"]), each["seed"], tuple(each.get("warnings", ()))) for each in data]
-
-
-def _json(fields: dict[str, Any]) -> tuple[str, str, bytes]:
-    """Where to, of what kind, and the body."""
-    return "generations", "application/json", json.dumps(fields).encode()
-
-
-def _form(fields: dict[str, Any], files: dict[str, bytes]) -> tuple[str, str, bytes]:
-    """The same of a form (RFC 7578); lists in it are JSON."""
-    boundary, parts = uuid.uuid4().hex, list[bytes]()
-    for name, value in fields.items():
-        if value is None:
-            continue
-        text = json.dumps(value) if isinstance(value, list | tuple) else str(value)
-        parts.append(f'Content-Disposition: form-data; name="{name}"\r\n\r\n{text}'.encode())
-    for name, content in files.items():
-        head = f'Content-Disposition: form-data; name="{name}"; filename="{name}"\r\n\r\n'
-        parts.append(head.encode() + content)
-    body = b"".join(b"--%s\r\n%s\r\n" % (boundary.encode(), part) for part in parts)
-    return "edits", f"multipart/form-data; boundary={boundary}", body + b"--%s--\r\n" % boundary.encode()
+    if not answer.is_success:
+        raise UsageError(_error_message(answer), where=name)
+    return [Answer(b64decode(each["b64_json"]), each["seed"], tuple(each.get("warnings", ()))) for each in found]
 
 
 def _content(name: str, given: Path | str | bytes) -> bytes:
@@ -141,8 +121,8 @@ def _reachable(url: str) -> str:
     return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
-def _error_message(error: urllib.error.HTTPError) -> str:
+def _error_message(answer: Response) -> str:
     try:
-        return str(json.loads(error.read())["error"]["message"])
+        return str(answer.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return f"HTTP status {error.code}"
+        return f"HTTP status {answer.status_code}"

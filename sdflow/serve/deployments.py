@@ -1,8 +1,5 @@
-"""Servers in the background, by name: started, found again from another terminal, ended.
-
-Each has a folder of its own among the user's: `deployment.json` with its process, address, version and pipelines, and `log.txt`.
-A name is in use for as long as the process lives that the file names.
-"""
+"""Servers in the background, by name. Each has a folder among the user's, with `deployment.json` and `log.txt`; a name is in use
+while the process lives that the file names."""
 
 from __future__ import annotations
 
@@ -56,38 +53,38 @@ class Deployment:
         """Whether its process lives."""
         import psutil
 
-        try:
+        with suppress(psutil.NoSuchProcess):
             process = psutil.Process(self.pid)
             return process.create_time() == self.created and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
+        return False
 
     @property
     def state(self) -> str:
         """ "running", "ended" in order, or "died"."""
-        return "running" if self.running else _state(Path(self.log))
-
-
-def _state(log: Path) -> str:
-    """Of a server whose process is gone."""
-    try:
-        events = [each["event"] for each in _events(log)]
-    except OSError:
-        events = []
-    return "ended" if "ended" in events[-3:] else "died"
+        if self.running:
+            return "running"
+        with suppress(OSError):
+            if "ended" in [each["event"] for each in _events(Path(self.log))][-3:]:
+                return "ended"
+        return "died"
 
 
 def deploy(
     name: str, pipelines: Sequence[Path], options: Sequence[str] = (), *, key_file: Path | None = None
 ) -> Deployment:
-    """Start `sdflow serve` with these options in the background, and wait until it draws.
+    """Start `sdflow serve` with these options in the background, and wait until it draws. It outlives this process.
 
-    It outlives this process and its terminal. Raises UsageError for a name that is taken or cannot be, and when the server
-    ends before it draws: with what it said.
+    Raises UsageError for a name that is taken or cannot be, and when the server ends before it draws: with what it said.
     """
+
+    def refuse() -> NoReturn:
+        raise UsageError(
+            "another command is deploying it right now", where=name, remedy="Wait for it, or take another name."
+        )
+
     folder = _folder(name)
     folder.mkdir(parents=True, exist_ok=True)
-    with alone_in(folder, lambda: _refuse_name(name)):
+    with alone_in(folder, refuse):
         found = _read(folder)
         if found is not None and found.running:
             raise UsageError(
@@ -102,22 +99,18 @@ def deploy(
         return _started(name, folder, [each.absolute() for each in pipelines], options, key)
 
 
-def _refuse_name(name: str) -> NoReturn:
-    raise UsageError(
-        "another command is deploying it right now", where=name, remedy="Wait for it, or take another name."
-    )
-
-
 def _started(name: str, folder: Path, pipelines: Sequence[Path], options: Sequence[str], key: str | None) -> Deployment:
     """It is noted as soon as it listens: then it is known of, even if this process is ended while the pipelines are loaded."""
     import psutil
 
     log = folder / LOG
     command = [*python_command("sdflow", "serve"), *map(str, pipelines), *options]
+    here = str(Path(__file__).parents[2])  # where a checkout of sdflow is found
+    paths = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", ROTATED: str(log)}
     with log.open("ab") as sink:  # appended to: it may be cut off (`sdflow.serve.log`)
-        environment = {**_environment(), ROTATED: str(log)}
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True, env=environment
+            command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True, env=env
         )
     try:
         created = psutil.Process(process.pid).create_time()
@@ -173,10 +166,7 @@ def terminate(name: str) -> Deployment:
                     os.kill(found.pid, getattr(signal, "SIGKILL", signal.SIGTERM))
             time.sleep(0.05)
     with suppress(FileNotFoundError), alone_in(folder):  # another may end it, too
-        if _read(folder) in (
-            found,
-            None,
-        ):  # and not one that was deployed since; None: whoever was deploying it gave up
+        if _read(folder) in (found, None):  # not one that was deployed since; None: whoever was deploying it gave up
             shutil.rmtree(folder)
     return found
 
@@ -195,15 +185,6 @@ def _read(folder: Path) -> Deployment | None:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UsageError(f"is damaged: {error}", where=str(folder / FILE), remedy="Remove its folder.") from error
-
-
-def _environment() -> dict[str, str]:
-    """Of the server: this one's, and where a checkout of sdflow is found."""
-    import sdflow
-
-    here = str(Path(sdflow.__file__).parents[1])
-    paths = [here, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
 
 
 def _wait_for(event: str, process: subprocess.Popen[bytes], log: Path, name: str) -> dict[str, Any]:

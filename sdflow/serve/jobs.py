@@ -1,4 +1,4 @@
-"""What goes to the process that draws, and what comes back. Plain data: it is pickled on the way."""
+"""What goes to the process that draws, and what comes back. Plain data, as it is pickled on the way; a None ends either."""
 
 from __future__ import annotations
 
@@ -123,11 +123,6 @@ class Show:
 
     request: str
     end: bool = False
-
-
-@dataclass(frozen=True)
-class End:
-    """Draw no more."""
 
 
 # What comes back

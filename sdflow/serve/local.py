@@ -1,15 +1,14 @@
 """A pipeline folder in this process, with LoRAs chosen per call and latents in and out: what ComfyUI's nodes draw with.
 
-It draws as the server does (`sdflow.serve.engine.served_pipeline`): LoRAs change weights of sessions that stay, and images of
-one call share the denoiser's runs. Latents here are the VAE's own, unscaled, as ComfyUI passes them between nodes.
+It draws as the server does; the images of one call share the denoiser's runs. Latents here are the VAE's own, unscaled, as
+ComfyUI passes them between nodes.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from sdflow.digest import digest_file
 from sdflow.errors import UsageError
 from sdflow.families.shared.sampler_names import available
 from sdflow.runtime.drawing.drawing import Drawing
+from sdflow.runtime.pipeline import Pipeline
 from sdflow.serve.engine.served_pipeline import ServedPipeline, shared_steps
 from sdflow.serve.jobs import Job, LoraFile
 from sdflow.serve.loras.lora_pipelines import LoraPipelines
@@ -30,31 +30,20 @@ LORA_MEMORY = 8 << 30
 
 
 @dataclass(frozen=True)
-class _Loaded:
-    """What all combinations of LoRAs share. cache: that the folder was built with."""
-
-    folder: Path
-    base: ServedPipeline
-    cache: Path
-
-    @cached_property
-    def with_loras(self) -> LoraPipelines:
-        return LoraPipelines.open(self.folder, self.base, self.cache, LORA_MEMORY)
-
-
-@dataclass(frozen=True)
 class LocalPipeline:
-    """A loaded pipeline, and the LoRAs that it draws with."""
+    """A loaded pipeline, and the LoRAs that it draws with. base, pipelines: without LoRAs, and with any."""
 
-    loaded: _Loaded
-    loras: tuple[LoraFile, ...] = field(default=())
+    base: Pipeline
+    pipelines: LoraPipelines
+    loras: tuple[LoraFile, ...] = ()
 
     @classmethod
     def load(cls, folder: Path | str, cache: Path | None = None, threads: int | None = None) -> LocalPipeline:
         """Load a pipeline folder on the target that it was built for. cache: that it was built with, which LoRAs need; None: the
         user's. Raises as `Pipeline.load`."""
         folder = Path(folder).absolute()
-        return cls(_Loaded(folder, ServedPipeline.load(folder, threads), default_cache() if cache is None else cache))
+        served = ServedPipeline.load(folder, threads)
+        return cls(served.base, LoraPipelines(folder, served, cache or default_cache(), LORA_MEMORY))
 
     def with_lora(self, file: Path | str, scale: float) -> LocalPipeline:
         """With one more LoRA, which weighs in when something is drawn. Raises UsageError for a file that is not there."""
@@ -62,17 +51,17 @@ class LocalPipeline:
         if not path.is_file():
             raise UsageError("no such file", where=str(path), remedy="Check the path of the LoRA.")
         added = LoraFile(path.stem, str(path), digest_file(path), scale)
-        return LocalPipeline(self.loaded, (*self.loras, added))
+        return replace(self, loras=(*self.loras, added))
 
     @property
     def latents(self) -> Any:
         """Channels, scale and sizes of its latents (`sdflow.families.shared.latents`)."""
-        return self.loaded.base.base.latents
+        return self.base.latents
 
     @property
     def schedulers(self) -> tuple[str, ...]:
         """The names of those that it can draw with."""
-        return available(self.loaded.base.base.family.noising.schedulers)
+        return available(self.base.family.noising.schedulers)
 
     def sample(
         self,
@@ -96,7 +85,7 @@ class LocalPipeline:
         """
         import torch
 
-        served = self.loaded.with_loras.served(self.loras) if self.loras else self.loaded.base
+        served = self.pipelines.served(self.loras)
         request = uuid.uuid4().hex
         height, width = size
         given: dict[str, Any] = {"height": height, "width": width, **arguments}
@@ -104,29 +93,27 @@ class LocalPipeline:
         for index, seed in enumerate(seeds):
             job = Job(request, index, "", prompt, seed, negative_prompt, given, scheduler=scheduler, loras=self.loras)
             works.append(served.drawings(job, **self._of_image(index, start=start, noise=noise, mask=mask)))
-        found: list[Drawing] = []
-        for found in _together(works):
+        found: tuple[Drawing, ...] = ()
+        for found in zip(*works, strict=True):  # those of the pipeline, then those of its refiner
             _run(served, found, on_step)
         with torch.no_grad():
             return torch.cat([self.latents.to_vae(each.latents().float().cpu()) for each in found])
 
-    def _of_image(self, index: int, **given: torch.Tensor | None) -> Mapping[str, Any]:
+    def _of_image(self, index: int, **given: torch.Tensor | None) -> dict[str, Any]:
         """The arguments of a call for one image."""
-        one = {name: value[index % len(value)][None].clone() for name, value in given.items() if value is not None}
-        named: dict[str, Any] = {}
-        if "start" in one:
-            named["image"] = self.latents.from_vae(one["start"].float())
-        if "noise" in one:
-            named["latents"] = one["noise"].float()
-        if "mask" in one:
-            named["mask_image"] = one["mask"].float()
-        return named
+        names = {"start": "image", "noise": "latents", "mask": "mask_image"}
+        one = {
+            names[name]: value[index % len(value)][None].clone().float()
+            for name, value in given.items()
+            if value is not None
+        }
+        return one if "image" not in one else {**one, "image": self.latents.from_vae(one["image"])}
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Images of latents, (images, height, width, 3) in [0, 1]."""
         import torch
 
-        pipeline = self.loaded.base.base
+        pipeline = self.base
         with torch.no_grad():
             images = [
                 pipeline.decode(self.latents.from_vae(each.float()).to(pipeline.place.device)).float().cpu()
@@ -138,7 +125,7 @@ class LocalPipeline:
         """Latents of images, (images, height, width, 3) in [0, 1], sides a multiple of `latents.granularity`."""
         import torch
 
-        pipeline = self.loaded.base.base
+        pipeline = self.base
         if pipeline.family.encoder not in pipeline.submodels:
             raise UsageError(f"the pipeline has no {pipeline.family.encoder}, so it cannot encode images")
         with torch.no_grad():
@@ -149,19 +136,12 @@ class LocalPipeline:
             return torch.cat([self.latents.to_vae(each) for each in encoded])
 
 
-def _together(works: Sequence[Iterator[Drawing]]) -> Iterator[list[Drawing]]:
-    """The first drawing of each, then those of the refiner."""
-    while found := [drawing for work in works if (drawing := next(work, None)) is not None]:
-        yield found
-
-
 def _run(served: ServedPipeline, drawings: Sequence[Drawing], on_step: Callable[[int, int], None]) -> None:
     """To the end, in runs of the denoiser that they share where they can."""
     shared = shared_steps(drawings[0])
     alike = shared is not None and all(shared_steps(each) is shared for each in drawings)
     groups = [list(drawings)] if alike else [[each] for each in drawings]
-    total = sum(group[0].runs for group in groups)
-    done = 0
+    total, done = sum(group[0].runs for group in groups), 0
     for group in groups:
         while not group[0].done:
             served.step(group, len(group))

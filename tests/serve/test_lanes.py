@@ -16,10 +16,23 @@ from until import PATIENCE, until
 
 from sdflow.serve.engine.engine import Engine
 from sdflow.serve.engine.lanes import Lanes, Tell
-from sdflow.serve.engine.loading import LoadedLane, Spent, load_lanes, sooner
+from sdflow.serve.engine.loading import LoadedLane, load_lanes
 from sdflow.serve.engine.served_pipeline import ServedPipeline
 from sdflow.serve.engine.waiting import Waiting
-from sdflow.serve.jobs import Begun, Drawn, Drop, Failed, Job, Load, Loaded, LoraFile, Message, Turned, WorkerOptions
+from sdflow.serve.jobs import (
+    Begun,
+    Drawn,
+    Drop,
+    Failed,
+    Job,
+    Load,
+    Loaded,
+    LoraFile,
+    Measured,
+    Message,
+    Turned,
+    WorkerOptions,
+)
 from sdflow.serve.loras.live_loras import SharedValues, Values
 from sdflow.serve.worker.stock import Stock
 
@@ -129,25 +142,6 @@ def test_two_cores_have_one_lane_or_two_as_is_measured(tiny_pipeline: Path) -> N
         assert options.intra_op_num_threads == of_each[len(lanes)]
 
 
-@pytest.mark.parametrize(
-    ("several", "one", "better"),
-    [
-        ([(0.46, 0.9), (0.47, 0.9)], [(0.58, 1.0), (0.59, 1.0)], True),
-        (
-            [(0.58, 1.1), (0.59, 1.1)],
-            [(0.58, 1.1), (0.57, 1.1)],
-            False,
-        ),  # as good, and one is sooner for an image alone
-        ([(4.2, 0.9), (3.8, 0.9)], [(4.5, 1.0), (3.5, 1.0)], True),  # beside much other work
-        ([(4.2, 1.4), (3.8, 1.4)], [(4.5, 1.0), (4.6, 1.0)], False),
-    ],
-)
-def test_other_work_on_the_machine_does_not_choose_the_lanes(
-    several: list[tuple[float, float]], one: list[tuple[float, float]], better: bool
-) -> None:
-    assert sooner([Spent(*each) for each in several], [Spent(*each) for each in one], cores=2) == better
-
-
 def test_values_that_several_lanes_want_are_computed_once_and_failures_are_tried_again() -> None:
     values, asked = SharedValues(), []
     loras = (LoraFile("ink", "ink.safetensors", "0", 1.0),)
@@ -197,6 +191,11 @@ def test_other_lanes_take_the_place_of_those_that_are_there(loaded: list[LoadedL
     until(lambda: first not in stock.lanes.engines)
     assert len(stock.lanes.engines) == 2 and stock.about("tiny")["lanes"] == 2
     assert not first.busy and first.jobs == ()
+    stock._options = replace(options, lanes=1)
+    until(lambda: not stock.lanes.waiting.busy)
+    assert stock._measure_lanes(), "one is better, as the option says now"
+    assert [(each.name, each.found["lanes"]) for each in told if isinstance(each, Measured)] == [("tiny", 1)]
+    until(lambda: len(stock.lanes.engines) == 1)
     stock.lanes.end()
     thread.join(PATIENCE)
     assert not thread.is_alive()

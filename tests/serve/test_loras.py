@@ -102,7 +102,7 @@ def stored(folder: Path, submodel: str, names: Iterable[str]) -> dict[str, bytes
 
 def test_the_weights_are_those_that_bake_writes_and_go_back_to_their_own(built: Path) -> None:
     base = ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1)
-    pipelines = LoraPipelines.open(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
+    pipelines = LoraPipelines(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
     made, other = (pipelines.served(of_samples(*each)) for each in (BOTH, [("stripes", 0.8)]))
     changed = {name for name, each in made.base.submodels.items() if each is not base.base.submodels[name]}
     assert changed == {"text_encoder", "unet"}
@@ -166,7 +166,7 @@ def test_words_of_a_folder_of_embeddings_are_known_with_loras_too(built: Path, t
     torch.manual_seed(0)
     save_file({"emb_params": torch.randn(3, width).numpy()}, tmp_path / "my-style.safetensors")
     base = ServedPipeline.load(built / "pipelines/shapes_cpu", 1, embeddings=tmp_path)
-    pipelines = LoraPipelines.open(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
+    pipelines = LoraPipelines(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
     for folder, served in (("shapes_cpu", base), ("baked", pipelines.served(of_samples(*BOTH)))):
         pipe = Pipeline.load(built / "pipelines" / folder, "cpu", threads=1, embeddings=[tmp_path])
         given = {"num_inference_steps": 2, "height": 64, "width": 64}
@@ -182,7 +182,7 @@ def test_words_of_a_folder_of_embeddings_are_known_with_loras_too(built: Path, t
 def test_weights_that_cannot_be_changed_in_a_session_are_written(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_loras, "READERS", frozenset())
     base = ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1)
-    pipelines = LoraPipelines.open(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
+    pipelines = LoraPipelines(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
     made = pipelines.served(of_samples(*BOTH))
     for submodel in ("text_encoder", "unet"):
         path = made.base.submodels[submodel].path
@@ -194,7 +194,7 @@ def test_weights_that_cannot_be_changed_in_a_session_are_written(built: Path, mo
 
 def test_written_weights_take_turns_where_those_of_the_pipeline_do(built: Path) -> None:
     base = ServedPipeline.load(built / "pipelines/shapes_cpu")
-    pipelines = LoraPipelines.open(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
+    pipelines = LoraPipelines(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
     pipelines.use_files()
     before = pipelines.served(of_samples(("stripes", 0.8))).base
     assert all(each.residency is None for each in before.submodels.values()) and not before.moving
@@ -217,13 +217,13 @@ def test_a_lora_that_changes_seldom_weights_gets_sessions_of_its_own(
     shutil.copyfile(SAMPLES / "stripes.safetensors", tmp_path / "stripes.safetensors")
     found, base = Loras(tmp_path), ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1)
     both = found.find([("stripes", 1.0), ("conv", 0.3)])
-    pipelines = LoraPipelines.open(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
+    pipelines = LoraPipelines(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
     first, made = pipelines.served(found.find([("stripes", 1.0)])), pipelines.served(both)
     assert first.base.submodels["unet"] is not made.base.submodels["unet"]
     drawn_with(made)
     weights = weights_of(made, "unet")
     monkeypatch.setattr(live_loras, "READERS", frozenset())
-    pipelines = LoraPipelines.open(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
+    pipelines = LoraPipelines(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
     path = pipelines.served(both).base.submodels["unet"].path
     assert path is not None
     assert weights == stored(path.parents[1], "unet", weights)
@@ -236,7 +236,7 @@ def test_what_gives_infinite_weights_is_refused_by_its_file(built: Path, tmp_pat
         values[name] = values[name].astype(np.float32) * np.float32(1e25)
     save_file(values, tmp_path / "large.safetensors")
     base = ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1)
-    pipelines = LoraPipelines.open(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
+    pipelines = LoraPipelines(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
     large = Loras(tmp_path).find([("large", 0.5)])
     with pytest.raises(CheckpointError, match="adds to mid_block.* are NaN or infinite") as told:
         pipelines.served((*of_samples(("outline", 0.5)), *large))
@@ -248,7 +248,7 @@ def test_a_file_that_became_another_is_not_taken_for_what_was_asked_for(built: P
     path = tmp_path / "mine.safetensors"
     shutil.copyfile(SAMPLES / "outline.safetensors", path)
     base = ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1)
-    pipelines = LoraPipelines.open(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
+    pipelines = LoraPipelines(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
     asked = Loras(tmp_path).find([("mine", 1.0)])
     shutil.copyfile(SAMPLES / "stripes.safetensors", path)
     with pytest.raises(CheckpointError, match="exchanged for another"):
@@ -371,40 +371,40 @@ def test_they_are_made_beside_the_drawing_and_no_graph_is_taken_apart_for_them(
 
 def test_the_last_ones_stay_as_far_as_there_is_room(built: Path) -> None:
     base = ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1)
-    whole = LoraPipelines.open(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
+    whole = LoraPipelines(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
     one = whole.carry_out(whole.read(of_samples(("stripes", 1.0)))).size
     room = whole.size_of_sessions + 2 * one + one // 2
-    pipelines = LoraPipelines.open(built / "pipelines/shapes_cpu", base, built / "cache", memory=room)
+    pipelines = LoraPipelines(built / "pipelines/shapes_cpu", base, built / "cache", memory=room)
     first, second, third = (of_samples(("stripes", scale)) for scale in (0.1, 0.2, 0.3))
     for each in (first, second, first, third):
         pipelines.served(each)
-    assert pipelines.kept == [first, third]
+    assert list(pipelines._made) == [first, third]
 
 
 def test_what_was_made_with_a_removed_lora_is_released(built: Path) -> None:
     base = ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1)
-    pipelines = LoraPipelines.open(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
+    pipelines = LoraPipelines(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
     stripes, both, outline = (
         of_samples(*each) for each in ([("stripes", 1.0)], [("stripes", 0.5), ("outline", 1.0)], [("outline", 1.0)])
     )
     for each in (outline, both, stripes):
         drawn_with(pipelines.served(each))
-    weights = {each: weakref.ref(pipelines._values._kept[each]) for each in (both, outline, stripes)}
+    weights = {each: weakref.ref(pipelines.values._kept[each]) for each in (both, outline, stripes)}
     being_made = pipelines.carry_out(pipelines.read(stripes))
     pipelines.forget(stripes[0].path)
     drawn_with(pipelines.keep(being_made))
     del being_made
     gc.collect()
-    assert pipelines.kept == [outline]
+    assert list(pipelines._made) == [outline]
     assert [weights[each]() is None for each in (stripes, both, outline)] == [True, True, False]
     pipelines.served(stripes)
-    assert pipelines.kept == [outline, stripes], "it was sent again"
+    assert list(pipelines._made) == [outline, stripes], "it was sent again"
 
 
 def test_without_its_cache_it_says_so(built: Path, tmp_path: Path) -> None:
     base = ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1)
     with pytest.raises(UsageError, match="is not in this cache"):
-        LoraPipelines.open(built / "pipelines/shapes_cpu", base, tmp_path / "empty", memory=1)
+        LoraPipelines(built / "pipelines/shapes_cpu", base, tmp_path / "empty", memory=1).read(of_samples(*BOTH))
 
 
 def draw(server: RunningServer, *loras: tuple[str, float], **more: Any) -> httpx.Response:
@@ -542,7 +542,7 @@ def test_a_size_that_cannot_be_taken_apart_is_drawn_alone_and_no_other(
 ) -> None:
     """With LoRAs in the sessions, too."""
     base = ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1)
-    pipelines = LoraPipelines.open(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
+    pipelines = LoraPipelines(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
 
     def but_for_one_size(model: Any, sizes: Any, **options: Any) -> Any:
         if sizes["latent_height"] == 12:
@@ -578,7 +578,7 @@ def test_one_for_another_model_is_refused(built: Path, tmp_path: Path) -> None:
     from small_lora import write_lora
 
     base = ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1)
-    pipelines = LoraPipelines.open(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
+    pipelines = LoraPipelines(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
     write_lora(tmp_path / "tiny.safetensors")
     with pytest.raises(CheckpointError):
         pipelines.served(Loras(tmp_path).find([("tiny", 1.0)]))

@@ -1,14 +1,13 @@
-"""Graphs of denoisers, taken apart (`sdflow.runtime.denoiser.split`) once for all that have the same graph: LoRAs
-change weights alone."""
+"""Graphs of denoisers, split once for all pipelines with the same graph: LoRAs change weights alone."""
 
 from __future__ import annotations
 
 import hashlib
 import threading
 from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+from weakref import WeakValueDictionary
 
 from sdflow.runtime.denoiser.moving import Moving
 from sdflow.runtime.denoiser.split import Parts, split
@@ -43,37 +42,24 @@ class Cuts:
 
 
 class Once(Generic[Value]):
-    """Values by key. For several threads; who asks for another key does not wait."""
+    """Values by key, each computed by one thread, for which those wait that want the same key."""
 
     def __init__(self, kept: MutableMapping[Hashable, Value], most: int | None = None) -> None:
         """kept: where they stay. most: how many, the last ones asked for; None: any number."""
         self._lock, self._kept, self._most = threading.Lock(), kept, most
-        self._coming: dict[Hashable, Future[Value]] = {}
+        self._computing: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
 
     def get(self, key: Hashable, compute: Callable[[], Value]) -> Value:
         """The value of this key. Raises what `compute` raises, each time anew."""
         with self._lock:
-            there, coming = self._kept.pop(key, None), self._coming.get(key)
-            if there is not None:
-                self._kept[key] = there
-                return there
-            if first := coming is None:
-                coming = self._coming[key] = Future()
-        if first:
-            self._compute(key, coming, compute)
-        return coming.result()
-
-    def _compute(self, key: Hashable, coming: Future[Value], compute: Callable[[], Value]) -> None:
-        try:
-            value = compute()
-        except BaseException as error:
+            computing = self._computing.setdefault(key, threading.Lock())
+        with computing:
             with self._lock:
-                del self._coming[key]
-            coming.set_exception(error)
-            raise
-        with self._lock:
-            while self._most is not None and len(self._kept) >= self._most:
-                del self._kept[next(iter(self._kept))]
-            self._kept[key] = value
-            del self._coming[key]
-        coming.set_result(value)
+                value = self._kept.pop(key, None)
+            if value is None:
+                value = compute()
+            with self._lock:
+                while self._most is not None and len(self._kept) >= self._most:
+                    del self._kept[next(iter(self._kept))]
+                self._kept[key] = value
+        return value

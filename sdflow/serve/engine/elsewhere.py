@@ -1,7 +1,4 @@
-"""What an image waits for that is no step: values on their way from the device, and work of the processor such as a PNG file.
-
-The engine goes on with other images meanwhile.
-"""
+"""What an image waits for while the engine goes on with others: values from the device, and files that the CPU writes."""
 
 from __future__ import annotations
 
@@ -31,18 +28,13 @@ class Pending:
 
 
 def start(asked: Fetch | Compute) -> Pending:
-    """Begin with it. Work of the processor is done in another thread."""
-    if isinstance(asked, Fetch):
-        return _fetch(asked)
-    computing = _threads().submit(asked.work)
-    return Pending(computing.done, lambda: wait([computing], WAIT_SECONDS), computing.result)
-
-
-def _fetch(asked: Fetch) -> Pending:
-    """The copies are queued behind what makes the values. Nobody but the engine asks the device whether they are done: while
-    a graph is captured, another thread must not."""
+    """Begin with it. Work of the processor is done in another thread. Copies are queued behind what makes the values; nobody but
+    the engine asks the device whether they are done: while a graph is captured, another thread must not."""
     import torch
 
+    if isinstance(asked, Compute):
+        computing = _threads().submit(asked.work)
+        return Pending(computing.done, lambda: wait([computing], WAIT_SECONDS), computing.result)
     stream = asked.place.stream
     if stream is None:
         return Pending(lambda: True, lambda: None, lambda: list(asked.values))

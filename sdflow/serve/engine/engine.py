@@ -1,10 +1,9 @@
 """The loop: each image that is being drawn goes a step further when it is its turn, those that fit together in one run.
 
 A turn: images that wait begin while there is a place; those of the size that has had the least of the device's time get a step in
-one batch, the oldest first, as many as are fastest together; each goes on from there, to its next step or to its end. So a new
-image joins at the next step, a finished one leaves, and a small image waits for a step of a large one, not for all of it. At its
-end an image waits for its decoder, for the safety checker and for its file (`elsewhere`): it has no place any more, and the
-others go on.
+one batch, the oldest first, as many as are fastest together. So a new image joins at the next step, a finished one leaves, and a
+small image waits for a step of a large one, not for all of it. Its decoder, the safety checker and its file (`elsewhere`) take
+no place: the others go on.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ from sdflow.runtime.drawing.drawing import Drawing
 from sdflow.runtime.drawing.waits import Compute, Fetch
 from sdflow.serve.engine.elsewhere import Pending, start
 from sdflow.serve.engine.pace import Pace
-from sdflow.serve.engine.served_pipeline import Finished, Progress, ServedPipeline, Work, shared_steps
-from sdflow.serve.engine.shared_steps import SIZES_KEPT
+from sdflow.serve.engine.served_pipeline import ServedPipeline, Work, shared_steps
+from sdflow.serve.engine.shared_denoisers import SIZES_KEPT
+from sdflow.serve.engine.shared_steps import SharedSteps
 from sdflow.serve.engine.shares import Shares
 from sdflow.serve.engine.waiting import Waiting
-from sdflow.serve.jobs import Begun, Drawn, Failed, Job, LoraFile, Message, Preview, Show, Stepped, Turned
+from sdflow.serve.jobs import Begun, Failed, Job, LoraFile, Message, Show, Turned
 from sdflow.serve.log import log_error, log_line
 
 MOST_OVERTAKEN = 2
@@ -55,13 +55,17 @@ class _Running:
         found, self.show = self.show, None
         return found
 
+    @property
+    def steps(self) -> SharedSteps | None:
+        """With what its next step may share a run."""
+        return None if self.drawing is None else shared_steps(self.drawing)
+
     def next_step(self) -> Hashable:
         """What is equal for those that can share a run."""
         assert self.drawing is not None, "it wants a step"
-        steps = shared_steps(self.drawing)
-        moment = (
-            (id(self.drawing.inputs.schedule), self.drawing.index) if steps is not None and steps.one_time else None
-        )
+        steps, moment = self.steps, None
+        if steps is not None and steps.one_time:
+            moment = id(self.drawing.inputs.schedule), self.drawing.index
         return self.job.pipeline, id(self.pipeline), id(steps or self), moment
 
 
@@ -85,6 +89,7 @@ class Engine:
         self._find, self._seconds, self._tell, self._ready = find, seconds, tell, ready
         self._places = places
         self._waiting = Waiting() if waiting is None else waiting
+        self.submit = self._waiting.add
         self._running: list[_Running] = []
         self._shares = Shares()
         self._overtaken = 0
@@ -104,9 +109,14 @@ class Engine:
         """That are being drawn; for other threads, too."""
         return tuple(each.job for each in tuple(self._running))
 
-    def submit(self, job: Job) -> None:
-        """Draw this when there is a place for it."""
-        self._waiting.add(job)
+    @property
+    def drawing(self) -> int:
+        """How many images go through their steps; for other threads, too."""
+        return len(self._stepping)
+
+    @property
+    def _stepping(self) -> list[_Running]:
+        return [each for each in tuple(self._running) if each.drawing is not None]
 
     def cancel(self, request: str) -> None:
         """Draw no more of a request; its places are free for the next turn."""
@@ -116,9 +126,14 @@ class Engine:
 
     def show(self, wanted: Show) -> None:
         """From any thread: show the images of a request after their next step."""
-        for running in self._running.copy():
+        for running in tuple(self._running):
             if running.job.request == wanted.request and not (running.show and running.show.end):
                 running.show = wanted
+
+    def run_all(self) -> None:
+        """Draw all that waits."""
+        while self.busy:
+            self.turn()
 
     def turn(self) -> bool:
         """A batch of steps; whether any image is being drawn. Where none wants a step, it waits a little for the others."""
@@ -131,32 +146,28 @@ class Engine:
         if stepping := self._stepping:
             group = self._next_group(stepping)
             self._finish_others(group)
-            pace = self._pace(group[0].job)
-            steps = None if group[0].drawing is None else shared_steps(group[0].drawing)
+            first, steps = group[0].job, group[0].steps
+            pace = self._pace(first)
             size = 1 if steps is not None and steps.alone else pace.size(len(group))
             batches = self._run_batch(group[:size], size)
-            if batches and own_size(group[0].job) and not group[0].job.conditioning.references:
-                others = sum(_kind(job) == _kind(group[0].job) and own_size(job) for job in self._waiting.jobs)
+            if batches and own_size(first) and not first.conditioning.references:
+                others = sum(_kind(job) == _kind(first) and own_size(job) for job in self._waiting.jobs)
                 pace.note(size, batches[-1][2], max(0, len(group) - size) + others)
         elif any_drawn:
             self._wait()
-        counts = len(self._stepping), len(self._waiting)
+        counts = self.drawing, len(self._waiting)
         if batches or counts != self._counts:  # while all that waits is being made, turns follow each other quickly
             self._counts = counts
             self._tell(Turned(tuple(batches), *counts))
         return any_drawn
 
-    def places(self, job: Job) -> int:
+    def _places_of(self, job: Job) -> int:
         """How many images of this one's size are drawn at once."""
         return self._places or self._pace(job).places
 
     def _pace(self, job: Job) -> Pace:
         found = self._seconds[job.pipeline]
         return found if isinstance(found, Pace) else Pace(found)
-
-    @property
-    def _stepping(self) -> list[_Running]:
-        return [each for each in self._running if each.drawing is not None]
 
     def _resume(self) -> None:
         """Go on with what was waited for, and wait for nothing."""
@@ -166,10 +177,9 @@ class Engine:
                 self._go_on(running, "end")
 
     def _wait(self) -> None:
-        for running in self._running:
-            if running.pending is not None:
-                running.pending.wait()
-                return
+        pending = next((each.pending for each in self._running if each.pending is not None), None)
+        if pending is not None:
+            pending.wait()
 
     def _next(self, waiting: Sequence[Job]) -> Job | None:
         """The oldest job with a free place, or before it one with the LoRAs that are being drawn, which shares its runs. It
@@ -180,7 +190,7 @@ class Engine:
         oldest, kinds = waiting[0], {_kind(each.job) for each in self._running}
         there = self._ready(oldest, True)
         found = oldest if there else None
-        if not there or self._overtaken < MOST_OVERTAKEN * self.places(oldest):
+        if not there or self._overtaken < MOST_OVERTAKEN * self._places_of(oldest):
             found = next((job for job in waiting if _kind(job) in kinds), found)
         if found is None:
             found = next((job for job in waiting if self._ready(job, False)), None)
@@ -189,14 +199,14 @@ class Engine:
         return found
 
     def _with_places(self, waiting: Sequence[Job]) -> list[Job]:
-        """The jobs with a free place, the oldest first. Each size has `places` of them. A job of one size too many waits until
-        another size is done, and no later job overtakes it."""
+        """The jobs with a free place, the oldest first. A job of one size too many waits until another size is done, and no later
+        job overtakes it."""
         taken = Counter(_size(each.job) for each in self._stepping)
         found = []
         for job in waiting:
             if _size(job) not in taken and len(taken) == SIZES_KEPT:
                 break
-            if taken[_size(job)] < self.places(job):
+            if taken[_size(job)] < self._places_of(job):
                 found.append(job)
         return found
 
@@ -204,27 +214,21 @@ class Engine:
         """While all places are taken, the pipeline of the next job with other LoRAs is made."""
         kinds = {_kind(each.job) for each in self._running}
         with self._waiting.changed:  # as where one is taken: who makes pipelines has a lock of its own
-            for job in self._waiting.jobs:
-                if _kind(job) not in kinds:
-                    self._ready(job, True)
-                    return
+            other = next((job for job in self._waiting.jobs if _kind(job) not in kinds), None)
+            if other is not None:
+                self._ready(other, True)
 
     def _begin(self, job: Job) -> None:
         """From the prompt to the first step."""
         running = _Running(job)
-        progress = Progress(
-            lambda done, total: self._tell(Stepped(job.request, job.index, done, total)),
-            lambda number, file: self._tell(Preview(job.request, job.index, number, file)),
-            running.take_show,
-        )
-        running.work = self._work(running, progress)
+        running.work = self._work(running)
         self._running.append(running)
         self._tell(Begun(job.request, job.index))
         self._go_on(running, "begin")
 
-    def _work(self, running: _Running, progress: Progress) -> Work:
+    def _work(self, running: _Running) -> Work:
         running.pipeline = self._find(running.job)
-        return (yield from running.pipeline.draw(running.job, progress))
+        return (yield from running.pipeline.draw(running.job, self._tell, running.take_show))
 
     def _next_group(self, stepping: Sequence[_Running]) -> list[_Running]:
         """The images of one pipeline and size that share the next run."""
@@ -253,8 +257,7 @@ class Engine:
                 log_line("batch_failed", images=len(together), kind=type(error).__name__, message=str(error))
                 self._no_room(together[0], size)
                 return [batch for running in together for batch in self._run_batch([running], 1)]
-            self._leave(together[0])
-            self._failed(together[0].job, error)
+            self._fail(together[0], error)
             return []
         seconds = time.perf_counter() - begun
         self._shares.ran(key, _flow(together[0].job), seconds)
@@ -265,37 +268,32 @@ class Engine:
 
     def _no_room(self, running: _Running, size: int) -> None:
         """There was none for a batch of this size. With reference images, whose steps are larger, that says nothing of others."""
-        steps = None if running.drawing is None else shared_steps(running.drawing)
-        if steps is not None and running.job.conditioning.references:
-            steps.alone = True
+        if running.steps is not None and running.job.conditioning.references:
+            running.steps.alone = True
         else:
             self._pace(running.job).failed(size)
 
     def _go_on(self, running: _Running, stage: str) -> None:
         """To its next step, to what it waits for, or to its end."""
-        begun = time.perf_counter()
+        begun, drawn = time.perf_counter(), None
         self.progress += 1
-        finished: Finished | None = None
         try:
             self._advance(running)
         except StopIteration as end:
-            finished = end.value
+            drawn = end.value
         except Exception as error:  # noqa: BLE001  (it is told, with its traceback if nobody foresaw it)
-            self._leave(running)
-            self._failed(running.job, error)
+            self._fail(running, error)
             return
         finally:
             self.progress += 1
         running.since = time.perf_counter()
         running.seconds["end" if running.drawing is None else stage] += running.since - begun
-        if finished is not None:
+        if drawn is not None:
             self._leave(running)
-            job, seconds = running.job, dict(running.seconds)
-            drawn = Drawn(job.request, job.index, finished.file, finished.size, finished.flagged, seconds)
-            self._tell(replace(drawn, warnings=finished.warnings))
+            self._tell(replace(drawn, seconds=dict(running.seconds)))
 
     def _advance(self, running: _Running) -> None:
-        """Raises StopIteration at its end."""
+        """Raises StopIteration at its end, with the `Drawn`."""
         pending, running.drawing, running.pending = running.pending, None, None
         wanted = next(running.work) if pending is None else _sent(running.work, pending)
         while not isinstance(wanted, Drawing):
@@ -312,13 +310,14 @@ class Engine:
         self.progress += 1
         running.work.close()
 
-    def _failed(self, job: Job, error: Exception) -> None:
-        kind = type(error).__name__
+    def _fail(self, running: _Running, error: Exception) -> None:
+        self._leave(running)
+        said: tuple[str, str | None, str | None] = (str(error), None, None)
         if isinstance(error, SdflowError):
-            self._tell(Failed(job.request, job.index, kind, error.what, error.where, error.remedy))
-            return
-        log_error(error)
-        self._tell(Failed(job.request, job.index, kind, str(error)))
+            said = error.what, error.where, error.remedy
+        else:
+            log_error(error)
+        self._tell(Failed(running.job.request, running.job.index, type(error).__name__, *said))
 
 
 def _sent(work: Work, pending: Pending) -> Drawing | Fetch | Compute:
@@ -330,21 +329,21 @@ def _sent(work: Work, pending: Pending) -> Drawing | Fetch | Compute:
     return work.send(found)
 
 
-def _kind(job: Job) -> tuple[str, tuple[LoraFile, ...]]:
-    """What must be equal for two to share runs."""
-    return job.pipeline, job.loras
-
-
-def _flow(job: Job) -> Hashable:
-    """What shares the device with others."""
-    return _kind(job), _size(job)
-
-
 def own_size(job: Job) -> bool:
     """Whether it says no size, so that its image has the model's own."""
     return "height" not in job.arguments
 
 
+def _kind(job: Job) -> tuple[str, tuple[LoraFile, ...]]:
+    """What must be equal for two to share runs."""
+    return job.pipeline, job.loras
+
+
 def _size(job: Job) -> Hashable:
     """Of its images, as far as it is known before one begins."""
     return job.pipeline, job.arguments.get("height"), job.arguments.get("width")
+
+
+def _flow(job: Job) -> Hashable:
+    """What shares the device with others."""
+    return _kind(job), _size(job)

@@ -24,6 +24,7 @@ WAIT_SECONDS = 0.005
 """Between two looks whether what the only jobs wait for is there."""
 
 RESIDENT_SECONDS = 0.5
+"""How old the memory that is told may be: looking takes as long as several steps' messages."""
 
 REST_SECONDS = 10.0
 """After the last large image, the memory that it took goes back."""
@@ -31,13 +32,13 @@ REST_SECONDS = 10.0
 Tell = Callable[[Message], None]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Lane:
-    """rest: gives back what only large images need."""
+    """rest: gives back what only large images need. chores: to do between two steps, in its thread."""
 
     engine: Engine
     rest: Callable[[], None]
-    cancelled: list[str] = field(default_factory=list)
+    chores: list[Callable[[], None]] = field(default_factory=list)
 
 
 class Lanes:
@@ -45,18 +46,15 @@ class Lanes:
 
     def __init__(self, tell: Tell, share: Callable[[Job], float] = lambda job: 0.0) -> None:
         self.waiting, self._share = Waiting(share), share
+        self.submit = self.waiting.add
         self._tell, self._one_at_a_time = tell, threading.Lock()
         self._lanes: list[_Lane] = []
-        self._drawing: list[int] = []
         self._ended = self._running = False
-        self._chores: list[Callable[[], None]] = []
         self._process, self._memory, self._looked = psutil.Process(), 0, 0.0
 
     def add(self, make: Callable[[Waiting, Tell], Engine], rest: Callable[[], None] = lambda: None) -> None:
         """One more engine. rest: gives back what only large images need, in the lane's thread, some time after the last one."""
-        self._drawing.append(0)
-        lane = _Lane(make(self.waiting, partial(self._pass_on, len(self._drawing) - 1)), rest)
-        self._lanes.append(lane)
+        self._lanes.append(lane := _Lane(make(self.waiting, self._pass_on), rest))
         if self._running:
             self._start(lane)
 
@@ -72,27 +70,23 @@ class Lanes:
     def engines(self) -> list[Engine]:
         return [lane.engine for lane in self._lanes]
 
-    def submit(self, job: Job) -> None:
-        """Draw this when there is a place for it."""
-        self.waiting.add(job)
-
     def cancel(self, request: str) -> None:
         """Draw no more of a request; what is being drawn of it ends at its next step."""
         with self.waiting.changed:
             for lane in self._lanes:
-                lane.cancelled.append(request)
+                lane.chores.append(partial(lane.engine.cancel, request))
             self.waiting.cancel(request)
 
     def do(self, chore: Callable[[], None]) -> None:
         """In the thread of the first lane, between two steps."""
         with self.waiting.changed:
-            self._chores.append(chore)
+            self._lanes[0].chores.append(chore)
         self.look_again()
 
     def show(self, wanted: Show) -> None:
         """Of a request, what is being drawn."""
-        for lane in self._lanes:
-            lane.engine.show(wanted)
+        for engine in self.engines:
+            engine.show(wanted)
 
     def look_again(self) -> None:
         """What a job waits for may be there now."""
@@ -101,8 +95,7 @@ class Lanes:
 
     def end(self) -> None:
         """Draw no more at all: `run` returns."""
-        with self.waiting.changed:
-            self._ended = True
+        self._ended = True
         self.look_again()
 
     def run(self) -> None:
@@ -129,26 +122,20 @@ class Lanes:
     def _run(self, lane: _Lane) -> None:
         changed, engine, stuck = self.waiting.changed, lane.engine, False
         large: float | None = None
-        chores = self._chores if lane is self._lanes[0] else []
         while True:
             with changed:
                 if stuck:
                     changed.wait(WAIT_SECONDS)
                 within = None if large is None else REST_SECONDS
-                changed.wait_for(
-                    lambda: self._ended or engine.retired or lane.cancelled or engine.busy or chores, within
-                )
+                changed.wait_for(lambda: self._ended or engine.retired or lane.chores or engine.busy, within)
                 if engine.retired and not engine.jobs:
                     self._lanes.remove(lane)
                     return
                 if self._ended:
                     return
-                cancelled, lane.cancelled = lane.cancelled, []
-                due = [chores.pop(0) for _ in tuple(chores)]
-            for chore in due:
+                chores, lane.chores = lane.chores, []
+            for chore in chores:
                 chore()
-            for request in cancelled:
-                engine.cancel(request)
             stuck = not engine.turn()  # what it waits for is being made
             if any(map(self._share, engine.jobs)):
                 large = time.monotonic()
@@ -156,15 +143,11 @@ class Lanes:
                 lane.rest()
                 large = None
 
-    def _pass_on(self, number: int, message: Message) -> None:
+    def _pass_on(self, message: Message) -> None:
         with self._one_at_a_time:
             if isinstance(message, Turned):
-                self._drawing[number] = message.drawing
-                message = replace(message, drawing=sum(self._drawing), memory=self._resident())
+                if (now := time.monotonic()) >= self._looked + RESIDENT_SECONDS:
+                    self._memory, self._looked = int(self._process.memory_info().rss), now
+                drawing = sum(engine.drawing for engine in self.engines)
+                message = replace(message, drawing=drawing, memory=self._memory)
             self._tell(message)
-
-    def _resident(self) -> int:
-        """Bytes of this process in memory, as of half a second ago at most: looking takes as long as several steps' messages."""
-        if (now := time.monotonic()) >= self._looked + RESIDENT_SECONDS:
-            self._memory, self._looked = int(self._process.memory_info().rss), now
-        return self._memory

@@ -1,5 +1,4 @@
-"""The pipelines of a server, loaded, warm and measured: for one lane with all cores, or for several
-(`sdflow.serve.engine.lanes`)."""
+"""The pipelines of a server, loaded, warm and measured: for one lane with all cores, or for several."""
 
 from __future__ import annotations
 
@@ -25,25 +24,16 @@ if TYPE_CHECKING:
     from sdflow.serve.engine.served_pipeline import ServedPipeline
     from sdflow.serve.jobs import WorkerOptions
 
-WARM_UP = "warm-up"
-
 MOST_LANES = 8
 
 SMALL_SECONDS = 0.1
 """Several lanes are tried where a run of the denoiser takes less: larger models keep all cores busy, and need their memory."""
 
-MOST_DELAYED = 8
-"""How many times as long other work on the machine may make a run."""
-
 GAIN = 0.95
 """Several lanes must take at most this part of the time that one takes."""
 
-OURS = 0.8
-"""The part of the processor's time that lanes get on a machine that does nothing else."""
-
-ROUNDS = 2
-STEPS = 8
-"""Of the images that lanes are measured by."""
+ROUNDS, STEPS = 2, 8
+"""Of images that lanes are measured by, and of each."""
 
 MEASURED_RUNS = 5
 """Of the denoiser, for each size of a batch."""
@@ -58,11 +48,6 @@ class LoadedLane:
     seconds: dict[str, Mapping[int, float]]
     first: float
     threads: int | None = None
-
-    @property
-    def places(self) -> int:
-        """How many images it draws at once."""
-        return max(max(each) for each in self.seconds.values())
 
 
 def load_lanes(options: WorkerOptions) -> list[LoadedLane]:
@@ -79,12 +64,10 @@ def load_lanes(options: WorkerOptions) -> list[LoadedLane]:
         )
     count = options.lanes or min(threads, MOST_LANES)
     measured = options.lanes is None
-    if count == 1 or on_device or (measured and not all(_small(one, each, threads) for each in one.seconds)):
+    if count == 1 or on_device or (measured and any(each[1] >= SMALL_SECONDS for each in one.seconds.values())):
         return [one]
     several = [_load(options, max(1, threads // count)) for _ in range(count)]
-    if measured and not all(_pays(several, one, name, threads) for name in one.pipelines):
-        return [one]
-    return several
+    return [one] if measured and not all(_pays(several, one, name) for name in one.pipelines) else several
 
 
 def _load(options: WorkerOptions, threads: int | None) -> LoadedLane:
@@ -99,8 +82,27 @@ def load(folder: Path, threads: int | None, options: WorkerOptions) -> ServedPip
     from sdflow.serve.engine.served_pipeline import ServedPipeline
 
     made = ServedPipeline.load(folder, threads, options.checker, options.embeddings)
-    made.limit_chunks(options.chunks)
+    for stage in made.stages:
+        stage.most_chunks = options.chunks
     return made
+
+
+def folder_bytes(folder: Path) -> int:
+    """The size of a pipeline's files."""
+    return sum(path.stat().st_size for path in folder.resolve().glob("*/*") if path.is_file())
+
+
+def with_room(options: WorkerOptions) -> WorkerOptions:
+    """With the first of the pipelines, as many as may stay loaded together."""
+    if options.memory is None:
+        return options
+    taken, left = dict[str, Path](), options.memory
+    for name, folder in options.pipelines.items():
+        left -= folder_bytes(folder)
+        if taken and left < 0:
+            break
+        taken[name] = folder
+    return replace(options, pipelines=taken)
 
 
 def patience_of(lane: LoadedLane, options: WorkerOptions, pixels: Mapping[str, int]) -> Patience:
@@ -116,48 +118,17 @@ def patience_of(lane: LoadedLane, options: WorkerOptions, pixels: Mapping[str, i
     return Patience(max(LEAST_SECONDS, min(measured, options.deadline)), max(LEAST_SECONDS, options.deadline), pixels)
 
 
-def _small(lane: LoadedLane, name: str, threads: int) -> bool:
-    """Whether a run of the denoiser takes so little that its threads wait for each other. Where that may be other work on the
-    machine, the processor's time tells."""
-    taken = lane.seconds[name][1]
-    if not SMALL_SECONDS <= taken < MOST_DELAYED * SMALL_SECONDS:
-        return taken < SMALL_SECONDS
-    return spent([lane], name, 1).processor / (threads * STEPS) < SMALL_SECONDS
-
-
-def _pays(several: Sequence[LoadedLane], one: LoadedLane, name: str, threads: int) -> bool:
-    """Whether several lanes are done with as many images earlier than one."""
-    images = max(one.places, sum(each.places for each in several))
+def _pays(several: Sequence[LoadedLane], one: LoadedLane, name: str) -> bool:
+    """Whether several lanes are done with as many images earlier than one. Other work on the machine may make it say the wrong
+    thing, so it is measured again while serving."""
+    images = max(max(one.seconds[name]), sum(max(each.seconds[name]) for each in several))
     for lane in several:
-        spent([lane], name, 1)  # what the first image makes
-    side_by_side, alone = list[Spent](), list[Spent]()
-    for _ in range(ROUNDS):
-        side_by_side.append(spent(several, name, images))
-        alone.append(spent([one], name, images))
-    return sooner(side_by_side, alone, cores=len(several) * max(1, threads // len(several)))
+        _seconds_for([lane], name, 1)  # what the first image makes
+    rounds = [(_seconds_for(several, name, images), _seconds_for([one], name, images)) for _ in range(ROUNDS)]
+    return min(together for together, _ in rounds) < GAIN * min(alone for _, alone in rounds)
 
 
-@dataclass(frozen=True)
-class Spent:
-    """Seconds, and seconds of the processor in them."""
-
-    wall: float
-    processor: float
-
-
-def sooner(several: Sequence[Spent], one: Sequence[Spent], cores: int) -> bool:
-    """Whether several lanes are done sooner than one. cores: that they use.
-
-    Where others use the machine too, all lanes get little of it, and what takes longer says nothing of how it would be alone.
-    Then the processor's time decides: alone, several lanes take theirs divided by the cores, and one takes that at least.
-    """
-    best = min(several, key=lambda each: each.wall)
-    if best.processor >= OURS * cores * best.wall:
-        return best.wall < GAIN * min(each.wall for each in one)
-    return GAIN * min(each.processor for each in several) < min(each.processor for each in one)
-
-
-def spent(lanes: Sequence[LoadedLane], name: str, images: int) -> Spent:
+def _seconds_for(lanes: Sequence[LoadedLane], name: str, images: int) -> float:
     """What these lanes take for so many images, each of few steps."""
     from sdflow.serve.engine.engine import Engine
 
@@ -168,14 +139,12 @@ def spent(lanes: Sequence[LoadedLane], name: str, images: int) -> Spent:
 
     def draw(lane: LoadedLane) -> None:
         seconds = {name: lane.seconds[name]}
-        engine = Engine(lambda job: lane.pipelines[name], seconds, lambda message: None, waiting=waiting)
-        while engine.busy:
-            engine.turn()
+        Engine(lambda job: lane.pipelines[name], seconds, lambda message: None, waiting=waiting).run_all()
 
-    begun, used = time.perf_counter(), time.process_time()
+    begun = time.perf_counter()
     with ThreadPoolExecutor(len(lanes)) as pool:
         list(pool.map(draw, lanes))
-    return Spent(time.perf_counter() - begun, time.process_time() - used)
+    return time.perf_counter() - begun
 
 
 def warm(name: str, pipeline: ServedPipeline, options: WorkerOptions) -> dict[int, float]:
@@ -185,13 +154,10 @@ def warm(name: str, pipeline: ServedPipeline, options: WorkerOptions) -> dict[in
     said: list[Message] = []
     engine = Engine(lambda job: pipeline, {name: {1: 1.0}}, said.append)
     engine.submit(warm_up_job(name, pipeline))
-    while engine.busy:
-        engine.turn()
+    engine.run_all()
     for failed in said:
         if isinstance(failed, Failed):
             raise VerificationError(f"cannot draw: {failed.what}", where=str(options.pipelines.get(name, name)))
-    if pipeline.why_alone is not None:
-        return {1: 1.0}
     return measured_seconds(pipeline, options.batch_sizes)
 
 
@@ -216,8 +182,7 @@ def measured_seconds(pipeline: ServedPipeline, sizes: Sequence[int] | None = Non
     schedule = stage.schedule(own.steps, (side, side), guidance_scale=None)
     if sizes is None:
         return worthwhile_sizes(measured)
-    found = {size: measured(size) for size in sizes}
-    return {size: taken for size, taken in found.items() if taken is not None}
+    return {size: taken for size in sizes if (taken := measured(size)) is not None}
 
 
 def warm_up_job(name: str, pipeline: ServedPipeline) -> Job:
@@ -228,7 +193,7 @@ def warm_up_job(name: str, pipeline: ServedPipeline) -> Job:
     mask = Image("L", (side, side), b"\xff" * (side * side)) if task == "inpaint" else None
     few = replace(base.defaults[task], steps=2 if len(pipeline.stages) == 1 else 10)
     steps = {"num_inference_steps": few.steps_at(few.strength)}
-    return Job(WARM_UP, 0, name, "a warm-up", 0, arguments=steps, image=image, mask=mask)
+    return Job("warm-up", 0, name, "a warm-up", 0, arguments=steps, image=image, mask=mask)
 
 
 @dataclass(frozen=True)
@@ -239,36 +204,28 @@ class Room:
     most: dict[str, int]
 
     @classmethod
-    def measured(cls, lanes: Sequence[LoadedLane]) -> Room:
+    def measured(cls, lane: LoadedLane) -> Room:
         """Of this process as it is now. On the CPU it gets no more memory from now on than there is: a run that wants more fails,
         and none fails with it, as all would when the kernel kills the process."""
-        pipelines, room = lanes[0].pipelines, cls({}, {})
-        for name in pipelines:
-            room.add(name, [lane.pipelines[name] for lane in lanes])
-        if all(each.base.place.device == HOST for each in pipelines.values()):
-            _limit_to_what_is_there()
+        import psutil
+
+        room = cls({}, {})
+        for name, pipeline in lane.pipelines.items():
+            room.add(name, pipeline)
+        now = getattr(psutil.Process().memory_info(), "data", None)  # Linux
+        if now is not None and all(each.base.place.device == HOST for each in lane.pipelines.values()):
+            limit_memory(now + available_bytes() + psutil.swap_memory().free)
         return room
 
-    def add(self, name: str, loaded: Sequence[ServedPipeline]) -> None:
-        """A pipeline that is loaded in each lane."""
-        self.own[name] = loaded[0].base.latents.image_size ** 2
+    def add(self, name: str, loaded: ServedPipeline) -> None:
+        """A pipeline that is loaded."""
+        self.own[name] = loaded.base.latents.image_size**2
         self.most[name] = min(
-            most_pixels_of(stage.family, stage.configs, device=stage.place.device) for stage in loaded[0].stages
+            most_pixels_of(stage.family, stage.configs, device=stage.place.device) for stage in loaded.stages
         )
-        for each in loaded:
-            each.keep_sizes(self.most[name] // len(loaded))
 
     def share(self, job: Job) -> float:
         """The part of the memory that an image takes; 0 of one that is no larger than the model's own: for these there is room
         at all places."""
         pixels = job.arguments.get("height", 0) * job.arguments.get("width", 0)
-        own, most = self.own[job.pipeline], self.most[job.pipeline]
-        return float(pixels / most) if pixels > own else 0.0
-
-
-def _limit_to_what_is_there() -> None:
-    import psutil
-
-    now = getattr(psutil.Process().memory_info(), "data", None)  # Linux
-    if now is not None:
-        limit_memory(now + available_bytes() + psutil.swap_memory().free)
+        return float(pixels / self.most[job.pipeline]) if pixels > self.own[job.pipeline] else 0.0

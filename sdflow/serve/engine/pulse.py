@@ -1,7 +1,7 @@
-"""Signs of life of the process that draws, and the end of one that shows none, as it was stopped or a kernel never ends.
+"""Heartbeats of the worker, and the end of one that was stopped or whose kernel never ends.
 
-The worker says twice a second that it is there, from a thread of its own, and whether an image has not gone on for too long. What
-is too long is measured: several times what loading and the first image took, and more for larger images.
+A thread of the worker says twice a second whether an image has not gone on for too long: several times what loading and the
+first image took, and more for larger images.
 """
 
 from __future__ import annotations
@@ -47,11 +47,9 @@ class Patience:
 
     def of(self, jobs: tuple[Job, ...]) -> float:
         """For a lane that draws these."""
-        sizes = [1.0]
-        for job in jobs:
-            given, own = job.arguments, self.pixels[job.pipeline]
-            sizes.append(given.get("height", 0) * given.get("width", 0) / own)
-        return min(self.seconds * max(sizes) ** 2, self.most)
+        sizes = [each.arguments.get("height", 0) * each.arguments.get("width", 0) for each in jobs]
+        largest = max((size / self.pixels[job.pipeline] for size, job in zip(sizes, jobs, strict=True)), default=1.0)
+        return min(self.seconds * max(1.0, largest) ** 2, self.most)
 
 
 class Pulses:
@@ -62,9 +60,8 @@ class Pulses:
         self._watched: tuple[Lanes, Patience, Callable[[], bool]] | None = None
         threading.Thread(target=self._beat, name="pulse", daemon=True).start()
 
-    def watch(self, lanes: Lanes, patience: Patience, loading: Callable[[], bool] = lambda: False) -> None:
-        """Tell of these, too, from now on. loading: whether they may have to wait for a pipeline that is being loaded, which may
-        take as long as a start, or a request."""
+    def watch(self, lanes: Lanes, patience: Patience, loading: Callable[[], bool]) -> None:
+        """Tell of these, too. loading: whether they may wait for a pipeline, which may take as long as a start, or a request."""
         self._watched = lanes, patience, loading
         self._tell(Pulse(None, patience.seconds))
 
@@ -92,26 +89,21 @@ class Pulses:
 
 
 class Watchdog:
-    """The server's, of one worker. give_up: ends that and receives the reason, on a thread of its own."""
+    """The server's, of one worker. give_up: ends that and receives the reason, on a thread of its own. ended: it is gone."""
 
     def __init__(self, give_up: Callable[[Lost], None]) -> None:
-        self._give_up = give_up
-        self._last = Pulse()
-        self._heard, self._ended = threading.Event(), threading.Event()
+        self._give_up, self._last = give_up, Pulse()
+        self._heard, self.ended = threading.Event(), threading.Event()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
-    def hear(self, pulse: Pulse | None) -> None:
+    def hear(self, message: object) -> None:
         """Something was heard of it."""
-        self._last = self._last if pulse is None else pulse
+        self._last = message if isinstance(message, Pulse) else self._last
         self._heard.set()
-
-    def end(self) -> None:
-        """It is gone."""
-        self._ended.set()
 
     def _watch(self) -> None:
         silent = 0.0
-        while not self._ended.wait(PULSE_SECONDS):
+        while not self.ended.wait(PULSE_SECONDS):
             silent = 0.0 if self._heard.is_set() else silent + PULSE_SECONDS
             self._heard.clear()
             stuck = self._last.stuck

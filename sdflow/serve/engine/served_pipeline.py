@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -21,16 +21,15 @@ from sdflow.runtime.ensemble import Ensemble
 from sdflow.runtime.files.folder import folder_family, load_submodel
 from sdflow.runtime.files.recorded_tuning import recorded_tuning
 from sdflow.runtime.pipeline import Pipeline
-from sdflow.runtime.sessions.device_weights import DeviceWeights
 from sdflow.runtime.sessions.live_weights import LiveWeights
-from sdflow.runtime.sessions.residency import Residency
 from sdflow.runtime.sessions.session import LoadOptions
 from sdflow.runtime.sessions.submodel import Submodel
 from sdflow.runtime.sessions.working_bytes import row_bytes
 from sdflow.serve.engine.cuts import Cuts
 from sdflow.serve.engine.elsewhere import OneAhead
-from sdflow.serve.engine.shared_steps import SharedDenoiser, SharedDenoisers, SharedSteps
-from sdflow.serve.jobs import ConditioningImages, Image, Job, Show
+from sdflow.serve.engine.shared_denoisers import SharedDenoisers
+from sdflow.serve.engine.shared_steps import SharedDenoiser, SharedSteps
+from sdflow.serve.jobs import ConditioningImages, Drawn, Image, Job, Message, Preview, Show, Stepped
 from sdflow.targets import find_target
 
 if TYPE_CHECKING:
@@ -40,33 +39,8 @@ RESTING = {"session.intra_op.allow_spinning": "0"}
 """The threads of a session that has nothing to do would go round for a while, on the cores that the next session's need:
 an image of 8 steps takes 0.29 s without that, and 0.39 with, on 2 cores."""
 
-Reload = Callable[[Path, str, LiveWeights | None, DeviceWeights | None, Residency | None], Submodel]
-"""Loads the submodel of a folder, of this name; with weights that it reads from memory, the others on the device where they are
-there, and where weights take turns on the device."""
-
-
-Work = Generator[Drawing | Fetch | Compute, Any, "Finished"]
+Work = Generator[Drawing | Fetch | Compute, Any, Drawn]
 """Gives what an image waits for: a drawing that wants a step, which is run before it goes on; and what is done elsewhere."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What is told of an image on the way. step: steps done and in all. preview: its number, and the image as a file. show: what
-    is wanted of it now, once."""
-
-    step: Callable[[int, int], None] = lambda done, total: None
-    preview: Callable[[int, bytes], None] = lambda number, file: None
-    show: Callable[[], Show | None] = lambda: None
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A finished image. warnings: what was cut off of its prompts."""
-
-    file: bytes
-    size: tuple[int, int]
-    flagged: bool | None
-    warnings: tuple[str, ...] = ()
 
 
 class ServedPipeline:
@@ -75,21 +49,16 @@ class ServedPipeline:
     def __init__(
         self,
         pipeline: Pipeline | Ensemble,
-        reload: Reload | None = None,
+        reload: Callable[..., Submodel] | None = None,
         cuts: Cuts | None = None,
     ) -> None:
-        """reload: loads a submodel as those of the pipeline were. cuts: of one with the same graphs."""
-        self.pipeline, self._reload = pipeline, reload
+        """reload: `load_submodel` with the options of the pipeline. cuts: of one with the same graphs."""
+        self._reload = reload
         self.stages = [pipeline] if isinstance(pipeline, Pipeline) else [pipeline.base, pipeline.refiner]
         self._cuts = Cuts() if cuts is None else cuts
         self._denoisers = [SharedDenoisers(stage, self._cuts) for stage in self.stages]
         self._hold: Callable[[], None] = lambda: None
         self._ahead = OneAhead(self.base.place)
-
-    def limit_chunks(self, most: int | None) -> None:
-        """Of a prompt."""
-        for stage in self.stages:
-            stage.most_chunks = most
 
     @classmethod
     def load(
@@ -104,21 +73,8 @@ class ServedPipeline:
         options: dict[str, Any] = {"threads": threads, "checker": checker, "tuning": tuning}
         options["embeddings"] = [] if embeddings is None else [embeddings]
 
-        def reload(
-            other: Path, name: str, live: LiveWeights | None, shared: DeviceWeights | None, turns: Residency | None
-        ) -> Submodel:
-            return load_submodel(
-                other,
-                name,
-                target,
-                family=family,
-                lazy=True,
-                options=LoadOptions(threads=threads, tuning=tuning),
-                live=live,
-                shared=shared,
-                residency=turns,
-            )
-
+        loading = LoadOptions(threads=threads, tuning=tuning)
+        reload = partial(load_submodel, target=target, family=family, lazy=True, options=loading)
         if origin.refiner is not None:
             return cls(Ensemble.load(folder, folder.resolve() / origin.refiner, target, **options), reload)
         return cls(Pipeline.load(folder, target, **options), reload)
@@ -131,7 +87,8 @@ class ServedPipeline:
 
         def loaded(name: str, weights: LiveWeights | None) -> Submodel:
             own = base.submodels[name]
-            made = reload(folder, name, weights, None if weights is None else own.weights, own.residency)
+            shared = None if weights is None else own.weights
+            made = reload(folder, name, live=weights, shared=shared, residency=own.residency)
             return with_words(made, base.family, base.learned) if name in base.family.text else made
 
         pipeline = Pipeline(
@@ -145,8 +102,14 @@ class ServedPipeline:
         )
         pipeline.scheduler, pipeline.record = base.scheduler, base.record
         pipeline.learned, pipeline.words, pipeline.most_chunks = base.learned, base.words, base.most_chunks
-        whole = pipeline if isinstance(self.pipeline, Pipeline) else Ensemble(pipeline, self.pipeline.refiner)
+        whole = pipeline if len(self.stages) == 1 else Ensemble(pipeline, self.stages[1])
         return type(self)(whole, self._reload, self._cuts)
+
+    def forget_batch(self, size: int) -> None:
+        """Give back what batches of so many images of the model's own size hold."""
+        side = self.base.latents.size
+        if (steps := self.shared_steps(side, side)) is not None:
+            steps.forget(size)
 
     def keep_sizes(self, pixels: int) -> None:
         """What was made for several sizes stays as long as these have no more pixels than this together."""
@@ -168,7 +131,6 @@ class ServedPipeline:
         base.schedules = {}  # what timesteps give depends on the weights, and is kept by schedule
         other = copy.copy(self)
         other.stages = [base, *self.stages[1:]]
-        other.pipeline = base if isinstance(self.pipeline, Pipeline) else Ensemble(*other.stages)
         other._hold = hold
         return other
 
@@ -202,8 +164,9 @@ class ServedPipeline:
         """Why images are not drawn together; None where they are. Known when one was drawn."""
         return self._denoisers[0].why_alone
 
-    def draw(self, job: Job, progress: Progress = Progress()) -> Work:
-        """One image, by a generator that says what it waits for. Raises UsageError as a pipeline does."""
+    def draw(self, job: Job, tell: Callable[[Message], None], show: Callable[[], Show | None]) -> Work:
+        """One image, by a generator that says what it waits for. tell: receives its steps and previews. show: what a client wants
+        to see of it now, once. Raises UsageError as a pipeline does."""
         number = 0
         truncated: list[str] = []
         for drawing in self.drawings(job):
@@ -211,16 +174,17 @@ class ServedPipeline:
             previewed = preview_steps(job.previews, drawing.runs)
             while not drawing.done:
                 yield drawing
-                progress.step(drawing.index, drawing.runs)
-                show = progress.show()
-                if show is not None or drawing.index - 1 in previewed:  # the safety checker sees that, too
+                tell(Stepped(job.request, job.index, drawing.index, drawing.runs))
+                wanted = show()
+                if wanted is not None or drawing.index - 1 in previewed:  # the safety checker sees that, too
                     preview = drawing.preview()
                     drawn = yield from self.base.finishing(preview.latents, kept=preview.kept)
                     (image,) = drawn.images
-                    if show is not None and show.end:
+                    if wanted is not None and wanted.end:
                         image = with_record(image, drawing.records[0]) if drawing.records else image
                         return (yield from self._finished(job, image, drawn.nsfw_content_detected, truncated))
-                    progress.preview(number, (yield Compute(partial(encoded, image, job))))
+                    file = yield Compute(partial(encoded, image, job))
+                    tell(Preview(job.request, job.index, number, file))
                     number += 1
         drawn = yield from drawing.finishing()
         return (yield from self._finished(job, drawn.images[0], drawn.nsfw_content_detected, truncated))
@@ -229,7 +193,8 @@ class ServedPipeline:
         if job.loras:
             image = with_more(image, {"loras": [{"name": each.name, "scale": each.scale} for each in job.loras]})
         file = yield Compute(partial(encoded, image, job))
-        return Finished(file, image.size, None if flags is None else flags[0], tuple(dict.fromkeys(truncated)))
+        flagged, warnings = None if flags is None else flags[0], tuple(dict.fromkeys(truncated))
+        return Drawn(job.request, job.index, file, image.size, flagged, {}, warnings=warnings)
 
     def step(self, drawings: Sequence[Drawing], size: int) -> None:
         """Run the denoiser once for one drawing, or for several with the same `shared_steps`, in a batch of this size. On a GPU
@@ -257,7 +222,12 @@ class ServedPipeline:
 
         with self.base.place.current():
             self._hold()  # for the text encoders
-        stages = [self._for_one_image(*each, job) for each in zip(self.stages, self._denoisers, strict=True)]
+        stages = []
+        for stage, denoisers in zip(self.stages, self._denoisers, strict=True):
+            stages.append(made := copy.copy(stage))  # the same submodels
+            made.denoisers = denoisers
+            if job.scheduler is not None:
+                made.scheduler = stage.named_scheduler(job.scheduler)
         image = more.pop("image", None) if job.image is None else _pil(job.image)
         settings: dict[str, Any] = {
             **({} if job.mask is None else {"mask_image": _pil(job.mask)}),
@@ -267,18 +237,10 @@ class ServedPipeline:
             **job.arguments,
             **more,
         }
-        if isinstance(self.pipeline, Pipeline):
+        if len(stages) == 1:
             yield stages[0].drawing([job.prompt], image, **settings)
         else:
             yield from Ensemble(*stages).drawings([job.prompt], image, **settings)
-
-    def _for_one_image(self, stage: Pipeline, denoisers: SharedDenoisers, job: Job) -> Pipeline:
-        """The pipeline with the same submodels, its scheduler as the job has it, and denoisers that images share."""
-        made = copy.copy(stage)
-        if job.scheduler is not None:
-            made.scheduler = stage.named_scheduler(job.scheduler)
-        made.denoisers = denoisers
-        return made
 
 
 def shared_steps(drawing: Drawing) -> SharedSteps | None:

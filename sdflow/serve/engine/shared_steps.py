@@ -1,9 +1,8 @@
 """One run of the denoiser for images that stand at different steps, with other schedules, prompts and guidance.
 
-The denoiser is taken apart (`sdflow.runtime.denoiser.split`). What depends on the prompt is computed once for an image,
-what depends
-on the timestep once for a schedule; both have a row for each image in the part that is run at every step, so each image
-brings its own. An image without guidance takes both rows of a batch with guidance, and only the second is used.
+The denoiser is split (`sdflow.runtime.denoiser.split`). What depends on the prompt is computed once for an image, what depends
+on the timestep once for a schedule; in the part that is run at every step, each image has a row of both. An image without
+guidance takes both rows of a batch with guidance, and only the second is used.
 """
 
 from __future__ import annotations
@@ -11,20 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import PassError
-from sdflow.families.shared.references import REFERENCE_TOKENS
-from sdflow.families.shared.request import Conditions
 from sdflow.models.base import Role
 from sdflow.onnx_model.nodes import in_order
-from sdflow.runtime.denoiser.denoiser import Denoiser, DenoiserInputs
-from sdflow.runtime.denoiser.denoisers import DenoiserRequest, DenoiserSource, token_sizes
+from sdflow.runtime.denoiser.denoiser import DenoiserInputs
 from sdflow.runtime.denoiser.moving import Moving
 from sdflow.runtime.denoiser.schedule import Schedule
 from sdflow.runtime.denoiser.time_values import TimeValues, table
-from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.sessions.bound import Bound, empty_inputs
 from sdflow.runtime.sessions.submodel import Submodel
 from sdflow.serve.engine.cuts import Cuts
@@ -34,17 +28,14 @@ if TYPE_CHECKING:
 
     from sdflow.runtime.denoiser.split import Parts
 
-SIZES_KEPT = 4
-
 TABLES_KEPT = 16
 QUEUED_RUNS = 4
 
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """What the prompt and the reference images of one image give: values by name, each with a row for the negative prompt and one
-    for the prompt, or without guidance only that one. (halves, rows of it, ...). common: those that are equal for all images, as
-    they are."""
+    """What the prompt and the reference images of one image give. values: by name, (halves, rows of it, ...), the negative prompt
+    first, which is missing without guidance. common: those that are equal for all images."""
 
     values: Mapping[str, torch.Tensor]
     common: Mapping[str, torch.Tensor]
@@ -82,12 +73,10 @@ class SharedSteps:
         parts = self._cut(2, guidance=True)
         text, timestep = model.part_session(parts.text), model.part_session(parts.timestep, capture=False)
         self._timestep_session = timestep
-        self._time_values = parts.time_values
-        self._text_values = parts.text_values
+        self._time_values, self._text_values = parts.time_values, parts.text_values
         with model.place.current():
             self._text = Bound(text, model.place, empty_inputs(text, model.place.device))
-        common = [port.name for port in ports.inputs if port.axes[0] != "batch" and port.role is not Role.TIMESTEP]
-        self._common = _of_these_alone(parts.text, common)
+        self._common = _of_these_alone(parts.text, common_inputs(model))
         self.alone = False
         """Whether there was no room for a batch of several."""
         self.one_time = False
@@ -111,9 +100,8 @@ class SharedSteps:
 
     def times(self, schedule: Schedule) -> torch.Tensor:
         """(steps, width): what the step reads of each timestep of a schedule."""
-        for known, made in self._tables:
-            if known is schedule:
-                return made
+        if (found := next((made for known, made in self._tables if known is schedule), None)) is not None:
+            return found
         with self._model.place.current():
             given = {self.moving.timestep: schedule.timesteps.reshape(-1)}
             made = table(Bound(self._timestep_session, self._model.place, given).run(), self._time_values)
@@ -127,17 +115,17 @@ class SharedSteps:
 
     def form(self, size: int, halves: int) -> _Form:
         """The session for a batch of so many images, made when it is first wanted."""
-        if (size, halves) not in self._forms:
-            guided = halves == 2
-            parts = self._cut(size * halves, guidance=guided)
-            if set(parts.time_values) != set(self._time_values) or set(parts.text_values) != set(self._text_values):
-                raise PassError("a batch of another size is taken apart in another way", where="split")
-            session = self._model.part_session(parts.step)
-            with self._model.place.current():
-                names = self.moving.latents, self._prediction
-                self._forms[size, halves] = _Form(session, self._model, self._time_values, names, size, halves)
-                self.one_time |= self._forms[size, halves].one_time
-        return self._forms[size, halves]
+        if (found := self._forms.get((size, halves))) is not None:
+            return found
+        parts = self._cut(size * halves, guidance=halves == 2)
+        if set(parts.time_values) != set(self._time_values) or set(parts.text_values) != set(self._text_values):
+            raise PassError("a batch of another size is taken apart in another way", where="split")
+        session = self._model.part_session(parts.step)
+        with self._model.place.current():
+            names = self.moving.latents, self._prediction
+            made = self._forms[size, halves] = _Form(session, self._model, self._time_values, names, size, halves)
+        self.one_time |= made.one_time
+        return made
 
     def _cut(self, batch: int, *, guidance: bool) -> Parts:
         sizes = {**self.sizes, "batch": batch}
@@ -147,9 +135,8 @@ class SharedSteps:
         """Of a run of a batch of this size, the least of so many. Raises what `run` raises where there is no room for it."""
         import torch
 
-        in_a_row = (
-            1 if self._model.place.stream is None else QUEUED_RUNS
-        )  # what queues one is done while another is computed
+        # On a device, one is queued while another is computed.
+        in_a_row = 1 if self._model.place.stream is None else QUEUED_RUNS
         with torch.no_grad():
             shapes = self._model.shapes({**self.sizes, "batch": halves})
             latents, _ = shapes.pop(self.moving.latents), shapes.pop(self.moving.timestep)
@@ -168,8 +155,7 @@ class SharedSteps:
 
     def forget(self, size: int) -> None:
         """Give the memory of the batches of this size back."""
-        for key in [key for key in self._forms if key[0] == size]:
-            del self._forms[key]
+        self._forms = {key: form for key, form in self._forms.items() if key[0] != size}
 
 
 class SharedDenoiser:
@@ -245,14 +231,11 @@ class _Form:
         here = {id(texts): place for place, texts in enumerate(self._placed) if texts is not None}
         kept = {here[id(texts)] for texts in wanted if id(texts) in here}
         free = iter(place for place in range(self._size) if place not in kept)
-        places = []
         for texts in wanted:
-            place = here.get(id(texts), -1)
-            if place < 0:
-                place = next(free)
-                self._put(texts, place)
-            places.append(place)
-        return places
+            if id(texts) not in here:
+                here[id(texts)] = next(free)
+                self._put(texts, here[id(texts)])
+        return [here[id(texts)] for texts in wanted]
 
     def _put(self, texts: Texts, place: int) -> None:
         for name, target in self._texts.items():
@@ -261,6 +244,12 @@ class _Form:
             else:
                 target.unflatten(0, (self._halves, self._size, -1))[:, place].copy_(texts.values[name])
         self._placed[place] = texts
+
+
+def common_inputs(model: Submodel) -> list[str]:
+    """The inputs that all images of a run share, beside the timestep."""
+    inputs = model.part.ports(model.config).inputs
+    return [port.name for port in inputs if port.axes[0] != "batch" and port.role is not Role.TIMESTEP]
 
 
 def _of_these_alone(graph: Any, inputs: Collection[str]) -> frozenset[str]:
@@ -273,95 +262,3 @@ def _of_these_alone(graph: Any, inputs: Collection[str]) -> frozenset[str]:
         elif not found.isdisjoint(node.input):
             found.update(node.output)
     return frozenset(found)
-
-
-Key = tuple[tuple[tuple[str, int], ...], tuple[tuple[int, int], ...]]
-"""Sizes of axes by name; rows and columns of each reference image."""
-
-
-class SharedDenoisers(DenoiserSource):
-    """In place of a pipeline's own, for drawings of one image: shared steps by size, made when first wanted; the last are kept.
-    Images with reference images share steps with those whose references have the same sizes.
-
-    room: rows times columns of all that are kept, as each holds memory; None: any. why_alone: why images of no size are drawn
-    together; None where they are.
-    """
-
-    def __init__(self, pipeline: Pipeline, cuts: Cuts) -> None:
-        self._cuts, self._own = cuts, pipeline.denoisers
-        self._model = pipeline.submodels[pipeline.family.denoiser]
-        self._referencing = pipeline.referencing
-        self._tokens = pipeline.family.token_sizes(pipeline.configs)
-        self._made: dict[Key, SharedSteps] = {}
-        self._alone: set[Key] = set()
-        self.room: int | None = None
-        ports = self._model.part.ports(self._model.config).inputs
-        common = [port.name for port in ports if port.axes[0] != "batch" and port.role is not Role.TIMESTEP]
-        self.why_alone: str | None = None
-        if pipeline.nets:
-            self.why_alone = "its ControlNets are run for each image by itself"
-        elif common:
-            self.why_alone = f"all images of a run would share {common[0]}"
-
-    def get(self, request: DenoiserRequest) -> Denoiser:
-        images, _, rows, columns = request.shape
-        assert images == 1 and not request.fewer, "a server draws exact images, each by itself"
-        if request.skipped:  # its further runs are shared with none
-            return self._own.get(request)
-        steps = self.of(rows, columns, request.conditions, request.axes, request.references)
-        return self._own.get(request) if steps is None else SharedDenoiser(steps, request.rows)
-
-    def unload(self) -> None:
-        self._own.unload()
-
-    def of(
-        self,
-        rows: int,
-        columns: int,
-        conditions: Conditions | None = None,
-        axes: Mapping[str, int] = MappingProxyType({}),
-        references: tuple[tuple[int, int], ...] = (),
-    ) -> SharedSteps | None:
-        """For latents of so many rows and columns; None where each image is drawn by itself. axes: the sizes of the denoiser's
-        further axes. references: rows and columns of the latents of reference images."""
-        model = self._referencing if references else self._model
-        if self.why_alone is not None or model is None:
-            return None
-        sizes: dict[str, int] = {
-            **(self._tokens if conditions is None else token_sizes(self._model, conditions)),
-            "latent_height": rows,
-            "latent_width": columns,
-            **axes,
-            **({REFERENCE_TOKENS: sum(high * wide for high, wide in references)} if references else {}),
-        }
-        key = tuple(sizes.items()), references
-        if key in self._alone:
-            return None
-        if key not in self._made:
-            try:
-                made = SharedSteps(model, sizes, self._cuts)
-            except PassError as error:
-                if not self._made:  # the first is of the model's own size
-                    self.why_alone = str(error)
-                self._alone.add(key)
-                return None
-            self._made[key] = made
-            while len(self._made) > SIZES_KEPT or (len(self._made) > 1 and not self._fits()):
-                self._made.pop(next(iter(self._made)))
-        self._made[key] = self._made.pop(key)
-        return self._made[key]
-
-    def forget_large(self, most: int) -> None:
-        """Keep nothing for sizes of more rows times columns than this."""
-        for key in list(self._made):
-            if _latents(key) > most:
-                del self._made[key]
-
-    def _fits(self) -> bool:
-        return self.room is None or sum(map(_latents, self._made)) <= self.room
-
-
-def _latents(key: Key) -> int:
-    """Pixels of latents that a step reads, reference images included."""
-    sizes = dict(key[0])
-    return sizes["latent_height"] * sizes["latent_width"] + sizes.get(REFERENCE_TOKENS, 0)

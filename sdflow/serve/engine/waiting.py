@@ -1,9 +1,7 @@
-"""The images that wait to be drawn, in the order in which they came. Several lanes may take from it
-(`sdflow.serve.engine.lanes`).
+"""The images that wait to be drawn, in the order in which they came. Several lanes may take from it.
 
 Those that are larger than the model's own size share the memory that is measured at the start: one is taken when there is room
-beside those that are being drawn, or none is. No other large one overtakes one that waits for that; those that are not larger
-do, as they take none of it.
+beside those that are being drawn, or none is. Smaller ones overtake one that waits for that, other large ones do not.
 """
 
 from __future__ import annotations
@@ -89,11 +87,8 @@ class Waiting:
 
 
 def next_batch(images: int, seconds: Mapping[int, float]) -> int:
-    """The size of the batch that the oldest of so many images are drawn in next: the one that takes least time for each. It may
-    have places left over; who has none goes along when an older one is done.
-
-    Together all would be done later, and none of them earlier: of 5 images where 4 take 17 ms and 1 takes 6, a turn of 4 and
-    then one more would take 23 for each.
+    """The size of the batch that the oldest of so many images are drawn in next: the one that takes least time for each. Those
+    that have no place wait until an older one is done; in turns of their own, all would be done later, and none earlier.
 
     seconds: of one run, by size of the batch.
     """
@@ -101,11 +96,8 @@ def next_batch(images: int, seconds: Mapping[int, float]) -> int:
 
 
 def worthwhile_sizes(measure: Callable[[int], float | None]) -> dict[int, float]:
-    """Seconds of a run for each size of a batch that is worth it: the first is 1, and each larger one saves time.
-
-    measure: seconds of a run of this size; None where there is no room for it. It is not asked beyond the first that does
-    not pay.
-    """
+    """Seconds of a run for each size of a batch that is worth it: the first is 1, and each larger saves time. measure: seconds
+    of a run of this size; None where there is no room for it. It is not asked beyond the first that does not pay."""
     kept: dict[int, float] = {}
     for size in SIZES:
         seconds = measure(size)

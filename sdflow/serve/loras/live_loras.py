@@ -1,7 +1,7 @@
-"""LoRAs that are put into the sessions of a pipeline while they live: the same bits as `sdflow bake` gives.
+"""LoRAs in live sessions: the same bits as `sdflow bake` gives.
 
-The weights that LoRAs may touch are inputs of the graphs (`sdflow.runtime.sessions.live_weights`). With other LoRAs
-they are computed from the checkpoint by the recipes of the graph, on the device, and copied into place before the next run.
+The weights that LoRAs may touch are inputs of the graphs (`sdflow.runtime.sessions.live_weights`), computed from the checkpoint
+by the recipes of the graph, on the device, and copied into place before the next run.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from sdflow.artifact import MODEL_FILE
+from sdflow.families import DEFAULT
 from sdflow.onnx_model.facts import tensor_bytes
 from sdflow.onnx_model.files import INLINE_BELOW
 from sdflow.onnx_model.reading import load_graph
@@ -23,7 +24,7 @@ from sdflow.runtime.sessions.live_weights import LiveWeights, over_single_pixels
 from sdflow.serve.engine.cuts import Once
 from sdflow.serve.engine.served_pipeline import ServedPipeline
 from sdflow.weights.half import AtLimit
-from sdflow.weights.lora import LoraInput, Loras, Merged
+from sdflow.weights.lora import LoraInput, Loras, Merged, read_loras
 from sdflow.weights.recipe import params
 from sdflow.weights.stream import THREADS
 from sdflow.weights.structure import read_parameters, read_recipe
@@ -64,9 +65,15 @@ class Structure:
         return read_parameters(self.folder)
 
     @cached_property
+    def own_layers(self) -> Layers:
+        """Of the pipeline's own LoRAs."""
+        return read_loras(self.submodel, self.own, self.parameters, self.load.get("family", DEFAULT)).layers
+
+    @cached_property
     def recipes(self) -> Mapping[str, Recipe]:
         """How each initializer comes from the checkpoint, by name; of those that do."""
-        found = ((tensor, read_recipe(tensor, self.parameters, self._where)) for tensor in self._graph.initializer)
+        where = str(self.folder / MODEL_FILE)
+        found = ((tensor, read_recipe(tensor, self.parameters, where)) for tensor in self._graph.initializer)
         return {tensor.name: recipe for tensor, recipe in found if recipe is not None}
 
     @cached_property
@@ -96,10 +103,6 @@ class Structure:
             name for name, recipe in self.recipes.items() if any(each.key in keys for each in params(recipe))
         )
 
-    @property
-    def _where(self) -> str:
-        return str(self.folder / MODEL_FILE)
-
     @cached_property
     def _graph(self) -> Any:
         return load_graph(self.folder / MODEL_FILE).graph
@@ -125,8 +128,7 @@ class LiveLoras:
 
     @cached_property
     def size_of_sessions(self) -> int:
-        """That it takes on a device beside the pipeline without LoRAs: the memory that is written, and the parameters of the
-        checkpoint. What the pipeline has itself is shared."""
+        """Bytes beside those of the pipeline without LoRAs: the memory that is written, and the checkpoint's parameters."""
         read: int = sum(values.nbytes for own in self._own.values() for values in own.values())
         return read + sum(each.size for each in self._live.values())
 
@@ -134,18 +136,9 @@ class LiveLoras:
         """Whether these may be changed."""
         return all(wanted <= self.names.get(name, frozenset()) for name, wanted in names.items())
 
-    def size(self, names: Names) -> int:
-        """How many bytes the values of these are."""
-        import numpy as np
-
-        recipes = [self._structures[name].recipes[each] for name, wanted in names.items() for each in wanted]
-        return sum(prod(recipe.shape) * np.dtype(recipe.dtype).itemsize for recipe in recipes)
-
-    def computed(self, names: Names, layers: Mapping[str, Layers], inputs: Mapping[str, Sequence[LoraInput]]) -> Values:
-        """The values of these with LoRAs, on the device. layers: all, the pipeline's own first. inputs: the files of them.
-
-        Raises CheckpointError for values that are not finite.
-        """
+    def computed(self, names: Names, layers: Mapping[str, Layers], inputs: Sequence[LoraInput]) -> Values:
+        """The values of these with LoRAs beside the pipeline's own, on the device. layers: of each submodel. inputs: the files of
+        them. Raises CheckpointError for values that are not finite."""
         import torch
 
         from sdflow.weights.on_device import evaluate, leaves_of, merged
@@ -153,8 +146,10 @@ class LiveLoras:
         device, values = torch.device(self._device), Values()
         with self.pipeline.base.place.current():
             for submodel, wanted in names.items():
-                factors = [(self._factors(submodel, held), scale) for held, scale in layers[submodel]]
-                recipes = {name: self._structures[submodel].recipes[name] for name in wanted}
+                structure = self._structures[submodel]
+                held = [*structure.own_layers, *layers[submodel]]
+                factors = [(self._factors(submodel, each), scale) for each, scale in held]
+                recipes = {name: structure.recipes[name] for name in wanted}
                 leaves = [leaf for recipe in recipes.values() for leaf in leaves_of(recipe)]
                 found = merged(leaves, self._own[submodel].__getitem__, factors)
                 values[submodel] = {
@@ -168,8 +163,8 @@ class LiveLoras:
             self._refuse(values, layers, inputs)
         return values
 
-    def with_values(self, values: Mapping[str, Mapping[str, torch.Tensor]]) -> ServedPipeline:
-        """The pipeline with these values, by submodel and name."""
+    def with_values(self, values: Values) -> ServedPipeline:
+        """The pipeline with these values."""
 
         def hold() -> None:
             for submodel, live in self._live.items():
@@ -211,12 +206,7 @@ class LiveLoras:
                 key: torch.from_numpy(values).to(self._device) for key, values in zip(sorted(keys), read, strict=True)
             }
 
-    def _refuse(
-        self,
-        values: Mapping[str, Mapping[str, torch.Tensor]],
-        layers: Mapping[str, Layers],
-        inputs: Mapping[str, Sequence[LoraInput]],
-    ) -> None:
+    def _refuse(self, values: Values, layers: Mapping[str, Layers], inputs: Sequence[LoraInput]) -> None:
         """Raises CheckpointError for the first value that is not finite, naming what it is from."""
         import torch
 
@@ -225,8 +215,9 @@ class LiveLoras:
 
         for submodel, found in values.items():
             structure = self._structures[submodel]
+            held = Loras([*structure.own_layers, *layers[submodel]])
             with open_tensors(submodel, structure.load, structure.parameters) as tensors:
-                finite = FiniteWeights(Merged(tensors, Loras(layers[submodel])), inputs[submodel])
+                finite = FiniteWeights(Merged(tensors, held), [*structure.own, *inputs])
                 for name, each in found.items():
                     if not bool(torch.isfinite(each).all()):
                         finite.look_at(structure.recipes[name], each.cpu().numpy(), AtLimit(not_finite=1))

@@ -1,33 +1,32 @@
 """A pipeline with LoRAs, made while others are drawn: the same bits as `sdflow bake` gives.
 
 The weights that LoRAs touch are computed from the checkpoint by the recipes of the graph, never by adding to weights that are
-there or taking from them. Where the graph allows it they are put into sessions that live
-(`sdflow.serve.loras.live_loras`), the same
-for all LoRAs; else files are written for sessions of their own (`sdflow.weights.bind`). Submodels that no LoRA touches are
-shared with the pipeline without LoRAs. The graph itself is the one that the cache has; nothing is exported or fused.
+there or taking from them. Where the graph allows it they are put into live sessions (`live_loras.py`), the same for all LoRAs;
+else files are written for sessions of their own (`sdflow.weights.bind`). Submodels that no LoRA touches are shared with the
+pipeline without LoRAs. The graph is the one in the cache; nothing is exported or fused.
 """
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from threading import RLock
+from weakref import WeakValueDictionary, finalize
 
 from sdflow.digest import digest_file
 from sdflow.errors import CheckpointError, os_errors_as
-from sdflow.families import DEFAULT
+from sdflow.serve.engine.cuts import Once
 from sdflow.serve.engine.served_pipeline import ServedPipeline
 from sdflow.serve.jobs import LoraFile
 from sdflow.serve.loras.live_loras import Layers, LiveLoras, Names, SharedValues, Structure
-from sdflow.serve.loras.lora_structures import read_structures
-from sdflow.sources import Checkpoint
+from sdflow.serve.loras.lora_structures import Read, read_structures
 from sdflow.sources.loras.layers import DifferenceLayer, Layer
 from sdflow.sources.loras.lora import read_lora, require_made_for
-from sdflow.weights.lora import LoraInput, read_loras
+from sdflow.weights.lora import LoraInput
 
 LORAS_READ = 8
 """How many files of LoRAs stay in memory."""
@@ -61,34 +60,32 @@ class Wanted:
 class LoraPipelines:
     """The pipeline of a folder with any LoRAs. Those that were asked for last stay, up to so many bytes of weights.
 
-    checkpoint, structures: what the folder was built from. values: of the same pipeline in all lanes.
-    `read` and `carry_out` may be called from another thread than the rest, `forget` from any.
+    cache: that the folder was built with; it is read with the first LoRA. values: of the same pipeline in all lanes. `read` and
+    `carry_out` may be called from another thread than the rest, `forget` from any. Raise UsageError for a pipeline that was
+    built in a way that LoRAs cannot be bound, or whose graphs are not in the cache, CheckpointError for a LoRA that does not fit.
     """
 
-    _folder: Path
-    _base: ServedPipeline
-    _checkpoint: Checkpoint
-    _structures: Mapping[str, Structure]
-    _memory: int
-    _values: SharedValues = field(default_factory=SharedValues)
+    folder: Path
+    base: ServedPipeline
+    cache: Path
+    memory: int
+    values: SharedValues = field(default_factory=SharedValues)
     _live: LiveLoras | None = None
     _files_alone: bool = False
-    _read: dict[str, Mapping[str, Mapping[str, Layer]]] = field(default_factory=dict)
-    _own: dict[str, Layers] = field(default_factory=dict)
+    _read: Once[Mapping[str, Mapping[str, Layer]]] = field(default_factory=lambda: Once({}, LORAS_READ))
     _made: dict[tuple[LoraFile, ...], Made] = field(default_factory=dict)
-    _alive: weakref.WeakValueDictionary[tuple[LoraFile, ...], ServedPipeline] = field(
-        default_factory=weakref.WeakValueDictionary
-    )
+    _alive: WeakValueDictionary[tuple[LoraFile, ...], ServedPipeline] = field(default_factory=WeakValueDictionary)
     _forgotten: set[str] = field(default_factory=set)
     _lock: RLock = field(default_factory=RLock)
 
-    @classmethod
-    def open(
-        cls, folder: Path, base: ServedPipeline, cache: Path, memory: int, values: SharedValues | None = None
-    ) -> LoraPipelines:
-        """Of a folder that was built with this cache. Raises UsageError when it was built in a way that LoRAs cannot be bound,
-        or its graphs are not in the cache."""
-        return cls(folder, base, *read_structures(folder, cache), memory, values or SharedValues())
+    @cached_property
+    def built_from(self) -> Read:
+        """Its checkpoint, and the graphs that LoRAs go into."""
+        return read_structures(self.folder, self.cache)
+
+    @property
+    def _structures(self) -> Mapping[str, Structure]:
+        return self.built_from[1]
 
     @property
     def there(self) -> list[ServedPipeline]:
@@ -96,7 +93,7 @@ class LoraPipelines:
         return [made.pipeline for made in list(self._made.values())]
 
     def served(self, loras: tuple[LoraFile, ...]) -> ServedPipeline:
-        """The pipeline with these, in this order: made if it is not there. Raises CheckpointError for one that does not fit."""
+        """The pipeline with these, in this order: made if it is not there."""
         found = self.get(loras)
         return self.keep(self.carry_out(self.read(loras))) if found is None else found
 
@@ -104,7 +101,7 @@ class LoraPipelines:
         """The pipeline with these if it is there: kept, or in use."""
         loras = _counting(loras)
         if not loras:
-            return self._base
+            return self.base
         with self._lock:
             if loras in self._made:
                 self._made[loras] = self._made.pop(loras)
@@ -114,10 +111,8 @@ class LoraPipelines:
         """Keep one for as long as there is room beside the sessions for all LoRAs, it is asked for more than others, and none
         of its LoRAs is forgotten."""
         with self._lock:
-            while (
-                self._made
-                and self.size_of_sessions + made.size + sum(each.size for each in self._made.values()) > self._memory
-            ):
+            left = self.memory - self.size_of_sessions - made.size
+            while self._made and sum(each.size for each in self._made.values()) > left:
                 self._made.pop(next(iter(self._made)))
             if self._forgotten.isdisjoint(each.path for each in made.loras):
                 self._made[made.loras] = made
@@ -128,7 +123,7 @@ class LoraPipelines:
         """Keep nothing that was made with the LoRA of this file, nor is being made now, until it is read anew."""
         with self._lock:
             self._forgotten.add(path)
-            self._read.clear()
+            self._read = Once({}, LORAS_READ)
             if self._live is not None:
                 self._live.forget_factors()
             self._made = {loras: made for loras, made in self._made.items() if all(each.path != path for each in loras)}
@@ -138,31 +133,19 @@ class LoraPipelines:
         """How many bytes those that are the same for all LoRAs take beside the pipeline."""
         return 0 if self._live is None else self._live.size_of_sessions
 
-    @property
-    def kept(self) -> list[tuple[LoraFile, ...]]:
-        """Which are there, the last one asked for at the end."""
-        return list(self._made)
-
     def read(self, loras: tuple[LoraFile, ...]) -> Wanted:
-        """What these change. Nothing is done on the device. Raises CheckpointError for one that does not fit."""
+        """What these change. Nothing is done on the device."""
         loras = _counting(loras)
         with self._lock:
             self._forgotten.difference_update(each.path for each in loras)
         held = [self._layers(lora) for lora in loras]
-        layers: dict[str, Layers] = {
-            name: [(each[name], lora.scale) for each, lora in zip(held, loras, strict=True)]
-            for name in self._structures
-        }
+        both = list(zip(held, [lora.scale for lora in loras], strict=True))
+        layers: dict[str, Layers] = {name: [(each[name], scale) for each, scale in both] for name in self._structures}
         names = {name: found for name, each in self._structures.items() if (found := each.touched(layers[name]))}
         # Differences are read from their files, which are checked after files of weights were written.
-        small = not any(
-            isinstance(each, DifferenceLayer) for found in held for layer in found.values() for each in layer.values()
-        )
-        live = (
-            small
-            and self._base.why_alone is None
-            and all(wanted <= self._structures[name].changeable for name, wanted in names.items())
-        )
+        every = [each for found in held for layer in found.values() for each in layer.values()]
+        changeable = all(wanted <= self._structures[name].changeable for name, wanted in names.items())
+        live = changeable and not self.base.why_alone and not any(isinstance(each, DifferenceLayer) for each in every)
         return Wanted(loras, names, layers, live)
 
     def carry_out(self, wanted: Wanted) -> Made:
@@ -171,16 +154,13 @@ class LoraPipelines:
         before, live = self._live, self._live_for(names) if wanted.live else None
         if live is None:
             return self._written(loras, list(names))
-        every = {name: [*self._own_layers(name), *wanted.layers[name]] for name in names}
-        inputs = [LoraInput(Path(lora.path), lora.scale) for lora in loras]
-        files = {name: (*self._structures[name].own, *inputs) for name in names}
-        values = self._values.get(loras, lambda: live.computed(names, every, files))
-        return Made(loras, live.with_values(values), live.size(names), live is not before)
+        values = self.values.get(loras, lambda: live.computed(names, wanted.layers, _inputs(loras)))
+        size = sum(each.nbytes for found in values.values() for each in found.values())
+        return Made(loras, live.with_values(values), size, live is not before)
 
     def prepare(self) -> ServedPipeline | None:
-        """Make what the first LoRA would wait for: sessions in which LoRAs are changed, None where that cannot be. Raises
-        CheckpointError."""
-        live = None if self._base.why_alone is not None else self._live_for({})
+        """Make what the first LoRA would wait for: sessions in which LoRAs are changed, None where that cannot be."""
+        live = None if self.base.why_alone is not None else self._live_for({})
         return None if live is None else live.pipeline
 
     def use_files(self) -> None:
@@ -198,31 +178,21 @@ class LoraPipelines:
                 name: each.usual | before.get(name, frozenset()) | names.get(name, frozenset())
                 for name, each in self._structures.items()
             }
-            self._live = LiveLoras(self._folder, self._base, self._structures, wanted)
+            self._live = LiveLoras(self.folder, self.base, self._structures, wanted)
         return None if self._live.pipeline.why_alone else self._live
 
     def _layers(self, lora: LoraFile) -> Mapping[str, Mapping[str, Layer]]:
         """What a LoRA holds for each submodel; the last ones stay, as they are small."""
-        read = self._read.get(lora.sha256)
-        if read is None:
-            require_made_for(Path(lora.path), self._checkpoint)
-            shapes = {name: each.parameters for name, each in self._structures.items()}
-            read = read_lora(Path(lora.path), shapes, self._checkpoint.family.name)
-            _require_same(lora)
-        with self._lock:
-            self._read.pop(lora.sha256, None)
-            while len(self._read) >= LORAS_READ:
-                self._read.pop(next(iter(self._read)))
-            self._read[lora.sha256] = read
-        return read
 
-    def _own_layers(self, name: str) -> Layers:
-        """Of the pipeline's own LoRAs."""
-        if name not in self._own:
-            structure = self._structures[name]
-            family = structure.load.get("family", DEFAULT)
-            self._own[name] = read_loras(name, structure.own, structure.parameters, family).layers
-        return self._own[name]
+        def read() -> Mapping[str, Mapping[str, Layer]]:
+            path, checkpoint = Path(lora.path), self.built_from[0]
+            require_made_for(path, checkpoint)
+            shapes = {name: each.parameters for name, each in self._structures.items()}
+            found = read_lora(path, shapes, checkpoint.family.name)
+            _require_same(lora)
+            return found
+
+        return self._read.get(lora.sha256, read)
 
     def _written(self, loras: tuple[LoraFile, ...], touched: Sequence[str]) -> Made:
         """The pipeline with submodels of its own, whose weights are written to files."""
@@ -233,25 +203,15 @@ class LoraPipelines:
             for name in touched:
                 structure, out = self._structures[name], scratch / name
                 out.mkdir()
-                inputs = [LoraInput(Path(lora.path), lora.scale) for lora in loras]
-                bind(
-                    BindRequest(
-                        name,
-                        structure.folder,
-                        structure.load,
-                        (*structure.own, *inputs),
-                        (self._folder / name).resolve(),
-                        base_loras=structure.own,
-                    ),
-                    out,
-                )
+                every, there = (*structure.own, *_inputs(loras)), (self.folder / name).resolve()
+                bind(BindRequest(name, structure.folder, structure.load, every, there, base_loras=structure.own), out)
             for lora in loras:
                 _require_same(lora)
-            made = self._base.with_submodels(scratch, dict.fromkeys(sorted(touched)))
+            made = self.base.with_submodels(scratch, dict.fromkeys(sorted(touched)))
         except BaseException:
             shutil.rmtree(scratch)
             raise
-        weakref.finalize(made, shutil.rmtree, scratch, ignore_errors=True)
+        finalize(made, shutil.rmtree, scratch, ignore_errors=True)
         size = COPIES * sum(path.stat().st_size for path in scratch.rglob("*") if path.is_file())
         return Made(loras, made, size, unused=True)
 
@@ -262,6 +222,10 @@ def _require_same(lora: LoraFile) -> None:
         found = digest_file(Path(lora.path))
     if found != lora.sha256:
         raise CheckpointError("was exchanged for another while it was read", where=lora.path, remedy="Ask again.")
+
+
+def _inputs(loras: Sequence[LoraFile]) -> list[LoraInput]:
+    return [LoraInput(Path(lora.path), lora.scale) for lora in loras]
 
 
 def _counting(loras: Sequence[LoraFile]) -> tuple[LoraFile, ...]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from sdflow.build.chain import BIND_PASS
-from sdflow.build.plan import PipelinePlan, make_plan
+from sdflow.build.plan import make_plan
 from sdflow.errors import CheckpointError, UsageError
 from sdflow.manifest import MANIFEST_FILE, read_manifest
 from sdflow.run.bake import workflow_of
@@ -23,23 +23,42 @@ Read = tuple[Checkpoint, dict[str, Structure]]
 def read_structures(folder: Path, cache: Path) -> Read:
     """The checkpoint of a pipeline, and the graphs that LoRAs go into by submodel. Raises UsageError when it was built in a way
     that LoRAs cannot be bound, or its graphs are not in the cache."""
-    plan = _plan(folder, Cache(cache))
-    assert plan.checkpoint is not None, "looked at when it was planned"
-    return plan.checkpoint, _structures(plan, Cache(cache), str(cache))
-
-
-class HasFolder(Protocol):
-    """A pipeline of a folder."""
-
-    @property
-    def folder(self) -> Path: ...
+    origin, where, store = read_manifest(folder).origin, folder / MANIFEST_FILE, Cache(cache)
+    (plan,) = make_plan(workflow_of(where, origin, (), origin.name), store).pipelines
+    checkpoint = plan.checkpoint
+    if checkpoint is None:
+        raise UsageError(
+            f"{origin.model} is not on this machine", where=str(where), remedy="Run the pipeline's workflow."
+        )
+    require_same_checkpoint(checkpoint, origin, str(where))
+    found = {}
+    for chain in plan.chains:
+        if chain.submodel not in checkpoint.family.with_loras:
+            continue
+        if chain.steps[-1].name != BIND_PASS:
+            raise UsageError(
+                f"its {chain.submodel} was built with its weights carried through every pass, so LoRAs cannot be put in later",
+                where=plan.pipeline.name,
+                remedy="Bake them into pipelines of their own: sdflow bake.",
+            )
+        planned = {each.step.index: each for each in plan.steps(store) if each.step.submodel == chain.submodel}
+        bind, before = chain.steps[-1], planned[len(chain.steps) - 2]
+        if before.record is None:
+            raise UsageError(
+                f"the graph of {chain.submodel} is not in this cache",
+                where=str(cache),
+                remedy="Name the cache that the pipeline was built with: --cache DIR. Or run its workflow again with this one.",
+            )
+        own = tuple(LoraInput(lora.path, lora.scale) for lora in bind.loras)
+        found[chain.submodel] = Structure(chain.submodel, before.record.artifact.path.absolute(), bind.load, own)
+    return checkpoint, found
 
 
 class LoraFit:
     """Whether a LoRA can be put into the pipelines of a server, which may come and go. For several threads."""
 
-    def __init__(self, models: Mapping[str, HasFolder], cache: Path) -> None:
-        """cache: that they were built with."""
+    def __init__(self, models: Mapping[str, Any], cache: Path) -> None:
+        """models: each has its `folder`. cache: that they were built with."""
         self._models, self._cache = models, cache
         self._read: dict[tuple[Path, int], Read] = {}
 
@@ -48,7 +67,10 @@ class LoraFit:
         problems: list[CheckpointError | UsageError] = []
         for model in list(self._models.values()):
             try:
-                checkpoint, structures = self._structures_of(model.folder)
+                key = model.folder, (model.folder / MANIFEST_FILE).stat().st_mtime_ns
+                if key not in self._read:  # twice, if two ask at once: it is the same
+                    self._read[key] = read_structures(model.folder, self._cache)
+                checkpoint, structures = self._read[key]
                 require_made_for(path, checkpoint)
                 read_lora(path, {each: found.parameters for each, found in structures.items()}, checkpoint.family.name)
             except (CheckpointError, UsageError) as error:
@@ -58,46 +80,3 @@ class LoraFit:
         fitting = [each for each in problems if isinstance(each, CheckpointError)]  # says more than that none goes in
         if problems:
             raise (fitting or problems)[0]
-
-    def _structures_of(self, folder: Path) -> Read:
-        key = folder, (folder / MANIFEST_FILE).stat().st_mtime_ns
-        if key not in self._read:  # twice, if two ask at once: it is the same
-            self._read[key] = read_structures(folder, self._cache)
-        return self._read[key]
-
-
-def _plan(folder: Path, cache: Cache) -> PipelinePlan:
-    origin = read_manifest(folder).origin
-    where = folder / MANIFEST_FILE
-    (planned,) = make_plan(workflow_of(where, origin, (), origin.name), cache).pipelines
-    if planned.checkpoint is None:
-        raise UsageError(
-            f"{origin.model} is not on this machine", where=str(where), remedy="Run the pipeline's workflow."
-        )
-    require_same_checkpoint(planned.checkpoint, origin, str(where))
-    return planned
-
-
-def _structures(plan: PipelinePlan, cache: Cache, where: str) -> dict[str, Structure]:
-    assert plan.checkpoint is not None, "looked at when it was planned"
-    family, found = plan.checkpoint.family, {}
-    for chain in plan.chains:
-        if chain.submodel not in family.with_loras:
-            continue
-        if chain.steps[-1].name != BIND_PASS:
-            raise UsageError(
-                f"its {chain.submodel} was built with its weights carried through every pass, so LoRAs cannot be put in later",
-                where=plan.pipeline.name,
-                remedy="Bake them into pipelines of their own: sdflow bake.",
-            )
-        planned = {each.step.index: each for each in plan.steps(cache) if each.step.submodel == chain.submodel}
-        bind, before = chain.steps[-1], planned[len(chain.steps) - 2]
-        if before.record is None:
-            raise UsageError(
-                f"the graph of {chain.submodel} is not in this cache",
-                where=where,
-                remedy="Name the cache that the pipeline was built with: --cache DIR. Or run its workflow again with this one.",
-            )
-        own = tuple(LoraInput(lora.path, lora.scale) for lora in bind.loras)
-        found[chain.submodel] = Structure(chain.submodel, before.record.artifact.path.absolute(), bind.load, own)
-    return found

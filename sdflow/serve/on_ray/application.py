@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import deque
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import replace
@@ -20,7 +21,21 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError,
 from sdflow.serve.http.app import Hear, make_app
 from sdflow.serve.http.server import DRAIN_SECONDS
 from sdflow.serve.http.settings import Settings
-from sdflow.serve.jobs import Begun, Cancel, Drawn, Failed, Job, Lost, Message, OfImage, Order, Ready, Show, Turned
+from sdflow.serve.jobs import (
+    Begun,
+    Cancel,
+    Drawn,
+    Failed,
+    Forget,
+    Job,
+    Lost,
+    Message,
+    OfImage,
+    Order,
+    Ready,
+    Show,
+    Turned,
+)
 from sdflow.serve.on_ray.replica import Replica, loras_id
 from sdflow.serve.on_ray.spread import NAME, QUIET, Spread
 
@@ -28,6 +43,8 @@ ATTEMPTS = 4
 """So often an image is begun whose replica is lost."""
 LOST = (ActorDiedError, ActorUnavailableError, RayActorError)
 
+FORGOTTEN = 64
+"""The last LoRAs that were deleted, which each image's replica is told of: Ray Serve sends nothing to all replicas."""
 REPLICAS = "Replica"
 REQUESTS = 1000
 """That the front has under way at most: beside those that draw, the page's and a monitor's."""
@@ -81,8 +98,9 @@ class ReplicaLine:
         self._tasks: dict[str, set[asyncio.Task[None]]] = {}
         self._asking: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: set[tuple[str, int]] = set()
-        self._drawing: set[tuple[str, int]] = set()
+        self._open: dict[tuple[str, int], bool] = {}
+        """Images by request and index: whether a replica has begun them."""
+        self._forgotten = deque[tuple[str, str]](maxlen=FORGOTTEN)
         self._memory = 0
 
     def start(self) -> None:
@@ -94,10 +112,12 @@ class ReplicaLine:
         """In the event loop's thread. Which replica draws an image is not known here, so none can be shown before it is done."""
         if isinstance(message, Job):
             self._begin(message.request, self._draw(message))
+        elif isinstance(message, Forget):
+            self._forgotten.append((uuid.uuid4().hex, message.path))
         elif isinstance(message, Cancel) or (isinstance(message, Show) and message.end):
             for task in self._tasks.pop(message.request, ()):
                 task.cancel()
-            for request, index in {*self._waiting, *self._drawing} if isinstance(message, Show) else ():
+            for request, index in tuple(self._open) if isinstance(message, Show) else ():
                 if request == message.request:
                     self._hear(Failed(request, index, "Interrupted", "it was interrupted"))
 
@@ -136,7 +156,7 @@ class ReplicaLine:
 
     async def _draw(self, job: Job) -> None:
         place, lost = (job.request, job.index), ""
-        self._waiting.add(place)
+        self._open[place] = False
         try:
             for _ in range(ATTEMPTS):
                 try:
@@ -151,19 +171,17 @@ class ReplicaLine:
                     lost = f"its replica is gone ({type(error).__name__})"
                 except TaskCancelledError:  # by Ray Serve, at the end of the replica
                     lost = "its replica ended"
-                self._drawing.discard(place)
-                self._waiting.add(place)
+                self._open[place] = False
             self._hear(Failed(job.request, job.index, "ReplicaLost", f"{lost}, {ATTEMPTS} times"))
         finally:
-            self._waiting.discard(place)
-            self._drawing.discard(place)
+            self._open.pop(place, None)
             self._count(())
 
     async def _drawn(self, job: Job) -> Any:
         """One attempt. The replica knows it by a name of its own: images of a request may meet there."""
         known = loras_id(job)
         handle = self._handle.options(stream=True, multiplexed_model_id=known)
-        response = handle.draw.remote(replace(job, request=uuid.uuid4().hex), known)
+        response = handle.draw.remote(replace(job, request=uuid.uuid4().hex), known, tuple(self._forgotten))
         try:
             async for message in response:
                 yield message
@@ -171,17 +189,16 @@ class ReplicaLine:
             response.cancel()
 
     def _say(self, job: Job, message: Message) -> None:
-        place = job.request, job.index
         if isinstance(message, Turned):
             self._memory = message.memory
             self._count(message.batches)
             return
         if isinstance(message, Begun):
-            self._waiting.discard(place)
-            self._drawing.add(place)
+            self._open[job.request, job.index] = True
         if isinstance(message, OfImage):
             self._hear(replace(message, request=job.request, index=job.index))
 
     def _count(self, batches: tuple[tuple[int, int, float], ...]) -> None:
         """What is drawn and waits in all replicas: each knows its own alone."""
-        self._hear(Turned(batches, len(self._drawing), len(self._waiting), self._memory))
+        drawing = sum(self._open.values())
+        self._hear(Turned(batches, drawing, len(self._open) - drawing, self._memory))

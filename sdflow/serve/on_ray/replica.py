@@ -16,7 +16,7 @@ from typing import Any
 from ray import serve
 
 from sdflow.serve.http.server import SILENT
-from sdflow.serve.jobs import Cancel, Drawn, Failed, Job, Lost, Message, OfImage, Ready, Turned, WorkerOptions
+from sdflow.serve.jobs import Cancel, Drawn, Failed, Forget, Job, Lost, Message, OfImage, Ready, Turned, WorkerOptions
 from sdflow.serve.worker.worker import WorkerLine
 
 LORAS_HELD = 32
@@ -43,6 +43,7 @@ class Replica:
         self._found: Mapping[str, Mapping[str, Any]] | None = None
         self._ready = asyncio.Event()
         self._lost: Lost | None = None
+        self._forgotten: frozenset[tuple[str, str]] = frozenset()
         self._heard = asyncio.Event()
         self._name = serve.get_replica_context().replica_id.unique_id
 
@@ -71,15 +72,20 @@ class Replica:
         assert self._found is not None, "it is ready"
         return self._found
 
-    async def draw(self, job: Job, loras: str) -> AsyncIterator[Message]:
+    async def draw(self, job: Job, loras: str, forgotten: tuple[tuple[str, str], ...] = ()) -> AsyncIterator[Message]:
         """What happens to one image, up to `Drawn`, `Failed` or `Lost`. job: with a request of its own. loras: as `loras_id`
-        gives it. However it ends, nothing of it is drawn any more."""
+        gives it. forgotten: the LoRAs that were deleted last, each with a name of its deletion. However it ends, nothing of it
+        is drawn any more."""
         if loras:
             await self._holding(loras)
         await self._ready.wait()
         queue = self._requests[job.request] = asyncio.Queue()
         ended = False
         try:
+            for each in forgotten:
+                if each not in self._forgotten:
+                    self._line.send(Forget(each[1]))
+            self._forgotten = frozenset(forgotten)
             self._line.send(job)
             while not ended:
                 message = await queue.get()

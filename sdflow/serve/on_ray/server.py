@@ -48,7 +48,8 @@ def serve_on_ray(
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: ended.set())
         head = _head(ray)
-        url = f"http://{_spelled(head if host in ('0.0.0.0', '::') else host)}:{port}"
+        listens = head if host in ("0.0.0.0", "::") else host
+        url = f"http://[{listens}]:{port}" if ":" in listens else f"http://{listens}:{port}"
         settings.log("serving", url=url, pipelines=list(settings.models), pid=os.getpid(), on=spread.address)
         if lacking := _lacking(ray, settings.worker.threads or 1, spread):
             settings.log("waiting", what=lacking)
@@ -110,10 +111,6 @@ def _head(ray: Any) -> str:
         if node["Alive"] and "node:__internal_head__" in node["Resources"]:
             return str(node["NodeManagerAddress"])
     return str(ray.util.get_node_ip_address())
-
-
-def _spelled(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def _lacking(ray: Any, cores: int, spread: Spread) -> str | None:
@@ -194,9 +191,7 @@ def _take_down(serve: Any, ours: float | None) -> bool:
     nothing else."""
     from ray.exceptions import RayError
 
-    with suppress(
-        RayError, RuntimeError, TimeoutError, UsageError
-    ):  # else the cluster is gone, and with it the application
+    with suppress(RayError, RuntimeError, TimeoutError, UsageError):  # the cluster is gone, and the application with it
         if ours is not None and _deployed(serve) != ours:
             return False
         serve.delete(NAME)

@@ -5,44 +5,40 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from sdflow.errors import SdflowError
 from sdflow.serve.engine.served_pipeline import ServedPipeline
 from sdflow.serve.jobs import Job
-
-if TYPE_CHECKING:
-    from sdflow.serve.loras.live_loras import SharedValues
-    from sdflow.serve.loras.lora_pipelines import LoraPipelines, Made, Wanted
+from sdflow.serve.loras.live_loras import SharedValues
+from sdflow.serve.loras.lora_pipelines import LoraPipelines, Made, Wanted
 
 log = logging.getLogger("sdflow.serve")
 
 
-@dataclass(eq=False)
 class ReadyPipelines:
     """A pipeline without LoRAs, and with them. One is made at a time.
 
     On a GPU only files are read beside the engine: its one stream may be captured meanwhile.
-    folder: of the pipeline. cache, memory, values: as of `LoraPipelines`. changed: is called, in another thread, when what was
-    being made is there.
     """
 
-    folder: Path
-    base: ServedPipeline
-    cache: Path
-    memory: int
-    values: SharedValues | None = None
-    changed: Callable[[], None] = lambda: None
-    _loras: LoraPipelines | None = None
-    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "loras"))
-    _coming: tuple[Job, Future[Made | Wanted]] | None = None
-
-    @cached_property
-    def _in_background(self) -> bool:
-        return self.base.base.place.stream is None
+    def __init__(
+        self,
+        folder: Path,
+        base: ServedPipeline,
+        cache: Path,
+        memory: int,
+        values: SharedValues | None = None,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """folder: of the pipeline. cache, memory, values: as of `LoraPipelines`. changed: is called, in another thread, when what
+        was being made is there."""
+        self.base, self._changed = base, changed
+        self._loras = LoraPipelines(folder, base, cache, memory, values or SharedValues())
+        self.forget = self._loras.forget
+        self._in_background = base.base.place.stream is None
+        self._pool = ThreadPoolExecutor(1, "loras")
+        self._coming: tuple[Job, Future[Made | Wanted]] | None = None
 
     def prepare(self, job: Job, sizes: Sequence[int], warm: Callable[[ServedPipeline], object]) -> None:
         """Make what the first request with LoRAs would wait for, beside the engine; on a GPU now. What cannot be made, that
@@ -50,18 +46,25 @@ class ReadyPipelines:
 
         job: one like those that will come. sizes: of the batches. warm: draws with a pipeline, for what is captured then.
         """
-        coming = self._pool.submit(self._prepare, job, sizes if self._in_background else ())
+
+        def make() -> ServedPipeline | None:
+            live = self._loras.prepare()
+            if live is not None and self._in_background:
+                for size in sizes:
+                    live.prepare(job, size)
+            return live
+
+        coming = self._pool.submit(make)
         if not self._in_background and coming.exception() is None and (live := coming.result()) is not None:
             try:
                 warm(live)
             except (SdflowError, RuntimeError) as error:  # torch's and ONNX Runtime's
                 log.warning("sessions for LoRAs cannot draw, each LoRA gets its own: %s", error)
-                assert self._loras is not None, "they are of them"
                 self._loras.use_files()
 
     def ready(self, job: Job, *, begin: bool) -> bool:
         """Whether `find` has nothing to wait for. begin: if it has, it is made from now on, unless another still is."""
-        if not job.loras or (self._loras is not None and self._loras.get(job.loras) is not None):
+        if self._loras.get(job.loras) is not None:
             return True
         if self._is_coming(job):
             return self._coming is not None and self._coming[1].done()
@@ -71,26 +74,17 @@ class ReadyPipelines:
 
     def find(self, job: Job) -> ServedPipeline:
         """Raises UsageError when LoRAs cannot be put into this pipeline, CheckpointError for one that does not fit."""
-        if not job.loras:
-            return self.base
-        found = None if self._loras is None else self._loras.get(job.loras)
-        if found is not None:
+        if (found := self._loras.get(job.loras)) is not None:
             return found
-        if not self._is_coming(job):
-            self._begin(job)
-        assert self._coming is not None, "it was begun"
-        (_, coming), self._coming = self._coming, None
-        return self._kept(coming)
+        coming = self._coming[1] if self._coming is not None and self._is_coming(job) else self._begin(job)
+        self._coming = None
+        made = coming.result()
+        return self._loras.keep(self._loras.carry_out(made) if isinstance(made, Wanted) else made)
 
     def rest(self) -> None:
         """Give back what only large images need."""
-        for each in (self.base, *(() if self._loras is None else self._loras.there)):
+        for each in (self.base, *self._loras.there):
             each.rest()
-
-    def forget(self, lora: str) -> None:
-        """Keep nothing that was made with the LoRA of this file. May be called from any thread."""
-        if self._loras is not None:
-            self._loras.forget(lora)
 
     def close(self) -> None:
         """It is unloaded."""
@@ -103,46 +97,24 @@ class ReadyPipelines:
         wanted_by, coming = self._coming
         return wanted_by is job or not coming.done() or coming.exception() is None
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: Job) -> Future[Made | Wanted]:
         """What was made for a job that was cancelled, or that another lane drew, may be wanted again, unless a LoRA of it was
         removed. What was only read is let go."""
-        from sdflow.serve.loras.lora_pipelines import Made
-
         if self._coming is not None and self._coming[1].exception() is None:
-            assert self._loras is not None, "what was made is of them"
-            if isinstance(made := self._coming[1].result(), Made):
+            made = self._coming[1].result()
+            if isinstance(made, Made):
                 self._loras.keep(made)
-        self._coming = job, self._pool.submit(self._make, job)
-        self._coming[1].add_done_callback(lambda made: self.changed())
-
-    def _kept(self, coming: Future[Made | Wanted]) -> ServedPipeline:
-        from sdflow.serve.loras.lora_pipelines import Wanted
-
-        made = coming.result()
-        assert self._loras is not None, "what was made is of them"
-        return self._loras.keep(self._loras.carry_out(made) if isinstance(made, Wanted) else made)
+        coming = self._pool.submit(self._make, job)
+        self._coming = job, coming
+        coming.add_done_callback(lambda made: self._changed())
+        return coming
 
     def _make(self, job: Job) -> Made | Wanted:
         """In the other thread."""
-        loras = self._opened()
-        wanted = loras.read(job.loras)
+        wanted = self._loras.read(job.loras)
         if wanted.live and not self._in_background:
             return wanted
-        made = loras.carry_out(wanted)
+        made = self._loras.carry_out(wanted)
         if self._in_background and made.unused:
             made.pipeline.prepare(job)
         return made
-
-    def _prepare(self, job: Job, sizes: Sequence[int]) -> ServedPipeline | None:
-        live = self._opened().prepare()
-        if live is not None:
-            for size in sizes:
-                live.prepare(job, size)
-        return live
-
-    def _opened(self) -> LoraPipelines:
-        from sdflow.serve.loras.lora_pipelines import LoraPipelines
-
-        if self._loras is None:
-            self._loras = LoraPipelines.open(self.folder, self.base, self.cache, self.memory, self.values)
-        return self._loras

@@ -20,21 +20,12 @@ from typing import Any
 from sdflow.errors import SdflowError, UsageError
 from sdflow.machine.device import cores
 from sdflow.machine.memory import trim
+from sdflow.serve.engine import loading
 from sdflow.serve.engine.engine import Engine
 from sdflow.serve.engine.lanes import Lanes
-from sdflow.serve.engine.loading import (
-    MOST_DELAYED,
-    SMALL_SECONDS,
-    LoadedLane,
-    Room,
-    load,
-    load_lanes,
-    warm,
-    warm_up_job,
-)
+from sdflow.serve.engine.loading import LoadedLane, Room, folder_bytes, warm
 from sdflow.serve.engine.pace import Pace
 from sdflow.serve.engine.served_pipeline import ServedPipeline
-from sdflow.serve.engine.shared_steps import SharedSteps
 from sdflow.serve.engine.waiting import Waiting
 from sdflow.serve.jobs import Drop, Failed, Job, Load, Loaded, Measured, Message, WorkerOptions
 from sdflow.serve.log import log_error, log_line
@@ -64,7 +55,7 @@ class Stock:
 
     def __init__(self, options: WorkerOptions, loaded: list[LoadedLane], tell: Callable[[Message], None]) -> None:
         self._options, self._tell = options, tell
-        self.room = Room.measured(loaded)
+        self.room = Room.measured(loaded[0])
         self.lanes = Lanes(tell, self.room.share)
         self._folders = {name: options.pipelines[name] for name in loaded[0].pipelines}
         self._lanes: list[_Lane] = []
@@ -89,8 +80,6 @@ class Stock:
             paces = [{name: Pace(pace.seconds) for name, pace in known.items()} for _ in loaded]
             self._lanes = [_Lane(each, paces=of) for each, of in zip(loaded, paces, strict=True)]
         for name in list(loaded[0].pipelines):
-            for each in loaded:
-                each.pipelines[name].keep_sizes(self.room.most[name] // len(loaded))
             self._keep(name, [each.pipelines[name] for each in loaded], [each.seconds[name] for each in loaded])
         for lane in self._lanes:
             self.lanes.add(partial(self._engine, lane), partial(self._rest, lane))
@@ -114,14 +103,14 @@ class Stock:
 
     def _measure_lanes(self) -> bool:
         """Whether another number of lanes is better, which is there from now on."""
-        waiting = self.lanes.waiting
-        before = waiting.drawn
-        if not all(each.seconds[1] < MOST_DELAYED * SMALL_SECONDS for each in self._paces()):
+        waiting, lanes = self.lanes.waiting, len(self._lanes)
+        before, paces = waiting.drawn, list(self._lanes[0].paces.values())
+        if any(each.seconds[1] >= loading.SMALL_SECONDS * lanes for each in paces):
             return False  # of larger models one keeps all cores busy
         with self._lock:
             names = list(self._used)
-        loaded = load_lanes(replace(self._options, pipelines={name: self._folders[name] for name in names}))
-        if waiting.drawn != before or waiting.busy or len(loaded) == len(self._lanes):
+        loaded = loading.load_lanes(replace(self._options, pipelines={name: self._folders[name] for name in names}))
+        if waiting.drawn != before or waiting.busy or len(loaded) == lanes:
             return False  # what is drawn beside it makes it say nothing
         self.lanes.replace(partial(self._adopt, loaded))
         log_line("lanes", lanes=len(loaded))
@@ -129,15 +118,12 @@ class Stock:
             self._tell(Measured(name, self.about(name)))
         return True
 
-    def _paces(self) -> list[Pace]:
-        return list(self._lanes[0].paces.values())
-
     def about(self, name: str) -> Mapping[str, Any]:
         """What was found out about a pipeline when it was loaded."""
-        first = self._lanes[0].loaded
+        first = self._lanes[0]
         return {
-            "batch_seconds": dict(self._lanes[0].paces[name].seconds),
-            "alone": first.pipelines[name].why_alone,
+            "batch_seconds": dict(first.paces[name].seconds),
+            "alone": first.loaded.pipelines[name].why_alone,
             "lanes": len(self._lanes),
             "max_pixels": self.room.most[name],
             "pixels": self.room.own[name],
@@ -146,8 +132,11 @@ class Stock:
     @property
     def loading(self) -> bool:
         """Whether images may have to wait for a pipeline."""
-        coming = self._coming
-        return self._is_loading or (coming is not None and not coming.done())
+        return self._is_loading or self._is_bringing
+
+    @property
+    def _is_bringing(self) -> bool:
+        return self._coming is not None and not self._coming.done()
 
     def submit(self, job: Job) -> None:
         """Draw this when there is a place for it. One whose pipeline is not there any more has failed."""
@@ -162,8 +151,15 @@ class Stock:
         self._newest[order.name] = order
         self._begin(order)
 
+    def forget(self, lora: str) -> None:
+        """Release the memory of weights with the LoRA of this file; what is being drawn with it is finished."""
+        self._do(partial(self._forget, lora))
+
     def _begin(self, order: Load | Drop) -> None:
-        work = partial(self._add, order) if isinstance(order, Load) else partial(self._drop, order)
+        self._do(partial(self._add, order) if isinstance(order, Load) else partial(self._drop, order))
+
+    def _do(self, work: Callable[[], None]) -> None:
+        """Beside the lanes; on a GPU between two steps, as it would spoil a graph that is being captured."""
         if self._on_cpu:
             self._pool.submit(work)
         else:
@@ -172,19 +168,20 @@ class Stock:
     def is_ready(self, lane: _Lane, job: Job, begin: bool) -> bool:
         """Whether `find` has nothing to wait for. begin: if it has, that is begun."""
         with self._lock:
-            if job.pipeline not in self._folders:
-                self._problems[job.pipeline] = UsageError(REMOVED, where="model")
+            name = job.pipeline
+            if name not in self._folders:
+                self._problems[name] = UsageError(REMOVED, where="model")
                 return True
-            if begin and not self._adding and (self._coming is None or self._coming.done()):
-                self._leaving.discard(job.pipeline)  # what it made room for was older, and is not wanted any more
-            found = None if job.pipeline in self._leaving else lane.ready.get(job.pipeline)
+            if begin and not self._adding and not self._is_bringing:
+                self._leaving.discard(name)  # what it made room for was older, and is not wanted any more
+            found = None if name in self._leaving else lane.ready.get(name)
             if found is None:
-                if begin and job.pipeline not in {*self._problems, *self._leaving}:
-                    self._bring(job.pipeline)
-                return job.pipeline in self._problems
+                if begin and name not in {*self._problems, *self._leaving}:
+                    self._bring(name)
+                return name in self._problems
             if begin:
-                self._used.remove(job.pipeline)
-                self._used.append(job.pipeline)
+                self._used.remove(name)
+                self._used.append(name)
         return found.ready(job, begin=begin)
 
     def find(self, lane: _Lane, job: Job) -> ServedPipeline:
@@ -212,30 +209,26 @@ class Stock:
 
     def _bring(self, name: str) -> None:
         """Load one, once there is room. Asked again until it is there."""
-        if self._coming is None or self._coming.done():
-            if not self._make_room(name):
-                return
-            if self._on_cpu:
-                self._coming = self._pool.submit(self._load_or_note, name)
-                self._coming.add_done_callback(lambda done: self.lanes.look_again())
-            else:
-                self._load_or_note(name)
+        if self._is_bringing or not self._make_room(name):
+            return
+        if self._on_cpu:
+            self._coming = self._pool.submit(self._load_or_note, name)
+            self._coming.add_done_callback(lambda done: self.lanes.look_again())
+        else:
+            self._load_or_note(name)
 
     def _make_room(self, name: str) -> bool:
         """Whether there is room for one more; unloads, one at each call, what was asked for longest ago and is not drawn."""
-        most = self._options.memory
-        if most is None or not self._used or sum(map(self._size, {*self._used, name})) <= most:
+        most, wanted = self._options.memory, {*self._used, name}
+        if most is None or not self._used:
+            return True
+        if len(self._lanes) * sum(folder_bytes(self._folders[each]) for each in wanted) <= most:
             return True
         oldest = self._used[0]
         self._leaving.add(oldest)
         if oldest not in self.lanes.waiting.pipelines:
             self._unload(oldest)
         return False
-
-    def _size(self, name: str) -> int:
-        return len(self._lanes) * sum(
-            path.stat().st_size for path in self._folders[name].resolve().glob("*/*") if path.is_file()
-        )
 
     def _load_or_note(self, name: str) -> None:
         try:
@@ -245,38 +238,37 @@ class Stock:
         self._leaving.clear()
 
     def _load(self, name: str) -> None:
-        """In every lane; in the place of the one that is there, if there is one."""
+        """In every lane; in the place of the one that is there, if there is one. Raises UsageError for a pipeline on a GPU among
+        several lanes."""
         folder, begun, made = self._folders[name], time.perf_counter(), list[ServedPipeline]()
         self._is_loading = True
         try:
             for lane in self._lanes:
-                made.append(load(folder, lane.loaded.threads, self._options))
-                self._require_one_lane(name, made[-1])
+                made.append(loading.load(folder, lane.loaded.threads, self._options))
+                if made[-1].base.place.stream is not None and len(self._lanes) > 1:
+                    raise UsageError(
+                        f"{name} draws on a GPU, which has one lane, and the pipelines on the CPU here have {len(self._lanes)}",
+                        remedy="Start a server for it, or this one with --lanes 1.",
+                    )
             seconds = [warm(name, each, self._options) for each in made]
         finally:
             self._is_loading = False
-        self.room.add(name, made)
+        self.room.add(name, made[0])
         self._keep(name, made, seconds)
         log_line("loaded", pipeline=name, seconds=round(time.perf_counter() - begun, 2))
-
-    def _require_one_lane(self, name: str, pipeline: ServedPipeline) -> None:
-        """Raises UsageError for a pipeline on a GPU among several lanes."""
-        if pipeline.base.place.stream is not None and len(self._lanes) > 1:
-            raise UsageError(
-                f"{name} draws on a GPU, which has one lane, and the pipelines on the CPU here have {len(self._lanes)}",
-                remedy="Start a server for it, or this one with --lanes 1.",
-            )
 
     def _keep(self, name: str, made: list[ServedPipeline], seconds: Sequence[Mapping[int, float]]) -> None:
         """For jobs from now on; all lanes have it at the same moment."""
         options, values, kept = self._options, SharedValues(), list[tuple[ReadyPipelines, Pace]]()
         memory = options.lora_memory // len(self._lanes)
         for pipeline, measured in zip(made, seconds, strict=True):
+            pipeline.keep_sizes(self.room.most[name] // len(made))
             found = ReadyPipelines(self._folders[name], pipeline, options.cache, memory, values, self.lanes.look_again)
             if options.loras:
-                job = warm_up_job(name, pipeline)
+                job = loading.warm_up_job(name, pipeline)
                 found.prepare(job, list(measured), partial(warm, name, options=options))
-            kept.append((found, _pace(pipeline, measured, again=options.batch_sizes is None)))
+            again = options.batch_sizes is None and pipeline.why_alone is None
+            kept.append((found, Pace(measured, again=again, forget=pipeline.forget_batch)))
         with self._lock:
             for lane, pipeline, (found, pace) in zip(self._lanes, made, kept, strict=True):
                 lane.loaded.pipelines[name], lane.paces[name], lane.ready[name] = pipeline, pace, found
@@ -290,25 +282,15 @@ class Stock:
                 lane.ready.pop(name).close()
                 del lane.loaded.pipelines[name]
             self._used.remove(name)
-        gc.collect()
-        trim()
+        _free()
         log_line("unloaded", pipeline=name)
-
-    def forget(self, lora: str) -> None:
-        """Release the memory of weights with the LoRA of this file; what is being drawn with it is finished."""
-        work = partial(self._forget, lora)
-        if self._on_cpu:
-            self._pool.submit(work)
-        else:
-            self.lanes.do(work)  # freeing its memory would spoil a graph that is being captured
 
     def _forget(self, lora: str) -> None:
         with self._lock:
             every = [ready for lane in self._lanes for ready in lane.ready.values()]
         for each in every:
             each.forget(lora)
-        gc.collect()
-        trim()
+        _free()
 
     def _rest(self, lane: _Lane) -> None:
         """Give back what the large images of a lane took."""
@@ -316,37 +298,28 @@ class Stock:
             every = list(lane.ready.values())
         for each in every:
             each.rest()
-        gc.collect()
-        trim()
+        _free()
 
     def _add(self, order: Load) -> None:
-        if self._newest[order.name] is not order:
-            self._adding = False
-            self._leaving.clear()
-            self._tell(Loaded(order.name, order.folder, None, "it was removed meanwhile", order.number))
-            self.lanes.look_again()
-            return
-        before = self._folders.get(order.name)
-        self._folders[order.name], self._adding = order.folder, True
-        try:
-            if not self._make_room(order.name):
-                self._do_again(order)
-                return
-            self._adding = False
-            self._load(order.name)
-        except Exception as error:  # noqa: BLE001  (it is told, and the others go on)
-            if isinstance(error, SdflowError):
-                said = error.what
-            else:
-                said = f"{type(error).__name__}: {error}"
-                log_error(error)
-            if before is None:
-                del self._folders[order.name]
-            else:
-                self._folders[order.name] = before
-            self._tell(Loaded(order.name, order.folder, None, said, order.number))
-        else:
-            self._tell(Loaded(order.name, order.folder, self.about(order.name), number=order.number))
+        before, found, said = self._folders.get(order.name), None, "it was removed meanwhile"
+        if self._newest[order.name] is order:
+            self._folders[order.name], self._adding = order.folder, True
+            try:
+                if not self._make_room(order.name):
+                    self._do_again(order)
+                    return
+                self._adding = False
+                self._load(order.name)
+                found, said = self.about(order.name), ""
+            except Exception as error:  # noqa: BLE001  (it is told, and the others go on)
+                said = error.what if isinstance(error, SdflowError) else f"{type(error).__name__}: {error}"
+                if not isinstance(error, SdflowError):
+                    log_error(error)
+                if before is None:
+                    del self._folders[order.name]
+                else:
+                    self._folders[order.name] = before
+        self._tell(Loaded(order.name, order.folder, found, said, order.number))
         self._leaving.clear()
         self._adding = False
         self.lanes.look_again()
@@ -371,13 +344,7 @@ class Stock:
         self._begin(order)
 
 
-def _pace(pipeline: ServedPipeline, seconds: Mapping[int, float], *, again: bool) -> Pace:
-    def steps() -> SharedSteps | None:
-        side = pipeline.base.latents.size
-        return pipeline.shared_steps(side, side)
-
-    def forget(size: int) -> None:
-        if found := steps():
-            found.forget(size)
-
-    return Pace(seconds, again=again and pipeline.why_alone is None, forget=forget)
+def _free() -> None:
+    """Return to the system what Python has let go."""
+    gc.collect()
+    trim()

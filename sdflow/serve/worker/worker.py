@@ -1,7 +1,7 @@
-"""The process that draws. It is apart from the one that answers, so that a crash takes no connection with it.
+"""The process that draws, apart from the one that answers, so that a crash takes no connection with it.
 
-It gets jobs over a pipe and gives back what happens to them (`sdflow.serve.jobs`). It ends when the pipe does.
-Here is also the process as the one that answers sees it: started, told, heard, started again when it dies.
+It gets jobs over a pipe and returns what happens to them (`sdflow.serve.jobs`); it ends when the pipe does. `WorkerLine` is the
+server's view of it.
 """
 
 from __future__ import annotations
@@ -15,28 +15,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from sdflow.errors import SdflowError
 from sdflow.processes.workers import deny_network
 from sdflow.serve.engine.pulse import Pulse, Pulses, Watchdog
-from sdflow.serve.jobs import (
-    Cancel,
-    Drop,
-    End,
-    Forget,
-    Job,
-    Load,
-    Loaded,
-    Lost,
-    Message,
-    Order,
-    Ready,
-    Show,
-    WorkerOptions,
-)
+from sdflow.serve.jobs import Cancel, Drop, Forget, Job, Load, Loaded, Lost, Message, Order, Ready, Show, WorkerOptions
 from sdflow.serve.log import ROTATED, log_as_json, log_line
 
 if TYPE_CHECKING:
@@ -49,9 +34,26 @@ WAITS = (0.0, 1.0, 5.0, 15.0, 60.0)
 END_SECONDS = 5.0
 
 
+class Sender(threading.Thread):
+    """Sends over a pipe in the order of calls, up to the first None. A message may be longer than what a pipe takes at once, and
+    neither the engine nor the server waits until the other has read it."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(name="sender", daemon=True)
+        self._connection, self._messages = connection, SimpleQueue[Any]()
+        self.send = self._messages.put
+        self.start()
+
+    def run(self) -> None:
+        with suppress(OSError):  # nobody is there any more, which whoever reads from the pipe finds out
+            while True:
+                self._connection.send(message := self._messages.get())
+                if message is None:
+                    return
+
+
 def work(connection: Connection, options: WorkerOptions, output: Connection | None = None) -> None:
-    """Load the pipelines, say so, and draw until the pipe ends. output: takes what is written to standard error, by libraries
-    that are not Python's too."""
+    """Load the pipelines, say so, and draw until the pipe ends. output: takes standard error, that of native libraries too."""
     if output is not None:
         os.dup2(output.fileno(), 2)
     os.environ.pop(ROTATED, None)  # the server keeps the file short
@@ -65,40 +67,16 @@ def work(connection: Connection, options: WorkerOptions, output: Connection | No
         _draw(connection, options, sender.send, pulses)
     except SdflowError as error:
         sender.send(Lost(type(error).__name__, error.what, error.where, error.remedy))
-    sender.end()
+    sender.send(None)
+    sender.join()
     sys.stderr.flush()
     os._exit(0)  # no exit handlers: some libraries send their telemetry there
-
-
-class Sender:
-    """Sends to the server, from a thread of its own: an image is longer than what a pipe takes at once, and who draws does not
-    wait until the server has read it."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._messages: SimpleQueue[Message | Pulse | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._pass_on, name="to the server", daemon=True)
-        self._thread.start()
-
-    def send(self, message: Message | Pulse) -> None:
-        """In the order in which it is called."""
-        self._messages.put(message)
-
-    def end(self) -> None:
-        """When all is sent, or nobody listens any more."""
-        self._messages.put(None)
-        self._thread.join()
-
-    def _pass_on(self) -> None:
-        with suppress(OSError):  # nobody is there any more: who reads from the pipe ends the drawing
-            while (message := self._messages.get()) is not None:
-                self._connection.send(message)
 
 
 def _draw(connection: Connection, options: WorkerOptions, tell: Tell, pulses: Pulses) -> None:
     import torch
 
-    from sdflow.serve.engine.loading import load_lanes, patience_of
+    from sdflow.serve.engine.loading import load_lanes, patience_of, with_room
     from sdflow.serve.worker.stock import Stock
 
     # What torch computes here is small. Each thread that draws would have more of torch's own, which spin beside ONNX Runtime's.
@@ -113,9 +91,9 @@ def _draw(connection: Connection, options: WorkerOptions, tell: Tell, pulses: Pu
 
 
 def _listen(connection: Connection, stock: Stock) -> None:
-    """To what is to be drawn, until the pipe ends or the server says so."""
+    """Obey the server until the pipe ends or None comes."""
     with suppress(EOFError, OSError):
-        while not isinstance(message := connection.recv(), End):
+        while (message := connection.recv()) is not None:
             if isinstance(message, Job):
                 stock.submit(message)
             elif isinstance(message, Cancel):
@@ -129,19 +107,6 @@ def _listen(connection: Connection, stock: Stock) -> None:
     stock.lanes.end()
 
 
-def with_room(options: WorkerOptions) -> WorkerOptions:
-    """With the first of the pipelines, as many as may stay loaded together."""
-    if options.memory is None:
-        return options
-    taken, left = dict[str, Path](), options.memory
-    for name, folder in options.pipelines.items():
-        left -= sum(path.stat().st_size for path in folder.resolve().glob("*/*") if path.is_file())
-        if taken and left < 0:
-            break
-        taken[name] = folder
-    return replace(options, pipelines=taken)
-
-
 class WorkerLine:
     """One worker at a time. hear: receives its messages, and `Lost` when it ends, from another thread."""
 
@@ -149,14 +114,11 @@ class WorkerLine:
         self._options, self._hear = options, hear
         self._context = multiprocessing.get_context("spawn")  # a fork would inherit threads' locks
         self._process: Any = None
-        self._messages: SimpleQueue[Order | End | None] = SimpleQueue()
+        self._send: Callable[[Order | None], None] = lambda message: None
         self._newest = dict[str, Load | Drop]()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="worker line", daemon=True)
-
-    def start(self) -> None:
-        """Start the worker, and another whenever one ends."""
-        self._thread.start()
+        self.start = self._thread.start
 
     @property
     def pid(self) -> int | None:
@@ -164,29 +126,24 @@ class WorkerLine:
         return None if self._process is None else self._process.pid
 
     def send(self, message: Order) -> None:
-        """Without waiting: a worker that computes reads later. What is for one that is gone, nobody gets."""
+        """Without waiting: a worker that computes reads later. Messages to a dead worker are lost."""
         if isinstance(message, Load | Drop):
             self._newest[message.name] = message
         if isinstance(message, Drop):
             rest = {name: folder for name, folder in self._options.pipelines.items() if name != message.name}
             self._options = replace(self._options, pipelines=rest)
-        self._messages.put(message)
+        self._send(message)
 
     def end(self) -> None:
         """End the worker, and start no other."""
         self._ended.set()
         process = self._process
         if process is not None:
-            self._messages.put(End())
+            self._send(None)
             process.join(END_SECONDS)
             if process.is_alive():
                 process.kill()
                 process.join()
-
-    def _is_wanted(self, loaded: Loaded) -> bool:
-        """Whether it is there, and was not removed while it was being loaded."""
-        order = self._newest.get(loaded.name)
-        return loaded.found is not None and isinstance(order, Load) and order.number == loaded.number
 
     def _keep(self) -> None:
         failures = 0
@@ -207,8 +164,7 @@ class WorkerLine:
         if heard is not None and output is not None:
             output.close()
             threading.Thread(target=_pass_on_output, args=(heard,), name="worker's output", daemon=True).start()
-        self._process, self._messages = process, SimpleQueue()
-        threading.Thread(target=_pass_on, args=(self._messages, ours), name="to the worker", daemon=True).start()
+        self._process, self._send = process, Sender(ours).send
         ready, said, given_up = False, None, threading.Event()
 
         def give_up(lost: Lost) -> None:
@@ -217,28 +173,30 @@ class WorkerLine:
             self._hear(lost)  # now: what hangs in a driver ends only when that lets it
 
         watchdog = Watchdog(give_up)
-        try:
-            while True:
-                message: Message | Pulse = ours.recv()
-                watchdog.hear(message if isinstance(message, Pulse) else None)
+        with suppress(EOFError, OSError):
+            while (message := ours.recv()) is not None:
+                watchdog.hear(message)
                 if isinstance(message, Lost):
                     said = message
                 elif not isinstance(message, Pulse) and not given_up.is_set():
                     ready = ready or isinstance(message, Ready)
-                    if isinstance(message, Loaded) and self._is_wanted(message):  # for the next worker, too
-                        pipelines = {**self._options.pipelines, message.name: message.folder}
-                        self._options = replace(self._options, pipelines=pipelines)
+                    if isinstance(message, Loaded):
+                        self._note_loaded(message)
                     self._hear(message)
-        except (EOFError, OSError):
-            pass
-        watchdog.end()
-        self._messages.put(None)
+        watchdog.ended.set()
+        self._send(None)
         process.join()
         if given_up.is_set():
             return None, ready
         status = process.exitcode
         words = f"signal {-status}" if status is not None and status < 0 else f"status {status}"
         return said or Lost("WorkerEnded", f"it ended with {words}"), ready
+
+    def _note_loaded(self, loaded: Loaded) -> None:
+        """The next worker loads it too, unless it was removed while it was being loaded."""
+        order = self._newest.get(loaded.name)
+        if loaded.found is not None and isinstance(order, Load) and order.number == loaded.number:
+            self._options = replace(self._options, pipelines={**self._options.pipelines, loaded.name: loaded.folder})
 
 
 def _pass_on_output(heard: Connection) -> None:
@@ -251,10 +209,3 @@ def _pass_on_output(heard: Connection) -> None:
                     sys.stderr.flush()
             elif line.strip():
                 log_line("output", text=line.rstrip())
-
-
-def _pass_on(messages: SimpleQueue[Order | End | None], connection: Connection) -> None:
-    """Everything up to the first None."""
-    with suppress(OSError):  # the worker is gone, which whoever reads from it finds out
-        while (message := messages.get()) is not None:
-            connection.send(message)

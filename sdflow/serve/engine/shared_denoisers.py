@@ -1,0 +1,106 @@
+"""The denoisers of drawings that share runs, by size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from sdflow.errors import PassError
+from sdflow.families.shared.references import REFERENCE_TOKENS
+from sdflow.families.shared.request import Conditions
+from sdflow.runtime.denoiser.denoiser import Denoiser
+from sdflow.runtime.denoiser.denoisers import DenoiserRequest, DenoiserSource, token_sizes
+from sdflow.runtime.pipeline import Pipeline
+from sdflow.serve.engine.cuts import Cuts
+from sdflow.serve.engine.shared_steps import SharedDenoiser, SharedSteps, common_inputs
+
+SIZES_KEPT = 4
+
+Key = tuple[tuple[tuple[str, int], ...], tuple[tuple[int, int], ...]]
+"""Sizes of axes by name; rows and columns of each reference image."""
+
+
+class SharedDenoisers(DenoiserSource):
+    """In place of a pipeline's own, for drawings of one image: shared steps by size, made when first wanted; the last are kept.
+    Images with reference images share steps with those whose references have the same sizes.
+
+    room: rows times columns of all that are kept, as each holds memory. why_alone: why images of no size are drawn
+    together; None where they are.
+    """
+
+    def __init__(self, pipeline: Pipeline, cuts: Cuts) -> None:
+        self._cuts, self._own = cuts, pipeline.denoisers
+        self._model = pipeline.submodels[pipeline.family.denoiser]
+        self._referencing = pipeline.referencing
+        self._tokens = pipeline.family.token_sizes(pipeline.configs)
+        self._made: dict[Key, SharedSteps] = {}
+        self._alone: set[Key] = set()
+        self.room = math.inf
+        self.why_alone: str | None = None
+        if pipeline.nets:
+            self.why_alone = "its ControlNets are run for each image by itself"
+        elif common := common_inputs(self._model):
+            self.why_alone = f"all images of a run would share {common[0]}"
+
+    def get(self, request: DenoiserRequest) -> Denoiser:
+        images, _, rows, columns = request.shape
+        assert images == 1 and not request.fewer, "a server draws exact images, each by itself"
+        if request.skipped:  # its further runs are shared with none
+            return self._own.get(request)
+        steps = self.of(rows, columns, request.conditions, request.axes, request.references)
+        return self._own.get(request) if steps is None else SharedDenoiser(steps, request.rows)
+
+    def unload(self) -> None:
+        self._own.unload()
+
+    def of(
+        self,
+        rows: int,
+        columns: int,
+        conditions: Conditions | None = None,
+        axes: Mapping[str, int] = MappingProxyType({}),
+        references: tuple[tuple[int, int], ...] = (),
+    ) -> SharedSteps | None:
+        """For latents of so many rows and columns; None where each image is drawn by itself. axes: the sizes of the denoiser's
+        further axes. references: rows and columns of the latents of reference images."""
+        model = self._referencing if references else self._model
+        if self.why_alone is not None or model is None:
+            return None
+        sizes: dict[str, int] = {
+            **(self._tokens if conditions is None else token_sizes(self._model, conditions)),
+            "latent_height": rows,
+            "latent_width": columns,
+            **axes,
+            **({REFERENCE_TOKENS: sum(high * wide for high, wide in references)} if references else {}),
+        }
+        key = tuple(sizes.items()), references
+        if key in self._alone:
+            return None
+        made = self._made.pop(key, None)
+        if made is None:
+            try:
+                made = SharedSteps(model, sizes, self._cuts)
+            except PassError as error:
+                if not self._made:  # the first is of the model's own size
+                    self.why_alone = str(error)
+                self._alone.add(key)
+                return None
+        self._made[key] = made
+        while len(self._made) > SIZES_KEPT or (len(self._made) > 1 and self._pixels > self.room):
+            self._made.pop(next(iter(self._made)))
+        return made
+
+    def forget_large(self, most: int) -> None:
+        """Keep nothing for sizes of more rows times columns than this."""
+        self._made = {key: made for key, made in self._made.items() if _latents(key) <= most}
+
+    @property
+    def _pixels(self) -> int:
+        return sum(map(_latents, self._made))
+
+
+def _latents(key: Key) -> int:
+    """Pixels of latents that a step reads, reference images included."""
+    sizes = dict(key[0])
+    return sizes["latent_height"] * sizes["latent_width"] + sizes.get(REFERENCE_TOKENS, 0)
