@@ -77,20 +77,9 @@ def symbolic(steps: Sequence[Step]) -> tuple[Step, ...]:
     return tuple(structure)
 
 
-UNCOUNTED = {
-    "webgpu": {
-        *("sd21_base", "sd21", "sd2_inpainting", "sd_turbo", "sd35_medium", "sd15_controlnet", "sd15_ip_adapter"),
-        *("sdxl", "sdxl_inpainting", "sdxl_turbo", "lcm_sdxl", "sdxl_refiner", "sdxl_controlnet", "sdxl_ip_adapter"),
-    }
-}
-"""Target -> bases whose fused operators were not counted at full size yet."""
-
-
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("base", ARCHITECTURES)
 def test_every_chain_that_fuses_says_what_it_expects(base: str, target: str, tmp_path: Path) -> None:
-    if base in UNCOUNTED.get(target, ()):
-        pytest.skip("not counted yet")
     silent = [
         step.id
         for chain in planned(base, target, Cache(tmp_path / "cache")).chains
