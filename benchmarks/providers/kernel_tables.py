@@ -83,11 +83,10 @@ MEMORY = {
 }
 INCLUDES = "extern void *malloc(unsigned long); extern void *memcpy(void *, const void *, unsigned long);\n"
 
-ASK = """
+TAKES = """
 import json, sys
 import onnx, onnxruntime
 from onnx import TensorProto, helper
-from onnxruntime.capi.onnxruntime_pybind11_state import get_all_opkernel_def
 
 def takes(opset, ir_version):
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy")
@@ -100,18 +99,29 @@ def takes(opset, ir_version):
     return True
 
 onnxruntime.set_default_logger_severity(4)
+loads = {
+    "runtime": onnxruntime.__version__,
+    "opset": max(opset for opset in range(13, 40) if takes(opset, 8)),
+    "ir_version": max(version for version in range(4, 30) if takes(17, version)),
+}
+"""
+
+LOADS = TAKES + "json.dump(loads, sys.stdout)"
+"""What a package's ONNX Runtime loads, of one that crashes when it lists its kernels."""
+
+ASK = (
+    TAKES
+    + """
+from onnxruntime.capi.onnxruntime_pybind11_state import get_all_opkernel_def
+
 kernels = [
     [kernel.domain, kernel.op_name, *kernel.version_range, {k: list(v) for k, v in kernel.type_constraints.items()}]
     for kernel in get_all_opkernel_def()
     if kernel.provider == sys.argv[1]
 ]
-json.dump({
-    "runtime": onnxruntime.__version__,
-    "opset": max(opset for opset in range(13, 40) if takes(opset, 8)),
-    "ir_version": max(version for version in range(4, 30) if takes(17, version)),
-    "kernels": kernels,
-}, sys.stdout)
+json.dump({**loads, "kernels": kernels}, sys.stdout)
 """
+)
 
 
 def main() -> None:
@@ -269,7 +279,7 @@ def write_openvino(out: Path, wheel: Path, python: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         environment = unpacked(wheel, Path(folder), {"LD_LIBRARY_PATH": ""})
         answer = ask(python, ASK_EACH, provider, environment)
-        loads = ask(python, ASK, provider, environment)
+        loads = ask(python, LOADS, provider, environment)
     table = {
         "provider": provider,
         "version": f"onnxruntime-openvino {answer['runtime']}",

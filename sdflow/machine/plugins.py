@@ -98,6 +98,12 @@ def _unregister(ort: Any, providers: Iterable[str]) -> None:
         _here.done.discard(provider)
 
 
+def is_emulated(ort: Any, target: Target) -> bool:
+    """Whether a target's sessions are made on a GPU that the processor emulates: a run takes seconds in place of milliseconds."""
+    devices = plugins_of(ort, target).devices.get(WEBGPU_PROVIDER, [])
+    return bool(devices) and _kind(devices[0]) == "CPU"
+
+
 def device_facts(device: Any) -> dict[str, Any]:
     """What names a device and the version of its provider, without what changes from boot to boot."""
     told = {**device.device.metadata, **device.ep_metadata}
