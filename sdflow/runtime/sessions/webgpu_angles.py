@@ -21,8 +21,8 @@ COARSE_BITS = 14
 
 
 def with_right_angles(model: Any) -> None:
-    """Replace Sin and Cos of a ModelProto whose types are all known (`specialize`), in place. Those of one value share
-    a chain."""
+    """Replace Sin and Cos of a ModelProto, in place. Those of one value share a chain. Where its types are not known
+    (`specialize` makes them so), it must be of opset 15 or later."""
     graph = model.graph
     types = {item.name: item.type.tensor_type.elem_type for item in (*graph.input, *graph.value_info)}
     together: dict[str, list[Any]] = {}
@@ -56,13 +56,12 @@ def _chain(graph: Any, nodes: Sequence[Any], kind: int | None) -> list[Any]:
         made.append(helper.make_node(operator, inputs, [f"{name}_{of}"], name=f"{name}_{of}", **attributes))
         return f"{name}_{of}"
 
-    given, half = nodes[0].input[0], kind not in (None, TensorProto.FLOAT)
-    wide = node("Cast", [given], "wide", to=TensorProto.FLOAT) if half else given
+    given, exact = nodes[0].input[0], kind == TensorProto.FLOAT
+    wide = given if exact else node("Cast", [given], "wide", to=TensorProto.FLOAT)
     angle = node("Unsqueeze", [wide, constant([-1], "axis", np.int64)], "apart")
     added = constant([TURNS[each.op_type] for each in nodes], "turns")
-    above = constant(
-        [TURNS[each.op_type] + 0.5 for each in nodes], "turns_and_half"
-    )  # the provider has no kernel for Round
+    # Floor of a half more: the provider has no kernel for Round.
+    above = constant([TURNS[each.op_type] + 0.5 for each in nodes], "turns_and_half")
     turns = node("Add", [node("Mul", [angle, constant(1 / math.tau, "per_turn")], "in_turns"), above], "with_turns")
     whole = node("Sub", [node("Floor", [turns], "rounded"), added], "whole")
     coarse = math.floor(math.tau * 2 ** (COARSE_BITS - 3)) / 2 ** (COARSE_BITS - 3)
@@ -77,13 +76,15 @@ def _chain(graph: Any, nodes: Sequence[Any], kind: int | None) -> list[Any]:
         value = node("Add", [product, constant(coefficient, f"term_{index}")], f"sum_{index}")
     sines = node("Mul", [value, rest], "sines")
     for index, each in enumerate(nodes):
-        picked = constant(index, f"index_{index}", np.int64)
-        taken = [sines, picked]
-        if half:
-            narrow = node("Gather", taken, f"picked_{index}", axis=-1)
-            made.append(helper.make_node("Cast", [narrow], list(each.output), name=each.name, to=kind))
+        picked = [sines, constant(index, f"index_{index}", np.int64)]
+        if exact:
+            made.append(helper.make_node("Gather", picked, list(each.output), name=each.name, axis=-1))
+            continue
+        narrow = node("Gather", picked, f"picked_{index}", axis=-1)
+        if kind is None:
+            made.append(helper.make_node("CastLike", [narrow, given], list(each.output), name=each.name))
         else:
-            made.append(helper.make_node("Gather", taken, list(each.output), name=each.name, axis=-1))
+            made.append(helper.make_node("Cast", [narrow], list(each.output), name=each.name, to=kind))
     return made
 
 
