@@ -28,6 +28,7 @@ from onnx import helper
 from sdflow.artifact import MODEL_FILE
 from sdflow.config.workflow import ImageSpec, VerifySpec
 from sdflow.errors import SlowerWarning, VerificationError
+from sdflow.processes.worker_group import WorkerGroup
 from sdflow.processes.workers import WorkerResult
 from sdflow.runtime.files.folder import load_submodel
 from sdflow.runtime.pipeline import Pipeline
@@ -128,18 +129,17 @@ def test_a_family_draws_what_diffusers_draws(built: Built) -> None:
             assert not found.fallen, f"{name}: {[str(node) for node in found.fallen]}"
 
 
-class Here:
-    """Verifies in this process, which has made the adapter's programs: as a group of workers."""
+class Here(WorkerGroup):
+    """Verifies in this process, which has made the adapter's programs."""
 
     def run(self, module: str, request: Mapping[str, Any], **how: Any) -> WorkerResult:
         return WorkerResult(work(request, how["on_phase"]), 0.0, 0)
 
 
-def verified(folder: Path, checkpoint: Checkpoint, cache: Cache, submodels: Sequence[str] | None) -> Verification:
+def verified(folder: Path, checkpoint: Checkpoint, cache: Cache, submodels: Sequence[str]) -> Verification:
     """On WebGPU and, before, on the processor."""
     subject = Subject("small", "webgpu", folder, checkpoint, image=ImageSpec(guidance_scale=5.0))
-    group: Any = Here()
-    return verify(subject, VerifySpec(steps=1), cache, submodels=submodels, run_on="webgpu", group=group).result
+    return verify(subject, VerifySpec(steps=1), cache, submodels=submodels, run_on="webgpu", group=Here()).result
 
 
 @pytest.fixture(scope="module")
