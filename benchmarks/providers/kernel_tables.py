@@ -274,22 +274,29 @@ def write_rtx(out: Path, wheel: Path, python: str, pipelines: list[Path], *, gra
 
 
 def write_openvino(out: Path, wheel: Path, python: str) -> None:
-    """The table of OpenVINO on a CPU: the plugin of another version, and its GPUs and NPUs, may take others."""
+    """The table of OpenVINO on a CPU. What it does not take in a graph of one node, such as Conv with weights that are inputs, is
+    unknown: in larger graphs it takes it."""
+    from onnx import defs
+
     provider = PROVIDERS["openvino"]
     with tempfile.TemporaryDirectory() as folder:
         environment = unpacked(wheel, Path(folder), {"LD_LIBRARY_PATH": ""})
         answer = ask(python, ASK_EACH, provider, environment)
         loads = ask(python, LOADS, provider, environment)
+    taken = [name for name, each in answer["answers"].items() if each]
+    standard = {schema.name for schema in defs.get_all_schemas() if schema.domain == ""}
     table = {
         "provider": provider,
         "version": f"onnxruntime-openvino {answer['runtime']}",
         "source": "each operator in a graph of one node given to that wheel's provider on a CPU, by kernel_tables.py; asked "
-        "in its form of opset 17; what OpenVINO takes on its GPUs and NPUs may differ",
+        "in its form of opset 17; what OpenVINO takes on its GPUs and NPUs may differ; unknown: those that it does not take in "
+        "a graph by themselves",
         "opset": loads["opset"],
         "ir_version": loads["ir_version"],
         "types": {"all": " ".join(sorted(answer["types"]))},
+        "unknown": " ".join(sorted(standard - set(taken))),
     }
-    write_rows(out, table, {name: [[1, "any", {"*": "all"}]] for name, taken in answer["answers"].items() if taken})
+    write_rows(out, table, {name: [[1, "any", {"*": "all"}]] for name in taken})
 
 
 def write_qnn(out: Path, wheel: Path) -> None:
