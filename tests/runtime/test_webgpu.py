@@ -172,7 +172,7 @@ def test_a_unet_built_for_webgpu_is_verified_by_running_it(
     device = found.submodels["unet"].device
     assert device is not None and device.target == "webgpu"
     assert device.left_out == 1, "of three timesteps, 999 and 0.5 are run"
-    assert all(0 < each.distance < 3e-6 for each in device.outputs)
+    assert all(each.passed and each.distance > 0 for each in device.outputs)
     assert "an emulated GPU: 1 cases left out" in device_rows(found)[0]
 
 
@@ -183,7 +183,7 @@ def test_a_transformer_built_for_webgpu_is_verified_by_running_it(built: Built, 
     found = verified(built.folder, built.checkpoint, Cache(tmp_path / "cache"), ["transformer"])
     assert found.passed, found.failure()
     device = found.submodels["transformer"].device
-    assert device is not None and all(0 < each.distance < 1e-5 for each in device.outputs)
+    assert device is not None and all(each.passed and each.distance > 0 for each in device.outputs)
 
 
 def test_its_graphs_are_fused_and_fit_the_table_of_kernels(built: Built) -> None:
