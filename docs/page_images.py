@@ -8,30 +8,18 @@ and a Chromium.
 
 from __future__ import annotations
 
-import argparse
-import io
-import shutil
 import time
 from pathlib import Path
 from typing import Any
 
-import PIL.Image
-from playwright.sync_api import sync_playwright
+from screenshots import PATIENCE, arguments, chromium_page, shoot
 
 SIZES = {"wide": (1280, 860), "middle": (820, 1000), "phone": (390, 844)}
-SCHEMES = ("light", "dark")
-PATIENCE = 600_000
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("url")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
-    given = parser.parse_args()
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        page = browser.new_page()
-        page.set_default_timeout(PATIENCE)
+    given = arguments(__doc__, Path(__file__).parent)
+    with chromium_page() as page:
         page.goto(given.url)
         wait(page, "document.querySelector('#width').value && document.querySelector('.lora')")
         draw(page)
@@ -43,7 +31,6 @@ def main() -> None:
         page.set_viewport_size({"width": 1280, "height": 860})
         page.click('summary:has(code:text-is("/v1/images/generations"))')
         shoot(page, given.out / "page_docs")
-        browser.close()
 
 
 def wait(page: Any, expression: str) -> None:
@@ -85,13 +72,6 @@ def arrange(page: Any, name: str) -> None:
     else:
         focus = "#images_title" if name == "phone" else "header"
         page.evaluate(f"document.querySelector('{focus}').scrollIntoView()")
-
-
-def shoot(page: Any, path: Path) -> None:
-    for scheme in SCHEMES:
-        page.emulate_media(color_scheme=scheme)
-        shot = PIL.Image.open(io.BytesIO(page.screenshot()))
-        shot.convert("RGB").quantize(256).save(f"{path}_{scheme}.png", optimize=True)
 
 
 if __name__ == "__main__":

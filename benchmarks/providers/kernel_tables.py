@@ -83,11 +83,10 @@ MEMORY = {
 }
 INCLUDES = "extern void *malloc(unsigned long); extern void *memcpy(void *, const void *, unsigned long);\n"
 
-ASK = """
+TAKES = """
 import json, sys
 import onnx, onnxruntime
 from onnx import TensorProto, helper
-from onnxruntime.capi.onnxruntime_pybind11_state import get_all_opkernel_def
 
 def takes(opset, ir_version):
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy")
@@ -100,18 +99,29 @@ def takes(opset, ir_version):
     return True
 
 onnxruntime.set_default_logger_severity(4)
+loads = {
+    "runtime": onnxruntime.__version__,
+    "opset": max(opset for opset in range(13, 40) if takes(opset, 8)),
+    "ir_version": max(version for version in range(4, 30) if takes(17, version)),
+}
+"""
+
+LOADS = TAKES + "json.dump(loads, sys.stdout)"
+"""What a package's ONNX Runtime loads, of one that crashes when it lists its kernels."""
+
+ASK = (
+    TAKES
+    + """
+from onnxruntime.capi.onnxruntime_pybind11_state import get_all_opkernel_def
+
 kernels = [
     [kernel.domain, kernel.op_name, *kernel.version_range, {k: list(v) for k, v in kernel.type_constraints.items()}]
     for kernel in get_all_opkernel_def()
     if kernel.provider == sys.argv[1]
 ]
-json.dump({
-    "runtime": onnxruntime.__version__,
-    "opset": max(opset for opset in range(13, 40) if takes(opset, 8)),
-    "ir_version": max(version for version in range(4, 30) if takes(17, version)),
-    "kernels": kernels,
-}, sys.stdout)
+json.dump({**loads, "kernels": kernels}, sys.stdout)
 """
+)
 
 
 def main() -> None:
@@ -264,22 +274,29 @@ def write_rtx(out: Path, wheel: Path, python: str, pipelines: list[Path], *, gra
 
 
 def write_openvino(out: Path, wheel: Path, python: str) -> None:
-    """The table of OpenVINO on a CPU: the plugin of another version, and its GPUs and NPUs, may take others."""
+    """The table of OpenVINO on a CPU. What it does not take in a graph of one node, such as Conv with weights that are inputs, is
+    unknown: in larger graphs it takes it."""
+    from onnx import defs
+
     provider = PROVIDERS["openvino"]
     with tempfile.TemporaryDirectory() as folder:
         environment = unpacked(wheel, Path(folder), {"LD_LIBRARY_PATH": ""})
         answer = ask(python, ASK_EACH, provider, environment)
-        loads = ask(python, ASK, provider, environment)
+        loads = ask(python, LOADS, provider, environment)
+    taken = [name for name, each in answer["answers"].items() if each]
+    standard = {schema.name for schema in defs.get_all_schemas() if schema.domain == ""}
     table = {
         "provider": provider,
         "version": f"onnxruntime-openvino {answer['runtime']}",
         "source": "each operator in a graph of one node given to that wheel's provider on a CPU, by kernel_tables.py; asked "
-        "in its form of opset 17; what OpenVINO takes on its GPUs and NPUs may differ",
+        "in its form of opset 17; what OpenVINO takes on its GPUs and NPUs may differ; unknown: those that it does not take in "
+        "a graph by themselves",
         "opset": loads["opset"],
         "ir_version": loads["ir_version"],
         "types": {"all": " ".join(sorted(answer["types"]))},
+        "unknown": " ".join(sorted(standard - set(taken))),
     }
-    write_rows(out, table, {name: [[1, "any", {"*": "all"}]] for name, taken in answer["answers"].items() if taken})
+    write_rows(out, table, {name: [[1, "any", {"*": "all"}]] for name in taken})
 
 
 def write_qnn(out: Path, wheel: Path) -> None:

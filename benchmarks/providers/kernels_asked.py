@@ -26,8 +26,29 @@ def placed(model):
     return owners[0] if owners else None
 """
 
-QUESTIONS = """
-import json, os, sys
+APART = """
+import json, os
+
+def apart(question):
+    # A question that ends the process costs a child and not the others: empty libraries do not survive what compiles at once.
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(write, json.dumps(question()).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    return json.loads(said) if said else None
+"""
+
+QUESTIONS = (
+    APART
+    + """
+import sys
 import onnxruntime
 from onnx import TensorProto, helper
 from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
@@ -84,21 +105,6 @@ for schema in get_all_operator_schema():
         if key not in newest or newest[key].since_version < schema.since_version:
             newest[key] = schema
 
-def apart(question):
-    # A question that the empty libraries do not survive, for it compiles at once, costs a child and not the others.
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(write, json.dumps(question()).encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        said = pipe.read()
-    os.waitpid(child, 0)
-    return json.loads(said) if said else None
-
 def answer(schema):
     # First with constants, which some operators want; where those do not survive it, without.
     said = apart(lambda: asked(schema, 17, ([], [1], [2], [3], [4])))
@@ -106,6 +112,7 @@ def answer(schema):
 
 identity = newest["Identity"]
 """
+)
 
 ANSWERS = """
 answers = {key: answer(schema) for key, schema in sorted(newest.items())}

@@ -12,8 +12,12 @@ from __future__ import annotations
 
 from typing import Any
 
-ASK = """
-import json, os, sys
+from benchmarks.providers.kernels_asked import APART
+
+ASK = (
+    APART
+    + """
+import sys
 from importlib import import_module
 import onnxruntime
 from onnx import helper
@@ -90,21 +94,6 @@ def taken(schema, opset):
                     }
     return False if refused else None
 
-def apart(question):
-    # A question that ends the process costs a child and not the others.
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(write, json.dumps(question()).encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        said = pipe.read()
-    os.waitpid(child, 0)
-    return json.loads(said) if said else None
-
 schemas = {}
 for schema in get_all_operator_schema():
     if schema.domain in ("", "com.microsoft") and not schema.deprecated:
@@ -119,6 +108,7 @@ for (domain, name), versions in sorted(schemas.items()):
         answers.append([domain, name, version, apart(lambda: taken(schema, opset))])
 json.dump(answers, sys.stdout)
 """
+)
 
 
 def placed_rows(answers: list[Any]) -> tuple[dict[str, Any], str]:

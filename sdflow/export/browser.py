@@ -28,6 +28,7 @@ from sdflow.onnx_model.facts import tensor_bytes
 from sdflow.onnx_model.files import initializers_and_constants
 from sdflow.runtime.denoiser.start import require_size
 from sdflow.runtime.files.folder import SCHEDULER, folder_defaults
+from sdflow.runtime.sessions.webgpu_angles import with_right_angles
 
 if TYPE_CHECKING:
     import numpy as np
@@ -97,6 +98,7 @@ def export_browser(folder: Path, out: Path, wanted: BrowserWanted) -> BrowserExp
     _require_clip(tokenizers, folder)
     for name, model in parts.models.items():
         _require_operators(model, name)
+        with_right_angles(model)
     schedules = _schedules(source, wanted)
     buffers = {name: into_buffers(model, name, wanted.file_bytes) for name, model in parts.models.items()}
     contents = {f"{name}.onnx": model.SerializeToString(deterministic=True) for name, model in parts.models.items()}

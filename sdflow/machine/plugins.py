@@ -1,7 +1,8 @@
 """Execution providers that ONNX Runtime loads as plugins: their libraries, and the devices that they offer on this machine.
 
-A library is registered once in a process. It comes with a package that tells where it lies (`get_library_path`), or, for Windows
-ML, from the catalogue of providers that Windows keeps for the machine's hardware (the package windowsml).
+A library that offers a device is registered once in a process. It comes with a package that tells where it lies
+(`get_library_path`), or, for Windows ML, from the catalogue of providers that Windows keeps for the machine's hardware (the
+package windowsml).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,16 +79,29 @@ def plugins_of(ort: Any, target: Target) -> Plugins:
             else:
                 _here.done.add(provider)
                 _here.errors.pop(provider, None)
-    offered = list(ort.get_ep_devices())
-    devices: dict[str, list[Any]] = {}
-    missing: dict[str, str] = {}
-    for provider in target.plugins:
-        mine = [each for each in offered if each.ep_name.lower() == provider.lower()]
-        if mine:
-            devices[provider] = sorted(mine, key=_rank)
-        else:
-            missing[provider] = _here.errors.get(provider) or _no_device(provider)
+        offered = list(ort.get_ep_devices())
+        devices = {}
+        for provider in target.plugins:
+            if mine := [each for each in offered if each.ep_name.lower() == provider.lower()]:
+                devices[provider] = sorted(mine, key=_rank)
+        if not devices:
+            _unregister(ort, target.plugins.keys() & _here.done)
+    missing = {name: _here.errors.get(name) or _no_device(name) for name in target.plugins if name not in devices}
     return Plugins(devices, missing)
+
+
+def _unregister(ort: Any, providers: Iterable[str]) -> None:
+    """Let go of libraries that offer no device, and so have no sessions: each looks for devices once, when it is registered, and
+    the next call is to find those that have come since."""
+    for provider in providers:
+        ort.unregister_execution_provider_library(provider)
+        _here.done.discard(provider)
+
+
+def is_emulated(ort: Any, target: Target) -> bool:
+    """Whether a target's sessions are made on a GPU that the processor emulates: a run takes seconds in place of milliseconds."""
+    devices = plugins_of(ort, target).devices.get(WEBGPU_PROVIDER, [])
+    return bool(devices) and _kind(devices[0]) == "CPU"
 
 
 def device_facts(device: Any) -> dict[str, Any]:

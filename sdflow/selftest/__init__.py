@@ -50,8 +50,9 @@ __all__ = ["MODEL", "Report", "selftest"]
 MODEL = "sample:shapes"
 WORKFLOW = "base/shapes.yaml"
 WORKER = "sdflow.selftest.worker"
-RUNS = LatencySpec(warmup=1, runs=5)
-STEPS = 20
+RUNS, EMULATED_RUNS = LatencySpec(warmup=1, runs=5), LatencySpec(warmup=1, runs=1)
+STEPS, EMULATED_STEPS = 20, 2
+"""On a GPU that the processor emulates, a step takes seconds."""
 
 
 def selftest(
@@ -85,14 +86,16 @@ def selftest(
     report = Report(target=target, versions=versions(), device=machine)
     draft = _Draft(report)
     with scratch_folder("selftest") as scratch, draft.failures():
-        _require_here(target, listener)
+        emulated = _require_here(target, listener)
+        steps = EMULATED_STEPS if emulated else STEPS
         listener.note(f"{target}: compared with PyTorch in float32 on the CPU")
-        reference = _drawn(scratch, None, target, listener)
+        reference = _drawn(scratch, None, target, steps, listener)
         if pipeline is None:
             begin = time.perf_counter()
             pipeline = _built(scratch, target, cache, listener)
             draft.report = replace(draft.report, build_seconds=time.perf_counter() - begin)
-        spec = EvaluateSpec(latency=RUNS, image=ImageSpec(steps=STEPS), allow_fallback=True)
+        runs = EMULATED_RUNS if emulated else RUNS
+        spec = EvaluateSpec(latency=runs, image=ImageSpec(steps=steps), allow_fallback=True)
         measured = evaluate(
             pipeline,
             spec,
@@ -104,20 +107,24 @@ def selftest(
         )
         listener.doing("measure", "")
         draft.report = _with_times(draft.report, measured)
-        drawn = _drawn(scratch, pipeline, target, listener, engine_cache)
+        drawn = _drawn(scratch, pipeline, target, steps, listener, engine_cache)
         draft.report = judged(draft.report, reference, drawn)
     return Private.here().cleared(draft.report)
 
 
-def _require_here(target: str, listener: Listener) -> None:
-    """Raises TargetUnavailableError where a tiny model does not run on the target: no need to build the sample for that."""
+def _require_here(target: str, listener: Listener) -> bool:
+    """Whether the target's GPU is emulated. Raises TargetUnavailableError where a tiny model does not run on the target: no need
+    to build the sample for that."""
     require_package(TARGETS[target])
     if target == "cpu":
-        return
+        return False
     listener.note(f"{target}: whether it runs here")
     (found,) = target_availability((target,))
     if not found.available:
         raise TargetUnavailableError(found.reason or "does not run here", where=target, remedy=found.remedy)
+    if found.emulated:
+        listener.note(f"{target}: its GPU is emulated: one image of {EMULATED_STEPS} steps")
+    return found.emulated
 
 
 @dataclass
@@ -151,12 +158,14 @@ def _built(scratch: Path, target: str, cache: Cache, listener: Listener) -> Path
 
 
 def _drawn(
-    scratch: Path, folder: Path | None, target: str, listener: Listener, engine_cache: Path | None = None
+    scratch: Path, folder: Path | None, target: str, steps: int, listener: Listener, engine_cache: Path | None = None
 ) -> list[dict[str, Any]]:
     """The images that a folder draws on a target, or PyTorch on the CPU, each with what it shows."""
     request = {
         "folder": str(folder.absolute()) if folder else None,
         "target": target,
+        "steps": steps,
+        "images": 1 if steps == EMULATED_STEPS else 2,
         "engine_cache": str(engine_cache.absolute()) if engine_cache else None,
     }
     what = "PyTorch" if folder is None else target

@@ -11,33 +11,35 @@ import numpy as np
 from sdflow.processes.workers import serve_request
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.samples.prompts import evaluation_set, first_latents
-from sdflow.selftest import MODEL, STEPS, png_of
+from sdflow.selftest import MODEL, png_of
 from sdflow.sources import PlainDigests, open_checkpoint
 from sdflow.sources.load import load_pipeline
 
 CASES = slice(7, None, 24)
 """Of the sample's evaluation set: those that its own tests draw, some never shown in training."""
-AT_MOST = 2
 GUIDANCE = 7.5
 
 
 def draw(request: Mapping[str, Any], phase: Callable[[str], None]) -> list[dict[str, Any]]:
     """Each case's image from the same first latents: prompt, seed, png (base64), and whether it shows what was asked for.
 
-    request: folder, target and engine_cache of a pipeline; without a folder, PyTorch draws on the CPU.
+    request: how many images and steps; folder, target and engine_cache of a pipeline: without a folder, PyTorch draws on the CPU.
     """
     import torch
 
     from sdflow.samples.score import read
 
-    cases = evaluation_set()[CASES][:AT_MOST]
+    cases = evaluation_set()[CASES][: request["images"]]
     pipeline = _pipeline(request)
     latents = torch.from_numpy(np.stack([first_latents(case.seed) for case in cases]))
     found = []
     for index, case in enumerate(cases):
         phase(f"image {index + 1} of {len(cases)}")
         (image,) = pipeline(
-            case.prompt, latents=latents[index : index + 1], num_inference_steps=STEPS, guidance_scale=GUIDANCE
+            case.prompt,
+            latents=latents[index : index + 1],
+            num_inference_steps=request["steps"],
+            guidance_scale=GUIDANCE,
         ).images
         shows = read(image).shows(case.scene)
         found.append({"prompt": case.prompt, "seed": case.seed, "png": png_of(image), "shows": shows})

@@ -86,12 +86,14 @@ class BlockVerdict:
 @dataclass(frozen=True)
 class DeviceVerdict:
     """One submodel on hardware that was there. problems: those of its outputs, or why it does not run. tuned: the options that
-    `sdflow tune` chose for it; "" for the target's own."""
+    `sdflow tune` chose for it; "" for the target's own. left_out: how many cases were not run, as the device is emulated and
+    others have their shapes."""
 
     target: str
     outputs: tuple[OutputVerdict, ...]
     problems: tuple[tuple[str, str], ...]
     tuned: str = ""
+    left_out: int = 0
 
 
 @dataclass(frozen=True)

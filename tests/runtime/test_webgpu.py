@@ -10,7 +10,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,16 @@ import pytest
 import swiftshader
 import torch
 from beside_diffusers import PROMPT, generator, pattern, put_together
-from converted import Converted, artifact_of
+from converted import Converted
+from diffusers import UNet2DConditionModel
+from fused import Fused
 from onnx import helper
 
-from sdflow.artifact import MODEL_FILE, Artifact
-from sdflow.config import load_workflow
-from sdflow.disk.shipped import shipped_workflow
+from sdflow.artifact import MODEL_FILE
+from sdflow.config.workflow import ImageSpec, VerifySpec
 from sdflow.errors import SlowerWarning, VerificationError
-from sdflow.passes.base import PassInputs
-from sdflow.passes.registry import catalog, find_pass
+from sdflow.processes.worker_group import WorkerGroup
+from sdflow.processes.workers import WorkerResult
 from sdflow.runtime.files.folder import load_submodel
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.sessions.availability import target_availability
@@ -37,9 +38,13 @@ from sdflow.runtime.sessions.place import place
 from sdflow.runtime.sessions.placement import Placement, placement
 from sdflow.runtime.sessions.session import create_session
 from sdflow.sources import Checkpoint, PlainDigests, load_pipeline, open_checkpoint
+from sdflow.store import Cache
 from sdflow.targets import TARGETS
+from sdflow.verify import Subject, Verification, verify
 from sdflow.verify.artifact.unsupported_nodes import fits
 from sdflow.verify.finding import errors
+from sdflow.verify.report.rows import device_rows
+from sdflow.verify.worker import work
 
 MISSING = swiftshader.missing()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=MISSING or "")
@@ -57,9 +62,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "flux1_schnell_tiny": {"max_sequence_length": 32},
     "flux2_tiny": {"max_sequence_length": 64},
     "z_image_tiny": {"guidance_scale": 0.0},
+    "sdxl_refiner_tiny": {"guidance_scale": 5.0, "image": pattern(1), "strength": 0.5, "num_inference_steps": 2},
+    "shapes": {"guidance_scale": 7.5},
+    "shapes_klein": {"guidance_scale": 4.0},
 }
 """Shipped workflow -> what drawing with it is told besides."""
-OF_A_KIND = ("sdxl_tiny", "flux2_tiny", "z_image_tiny")
+OF_A_KIND = ("sdxl_tiny", "flux2_tiny", "z_image_tiny", "sdxl_refiner_tiny", "shapes", "shapes_klein")
 """Those whose operators the others have too: SwiftShader is slow."""
 FUSED = {
     "tiny": {
@@ -82,38 +90,11 @@ def emulated() -> Iterator[None]:
         yield
 
 
-class Fused:
-    """Gives a checkpoint's submodels, converted once for a whole run, with what the workflow's other passes for WebGPU make of
-    them."""
-
-    def __init__(self, workflow: str, converted: Converted, root: Path) -> None:
-        file = shipped_workflow(f"base/{workflow}.yaml")
-        assert file is not None
-        (self.spec,) = load_workflow(file, catalog=catalog(), targets=("webgpu",)).pipelines
-        self.converted, self.root = converted, root
-
-    def __call__(self, checkpoint: Checkpoint, names: Any = None) -> dict[str, Artifact]:
-        family = checkpoint.family.name
-        return {name: self._passed(name, each, family) for name, each in self.converted(checkpoint, names).items()}
-
-    def _passed(self, name: str, artifact: Artifact, family: str) -> Artifact:
-        for step in self.spec.submodels[name][1:]:
-            if step.pass_name == "LoraMerge":
-                continue
-            implementation = find_pass(step.pass_name, step.folder)
-            out = self.root / name / step.pass_name
-            out.mkdir(parents=True)
-            inputs = PassInputs(name, artifact.path, {}, family)
-            implementation().run(inputs, out, implementation.Config(**step.options))
-            artifact = artifact_of(out)
-        return artifact
-
-
 class Built:
     """A family's small pipeline, for WebGPU and of diffusers."""
 
     def __init__(self, workflow: str, root: Path, converted: Converted) -> None:
-        fused = Fused(workflow, converted, root / "passes")
+        fused = Fused(workflow, "webgpu", converted, root / "passes")
         checkpoint = open_checkpoint(fused.spec.model, digests=PlainDigests(), download=False)
         self.workflow, self.folder = workflow, put_together(checkpoint, fused, root / "pipeline")  # type: ignore[arg-type]
         self.checkpoint, self.theirs = checkpoint, load_pipeline(checkpoint)
@@ -146,6 +127,63 @@ def test_a_family_draws_what_diffusers_draws(built: Built) -> None:
             found: Placement = placement(submodel._session, built.folder / name / MODEL_FILE)
             assert found.provider == "WebGpuExecutionProvider"
             assert not found.fallen, f"{name}: {[str(node) for node in found.fallen]}"
+
+
+class Here(WorkerGroup):
+    """Verifies in this process, which has made the adapter's programs."""
+
+    def run(self, module: str, request: Mapping[str, Any], **how: Any) -> WorkerResult:
+        return WorkerResult(work(request, how["on_phase"]), 0.0, 0)
+
+
+def verified(folder: Path, checkpoint: Checkpoint, cache: Cache, submodels: Sequence[str]) -> Verification:
+    """On WebGPU and, before, on the processor."""
+    subject = Subject("small", "webgpu", folder, checkpoint, image=ImageSpec(guidance_scale=5.0))
+    return verify(subject, VerifySpec(steps=1), cache, submodels=submodels, run_on="webgpu", group=Here()).result
+
+
+@pytest.fixture(scope="module")
+def few_levels(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """Stable Diffusion 1 with a UNet of two levels and few groups: SwiftShader takes 0.1 s to normalize 64 of them."""
+    made = load_pipeline(open_checkpoint("synthetic:sd15-tiny", digests=PlainDigests(), download=False))
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel.from_config(
+        made.unet.config,
+        block_out_channels=(32, 64),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        layers_per_block=1,
+        norm_num_groups=8,
+    )
+    made.register_modules(unet=unet, safety_checker=None)
+    folder = tmp_path_factory.mktemp("few_levels")
+    made.save_pretrained(folder)
+    return open_checkpoint(str(folder), digests=PlainDigests(), download=False)
+
+
+@pytest.mark.filterwarnings("ignore::sdflow.errors.SlowerWarning")
+def test_a_unet_built_for_webgpu_is_verified_by_running_it(
+    few_levels: Checkpoint, converted: Converted, tmp_path: Path
+) -> None:
+    fused: Any = Fused("tiny", "webgpu", converted, tmp_path / "passes")
+    folder = put_together(few_levels, fused, tmp_path / "pipeline", names=["unet"])
+    found = verified(folder, few_levels, Cache(tmp_path / "cache"), ["unet"])
+    assert found.passed, found.failure()
+    device = found.submodels["unet"].device
+    assert device is not None and device.target == "webgpu"
+    assert device.left_out == 1, "of three timesteps, 999 and 0.5 are run"
+    assert all(each.passed and each.distance > 0 for each in device.outputs)
+    assert "an emulated GPU: 1 cases left out" in device_rows(found)[0]
+
+
+@pytest.mark.filterwarnings("ignore::sdflow.errors.SlowerWarning")
+def test_a_transformer_built_for_webgpu_is_verified_by_running_it(built: Built, tmp_path: Path) -> None:
+    if built.workflow != "sd35_tiny":
+        pytest.skip("one family is enough")
+    found = verified(built.folder, built.checkpoint, Cache(tmp_path / "cache"), ["transformer"])
+    assert found.passed, found.failure()
+    device = found.submodels["transformer"].device
+    assert device is not None and all(each.passed and each.distance > 0 for each in device.outputs)
 
 
 def test_its_graphs_are_fused_and_fit_the_table_of_kernels(built: Built) -> None:

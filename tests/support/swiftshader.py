@@ -14,8 +14,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
-from sdflow.targets import WEBGPU_PROVIDER
-
 FOLDERS = ("/usr/lib/chromium", "/usr/lib/chromium-browser", "/opt/google/chrome")
 ICD = "vk_swiftshader_icd.json"
 INSTALL = "apt-get install chromium libvulkan1, and pip install onnxruntime-ep-webgpu==0.4.0"
@@ -45,21 +43,8 @@ def swiftshader() -> Iterator[None]:
         "ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER": "1",
         "LD_LIBRARY_PATH": os.pathsep.join(paths),  # processes that start find the loader
     }
-    _forget_provider()  # a test before may have found no adapter
     with mock.patch.dict(os.environ, changed):
         yield
-
-
-def _forget_provider() -> None:
-    """The provider looks for adapters once, when its library is registered."""
-    import onnxruntime
-
-    from sdflow.machine import plugins
-
-    with plugins._here.lock:
-        if WEBGPU_PROVIDER in plugins._here.done:
-            onnxruntime.unregister_execution_provider_library(WEBGPU_PROVIDER)
-            plugins._here.done.discard(WEBGPU_PROVIDER)
 
 
 def _folder() -> Path | None:

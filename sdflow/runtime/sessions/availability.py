@@ -28,7 +28,8 @@ _INSTALL = "Install the driver and the libraries that https://onnxruntime.ai/doc
 class Availability:
     """Whether a target runs here.
 
-    provider: the execution provider that ran. reason, remedy: why the target does not run, and what would help.
+    provider: the execution provider that ran. reason, remedy: why the target does not run, and what would help. emulated: the
+    processor emulates its GPU.
     """
 
     target: str
@@ -36,6 +37,7 @@ class Availability:
     provider: str | None = None
     reason: str | None = None
     remedy: str | None = None
+    emulated: bool = False
 
 
 def target_availability(names: Sequence[str] = tuple(TARGETS)) -> list[Availability]:
@@ -125,8 +127,13 @@ def loader_errors(output: str) -> str:
 
 
 def _main(name: str) -> None:
+    from sdflow.machine.onnx_runtime import import_onnxruntime
+    from sdflow.machine.plugins import is_emulated
+
     try:
-        found = Availability(name, True, provider=try_target(TARGETS[name]))
+        target = TARGETS[name]
+        provider = try_target(target)
+        found = Availability(name, True, provider=provider, emulated=is_emulated(import_onnxruntime(target), target))
     except TargetUnavailableError as error:
         found = Availability(name, False, reason=error.what, remedy=error.remedy)
     print(json.dumps(asdict(found)))

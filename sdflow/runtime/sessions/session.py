@@ -39,6 +39,7 @@ from sdflow.runtime.sessions.engine_cache import (
 )
 from sdflow.runtime.sessions.engine_share import fetch_engines, has_engines, push_folder, remote_of_engines
 from sdflow.runtime.sessions.tuning import UNTUNED, Tuning
+from sdflow.runtime.sessions.webgpu_angles import with_right_angles
 from sdflow.runtime.sessions.webgpu_attention import with_right_attention
 from sdflow.targets import CACHE_DIR, CUDA_PROVIDER, TIMING_DIR, WEBGPU_PROVIDER, Target
 
@@ -120,6 +121,7 @@ def create_session(
         read = graph = folded(read, shapes or {}, str(model))
     if provider == WEBGPU_PROVIDER:
         with_right_attention(read, ort, target, devices)
+        with_right_angles(read)
     if graph is not None:
         folder = str(model.parent)
         session_options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)

@@ -59,14 +59,15 @@ def output_rows(result: Verification) -> Rows:
 
 
 def device_rows(result: Verification, *, worst: bool = False) -> tuple[str, Rows]:
-    """What the end of a title says of tuning, and rows of `DEVICES`: what the provider's own kernels gave, beside what this CPU
-    gave. worst: of each submodel the worst output alone."""
+    """What the end of a title says of tuning and of cases that were left out, and rows of `DEVICES`: what the provider's own
+    kernels gave, beside what this CPU gave. worst: of each submodel the worst output alone."""
     rows: Rows = []
-    tuned = ""
+    tuned, left_out = "", 0
     for part in result.submodels.values():
         if (device := part.device) is None:
             continue
         tuned = tuned or device.tuned
+        left_out += device.left_out
         here = {each.name: each.distance for each in part.outputs}
         for output in (worst_output(device.outputs),) if worst and device.outputs else device.outputs:
             name = _counted(output, device.outputs) if worst else output.name
@@ -75,7 +76,10 @@ def device_rows(result: Verification, *, worst: bool = False) -> tuple[str, Rows
             rows.append((part.name, name, device.target, *cells, "passed" if output.passed else "FAILED"))
         if not device.outputs:
             rows.append((part.name, "", device.target, *[""] * 4, "FAILED"))
-    return f", tuned: {tuned}" if tuned else "", rows
+    said = f", tuned: {tuned}" if tuned else ""
+    if left_out:
+        said += f" (an emulated GPU: {left_out} cases left out that have the shapes of others)"
+    return said, rows
 
 
 def _counted(output: OutputVerdict, outputs: Sequence[OutputVerdict]) -> str:
