@@ -119,7 +119,7 @@ def _whole(
 
     network = wanted.network()
     with torch.no_grad():
-        exact = [_by_torch(network, references, each, torch.float32) for each in shown]
+        exact: list[Arrays] = [_by_torch(network, references, each, torch.float32) for each in shown]
         network.to_half(wanted.half)
         with quick_halves(network.module):
             return exact, [_by_torch(network, references, each, getattr(torch, wanted.half)) for each in shown]
