@@ -16,7 +16,7 @@ from sdflow.families import FAMILIES
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from sdflow.sources.loras.layers import Layer
+    from sdflow.sources.loras.layers import Layer, LoraLayer
     from sdflow.weights.tensors import Tensors
 
 
@@ -72,10 +72,37 @@ class Merged:
 
     def blocks(self, key: str) -> Iterator[NDArray[Any]]:
         """The same values in row-major order, in flat blocks; where no LoRA touches them, of the type that they are stored in."""
-        return iter((self.read(key).reshape(-1),)) if self._layers(key) else self.tensors.blocks(key)
+        from sdflow.sources.loras.layers import LoraLayer
+
+        layers, plain = self._layers(key), []
+        if not layers:
+            return self.tensors.blocks(key)
+        for layer, scale in layers:
+            if not isinstance(layer, LoraLayer) or layer.magnitude is not None:
+                return iter((self.read(key).reshape(-1),))
+            plain.append((layer, scale))
+        return _merged_blocks(self.tensors.blocks(key), plain)
 
     def _layers(self, key: str) -> list[tuple[Layer, float]]:
         return [(found[key], scale) for found, scale in self.loras.layers if scale and key in found]
+
+
+def _merged_blocks(blocks: Iterator[NDArray[Any]], layers: Sequence[tuple[LoraLayer, float]]) -> Iterator[NDArray[Any]]:
+    """Flat blocks of a weight with these LoRAs merged, in float32: the bits of `merged_weight`, which has all of it in memory."""
+    from sdflow.weights.half import add_to, widened
+
+    products, width = [layer.rows(scale) for layer, scale in layers], layers[0][0].down.shape[1]
+    begin = 0
+    for block in blocks:
+        end = begin + block.size
+        first, last = begin // width, -(-end // width)
+        total = products[0](first, last)
+        for rows in products[1:]:
+            total += rows(first, last)
+        merged = total.reshape(-1)[begin - first * width : end - first * width]
+        add_to(merged, block if block.dtype == "float16" else widened(block))
+        yield merged
+        begin = end
 
 
 def merged_weight(values: NDArray[Any], layers: Sequence[tuple[Layer, float]]) -> NDArray[Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,11 @@ from converted import Converted
 from sdflow.families import FAMILIES
 from sdflow.models.base import Sizes
 from sdflow.sources import PlainDigests, open_checkpoint
+from sdflow.verify.artifact import with_references
 from sdflow.verify.artifact.judge_request import JudgeRequest
 from sdflow.verify.artifact.with_references import judge_references
 from sdflow.verify.reference.cases import Case, Cases
+from sdflow.verify.reference.streamed import Reading
 from sdflow.verify.reference.torch_module import TorchModule
 
 NAME = "transformer"
@@ -33,9 +37,10 @@ def judged(converted: Converted, tmp_path_factory: pytest.TempPathFactory) -> An
         cases.add(Case(name, group), model.dummy(load["config"], sizes, seed=len(cases.cases)))
     module = TorchModule(NAME, load, [], load["config"])
 
-    def found(level: str) -> Any:
+    def found(level: str, most: int | None = None) -> Any:
         request = JudgeRequest("flux2", folder, "tiny", "cpu", level, [NAME], Path(), folder)
-        return judge_references(request, FAMILIES["flux2"], "float32", cases, module)
+        request = replace(request, most={} if most is None else {NAME: most})
+        return judge_references(request, FAMILIES["flux2"], "float32", cases, replace(module, most=most))
 
     return found
 
@@ -45,6 +50,32 @@ def test_the_extended_graph_is_pytorchs_with_references(judged: Any, level: str,
     problems, covered = judged(level)
     assert problems == []
     assert covered == (f"transformer with reference images: {count} cases, latents of 5x7, 8x3",)
+
+
+def test_a_module_in_pieces_is_read_once_and_gives_the_same(judged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All cases, in float32 and in 16 bits, share one pass over the weights."""
+    found: list[Any] = []
+    read: Counter[str] = Counter()
+    judge, part = with_references.judge_outputs, Reading.part
+
+    def seen(precision: str, cases: Any, stated: float | None) -> Any:
+        found.append(cases)
+        return judge(precision, cases, stated)
+
+    def counted(self: Reading, names: Any, *, keep: bool) -> Any:
+        inner = self.read
+        self.read = lambda name: (read.update([name]), inner(name))[1]
+        try:
+            return part(self, names, keep=keep)
+        finally:
+            self.read = inner
+
+    monkeypatch.setattr(with_references, "judge_outputs", seen)
+    monkeypatch.setattr(Reading, "part", counted)
+    for most in (None, 2**17):
+        judged("full", most)
+    assert found[0] == found[1]
+    assert read and {*read.values()} == {1}
 
 
 @pytest.mark.parametrize(("what", "value"), [("_TIME_APART", 11), ("_places", None)], ids=["time", "rows and columns"])

@@ -7,6 +7,9 @@ import pytest
 
 from sdflow.sources.loras import products
 from sdflow.sources.loras.layers import LoraLayer, lora_delta
+from sdflow.weights.half import numpy_type
+from sdflow.weights.lora import Loras, Merged
+from sdflow.weights.tensors import Tensors
 
 
 @pytest.mark.parametrize("rank", [1, 4, 16, 128, 513])
@@ -42,3 +45,25 @@ def test_the_short_way_for_float16_gives_the_bits_of_the_long_one(monkeypatch: p
     short = lora_delta(layer, (96, 200), 0.7)
     monkeypatch.setattr(products, "MOST_WITH_LOW_PARTS", -1.0)
     np.testing.assert_array_equal(short.view(np.uint32), lora_delta(layer, (96, 200), 0.7).view(np.uint32))
+
+
+@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
+def test_blocks_of_a_merged_weight_have_the_bits_of_the_whole(stored: str) -> None:
+    """Whatever their size: also where a block ends within a row."""
+    random = np.random.default_rng(0)
+    for shape in ((37, 53), (70, 8, 3, 3), (2, 900)):
+        values = random.standard_normal(shape).astype(np.float32).astype(numpy_type(stored))
+        flat, factors = values.reshape(-1), ((shape[0], 4), (4, values[0].size))
+        loras = [
+            ({"k": LoraLayer(*(random.standard_normal(each).astype(np.float32) for each in factors), 0.5)}, scale)
+            for scale in (0.8, -0.3)
+        ]
+        for size in (7, 1000, flat.size):
+            cut = [flat[begin : begin + size] for begin in range(0, flat.size, size)]
+            whole = values if stored == "float16" else values.astype(np.float32)
+            tensors = Tensors(lambda key, whole=whole: whole, lambda key, cut=cut: iter(cut), lambda key: "")
+            for count in (1, 2):
+                merged = Merged(tensors, Loras(loras[:count]))
+                found = np.concatenate([*merged.blocks("k")])
+                assert len([*merged.blocks("k")]) == len(cut)
+                np.testing.assert_array_equal(found.view(np.uint32), merged.read("k").reshape(-1).view(np.uint32))

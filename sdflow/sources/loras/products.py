@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,7 +20,12 @@ _BLOCK = 1 << 16
 
 
 def product(up: Floats, down: Floats, scale: np.float32 | float = 1.0) -> Floats:
-    """up @ down, times the scale, the same bits on every machine: float32 sums depend on the order in which a processor adds.
+    """up @ down, times the scale, the same bits on every machine: float32 sums depend on the order in which a processor adds."""
+    return rows_of_product(up, down, scale)(0, len(up))
+
+
+def rows_of_product(up: Floats, down: Floats, scale: np.float32 | float = 1.0) -> Callable[[int, int], Floats]:
+    """A function that gives the rows of `product` from one to another, the same bits as of all.
 
     Each factor is cut into two whole numbers, so short that the products and their sums are exact in float64, in any
     order (Ozaki et al. 2012, https://doi.org/10.1007/s11075-011-9478-1). What is left out is 2**-44 of the largest.
@@ -36,24 +42,29 @@ def product(up: Floats, down: Floats, scale: np.float32 | float = 1.0) -> Floats
     rows, columns = np.flatnonzero(low_up.any(axis=1)), np.flatnonzero(low_down.any(axis=0))
     all_low = len(rows) / max(1, len(low_up)) + len(columns) / max(1, low_down.shape[1]) > MOST_WITH_LOW_PARTS
     right_columns = right[:, columns]
-    product = np.empty((up.shape[0], down.shape[1]), np.float32)
-    step = max(1, _BLOCK // max(1, product.shape[1]))
-    total = np.empty((min(step, len(product)), product.shape[1]))
-    for begin in range(0, len(product), step):
-        block = slice(begin, begin + step)
-        sums = np.matmul(high_up[block], high_down, out=total[: len(product) - begin])
-        if all_low:
-            sums += left[block] @ right
-        else:
-            low = rows[slice(*np.searchsorted(rows, (begin, begin + step)))]
-            whole_rows = sums[low - begin] + left[low] @ right if low.size else None
-            if columns.size:
-                sums[:, columns] += left[block] @ right_columns
-            if whole_rows is not None:
-                sums[low - begin] = whole_rows
-        product[block] = sums
-        product[block] *= scale
-    return product
+    width = down.shape[1]
+    step = max(1, _BLOCK // max(1, width))
+
+    def some(first: int, last: int) -> Floats:
+        found = np.empty((last - first, width), np.float32)
+        total = np.empty((min(step, len(found)), width))
+        for begin in range(first, last, step):
+            end = min(begin + step, last)
+            sums = np.matmul(high_up[begin:end], high_down, out=total[: end - begin])
+            if all_low:
+                sums += left[begin:end] @ right
+            else:
+                low = rows[slice(*np.searchsorted(rows, (begin, end)))]
+                whole_rows = sums[low - begin] + left[low] @ right if low.size else None
+                if columns.size:
+                    sums[:, columns] += left[begin:end] @ right_columns
+                if whole_rows is not None:
+                    sums[low - begin] = whole_rows
+            found[begin - first : end - first] = sums
+            found[begin - first : end - first] *= scale
+        return found
+
+    return some
 
 
 def _cut(factor: Floats, bits: int) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:

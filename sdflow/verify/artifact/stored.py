@@ -207,7 +207,12 @@ def exact_weights(
 def _exact(recipe: Recipe, read: Callable[[str], NDArray[Any]]) -> NDArray[Any]:
     """What a recipe gives without its roundings, in float32; of one that quantizes, what is quantized."""
     of = recipe.of if isinstance(recipe, Quantizing) else recipe
-    return np.ascontiguousarray(evaluate(unrounded(of), read))
+    values = evaluate(unrounded(of), read)
+    if values.dtype == np.float32 and not values.flags.c_contiguous:
+        import torch
+
+        values = torch.from_numpy(values).contiguous().numpy()  # transposed in a quarter of numpy's time
+    return np.ascontiguousarray(values)
 
 
 def _by_recipe(name: str, tensor: Any, folder: Path, recipe: Recipe, read: Callable[[str], NDArray[Any]]) -> Stored:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,9 @@ from sdflow.verify.artifact.judge_request import JudgeRequest
 from sdflow.verify.reference.cases import Cases
 from sdflow.verify.reference.forwards import Network
 from sdflow.verify.reference.half import quick_halves
+from sdflow.verify.reference.once import sharing
 from sdflow.verify.reference.torch_module import TorchModule
+from sdflow.verify.reference.turns import Turns
 from sdflow.verify.result import CaseDistance
 
 if TYPE_CHECKING:
@@ -98,14 +101,7 @@ def _extended(references: References, case: Referring) -> Arrays:
 def _distances(
     shown: Sequence[Referring], drawn: Sequence[Arrays], references: References, wanted: TorchModule, precision: str
 ) -> list[CaseDistance]:
-    import torch
-
-    network = wanted.network()
-    with torch.no_grad():
-        exact = [_by_torch(network, references, each, torch.float32) for each in shown]
-        network.to_half(wanted.half)
-        with quick_halves(network.module):
-            half = [_by_torch(network, references, each, getattr(torch, wanted.half)) for each in shown]
+    exact, half = _in_pieces(shown, references, wanted) if wanted.most else _whole(shown, references, wanted)
     return [
         CaseDistance(
             case.name, "references", name, None, None, relative_l2(ours[name], value), relative_l2(near[name], value)
@@ -113,6 +109,43 @@ def _distances(
         for case, ours, value_of, near in zip(shown, drawn, exact, half, strict=True)
         for name, value in value_of.items()
     ]
+
+
+def _whole(
+    shown: Sequence[Referring], references: References, wanted: TorchModule
+) -> tuple[list[Arrays], list[Arrays]]:
+    """What PyTorch's module gives of each case in float32 and in 16 bits, one after the other."""
+    import torch
+
+    network = wanted.network()
+    with torch.no_grad():
+        exact: list[Arrays] = [_by_torch(network, references, each, torch.float32) for each in shown]
+        network.to_half(wanted.half)
+        with quick_halves(network.module):
+            return exact, [_by_torch(network, references, each, getattr(torch, wanted.half)) for each in shown]
+
+
+def _in_pieces(
+    shown: Sequence[Referring], references: References, wanted: TorchModule
+) -> tuple[list[Arrays], list[Arrays]]:
+    """As `_whole`, of a module that is read piece by piece: each piece is read once for all cases in both precisions."""
+    import torch
+
+    exact, rounded = wanted.network(), wanted.network()
+    rounded.to_half(wanted.half)
+    assert rounded.weights is not None
+    known = rounded.weights.wide
+
+    def in_half(case: Referring) -> Arrays:
+        with quick_halves(known=known):
+            return _by_torch(rounded, references, case, getattr(torch, wanted.half))
+
+    turns = Turns()
+    with sharing(turns, exact, rounded):
+        runs = [turns.start(partial(_by_torch, exact, references, each, torch.float32)) for each in shown]
+        halves = [turns.start(partial(in_half, each)) for each in shown]
+        turns.finish()
+    return [each.result for each in runs], [each.result for each in halves]
 
 
 def _by_torch(network: Network, references: References, case: Referring, dtype: torch.dtype) -> dict[str, np.ndarray]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from sdflow.errors import VerificationError
 from sdflow.verify.lowering.lower import Lowered, in_order
-from sdflow.verify.lowering.session import float32_bytes, session_of
+from sdflow.verify.lowering.session import FEW, float32_bytes, session_of
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -184,7 +184,7 @@ class PieceSession:
         make = onnxruntime.OrtValue.ortvalue_from_numpy
         held = [{name: make(value) for name, value in case.items()} for case in cases]
         for index, piece in enumerate(self.pieces):
-            session = self._session(piece)
+            session = self._session(piece, brief=len(cases) <= FEW and not self.fuse)
             needed = {name for later in self.pieces[index + 1 :] for name in later.inputs}
             given = []
             for values in held:
@@ -198,7 +198,7 @@ class PieceSession:
             del given
             gc.collect()
 
-    def _session(self, piece: Piece) -> onnxruntime.InferenceSession:
+    def _session(self, piece: Piece, *, brief: bool) -> onnxruntime.InferenceSession:
         import onnxruntime
 
         make = onnxruntime.OrtValue.ortvalue_from_numpy
@@ -206,7 +206,7 @@ class PieceSession:
         with ThreadPoolExecutor(READERS) as pool:
             given = dict(zip(names, pool.map(lambda name: make(self.exact[name]), names), strict=True))
         part = Lowered(piece.model, {}, {}, {})
-        return session_of(part, self.folder, threads=self.threads, fuse=self.fuse, given=given, brief=not self.fuse)
+        return session_of(part, self.folder, threads=self.threads, fuse=self.fuse, given=given, brief=brief)
 
 
 def _described(item: Any) -> PortOfPieces:

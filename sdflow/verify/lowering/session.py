@@ -18,6 +18,9 @@ LARGE = 4 * 10**9
 """Bytes of weights, as float32, up to which they are converted once and packed for their operators: that takes up to four
 times the memory of float16 weights. Beyond, they stay as the artifact has them, and are converted where they are read."""
 
+FEW = 3
+"""Runs of a few dozen rows that take as long as converting and packing the weights for them beforehand saves."""
+
 
 def session_of(
     lowered: Lowered,
@@ -31,8 +34,7 @@ def session_of(
     """A session on the CPU provider. folder: where the artifact's external data lies. threads: 0 for one per core.
 
     fuse: with all of ONNX Runtime's optimizations, as a CPU artifact is run. given: the values of the initializers that
-    were lowered as `exact`; whoever has the session keeps them as long. brief: the session runs a few times only: converting
-    and packing the weights takes as long as four runs of a few dozen rows, which are hardly quicker for it.
+    were lowered as `exact`; whoever has the session keeps them as long. brief: the session runs at most FEW times.
 
     The weights are read from the artifact's file and converted once, when the session is made; not those of LARGE graphs
     or brief sessions.
