@@ -1,7 +1,7 @@
-"""What a pass is.
+"""Base classes of passes.
 
-A pass reads a submodel's checkpoint or the artifact of the step before, and writes one artifact. It never sees the
-cache. It runs in a process of its own (`sdflow.passes.worker`), so heavy imports belong inside `run`.
+A pass reads a submodel's checkpoint or the previous step's artifact, and writes one artifact. It never sees the cache.
+Each pass runs in its own process (`sdflow.passes.worker`), so keep heavy imports inside `run`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ MODULE_LAYER = ("sdflow.sources.load", *LIBRARY_MODULES)
 BINDS = (WEIGHTS_LAYER,)
 EDITS_GRAPH = (WEIGHTS_LAYER, GRAPH_LAYER)
 TRACES = (WEIGHTS_LAYER, GRAPH_LAYER, MODULE_LAYER)
-"""What `Pass.imports` may be. Importing these starts no thread that outlives it, and reads nothing but the installation."""
+"""Values for `Pass.imports`. These imports start no lasting threads, and read nothing but the installation."""
 
 
 class PassConfig(BaseModel):
-    """Options of a pass. Unknown options are errors; every default enters the cache key."""
+    """Options of a pass. Unknown options are errors; all defaults are part of the cache key."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -49,19 +49,19 @@ C = TypeVar("C", bound=PassConfig)
 
 @dataclass(frozen=True)
 class PassInputs:
-    """What a pass reads.
+    """Inputs of a pass.
 
-    model: the directory of the step before (`model.onnx`, ...), or None for the first step.
-    checkpoint: how to load the submodel's PyTorch module (`sdflow.sources.load_module`), JSON; empty for later steps
-        but BindWeights: their cache key knows nothing of the checkpoint, they find the architecture in `config.json`.
-    family: the name of the submodel's family.
-    loras: in the order of the workflow; empty unless the pass has `takes_loras`.
-    base: for BindWeights, the artifact that the same step gives without LoRAs, where there is one.
-    base_sha256: what its data file must have; None without a base.
-    base_sums: what its pages must sum up to (`sdflow.weights.stream`); None where that is not known.
-    progress: call it with a short phrase when a new phase begins.
-    hashed: BindWeights calls it with the name and the SHA-256 of a file that it hashed while writing it.
-    summed: BindWeights calls it with the sums of the pages of its data file, and of the base's if it hashed that.
+    model: the previous step's directory (`model.onnx`, ...), or None for the first step.
+    checkpoint: how to load the submodel's PyTorch module (`sdflow.sources.load_module`), as JSON. Empty for later steps
+        except BindWeights: their cache key excludes the checkpoint, so they read the architecture from `config.json`.
+    family: name of the submodel's family.
+    loras: in the workflow's order; empty unless the pass sets `takes_loras`.
+    base: for BindWeights, the artifact of the same step without LoRAs, if one exists.
+    base_sha256: expected SHA-256 of the base's data file; None without a base.
+    base_sums: expected page sums of the base's data file (`sdflow.weights.stream`); None if unknown.
+    progress: call with a short phrase when a new phase begins.
+    hashed: BindWeights calls it with the name and SHA-256 of each file that it hashes while writing.
+    summed: BindWeights calls it with the page sums of its data file, and those of the base's if it hashed that too.
     """
 
     submodel: str
@@ -78,24 +78,23 @@ class PassInputs:
 
 
 class Pass(ABC, Generic[C]):
-    """One transformation. Subclasses set the class variables and `run`.
+    """A transformation step. Subclasses set the class variables and implement `run`.
 
-    name: as written in workflows; Olive's name where Olive has such a pass.
-    version: raise it whenever the same inputs would give other bytes: it is part of the cache key.
+    name: name in workflows; equals Olive's name if Olive has the pass.
+    version: part of the cache key; increment it whenever the same inputs would produce different bytes.
     uses: distributions whose versions are part of the key ("onnxruntime" stands for any of its flavours).
-    needs: distributions that it needs besides, and whose versions change nothing in its result.
-    accepts: "checkpoint" for the first step of a chain, "onnx" for the others.
-    takes_loras: the pass merges the workflow's LoRAs; their content and scales enter the key.
-    imports: modules that its process has imported when it starts, in layers (`sdflow.processes.worker_server`). They
-    only save time:
-        `run` imports what it needs. For passes of sdflow's own and Olive's; not used for scripts.
-    moves_weights: whatever their values are, the pass only puts weights elsewhere, joins, adds or rounds them. So it can
-        run on a graph without weights, and BindWeights does to them later what it did (`sdflow.weights.structure`). Of
-        a pass that takes LoRAs: it adds them to the parameters and does nothing else, and BindWeights takes its place.
-        It is not inherited, for a subclass may do more: a pass says so of itself.
-    weights_read_by: options with which it does look at weights, if they are set, and what they do, in words.
-    quantizes: the type that it makes of some of the weights, "int8" or "float8_e4m3": what it writes is never taken for a
-        float32 or float16 model, and is held to a limit that the workflow states (`sdflow.passes.quantizing`).
+    needs: further required distributions, whose versions do not affect the result.
+    accepts: "checkpoint" for the first step of a chain, "onnx" for all others.
+    takes_loras: the pass merges the workflow's LoRAs; their content and scales are part of the key.
+    imports: modules to preload in the worker process, in layers (`sdflow.processes.worker_server`). Only saves time:
+        `run` still imports what it needs. For sdflow's and Olive's passes; ignored for scripts.
+    moves_weights: the pass only moves, joins, adds or rounds weights, regardless of their values. It can therefore run
+        on a graph without weights, and BindWeights replays its operations later (`sdflow.weights.structure`). A pass
+        with `takes_loras` must only add LoRAs to parameters; BindWeights replaces it. Not inherited, because a
+        subclass may do more: each class declares it.
+    weights_read_by: options that make the pass read weight values when set, each with a description of the effect.
+    quantizes: the type that some weights are quantized to, such as "int8" or "float8_e4m3". The artifact then never
+        counts as float32 or float16, and is verified against the workflow's limit (`sdflow.passes.quantizing`).
     """
 
     name: ClassVar[str]
@@ -112,11 +111,11 @@ class Pass(ABC, Generic[C]):
 
     @classmethod
     def quantizes_to(cls, config: Mapping[str, Any]) -> str | None:
-        """The type that it makes of some of the weights with these options; None: of none."""
+        """Return the type that some weights are quantized to with these options, or None."""
         return cls.quantizes
 
     def source(self, inputs: PassInputs) -> Path:
-        """The folder of the model that the step before wrote. Raises PassError where there is no such step."""
+        """Return the previous step's model folder. Raises PassError if there is no previous step."""
         if inputs.model is None:
             raise PassError("needs an ONNX model", where=self.name, remedy="Put OnnxConversion before it.")
         return inputs.model

@@ -1,4 +1,4 @@
-"""Chains of passes that can be built as a structure and weights (`sdflow.weights.structure`), and why others cannot."""
+"""Which chains of passes can be built as a structure plus weights (`sdflow.weights.structure`)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from sdflow.passes.base import Pass
 
 @dataclass(frozen=True)
 class ChainStep:
-    """A pass of a chain and its options, as the pass's Config has them."""
+    """A pass of a chain and its options, as validated by the pass's Config."""
 
     implementation: type[Pass[Any]]
     config: Mapping[str, Any]
 
 
 def why_weights_are_carried(chain: Sequence[ChainStep]) -> str | None:
-    """None for a chain that can be built as structure and weights; otherwise the reason, in words.
+    """Return None if the chain can be built as structure and weights, otherwise the reason.
 
-    LoRAs are merged into parameters, before anything else happens to them: only there does a merge change places with
-    what follows.
+    LoRAs must be merged into the exported parameters before any other pass: only there can BindWeights merge them
+    instead.
     """
     if not chain or chain[0].implementation.accepts != "checkpoint":
         return "the chain does not begin with a pass that exports"

@@ -1,4 +1,4 @@
-"""What passes that rewrite a graph have in common: how they go, and that one which finds nothing to do is an error."""
+"""Base class of passes that rewrite a graph; finding nothing to rewrite is an error."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ C = TypeVar("C", bound=PassConfig)
 
 
 class EditingPass(Pass[C], Generic[C]):
-    """A pass that rewrites a graph whose weights it does not look at. Subclasses do so (`edit`), and say what they were
-    looking for where there is none of it (`refusal`).
+    """A pass that rewrites a graph without reading its weights. Subclasses implement `edit`, and `refusal` for graphs
+    that have nothing to rewrite.
 
-    domain: of operators that it puts in and the graph may know nothing of yet; "" for none.
+    domain: operator set domain that the pass adds to the model if missing; "" for none.
     """
 
     uses: ClassVar[tuple[str, ...]] = ("onnx", "numpy")
@@ -30,15 +30,15 @@ class EditingPass(Pass[C], Generic[C]):
 
     @abstractmethod
     def edit(self, edit: GraphEdit, config: C) -> Facts:
-        """Rewrite the graph; what nothing reads any more is dropped afterwards. Returns the pass's own facts, none where
-        there was nothing to do."""
+        """Rewrite the graph and return the pass's own facts, empty if nothing was done. Unread nodes are removed
+        later."""
 
     @abstractmethod
     def refusal(self, edit: GraphEdit, config: C) -> tuple[str, str]:
-        """For a graph that `edit` left as it was: what is not there, and what to do about it."""
+        """Return the message and the remedy for a graph that `edit` did not change."""
 
     def run(self, inputs: PassInputs, out: Path, config: C) -> Facts:
-        """Raises PassError when there was nothing to do."""
+        """Raises PassError if there is nothing to do."""
         import onnx
 
         source = self.source(inputs)

@@ -1,4 +1,4 @@
-"""What passes that rewrite graphs need: who makes a value, who reads it, and weights that may be stubs."""
+"""Graph editing for passes: producers and readers of values, and weights that may be stubs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from sdflow.weights.stubs import make_stub, stub_recipe
 
 
 class GraphEdit:
-    """A graph while it is rewritten. Nodes are changed in place; `clean` drops what nothing reads any more.
+    """An ONNX graph under edit. Nodes are changed in place; `clean` removes what is no longer read.
 
-    folder: the directory of the model's external data.
+    folder: directory of the model's external data.
     """
 
     def __init__(self, graph: Any, folder: Path) -> None:
@@ -26,7 +26,7 @@ class GraphEdit:
         self.refresh()
 
     def refresh(self) -> None:
-        """Look at the nodes again."""
+        """Rebuild the producer and reader indexes."""
         self.producers: dict[str, Any] = {name: node for node in self.graph.node for name in node.output if name}
         self.readers: Mapping[str, list[Any]] = defaultdict(list)
         for node in self.graph.node:
@@ -36,19 +36,19 @@ class GraphEdit:
         self.results = {item.name for item in self.graph.output}
 
     def only_reader(self, name: str) -> Any | None:
-        """The node that reads a value, if it is the only one and the value is no output of the graph."""
+        """Return the only node that reads a value, or None if several do or the value is a graph output."""
         readers = self.readers[name]
         return readers[0] if len(readers) == 1 and name not in self.results else None
 
     def insert_before(self, node: Any, nodes: Sequence[Any]) -> None:
-        """Put nodes in front of `node`, in their order."""
+        """Insert nodes before `node`, in order."""
         index = next(index for index, other in enumerate(self.graph.node) if other is node)
         for offset, new in enumerate(nodes):
             self.graph.node.insert(index + offset, new)
         self.refresh()
 
     def replace_nodes(self, changed: Sequence[tuple[Any, Sequence[Any]]]) -> None:
-        """Put nodes in the place of each of these, in their order; none to drop it. Quicker than one after the other."""
+        """Replace each node with the given nodes (none: remove it). Faster than replacing one at a time."""
         by_output = {node.output[0]: [*new] for node, new in changed}
         nodes = [new for node in self.graph.node for new in by_output.get(node.output[0], (node,))]
         made = [copied(node) for node in nodes]
@@ -57,9 +57,10 @@ class GraphEdit:
         self.refresh()
 
     def sum_of(self, names: Sequence[str]) -> str:
-        """The name of an initializer that is the sum of others, of one shape and type; a single one is itself.
+        """Return the name of an initializer that holds the sum of others, all of one shape and type; a single one is
+        returned.
 
-        Added up in float32, and rounded to their type: for stubs by their recipes, so that both give the same bytes.
+        The sum is computed in float32 and rounded to their type. Stubs use recipes, which give the same bytes.
         """
         import onnx
 
@@ -82,10 +83,10 @@ class GraphEdit:
     def moved(
         self, name: str, result: str, move: Callable[[Any], Any], of_recipe: Callable[[Any], Any] | None = None
     ) -> str:
-        """The name of an initializer, `result`, with the values of another in other places; made once.
+        """Return the name of initializer `result`, which holds `name`'s values moved to other places; created once.
 
-        move: takes and gives an array. of_recipe: the same for a recipe; without it, `move` is applied to a symbol
-        (`sdflow.weights.symbol`), so that both give the same bytes.
+        move: maps an array to an array. of_recipe: does the same to a recipe; without it, `move` is applied to a symbol
+        (`sdflow.weights.symbol`). Both give the same bytes.
         """
         import numpy as np
         import onnx
@@ -104,7 +105,8 @@ class GraphEdit:
         return result
 
     def rotated(self, name: str, axis: int, size: int) -> str:
-        """The name of an initializer: another, not rounded to 16 bits, times a Hadamard matrix along an axis; made once."""
+        """Return the name of an initializer: a weight before 16-bit rounding, times a Hadamard matrix along `axis`;
+        created once."""
         import numpy as np
         import onnx
 
@@ -124,10 +126,10 @@ class GraphEdit:
         return result
 
     def quantized(self, name: str, kind: str, axis: int) -> tuple[str, str]:
-        """The names of two initializers: the values of a weight in few bits, and their scales; made once.
+        """Return the names of a weight's quantized values and of their scales; created once.
 
-        kind: of `sdflow.weights.quantized.KINDS`. axis: of the output channels. A weight that a recipe rounds to float16 is
-        quantized as it was before.
+        kind: key of `sdflow.weights.quantized.KINDS`. axis: output channels. If a recipe rounds the weight to 16 bits,
+        the unrounded weight is quantized.
         """
         import numpy as np
         import onnx
@@ -155,10 +157,10 @@ class GraphEdit:
         return names
 
     def blockwise(self, name: str, how: Any) -> tuple[str, str, str]:
-        """The names of three initializers: a weight (N, K) quantized by blocks, its scales, and its zeros; made once.
+        """Return the names of a weight (N, K) quantized in blocks, its scales, and its zero points; created once.
 
-        how: a `sdflow.weights.blockwise.Format` whose size divides K. A weight that a recipe rounds to 16 bits is quantized as it
-        was before.
+        how: a `sdflow.weights.blockwise.Format` whose block size divides K. If a recipe rounds the weight to 16 bits,
+        the unrounded weight is quantized.
         """
         import numpy as np
         import onnx
@@ -188,7 +190,7 @@ class GraphEdit:
         return stub_recipe(tensor) if is_stub(tensor) else recipe_of(read_values(tensor, self.folder))
 
     def constant(self, name: str, values: Any) -> str:
-        """The name of an initializer with these values, an array; made once."""
+        """Return the name of an initializer with the array `values`; created once."""
         import onnx
 
         if name not in self.weights:
@@ -197,7 +199,7 @@ class GraphEdit:
         return name
 
     def clean(self) -> None:
-        """Drop nodes, initializers and value types that nothing reads any more, and put the nodes in order."""
+        """Remove unread nodes, initializers and value infos, and sort the nodes topologically."""
         live: set[str] = set()
         wanted = [item.name for item in self.graph.output]
         while wanted:

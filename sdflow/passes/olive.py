@@ -1,7 +1,7 @@
-"""Runs one pass of olive-ai, by its name, on one model: no engine, no cache, no telemetry.
+"""Run one olive-ai pass on one model, without Olive's engine, cache or telemetry.
 
-Olive writes into the home directory, the current directory and the temporary directory as it likes; here it sees a
-scratch directory in place of all three, and the result is put into the one form of `sdflow.onnx_model.files`.
+Olive writes into the home, current and temporary directories. Here all three point to a scratch directory, and the
+result is stored in sdflow's format (`sdflow.onnx_model.files`).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from sdflow.passes.weights_on_disk import weights_on_disk
 from sdflow.weights.stubs import is_recording
 
 SILENCE = {"OLIVE_DISABLE_TELEMETRY": "1", "CI": "1", "ORT_DISABLE_TELEMETRY": "1"}
-"""Importing olive contacts a host unless all of these are set: with the first alone it still tries a heartbeat."""
+"""All are needed to keep `import olive` from contacting a host: with the first alone, it still sends a heartbeat."""
 
 SCRATCH = ".scratch"
 
 
 @dataclass(frozen=True)
 class TorchModel:
-    """A PyTorch module as a pass's input.
+    """A PyTorch module as input of a pass.
 
-    load: makes the module. io_config: Olive's: input_names, output_names, dynamic_axes.
-    dummy_inputs: module -> the inputs to trace it with.
+    load: creates the module. io_config: Olive's input_names, output_names and dynamic_axes.
+    dummy_inputs: returns the tracing inputs for a module.
     """
 
     load: Callable[[], Any]
@@ -46,11 +46,11 @@ class TorchModel:
 def run_olive_pass(
     name: str, options: Mapping[str, Any], model: Path | TorchModel, out: Path, *, keep_weights_on_disk: bool = False
 ) -> None:
-    """Run Olive's pass `name` on `model` (an artifact's directory, or a module) and write the artifact into `out`.
+    """Run Olive's pass `name` on `model` (an artifact directory or a module) and write the artifact to `out`.
 
-    Files beside the input's model.onnx (config.json, ...) are copied along. `keep_weights_on_disk`: for passes of
-    onnxruntime.transformers, see `weights_on_disk`. Raises PassError with the cause when the pass fails, refuses its
-    options or gives something other than one ONNX model.
+    Files next to the input's model.onnx (config.json, ...) are copied. keep_weights_on_disk: for passes that use
+    onnxruntime.transformers, see `weights_on_disk`. Raises PassError with the cause if the pass fails, rejects its
+    options or returns anything but one ONNX model.
     """
     pass_class = olive_pass_class(name)
     with _confined(out / SCRATCH) as scratch, contextlib.ExitStack() as context:
@@ -63,14 +63,15 @@ def run_olive_pass(
 
 
 def copy_companions(model: Path, out: Path) -> None:
-    """Copy the small files of an artifact (config.json, ...), not its model, to `out`."""
+    """Copy the files of an artifact except its model (config.json, ...) to `out`, without overwriting any."""
     for path in sorted(model.iterdir()):
         if path.is_file() and not path.name.startswith(MODEL_FILE) and not (out / path.name).exists():
             shutil.copyfile(path, out / path.name)
 
 
 def olive_pass_class(name: str) -> Any:
-    """The class of Olive's pass `name`, in any case. Raises PassError when olive or what the pass needs is missing."""
+    """Return the class of Olive's pass `name` (case-insensitive). Raises PassError if olive or a dependency is
+    missing."""
     require_silence()
     try:
         from olive.package_config import OlivePackageConfig
@@ -84,11 +85,11 @@ def olive_pass_class(name: str) -> Any:
 
 
 def require_silence() -> None:
-    """Raise PassError unless this process was started with telemetry off: olive must not be imported otherwise."""
+    """Raise PassError unless this process started with telemetry off; importing olive would report otherwise."""
     wrong = [f"{key}={value}" for key, value in SILENCE.items() if os.environ.get(key) != value]
     if wrong:
         raise PassError(
-            f"olive would report to its makers: {' '.join(wrong)} is not set",
+            f"olive would send telemetry: {' '.join(wrong)} is not set",
             where="olive-ai",
             remedy="Set these before Python starts; `sdflow run` does so for its workers.",
         )
@@ -105,7 +106,7 @@ def _execute(pass_class: Any, name: str, options: Mapping[str, Any], model: Path
         handed_over = ONNXModelHandler(model_path=str(model), onnx_file_name=MODEL_FILE)
     else:
         handed_over = PyTorchModelHandler(
-            model_loader=lambda _path: model.load(),  # Olive calls functions, not other callables
+            model_loader=lambda _path: model.load(),  # Olive only accepts functions, not other callables
             io_config=dict(model.io_config),
             dummy_inputs_func=model.dummy_inputs,
         )
@@ -114,19 +115,20 @@ def _execute(pass_class: Any, name: str, options: Mapping[str, Any], model: Path
     given = {key: value for key, value in defaults.items() if key in known} | dict(options)
     unknown = sorted(set(given) - set(known))
     if unknown:
-        raise PassError(f"has no option {', '.join(unknown)}", where=name, remedy=f"It knows {', '.join(known)}.")
+        raise PassError(f"unknown option {', '.join(unknown)}", where=name, remedy=f"It has {', '.join(known)}.")
     with _failures_of(name), _warnings() as said:
         config = pass_class.generate_config(accelerator, given, disable_search=True)
         if not pass_class.validate_config(config, accelerator):
-            raise PassError(f"Olive refuses these options. {said()}".strip(), where=name)
+            raise PassError(f"Olive rejects these options. {said()}".strip(), where=name)
         return pass_class(accelerator, config).run(handed_over, str(target))
 
 
 def _single_model(name: str, result: Any, model: Path | TorchModel) -> Path:
-    """The file of the result. A pass that hands its input back did nothing; Olive only logs why."""
+    """Return the result's file. Raises PassError if the pass returned its input: it did nothing, and Olive only logs
+    why."""
     path = getattr(result, "model_path", None)
     if type(result).__name__ != "ONNXModelHandler" or path is None:
-        raise PassError(f"gave a {type(result).__name__}, not one ONNX model", where=name)
+        raise PassError(f"returned a {type(result).__name__}, not one ONNX model", where=name)
     file = Path(path)
     if isinstance(model, Path) and file.resolve().is_relative_to(model.resolve()):
         raise PassError("returned its input unchanged", where=name, remedy="Leave the pass out, or fix its options.")
@@ -135,18 +137,18 @@ def _single_model(name: str, result: Any, model: Path | TorchModel) -> Path:
 
 @contextlib.contextmanager
 def _failures_of(name: str) -> Iterator[None]:
-    """Whatever another project's pass raises becomes a PassError that carries its cause."""
+    """Convert any exception of Olive's code to PassError."""
     try:
         yield
     except SdflowError:
         raise
-    except Exception as cause:  # Another project's pass may raise anything; the cause goes along.
+    except Exception as cause:  # Olive may raise anything
         raise PassError(f"{type(cause).__name__}: {cause}", where=name) from cause
 
 
 @contextlib.contextmanager
 def _confined(scratch: Path) -> Iterator[Path]:
-    """Make `scratch` the current, home and temporary directory while a pass runs, and remove it afterwards."""
+    """Use `scratch` as the current, home and temporary directory while a pass runs, then remove it."""
     scratch.mkdir(parents=True)
     before, environment, temporary = Path.cwd(), dict(os.environ), tempfile.tempdir
     os.environ.update(HOME=str(scratch), USERPROFILE=str(scratch), TMPDIR=str(scratch), XDG_CACHE_HOME=str(scratch))
@@ -164,7 +166,7 @@ def _confined(scratch: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _warnings() -> Iterator[Callable[[], str]]:
-    """What Olive's logger said meanwhile: it logs the reason of a refusal and returns False."""
+    """Collect messages of Olive's logger: Olive logs why it rejects options and returns False."""
     lines: list[str] = []
     listener = logging.Handler(logging.INFO)
     listener.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -177,13 +179,13 @@ def _warnings() -> Iterator[Callable[[], str]]:
 
 
 def _log_to_stderr() -> None:
-    """Olive logs to standard output, which belongs to sdflow's results."""
+    """Redirect Olive's log from stdout to stderr: stdout is for sdflow's results."""
     for handler in logging.getLogger("olive").handlers:
         if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
             handler.setStream(sys.stderr)
 
 
 def read_config(model: Path) -> dict[str, Any]:
-    """config.json of an artifact, {} when it has none."""
+    """Return config.json of an artifact, or {} if it has none."""
     path = model / "config.json"
     return dict(json.loads(path.read_text())) if path.is_file() else {}

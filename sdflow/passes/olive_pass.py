@@ -1,9 +1,9 @@
-"""Any pass of olive-ai that makes one ONNX model of another, as a pass of a chain.
+"""olive-ai's ONNX-to-ONNX passes as passes of a chain.
 
-Its options are checked against the snapshot `olive_options.json`, which benchmarks/providers/olive_options.py writes; olive
-itself is imported only in the worker. Of each pass the snapshot has its module, a line of description, what kinds of model it
-takes and gives, whether it needs calibration data, the distributions that it needs beside olive-ai's own, and, where it makes
-ONNX of ONNX, its options: type, default, description.
+Options are checked against the snapshot `olive_options.json`, written by benchmarks/providers/olive_options.py; olive
+itself is imported only in the worker. For each pass, the snapshot has its module, a one-line description, its input and
+output model types, whether it needs calibration data, its dependencies besides olive-ai's own, and, for ONNX-to-ONNX
+passes, its options (type, default, description).
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ STORAGE = (
     "size_threshold",
     "convert_attribute",
 )
-"""Options of nearly every pass that say how the model is stored: here that is the same for all (`sdflow.onnx_model.files`)."""
+"""Storage options of most Olive passes. sdflow stores all models the same way (`sdflow.onnx_model.files`)."""
 
 UNFIT = {
     "AddOliveMetadata": "it writes metadata, which artifacts do not keep",
-    "EPContextBinaryGenerator": "its result fits one device and driver only",
-    "ExtractAdapters": "it writes files beside the model, which an artifact does not keep",
+    "EPContextBinaryGenerator": "its result only runs on one device and driver",
+    "ExtractAdapters": "it writes additional files, which artifacts do not keep",
     "ModelBuilder": "it builds language models",
     "OnnxDiscrepancyCheck": "it measures and changes nothing; see `sdflow verify`",
-    "OrtSessionParamsTuning": "it gives session options, not a model",
+    "OrtSessionParamsTuning": "it produces session options, not a model",
     "VitisAIAddMetaData": "it writes metadata, which artifacts do not keep",
     "VitisGenerateModelLLM": "it needs AMD's model_generate package",
     "VitisGenerateModelSD": "it needs AMD's model_generate package",
 }
-"""Passes that take and give ONNX and are of no use in a chain."""
+"""ONNX-to-ONNX passes that are useless in a chain, with the reason."""
 
 PARTLY_OPTIONAL = {"OnnxPeepholeOptimizer"}
-"""Olive names dependencies of these that they only use when they are there."""
+"""Passes whose declared dependencies are optional in Olive."""
 
 
 class OlivePassConfig(PassConfig):
-    """Base of the options of Olive's passes."""
+    """Base class of the options of Olive passes."""
 
     model_config = ConfigDict(protected_namespaces=())
 
@@ -61,12 +61,12 @@ class OlivePassConfig(PassConfig):
     def _storage_is_decided(cls, values: Any) -> Any:
         decided = sorted(set(STORAGE) & set(values)) if isinstance(values, Mapping) else []
         if decided:
-            raise ValueError(f"{', '.join(decided)}: leave it out, every artifact is stored in the same way")
+            raise ValueError(f"{', '.join(decided)}: remove it, all artifacts are stored the same way")
         return values
 
 
 class OlivePass(Pass[OlivePassConfig]):
-    """Base of the classes that `olive_pass` makes."""
+    """Base class of the classes that `olive_pass` creates."""
 
     version: ClassVar[int] = 1
     uses: ClassVar[tuple[str, ...]] = ("olive-ai", "onnxruntime", "onnx", "onnx-ir", "onnxscript", "numpy")
@@ -74,26 +74,26 @@ class OlivePass(Pass[OlivePassConfig]):
 
     def run(self, inputs: PassInputs, out: Path, config: OlivePassConfig) -> Facts:
         source = self.source(inputs)
-        # Olive fills in defaults that depend on other options, when they are not given.
+        # Unset options stay unset: Olive derives some defaults from other options.
         options = {name: value for name, value in config.model_dump().items() if value is not None}
         run_olive_pass(self.name, options, source, out)
         return graph_facts(out / MODEL_FILE)
 
 
 class Unusable(LookupError):
-    """Olive has such a pass, but it cannot be part of a chain; `str()` is the reason."""
+    """Olive has the pass, but a chain cannot use it; `str()` is the reason."""
 
 
 def olive_names() -> list[str]:
-    """Names of Olive's passes that can be part of a chain with sdflow's own dependencies."""
+    """Return the names of Olive's passes that work in a chain with only sdflow's own dependencies."""
     passes = _snapshot()["passes"]
     return [name for name in passes if _reason_against(name) is None and not _requires(name)]
 
 
 def olive_pass(name: str) -> type[OlivePass]:
-    """The pass class for Olive's pass `name`, in Olive's spelling.
+    """Return the pass class for Olive's pass `name`, in Olive's spelling.
 
-    Raises KeyError when Olive has no such pass, and Unusable when it cannot work here.
+    Raises KeyError if Olive has no such pass, and Unusable if it cannot work in a chain.
     """
     known = _snapshot()["passes"][name]
     reason = _reason_against(name)
@@ -106,15 +106,15 @@ def olive_pass(name: str) -> type[OlivePass]:
 
 
 def snapshot_note() -> str | None:
-    """What to tell the user when olive-ai is missing or of another version than the options that were checked."""
+    """Return a note for the user if olive-ai is missing or differs from the snapshot's version, otherwise None."""
     installed = installed_version("olive-ai")
     if installed is None:
         return "olive-ai is not installed: its passes cannot run"
     if installed == _snapshot()["version"]:
         return None
     return (
-        f"olive-ai {installed} is installed, the options known are those of {_snapshot()['version']}: "
-        "options of Olive's passes are checked when they run"
+        f"olive-ai {installed} is installed, but sdflow knows the options of {_snapshot()['version']}: "
+        "options of Olive's passes are only checked when they run"
     )
 
 
@@ -130,7 +130,7 @@ def _make(name: str, description: str) -> type[OlivePass]:
 
 
 def _words(name: str) -> str:
-    """The name in words, for the passes that Olive does not describe."""
+    """Return the name as words, for passes without a description in Olive."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).capitalize()
 
 
@@ -156,7 +156,7 @@ def _unchecked_config(name: str) -> type[OlivePassConfig]:
 
 
 def _python_type(schema: Mapping[str, Any]) -> Any:
-    """The type that pydantic checks for a JSON Schema of the snapshot."""
+    """Return the type that pydantic validates for a JSON Schema of the snapshot."""
     plain = {"boolean": StrictBool, "integer": StrictInt, "number": StrictFloat, "string": StrictStr, "null": None}
     if "enum" in schema:
         return Literal[tuple(schema["enum"])]
@@ -178,19 +178,19 @@ def _reason_against(name: str) -> str | None:
     if name in UNFIT:
         return UNFIT[name]
     if "onnx" not in known["takes"]:
-        return f"it takes {' or '.join(known['takes']) or 'something else'} models, a chain hands it ONNX"
+        return f"it takes {' or '.join(known['takes']) or 'something else'} models, but chains pass ONNX"
     if "onnx" not in known["gives"]:
-        return f"it gives {' or '.join(known['gives'])}, not one ONNX model"
+        return f"it produces {' or '.join(known['gives'])}, not one ONNX model"
     if known["needs_data"]:
         return "it needs a calibration data set"
     external = [option for option, it in known["options"].items() if it.get("required") and it.get("external")]
     if external:
-        return f"its option {external[0]} names a file, whose content would not be part of the cache's key"
+        return f"its option {external[0]} names a file whose content would not be part of the cache key"
     return None
 
 
 def _requires(name: str) -> list[str]:
-    """Distributions that the pass needs and that neither olive-ai nor sdflow bring along."""
+    """Return the distributions that the pass needs and neither olive-ai nor sdflow installs."""
     ours = {"onnxscript", "psutil", "numpy"}
     names = [re.split(r"[\[<>=!~ ]", need)[0] for need in _snapshot()["passes"][name]["requires"]]
     return [] if name in PARTLY_OPTIONAL else [need for need in names if need not in ours]

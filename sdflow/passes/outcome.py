@@ -1,4 +1,4 @@
-"""What a pass leaves behind: a model that can be read, and facts that can be written down. Else the pass has failed."""
+"""Checks on the output of a pass: a readable ONNX model and JSON-serializable facts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sdflow.disk.input_file import is_regular
 from sdflow.errors import PassError, VerificationError
 from sdflow.onnx_model.reading import load_graph
 
-REMEDY = "The pass is at fault: what it returns and writes is described in sdflow.passes.base."
+REMEDY = "This is a bug in the pass; see sdflow.passes.base for what it must return and write."
 
 
 def require_facts(facts: Any, name: str) -> Facts:
-    """Raises PassError unless what a pass returned is a map that JSON can hold."""
+    """Raise PassError unless a pass returned a mapping that JSON can hold."""
     try:
         if not isinstance(facts, Mapping) or not all(isinstance(key, str) for key in facts):
             raise TypeError(f"{facts!r:.60} is no map of facts")
@@ -27,11 +27,11 @@ def require_facts(facts: Any, name: str) -> Facts:
 
 
 def require_model(out: Path, name: str) -> None:
-    """Raises PassError unless `out` holds a model with a graph whose values and data are all there, and no links."""
+    """Raise PassError unless `out` holds a valid model with complete data and no symbolic links."""
     from sdflow.onnx_model.files import decode_errors
 
     if links := [path.name for path in out.rglob("*") if path.is_symlink()]:
-        raise PassError(f"wrote a link, {links[0]}, where a file belongs", where=name, remedy=REMEDY)
+        raise PassError(f"wrote {links[0]} as a symbolic link", where=name, remedy=REMEDY)
     if not is_regular(out / MODEL_FILE):
         raise PassError(f"wrote no {MODEL_FILE}", where=name, remedy=REMEDY)
     try:
@@ -52,11 +52,11 @@ def _wrong(model: Any, out: Path) -> Iterator[str]:
     if not graph.node or not graph.output:
         yield "it has no graph"
     if not model.opset_import:
-        yield "it names no operator set"
+        yield "it has no operator set"
     tensors = [tensor for tensor, _ in initializers_and_constants(model)]
     for tensor in tensors:
         if is_external(tensor) and not is_stub(tensor) and Path(data_span(tensor)[0]).name != data_span(tensor)[0]:
-            yield f"the data of {tensor.name} lie outside the folder"
+            yield f"the data of {tensor.name} are outside the folder"
     if not any(is_stub(tensor) for tensor in tensors) and (lacking := missing_data(model, out)):
         yield lacking
     known = {"", *(value.name for value in graph.input), *(tensor.name for tensor in graph.initializer)}
@@ -64,8 +64,8 @@ def _wrong(model: Any, out: Path) -> Iterator[str]:
     for node in graph.node:
         for value in node.input:
             if value not in known:
-                yield f"{node.op_type} {node.name} reads {value}, which nothing before it gives"
+                yield f"{node.op_type} {node.name} reads {value}, which no earlier node produces"
         known.update(node.output)
     for value in graph.output:
         if value.name not in known:
-            yield f"nothing gives its output {value.name}"
+            yield f"no node produces its output {value.name}"

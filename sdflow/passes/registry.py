@@ -1,4 +1,4 @@
-"""The passes that workflows can name: sdflow's own, Olive's, and scripts of the user's."""
+"""The passes that workflows can name: sdflow's, Olive's, and user scripts."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ OWN = {
     "QuantizeFp8": "sdflow.passes.quantize_fp8",
     "QuantizeInt4": "sdflow.passes.quantize_int4",
 }
-"""Name -> module, in the order of a usual chain. The class has the pass's name."""
+"""Pass name -> module, in the usual order of a chain. The class has the same name as the pass."""
 
 APPENDED = {"BindWeights": "sdflow.passes.bind_weights"}
-"""Those that sdflow itself puts at the end of a chain."""
+"""Passes that sdflow appends to chains itself."""
 
 
 @dataclass(frozen=True)
 class OptionInfo:
-    """An option as `sdflow passes` shows it. `default` is None for required options too."""
+    """An option as shown by `sdflow passes`. `default` is also None for required options."""
 
     name: str
     type: str
@@ -50,7 +50,7 @@ class OptionInfo:
 
 @dataclass(frozen=True)
 class PassDescription:
-    """A pass as `sdflow passes` shows it. origin: "sdflow", "olive" or the path of a script."""
+    """A pass as shown by `sdflow passes`. origin: "sdflow", "olive" or the path of a script."""
 
     name: str
     origin: str
@@ -67,20 +67,20 @@ class _Catalog:
 
     def find(self, name: str, folder: Path) -> PassInfo:
         if name in APPENDED:
-            raise PassNotFound(f"{name} is no pass to write down: sdflow puts it at the end of chains that need it")
+            raise PassNotFound(f"{name} cannot be named in a workflow: sdflow appends it to chains that need it")
         found = tried_pass(name, folder)
         return PassInfo(name, found.accepts, found.takes_loras, found.Config, found.quantizes_to)
 
 
 def catalog() -> PassCatalog:
-    """What validation asks about passes."""
+    """Return the catalog that validation queries."""
     return _Catalog()
 
 
 def find_pass(name: str, folder: Path) -> type[Pass[Any]]:
-    """The class of the pass `name`; for a script, paths start at `folder`.
+    """Return the class of pass `name`. folder: base of relative script paths.
 
-    Raises PassNotFound with the reason: unknown (and the nearest name), not usable in a chain, or a faulty script.
+    Raises PassNotFound if the name is unknown (with the closest match), unusable in a chain, or a faulty script.
     """
     if module := (OWN | APPENDED).get(name):
         return getattr(import_module(module), name)  # type: ignore[no-any-return]
@@ -89,7 +89,7 @@ def find_pass(name: str, folder: Path) -> type[Pass[Any]]:
             return load_user_pass(name, folder)
         except PassError as cause:
             raise PassNotFound(str(cause)) from cause
-    from sdflow.passes.olive_pass import Unusable, olive_pass  # only where a workflow names one of Olive's
+    from sdflow.passes.olive_pass import Unusable, olive_pass  # only loaded if a workflow names an Olive pass
 
     try:
         return olive_pass(name)
@@ -103,7 +103,7 @@ def find_pass(name: str, folder: Path) -> type[Pass[Any]]:
 
 
 def tried_pass(name: str, folder: Path) -> type[Pass[Any]]:
-    """As `find_pass`; a script is read in a process of its own first, and here only if it can be."""
+    """Like `find_pass`, but first load a script in a separate process, and here only if that succeeds."""
     if is_user_pass(name) and name not in OWN | APPENDED:
         try:
             try_user_pass(name, folder)
@@ -113,13 +113,13 @@ def tried_pass(name: str, folder: Path) -> type[Pass[Any]]:
 
 
 def describe(name: str, folder: Path) -> PassDescription:
-    """What `sdflow passes` shows of a pass. Raises PassNotFound."""
+    """Describe a pass for `sdflow passes`. Raises PassNotFound."""
     found = tried_pass(name, folder)
     summary = (found.__doc__ or "").strip().split("\n")[0]
     origin = "sdflow" if name in OWN | APPENDED else name.partition(":")[0] if is_user_pass(name) else "olive"
     try:
         options = tuple(_option(key, field) for key, field in found.Config.model_fields.items())
-    except Exception as cause:  # a script's defaults are made here, and may raise anything; ours have no excuse
+    except Exception as cause:  # a script's default factories run here and may raise anything
         if not is_user_pass(name):
             raise
         raise PassNotFound(f"{name}: its options cannot be described: {type(cause).__name__}: {cause}") from cause

@@ -1,7 +1,7 @@
-"""The process in which a user's script is read for the first time: `python -m sdflow.passes.script_worker`.
+"""Worker process that first imports a user script: `python -m sdflow.passes.script_worker`.
 
-Reading is running: a script may exit, kill its process, print, or never end. Here that ends this process alone, and the one
-that asked reports it. Time and memory are limited.
+Importing runs the script, which may exit, kill its process, print, or never return. Isolated here, that ends only this
+process, and the caller reports it. Time and memory are limited.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from sdflow.passes.user_pass import load_user_pass, user_script_files
 from sdflow.processes.workers import Worker, limit_memory, run_worker, serve_request
 
 SECONDS = 60.0
-"""In which a script must have been read; torch alone may take ten."""
+"""Time limit for importing a script; torch alone may take ten."""
 LEAST_MEMORY = 2 * 10**9
-"""That a script may take however little is free: libraries are swapped out where they must be."""
+"""Memory that a script may always use, however little is free: libraries can be swapped out."""
 
 _tried: set[tuple[str, str, str]] = set()
 
 
 def try_user_pass(name: str, folder: Path) -> None:
-    """Read a script in a process of its own, once for a content. Raises PassError with what it did instead of being read."""
+    """Import a script in a separate process, once per content. Raises PassError with the failure."""
     files = user_script_files(name, folder)
     content = hashlib.sha256()
     for path in files:
@@ -57,7 +57,7 @@ def try_user_pass(name: str, folder: Path) -> None:
             )
         except PassError as error:
             if late.is_set():
-                what = f"is not read after {SECONDS:.0f} s"
+                what = f"was not imported within {SECONDS:.0f} s"
             elif error.where is not None:
                 raise
             else:
@@ -71,7 +71,8 @@ def try_user_pass(name: str, folder: Path) -> None:
 
 
 def serve(request: Mapping[str, Any], phase: Callable[[str], None]) -> Mapping[str, Any]:
-    """Load the pass that is asked for, and look at what planning looks at. It may take what memory the machine has free."""
+    """Load the requested pass and build its options' JSON schema, as planning does. Memory is limited to what is
+    free."""
     import psutil
 
     limit_memory(max(LEAST_MEMORY, psutil.virtual_memory().available))

@@ -1,4 +1,4 @@
-"""What the TorchScript exporter is given, and what it must leave alone meanwhile."""
+"""Preparation of a module for the TorchScript exporter, and patches of the exporter."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from sdflow.processes.patched import patched
 
 
 def traced_module(model: Model, module: Any) -> Any:
-    """Change `module` so that its `forward` takes and returns the tensors of `model.ports`; return it, without gradients."""
+    """Prepare `module` in place so that `forward` matches `model.ports`; return it in eval mode, without gradients."""
     model.traced(module)
     return module.eval().requires_grad_(False)
 
 
 @contextmanager
 def weights_kept_apart() -> Iterator[None]:
-    """While this is open, `torch.onnx.export(dynamo=False)` gives every parameter an initializer named by its key.
+    """While active, `torch.onnx.export(dynamo=False)` gives every parameter an initializer named by its state_dict key.
 
-    Left to itself, the exporter (torch/onnx/_internal/torchscript_exporter/utils.py) folds the transpose before a
-    MatMul and the unsqueeze after a GroupNorm into new initializers with made-up names, and merges initializers of
-    equal values. Then nobody knows any more which is which, and the graph depends on coincidences among the weights.
-    Constants are still folded; `weight_names.fold_weights` folds the weights afterwards and records what it did.
+    By default the exporter (torch/onnx/_internal/torchscript_exporter/utils.py) folds the transpose before a MatMul and
+    the unsqueeze after a GroupNorm into new initializers with generated names, and merges initializers of equal values.
+    The mapping to parameters is then lost, and the graph depends on weights that happen to be equal. Constants are
+    still folded; `weight_names.fold_weights` folds the weights afterwards and records each step.
     """
     import torch
 

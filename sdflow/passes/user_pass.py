@@ -1,7 +1,7 @@
-"""Passes of the user's own: `pass: user_scripts/prune.py:ClassName`, or without the class when the file has only one.
+"""User-defined passes: `pass: user_scripts/prune.py:ClassName`; the class is optional if the file has only one.
 
-The file is plain Python with a subclass of `sdflow.passes.base.Pass`. Its content is part of the step's key; modules
-that it imports from its own folder are too.
+The file is plain Python with a subclass of `sdflow.passes.base.Pass`. The step's key covers its content and the modules
+that it imports from its own folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sdflow.passes.base import InputKind, Pass, PassConfig
 from sdflow.stop import Stopped
 
 MOST_LINES = 20
-"""Of a script's traceback."""
+"""Maximum number of traceback lines shown for a script."""
 
 AnyPass = type[Pass[PassConfig]]
 
@@ -36,7 +36,8 @@ def is_user_pass(name: str) -> bool:
 
 
 def user_script_files(name: str, folder: Path) -> tuple[Path, ...]:
-    """The script of `name` and the files beside it that it imports, sorted. Raises PassError when it is missing."""
+    """Return the script of `name` and the files that it imports from its folder, sorted. Raises PassError if
+    missing."""
     script = _script(name, folder)
     found = [script]
     for path in found:  # grows while it is walked
@@ -45,9 +46,9 @@ def user_script_files(name: str, folder: Path) -> tuple[Path, ...]:
 
 
 def load_user_pass(name: str, folder: Path) -> AnyPass:
-    """The pass class of a script. folder: where relative paths start from.
+    """Return the pass class of a script. folder: base of relative paths.
 
-    Raises PassError with the script's line when it cannot be loaded or has not the one pass that was asked for.
+    Raises PassError with the script's line if it cannot be loaded or does not contain the requested pass.
     """
     script = _script(name, folder)
     _, _, wanted = name.partition(":")
@@ -72,8 +73,8 @@ def load_user_pass(name: str, folder: Path) -> AnyPass:
         _check(found, script)
     except PassError:
         raise
-    except Exception as cause:  # what looks like a class may do anything when it is looked at
-        raise _failure(cause, script, f"when {found.__name__} is looked at") from cause
+    except Exception as cause:  # attribute access on user classes may run any code
+        raise _failure(cause, script, f"when {found.__name__} is inspected") from cause
     return found
 
 
@@ -85,12 +86,12 @@ def _script(name: str, folder: Path) -> Path:
     raise PassError(
         "there is no such script",
         where=str(folder / written)[:500],
-        remedy="Paths start at the folder of the workflow or at one of the folders that it lies in.",
+        remedy="Paths are relative to the workflow's folder or one of its parents.",
     )
 
 
 def _load(script: Path) -> ModuleType:
-    # The name holds the content: a changed script is a new module, and two scripts of one name do not meet.
+    # The name contains the content hash: a changed script is a new module, and scripts with equal names do not collide.
     content = read_input(script)
     name = f"sdflow_user_{script.stem}_{hashlib.sha256(content).hexdigest()[:16]}"
     if name in sys.modules:
@@ -108,7 +109,7 @@ def _load(script: Path) -> ModuleType:
     except (Stopped, KeyboardInterrupt):
         del sys.modules[name]
         raise
-    except BaseException as cause:  # The user's code may raise anything, SystemExit too; the cause goes along.
+    except BaseException as cause:  # user code may raise anything, including SystemExit
         del sys.modules[name]
         raise _failure(cause, script, "when it is imported") from cause
     finally:
@@ -117,16 +118,16 @@ def _load(script: Path) -> ModuleType:
 
 
 class _FromSource(SourceFileLoader):
-    """Compiles a module anew. Compiled code beside it counts as its own when size and second are equal, and an edit may
-    keep both."""
+    """Loader that always compiles from source. Cached bytecode counts as current if size and mtime (in seconds) match,
+    which an edit may preserve."""
 
     def path_stats(self, path: str) -> NoReturn:
-        raise OSError(path)  # the import system then neither reads compiled code nor writes it
+        raise OSError(path)  # makes the import system skip reading and writing bytecode
 
 
 @contextmanager
 def _compiled_anew(folder: Path) -> Iterator[None]:
-    """What is imported in here from this folder is compiled from its source, but for what was installed there."""
+    """While active, imports from this folder are compiled from source, except those in site-packages."""
 
     def finder(path: str) -> FileFinder:
         place = Path(path)
@@ -145,7 +146,7 @@ def _compiled_anew(folder: Path) -> Iterator[None]:
     finally:
         sys.path_hooks.remove(finder)
         forget()
-        for name, module in list(sys.modules.items()):  # another script may have another module of this name beside it
+        for name, module in list(sys.modules.items()):  # another script may have a different module of this name
             if isinstance(getattr(module, "__loader__", None), _FromSource):
                 del sys.modules[name]
 
@@ -153,19 +154,19 @@ def _compiled_anew(folder: Path) -> Iterator[None]:
 def _failure(cause: BaseException, script: Path, when: str) -> PassError:
     try:
         said = f"{type(cause).__name__}: {cause}".removesuffix(": ")
-    except Exception:  # noqa: BLE001  (its own __str__ may fail)
+    except Exception:  # noqa: BLE001  its __str__ may fail
         said = type(cause).__name__
     own = "".join(f"\n  {line}" for line in _own_lines(cause, script))
     return PassError(f"{said} {when}", where=f"{script}:{_line(cause, script)}", remedy=f"Correct the script.{own}")
 
 
 def failed_run(cause: BaseException, name: str, folder: Path) -> PassError:
-    """What a user's pass raised while it ran: with its own lines of the traceback, and none of sdflow's."""
+    """Wrap an exception of a running user pass, with the script's own traceback lines."""
     return _failure(cause, _script(name, folder), "while it ran")
 
 
 def _own_lines(cause: BaseException, script: Path) -> Iterator[str]:
-    """The lines of a traceback from the script on, without those of sdflow."""
+    """Yield the traceback lines from the script on, excluding sdflow's own."""
     own = str(Path(__file__).parents[1])
     frames = traceback.extract_tb(cause.__traceback__)
     begin = next((index for index, frame in enumerate(frames) if Path(frame.filename) == script), len(frames))
@@ -175,7 +176,7 @@ def _own_lines(cause: BaseException, script: Path) -> Iterator[str]:
 
 
 def _line(cause: BaseException, script: Path) -> int:
-    """The last line of the script that led to the exception."""
+    """Return the last line of the script in the traceback."""
     if isinstance(cause, SyntaxError) and cause.lineno:
         return cause.lineno
     lines = [frame.lineno for frame in traceback.extract_tb(cause.__traceback__) if Path(frame.filename) == script]
@@ -195,14 +196,14 @@ _KINDS = {
 def _check(found: AnyPass, script: Path) -> None:
     try:
         where = f"{script}:{inspect.getsourcelines(found)[1]}"
-    except OSError:  # made by a call, not by a class statement
+    except OSError:  # created by a call, not a class statement
         where = str(script)
     lacking = [field for field in ("name", "version", "Config") if not hasattr(found, field)]
     if lacking or inspect.isabstract(found):
         raise PassError(
             f"{found.__name__} lacks {', '.join(lacking or ['run'])}",
             where=where,
-            remedy="See sdflow.passes.base.Pass for what a pass has.",
+            remedy="See sdflow.passes.base.Pass for the required attributes.",
         )
     for field, (kind, words) in _KINDS.items():
         if not isinstance(value := getattr(found, field), kind):
@@ -216,12 +217,12 @@ def _check(found: AnyPass, script: Path) -> None:
 
 
 def _imports_from_folder(script: Path) -> Iterator[Path]:
-    """Files in the script's folder that it imports by name."""
+    """Yield the files in the script's folder that it imports by name."""
     try:
         tree = ast.parse(read_input(script))
     except SyntaxError as cause:
         raise PassError(f"SyntaxError: {cause.msg}", where=f"{script}:{cause.lineno}") from cause
-    except (OSError, ValueError) as cause:  # ValueError: a NUL in it
+    except (OSError, ValueError) as cause:  # ValueError: it contains NUL
         raise PassError(f"cannot be read as Python: {cause}", where=str(script)) from cause
     for node in ast.walk(tree):
         names: list[str] = []

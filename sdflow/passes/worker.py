@@ -1,4 +1,4 @@
-"""The process a pass runs in: `python -m sdflow.passes.worker`, spoken to by `sdflow.processes.workers`."""
+"""Worker process of a pass: `python -m sdflow.passes.worker`, driven by `sdflow.processes.workers`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from sdflow.weights.structure import without_weights, write_parameters
 
 
 def serve(request: Mapping[str, Any], phase: Callable[[str], None]) -> Mapping[str, Any]:
-    """Run one pass for `sdflow.build.chain_run`: its facts, the digests of files that it hashed while writing them, and
-    the sums of the pages of the data file and, if it hashed that, of its base's."""
+    """Run one pass for `sdflow.build.chain_run`. Returns its facts, the digests of files hashed while writing, and the
+    page sums of the data file and (if hashed) of its base's."""
     digests: dict[str, str] = {}
     sums: list[str | None] = []
     facts = run_pass(request, phase, digests.__setitem__, lambda *found: sums.extend(found))
@@ -35,9 +35,10 @@ def run_pass(
     hashed: Callable[[str, str], None] = lambda name, sha256: None,
     summed: Callable[[str, str | None], None] = lambda sums, base_sums: None,
 ) -> Mapping[str, Any]:
-    """Run one pass. The request names it, its options and where its input lies; returns the pass's facts.
+    """Run the pass that `request` describes (name, options, input paths) and return its facts.
 
-    symbolic: the pass runs without weights and leaves a structure. Raises WeightValueRead when it looked at one.
+    If `request["symbolic"]` is set, the pass runs without weights and writes a structure. Raises WeightValueRead if it
+    reads a weight's value.
     """
     implementation = registry.find_pass(request["pass"], Path(request["folder"]))
     inputs = PassInputs(
@@ -65,7 +66,8 @@ def run_pass(
 
 
 def _run(implementation: type[Pass[Any]], request: Mapping[str, Any], inputs: PassInputs, out: Path) -> Facts:
-    """Run it. An exception of a script carries the script's own lines; what it returns is checked."""
+    """Run the pass. Exceptions of a script carry the script's traceback lines; facts of non-sdflow passes are
+    checked."""
     name, folder = request["pass"], Path(request["folder"])
     if not is_user_pass(name):
         facts = implementation().run(inputs, out, implementation.Config(**request["config"]))
@@ -78,7 +80,7 @@ def _run(implementation: type[Pass[Any]], request: Mapping[str, Any], inputs: Pa
             if cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             raise failed_run(cause, name, folder) from cause
-        except BaseException as cause:  # SystemExit too: its status would be taken for ours
+        except BaseException as cause:  # includes SystemExit, whose status would be mistaken for the worker's
             raise failed_run(cause, name, folder) from cause
     if name not in registry.OWN | registry.APPENDED:
         require_facts(facts, name)
