@@ -151,7 +151,7 @@ def leave_out_layers(model: onnx.ModelProto, count: int, config: Mapping[str, An
     layers = config["num_hidden_layers"]
     if len(norms) != 2 * layers + 1:
         raise UsageError(
-            f"the graph of the text encoder has {len(norms)} norms instead of {2 * layers + 1} for {layers} layers, "
+            f"the graph of the text encoder has {len(norms)} norms, but {layers} layers have {2 * layers + 1}, "
             "so none of them can be skipped",
             where="clip_skip",
             remedy="Remove passes that fuse or replace its norms, and rebuild the pipeline.",

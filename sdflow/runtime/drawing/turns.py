@@ -42,7 +42,7 @@ def moving_weights(
     largest = max(sizes, key=sizes.__getitem__)
     if sizes[largest] + HEADROOM > room:
         raise UsageError(
-            f"the weights of its {largest.replace('_', ' ')} take {spell_bytes(sizes[largest])}, but only {spell_bytes(room)} "
+            f"its {largest.replace('_', ' ')} has {spell_bytes(sizes[largest])} of weights, but only {spell_bytes(room)} "
             f"of the device are available, including {spell_bytes(HEADROOM)} of working memory",
             where=str(folder),
             remedy="Quantize it (QuantizeFp8), or use the CPU: --target cpu.",

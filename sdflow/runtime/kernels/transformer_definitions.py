@@ -116,9 +116,9 @@ FLOAT8_RESIDUALS = (
 
 @dataclass(frozen=True)
 class ActivationCase:
-    """rows: the axes before the last one. channels: of the result. gate: "" for a GELU, "own" where b is another product's,
-    "beside" where a and b are halves of one's row. behind: channels of that row before a. before: of what the result begins with.
-    float8: the result is rows of E4M3 and their scales.
+    """rows: the axes before the last one. channels: of the result. gate: "" for a GELU, "own" if b is another product,
+    "beside" if a and b are halves of one row. behind: channels of that row before a. before: channels at the start of
+    the result that come from another value. float8: the result is rows of E4M3 with scales.
     """
 
     rows: tuple[int, ...]
@@ -132,17 +132,17 @@ class ActivationCase:
 
     @property
     def operator(self) -> str:
-        """The operator that computes it."""
+        """Name of the operator for this case."""
         return "Float8" * self.float8 + ("SiluGated" if self.gate else "TanhGelu") + BFLOAT16 * self.bfloat16
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Of the operator, in order."""
+        """The operator's outputs, in order."""
         return ("y", f"y{SCALES}") if self.float8 else ("y",)
 
     @property
     def attributes(self) -> dict[str, int]:
-        """All of the operator's."""
+        """The operator's attributes."""
         b = self.behind + self.channels if self.gate == "beside" else 0
         return {"channels": self.channels, "a": self.behind, "b": b}
 
@@ -164,12 +164,12 @@ FLOAT8_ACTIVATIONS = (
     ActivationCase((1, 70), 10240, "own", bfloat16=True, float8=True),
     ActivationCase((1, 40), 12288, before=3072, bfloat16=True, float8=True),
 )
-"""On GPUs that have float8."""
+"""Cases for GPUs with float8."""
 
 
 @dataclass(frozen=True)
 class Feeds:
-    """inputs: of an operator, by name. values: what it reads of them, where they are parts of a longer row."""
+    """inputs: an operator's, by name. values: what it reads from them, if they are parts of a longer row."""
 
     inputs: Mapping[str, np.ndarray]
     values: Mapping[str, np.ndarray]
@@ -183,7 +183,7 @@ def _type(bfloat16: bool) -> Any:
 
 
 def residual_feeds(case: ResidualCase) -> Feeds:
-    """Random inputs; what is by image as parts of one row where the case says so."""
+    """Return random inputs; with `parts`, per-image inputs are parts of one row."""
     import numpy as np
 
     random, channels = np.random.default_rng(4), case.shape[-1]
@@ -209,7 +209,7 @@ def residual_feeds(case: ResidualCase) -> Feeds:
 
 
 def residual_expected(case: ResidualCase, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The results by their definition, in float64."""
+    """Return the results by definition, in float64."""
     import numpy as np
 
     has = {name: value.astype(np.float64) for name, value in values.items()}
@@ -251,7 +251,7 @@ def _rms(value: np.ndarray, epsilon: float) -> np.ndarray:
 
 
 def activation_feeds(case: ActivationCase) -> dict[str, np.ndarray]:
-    """Random inputs: a alone where b lies beside it, and is the operator's second input too."""
+    """Return random inputs; with gate "beside", a also contains b and is both inputs."""
     import numpy as np
 
     random = np.random.default_rng(5)
@@ -272,7 +272,7 @@ def activation_feeds(case: ActivationCase) -> dict[str, np.ndarray]:
 
 
 def activation_expected(case: ActivationCase, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
-    """The result by its definition, in float64."""
+    """Return the result by definition, in float64."""
     import numpy as np
 
     has = {name: value.astype(np.float64) for name, value in feeds.items()}
