@@ -1,4 +1,4 @@
-"""Image prompts (IP-Adapter): what the denoiser takes for them, and diffusers' own pipelines with them."""
+"""Image prompts (IP-Adapter): the denoiser's inputs, and diffusers' own pipelines with them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ImagePrompt:
-    """What an adapter is told. images: PIL images or arrays, as CLIP's image processor takes them, each of which is one of the
-    prompt's; none: it is left out. scale: how much they count."""
+    """An adapter's image prompt. images: PIL images or arrays for CLIP's image processor; empty: no image prompt.
+    scale: strength of its effect."""
 
     images: Sequence[Any] = ()
     scale: float = 1.0
 
 
 def adapter_count(denoiser: Config) -> int:
-    """How many IP-Adapters a denoiser with this config has."""
+    """Return the number of IP-Adapters of a denoiser with this config."""
     return len(denoiser.get(ADAPTED) or ())
 
 
 def token_axes(denoiser: Config, prompts: Sequence[ImagePrompt]) -> dict[str, int]:
-    """The sizes of the denoiser's axes of tokens for these prompts, one of each adapter. Without an image there is
-    room for one."""
+    """Return the sizes of the denoiser's token axes for one prompt per adapter; a prompt without images has room for
+    one."""
     counts = zip(denoiser.get(ADAPTED) or (), prompts, strict=True)
     return {tokens_axis(adapter): tokens * (len(each.images) or 1) for adapter, (tokens, each) in enumerate(counts)}
 
