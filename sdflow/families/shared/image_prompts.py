@@ -47,10 +47,10 @@ def image_conditions(
     *,
     guided: bool,
 ) -> Tensors:
-    """The denoiser's inputs for these prompts, one of each adapter: zeros for one that has no image.
+    """Return the denoiser's inputs for one prompt per adapter; zeros for adapters without an image.
 
-    submodel: what reads images. denoiser: its config. rows: of its batch; all images that are drawn get the same prompts. guided:
-    the first half of the rows gets what diffusers has in place of a negative prompt.
+    submodel: the image encoder. denoiser: its config. rows: of its batch; all images get the same prompts. guided: the
+    first half of the rows gets diffusers' equivalent of a negative prompt.
     """
     import torch
 
@@ -73,15 +73,16 @@ def image_conditions(
 
 
 def reads_layers(projection: Any) -> bool:
-    """Whether a projection of diffusers reads what a layer gives, not the embedding of the whole image: as its pipelines ask."""
+    """Whether a diffusers projection reads a layer's hidden states rather than the image embedding, as its pipelines
+    check."""
     from diffusers.models.embeddings import ImageProjection
 
     return not isinstance(projection, ImageProjection)
 
 
 def with_projections(pipeline: Any) -> Any:
-    """diffusers' pipeline as `load_ip_adapter` leaves it, where it has an image encoder: the projections, which lie in that here,
-    are the denoiser's."""
+    """Return diffusers' pipeline as after `load_ip_adapter`, if it has an image encoder: moves the projections, which
+    are in the image encoder here, to the denoiser."""
     from diffusers.models.embeddings import MultiIPAdapterImageProjection
 
     if pipeline.image_encoder is not None and pipeline.unet is not None:
