@@ -158,7 +158,7 @@ def _write_data(request: BindRequest, out: Path, jobs: Sequence[tuple[_Job, Call
     digests = write_pieces(out / WEIGHTS_FILE, pieces, base, of_base=of_base, progress=request.progress)
     if wanted and wanted != (digests.base_sums if of_base == "sums" else digests.base):
         raise DamagedBase(
-            "has changed since it was published",
+            "does not have the content that was published",
             where=str(base),
             remedy="Run again. If it happens again, check the disk and the memory.",
         )

@@ -250,7 +250,7 @@ def ran(folder: Path, body: str, model: Path | None = None) -> Any:
             "(out / 'model.onnx').write_bytes(b''); return {}",
             "mine.py: wrote a model.onnx that is not valid: it has no graph",
         ),
-        ("(out / 'model.onnx').write_bytes(b'\\xff'); return {}", "mine.py: wrote a model.onnx that is no ONNX model"),
+        ("(out / 'model.onnx').write_bytes(b'\\xff'); return {}", "mine.py: wrote a model.onnx that is not an ONNX model"),
         ("(out / 'model.onnx').symlink_to('/etc/passwd'); return {}", "mine.py: wrote a link, model.onnx"),
     ],
 )

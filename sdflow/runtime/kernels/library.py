@@ -163,7 +163,7 @@ class Kernels:
         if not sys.platform.startswith("linux"):
             raise TargetUnavailableError("sdflow's kernels require Linux")
         if not torch.cuda.is_available():
-            raise TargetUnavailableError("torch finds no CUDA device")
+            raise TargetUnavailableError("torch sees no CUDA device")
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
         if (device.major, device.minor) < OLDEST:
             raise TargetUnavailableError(

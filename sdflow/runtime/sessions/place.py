@@ -72,6 +72,6 @@ def _make_place(device: str) -> Place:
         return Place(device)
     if not torch.cuda.is_available():
         raise TargetUnavailableError(
-            "torch finds no CUDA device", where=device, remedy="Install a CUDA build of torch and a matching driver."
+            "torch sees no CUDA device", where=device, remedy="Install a CUDA build of torch and a matching driver."
         )
     return Place(device, torch.cuda.Stream())
