@@ -250,8 +250,11 @@ def ran(folder: Path, body: str, model: Path | None = None) -> Any:
             "(out / 'model.onnx').write_bytes(b''); return {}",
             "mine.py: wrote a model.onnx that is not valid: it has no graph",
         ),
-        ("(out / 'model.onnx').write_bytes(b'\\xff'); return {}", "mine.py: wrote a model.onnx that is not an ONNX model"),
-        ("(out / 'model.onnx').symlink_to('/etc/passwd'); return {}", "mine.py: wrote a link, model.onnx"),
+        (
+            "(out / 'model.onnx').write_bytes(b'\\xff'); return {}",
+            "mine.py: wrote a model.onnx that is not an ONNX model",
+        ),
+        ("(out / 'model.onnx').symlink_to('/etc/passwd'); return {}", "mine.py: wrote model.onnx as a symbolic link"),
     ],
 )
 def test_a_pass_that_writes_no_model_has_failed(tmp_path: Path, body: str, says: str) -> None:

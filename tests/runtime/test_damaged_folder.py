@@ -47,7 +47,9 @@ def test_a_flipped_bit_is_found(folder: Path, file: str) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0x04
     path.write_bytes(content)
-    with pytest.raises(VerificationError, match=f"vae_decoder/{file}: its content differs from what was built\n.*--no-check"):
+    with pytest.raises(
+        VerificationError, match=f"vae_decoder/{file}: its content differs from what was built\n.*--no-check"
+    ):
         drawn(folder)
     assert not (folder.parent / "images").exists()
 
@@ -55,7 +57,9 @@ def test_a_flipped_bit_is_found(folder: Path, file: str) -> None:
 def test_a_damaged_folder_is_not_served(folder: Path) -> None:
     with (folder / "text_encoder/model.onnx.data").open("ab") as stream:
         stream.write(b"more")
-    with pytest.raises(VerificationError, match=r"text_encoder/model\.onnx\.data: its content differs from what was built"):
+    with pytest.raises(
+        VerificationError, match=r"text_encoder/model\.onnx\.data: its content differs from what was built"
+    ):
         read_served(folder)
     assert read_served(folder, check=False).folder == folder
 
@@ -99,9 +103,7 @@ def test_an_image_that_is_not_finite_is_no_image(folder: Path, value: float) -> 
     weights = np.fromfile(path, np.float32)
     weights[len(weights) // 2 :] = value
     weights.tofile(path)
-    with pytest.raises(
-        VerificationError, match=r"no image: [\d,]+ of 12,288 output values of the vae_decoder"
-    ):
+    with pytest.raises(VerificationError, match=r"no image: [\d,]+ of 12,288 output values of the vae_decoder"):
         drawn(folder, check=False)
     assert not (folder.parent / "images").exists()
 

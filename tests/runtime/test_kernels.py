@@ -424,7 +424,9 @@ def test_only_what_is_wanted_is_compiled_and_what_proves_wrong_is_not_used(
 ) -> None:
     library._process_kernels.cache_clear()
     try:
-        with pytest.warns(SlowerWarning, match=r"in place of BiasSplitGelu: sdflow's kernels do not run on this device"):
+        with pytest.warns(
+            SlowerWarning, match=r"in place of BiasSplitGelu: sdflow's kernels do not run on this device"
+        ):
             ready = library.kernel_library(["bias_split_gelu"])
         assert ready is not None
         assert ready.wrong.keys() == {"bias_split_gelu"}

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     import torch
 
 TOKENS = "caption_sequence"
-"""Usual number of prompt tokens: two or three sentences in the chat template."""
+"""Axis of the text tokens, a multiple of 32."""
 USUAL_TOKENS = 64
-"""Of a prompt: two or three sentences within the chat template."""
+"""Usual number of prompt tokens: two or three sentences in the chat template."""
 
 _BLOCK = re.compile(r"^(layers|noise_refiner|context_refiner)_(\d+)_(?:attention|feed_forward|adaLN_modulation)_")
 _OUTER = re.compile(r"^(?:all_x_embedder|all_final_layer|cap_embedder)_")
