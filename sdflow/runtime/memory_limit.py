@@ -18,7 +18,7 @@ from sdflow.runtime.sessions.working_bytes import BYTES, row_bytes
 from sdflow.runtime.vae import tile_pixels
 
 MOST_SIDES = 4
-"""Maximum image side relative to the model's own. Beyond that, models repeat content."""
+"""Maximum square root of an image's pixels, relative to the model's own side. Beyond that, models repeat content."""
 
 SHARE = 0.9
 """Fraction of available memory to plan with; other processes use some meanwhile."""

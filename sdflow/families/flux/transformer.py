@@ -27,7 +27,7 @@ GUIDANCE = "guidance"
 """Name of the guidance scale input."""
 
 USUAL_TOKENS = 512
-"""Maximum usual number of text tokens."""
+"""Usual maximum number of text tokens."""
 
 _BLOCK = re.compile(r"(?:^|_)(single_)?(?:transformer|double|single)_blocks_(\d+)_")
 _OWN_MODULE = re.compile(
