@@ -7,7 +7,7 @@ They are matched by operators and input shapes, in a graph of fixed sizes:
     norm         LayerNormalization or SimplifiedLayerNormalization of it
     modulation   Add(Mul(norm, scale), shift), or one without shift; at most two per norm
 
-Gates, scales and shifts are one row per image. If it is a Slice of a longer row, such as one product for a whole block,
+Gates, scales and shifts are one row per image. If one is a Slice of a longer row, such as one product for a whole block,
 the operator reads that row; for 1 + scale, the operator adds the 1.
 """
 
