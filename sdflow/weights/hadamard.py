@@ -1,8 +1,8 @@
 """Hadamard rotations, which spread outliers over a group to reduce quantization error.
 
-The matrix of size 1 is 1; the quarters of size 2n are those of size n, with the last one negated (Sylvester). Divided
-by the square root of its size, it is orthogonal and its own inverse, so a product of rotated values and rotated weights
-is unchanged.
+The matrix of size 1 is 1; each quarter of that of size 2n is that of size n, negated in the last one (Sylvester).
+Divided by the square root of its size, it is orthogonal and its own inverse, so a product of rotated values and rotated
+weights is unchanged.
 """
 
 from __future__ import annotations
