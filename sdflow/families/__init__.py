@@ -1,8 +1,8 @@
-"""The families that sdflow knows: one folder each.
+"""The model families that sdflow supports: one folder each.
 
-A folder holds `family.py` with a `FAMILY`, its denoiser's model where no other family has it, `architectures/` with the
-configurations that it ships, and `workflows/base/` with chains of passes. `shared/` is what several have in common. Adding a
-folder adds a family; tests bring theirs in the namespace package `sdflow_families` (`sdflow.disk.shipped`).
+A folder has `family.py` with a `FAMILY`, the denoiser's model if no other family has it, `architectures/` with shipped
+configurations, and `workflows/base/` with pass chains. `shared/` has common code. Adding a folder adds a family; tests
+add theirs in the namespace package `sdflow_families` (`sdflow.disk.shipped`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from sdflow.families.shared.base import Family
 from sdflow.families.shared.part import Part
 
 DEFAULT = "stable_diffusion"
-"""The family of manifests and loads that name none, which were written when there was only this one."""
+"""Family of manifests and loads that name none, written when it was the only one."""
 
 
 def _families() -> dict[str, Family]:
-    """By name: the default one, which also wins where a question has several answers, then the others in order of their names."""
+    """Return the families by name: the default one first, which wins ambiguous lookups, then the others sorted by
+    name."""
     found: list[Family] = [import_module(name).FAMILY for name in family_modules()]
     return {family.name: family for family in sorted(found, key=lambda family: family.name != DEFAULT)}
 
@@ -37,13 +38,13 @@ LIBRARY_MODULES: tuple[str, ...] = tuple(
         if model.library_module
     )
 )
-"""The modules of diffusers and transformers that hold the models' classes."""
+"""Modules of diffusers and transformers that define the models' classes."""
 
 
 def family_of_index(index: Mapping[str, Any], *, assembled: bool = False) -> Family | None:
-    """The family of a pipeline with this model_index.json. assembled: it may be one of sdflow's own folders.
+    """Return the family of a pipeline with this model_index.json. assembled: also accept sdflow's own folders.
 
-    Where two have the same class, what the pipeline lacks decides.
+    If two families share the class, the components that the pipeline lacks decide.
     """
     name = index.get("_class_name")
     reading = [
@@ -57,22 +58,22 @@ def family_of_index(index: Mapping[str, Any], *, assembled: bool = False) -> Fam
 
 
 def part_of(load: Mapping[str, Any], submodel: str) -> Part:
-    """The part of a family that `load` (`SubmodelCheckpoint.load`) is for."""
+    """Return the part of a family that `load` (`SubmodelCheckpoint.load`) is for."""
     return FAMILIES[load.get("family", DEFAULT)].part(submodel).of(load["config"])
 
 
 def family_of_architecture(architecture: str) -> Family:
-    """The family of a shipped architecture."""
+    """Return the family of a shipped architecture."""
     return next(family for family in FAMILIES.values() if architecture in family.architectures)
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     name: architecture for family in FAMILIES.values() for name, architecture in family.architectures.items()
 }
-"""The architectures of whole pipelines that sdflow ships."""
+"""Shipped architectures of whole pipelines."""
 
 MARKED_ARCHITECTURES: Mapping[str, str] = {name: each.like for name, each in ARCHITECTURES.items() if each.marked}
-"""Architectures that differ from another only in what the denoiser predicts -> that other (`Architecture.marked`)."""
+"""Architecture that differs from another only in what its denoiser predicts -> that other (`Architecture.marked`)."""
 
 COMPONENT_ARCHITECTURES = COMPONENTS
 ADAPTER_ARCHITECTURES = ADAPTERS

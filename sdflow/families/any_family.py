@@ -1,6 +1,6 @@
-"""What a workflow may name before its model is opened, so that its family is not known yet: the union over all families.
+"""What a workflow may name before its model is opened and its family known: the union over all families.
 
-Whoever holds a checkpoint, a manifest or a pipeline folder asks its own family (`Family`).
+With a checkpoint, manifest or pipeline folder, use its own family (`Family`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sdflow.families import FAMILIES
 
 @cache
 def submodels() -> Mapping[str, str]:
-    """Every submodel, by the name of its chain -> what it is."""
+    """Return every submodel name -> its description."""
     return {
         part.name: part.about
         for family in FAMILIES.values()
@@ -23,32 +23,32 @@ def submodels() -> Mapping[str, str]:
 
 @cache
 def submodels_with_loras() -> tuple[str, ...]:
-    """The submodels that LoRAs change in some family."""
+    """Return the submodels that LoRAs can change in some family."""
     return tuple(name for name in submodels() if any(name in family.with_loras for family in FAMILIES.values()))
 
 
 @cache
 def optional_submodels() -> tuple[str, ...]:
-    """The submodels that a checkpoint of some family may lack."""
+    """Return the submodels that a checkpoint of some family may lack."""
     return tuple(part.name for family in FAMILIES.values() for part in family.parts if part.optional)
 
 
 @cache
 def net_chains() -> frozenset[str]:
-    """The submodels whose chain is that of every ControlNet of a pipeline (`Family.net`)."""
+    """Return the submodels whose chain applies to all ControlNets of a pipeline (`Family.net`)."""
     return frozenset(family.net.name for family in FAMILIES.values() if family.net is not None)
 
 
 @cache
 def prompter_chains() -> frozenset[str]:
-    """The submodels that read image prompts, which are there beside IP-Adapters only (`Family.prompter`)."""
+    """Return the submodels that encode image prompts, which only exist with IP-Adapters (`Family.prompter`)."""
     return frozenset(family.prompter.name for family in FAMILIES.values() if family.prompter is not None)
 
 
 @cache
 def exchangeable_components() -> Mapping[str, str]:
-    """The components that a workflow may take from elsewhere (`Family.exchangeable` and
-    `exchangeable_texts`) -> what they are."""
+    """Return the components that a workflow may replace (`Family.exchangeable`, `exchangeable_texts`) ->
+    description."""
     decoders = (family.part(family.decoder).component for family in FAMILIES.values())
     found = dict.fromkeys(decoders, "The autoencoder, both halves: latents to pixels, and pixels to latents.")
     about = "The denoiser, run once per step. Text encoders, VAE and scheduler stay the model's own."
@@ -59,7 +59,7 @@ def exchangeable_components() -> Mapping[str, str]:
 
 @cache
 def omittable_components() -> Mapping[str, str]:
-    """The components that a workflow may leave out (`Family.omittable`) -> what they are."""
+    """Return the components that a workflow may omit (`Family.omittable`) -> description."""
     return {
         part.component: f"{part.about} null leaves it out."
         for family in FAMILIES.values()
@@ -70,5 +70,5 @@ def omittable_components() -> Mapping[str, str]:
 
 @cache
 def denoiser_components() -> tuple[str, ...]:
-    """The components that denoisers lie in: a base and its refiner never share theirs."""
+    """Return the denoisers' components; a base and its refiner never share theirs."""
     return tuple(dict.fromkeys(family.part(family.denoiser).component for family in FAMILIES.values()))

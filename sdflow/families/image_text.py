@@ -1,8 +1,9 @@
-"""The text of a PNG: how its image was drawn, for sdflow and in the forms that other programs read back.
+"""The text of a PNG: its image's settings, for sdflow and in formats that other programs read.
 
-`sdflow` holds the settings as JSON, under the names of `sdflow.families.settings`. From these are derived `parameters`, which
-A1111's webui and its forks write, and ComfyUI imports; and `invokeai_metadata`. What each calls a setting is declared with the
-setting (`Parameter.infotext`, `Parameter.invokeai`). `sdflow.families.image_text_reading` reads all three.
+The chunk `sdflow` holds the settings as JSON, by the names of `sdflow.families.settings`. From these are derived
+`parameters`, the format of A1111's webui and its forks, which ComfyUI imports; and `invokeai_metadata`. The setting's
+declaration has its names in other programs (`Parameter.infotext`, `Parameter.invokeai`).
+`sdflow.families.image_text_reading` reads all three.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from sdflow.families.shared.sampler_names import invokeai_name, webui_names
 
 SETTINGS, PARAMETERS, INVOKEAI_METADATA = "sdflow", "parameters", "invokeai_metadata"
 CHUNKS = (SETTINGS, PARAMETERS, INVOKEAI_METADATA)
-"""The keywords of the chunks."""
+"""Keywords of the chunks."""
 
 NEGATIVE = "Negative prompt:"
 APPROXIMATION = "approximation"
-"""In the settings of an image that is one: what was left out."""
+"""Key of the settings for an approximated image: the approximation."""
 SCHEDULER_NAME = "scheduler_name"
-"""In the settings, the scheduler as options name it; `scheduler` is its class."""
+"""Key of the settings for the scheduler's name as in options; `scheduler` is its class."""
 
 
 def image_text(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The chunks of an image by keyword. settings: as JSON has them; those without a prompt, of a contact sheet for one, are
-    for sdflow alone."""
+    """Return an image's text chunks by keyword. settings: JSON-compatible; without a prompt, as for contact sheets,
+    only sdflow's chunk is written."""
     chunks = {SETTINGS: json.dumps(settings, ensure_ascii=False, sort_keys=True)}
     if "prompt" in settings:
         chunks[PARAMETERS] = infotext(settings)
@@ -38,12 +39,12 @@ def image_text(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def infotext(settings: Mapping[str, Any]) -> str:
-    """As the webui writes it: the prompt, the negative prompt, and a line of settings. LoRAs of a request are named in the
-    prompt. The line of the negative prompt is there without one too: ComfyUI imports nothing else."""
+    """Return the settings in the webui's format: prompt, negative prompt, and a line of settings. A request's LoRAs are
+    named in the prompt. The negative prompt's line is always present, because ComfyUI requires it."""
     loras = "".join(f" <lora:{each['name']}:{_spelled(each['scale'])}>" for each in settings.get("loras", ()))
     values = {COMMON[name].infotext: value for name, value in _declared(settings, "infotext").items()}
     if (skipped := settings.get("clip_skip")) is not None:
-        values[COMMON["clip_skip"].infotext] = skipped + 1  # there, 1 leaves out none
+        values[COMMON["clip_skip"].infotext] = skipped + 1  # there, 1 skips none
     if not values.get("Eta"):
         values.pop("Eta", None)
     scheduler = settings.get(SCHEDULER_NAME)
@@ -69,11 +70,11 @@ _FIRST = (
     *("Steps", "Sampler", "Schedule type", "CFG scale", "Seed", "Size", "Model"),
     *("Denoising strength", "Clip skip", "Mask blur", "Eta", "Version"),
 )
-"""The labels in the webui's order. ComfyUI finds the line by `Steps`."""
+"""Labels in the webui's order. ComfyUI finds the line by `Steps`."""
 
 
 def invokeai_metadata(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """As InvokeAI's `core_metadata` has it, without the model: that would be one of InvokeAI's own, by its key."""
+    """Return InvokeAI's `core_metadata`, without the model, which would have to be one of InvokeAI's own keys."""
     found = {COMMON[name].invokeai: value for name, value in _declared(settings, "invokeai").items()}
     scheduler = settings.get(SCHEDULER_NAME)
     if scheduler is not None and (theirs := invokeai_name(scheduler)) is not None:
@@ -85,13 +86,13 @@ def invokeai_metadata(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _size(settings: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Width and height; `size` is that of the image itself."""
+    """Return width and height; `size` is that of the image itself."""
     width, height = settings.get("size") or (settings.get("width"), settings.get("height"))
     return (width, height) if width and height else None
 
 
 def _declared(settings: Mapping[str, Any], program: str) -> dict[str, Any]:
-    """The settings that a program has a name for. The scheduler and the size are spelled otherwise there."""
+    """Return the settings that a program has a name for, without scheduler and size, which it spells differently."""
     return {
         name: settings[name]
         for name, parameter in COMMON.items()
@@ -102,7 +103,7 @@ def _declared(settings: Mapping[str, Any], program: str) -> dict[str, Any]:
 
 
 def _escaped(text: str) -> str:
-    """A text whose every character is meant, in the webui's syntax."""
+    """Escape a literal text in the webui's syntax."""
     return re.sub(r"([\\()\[\]])", r"\\\1", text)
 
 
@@ -111,6 +112,6 @@ def _spelled(value: Any) -> str:
 
 
 def _quoted(value: Any) -> str:
-    """As JSON where it would end the value."""
+    """Quote a value as JSON if it contains delimiters."""
     text = _spelled(value)
     return json.dumps(text, ensure_ascii=False) if any(mark in text for mark in ",:\n") else text

@@ -1,4 +1,4 @@
-"""Reads how an image was drawn from the text of its file: written by sdflow, A1111's webui (and its forks), or InvokeAI."""
+"""Read an image's settings from its file's text, written by sdflow, A1111's webui (and its forks), or InvokeAI."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from sdflow.families.shared.sampler_names import invokeai_scheduler, scheduler_o
 from sdflow.parameter import require_values
 
 LORA = re.compile(r"<lora:([^:<>]+)(?::([^<>]*))?>")
-"""What names a LoRA and its scale in prompts of A1111's webui."""
+"""Pattern of a LoRA and its scale in A1111's prompts."""
 
 OTHER_INPUTS = ("image", "mask", "controls", "image_prompts", "references", "embeddings")
-"""What an image may have been drawn from besides; its text only names it."""
+"""Further inputs that the text may name without including them."""
 
 
 @dataclass(frozen=True)
 class ImageSettings:
-    """How an image was drawn. program: that wrote the text. settings: by the names of `Settings`, without what it does not say.
-    inputs: what else it was drawn from, of OTHER_INPUTS. notes: what cannot be taken over."""
+    """Settings of an image. program: the writer of the text. settings: by the names of `Settings`, without unknown
+    ones.
+    inputs: its further inputs, of OTHER_INPUTS. notes: what cannot be reproduced."""
 
     program: str
     prompt: str
@@ -37,19 +38,19 @@ class ImageSettings:
 
     @property
     def seed(self) -> int | None:
-        """Of the image's noise."""
+        """Seed of the image's noise."""
         seed: int | None = self.settings.get("seed")
         return seed
 
     def call_arguments(self) -> dict[str, Any]:
-        """The keyword arguments of a pipeline's call: `pipe(found.prompt, **found.call_arguments())`, with a generator of the
-        seed for the same image."""
+        """Return the keyword arguments of a pipeline's call: `pipe(found.prompt, **found.call_arguments())`. The same
+        image also needs a generator with the seed."""
         given = {name: value for name, value in self.settings.items() if value != {} and name != "refiner_start"}
         return Settings(**settings_of(given.items())).call_arguments()
 
 
 def read_image_settings(path: Path | str) -> ImageSettings:
-    """How the image in a file was drawn. Raises UsageError for a file without such a text, or with one that cannot be read."""
+    """Read the settings of the image in a file. Raises UsageError if the file has none or they cannot be read."""
     from PIL import Image
 
     where = str(path)
@@ -63,14 +64,14 @@ def read_image_settings(path: Path | str) -> ImageSettings:
             try:
                 found = read(program, chunks[name])
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
-                words = f"its text {name!r} is not as {program} writes it: {error!r:.80}"
-                raise UsageError(words, where=where, remedy="Give the settings as options.") from error
+                words = f"its text {name!r} is not in {program}'s format: {error!r:.80}"
+                raise UsageError(words, where=where, remedy="Pass the settings as options.") from error
             require_values(ALL, found.settings)
             return found
     raise UsageError(
-        "its file does not say how it was drawn",
+        "the file contains no settings",
         where=where,
-        remedy="Take the PNG that sdflow, A1111's webui, or InvokeAI wrote: editors and websites remove the text.",
+        remedy="Use the original PNG from sdflow, A1111's webui, or InvokeAI: editors and websites remove the text.",
     )
 
 
@@ -91,7 +92,8 @@ def _from_sdflow(program: str, text: str) -> ImageSettings:
 
 
 def infotext_values(text: str) -> dict[str, str]:
-    """What a text of A1111's webui says, by label: `Prompt`, `Negative prompt`, and those of its last line."""
+    """Return the values in a text of A1111's webui by label: `Prompt`, `Negative prompt`, and those of its last
+    line."""
     prompts, _, line = text.strip().rpartition("\n")
     prompt, found, negative = f"\n{prompts}".rpartition(f"\n{NEGATIVE}")
     if not found:
@@ -112,9 +114,9 @@ def _from_webui(program: str, text: str) -> ImageSettings:
     if "steps" not in settings:
         raise ValueError("no steps")
     notes: tuple[str, ...] = ()
-    if any(label.startswith("Hires ") for label in values):  # whose strength it is
+    if any(label.startswith("Hires ") for label in values):  # the strength is hires fix's
         settings.pop("strength", None)
-        notes = ("it was enlarged (hires fix), which sdflow does not do",)
+        notes = ("it was upscaled (hires fix), which sdflow does not support",)
     if int(values.get("Clip skip", 1)) > 1:
         settings["clip_skip"] = int(values["Clip skip"]) - 1
     if "Size" in values:
@@ -147,14 +149,14 @@ def _number(text: str, kind: Any) -> float | int:
 
 
 def _scheduler_of(sampler: str | None, schedule: str | None) -> tuple[str | None, tuple[str, ...]]:
-    """The scheduler that a sampler of the webui is, and what cannot be said of it here."""
+    """Return the scheduler for a webui sampler, and notes on what cannot be reproduced."""
     if sampler is None:
         return None, ()
     if (found := scheduler_of(sampler, schedule)) is not None:
         return found, ()
     if (found := scheduler_of(sampler)) is not None:
-        return found, (f"the schedule {schedule!r} is not taken over: timesteps are the pipeline's",)
-    return None, (f"there is no sampler {sampler!r} here: the pipeline's own scheduler draws",)
+        return found, (f"the schedule {schedule!r} is not supported; the pipeline's timesteps are used",)
+    return None, (f"unknown sampler {sampler!r}; the pipeline's own scheduler is used",)
 
 
 def _from_invokeai(program: str, text: str) -> ImageSettings:
@@ -166,7 +168,7 @@ def _from_invokeai(program: str, text: str) -> ImageSettings:
         if (found := invokeai_scheduler(str(theirs))) is not None:
             settings["scheduler"] = found
         else:
-            notes = (f"there is no scheduler {theirs!r} here: the pipeline's own draws",)
+            notes = (f"unknown scheduler {theirs!r}; the pipeline's own is used",)
     if not settings.get("clip_skip"):
         settings.pop("clip_skip", None)
     loras = [each["model"]["name"] for each in said.get("loras") or ()]
@@ -182,9 +184,7 @@ def _from_invokeai(program: str, text: str) -> ImageSettings:
 def _without_loras(names: Any) -> tuple[str, ...]:
     spelled = ", ".join(names)
     return (
-        (f"drawn without the image's LoRAs ({spelled}): merge them into the pipeline first, sdflow bake",)
-        if spelled
-        else ()
+        (f"drawn without the image's LoRAs ({spelled}); to use them, merge them with sdflow bake",) if spelled else ()
     )
 
 
@@ -193,4 +193,4 @@ _READERS: Mapping[str, tuple[str, Callable[[str, str], ImageSettings]]] = {
     INVOKEAI_METADATA: ("InvokeAI", _from_invokeai),
     PARAMETERS: ("A1111's webui", _from_webui),
 }
-"""By chunk, the first that is there: sdflow's own says the most."""
+"""Readers by chunk; the first one present is used. sdflow's own chunk has the most detail."""

@@ -1,7 +1,8 @@
-"""The settings of a drawing: the parameters that are the same for every family, declared once.
+"""Settings of a drawing that are common to all families, declared once.
 
 The options of `sdflow generate` and `query`, the fields of both HTTP APIs, a workflow's `generate`, the arguments of a
-pipeline's call and the text of a PNG are derived from them. A new one is a field here, or in a family's `arguments`.
+pipeline's call and a PNG's text are derived from them. To add one, add a field here, or an entry in a family's
+`arguments`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from sdflow.families.shared.schedulers import SchedulerName
 from sdflow.parameter import Parameter, parameters
 
 MOST_BLUR = 256
-"""Pixels."""
+"""In pixels."""
 
 MOST_SEED = 2**63 - 1
 
@@ -27,7 +28,8 @@ PromptSyntax = Literal["plain", "a1111"]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How an image is drawn. None: the model's own. more: the family's own arguments (`Family.arguments`), by name."""
+    """Settings of an image. None: the model's default. more: the family's own arguments (`Family.arguments`), by
+    name."""
 
     negative_prompt: Annotated[
         str | None, Parameter("Negative prompt.", served=True, webui="negative_prompt", invokeai="negative_prompt")
@@ -78,7 +80,7 @@ class Settings:
         Parameter(
             "Denoising steps.",
             least=1,
-            most=10_000,  # the free memory may allow fewer (`sdflow.runtime.denoiser.schedule`)
+            most=10_000,  # free memory may allow fewer (`sdflow.runtime.denoiser.schedule`)
             otherwise="the model's: 50, or 1 to 8 for few-step models",
             call="num_inference_steps",
             webui="steps",
@@ -202,23 +204,23 @@ class Settings:
     more: Mapping[str, Any] = field(default_factory=dict)
 
     def given(self) -> dict[str, Any]:
-        """What is not the default, by name, with the family's own arguments."""
+        """Return the settings that differ from the defaults, by name, with the family's own arguments."""
         own = {name: getattr(self, name) for name in COMMON}
         return {name: value for name, value in own.items() if value != COMMON[name].default} | dict(self.more)
 
     def recorded(self) -> dict[str, Any]:
-        """What the text of a PNG says of it under its own names."""
+        """Return the settings that a PNG's text records by their own names."""
         given = {name: value for name, value in self.given().items() if name not in COMMON or COMMON[name].recorded}
         return {"negative_prompt": self.negative_prompt, **given}
 
     def call_arguments(self) -> dict[str, Any]:
-        """The keyword arguments of a pipeline's call, without those that are the default."""
+        """Return the keyword arguments of a pipeline's call, without defaults."""
         named = ((COMMON[name].call or name if name in COMMON else name, value) for name, value in self.given().items())
         return {name: value for name, value in named if name != "-"}
 
 
 COMMON = parameters(Settings)
-"""The parameters of every family, by name."""
+"""Parameters of all families, by name."""
 
 
 def _family_arguments() -> Iterator[tuple[str, Parameter]]:
@@ -233,15 +235,16 @@ def _family_arguments() -> Iterator[tuple[str, Parameter]]:
 
 
 FAMILY_ARGUMENTS: Mapping[str, Parameter] = dict(_family_arguments())
-"""What only some families take, by name; each says which families do."""
+"""Parameters of some families, by name; each description names the families."""
 
 ALL: Mapping[str, Parameter] = {**COMMON, **FAMILY_ARGUMENTS}
 SERVED: Mapping[str, Parameter] = {name: each for name, each in ALL.items() if each.served}
-"""What requests to a server take."""
+"""Parameters of requests to a server."""
 
 
 def settings_of(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """The arguments of `Settings` for these parameters by name: those of families in `more`; None stands for no value."""
+    """Return the arguments of `Settings` for these parameters, with family-specific ones in `more`; None values are
+    dropped."""
     given = {name: value for name, value in values if value is not None}
     own = {name: value for name, value in given.items() if name not in FAMILY_ARGUMENTS}
     return own | {"more": {name: value for name, value in given.items() if name in FAMILY_ARGUMENTS}}

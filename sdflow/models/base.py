@@ -1,8 +1,8 @@
 """`Model`: one network class, exported as one graph.
 
 A model knows its config.json and its state_dict, but not the pipeline around it. Ports are named as in diffusers' ONNX
-pipelines and optimum-onnx. Axes that share a name share a size across all submodels of a pipeline, except for `batch`, so
-that `add_free_dimension_override_by_name` can make every shape static.
+pipelines and optimum-onnx. Axes that share a name share a size across all submodels of a pipeline (except `batch`), so
+`add_free_dimension_override_by_name` can make every shape static.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ GUIDANCE = "timestep_cond"
 """The denoiser input that holds the embedded guidance scale, as diffusers names it."""
 
 EXACT = ("timestep", "time_ids")
-"""Exact ports (`Port.exact`) that float16 passes keep in float32 by default. Passes see a graph, not a model, so they need
-the names; the names are part of cache keys."""
+"""Exact ports (`Port.exact`) that float16 passes keep in float32 by default. Passes see a graph, not a model, so they
+need the names, which are part of cache keys."""
 
 
 class Role(Enum):
@@ -56,10 +56,10 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class Port:
-    """One input or output of a graph.
+    """An input or output of a graph.
 
-    axes: a fixed size or the name of a dynamic size, per axis. why_exact: why the port must stay float32 when a graph is
-    converted to float16 (fractional timesteps, sizes above 2048 pixels); shown when it does not.
+    axes: per axis, a fixed size or the name of a dynamic size. why_exact: why the port must stay float32 in a float16
+    graph (fractional timesteps, sizes above 2048 pixels); shown if it does not.
     """
 
     name: str
@@ -79,7 +79,8 @@ class Port:
         return {index: axis for index, axis in enumerate(self.axes) if isinstance(axis, str)}
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape for these sizes by axis name. The size of a `divided` axis follows from the axis that it divides."""
+        """Return the shape for these sizes by axis name. A `divided` axis derives its size from the axis that it
+        divides."""
         return tuple(axis if isinstance(axis, int) else _size_of(axis, sizes) for axis in self.axes)
 
 
@@ -87,7 +88,7 @@ _OVER = "_over_"
 
 
 def divided(axis: str, by: int) -> str:
-    """The name of an axis `by` times smaller than `axis`."""
+    """Return the name of an axis `by` times smaller than `axis`."""
     return axis if by == 1 else f"{axis}{_OVER}{by}"
 
 
@@ -104,13 +105,13 @@ class Ports:
     outputs: tuple[Port, ...]
 
     def of(self, role: Role) -> str:
-        """The name of the only port with this role. Raises ValueError unless there is exactly one."""
+        """Return the name of the port with this role. Raises ValueError unless there is exactly one."""
         (port,) = (port for port in (*self.inputs, *self.outputs) if port.role is role)
         return port.name
 
     @property
     def dynamic_axes(self) -> dict[str, dict[int, str]]:
-        """Port name -> axis index -> axis name, as `torch.onnx.export` takes them."""
+        """Port name -> axis index -> axis name, in the form of `torch.onnx.export`."""
         return {port.name: port.dynamic_axes for port in (*self.inputs, *self.outputs) if port.dynamic_axes}
 
 
@@ -144,12 +145,11 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Original:
-    """Location of a parameter in a checkpoint file in the original layout.
+    """Location of a parameter in a checkpoint file of the original layout.
 
-    name: of the tensor. part, parts: the parameter is this one of so many equal slices of the tensor's rows (q, k and v in
-    one matrix). taken: it spans so many of these slices, from `part` on (a matrix four times as high behind q, k and v).
-    transposed: stored transposed. swapped: stored with the two halves of its rows exchanged. identity: not stored at all; the
-    parameter is the identity matrix.
+    name: tensor name. part, parts: the parameter is slice `part` of `parts` equal slices of the tensor's rows (such as
+    q, k and v in one matrix). taken: number of slices it spans, from `part` on. transposed: stored transposed. swapped:
+    stored with the two halves of its rows exchanged. identity: not stored; the parameter is the identity matrix.
     """
 
     name: str
@@ -163,12 +163,12 @@ class Original:
 
 def timestep_port() -> Port:
     """A denoiser's timestep: float32 of shape (1,), 0 to 1000, shared by the whole batch."""
-    why = "an integer or half type cuts off the timesteps of Euler's and DPM's schedulers; keep_io_types"
+    why = "integer and half types round the timesteps of Euler and DPM schedulers; see keep_io_types"
     return Port("timestep", "float32", (1,), Role.TIMESTEP, why)
 
 
 def halved(config: Config) -> int:
-    """The downsampling factor of a UNet or VAE along each axis, from input to deepest level.
+    """Return the downsampling factor of a UNet or VAE per axis, from input to deepest level.
 
     Raises KeyError if the config has no channels, TypeError if they are not a list.
     """
@@ -179,21 +179,22 @@ def halved(config: Config) -> int:
 
 
 def class_names(config: Config) -> list[str]:
-    """The class names in a config.json, as diffusers or transformers write them; empty if there are none."""
+    """Return the class names in a config.json of diffusers or transformers; empty if there are none."""
     named = [config["_class_name"]] if "_class_name" in config else config.get("architectures")
     return [str(name) for name in named] if isinstance(named, list) else []
 
 
 class Model:
-    """One network class. Subclasses set the class variables and implement the methods that raise NotImplementedError.
+    """A network class. Subclasses set the class variables and implement the methods that raise NotImplementedError.
 
     class_name: as in config.json and in cache keys.
     weights_stem: name of the weights file in diffusers or transformers folders, without suffix.
-    library_module: the module that defines the class. It is slow to import, so long-lived processes import it once up front.
-    blocks: the module list of a transformer's blocks, any of which can be left out (`sdflow.runtime.denoiser.skipped_blocks`).
+    library_module: the module that defines the class; slow to import, so long-lived processes preload it.
+    blocks: the module list of a transformer's blocks, any of which can be skipped
+        (`sdflow.runtime.denoiser.skipped_blocks`).
     quick: decodes in a fraction of the time of a denoising step (a tiny VAE).
-    device_factor: what a run was measured to take on CUDA, in `working_values` of the graph's own type
-    (tests/fits/test_measured_peaks.py).
+    device_factor: measured peak memory of a run on CUDA, relative to `working_values` in the graph's own type
+        (tests/fits/test_measured_peaks.py).
     """
 
     class_name: ClassVar[str]
@@ -205,107 +206,108 @@ class Model:
 
     @property
     def of_transformers(self) -> bool:
-        """Whether its weights are stored by transformers' conventions rather than diffusers'."""
+        """Whether weights are stored by transformers' conventions rather than diffusers'."""
         return self.weights_stem == "model"
 
     def library_class(self) -> Any:
-        """The class itself, from diffusers or transformers."""
+        """Return the class from diffusers or transformers."""
         assert self.library_module is not None
         return getattr(import_module(self.library_module), self.class_name)
 
     def empty(self, config: Config) -> torch.nn.Module:
-        """The module as its library builds it from the config. Callers wrap this in a meta-device context."""
+        """Build the module from the config. Callers wrap this in a meta-device context."""
         raise NotImplementedError
 
     def parameters(self, config: Config) -> Shapes | None:
-        """Name -> shape of the parameters of `empty`'s module, computed without importing its library; None if that requires
-        the class. Excludes parameters added by adapters. Raises KeyError or TypeError for an incomplete config."""
+        """Return name -> shape of the parameters of `empty`'s module without importing its library; None if that needs
+        the class. Excludes parameters of adapters. Raises KeyError or TypeError for an incomplete config."""
         return None
 
     def graph_parameters(self, config: Config) -> Shapes | None:
-        """Name -> shape of the parameters that the graph holds, to estimate its size: `parameters` without those that the graph
-        does not read. Also known for classes without `parameters`, where norms and embeddings may be left out. None and errors
-        as of `parameters`."""
+        """Return name -> shape of the parameters in the graph, to estimate its size: `parameters` without those that
+        the graph does not read. Classes without `parameters` may omit norms and embeddings. None and errors as in
+        `parameters`."""
         return self.parameters(config)
 
     def ports(self, config: Config) -> Ports:
-        """Inputs and outputs of the graph. Raises PassError if the config implies inputs that are not supported."""
+        """Return the inputs and outputs of the graph. Raises PassError if the config implies unsupported inputs."""
         raise NotImplementedError
 
     def smallest(self, config: Config) -> Sizes:
-        """The smallest sizes for which a trace generalizes: no axis is 1, and no two axes are equal by coincidence."""
+        """Return the smallest sizes for which a trace generalizes: no axis is 1, and no two axes coincide in size."""
         raise NotImplementedError
 
     def traced(self, module: Any) -> None:
-        """Modify the module in place for export: `forward` takes and returns the tensors of `ports`, in the form that the
-        fusions match. No wrapper module, so parameter names remain the keys of the state_dict."""
+        """Modify the module in place for export: `forward` takes and returns the tensors of `ports`, in the form that
+        the fusions match. There is no wrapper module, so parameter names remain the state_dict's keys."""
         raise NotImplementedError
 
     def reference(self, module: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Outputs by name for inputs by name, computed by the library's own forward. Independent of `traced`, because the
-        traced graph is verified against it."""
+        """Compute outputs by name from inputs by name with the library's own forward. Independent of `traced`, because
+        the traced graph is verified against it."""
         raise NotImplementedError
 
     def recorded_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """The arguments of a call of the module by diffusers' pipeline, as graph inputs by name."""
+        """Convert the arguments of diffusers' call of the module to graph inputs by name."""
         raise NotImplementedError
 
     def recorded_outputs(
         self, ports: Ports, kwargs: Mapping[str, Any], outputs: Sequence[torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """The tensors that came out of such a call, under the names of the outputs; none where they are not one for each."""
+        """Return the output tensors of such a call by output name; empty if the numbers do not match."""
         names = [port.name for port in ports.outputs]
         return dict(zip(names, outputs, strict=True)) if len(outputs) == len(names) else {}
 
     def recorded_state(self, module: Any) -> dict[str, torch.Tensor]:
-        """Graph inputs that diffusers sets as attributes of the module before calling it, by name."""
+        """Return graph inputs by name that diffusers sets as module attributes before calling it."""
         return {}
 
     def config_for(self, denoiser: Config) -> Config:
-        """The config for use with this denoiser, for files that have none (ControlNets)."""
+        """Return the config for use with this denoiser, for files without a config (ControlNets)."""
         raise NotImplementedError
 
     def distinguishing_shapes(self, config: Config) -> Shapes:
-        """Name (as `current_name` gives it) -> shape of tensors that identify a file holding only this model with this
+        """Return name (after `current_name`) -> shape of tensors that identify a file of only this model with this
         config; empty if none do. Raises KeyError for an incomplete config."""
         return {}
 
     def config_from_shapes(self, config: Config, shapes: Shapes) -> Config:
-        """The config, completed from the shapes of a file's tensors (names without prefix): files have no config."""
+        """Complete the config from the tensor shapes of a file (names without prefix), since files have no config."""
         return config
 
     def halves(self, config: Config) -> Mapping[str, Shapes]:
-        """For models also published as one file per half: half -> the tensors (original names) that identify its file. In
-        `original_names`, such names are prefixed with the half and a dot; the files omit the prefix."""
+        """For models also published as one file per half: half -> the tensors (original names) that identify its file.
+        In `original_names`, such names have the half and a dot as prefix; the files omit it."""
         return {}
 
     def to_half(self, module: Any, dtype: torch.dtype) -> None:
-        """Convert the module to float16 or bfloat16 in place. Its error is the yardstick for graphs of that type."""
+        """Convert the module to float16 or bfloat16 in place. Its error is the reference for graphs of that type."""
         module.to(dtype)
 
     def scale(self, config: Config) -> int | None:
-        """Image pixels per latent pixel along each axis; None if the config does not determine it."""
+        """Return the image pixels per latent pixel along each axis; None if the config does not determine it."""
         return None
 
     def width(self, config: Config) -> int:
-        """Channels of a denoiser's widest layer."""
+        """Return the number of channels of a denoiser's widest layer."""
         return int(max(config["block_out_channels"]))
 
     def working_values(self, config: Config, rows: int, columns: int, *, scores: bool) -> int:
-        """Estimated peak number of activation values (not bytes) per image of a batch.
+        """Estimate the peak number of activation values (not bytes) per image of a batch; 0 if it is independent of
+        image size.
 
-        rows, columns: of the latents. scores: whether attention materializes its scores (heads x tokens x tokens), as ONNX
-        Runtime's CPU kernels do and its CUDA kernels do not. 0 for models whose memory does not depend on the image size.
-        Raises KeyError or TypeError for an incomplete config.
+        rows, columns: size of the latents. scores: whether attention materializes its scores (heads x tokens x tokens),
+        as ONNX Runtime's CPU kernels do and its CUDA kernels do not. Raises KeyError or TypeError for an incomplete
+        config.
         """
         return 0
 
     def more_axes(self, config: Config) -> Mapping[str, int]:
-        """Smallest sizes of axes specific to this model, by name."""
+        """Return the smallest sizes of axes specific to this model, by name."""
         return {}
 
     def token_sizes(self, config: Config, inputs: Mapping[str, Sequence[int]]) -> dict[str, int]:
-        """Sizes of the token axes, by name, implied by these input shapes. inputs: shape by port; may be partial."""
+        """Return the sizes of the token axes implied by input shapes. inputs: shape by port; may be partial."""
         return {
             axis: int(size)
             for port in self.ports(config).inputs
@@ -315,7 +317,8 @@ class Model:
         }
 
     def dummy(self, config: Config, sizes: Sizes = Sizes(), seed: int = 0) -> dict[str, np.ndarray]:
-        """Random inputs by name, with the types and shapes of `ports` at these sizes; deterministic in the seed."""
+        """Return random inputs by name, with the types and shapes of `ports` at these sizes; deterministic in the
+        seed."""
         import numpy as np
 
         axes = {**self.more_axes(config), **sizes.axes()}
@@ -326,43 +329,43 @@ class Model:
         return {port.name: self.values(port, list(port.shape(axes)), config, random) for port in ports}
 
     def values(self, port: Port, shape: list[int], config: Config, random: np.random.Generator) -> np.ndarray:
-        """Random values for one input: standard normal unless overridden."""
+        """Return random values for one input: standard normal unless overridden."""
         import numpy as np
 
         return random.standard_normal(shape, np.float32)
 
     def current_name(self, name: str) -> str:
-        """The name that the class uses today for a checkpoint tensor: older library releases used other names."""
+        """Return the class's current name for a checkpoint tensor: older library releases used other names."""
         return name
 
     def original_names(self, keys: Iterable[str]) -> dict[str, Original]:
-        """state_dict key -> its location in a file in the original layout, without the prefix."""
+        """Return state_dict key -> location in a file of the original layout, without the prefix."""
         return {key: Original(self.current_name(key)) for key in keys}
 
     def unused(self, name: str, keys: Iterable[str]) -> bool:
-        """Whether a checkpoint tensor that matches no key is a known leftover that can be ignored."""
+        """Whether a checkpoint tensor without a matching key is a known leftover that can be ignored."""
         return False
 
     def fits(self, stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-        """Whether a tensor stored in shape `stored` can be reshaped to a parameter of shape `shape`. GGUF files that llama.cpp's
-        tools wrote lack leading axes of 1."""
+        """Whether a tensor stored in shape `stored` can be reshaped to parameter shape `shape`. GGUF files from
+        llama.cpp's tools omit leading axes of 1."""
         while stored != shape and shape[:1] == (1,):
             shape = shape[1:]
         return stored == shape
 
     def lora_spellings(self, modules: Iterable[str]) -> Mapping[str, tuple[str | Original, ...]]:
-        """Module -> its names in LoRA files (dotted), or its location in a fused module there; empty if LoRAs do not apply
-        to this model."""
+        """Return module -> its (dotted) names in LoRA files, or its location in a fused module; empty if LoRAs do not
+        apply."""
         return {}
 
     def has_lora_module(self, module: str) -> bool:
-        """Whether a module name (underscores for dots) belongs to this model and no other denoiser: prefixes in kohya and
-        PEFT files are the same for all denoisers."""
+        """Whether a module name (underscores for dots) exists only in this model: kohya and PEFT prefixes are the same
+        for all denoisers."""
         return False
 
     def lora_misfit(self, config: Config, module: str, width: int) -> str | None:
-        """Why LoRA weights for a module do not fit this config; None if they appear to.
+        """Return why LoRA weights for a module do not fit this config, or None if they appear to.
 
-        module: as named in LoRA files, underscores for dots. width: its input features.
+        module: name in LoRA files, with underscores for dots. width: input features.
         """
         return None

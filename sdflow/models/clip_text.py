@@ -1,7 +1,7 @@
-"""CLIP's text model: token ids to embeddings, as text encoder of Stable Diffusion.
+"""CLIP's text model: token ids to embeddings, for Stable Diffusion.
 
-It takes int32 ids: that is what diffusers' ONNX pipelines feed. With `output_hidden_states` in its config, as optimum
-exports the text encoders of Stable Diffusion XL, what goes into each layer is an output too.
+Ids are int32, as diffusers' ONNX pipelines pass them. With `output_hidden_states` in its config, as in optimum's
+exports for SDXL, the input of each layer is also an output.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ if TYPE_CHECKING:
     import torch
 
 _OLD_ATTENTION = {"q_proj": "to_q", "k_proj": "to_k", "v_proj": "to_v", "out_proj": "to_out"}
-"""diffusers' first LoRAs named the layers of attention alike in all models."""
+"""Attention layer names in diffusers' first LoRAs, the same in all models."""
 
 _READS_HIDDEN = re.compile(r"(self_attn_([qkv]_proj|to_[qkv])|mlp_fc1)$")
 _LAYER = re.compile(r"encoder_layers_(\d+)_")
 
 MOST_VECTORS = 75
-"""Tokens of a text that it reads at once, beside those of begin and end."""
+"""Maximum tokens per chunk of text, without the begin and end tokens."""
 WIDTHS = "768 are Stable Diffusion 1.x, 1024 2.x, 768 and 1280 together XL"
-"""Whose text encoders have vectors of which width, in words."""
+"""Embedding widths by Stable Diffusion version, for messages."""
 
 UNUSED = ("embeddings.position_ids", "text_projection.weight", "logit_scale")
-"""Older releases saved the first, a buffer that is 0, 1, 2, ...; the others are CLIP's contrastive head."""
+"""Tensors to ignore: a buffer 0, 1, 2, ... that older releases saved, and CLIP's contrastive head."""
 
 
 class ClipText(Model):
-    """transformers' CLIPTextModel. Outputs: the last hidden state, and that of the end token."""
+    """transformers' CLIPTextModel. Outputs the last hidden state and that of the end token."""
 
     class_name: ClassVar[str] = "CLIPTextModel"
     weights_stem: ClassVar[str] = "model"
     library_module: ClassVar[str | None] = "transformers.models.clip.modeling_clip"
     pooled: ClassVar[tuple[str, str]] = ("pooler_output", "hidden_size")
-    """Name of the output for the whole text, and the entry of the config with its width."""
+    """Name of the pooled output, and the config entry of its width."""
 
     def empty(self, config: Config) -> torch.nn.Module:
         from transformers import CLIPTextConfig, CLIPTextModel
@@ -78,13 +78,13 @@ class ClipText(Model):
         return ids
 
     def traced(self, module: Any) -> None:
-        """Eager attention under the causal mask of transformers 4.2x, the only one that ORT's fusion knows."""
+        """Use eager attention with the causal mask of transformers 4.2x, the only one that ORT's fusion matches."""
         module.set_attn_implementation("eager")
         original = module.forward
         names = [port.name for port in self.ports(module.config.to_dict()).outputs]
 
         def forward(input_ids: Any) -> tuple[Any, ...]:
-            # A mask of four dimensions is used as it is, in place of the one that transformers would make.
+            # transformers uses a 4-D mask as it is, instead of creating its own.
             output = original(input_ids=input_ids, attention_mask=_causal_mask(input_ids))
             return tuple(self._outputs(output, names).values())
 
@@ -95,13 +95,13 @@ class ClipText(Model):
         return self._outputs(module(input_ids=inputs["input_ids"].long()), names)
 
     def to_half(self, module: Any, dtype: torch.dtype) -> None:
-        """Attention operator by operator ("eager"), as the exported graph computes it where nothing is fused."""
+        """Compute attention operator by operator ("eager"), like the unfused exported graph."""
         module.set_attn_implementation("eager")
         super().to_half(module, dtype)
 
     @staticmethod
     def _outputs(output: Any, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """transformers' output object under the names of the ports."""
+        """Return transformers' outputs by port name."""
         found = {}
         for name in names:
             stem, dot, index = name.partition(".")
@@ -115,7 +115,7 @@ class ClipText(Model):
         return name.endswith(UNUSED)
 
     def current_name(self, name: str) -> str:
-        """transformers 5 saves without the prefix `text_model.` that every release before wrote."""
+        """Strip the prefix `text_model.`, which releases before transformers 5 wrote."""
         return name.removeprefix("text_model.")
 
     def lora_spellings(self, modules: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -137,7 +137,7 @@ class ClipText(Model):
 
 
 class ClipTextWithProjection(ClipText):
-    """transformers' CLIPTextModelWithProjection: the text as a whole is projected, and comes first."""
+    """transformers' CLIPTextModelWithProjection. The projected pooled embedding is the first output."""
 
     class_name: ClassVar[str] = "CLIPTextModelWithProjection"
     pooled: ClassVar[tuple[str, str]] = ("text_embeds", "projection_dim")
@@ -155,8 +155,8 @@ class ClipTextWithProjection(ClipText):
         return pooled, hidden
 
     def traced(self, module: Any) -> None:
-        """As of `ClipText`; the end token is found with operators that have kernels on GPUs. transformers' own ArgMax of
-        integers has none on CUDA."""
+        """As in `ClipText`, but find the end token with operators that have GPU kernels: transformers' integer ArgMax
+        has no CUDA kernel."""
         super().traced(module)
         inner = module.forward
         end = module.config.eos_token_id
@@ -169,7 +169,7 @@ class ClipTextWithProjection(ClipText):
 
 
 class PooledClipText(ClipText):
-    """`ClipText` for pipelines that read its pooled embedding, which is computed by operators that have kernels on GPUs."""
+    """`ClipText` for pipelines that read its pooled embedding, computed by operators with GPU kernels."""
 
     def traced(self, module: Any) -> None:
         super().traced(module)
@@ -184,19 +184,19 @@ class PooledClipText(ClipText):
 
 
 def _at_end(hidden: Any, input_ids: Any, end: int) -> Any:
-    """The hidden states of each text's end token."""
-    # 2 stands in configs of the time when the end token was the one with the largest id. Marks, not ids, are made
-    # floats: a pass may make them float16, which does not tell 49406, where a text begins, from 49407, its end.
+    """Return the hidden states of each text's end token."""
+    # Old configs have eos_token_id 2; their end token is the one with the largest id. Convert the marks to float, not
+    # the ids: a pass may change float32 to float16, which cannot distinguish 49406 (begin) from 49407 (end).
     marks = input_ids == (input_ids.amax(dim=-1, keepdim=True) if end == 2 else end)
     place = marks.float().argmax(dim=-1)[:, None, None].expand(-1, 1, hidden.shape[-1])
     return hidden.gather(1, place)[:, 0]
 
 
 def _causal_mask(input_ids: Any) -> Any:
-    """0 on and below the diagonal, the least float32 above it, [batch, 1, sequence, sequence].
+    """Return a mask [batch, 1, sequence, sequence]: 0 on and below the diagonal, the lowest float32 above it.
 
-    The form of transformers 4.2x (`_make_causal_mask`). Traced, it is Where(Less)-Unsqueeze-Unsqueeze-Expand, which
-    onnxruntime/transformers/fusion_attention_clip.py looks for.
+    As in transformers 4.2x (`_make_causal_mask`). It is traced as Where(Less)-Unsqueeze-Unsqueeze-Expand, which
+    onnxruntime/transformers/fusion_attention_clip.py matches.
     """
     import torch
 

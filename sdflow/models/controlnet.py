@@ -1,7 +1,7 @@
-"""diffusers' ControlNetModel: from an image beside the prompt to what a UNet adds to its own values.
+"""diffusers' ControlNetModel: residuals for a UNet, computed from a control image.
 
-https://arxiv.org/abs/2302.05543. It has the first half of the UNet, and takes what the UNet takes, and the image in [0, 1]. How
-much its outputs count is not in the graph: whoever adds them to the UNet's inputs multiplies them.
+https://arxiv.org/abs/2302.05543. It is the first half of a UNet, with the same inputs and the control image in [0, 1].
+The graph does not scale its outputs: the caller multiplies them before passing them to the UNet.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 _HINT_CHANNELS = (16, 32, 96, 256)
-"""Of diffusers' ControlNetModel where its config does not say them: each after the first halves the image once."""
+"""diffusers' defaults for ControlNetModel; each one after the first halves the image's size."""
 
 _OF_UNET = (
     "act_fn", "addition_embed_type", "addition_time_embed_dim", "attention_head_dim", "block_out_channels",
@@ -33,7 +33,7 @@ _OF_UNET = (
     "projection_class_embeddings_input_dim", "resnet_time_scale_shift", "transformer_layers_per_block",
     "upcast_attention", "use_linear_projection",
 )  # fmt: skip
-"""What `ControlNetModel.from_unet` takes over, as far as checkpoints of Stable Diffusion set it."""
+"""Config entries that `ControlNetModel.from_unet` copies, as far as Stable Diffusion checkpoints set them."""
 
 # https://github.com/lllyasviel/ControlNet, cldm/cldm.py
 _ORIGINAL: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
@@ -49,7 +49,7 @@ _LAST_HINT = "controlnet_cond_embedding.conv_out."
 
 
 class ControlNet(Model):
-    """A tensor for each skip connection of the UNet, and one for its middle."""
+    """diffusers' ControlNetModel. Outputs one tensor per skip connection of the UNet, and one for its middle block."""
 
     class_name: ClassVar[str] = "ControlNetModel"
     weights_stem: ClassVar[str] = "diffusion_pytorch_model"
@@ -66,7 +66,7 @@ class ControlNet(Model):
         return controlnet_parameters(config, _hint_channels(config))
 
     def config_for(self, unet: Config) -> Config:
-        """The config of a ControlNet for this UNet, where there is none: in a file with tensors alone."""
+        """Return the ControlNet config for this UNet, for files with tensors only."""
         own = {name: unet[name] for name in _OF_UNET if name in unet}
         return {
             "_class_name": self.class_name,
@@ -79,7 +79,7 @@ class ControlNet(Model):
         }
 
     def distinguishing_shapes(self, config: Config) -> Shapes:
-        """Tensors whose shapes together tell one for another kind of UNet, and what is no ControlNet."""
+        """Return tensor shapes that distinguish ControlNets by their UNet, and from other models."""
         widths, hint = config["block_out_channels"], _hint_channels(config)
         return {
             "conv_in.weight": (widths[0], config["in_channels"], 3, 3),
@@ -93,9 +93,9 @@ class ControlNet(Model):
     def ports(self, config: Config) -> Ports:
         if config.get("global_pool_conditions"):
             raise PassError(
-                "global_pool_conditions: this ControlNet gives one value for the whole image, which is not supported",
+                "global_pool_conditions: this ControlNet pools its outputs over the image, which is not supported",
                 where="ControlNet",
-                remedy="Leave it out. Those that keep the image's places (canny, depth, openpose and so on) are supported.",
+                remedy="Use a spatial ControlNet (canny, depth, openpose and so on), or none.",
             )
         channels = config.get("conditioning_channels", 3)
         image = Port("controlnet_cond", "float32", ("batch", channels, "height", "width"), Role.HINT)
@@ -120,7 +120,7 @@ class ControlNet(Model):
         return made_up(port, shape, random)
 
     def traced(self, module: Any) -> None:
-        """diffusers' default attention, scaled_dot_product_attention: what the MultiHeadAttention fusion matches."""
+        """Keep diffusers' default scaled_dot_product_attention, which the MultiHeadAttention fusion matches."""
         original, unscaled = module.forward, {"conditioning_scale": _Unscaled(), "return_dict": False}
 
         def forward(sample: Any, timestep: Any, encoder_hidden_states: Any, controlnet_cond: Any) -> Any:
@@ -173,7 +173,7 @@ class ControlNet(Model):
 
 
 class _Unscaled:
-    """A factor that leaves no node in a graph: diffusers multiplies each output by the net's scale."""
+    """A factor that leaves no node in the graph: diffusers multiplies each output by the net's scale."""
 
     def __rmul__(self, value: Any) -> Any:
         return value

@@ -1,8 +1,8 @@
-"""transformers' CLIPVisionModelWithProjection with the projections of IP-Adapters: from an image to tokens for a UNet.
+"""transformers' CLIPVisionModelWithProjection with the projections of IP-Adapters: image to tokens for a UNet.
 
-The first adapters project the embedding of the whole image; those called "plus" have a resampler over what goes into the last
-layer but one. Without an image diffusers projects zeros in the first case, and encodes an image of zeros in the second: here
-that is what rows give whose `shown` is 0.
+The first adapters project the embedding of the whole image; "plus" adapters resample the hidden states of the second to
+last layer. Without an image, diffusers projects zeros for the former and encodes a zero image for the latter. Rows with
+`shown` = 0 reproduce this.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     import torch
 
 PROJECTIONS = "image_projections"
-"""The entry of its config: for each adapter the class of its projection in diffusers, and the arguments of that."""
+"""Config entry that lists, for each adapter, diffusers' projection class and its arguments."""
 _PLAIN, _PLUS = "ImageProjection", "IPAdapterPlusImageProjection"
 _HEAD = 64
-"""Width of a head of the resampler. Nothing in a file says it; diffusers takes it for granted."""
+"""Head width of the resampler. Files do not state it; diffusers assumes it."""
 PIXELS, SHOWN = "pixel_values", "shown"
 
 # https://github.com/tencent-ailab/IP-Adapter, ip_adapter/resampler.py
@@ -46,11 +46,11 @@ _OTHERS = {
     "proj.0.weight": "an IP-Adapter FaceID",
     "norm.weight": None,
 }
-"""Tensors of projections that are not supported -> whose they are; None: of those that are."""
+"""Tensor of a projection -> name of the unsupported adapter that has it; None for supported ones."""
 
 
 class ImageEncoder(Model):
-    """Tokens of an image for each adapter."""
+    """CLIP's vision model with projections. Outputs the tokens of an image for each adapter."""
 
     class_name: ClassVar[str] = "CLIPVisionModelWithProjection"
     weights_stem: ClassVar[str] = "model"
@@ -72,7 +72,7 @@ class ImageEncoder(Model):
         return made
 
     def graph_parameters(self, config: Config) -> Shapes | None:
-        """Without the projections, which are a few million."""
+        """Omits the projections, which are a few million parameters."""
         return clip_vision_parameters(config, config["projection_dim"])
 
     def ports(self, config: Config) -> Ports:
@@ -97,7 +97,7 @@ class ImageEncoder(Model):
         return np.ones(shape, np.float32) if port.name == SHOWN else super().values(port, shape, config, random)
 
     def traced(self, module: Any) -> None:
-        """Zeros come from multiplications: a Where has no kernel for float16 everywhere."""
+        """Zeros come from multiplication: Where lacks a float16 kernel on some providers."""
         original, plus = module.forward, [_is_plus(each) for each in module.image_proj]
 
         def forward(pixel_values: Any, shown: Any) -> tuple[Any, ...]:
@@ -110,7 +110,7 @@ class ImageEncoder(Model):
         module.forward = forward
 
     def reference(self, module: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """As `encode_image` of diffusers' pipelines, and the UNet's `encoder_hid_proj`."""
+        """As in `encode_image` of diffusers' pipelines and the UNet's `encoder_hid_proj`."""
         import torch
 
         shown = inputs[SHOWN] > 0
@@ -136,7 +136,7 @@ class ImageEncoder(Model):
 
 
 def token_count(projection: Config) -> int:
-    """Tokens of an image."""
+    """Return the number of tokens per image."""
     return int(projection["num_image_text_embeds" if _known(projection) == _PLAIN else "num_queries"])
 
 
@@ -145,26 +145,26 @@ def _width(projection: Config) -> int:
 
 
 def read_width(projection: Config) -> int:
-    """Of what a projection reads: `projection_dim` of the encoder, or `hidden_size` for the kind called "plus"."""
+    """Return the width of a projection's input: the encoder's `projection_dim`, or its `hidden_size` for "plus"."""
     return int(projection["image_embed_dim" if _known(projection) == _PLAIN else "embed_dims"])
 
 
 def fits_encoder(projection: Config, encoder: Config) -> bool:
-    """Whether it reads what an encoder of this config gives."""
+    """Whether the projection reads the output of an encoder with this config."""
     return read_width(projection) == int(encoder["projection_dim" if _known(projection) == _PLAIN else "hidden_size"])
 
 
 def projection_for(projection: Config, encoder: Config, width: int) -> dict[str, Any]:
-    """A projection of these sizes for this encoder. width: of the tokens that the denoiser reads."""
+    """Return a projection of the same kind for this encoder. width: of the tokens that the denoiser reads."""
     if _known(projection) == _PLAIN:
         return {**projection, "image_embed_dim": encoder["projection_dim"], "cross_attention_dim": width}
     return {**projection, "embed_dims": encoder["hidden_size"], "output_dims": width}
 
 
 def projection_of(shapes: Shapes, where: str) -> dict[str, Any]:
-    """The projection that an adapter's file holds. shapes: of its tensors that begin with `image_proj.`, without that.
+    """Return the projection in an adapter's file. shapes: its `image_proj.` tensors, without this prefix.
 
-    Raises CheckpointError for a kind that is not supported, naming it.
+    Raises CheckpointError naming the kind if it is unsupported.
     """
     if "proj.weight" in shapes and "norm.weight" in shapes:
         (width,), (rows, read) = shapes["norm.weight"], shapes["proj.weight"]
@@ -176,14 +176,14 @@ def projection_of(shapes: Shapes, where: str) -> dict[str, Any]:
         }
     if other := next((kind for name, kind in _OTHERS.items() if name in shapes and kind), None):
         raise CheckpointError(
-            f"is {other}, which is not supported: it needs the embedding of a face, or another projection",
+            f"is {other}, which is not supported: it needs face embeddings or a different projection",
             where=where,
-            remedy="Supported are the plain IP-Adapters and those called plus (also plus-face) and light.",
+            remedy="Use a plain, light, plus or plus-face IP-Adapter.",
         )
     needed = ("latents", "proj_in.weight", "proj_out.weight", "layers.0.0.to_q.weight", "layers.0.1.1.weight")
     if missing := [name for name in needed if name not in shapes]:
         raise CheckpointError(
-            f"holds no tensor image_proj.{missing[0]}: this is no IP-Adapter that sdflow knows",
+            f"has no tensor image_proj.{missing[0]}: not a known IP-Adapter",
             where=where,
             remedy="Name an IP-Adapter's file, such as ip-adapter_sd15.safetensors or ip-adapter-plus_sd15.safetensors.",
         )
@@ -202,13 +202,13 @@ def projection_of(shapes: Shapes, where: str) -> dict[str, Any]:
 
 
 def projection_adapter(key: str) -> int | None:
-    """Which adapter's file a parameter comes from; None: the encoder's own."""
+    """Return the index of the adapter that a parameter belongs to, or None if it is the encoder's."""
     found = _PROJECTION.fullmatch(key)
     return int(found["adapter"]) if found else None
 
 
 def projection_names(keys: Iterable[str]) -> dict[str, Original]:
-    """The parameters of one adapter's projection -> where they lie in its file, without `image_proj.`."""
+    """Map an adapter's projection parameters to their location in its file, without `image_proj.`."""
     names = {}
     for key in keys:
         found = _PROJECTION.fullmatch(key)
@@ -227,7 +227,7 @@ def projection_names(keys: Iterable[str]) -> dict[str, Original]:
 def _known(projection: Config) -> str:
     name = str(projection.get("_class_name"))
     if name not in (_PLAIN, _PLUS):
-        raise CheckpointError(f"{name} is no projection of images that sdflow knows", where=PROJECTIONS)
+        raise CheckpointError(f"{name} is not a known image projection", where=PROJECTIONS)
     return name
 
 

@@ -1,8 +1,8 @@
 """Image prompts (IP-Adapter, https://arxiv.org/abs/2308.06721) in a UNet: each cross-attention also attends to image tokens.
 
-A UNet has inputs for them where its config has `ip_adapter_tokens`, for each adapter the tokens that it makes of an image.
-diffusers' config.json knows no such entry. The matrices beside each cross-attention come from the adapters' files, where they
-are called by a number: that of diffusers' `attn_processors`, in which every other one is a self-attention.
+A UNet has inputs for them if its config has `ip_adapter_tokens`, sdflow's own entry with each adapter's number of
+tokens per image. The matrices of each cross-attention come from the adapters' files, which name them by index in
+diffusers' `attn_processors`; there, every other one is a self-attention.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ if TYPE_CHECKING:
     import torch
 
 ADAPTED = "ip_adapter_tokens"
-"""The entry of a UNet's config."""
+"""Entry of the UNet's config."""
 _TOKENS, _SCALE = "ip_hidden_states_", "ip_adapter_scale_"
 _MATRIX = re.compile(r"(?P<attention>.+)\.processor\.(?P<name>to_[kv]_ip)\.(?P<adapter>\d+)\.weight")
 _BLOCKS = ("down_blocks", "up_blocks", "mid_block")
-"""The order in which diffusers' UNet has made them."""
+"""Order in which diffusers' UNet creates them."""
 
 
 def is_image_prompt(name: str) -> bool:
-    """Whether an input of this name is of an image prompt: its tokens, or how much they count."""
+    """Whether an input belongs to an image prompt: its tokens or scale."""
     return name.startswith((_TOKENS, _SCALE))
 
 
 def tokens_input(adapter: int) -> str:
-    """The input for an adapter's tokens, (batch, images x tokens, cross_attention_dim)."""
+    """Return the input name of an adapter's tokens, (batch, images x tokens, cross_attention_dim)."""
     return f"{_TOKENS}{adapter}"
 
 
 def scale_input(adapter: int) -> str:
-    """The input for how much an adapter's tokens count, one number."""
+    """Return the input name of an adapter's scale, one number."""
     return f"{_SCALE}{adapter}"
 
 
 def tokens_axis(adapter: int) -> str:
-    """The axis of an adapter's tokens, of all its images."""
+    """Return the axis name of an adapter's tokens, over all its images."""
     return f"image_tokens_{adapter}"
 
 
 def image_prompt_ports(config: Config) -> tuple[Port, ...]:
-    """A UNet's inputs for image prompts: two for each adapter."""
+    """Return a UNet's inputs for image prompts: two per adapter."""
     return tuple(
         port
         for adapter in range(len(config.get(ADAPTED) or ()))
@@ -57,12 +57,12 @@ def image_prompt_ports(config: Config) -> tuple[Port, ...]:
 
 
 def token_counts(config: Config, images: int = 1) -> dict[str, int]:
-    """The sizes of the axes of tokens, for so many images of each adapter."""
+    """Return the sizes of the token axes for a number of images per adapter."""
     return {tokens_axis(adapter): images * count for adapter, count in enumerate(config.get(ADAPTED) or ())}
 
 
 def add_adapters(unet: Any, tokens: Sequence[int]) -> None:
-    """Give diffusers' UNet what its `load_ip_adapter` gives it, for tokens that are projected already."""
+    """Set up diffusers' UNet like its `load_ip_adapter`, for tokens that are already projected."""
     import torch
     from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0
 
@@ -80,19 +80,19 @@ def add_adapters(unet: Any, tokens: Sequence[int]) -> None:
 
 
 def set_scales(unet: Any, scales: Sequence[Any]) -> None:
-    """What diffusers' `set_ip_adapter_scale` sets, for each adapter."""
+    """Set the scale of each adapter, like diffusers' `set_ip_adapter_scale`."""
     for processor in unet.attn_processors.values():
         if hasattr(processor, "to_k_ip"):
             processor.scale = list(scales)
 
 
 def get_scales(unet: Any) -> list[Any]:
-    """How much each adapter counts; none where there are no adapters."""
+    """Return the scale of each adapter; empty without adapters."""
     return next((list(each.scale) for each in unet.attn_processors.values() if hasattr(each, "to_k_ip")), [])
 
 
 class ScaleInput:
-    """A scale that is an input of a graph, where diffusers has a number: a number that is 0 is looked at."""
+    """A scale that is a graph input in place of diffusers' number. It never equals 0, which diffusers checks for."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -107,7 +107,7 @@ class ScaleInput:
 
 
 def split_inputs(inputs: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-    """Of inputs by name the tokens and the scales, by adapter."""
+    """Return the tokens and the scales, by adapter, from inputs by name."""
     count = sum(name.startswith(_TOKENS) for name in inputs)
     return [inputs[tokens_input(index)] for index in range(count)], [
         inputs[scale_input(index)] for index in range(count)
@@ -115,7 +115,7 @@ def split_inputs(inputs: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
 
 
 def recorded_tokens(image_embeds: Sequence[torch.Tensor] | None) -> dict[str, torch.Tensor]:
-    """Tokens as diffusers hands them to the UNet, (batch, images, tokens, width) for each adapter, as inputs by name."""
+    """Convert diffusers' tokens, (batch, images, tokens, width) for each adapter, to inputs by name."""
     return {
         tokens_input(adapter): each.flatten(1, 2) if each.ndim == 4 else each
         for adapter, each in enumerate(image_embeds or ())
@@ -123,13 +123,13 @@ def recorded_tokens(image_embeds: Sequence[torch.Tensor] | None) -> dict[str, to
 
 
 def adapter_of(key: str) -> int | None:
-    """Which adapter's file a parameter of a UNet comes from; None: the UNet's own."""
+    """Return the index of the adapter that a UNet parameter belongs to, or None if it is the UNet's."""
     found = _MATRIX.fullmatch(key)
     return int(found["adapter"]) if found else None
 
 
 def matrix_names(keys: Iterable[str]) -> dict[str, Original]:
-    """The parameters of one adapter -> their names in its file, without `ip_adapter.`. keys: all of its parameters."""
+    """Map all parameters of one adapter to their names in its file, without `ip_adapter.`."""
     found = {key: match for key in keys if (match := _MATRIX.fullmatch(key))}
     places = {
         place: index for index, place in enumerate(sorted({each["attention"] for each in found.values()}, key=_order))

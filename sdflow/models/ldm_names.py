@@ -1,7 +1,7 @@
-"""Names of the original (CompVis, "LDM" or "SGM") layout for the modules and tensors of diffusers' UNet and VAE.
+"""Names of the original layout (CompVis, "LDM" or "SGM") for modules and tensors of diffusers' UNet and VAE.
 
-The layout: https://github.com/CompVis/stable-diffusion, ldm/modules/diffusionmodules/openaimodel.py and model.py.
-The correspondence is diffusers' scripts/convert_original_stable_diffusion_to_diffusers.py, read backwards.
+Layout: https://github.com/CompVis/stable-diffusion, ldm/modules/diffusionmodules/openaimodel.py and model.py.
+Mapping: the inverse of diffusers' scripts/convert_original_stable_diffusion_to_diffusers.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 _UNET_OUTER = {
     "time_embedding.linear_1": "time_embed.0",
     "time_embedding.linear_2": "time_embed.2",
-    "time_embedding.cond_proj": "time_embedding.cond_proj",  # diffusers' own: its conversion leaves the name
+    "time_embedding.cond_proj": "time_embedding.cond_proj",  # not renamed by diffusers' conversion
     "add_embedding.linear_1": "label_emb.0.0",
     "add_embedding.linear_2": "label_emb.0.2",
     "conv_in": "input_blocks.0.0",
@@ -35,9 +35,10 @@ _BLOCK = re.compile(r"(down|up)_blocks\.(\d+)\.(resnets|attentions|downsamplers|
 
 
 def ldm_unet_names(names: Iterable[str]) -> dict[str, str]:
-    """The original name (without `model.diffusion_model.`) of each module or tensor of the UNet of SD 1.x, 2.x or XL.
+    """Return the original name (without `model.diffusion_model.`) of each module or tensor of an SD 1.x, 2.x or XL
+    UNet.
 
-    Names that have none are left out. The layers per block are counted in the names, so give all of them.
+    Omits names without one. Layers per block are counted from `names`, so pass all of them.
     """
     names = list(names)
     layers = len({match[4] for name in names if (match := _BLOCK.match(name)) and match[2] == "0" and _is_down(match)})
@@ -78,7 +79,7 @@ def _unet_name(name: str, layers: int, with_attention: set[str]) -> str | None:
 
 
 def ldm_vae_names(names: Iterable[str]) -> dict[str, str]:
-    """The original name (without `first_stage_model.`) of each tensor of an AutoencoderKL."""
+    """Return the original name (without `first_stage_model.`) of each tensor of an AutoencoderKL."""
     names = list(names)
     levels = 1 + max(
         (int(match[1]) for name in names if (match := re.match(r"decoder\.up_blocks\.(\d+)\.", name))), default=0
@@ -101,7 +102,7 @@ def _vae_name(name: str, levels: int) -> str:
 
 
 def _replaced(rest: str, names: dict[str, str]) -> str:
-    """`.conv1.weight` with its first name replaced."""
+    """Replace the first name in a string like `.conv1.weight`."""
     for ours, theirs in names.items():
         if rest == f".{ours}" or rest.startswith(f".{ours}."):
             return f".{theirs}{rest[len(ours) + 1 :]}"

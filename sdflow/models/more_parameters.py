@@ -1,6 +1,6 @@
-"""Parameters of the networks beside the denoiser by their configurations, without torch, to estimate how large their graphs are.
+"""Parameters of the other networks besides the denoiser, from their configs and without torch, to estimate graph sizes.
 
-Unlike those of `sdflow.models.parameters`, files are not checked against them.
+Unlike those of `sdflow.models.parameters`, they are not used to check files.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from itertools import pairwise
 from sdflow.models.parameters import Config, Found, linear_layer, unet_parameters
 
 _OF_NET = ("conv_in.", "time_embedding.", "add_embedding.", "down_blocks.", "mid_block.")
-"""The half of a UNet that a ControlNet has."""
+"""Prefixes of the UNet half that a ControlNet shares."""
 
 
 def controlnet_parameters(config: Config, hint: Sequence[int]) -> Found | None:
-    """Of diffusers' ControlNetModel. hint: channels of the layers that read the control image."""
+    """Return the parameters of diffusers' ControlNetModel. hint: channels of the layers that read the control image."""
     widths, layers = config["block_out_channels"], config.get("layers_per_block", 2)
     up = [name.replace("Down", "Up") for name in reversed(config["down_block_types"])]
     whole = unet_parameters({**config, "up_block_types": up, "out_channels": config["in_channels"]})
@@ -39,7 +39,7 @@ def controlnet_parameters(config: Config, hint: Sequence[int]) -> Found | None:
 
 
 def clip_vision_parameters(config: Config, projection: int) -> Found:
-    """Of transformers' CLIPVisionModelWithProjection."""
+    """Return the parameters of transformers' CLIPVisionModelWithProjection."""
     width, inner, patch = config["hidden_size"], config["intermediate_size"], config["patch_size"]
     tokens = (config["image_size"] // patch) ** 2 + 1
     found: Found = {
@@ -60,7 +60,7 @@ def clip_vision_parameters(config: Config, projection: int) -> Found:
 
 
 def tiny_vae_parameters(config: Config, half: str) -> Found:
-    """Of one half of diffusers' AutoencoderTiny: "encoder" or "decoder"."""
+    """Return the parameters of one half of diffusers' AutoencoderTiny: "encoder" or "decoder"."""
     widths, counts = config[f"{half}_block_out_channels"], config[f"num_{half}_blocks"]
     ends = (config["in_channels"], config["latent_channels"])
     into, out = ends if half == "encoder" else ends[::-1]

@@ -1,9 +1,9 @@
-"""Names of OpenCLIP's layout for the tensors of transformers' CLIP text encoders.
+"""OpenCLIP names for the tensors of transformers' CLIP text encoders.
 
-Files of Stable Diffusion 2.x (under `cond_stage_model.model.`) and the second text encoder of XL (under
-`conditioner.embedders.1.model.`) have it. The layout: https://github.com/mlfoundations/open_clip, open_clip/transformer.py;
-q, k and v lie in one matrix, as torch.nn.MultiheadAttention keeps them. The correspondence is that of diffusers'
-loaders/single_file_utils.py, `convert_open_clip_checkpoint`, read backwards.
+Used by files of Stable Diffusion 2.x (prefix `cond_stage_model.model.`) and SDXL's second text encoder (prefix
+`conditioner.embedders.1.model.`). Layout: https://github.com/mlfoundations/open_clip, open_clip/transformer.py; q, k
+and v share one matrix, as in torch.nn.MultiheadAttention. Mapping: the inverse of `convert_open_clip_checkpoint` in
+diffusers' loaders/single_file_utils.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _OUTER = {
     "embeddings.position_embedding.weight": Original("positional_embedding"),
     "final_layer_norm.weight": Original("ln_final.weight"),
     "final_layer_norm.bias": Original("ln_final.bias"),
-    # A parameter that OpenCLIP multiplies by from the right, where transformers has a Linear.
+    # OpenCLIP multiplies by this parameter from the right; transformers has a Linear.
     "text_projection.weight": Original("text_projection", transposed=True),
 }
 _LAYER = re.compile(r"encoder\.layers\.(\d+)\.(.+)\.(weight|bias)")
@@ -33,18 +33,18 @@ _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 def open_clip_names(keys: Iterable[str]) -> dict[str, Original]:
-    """Where OpenCLIP's layout, without prefix, keeps each parameter of a CLIPTextModel or CLIPTextModelWithProjection.
+    """Return the OpenCLIP location of each parameter of a CLIPTextModel or CLIPTextModelWithProjection, without prefix.
 
-    keys: with the `text_model.` of transformers 4 or without. Keys that have no place are left out.
+    keys: with or without `text_model.`. Omits keys without a location.
     """
     return {key: found for key in keys if (found := _place(key.removeprefix("text_model.")))}
 
 
 def open_clip_unused(name: str, keys: Iterable[str]) -> bool:
-    """Whether such a file holds the tensor `name`, without prefix, that a module of these keys has no use for.
+    """Whether tensor `name` (without prefix) is a known leftover for a module with these keys.
 
-    There are CLIP's contrastive head and the mask. A module without a projection is one that stops a layer early, as
-    Stable Diffusion 2.x does, so that its file holds one layer more, and a projection.
+    Leftovers are CLIP's contrastive head and the mask. A module without a projection stops one layer early, as in
+    Stable Diffusion 2.x; its file then has one more layer and a projection.
     """
     if name in ("logit_scale", "logit_bias", "attn_mask"):
         return True

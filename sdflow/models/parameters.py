@@ -1,8 +1,8 @@
-"""Parameters of networks by their configurations, without torch: names and shapes as in the state_dict of the class.
+"""Parameters (state_dict names and shapes) of networks from their configs, without torch.
 
-By them a file's header shows before anything is built whether the file fits. They cover what Stable Diffusion 1.x, 2.x and XL
-are made of; for a configuration that asks for anything else, the functions give None, and the file is checked when it is
-loaded. `tests/models/test_parameters.py` compares them with the classes.
+They allow checking a file's header before anything is built. They cover the architectures of Stable Diffusion 1.x, 2.x
+and XL; for other configs the functions return None, and the file is checked when it is loaded.
+`tests/models/test_parameters.py` compares them with the classes.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _PLAIN_UNET: Config = {
     "timestep_post_act": None,
     "addition_embed_type": None,
 }
-"""Entries that say what there is, and the values (the class's defaults) that are covered."""
+"""Config entries that change the architecture, with the supported values (the class's defaults)."""
 _TEXT_TIME = ("addition_embed_type", "projection_class_embeddings_input_dim")
 _UNET_BLOCKS = ("DownBlock2D", "CrossAttnDownBlock2D", "UpBlock2D", "CrossAttnUpBlock2D")
 _VAE_BLOCKS = ("DownEncoderBlock2D", "UpDecoderBlock2D")
 MOST_BLOCKS = 2_000
-"""Blocks of a transformer, or of a VAE: the largest of these networks have some 140. A config may ask for any number."""
+"""Limit on a config's number of transformer or VAE blocks; the largest of these networks have about 140."""
 
 
 def linear_layer(name: str, out: int, into: int, bias: bool = True) -> Found:
-    """The parameters of a linear layer."""
+    """Return the parameters of a linear layer."""
     return {f"{name}.weight": (out, into), **({f"{name}.bias": (out,)} if bias else {})}
 
 
@@ -85,7 +85,7 @@ def _transformer(name: str, width: int, layers: int, text: int, linear: bool) ->
 
 
 def unet_parameters(config: Config) -> Found | None:
-    """Of diffusers' UNet2DConditionModel."""
+    """Return the parameters of diffusers' UNet2DConditionModel, or None if the config is not covered."""
     channels, down, up = config["block_out_channels"], config["down_block_types"], config["up_block_types"]
     layers, text = config.get("layers_per_block", 2), config["cross_attention_dim"]
     deep = config.get("transformer_layers_per_block", 1)
@@ -147,7 +147,7 @@ def unet_parameters(config: Config) -> Found | None:
 
 
 def vae_parameters(config: Config) -> Found | None:
-    """Of diffusers' AutoencoderKL."""
+    """Return the parameters of diffusers' AutoencoderKL, or None if the config is not covered."""
     channels, latent, layers = (
         config["block_out_channels"],
         config["latent_channels"],
@@ -186,7 +186,7 @@ def vae_parameters(config: Config) -> Found | None:
 
 
 def clip_text_parameters(config: Config, prefix: str) -> Found:
-    """Of transformers' CLIPTextModel; with a projection, its names have a prefix."""
+    """Return the parameters of transformers' CLIPTextModel. prefix: "text_model." in the variant with a projection."""
     width, inner = config["hidden_size"], config["intermediate_size"]
     found: Found = {
         f"{prefix}embeddings.token_embedding.weight": (config["vocab_size"], width),

@@ -1,7 +1,7 @@
-"""Qwen3 as a text encoder: token ids and their mask to the hidden states of chosen layers, as FLUX.2-klein and Z-Image use it.
+"""Qwen3 as text encoder of FLUX.2-klein and Z-Image: token ids and mask to the hidden states of chosen layers.
 
-The mask covers padding on the right; attention is causal too, so tokens before the padding do not depend on it. Layers above
-the last chosen one, the final norm and the language model's head are not part of the graph.
+The mask covers padding on the right. Attention is causal too, so tokens before the padding do not depend on it. The
+graph excludes layers above the last chosen one, the final norm and the language model head.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     import torch
 
 TOKENS = "text_sequence"
-"""The axis of its tokens."""
+"""Axis of the tokens."""
 
 LAYERS = "hidden_states_layers"
-"""The entry of the config that lists the hidden states that are outputs: 0 is the embeddings, k the output of layer k;
-negative ones count from the end, where -1 is normalized. Without it: the last one."""
+"""Config entry with the indices of the hidden states to output. 0 is the embeddings, k the output of layer k; negative
+ones count from the end, where -1 is normalized. Default: the last one."""
 
 _HEAD = "lm_head.weight"
 _LAYER = re.compile(r"layers\.(\d+)\.")
@@ -41,21 +41,21 @@ _GGUF_LAYERS = {
     "ffn_down": "mlp.down_proj",
     "ffn_norm": "post_attention_layernorm",
 }
-"""llama.cpp's names of the layers of a block, in GGUF files of the architecture qwen3. It does not permute their rows."""
+"""llama.cpp's layer names in GGUF files of the architecture qwen3, whose rows it does not permute."""
 _GGUF_OTHERS = {"token_embd.weight": "embed_tokens.weight", "output_norm.weight": "norm.weight", "output.weight": _HEAD}
 _MASKED = -30000.0
-"""Added to the scores of keys that a token must not see: a float16 holds it."""
+"""Added to the scores of masked keys; within float16's range."""
 
 
 class Qwen3Text(Model):
-    """transformers' Qwen3ForCausalLM without its head. Outputs: `hidden_states.K` of each chosen layer."""
+    """transformers' Qwen3ForCausalLM without its head. Outputs `hidden_states.K` for each chosen layer."""
 
     class_name: ClassVar[str] = "Qwen3ForCausalLM"
     weights_stem: ClassVar[str] = "model"
     library_module: ClassVar[str | None] = "transformers.models.qwen3.modeling_qwen3"
 
     def library_class(self) -> Any:
-        """The class without the head, which reads the files of both."""
+        """Return the class without a head; it loads files of either class."""
         from transformers import Qwen3Model
 
         return Qwen3Model
@@ -104,7 +104,7 @@ class Qwen3Text(Model):
         }
 
     def values(self, port: Port, shape: list[int], config: Config, random: np.random.Generator) -> np.ndarray:
-        """Texts of random lengths, padded on the right."""
+        """Return texts of random lengths, padded on the right."""
         import numpy as np
 
         if port.name == "attention_mask":
@@ -114,7 +114,7 @@ class Qwen3Text(Model):
         return ids
 
     def traced(self, module: Any) -> None:
-        """transformers' layers one by one, with the attention whose mask is a tensor ("eager")."""
+        """Call transformers' layers one by one, with eager attention, whose mask is a tensor."""
         module.set_attn_implementation("eager")
         chosen, depth = _chosen(module.config.to_dict()), module.config.num_hidden_layers
         norm = module.norm
@@ -151,12 +151,12 @@ class Qwen3Text(Model):
     def recorded_outputs(
         self, ports: Ports, kwargs: Mapping[str, Any], outputs: Sequence[torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Of a call with `output_hidden_states`, the states are the last ones among its outputs."""
+        """Pick the chosen states: with `output_hidden_states`, they are the last outputs of the call."""
         chosen = [int(port.name.partition(".")[2]) for port in ports.outputs]
         return {port.name: outputs[1 + layer] for port, layer in zip(ports.outputs, chosen, strict=True)}
 
     def current_name(self, name: str) -> str:
-        """Files of the class with a head have a prefix; GGUF files have llama.cpp's names."""
+        """Strip the prefix of files of the class with a head, and translate llama.cpp's names in GGUF files."""
         if (found := _GGUF_BLOCK.fullmatch(name)) is not None and found[2] in _GGUF_LAYERS:
             return f"layers.{found[1]}.{_GGUF_LAYERS[found[2]]}.{found[3]}"
         return _GGUF_OTHERS.get(name, name.removeprefix("model."))
@@ -166,20 +166,20 @@ class Qwen3Text(Model):
 
 
 class Qwen3Bare(Qwen3Text):
-    """The same network where config.json or model_index.json name the class without a head."""
+    """The same network, for files whose config.json or model_index.json names the class without a head."""
 
     class_name: ClassVar[str] = "Qwen3Model"
 
 
 def _chosen(config: Config) -> list[int]:
-    """Indices of the hidden states that are outputs, none negative."""
+    """Return the indices of the hidden states to output, as non-negative numbers."""
     count = int(config["num_hidden_layers"]) + 1
     return [layer % count for layer in config.get(LAYERS) or [-1]]
 
 
 def _mask(places: Any, attention_mask: Any) -> Any:
-    """(batch, 1, tokens, tokens): what is added to the scores, so that a token sees itself and those before it that are no
-    padding."""
+    """Return the mask to add to the scores, (batch, 1, tokens, tokens): a token attends to itself and to earlier tokens
+    that are not padding."""
     import torch
 
     seen = (places[None, :] <= places[:, None])[None, None] & (attention_mask[:, None, None, :] > 0)
@@ -187,7 +187,7 @@ def _mask(places: Any, attention_mask: Any) -> Any:
 
 
 def qwen3_parameters(config: Config) -> Found | None:
-    """Parameters of transformers' Qwen3Model, without torch."""
+    """Return the parameters of transformers' Qwen3Model."""
     width, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, layers, bias = config["num_attention_heads"], config["num_hidden_layers"], bool(config.get("attention_bias"))
     pairs = config.get("num_key_value_heads") or heads

@@ -1,7 +1,7 @@
-"""What a ControlNet gives and a UNet takes: a tensor for each skip connection, and one for the middle.
+"""Residuals from a ControlNet to a UNet: one tensor per skip connection, and one for the middle block.
 
-A UNet has inputs for them where its config has `control_residuals`. diffusers' config.json knows no such entry: a family sets
-it where a pipeline has ControlNets.
+A UNet has inputs for them if its config has `control_residuals`, sdflow's own entry, which a family sets for pipelines
+with ControlNets.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     import torch
 
 CONTROLLED = "control_residuals"
-"""The entry of a UNet's config."""
+"""Entry of the UNet's config."""
 MIDDLE = "mid_block_additional_residual"
 _SKIP = "down_block_additional_residual_"
 
 
 def is_residual(name: str) -> bool:
-    """Whether a port of this name is one of them."""
+    """Whether the port is a residual."""
     return name == MIDDLE or name.startswith(_SKIP)
 
 
 def residual_ports(config: Config) -> tuple[Port, ...]:
-    """A port for each, in the order of diffusers, the middle last. config: of a UNet or of a ControlNet."""
+    """Return the residual ports in diffusers' order, the middle last. config: of a UNet or a ControlNet."""
     widths, layers = config["block_out_channels"], config["layers_per_block"]
     levels = [(widths[0], 0)]
     for level, width in enumerate(widths):
@@ -44,7 +44,7 @@ def _port(name: str, width: int, level: int) -> Port:
 
 
 def as_arguments(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of diffusers' UNet, of inputs by name. None where there are no residuals."""
+    """Convert inputs by name to arguments of diffusers' UNet; empty without residuals."""
     if MIDDLE not in inputs:
         return {}
     skips = tuple(inputs[f"{_SKIP}{index}"] for index in range(sum(map(is_residual, inputs)) - 1))
@@ -52,7 +52,7 @@ def as_arguments(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_name(skips: Sequence[torch.Tensor] | None, middle: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Residuals as diffusers has them, by name; none where there are none."""
+    """Convert diffusers' residuals to inputs by name; empty without residuals."""
     if skips is None or middle is None:
         return {}
     return {**{f"{_SKIP}{index}": value for index, value in enumerate(skips)}, MIDDLE: middle}

@@ -1,4 +1,4 @@
-"""diffusers' StableDiffusionSafetyChecker: takes images in NHWC, values in [0, 1], and blackens those that it flags."""
+"""diffusers' StableDiffusionSafetyChecker: takes NHWC images in [0, 1] and blacks out flagged ones."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class SafetyChecker(Model):
         )
 
     def traced(self, module: Any) -> None:
-        """The scores of diffusers' `forward_onnx`. Its `images[flagged] = 0` is not exported as it is: that becomes a Where
-        whose condition, [batch], is broadcast along the images' last axis."""
+        """Compute the scores of diffusers' `forward_onnx`. Its `images[flagged] = 0` would be exported as a Where whose
+        condition, [batch], broadcasts along the images' last axis; this uses a correct Where."""
         import torch
         from torch.nn.functional import normalize
 
@@ -77,7 +77,7 @@ class SafetyChecker(Model):
         module.forward = forward
 
     def reference(self, module: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The flags of diffusers' StableDiffusionSafetyChecker.forward_onnx, with the scores that they come from."""
+        """Return the flags of diffusers' StableDiffusionSafetyChecker.forward_onnx, and the scores behind them."""
         import torch
         from diffusers.pipelines.stable_diffusion.safety_checker import cosine_distance
 
@@ -91,7 +91,7 @@ class SafetyChecker(Model):
         return {"out_images": blackened, "has_nsfw_concepts": flagged, "scores": scores}
 
     def recorded_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """diffusers calls it with `images` as a numpy array, NHWC."""
+        """diffusers passes `images` as an NHWC numpy array."""
         import torch
 
         return {"clip_input": kwargs["clip_input"], "images": torch.as_tensor(kwargs["images"])}
@@ -100,5 +100,5 @@ class SafetyChecker(Model):
         return name.endswith(UNUSED)
 
     def current_name(self, name: str) -> str:
-        """Releases of transformers disagree on how often the vision model's name stands there."""
+        """Collapse a doubled `vision_model.` prefix: transformers releases differ in it."""
         return name.replace("vision_model.vision_model.", "vision_model.")

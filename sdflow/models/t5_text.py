@@ -1,7 +1,7 @@
-"""T5's encoder: token ids to embeddings, as a text encoder of Stable Diffusion 3 and FLUX.1.
+"""T5's encoder: token ids to embeddings, for Stable Diffusion 3 and FLUX.1.
 
-diffusers' pipelines give it no attention mask: padding is attended to, so that the length that texts are padded to is
-part of what is computed. It takes int32 ids, as CLIP's text model here does.
+diffusers' pipelines pass no attention mask: padding is attended to, so results depend on the padded length. Ids are
+int32, as for CLIP's text model.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     import torch
 
 TOKENS = "long_sequence"
-"""The axis of its tokens, beside `sequence`, CLIP's."""
+"""Axis of T5's tokens, distinct from CLIP's `sequence`."""
 
 _TIED = ("encoder.embed_tokens.weight", "shared.weight")
-"""Two names of one parameter: files have either or both."""
+"""Two names of one parameter; files have either or both."""
 
 _GGUF_BLOCK = re.compile(r"enc\.blk\.(\d+)\.(\w+)\.weight")
 _GGUF_LAYERS = {
@@ -36,12 +36,12 @@ _GGUF_LAYERS = {
     "ffn_down": "layer.1.DenseReluDense.wo",
     "ffn_norm": "layer.1.layer_norm",
 }
-"""llama.cpp's names of the layers of a block, in GGUF files of the architecture t5encoder."""
+"""llama.cpp's layer names in GGUF files of the architecture t5encoder."""
 _GGUF_OTHERS = {"token_embd.weight": "shared.weight", "enc.output_norm.weight": "encoder.final_layer_norm.weight"}
 
 
 class T5Text(Model):
-    """transformers' T5EncoderModel. Output: the last hidden state."""
+    """transformers' T5EncoderModel. Outputs the last hidden state."""
 
     class_name: ClassVar[str] = "T5EncoderModel"
     weights_stem: ClassVar[str] = "model"
@@ -85,7 +85,8 @@ class T5Text(Model):
         return ids
 
     def traced(self, module: Any) -> None:
-        """Its position bias needs the length of the ids alone, so that it stays an expression of the graph's inputs."""
+        """Pass a mask that depends only on the ids' length, so the position bias stays an expression of the graph's
+        inputs."""
         module.set_attn_implementation("eager")
         original = module.forward
 
@@ -101,18 +102,18 @@ class T5Text(Model):
         return {"input_ids": args[0] if args else kwargs["input_ids"]}
 
     def current_name(self, name: str) -> str:
-        """Files have either name of the embedding, or llama.cpp's names."""
+        """Unify the two names of the embedding, and translate llama.cpp's names."""
         if (found := _GGUF_BLOCK.fullmatch(name)) is not None and found[2] in _GGUF_LAYERS:
             return f"encoder.block.{found[1]}.{_GGUF_LAYERS[found[2]]}.weight"
         return _TIED[1] if name == _TIED[0] else _GGUF_OTHERS.get(name, name)
 
     def unused(self, name: str, keys: Iterable[str]) -> bool:
-        """Of a file that has both names, one is enough."""
+        """Ignore the second name in files with both."""
         return name in _TIED
 
     def to_half(self, module: Any, dtype: torch.dtype) -> None:
-        """In float16 with the second product of each feed-forward layer in float32, as transformers loads it
-        (`_keep_in_fp32_modules`): its sums pass 65,504."""
+        """Keep the second product of each feed-forward layer in float32 in float16 models, like transformers
+        (`_keep_in_fp32_modules`): its sums exceed 65,504."""
         import torch
 
         module.to(dtype)
@@ -122,7 +123,7 @@ class T5Text(Model):
 
 
 def _sees_all(input_ids: Any) -> Any:
-    """A mask of four dimensions that hides nothing: it is used as it is, in place of one that transformers would make."""
+    """Return a 4-D mask that hides nothing: transformers uses it as it is, instead of creating its own."""
     import torch
 
     batch, length = input_ids.shape

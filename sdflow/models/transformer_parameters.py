@@ -1,4 +1,4 @@
-"""Parameters of Stable Diffusion 3's transformer and of T5's encoder by their configurations, without torch
+"""Parameters of Stable Diffusion 3's transformer and T5's encoder from their configs, without torch
 (`sdflow.models.parameters`)."""
 
 from __future__ import annotations
@@ -6,11 +6,11 @@ from __future__ import annotations
 from sdflow.models.parameters import MOST_BLOCKS, Config, Found, linear_layer
 
 _TIME = 256
-"""Sines and cosines that the timestep becomes."""
+"""Width of the sinusoidal timestep embedding."""
 
 
 def sd3_parameters(config: Config) -> Found | None:
-    """Of diffusers' SD3Transformer2DModel."""
+    """Return the parameters of diffusers' SD3Transformer2DModel."""
     head, patch, layers = config["attention_head_dim"], config["patch_size"], config["num_layers"]
     width, text, norm = head * config["num_attention_heads"], config["caption_projection_dim"], config.get("qk_norm")
     if norm not in (None, "rms_norm") or text != width or layers > MOST_BLOCKS:
@@ -46,7 +46,7 @@ def sd3_parameters(config: Config) -> Found | None:
 
 
 def t5_parameters(config: Config) -> Found | None:
-    """Of transformers' T5EncoderModel."""
+    """Return the parameters of transformers' T5EncoderModel."""
     width, inner, heads, layers = config["d_model"], config["d_ff"], config["num_heads"], config["num_layers"]
     if layers > MOST_BLOCKS:
         return None

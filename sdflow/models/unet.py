@@ -1,14 +1,12 @@
 """diffusers' UNet2DConditionModel: the denoiser of Stable Diffusion 1.x, 2.x and XL.
 
-- `timestep` is float32 of shape [1]: diffusers feeds `np.array([t])` in the type that the session declares, and
-  optimum-onnx adds an axis when the input has one. An integer type would cut off the fractions of Euler's and DPM's
-  timesteps. Its axis is fixed: one timestep for the whole batch.
-- The UNet of a pipeline with IP-Adapters also takes the tokens of images, and how much they count
-  (`sdflow.models.image_prompts`).
-- The UNet of a latent consistency model also takes `timestep_cond`: the guidance scale, embedded.
-- The UNet of Stable Diffusion XL also takes `text_embeds`, the pooled embedding of the prompt, and `time_ids`: height and
-  width of the original image, top and left of the crop, height and width of the target, in pixels. That of its refiner takes an
-  aesthetic score in place of the target's size.
+- `timestep` is float32 of shape [1], shared by the whole batch: diffusers passes `np.array([t])` in the session's input
+  type, and optimum-onnx adds an axis if the input has one. An integer type would truncate Euler's and DPM's fractional
+  timesteps.
+- With IP-Adapters, the UNet also takes image tokens and their scales (`sdflow.models.image_prompts`).
+- The UNet of a latent consistency model also takes `timestep_cond`, the embedded guidance scale.
+- SDXL's UNet also takes `text_embeds`, the pooled prompt embedding, and `time_ids`: original height and width, crop top
+  and left, target height and width, in pixels. The refiner's has an aesthetic score in place of the target's size.
 """
 
 from __future__ import annotations
@@ -57,16 +55,16 @@ _MORE_INPUTS = ("class_embed_type", "addition_embed_type", "num_class_embeds")
 
 _MAIN = ("sample", "timestep", "encoder_hidden_states")
 _IMAGES = "image_embeds"
-"""What diffusers calls image prompts among what it adds to the conditions."""
+"""diffusers' name for image prompts in `added_cond_kwargs`."""
 
 _READS_TEXT = re.compile(r"attn2_to_[kv](_lora)?$")
 _TRANSFORMER = re.compile(r"transformer_blocks_(\d+)_")
 _FIRST_ATTENTION = re.compile(r"^(down_blocks_0_attentions_|input_blocks_1_1_)")
-"""In the level with the most pixels: Stable Diffusion XL has no attention there."""
+"""Attention in the level with the most pixels; SDXL has none there."""
 
 
 class UNet(Model):
-    """The noise, or the velocity, in latents."""
+    """diffusers' UNet2DConditionModel. Predicts the noise or the velocity in latents."""
 
     class_name: ClassVar[str] = "UNet2DConditionModel"
     weights_stem: ClassVar[str] = "diffusion_pytorch_model"
@@ -119,7 +117,7 @@ class UNet(Model):
         }
 
     def config_from_shapes(self, config: Config, shapes: Shapes) -> Config:
-        """Whether it takes the guidance: of all layouts the same tensor."""
+        """Set whether the UNet takes the guidance embedding; its tensor has the same name in all layouts."""
         guidance = shapes.get("time_embedding.cond_proj.weight")
         width = guidance[1] if guidance is not None and len(guidance) == 2 else None
         return config if config.get("time_cond_proj_dim") == width else {**config, "time_cond_proj_dim": width}
@@ -138,7 +136,7 @@ class UNet(Model):
         return made_up(port, shape, random)
 
     def traced(self, module: Any) -> None:
-        """diffusers' default attention, scaled_dot_product_attention: what the MultiHeadAttention fusion matches."""
+        """Keep diffusers' default scaled_dot_product_attention, which the MultiHeadAttention fusion matches."""
         original = module.forward
 
         more = [port.name for port in self.ports(module.config).inputs[len(_MAIN) :]]
@@ -178,7 +176,7 @@ class UNet(Model):
         return {scale_input(index): torch.tensor([float(scale)]) for index, scale in enumerate(get_scales(module))}
 
     def fits(self, stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-        """stable-diffusion.cpp writes the matrices around attention as 1x1 convolutions: the same values."""
+        """Accept stable-diffusion.cpp's form too: it stores the projections around attention as 1x1 convolutions."""
         return super().fits(stored, shape) or (len(shape) == 2 and stored == (*shape, 1, 1))
 
     def original_names(self, keys: Iterable[str]) -> dict[str, Original]:
@@ -210,7 +208,7 @@ class UNet(Model):
 
 
 def _arguments(more: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the module's forward beside the main ones, from inputs by name."""
+    """Convert inputs by name to keyword arguments of the module's forward, except the main ones."""
     own = {name: value for name, value in more.items() if not (is_residual(name) or is_image_prompt(name))}
     tokens, _ = split_inputs(more)
     added = {name: value for name, value in own.items() if name != GUIDANCE} | ({_IMAGES: tokens} if tokens else {})
@@ -219,27 +217,27 @@ def _arguments(more: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _guidance(config: Config) -> tuple[Port, ...]:
-    """What the UNet of a latent consistency model takes besides."""
+    """Return the guidance input of a latent consistency model's UNet."""
     width = config.get("time_cond_proj_dim")
     return () if width is None else (Port(GUIDANCE, "float32", ("batch", width)),)
 
 
 class RefinerUNet(UNet):
-    """That of the refiner of Stable Diffusion XL."""
+    """The UNet of SDXL's refiner."""
 
     time_ids: ClassVar[int] = 5
 
 
 def main_ports(config: Config, where: str, time_ids: int = UNet.time_ids) -> tuple[Port, ...]:
-    """The inputs of a UNet of Stable Diffusion, which its ControlNets have too: latents, timestep, text, sizes.
+    """Return the inputs that Stable Diffusion's UNets and ControlNets share: latents, timestep, text, sizes.
 
-    where: what has the config, for messages. time_ids: how many numbers XL's takes in this input. Raises PassError for a config
-    with other inputs.
+    where: owner of the config, for messages. time_ids: size of SDXL's input of this name. Raises PassError if the
+    config implies other inputs.
     """
     for option in _MORE_INPUTS:
         if config.get(option) is not None and (option, config[option]) != ("addition_embed_type", "text_time"):
             raise PassError(
-                f"{option}={config[option]!r}: this UNet has inputs beside sample, timestep and encoder_hidden_states",
+                f"{option}={config[option]!r}: this UNet has unsupported inputs",
                 where=where,
                 remedy="Only the architectures of Stable Diffusion 1.x, 2.x and XL are supported.",
             )
@@ -252,7 +250,7 @@ def main_ports(config: Config, where: str, time_ids: int = UNet.time_ids) -> tup
 
 
 def made_up(port: Port, shape: list[int], random: np.random.Generator) -> np.ndarray:
-    """Made-up values of one of them."""
+    """Return random values for one of these inputs."""
     import numpy as np
 
     if port.role is Role.TIMESTEP:
@@ -263,7 +261,7 @@ def made_up(port: Port, shape: list[int], random: np.random.Generator) -> np.nda
 
 
 def _added_conditions(config: Config, time_ids: int) -> tuple[Port, ...]:
-    """What the UNet of Stable Diffusion XL takes besides."""
+    """Return the additional inputs of SDXL's UNet."""
     if config.get("addition_embed_type") is None:
         return ()
     sizes = ("addition_time_embed_dim", "projection_class_embeddings_input_dim")
@@ -274,9 +272,9 @@ def _added_conditions(config: Config, time_ids: int) -> tuple[Port, ...]:
     width, joined = (config[name] for name in sizes)
     if time_ids == UNet.time_ids and joined - RefinerUNet.time_ids * width == config["cross_attention_dim"]:
         raise PassError(
-            "this is the UNet of the refiner of Stable Diffusion XL, which takes other time_ids",
+            "this is the SDXL refiner's UNet, whose time_ids differ",
             where="unet",
-            remedy="The refiner's model_index.json names no text_encoder and no tokenizer: take its whole folder.",
+            remedy="Use the refiner's whole folder: its model_index.json has no text_encoder and no tokenizer.",
         )
     return (
         Port("text_embeds", "float32", ("batch", joined - time_ids * width)),
@@ -284,6 +282,6 @@ def _added_conditions(config: Config, time_ids: int) -> tuple[Port, ...]:
             "time_ids",
             "float32",
             ("batch", time_ids),
-            why_exact="a half type rounds sizes above 2048 pixels; keep_io_types",
+            why_exact="half types round sizes above 2048 pixels; see keep_io_types",
         ),
     )

@@ -1,7 +1,7 @@
-"""diffusers' AutoencoderKL, in two halves: pixels to latents, and back. Each is a graph of its own.
+"""diffusers' AutoencoderKL as two graphs: encoder (pixels to latents) and decoder (latents to pixels).
 
-The encoder gives the mean of the latent distribution. Sampling in the graph could be neither seeded nor verified;
-diffusers and optimum-onnx both take `latent_sample` as it comes.
+The encoder returns the mean of the latent distribution: sampling in the graph could be neither seeded nor verified.
+diffusers and optimum-onnx both use `latent_sample` as it is.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     import torch
 
 _OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
-"""diffusers before 0.18 named the layers of attention so."""
+"""Attention layer names in diffusers before 0.18."""
 
 _TRAINING = ("loss.", "model_ema.")
-"""How names of tensors begin that only the training of a VAE reads (CompVis's latent-diffusion, ldm/models/autoencoder.py)."""
+"""Prefixes of tensors used only in VAE training (CompVis's latent-diffusion, ldm/models/autoencoder.py)."""
 
 
 def image_reader(multiple: int, **options: bool) -> Any:
-    """diffusers' reader of images for a VAE: PIL images and arrays to pixels in [-1, 1], their sizes multiples of this."""
+    """Return diffusers' image processor for a VAE: PIL images or arrays to pixels in [-1, 1], sizes rounded to
+    `multiple`."""
     from diffusers.image_processor import VaeImageProcessor
 
     return VaeImageProcessor(vae_scale_factor=multiple, **options)
 
 
 class _AutoencoderKL(VaeHalf):
-    """Both halves are traced with diffusers' default attention, scaled_dot_product_attention. `fusion_attention_vae` of ONNX
-    Runtime 1.31 does *not* match it: the older form fuses, but that fusion writes zeros in place of the biases of q, k
-    and v."""
+    """Both halves use diffusers' default scaled_dot_product_attention. `fusion_attention_vae` of ONNX Runtime 1.31 does
+    *not* match it: it fuses an older form, but with zeros in place of the biases of q, k and v."""
 
     class_name: ClassVar[str] = "AutoencoderKL"
     library_module: ClassVar[str | None] = "diffusers.models.autoencoders.autoencoder_kl"
@@ -67,19 +67,19 @@ class _AutoencoderKL(VaeHalf):
         return {key: Original(name) for key, name in ldm_vae_names(keys).items()}
 
     def unused(self, name: str, keys: Iterable[str]) -> bool:
-        """Files of a VAE alone keep what its training needed besides."""
+        """Ignore leftovers of VAE training."""
         return name.startswith(_TRAINING)
 
     def working_values(self, config: Config, rows: int, columns: int, *, scores: bool) -> int:
         return vae_values(config, config["block_out_channels"], rows, columns)
 
     def fits(self, stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-        """The original layout and the oldest files hold attention as 1x1 convolutions: the same values."""
+        """Accept attention stored as 1x1 convolutions, as in the original layout and the oldest files."""
         return stored == shape or (len(shape) == 2 and stored == (*shape, 1, 1))
 
 
 class VaeEncoder(EncoderHalf, _AutoencoderKL):
-    """Pixels in [-1, 1] to the mean of the latents' distribution, not scaled."""
+    """Maps pixels in [-1, 1] to the mean of the latent distribution, unscaled."""
 
     unread = ("decoder", "post_quant_conv")
 
@@ -91,6 +91,6 @@ class VaeEncoder(EncoderHalf, _AutoencoderKL):
 
 
 class VaeDecoder(DecoderHalf, _AutoencoderKL):
-    """Latents, not scaled, to pixels in about [-1, 1]."""
+    """Maps unscaled latents to pixels in about [-1, 1]."""
 
     unread = ("encoder", "quant_conv")

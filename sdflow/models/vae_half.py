@@ -1,4 +1,4 @@
-"""What the halves of every VAE of diffusers share: pixels to latents, and back. Each half is a graph of its own."""
+"""Base classes of VAE halves: encoder (pixels to latents) and decoder (latents to pixels), each a separate graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class VaeHalf(Model):
-    """unread: parts of the module that this half's graph does not have."""
+    """Half of a VAE. unread: parts of the module that this half's graph does not use."""
 
     weights_stem: ClassVar[str] = "diffusion_pytorch_model"
     unread: ClassVar[tuple[str, ...]]
@@ -33,13 +33,13 @@ class VaeHalf(Model):
 
 
 class EncoderHalf(VaeHalf):
-    """Pixels in [-1, 1] to latents, not scaled."""
+    """Maps pixels in [-1, 1] to unscaled latents."""
 
     def ports(self, config: Config) -> Ports:
         return Ports(inputs=(_pixels(config["in_channels"]),), outputs=(_latents(config),))
 
     def encode(self, module: Any, sample: Any) -> Any:
-        """The latents that the module gives for pixels, in the form that is traced."""
+        """Return the module's latents for these pixels, in the form that is traced."""
         raise NotImplementedError
 
     def traced(self, module: Any) -> None:
@@ -56,7 +56,7 @@ class EncoderHalf(VaeHalf):
 
 
 class DecoderHalf(VaeHalf):
-    """Latents, not scaled, to pixels in about [-1, 1]."""
+    """Maps unscaled latents to pixels in about [-1, 1]."""
 
     def ports(self, config: Config) -> Ports:
         return Ports(inputs=(_latents(config),), outputs=(_pixels(config["out_channels"]),))

@@ -1,7 +1,7 @@
-"""diffusers' AutoencoderTiny (TAESD, https://github.com/madebyollin/taesd) in place of the VAE: 1.2 million parameters a half.
+"""diffusers' AutoencoderTiny (TAESD, https://github.com/madebyollin/taesd), a VAE with 1.2 million parameters per half.
 
-It decodes fast and a little less sharply. Its latents are those that the denoiser takes, scaled by 1, and its encoder gives
-them themselves, no distribution. `scale_latents` of diffusers, which keeps them as bytes, is no part of any pipeline.
+It decodes quickly and slightly less sharply. Its latents are already in the denoiser's scale (factor 1), and its
+encoder is deterministic. diffusers' `scale_latents`, which stores them as bytes, is not used by any pipeline.
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ class _AutoencoderTiny(VaeHalf):
 
     def halves(self, config: Config) -> Mapping[str, Shapes]:
         first, latents = self.distinguishing_shapes(config), config["latent_channels"]
-        last = sum(
-            1 + blocks for blocks in config["num_encoder_blocks"]
-        )  # encoders for other latents differ there alone
+        last = sum(1 + blocks for blocks in config["num_encoder_blocks"])  # encoders for other latents only differ here
         encoder, decoder = (config[f"{half}_block_out_channels"] for half in ("encoder", "decoder"))
         shapes = {
             **first,
@@ -67,7 +65,8 @@ class _AutoencoderTiny(VaeHalf):
         return vae_values({"mid_block_add_attention": False}, config["decoder_block_out_channels"], rows, columns)
 
     def original_names(self, keys: Iterable[str]) -> dict[str, Original]:
-        """After taesd.py of its authors: two plain sequences; the decoder's begins with what diffusers does outside of it."""
+        """As in the authors' taesd.py: two plain sequences; the decoder's also includes what diffusers does outside of
+        it."""
         return {key: Original(_LAYER.sub(_as_in_a_sequence, key)) for key in keys}
 
 
@@ -77,7 +76,7 @@ def _as_in_a_sequence(found: re.Match[str]) -> str:
 
 
 class TinyVaeEncoder(EncoderHalf, _AutoencoderTiny):
-    """Pixels in [-1, 1] to latents."""
+    """Maps pixels in [-1, 1] to latents."""
 
     unread = ("decoder",)
     reads = "encoder"
@@ -90,7 +89,7 @@ class TinyVaeEncoder(EncoderHalf, _AutoencoderTiny):
 
 
 class TinyVaeDecoder(DecoderHalf, _AutoencoderTiny):
-    """Latents to pixels in about [-1, 1]."""
+    """Maps latents to pixels in about [-1, 1]."""
 
     unread = ("encoder",)
     reads = "decoder"

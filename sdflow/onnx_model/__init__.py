@@ -1,1 +1,1 @@
-"""ONNX models as files and as protobuf messages: what passes, the binding of weights and the runtime share."""
+"""ONNX models as files and protobuf messages: code shared by passes, weight binding and the runtime."""

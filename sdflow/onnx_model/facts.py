@@ -1,4 +1,4 @@
-"""What can be measured on an ONNX model without reading its weights."""
+"""Properties of an ONNX model that do not need its weights."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def graph_facts(model_path: Path) -> dict[str, Any]:
 
 
 def packed_bits(graph: Any) -> dict[str, int]:
-    """Initializer -> bits of a value, of the weights and zeros that MatMulNBits reads packed in bytes."""
+    """Return initializer -> bits per value, for the weights and zero points that MatMulNBits reads packed in bytes."""
     found: dict[str, int] = {}
     for node in graph.node:
         if node.op_type == "MatMulNBits":
@@ -55,13 +55,14 @@ def packed_bits(graph: Any) -> dict[str, int]:
 
 
 def stored_dtype(tensor: Any, packed: Mapping[str, int]) -> str:
-    """The name of an initializer's element type; "uint4" where its bytes hold two values. packed: as `packed_bits` has it."""
+    """Return the name of an initializer's element type; "uint4" if its bytes hold two values. packed: from
+    `packed_bits`."""
     name, bits = dtype_name(tensor.data_type), packed.get(tensor.name, 8)
     return name if name != "uint8" or bits == 8 else f"uint{bits}"
 
 
 def subgraphs(graph: Any) -> Iterator[Any]:
-    """`graph` and every graph within the attributes of its nodes (If, Loop, Scan)."""
+    """Yield `graph` and all graphs in attributes of its nodes (If, Loop, Scan)."""
     yield graph
     for node in graph.node:
         for attribute in node.attribute:
@@ -70,7 +71,7 @@ def subgraphs(graph: Any) -> Iterator[Any]:
 
 
 def tensor_bytes(tensor: Any) -> int:
-    """Bytes that the values of a TensorProto take as raw data, wherever they are stored. Strings count as 0."""
+    """Return the size of a TensorProto's values as raw data in bytes, wherever stored. Strings count as 0."""
     import onnx
 
     if tensor.data_type in (onnx.TensorProto.UNDEFINED, onnx.TensorProto.STRING):
@@ -92,7 +93,7 @@ def precision_of(graph: Any) -> str:
 
 
 def dtype_name(data_type: int) -> str:
-    """The name that numpy and torch use ("float32", "int64", "bfloat16") for an ONNX element type."""
+    """Return numpy's and torch's name ("float32", "int64", "bfloat16") of an ONNX element type."""
     import onnx
 
     name = str(onnx.TensorProto.DataType.Name(data_type)).lower()

@@ -1,7 +1,7 @@
-"""The one form in which every pass leaves its ONNX model: `model.onnx` and, for large tensors, `model.onnx.data`.
+"""The canonical form of ONNX models that all passes write: `model.onnx` and, for large tensors, `model.onnx.data`.
 
-Equal graphs must be equal bytes, so what changes nothing in a model (who produced it, doc strings, where Olive or torch
-found a node) is removed, and tensors lie in one file in the order of the graph.
+Equal graphs must have equal bytes, so irrelevant data (producer, doc strings, locations in Olive's or torch's code) is
+removed, and tensors are in one file in graph order.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from sdflow.onnx_model.facts import subgraphs, tensor_bytes
 from sdflow.onnx_model.stub import is_stub
 
 INLINE_BELOW = 1024
-"""Initializers of fewer bytes stay in the graph file."""
+"""Smaller initializers (in bytes) stay in the graph file."""
 
 COPY_BLOCK = 1 << 24
 
 
 def store_model(model_path: Path, out: Path) -> None:
-    """Write the model at `model_path`, with its external data, to `out` in the form above. `model_path` is used up.
+    """Write the model at `model_path`, with its external data, to `out` in canonical form. Consumes `model_path`.
 
-    A data file that already has that form is moved, any other is streamed: memory is bounded by one tensor.
-    Raises PassError when external data is missing or shorter than the graph says.
+    A data file already in canonical form is moved, any other is streamed with one tensor in memory at a time.
+    Raises PassError if external data is missing or too short.
     """
     import onnx
 
@@ -40,7 +40,7 @@ def store_model(model_path: Path, out: Path) -> None:
 
 
 def store_proto(model: Any, folder: Path, out: Path) -> None:
-    """Write a ModelProto to `out`; tensors that are external are read from the directory `folder`. Changes `model`."""
+    """Write a ModelProto to `out`, reading external tensors from the directory `folder`. Modifies `model`."""
     weights = out / WEIGHTS_FILE
     offset = 0
     with weights.open("wb") as stream:
@@ -62,13 +62,13 @@ def store_proto(model: Any, folder: Path, out: Path) -> None:
 
 
 def write_graph(model: Any, out: Path) -> None:
-    """Write `model.onnx` alone, without metadata. Changes `model`."""
+    """Write only `model.onnx`, without metadata. Modifies `model`."""
     strip_metadata(model)
     (out / MODEL_FILE).write_bytes(model.SerializeToString(deterministic=True))
 
 
 def strip_metadata(model: Any) -> None:
-    """Remove what changes nothing: producer, doc strings, metadata. The order of operator sets is made the same."""
+    """Remove irrelevant data (producer, doc strings, metadata), and sort opset imports and value infos."""
     for name in ("producer_name", "producer_version", "domain", "model_version", "doc_string", "metadata_props"):
         model.ClearField(name)
     opsets = sorted((entry.domain, entry.version) for entry in model.opset_import)
@@ -81,11 +81,11 @@ def strip_metadata(model: Any) -> None:
             _clear(item)
         for tensor in graph.initializer:
             if not is_external(tensor):
-                tensor.ClearField("data_location")  # Unset and "default" mean the same.
+                tensor.ClearField("data_location")  # unset and "default" mean the same
         for node in graph.node:
             for attribute in node.attribute:
                 attribute.ClearField("doc_string")
-                # Exporters give a Constant's tensor a name or none, by the size of the model.
+                # Whether exporters name a Constant's tensor depends on the model's size.
                 for tensor in (attribute.t, *attribute.tensors) if attribute.HasField("t") else attribute.tensors:
                     tensor.ClearField("name")
         known = sorted(graph.value_info, key=lambda info: str(info.name))
@@ -94,7 +94,7 @@ def strip_metadata(model: Any) -> None:
 
 
 def read_values(tensor: Any, folder: Path) -> Any:
-    """The values of a TensorProto as a numpy array; external ones are read from the directory `folder`."""
+    """Return a TensorProto's values as a numpy array; external ones are read from the directory `folder`."""
     import onnx
 
     return onnx.numpy_helper.to_array(tensor, str(folder))
@@ -106,7 +106,8 @@ def _clear(item: Any) -> None:
 
 
 def initializers_and_constants(model: Any) -> Iterator[tuple[Any, bool]]:
-    """Every tensor of the model, and whether it may be external (initializers; constants in attributes stay)."""
+    """Yield every tensor of the model, and whether it may be external (initializers may, constants in attributes may
+    not)."""
     for graph in subgraphs(model.graph):
         for tensor in graph.initializer:
             yield tensor, True
@@ -119,29 +120,29 @@ def initializers_and_constants(model: Any) -> Iterator[tuple[Any, bool]]:
 
 
 def is_external(tensor: Any) -> bool:
-    """Whether the values of a TensorProto lie in another file."""
+    """Whether a TensorProto's values are in another file."""
     import onnx
 
     return bool(tensor.data_location == onnx.TensorProto.EXTERNAL)
 
 
 def data_span(tensor: Any) -> tuple[str, int, int | None]:
-    """File name, offset and length of a tensor's external data, in bytes."""
+    """Return file name, offset and length of a tensor's external data, in bytes."""
     entries = {entry.key: entry.value for entry in tensor.external_data}
     length = entries.get("length")
     return entries["location"], int(entries.get("offset", 0)), None if length is None else int(length)
 
 
 def decode_errors() -> tuple[type[Exception], ...]:
-    """What protobuf raises for bytes that are no message. Its implementation in Python, which onnxruntime-extensions chooses
-    for the whole process and those that it starts, raises UnicodeDecodeError too."""
+    """Return protobuf's exceptions for invalid messages. Its Python implementation, which onnxruntime-extensions
+    selects for the whole process and its children, also raises UnicodeDecodeError."""
     from google.protobuf.message import DecodeError
 
     return (DecodeError, UnicodeDecodeError)
 
 
 def missing_data(model: Any, folder: Path) -> str | None:
-    """What external data of a ModelProto is missing in its folder or cut off, in words; None when all is there."""
+    """Describe external data of a ModelProto that is missing or truncated; None if it is complete."""
     sizes: dict[str, int] = {}
     for tensor, _ in initializers_and_constants(model):
         if is_external(tensor):
@@ -149,11 +150,11 @@ def missing_data(model: Any, folder: Path) -> str | None:
                 location, offset, length = data_span(tensor)
                 end = offset + (tensor_bytes(tensor) if length is None else length)
             except (KeyError, ValueError, ArithmeticError) as error:
-                return f"where the data of {tensor.name:.100} lie is not said: {error}"
+                return f"the location of the data of {tensor.name:.100} is missing: {error}"
             if Path(location).name != location:
-                return f"the data of {tensor.name:.100} lie outside its folder"
+                return f"the data of {tensor.name:.100} are outside its folder"
             if min(offset, end) < 0:
-                return f"the data of {tensor.name:.100} begin before their file"
+                return f"the data of {tensor.name:.100} start before the file's beginning"
             if location not in sizes:
                 if not (folder / location).is_file():
                     return f"its data file {location} is missing"
@@ -164,7 +165,8 @@ def missing_data(model: Any, folder: Path) -> str | None:
 
 
 def _data_file_in_order(model: Any, folder: Path) -> Path | None:
-    """The data file of a model that needs no rewriting: one file, tensors in graph order, no gaps, none inline."""
+    """Return the data file of a model in canonical form: one file, tensors in graph order, no gaps, no large inline
+    values."""
     end = 0
     locations = set()
     for tensor, movable in initializers_and_constants(model):
@@ -199,7 +201,7 @@ def _set_location(model: Any) -> None:
 
 
 def set_external(tensor: Any, location: str, offset: int, length: int) -> None:
-    """Make a TensorProto a reference to bytes of a file."""
+    """Make a TensorProto refer to bytes of a file."""
     import onnx
 
     tensor.ClearField("raw_data")
@@ -210,7 +212,7 @@ def set_external(tensor: Any, location: str, offset: int, length: int) -> None:
 
 
 def _use_raw_data(tensor: Any) -> None:
-    """Values may be stored in typed fields or as raw bytes; one form, so that equal tensors are equal bytes."""
+    """Convert typed value fields to raw bytes, so that equal tensors are equal bytes."""
     import onnx
 
     if tensor.HasField("raw_data") or tensor.data_type in (onnx.TensorProto.STRING, onnx.TensorProto.UNDEFINED):
@@ -219,7 +221,7 @@ def _use_raw_data(tensor: Any) -> None:
     name, dims, data_type = tensor.name, list(tensor.dims), tensor.data_type
     fresh = onnx.numpy_helper.from_array(raw, name)
     if fresh.data_type != data_type or list(fresh.dims) != dims:
-        return  # A packed type that numpy cannot hold: it stays as it is.
+        return  # a packed type that numpy cannot represent
     tensor.CopyFrom(fresh)
 
 
@@ -234,13 +236,13 @@ def _copy_values(tensor: Any, folder: Path, stream: IO[bytes], length: int) -> N
         while left:
             block = source.read(min(left, COPY_BLOCK))
             if not block:
-                raise PassError(f"{location} ends within tensor {tensor.name!r}", remedy="Build the step before again.")
+                raise PassError(f"{location} ends within tensor {tensor.name!r}", remedy="Rebuild the previous step.")
             stream.write(block)
             left -= len(block)
 
 
 def raw_values(tensor: Any, folder: Path) -> bytes:
-    """The raw bytes of a TensorProto, wherever they are. Raises PassError when a file is too short."""
+    """Return a TensorProto's raw bytes, wherever they are. Raises PassError if a file is too short."""
     if is_external(tensor):
         inline_values(tensor, folder, tensor_bytes(tensor))
     _use_raw_data(tensor)
@@ -248,13 +250,13 @@ def raw_values(tensor: Any, folder: Path) -> bytes:
 
 
 def inline_values(tensor: Any, folder: Path, length: int) -> None:
-    """Read the `length` bytes of an external TensorProto into it. Raises PassError when the file is too short."""
+    """Read the `length` bytes of an external TensorProto into it. Raises PassError if the file is too short."""
     location, offset, _ = data_span(tensor)
     with (folder / location).open("rb") as source:
         source.seek(offset)
         values = source.read(length)
     if len(values) != length:
-        raise PassError(f"{location} ends within tensor {tensor.name!r}", remedy="Build the step before again.")
+        raise PassError(f"{location} ends within tensor {tensor.name!r}", remedy="Rebuild the previous step.")
     tensor.raw_data = values
     tensor.ClearField("data_location")
     del tensor.external_data[:]

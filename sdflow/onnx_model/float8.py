@@ -1,12 +1,12 @@
-"""The operator of sdflow that a graph with products in float8 has.
+"""sdflow's operator for float8 products.
 
     sdflow.Float8MatMul (1)
         x (..., K) float16 or bfloat16, weight (N, K) float8_e4m3fn, scales (N) float32  ->  y (..., N), of x's type
 
-x is quantized as it comes, each row with a scale: its largest magnitude over 448, or 1 for a row of zeros. The quotients are
-rounded to E4M3 (4 bits of exponent, 3 of fraction, the largest value 448) to nearest, halves to even. y is the product of
-both, times the scales of its row and its column. K and N are multiples of 16, K at most 20480.
-https://arxiv.org/abs/2209.05433 for E4M3.
+x is quantized at run time, with a scale per row: its largest magnitude over 448, or 1 for a row of zeros. The quotients
+are rounded to E4M3 (4 exponent bits, 3 fraction bits, maximum 448), to nearest, ties to even. y is the product of both,
+times the scales of row and column. K and N are multiples of 16, K at most 20480. E4M3:
+https://arxiv.org/abs/2209.05433.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 DOMAIN = "sdflow"
 FLOAT8_MATMUL = "Float8MatMul"
 UNIT, WIDEST = 16, 20480
-"""Of K and N; and the largest K."""
+"""K and N are multiples of UNIT; WIDEST is the maximum K."""
 
 
 def reads_float8(node: Any) -> bool:
@@ -25,5 +25,5 @@ def reads_float8(node: Any) -> bool:
 
 
 def has_float8(model: Any) -> bool:
-    """Whether a ModelProto has products in float8."""
+    """Whether a ModelProto has float8 products."""
     return any(reads_float8(node) for node in model.graph.node)

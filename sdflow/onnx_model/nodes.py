@@ -1,4 +1,4 @@
-"""Nodes of an ONNX graph: copies of them, and their order."""
+"""Copy and sort nodes of an ONNX graph."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from sdflow.errors import PassError
 
 
 def copied(message: Any) -> Any:
-    """A copy of a protobuf message that belongs to no other."""
+    """Return a copy of a protobuf message without a parent."""
     return type(message).FromString(message.SerializeToString())
 
 
 def in_order(nodes: Sequence[Any]) -> list[Any]:
-    """Nodes behind those that make what they read, otherwise in their order. Some tools leave graphs out of order.
+    """Sort nodes topologically, otherwise keeping their order. Some tools write unsorted graphs.
 
-    Raises PassError for nodes that read one another in a circle."""
+    Raises PassError for cycles."""
     place = {name: index for index, node in enumerate(nodes) for name in node.output if name}
     done: dict[int, Any] = {}
     begun: set[int] = set()
@@ -27,8 +27,8 @@ def in_order(nodes: Sequence[Any]) -> list[Any]:
             before = [place[name] for name in nodes[index].input if name in place and place[name] not in done]
             if before and index in begun:
                 raise PassError(
-                    f"its nodes read one another in a circle, {nodes[index].name!r:.60} among them",
-                    remedy="The graph is damaged: build the pipeline again, sdflow run.",
+                    f"its nodes form a cycle that includes {nodes[index].name!r:.60}",
+                    remedy="The graph is damaged: rebuild the pipeline with sdflow run.",
                 )
             begun.add(index)
             waiting += before

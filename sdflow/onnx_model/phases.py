@@ -1,10 +1,10 @@
-"""Four images put between one another, as operators that any ONNX runtime has.
+"""Interleaving of four images with standard operators.
 
     x (N, H + 1, W + 1, 4 C)  ->  y (N, 2 H, 2 W, C)        y[2 i + a, 2 j + b] is x[i + a, j + b] of the channels' group 2 a + b
 
-A Slice takes each phase (a, b); a Concat of channels puts the two of a row side by side, (N, H, W, 2 C), and one of columns the
-two rows, (N, H, 2 W, 2 C), which lies in memory as y does. `SubpixelConv` writes this form, and a session on CUDA, where it
-takes six times the memory traffic of a copy, finds it again and runs `INTERLEAVE`, an operator of ours, in its place.
+A Slice takes each phase (a, b); a Concat of channels joins the two of a row, (N, H, W, 2 C), and a Concat of columns
+the two rows, (N, H, 2 W, 2 C), which has y's memory layout. `SubpixelConv` writes this form. On CUDA it takes six times
+the memory traffic of a copy, so sessions replace it by sdflow's operator `INTERLEAVE`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 INTERLEAVE = "InterleavePhases"
-"""(N, H + 1, W + 1, 4 C) to (N, 2 H, 2 W, C), in the domain sdflow."""
+"""Maps (N, H + 1, W + 1, 4 C) to (N, 2 H, 2 W, C), in the domain sdflow."""
 
 PHASES = ((0, 0), (0, 1), (1, 0), (1, 1))
-"""Row and column, in the order of the channels' groups."""
+"""Row and column of each channel group."""
 
 
 def interleaved(name: str, value: str, result: str, channels: int, constant: Callable[[str, Any], str]) -> list[Any]:
-    """The nodes that make `result` of `value`. name: that theirs begin with. channels: C. constant: makes an initializer."""
+    """Return nodes that compute `result` from `value`. name: prefix of their names. channels: C. constant: creates
+    initializers."""
     import numpy as np
     from onnx import helper
 
@@ -49,15 +50,15 @@ def interleaved(name: str, value: str, result: str, channels: int, constant: Cal
 
 
 def _window(phase: int, channels: int) -> tuple[list[int], list[int]]:
-    """Where a phase begins and ends: rows, columns, channels."""
-    last = (-1, (1 << 63) - 1)  # without the last one, or with it
+    """Return start and end of a phase: rows, columns, channels."""
+    last = (-1, (1 << 63) - 1)  # without or with the last one
     row, column = PHASES[phase]
     return [row, column, phase * channels], [last[row], last[column], (phase + 1) * channels]
 
 
 @dataclass(frozen=True)
 class Interleaving:
-    """Where `interleaved` stands in a graph. nodes: the places of its nodes, the last one that of the Reshape."""
+    """An occurrence of `interleaved` in a graph. nodes: indices of its nodes, the Reshape last."""
 
     value: str
     result: str
@@ -65,14 +66,14 @@ class Interleaving:
 
 
 def interleavings(graph: Any, shapes: Mapping[str, list[int]]) -> Iterator[Interleaving]:
-    """Those of a graph whose shapes are known (as `specialize` leaves it) and in which nothing reads what is between."""
+    """Find occurrences in a graph with known shapes (from `specialize`) whose inner values have no other readers."""
     producers = {name: place for place, node in enumerate(graph.node) for name in node.output}
     reads = Counter(name for node in graph.node for name in node.input)
     reads.update(item.name for item in graph.output)
     constants = {tensor.name: tensor for tensor in graph.initializer}
 
     def before(places: Iterable[int], op_type: str, **attributes: int) -> list[int]:
-        """The places of the nodes of this type that make what others read, each for one reader alone."""
+        """Return the indices of producers of this type whose output these nodes alone read."""
         names = [name for place in places for name in graph.node[place].input if name in producers and reads[name] == 1]
         made_by = [(producers[name], graph.node[producers[name]]) for name in names]
         return [
@@ -106,7 +107,7 @@ def _is_plain(node: Any, op_type: str) -> bool:
 
 
 def _values(names: Any, constants: Mapping[str, Any]) -> list[list[int]]:
-    """Of constants of whole numbers; none for anything else."""
+    """Return the values of integer constants; empty for anything else."""
     from onnx import numpy_helper
 
     return [numpy_helper.to_array(constants[name]).tolist() if name in constants else [] for name in names]

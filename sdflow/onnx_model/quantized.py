@@ -1,4 +1,4 @@
-"""Whether a graph is quantized, and to what: told by the graph itself, whatever is said of it."""
+"""Detect from a graph itself whether it is quantized, and to what type."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPERATORS: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("MatMulNBits", "GatherBlockQuantized", "MatMulBnb4"), "int4"),
     }
 )
-"""Operator -> what it computes on."""
+"""Operator -> the type it computes on."""
 
 ELEMENT_TYPES: Mapping[str, str] = MappingProxyType(
     {
@@ -33,24 +33,25 @@ ELEMENT_TYPES: Mapping[str, str] = MappingProxyType(
         "float4e2m1": "float4",
     }
 )
-"""Element type of an initializer -> what that says."""
+"""Element type of an initializer -> quantized type."""
 
 
 def quantized_to(operators: Collection[str], dtypes: Collection[str]) -> str | None:
-    """The type that a graph is quantized to, that of the fewest bits, None for floating-point numbers throughout. What is stored
-    counts before what is computed. operators: of its nodes. dtypes: of its initializers, as `graph_facts` names them."""
+    """Return the type that a graph is quantized to (the one with the fewest bits), or None if it is in floating point
+    throughout. Stored types take precedence over computed ones. operators: of its nodes. dtypes: of its initializers,
+    as in `graph_facts`."""
     stored = [ELEMENT_TYPES[name] for name in dtypes if name in ELEMENT_TYPES]
     found = stored or [OPERATORS[name] for name in operators if name in OPERATORS]
     return min(found, key=lambda kind: (bits_of(kind), kind)) if found else None
 
 
 def bits_of(kind: str) -> int:
-    """Of a value of a type like "int4" or "float8_e4m3"."""
+    """Return the number of bits of a type like "int4" or "float8_e4m3"."""
     return int("".join(filter(str.isdigit, kind.partition("_")[0])) or 32)
 
 
 def quantized_graph(model: Any) -> str | None:
-    """The same of a ModelProto, whose weights are not read."""
+    """Like `quantized_to`, for a ModelProto; weights are not read."""
     graphs = list(subgraphs(model.graph))
     operators = {node.op_type for graph in graphs for node in graph.node}
     dtypes = {

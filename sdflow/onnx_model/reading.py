@@ -1,7 +1,7 @@
-"""Reading the graph of a file that others wrote, within a limit of memory and time.
+"""Read an untrusted file's graph within memory and time limits.
 
-In protobuf's format an empty node takes two bytes. In memory it takes two hundred, and ONNX Runtime's takes three hundred. So
-what a file holds is counted before anybody builds it: 16 MB of empty nodes would take 4 GB.
+An empty node takes two bytes in protobuf's format, but two hundred in memory, and three hundred more in ONNX Runtime.
+So a file's entries are counted before it is parsed: 16 MB of empty nodes would take 4 GB.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ if TYPE_CHECKING:
     import onnx
 
 MOST_ENTRIES = 1 << 20
-"""Fields of all messages in a file. The UNet of Stable Diffusion XL has a tenth of them. In memory they take 0.3 GB at most."""
+"""Maximum number of fields of all messages in a file. SDXL's UNet has a tenth of that. They take at most 0.3 GB in
+memory."""
 LEAST_BYTES = 2
-"""Of an entry: a tag and a length, or a tag and a number."""
+"""Minimum size of an entry: a tag and a length, or a tag and a number."""
 NUMBERS_IN_ENTRY = 16
-"""Packed numbers that count as one entry: a byte of the file may become eight in memory."""
+"""Packed numbers that count as one entry: a byte of the file can become eight in memory."""
 _PACKED_NUMBERS = frozenset({"int32_data", "int64_data", "uint64_data"})
 _VARINT, _EIGHT_BYTES, _COUNTED, _BEGIN, _END, _FOUR_BYTES = range(6)
-"""Kinds of fields in the format: https://protobuf.dev/programming-guides/encoding."""
+"""Wire types: https://protobuf.dev/programming-guides/encoding."""
 
 
 def load_graph(path: Path) -> onnx.ModelProto:
-    """The ModelProto of a file, without its external data.
+    """Load the ModelProto of a file, without its external data.
 
-    Raises OSError where it cannot be read, one of `sdflow.onnx_model.files.decode_errors` where it is no ONNX model, and
-    VerificationError where it would take too much to read.
+    Raises OSError if it cannot be read, one of `sdflow.onnx_model.files.decode_errors` if it is not an ONNX model, and
+    VerificationError if it is too large to read.
     """
     import onnx
 
@@ -40,9 +41,9 @@ def load_graph(path: Path) -> onnx.ModelProto:
 
 
 def require_small_graph(path: Path) -> None:
-    """Raises VerificationError for a file with more than MOST_ENTRIES, OSError for what is no regular file.
+    """Raise VerificationError for a file with more than MOST_ENTRIES, OSError if it is not a regular file.
 
-    A file that is too short for so many is not opened.
+    Files too short for that many are not opened.
     """
     if require_regular(path).st_size <= MOST_ENTRIES * LEAST_BYTES:
         return
@@ -51,12 +52,12 @@ def require_small_graph(path: Path) -> None:
             raise VerificationError(
                 f"a graph of more than {MOST_ENTRIES:,} entries, which would take too much memory to read",
                 where=str(path),
-                remedy="No model needs so many: the file is damaged, or made to fill the memory.",
+                remedy="No model needs that many: the file is damaged or malicious.",
             )
 
 
 def _few(content: mmap.mmap) -> bool:
-    """Whether a ModelProto has at most MOST_ENTRIES. What is no ModelProto counts as far as protobuf would read it."""
+    """Whether a ModelProto has at most MOST_ENTRIES. Invalid files are counted as far as protobuf would read them."""
     import onnx
 
     left = MOST_ENTRIES
@@ -79,7 +80,7 @@ def _few(content: mmap.mmap) -> bool:
         elif form == _COUNTED:
             length, at = _number(content, at, end)
             if at + length > end:
-                return True  # it is cut off here
+                return True  # truncated here
             field = known[kind].get(tag >> 3)
             if field is not None and field.message_type is not None:
                 messages.append((at + length, field.message_type))
@@ -91,13 +92,13 @@ def _few(content: mmap.mmap) -> bool:
             at += 8
         elif form == _FOUR_BYTES:
             at += 4
-        elif form not in (_BEGIN, _END):  # of groups: unknown fields, which stay bytes
+        elif form not in (_BEGIN, _END):  # groups are unknown fields, which stay bytes
             return True
     return True
 
 
 def _number(content: mmap.mmap, at: int, end: int) -> tuple[int, int]:
-    """A number in protobuf's form and where it ends; one that is cut off ends where its message does."""
+    """Return a varint and its end; a truncated one ends with its message."""
     if at < end and (first := content[at]) < 128:
         return first, at + 1
     value = shift = 0

@@ -1,8 +1,7 @@
-"""A stub: a tensor of an ONNX graph whose values are not there, only their type and their shape.
+"""A stub: a tensor of an ONNX graph with a type and a shape, but no values.
 
-Its data is external, at a location that is no file. What the values are to be, another entry of the tensor's
-`external_data` tells (`sdflow.weights.stubs`), so it survives whatever a pass does to a TensorProto: copying, renaming,
-saving, loading.
+Its data is external, at a location that does not exist. Another entry of its `external_data` describes the values
+(`sdflow.weights.stubs`), so that it survives copying, renaming, saving and loading of the TensorProto.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where tensors begin in the data files of a model."""
+"""Offsets of tensors in a model's data files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sdflow.onnx_model.reading import load_graph
 
 
 def tensor_offsets(folder: Path) -> Mapping[str, Sequence[int]]:
-    """File name -> the offsets, in bytes, at which tensors begin; empty for a folder that holds no model."""
+    """Return file name -> byte offsets of its tensors; empty if the folder has no model."""
     if not (folder / MODEL_FILE).is_file():
         return {}
     from sdflow.onnx_model.files import data_span, decode_errors, initializers_and_constants, is_external

@@ -51,18 +51,18 @@ C = TypeVar("C", bound=PassConfig)
 class PassInputs:
     """Inputs of a pass.
 
-        model: the previous step's directory (`model.onnx`, ...), or None for the first step.
-        checkpoint: how to load the submodel's PyTorch module (`sdflow.sources.load_module`), as JSON. Empty for later steps
-            except BindWeights: their cache key excludes the checkpoint, so they read the architecture from `config.json`.
-        family: name of the submodel's family.
-        loras: in the workflow's order; empty unless the pass sets `takes_loras`.
-        base: for BindWeights, the artifact of the same step without LoRAs, if one exists.
-        base_sha256: expected SHA-256 of the base's data file; None without a base.
-        base_sums: expected page sums of the base's data file (`sdflow.weights.stream`); None if unknown.
-        progress: call with a short phrase when a new phase begins.
-        hashed: BindWeights calls it with the name and SHA-256 of each file that it hashes while writing.
-        summed: BindWeights calls it with the page sums of its data file, and those of the base's if it hashed that too.
-        """
+    model: the previous step's directory (`model.onnx`, ...), or None for the first step.
+    checkpoint: how to load the submodel's PyTorch module (`sdflow.sources.load_module`), as JSON. Empty for later steps
+        except BindWeights: their cache key excludes the checkpoint, so they read the architecture from `config.json`.
+    family: name of the submodel's family.
+    loras: in the workflow's order; empty unless the pass sets `takes_loras`.
+    base: for BindWeights, the artifact of the same step without LoRAs, if one exists.
+    base_sha256: expected SHA-256 of the base's data file; None without a base.
+    base_sums: expected page sums of the base's data file (`sdflow.weights.stream`); None if unknown.
+    progress: call with a short phrase when a new phase begins.
+    hashed: BindWeights calls it with the name and SHA-256 of each file that it hashes while writing.
+    summed: BindWeights calls it with the page sums of its data file, and those of the base's if it hashed that too.
+    """
 
     submodel: str
     model: Path | None
@@ -80,22 +80,22 @@ class PassInputs:
 class Pass(ABC, Generic[C]):
     """A transformation step. Subclasses set the class variables and implement `run`.
 
-        name: name in workflows; equals Olive's name if Olive has the pass.
-        version: part of the cache key; increment it whenever the same inputs would produce different bytes.
-        uses: distributions whose versions are part of the key ("onnxruntime" stands for any of its flavours).
-        needs: further required distributions, whose versions do not affect the result.
-        accepts: "checkpoint" for the first step of a chain, "onnx" for all others.
-        takes_loras: the pass merges the workflow's LoRAs; their content and scales are part of the key.
-        imports: modules to preload in the worker process, in layers (`sdflow.processes.worker_server`). Only saves time:
-            `run` still imports what it needs. For sdflow's and Olive's passes; ignored for scripts.
-        moves_weights: the pass only moves, joins, adds or rounds weights, regardless of their values. It can therefore run
-            on a graph without weights, and BindWeights replays its operations later (`sdflow.weights.structure`). A pass
-            with `takes_loras` must only add LoRAs to parameters; BindWeights replaces it. Not inherited, because a
-            subclass may do more: each class declares it.
-        weights_read_by: options that make the pass read weight values when set, each with a description of the effect.
-        quantizes: the type that some weights are quantized to, such as "int8" or "float8_e4m3". The artifact then never
-            counts as float32 or float16, and is verified against the workflow's limit (`sdflow.passes.quantizing`).
-        """
+    name: name in workflows; equals Olive's name if Olive has the pass.
+    version: part of the cache key; increment it whenever the same inputs would produce different bytes.
+    uses: distributions whose versions are part of the key ("onnxruntime" stands for any of its flavours).
+    needs: further required distributions, whose versions do not affect the result.
+    accepts: "checkpoint" for the first step of a chain, "onnx" for all others.
+    takes_loras: the pass merges the workflow's LoRAs; their content and scales are part of the key.
+    imports: modules to preload in the worker process, in layers (`sdflow.processes.worker_server`). Only saves time:
+        `run` still imports what it needs. For sdflow's and Olive's passes; ignored for scripts.
+    moves_weights: the pass only moves, joins, adds or rounds weights, regardless of their values. It can therefore run
+        on a graph without weights, and BindWeights replays its operations later (`sdflow.weights.structure`). A pass
+        with `takes_loras` must only add LoRAs to parameters; BindWeights replaces it. Not inherited, because a
+        subclass may do more: each class declares it.
+    weights_read_by: options that make the pass read weight values when set, each with a description of the effect.
+    quantizes: the type that some weights are quantized to, such as "int8" or "float8_e4m3". The artifact then never
+        counts as float32 or float16, and is verified against the workflow's limit (`sdflow.passes.quantizing`).
+    """
 
     name: ClassVar[str]
     version: ClassVar[int]

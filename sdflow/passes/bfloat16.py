@@ -1,7 +1,7 @@
-"""What makes bfloat16 of ONNX Runtime's conversion to float16: other bits in the weights, another name of the type.
+"""bfloat16 conversion through ONNX Runtime's float16 converter.
 
-ONNX Runtime converts to float16 alone. Where which values become 16 bits wide does not depend on the type of 16 bits, so
-its converter runs as it is on weights that get bfloat16's bits, and then float16 is called bfloat16 throughout.
+ONNX Runtime only converts to float16. Which values become 16-bit does not depend on the 16-bit type, so the converter
+runs unchanged on weights with bfloat16 bits, and float16 is then relabeled as bfloat16 throughout the model.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ NO_KERNEL = (
     "ReduceMin", "ReduceProd", "ReduceSumSquare", "Resize", "Round", "Selu", "Shrink", "Sin", "SkipGroupNorm",
     "Softplus", "Softsign", "SpaceToDepth", "ThresholdedRelu",
 )  # fmt: skip
-"""Operators that the CUDA provider of ONNX Runtime 1.31 runs in float16 and not in bfloat16, in operator set 17: they stay
-float32. A test compares them with the provider's table of kernels."""
+"""Operators that ONNX Runtime 1.31's CUDA provider supports in float16 but not in bfloat16 (opset 17); they stay
+float32. A test compares the list with the provider's kernel table."""
 
 
 @contextmanager
 def bfloat16_bits() -> Iterator[None]:
-    """While active, weights that ONNX Runtime's converter rounds get bfloat16's bits, in tensors that it calls float16.
+    """While active, ONNX Runtime's converter writes bfloat16 bits into the tensors that it labels float16.
 
-    Stubs get a recipe that says float16; `relabel` mends it.
+    Stubs get float16 recipes, which `relabel` corrects.
     """
     from sdflow.passes import weights_on_disk
 
@@ -48,7 +48,7 @@ def bfloat16_bits() -> Iterator[None]:
 
 
 def _bits(values: Any, *limits: float) -> Any:
-    """The bits of the nearest bfloat16 numbers, as if they were float16."""
+    """Return the nearest bfloat16 values, with their bits viewed as float16."""
     import numpy as np
 
     from sdflow.weights.half import to_bfloat16
@@ -57,7 +57,7 @@ def _bits(values: Any, *limits: float) -> Any:
 
 
 def relabel(model: Any) -> None:
-    """Call bfloat16 what a converted model calls float16: tensors, recipes of stubs, attributes, values."""
+    """Change float16 to bfloat16 in a converted model: tensors, stub recipes, attributes and value infos."""
     import onnx
 
     half, brain = onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16

@@ -1,6 +1,6 @@
-"""BindWeights: puts a checkpoint's weights, with LoRAs merged, into a graph that was built without them.
+"""BindWeights: fill a graph that was built without weights from a checkpoint, with LoRAs merged.
 
-No workflow names it: sdflow puts it at the end of a chain whose passes ran without weights (`sdflow.build.chain`).
+Workflows do not name it: sdflow appends it to chains whose passes ran without weights (`sdflow.build.chain`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ SECONDS_BETWEEN_PHASES = 0.3
 
 
 class BindWeightsConfig(PassConfig):
-    """No options: everything was decided by the passes that made the graph."""
+    """No options: the graph's recipes determine everything."""
 
 
 class BindWeights(Pass[BindWeightsConfig]):
-    """Fills a graph that was built without weights: each weight by its recipe, from the checkpoint and the LoRAs.
+    """Computes each weight from its recipe, the checkpoint and the LoRAs.
 
-    Memory: some of the largest tensors; the model is streamed. Facts, besides those of the graph: `at_limit`, as
-    OnnxFloatToFloat16 counts; with LoRAs `loras`, the weights that each touched, in order, and `touched`.
+    The model is streamed; peak memory is a few of the largest tensors. Facts, besides the graph's: `at_limit`, as in
+    OnnxFloatToFloat16; with LoRAs, `loras` (number of weights that each one touched, in order) and `touched`.
     """
 
     name: ClassVar[str] = "BindWeights"
@@ -36,8 +36,8 @@ class BindWeights(Pass[BindWeightsConfig]):
     Config: ClassVar[type[PassConfig]] = BindWeightsConfig
 
     def run(self, inputs: PassInputs, out: Path, config: BindWeightsConfig) -> Facts:
-        """Raises CheckpointError when the checkpoint or a LoRA does not fit the architecture, PassError for a graph
-        whose recipes are damaged or a disk without room for the result."""
+        """Raises CheckpointError if the checkpoint or a LoRA does not fit the architecture, and PassError if a recipe
+        is damaged or the disk is full."""
         from sdflow.weights.bind import BindRequest, bind
 
         if inputs.model is None:
@@ -60,7 +60,7 @@ class BindWeights(Pass[BindWeightsConfig]):
 
 
 def _in_words(say: Callable[[str], None]) -> Callable[[int, int], None]:
-    """ "weights: 1.2 of 1.72 GB, 850 MB/s", a few times a second at most."""
+    """Return a callback that reports "weights: 1.2 of 1.72 GB, 850 MB/s", rate-limited."""
     begun = time.perf_counter()
     said = begun - SECONDS_BETWEEN_PHASES
 

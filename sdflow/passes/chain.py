@@ -20,8 +20,9 @@ class ChainStep:
 def why_weights_are_carried(chain: Sequence[ChainStep]) -> str | None:
     """Return None if the chain can be built as structure and weights, otherwise the reason.
 
-        LoRAs must be merged into the exported parameters before any other pass: only there can BindWeights merge them instead.
-        """
+    LoRAs must be merged into the exported parameters before any other pass: only there can BindWeights merge them
+    instead.
+    """
     if not chain or chain[0].implementation.accepts != "checkpoint":
         return "the chain does not begin with a pass that exports"
     first = chain[0].implementation.name

@@ -1,7 +1,7 @@
-"""ConvBiasFusion: the bias of a convolution is added by the operator that follows.
+"""ConvBiasFusion: add convolution biases in the operator that follows.
 
-ONNX Runtime's CUDA provider adds the bias of every NhwcConv in a kernel of its own, which reads and writes the whole
-feature map: 9 % of a UNet's time, 17 % of a VAE decoder's on an H200. What follows can add it in passing:
+ONNX Runtime's CUDA provider adds each NhwcConv's bias in a separate kernel that reads and writes the whole feature map:
+9 % of a UNet's time and 17 % of a VAE decoder's on an H200. Many following operators can add it for free:
 
     NhwcConv(x, w, b) -> SkipGroupNorm(., skip)           SkipGroupNorm(., skip, bias=b); b1 + b2 if both are convolutions
     NhwcConv(x, w, b) -> Transpose -> Add(., residual)    BiasAdd(., b, residual) -> Transpose, for 320, 640, 1280 channels
@@ -9,13 +9,13 @@ feature map: 9 % of a UNet's time, 17 % of a VAE decoder's on an H200. What foll
     NhwcConv(x, w, b) -> Reshape -> LayerNormalization    SkipLayerNormalization(., skip=b), its sum for other readers
     NhwcConv(x, w, b) -> GroupNorm                        SkipGroupNorm(., skip=b for each image); option `group_norm`
 
-The CUDA kernel of SkipGroupNorm adds bias, then skip, in the type of the activations
-(onnxruntime/contrib_ops/cuda/diffusion/group_norm_impl_kernel.cuh, AddSkipBias), as the convolution did: where the
-convolution is its first input, not a bit changes. Its skip may be (N, H, W, C), (N, 1, 1, C) or (N, C) (group_norm.cc).
-BiasAdd takes (N, H*W, C) of those three widths only (bias_add.cc), and fails on a residual of another shape.
-SkipLayerNormalization takes (N, S, C) and a skip of (1, S, C) for all N (skip_layer_norm_helper.h): with each position a
-row of its own, S is 1, and the skip can be a bias. Its kernel is also three times faster than LayerNormalization's. A
-convolution whose result anything else reads keeps its bias.
+SkipGroupNorm's CUDA kernel adds bias, then skip, in the activations' type
+(onnxruntime/contrib_ops/cuda/diffusion/group_norm_impl_kernel.cuh, AddSkipBias), as the convolution did: if the
+convolution is its first input, the result is bit-identical. Its skip may be (N, H, W, C), (N, 1, 1, C) or (N, C)
+(group_norm.cc). BiasAdd takes (N, H*W, C) of these three widths only (bias_add.cc), and fails if the residual's shape
+differs. SkipLayerNormalization takes (N, S, C) and a skip of (1, S, C) for all N (skip_layer_norm_helper.h): with each
+position as a separate row, S is 1, and the skip can be a bias. Its kernel is also three times faster than
+LayerNormalization's. A convolution with other readers keeps its bias.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _SKIP, _BIAS = 3, 4  # inputs of SkipGroupNorm
 
 
 class ConvBiasFusionConfig(PassConfig):
-    """Which operators take a bias."""
+    """Operators that may take over a bias."""
 
     skip_group_norm: bool = Field(default=True, description="into SkipGroupNorm's bias")
     bias_add: bool = Field(default=True, description="Add becomes BiasAdd (320, 640 and 1280 channels)")
     layer_norm: bool = Field(default=True, description="LayerNormalization becomes SkipLayerNormalization")
-    add: bool = Field(default=True, description="two convolutions that are added: one bias for both")
+    add: bool = Field(default=True, description="one bias for two convolutions that are added")
     group_norm: bool = Field(
         default=False,
         description="GroupNorm becomes SkipGroupNorm: one more write of the feature map for one less read",
@@ -51,10 +51,10 @@ class ConvBiasFusionConfig(PassConfig):
 
 
 class ConvBiasFusion(EditingPass[ConvBiasFusionConfig]):
-    """Adds the biases of NhwcConv in the operators that follow: CUDA, after OrtTransformersOptimization.
+    """Moves NhwcConv biases into the operators that follow: CUDA, after OrtTransformersOptimization.
 
-    Facts, besides those of the graph: `folded`, operator -> convolutions whose bias went into one; `kept`, those that
-    have theirs still.
+    Facts, besides the graph's: `folded`, operator -> number of biases it took; `kept`, convolutions that still have
+    one.
     """
 
     name: ClassVar[str] = "ConvBiasFusion"
@@ -70,16 +70,16 @@ class ConvBiasFusion(EditingPass[ConvBiasFusionConfig]):
         if not (biases := _with_bias(edit.graph)):
             return (
                 "there is no NhwcConv with a bias",
-                "Put it behind OrtTransformersOptimization with enable_nhwc_conv, or leave it out.",
+                "Put it after OrtTransformersOptimization with enable_nhwc_conv, or leave it out.",
             )
         return (
             f"none of {biases} biases could be folded: no operator that takes one follows",
-            "Turn on enable_skip_group_norm before it, or leave it out.",
+            "Turn on enable_skip_group_norm in OrtTransformersOptimization, or leave the pass out.",
         )
 
 
 def _fold(edit: GraphEdit, config: ConvBiasFusionConfig) -> Counter[str]:
-    """Operator -> biases that it took."""
+    """Fold the biases; return operator -> number of biases it took."""
     folded: Counter[str] = Counter()
     for node in list(edit.graph.node):
         if node.op_type == "SkipGroupNorm" and config.skip_group_norm:
@@ -104,7 +104,7 @@ def _bias(conv: Any) -> str:
 
 
 def _convolution(edit: GraphEdit, value: str, reader: Any) -> Any | None:
-    """The NhwcConv with a bias that makes `value` for `reader` alone, if one does."""
+    """Return the NhwcConv with a bias whose output `value` is read only by `reader`, if any."""
     conv = edit.producers.get(value)
     known = conv is not None and conv.op_type == "NhwcConv" and _bias(conv) in edit.weights
     return conv if known and edit.only_reader(value) is reader else None
@@ -129,7 +129,7 @@ def _into_skip_group_norm(edit: GraphEdit, node: Any) -> int:
 
 
 def _into_group_norm(edit: GraphEdit, node: Any) -> int:
-    """GroupNorm(conv + b) -> SkipGroupNorm(conv, skip=b expanded to (N, C)). Other readers get the sum."""
+    """GroupNorm(conv + b) -> SkipGroupNorm(conv, skip=b expanded to (N, C)). Skipped if the sum has other readers."""
     import numpy as np
     from onnx import helper
 
@@ -159,7 +159,8 @@ def _into_group_norm(edit: GraphEdit, node: Any) -> int:
 
 
 def _into_layer_norm(edit: GraphEdit, norm: Any) -> int:
-    """LayerNormalization(Reshape(conv + b)): of rows (N*S, 1, C), with b as a skip of (1, 1, C) that all of them get."""
+    """LayerNormalization(Reshape(conv + b)) -> SkipLayerNormalization of rows (N*S, 1, C), with b as their skip (1, 1,
+    C)."""
     import numpy as np
     from onnx import helper
 
@@ -171,7 +172,7 @@ def _into_layer_norm(edit: GraphEdit, norm: Any) -> int:
     others = [reader for reader in edit.readers[value] if reader is not reshape and not _reads_shape(edit, reader)]
     options = {item.name: helper.get_attribute_value(item) for item in norm.attribute}
     scale = edit.weights.get(norm.input[1])
-    # That scale's width is the channels' says that the last axis still holds them.
+    # The scale is as wide as the bias, so the last axis still holds the channels.
     if others or value in edit.results or scale is None or list(scale.dims) != list(edit.weights[bias].dims):
         return 0
     if options.get("axis", -1) != -1:
@@ -202,7 +203,7 @@ def _into_layer_norm(edit: GraphEdit, norm: Any) -> int:
 
 
 def _reads_shape(edit: GraphEdit, node: Any) -> bool:
-    """Whether a value's shape is all that a node, or what reads a Transpose, looks at."""
+    """Whether a node, or every reader of a Transpose, only reads the value's shape."""
     if node.op_type == "Transpose" and node.output[0] not in edit.results:
         return all(reader.op_type == "Shape" for reader in edit.readers[node.output[0]])
     return bool(node.op_type == "Shape")
@@ -213,8 +214,8 @@ def _nhwc(node: Any) -> bool:
 
 
 def _residual(edit: GraphEdit, add: Any) -> list[tuple[Any, str]]:
-    """For both inputs of an Add: the NhwcConv with a bias behind a Transpose that only this Add reads, or None; and the
-    value in NHWC, "" where there is none."""
+    """For each input of an Add, return the NhwcConv with a bias behind a Transpose that only this Add reads (or None),
+    and the value in NHWC ("" if there is no Transpose)."""
     found = []
     for name in add.input:
         transpose = edit.producers.get(name)
@@ -227,9 +228,9 @@ def _residual(edit: GraphEdit, add: Any) -> list[tuple[Any, str]]:
 
 
 def _channels(edit: GraphEdit, value: str) -> int:
-    """Channels of a feature map in NHWC; 0 if this cannot be told."""
+    """Return the number of channels of an NHWC feature map, or 0 if unknown."""
     node: Any = edit.producers.get(value)
-    while node is not None and node.op_type == "Reshape":  # as this pass puts it behind BiasAdd
+    while node is not None and node.op_type == "Reshape":  # this pass inserts it after BiasAdd
         node = edit.producers.get(node.input[0])
     place = {"NhwcConv": 1, "SkipGroupNorm": 1, "GroupNorm": 1, "BiasAdd": 1}.get(node.op_type) if node else None
     weight = edit.weights.get(node.input[place]) if place else None
@@ -250,7 +251,7 @@ def _into_bias_add(edit: GraphEdit, add: Any) -> int:
         return 0
     (width,) = widths
     if sides[0][0] is None:
-        values.reverse()  # the convolution first
+        values.reverse()  # convolution first
     name, result = add.name or add.output[0], add.output[0]
     rows = edit.constant(f"rows_of_{width}", np.array([0, -1, width], np.int64))
     inner = [f"{name}/{part}" for part in ("input", "residual", "sum", "shape", "nhwc")]

@@ -18,11 +18,11 @@ C = TypeVar("C", bound=PassConfig)
 
 
 class EditingPass(Pass[C], Generic[C]):
-    """A pass that rewrites a graph without reading its weights. Subclasses implement `edit`, and `refusal` for graphs that
-        have nothing to rewrite.
+    """A pass that rewrites a graph without reading its weights. Subclasses implement `edit`, and `refusal` for graphs
+    that have nothing to rewrite.
 
-        domain: operator set domain that the pass adds to the model if missing; "" for none.
-        """
+    domain: operator set domain that the pass adds to the model if missing; "" for none.
+    """
 
     uses: ClassVar[tuple[str, ...]] = ("onnx", "numpy")
     imports = EDITS_GRAPH
@@ -30,7 +30,8 @@ class EditingPass(Pass[C], Generic[C]):
 
     @abstractmethod
     def edit(self, edit: GraphEdit, config: C) -> Facts:
-        """Rewrite the graph and return the pass's own facts, empty if nothing was done. Unread nodes are removed later."""
+        """Rewrite the graph and return the pass's own facts, empty if nothing was done. Unread nodes are removed
+        later."""
 
     @abstractmethod
     def refusal(self, edit: GraphEdit, config: C) -> tuple[str, str]:

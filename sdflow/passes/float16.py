@@ -1,18 +1,18 @@
-"""OnnxFloatToFloat16: weights and activations in 16 bits, through Olive's pass of that name.
+"""OnnxFloatToFloat16: convert weights and activations to 16 bits with Olive's pass of the same name.
 
-Olive calls `onnxruntime.transformers.onnx_model.OnnxModel.convert_float_to_float16`, which takes `keep_io_types` as a
-list of names. The pipelines' contract: every input and output becomes float16 but the UNet's `timestep`: fractional
-timesteps near 1000 would be rounded to halves. So would the `time_ids` of Stable Diffusion XL above 2048 pixels.
+Olive calls `onnxruntime.transformers.onnx_model.OnnxModel.convert_float_to_float16`, which accepts a list of names as
+`keep_io_types`. By the pipeline's contract, all inputs and outputs become float16 except the UNet's `timestep`: float16
+rounds fractional timesteps near 1000 to halves. The same holds for SDXL's `time_ids` above 2048 pixels.
 
-Keeping the input alone is not enough: the sinusoids of both would still be computed in float16, with angles of
-up to 1000 radians that float16 rounds to halves. So the nodes between a kept input and the first layer with weights
-stay in float32 as well, as diffusers computes them; ONNX Runtime then leaves one Cast, in front of that layer.
+Keeping the input in float32 is not enough: the sinusoids would still be computed in float16, from angles of up to 1000
+radians rounded to halves. So the nodes between a kept input and the first weighted layer stay float32 too, as in
+diffusers; ONNX Runtime then leaves one Cast, in front of that layer.
 
-With `precision: bfloat16` the 16 bits are bfloat16's (`sdflow.passes.bfloat16`), and every input and output stays float32: numpy
-has no such type, and a Cast of latents and embeddings costs microseconds.
+With `precision: bfloat16` (`sdflow.passes.bfloat16`), all inputs and outputs stay float32: numpy has no bfloat16, and
+casting latents and embeddings takes microseconds.
 
-What is mended: `force_fp16_inputs` is not forwarded by Olive; weights that should have become float16 and did not are
-an error. Olive's defaults cut values at 1e4 and 1e-7; ours are float16's own limits, those of ONNX Runtime.
+Differences from Olive: `force_fp16_inputs` is forwarded, and weights that unexpectedly stay float32 are an error.
+Values are clamped at float16's own limits, ONNX Runtime's defaults, instead of Olive's 1e4 and 1e-7.
 """
 
 from __future__ import annotations
@@ -43,42 +43,42 @@ SMALLEST = 5.96e-08
 LARGEST = 65504.0
 
 WEIGHTED = frozenset({"Attention", "Conv", "Gemm", "LayerNormalization", "MatMul", "MultiHeadAttention", "NhwcConv"})
-"""Layers with weights: what is computed from a float32 input turns to float16 in front of the first of these."""
+"""Operators with weights. A path from a float32 input turns to float16 in front of the first of them."""
 
 ALWAYS_FLOAT32 = {"Resize": (1, 2), "GroupNorm": (1, 2), "SkipGroupNorm": (1, 2)}
-"""Inputs that have no float16 kernel on CUDA (ALWAYS_FLOAT_INPUTS in onnxruntime/transformers/float16.py)."""
+"""Input indices without a float16 kernel on CUDA (ALWAYS_FLOAT_INPUTS in onnxruntime/transformers/float16.py)."""
 
 
 class OnnxFloatToFloat16Config(PassConfig):
-    """Olive's options, typed, and force_fp16_inputs."""
+    """Olive's options, with types, and force_fp16_inputs."""
 
     min_positive_val: float = Field(
-        default=SMALLEST, ge=SMALLEST, description="weights nearer to 0 than this become it"
+        default=SMALLEST, ge=SMALLEST, description="smaller nonzero weights are raised to this"
     )
-    max_finite_val: float = Field(default=LARGEST, gt=0, le=LARGEST, description="weights above this become it")
+    max_finite_val: float = Field(default=LARGEST, gt=0, le=LARGEST, description="larger weights are clamped to this")
     keep_io_types: KeepFloat32 = Field(
         default=EXACT, description="inputs and outputs that stay float32: true, false, or names"
     )
     use_symbolic_shape_infer: bool = Field(default=True, description="needed for fused models")
     op_block_list: tuple[str, ...] | None = Field(default=None, description="operator types that stay float32")
     op_include_list: tuple[str, ...] | None = Field(
-        default=None, description="the only operator types that become float16"
+        default=None, description="only these operator types become float16"
     )
     node_block_list: tuple[str, ...] | None = Field(
         default=None, description="nodes that stay float32, by name or by a pattern like */wo/MatMul"
     )
-    node_include_list: tuple[str, ...] | None = Field(default=None, description="the only nodes that become float16")
+    node_include_list: tuple[str, ...] | None = Field(default=None, description="only these nodes become float16")
     force_fp16_inputs: Mapping[str, tuple[int, ...]] | None = Field(
         default=None,
-        description="operator type to the inputs converted although ONNX Runtime prefers float32 (DirectML)",
+        description="operator type -> inputs (indices) to convert although ONNX Runtime keeps them float32",
     )
     precision: Literal["float16", "bfloat16"] = Field(
-        default="float16", description="the type of 16 bits; `precision` of the submodel sets it"
+        default="float16", description="the 16-bit type; set by the submodel's `precision`"
     )
 
     @model_serializer(mode="wrap")
     def _without_float16(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without `precision` where it is float16: the keys of what was built before there was a choice stay."""
+        """Omit `precision` if it is float16, to keep the cache keys from before the option existed."""
         found: dict[str, Any] = handler(self)
         return {name: value for name, value in found.items() if (name, value) != ("precision", "float16")}
 
@@ -86,7 +86,7 @@ class OnnxFloatToFloat16Config(PassConfig):
     def _one_list_each(self) -> OnnxFloatToFloat16Config:
         for kind in ("op", "node"):
             if getattr(self, f"{kind}_block_list") is not None and getattr(self, f"{kind}_include_list") is not None:
-                raise ValueError(f"{kind}_block_list and {kind}_include_list exclude each other")
+                raise ValueError(f"{kind}_block_list and {kind}_include_list are mutually exclusive")
         return self
 
 
@@ -124,7 +124,7 @@ def convert_to_float16(
 ) -> None:
     """Convert the artifact `model` into `out`. The options are the pass's.
 
-    Raises PassError when there is nothing to convert, or when weights stayed float32 that no option wants so.
+    Raises PassError if there is nothing to convert, or if weights stay float32 that no option excludes.
     """
     import onnx
 
@@ -167,18 +167,18 @@ def convert_to_float16(
 
 
 def matched_nodes(graph: Any, patterns: Sequence[str]) -> list[str]:
-    """Names of the nodes that one of `patterns` matches and none names as it is, in graph order.
+    """Return the names of nodes that match a pattern and are not listed verbatim, in graph order.
 
-    A pattern may match none: a base workflow serves architectures that differ in what they have.
+    A pattern may match nothing: base workflows serve several architectures.
     """
     names = [node.name for node in graph.node if node.name not in patterns]
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def merge_equal_casts(graph: Any) -> bool:
-    """Remove all but one of the Casts with one output, which no graph may have. Returns whether there were any.
+    """Remove all but one of the Casts with the same output, which is invalid in a graph. Return whether there were any.
 
-    ONNX Runtime's converter makes one for each blocked node that reads a value, all of the same name.
+    ONNX Runtime's converter inserts one for each blocked node that reads a value, all with the same output name.
     """
     seen: set[str] = set()
     twice = []
@@ -192,9 +192,9 @@ def merge_equal_casts(graph: Any) -> bool:
 
 
 def nodes_before_weights(graph: Any, names: Sequence[str]) -> list[str]:
-    """Names of the nodes on the ways from the graph inputs `names` to the first layers with weights, in graph order.
+    """Return the names of the nodes on paths from inputs `names` to the first weighted layers, in graph order.
 
-    Constant nodes that feed them are among them: a frequency rounded to float16 spoils an angle as much.
+    Includes their Constant nodes: frequencies rounded to float16 distort the angles just as much.
     """
     inputs = {item.name for item in graph.input} & set(names)
     reached = set(inputs)
@@ -209,10 +209,9 @@ def nodes_before_weights(graph: Any, names: Sequence[str]) -> list[str]:
 
 
 def undo_round_trips(graph: Any, kept: set[str], inputs: bool | Sequence[str]) -> bool:
-    """Where a value of the nodes `kept` goes through float16 to another of them, hand it over as it is.
+    """Remove Cast pairs through float16 between nodes in `kept`. Return whether anything changed.
 
-    ONNX Runtime's converter casts around every blocked node and then removes the pairs, but not around one that is a
-    Cast itself. Returns whether anything changed.
+    ONNX Runtime's converter casts around every blocked node and then removes the pairs, except around blocked Casts.
     """
     changed = False
     while True:
@@ -232,7 +231,7 @@ def undo_round_trips(graph: Any, kept: set[str], inputs: bool | Sequence[str]) -
 
 
 def _bypass(graph: Any, node: Any, value: str) -> None:
-    """Remove `node`; its readers read `value`."""
+    """Remove `node` and connect its readers to `value`."""
     for other in graph.node:
         for index, name in enumerate(other.input):
             if name == node.output[0]:
@@ -245,7 +244,7 @@ def _casts_to(node: Any, dtype: str) -> bool:
 
 
 def float16_facts(out: Path) -> dict[str, Any]:
-    """Weights that ended at float16's limits: {"at_limit": {"largest": count, "smallest": count}}, and `beyond_float16`."""
+    """Count weights at float16's limits: {"at_limit": {"largest": count, "smallest": count}}, and `beyond_float16`."""
     import numpy as np
     import onnx
 
@@ -272,7 +271,7 @@ def float16_facts(out: Path) -> dict[str, Any]:
 
 
 def _default_op_block_list() -> list[str]:
-    """ONNX Runtime's list of operators without float16 kernels; Olive's None means the same."""
+    """Return ONNX Runtime's operators without float16 kernels, Olive's default for None."""
     from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST
 
     return list(DEFAULT_OP_BLOCK_LIST)
@@ -280,7 +279,7 @@ def _default_op_block_list() -> list[str]:
 
 @contextlib.contextmanager
 def _forced_inputs(forced: Mapping[str, Sequence[int]]) -> Iterator[None]:
-    """While active, ONNX Runtime's converter gets `force_fp16_inputs`, which Olive's pass has no option for."""
+    """While active, pass `force_fp16_inputs` to ONNX Runtime's converter; Olive's pass has no such option."""
     if not forced:
         yield
         return
@@ -297,7 +296,7 @@ def _forced_inputs(forced: Mapping[str, Sequence[int]]) -> Iterator[None]:
 
 
 def _check_weights(graph: Any, blocked: set[str], blocked_ops: set[str], forced: Mapping[str, Sequence[int]]) -> None:
-    """Raise PassError for a float32 weight that no blocked node and no operator's rule accounts for."""
+    """Raise PassError for a float32 weight that no blocked node or operator rule explains."""
     allowed: set[str] = set()
     for node in graph.node:
         if node.name in blocked or node.op_type in blocked_ops:
@@ -314,12 +313,12 @@ def _check_weights(graph: Any, blocked: set[str], blocked_ops: set[str], forced:
         raise PassError(
             f"{len(left)} weights stayed float32: {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}",
             where="OnnxFloatToFloat16",
-            remedy="Name their nodes in node_block_list if that is wanted.",
+            remedy="If intended, list their nodes in node_block_list.",
         )
 
 
 def _check_kept(graph: Any, names: Sequence[str], kept: set[str]) -> None:
-    """Raise PassError unless the kept inputs are float32 and reach their nodes without passing through float16."""
+    """Raise PassError unless kept inputs are float32 and reach their nodes without a Cast to float16."""
     import onnx
 
     reached = {

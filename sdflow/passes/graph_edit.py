@@ -16,8 +16,8 @@ from sdflow.weights.stubs import make_stub, stub_recipe
 class GraphEdit:
     """An ONNX graph under edit. Nodes are changed in place; `clean` removes what is no longer read.
 
-        folder: directory of the model's external data.
-        """
+    folder: directory of the model's external data.
+    """
 
     def __init__(self, graph: Any, folder: Path) -> None:
         self.graph = graph
@@ -57,10 +57,11 @@ class GraphEdit:
         self.refresh()
 
     def sum_of(self, names: Sequence[str]) -> str:
-        """Return the name of an initializer that holds the sum of others, all of one shape and type; a single one is returned.
+        """Return the name of an initializer that holds the sum of others, all of one shape and type; a single one is
+        returned.
 
-                The sum is computed in float32 and rounded to their type. Stubs use recipes, which give the same bytes.
-                """
+        The sum is computed in float32 and rounded to their type. Stubs use recipes, which give the same bytes.
+        """
         import onnx
 
         from sdflow.weights.recipe import Sum, add_up
@@ -84,9 +85,9 @@ class GraphEdit:
     ) -> str:
         """Return the name of initializer `result`, which holds `name`'s values moved to other places; created once.
 
-                move: maps an array to an array. of_recipe: does the same to a recipe; without it, `move` is applied to a symbol
-                (`sdflow.weights.symbol`). Both give the same bytes.
-                """
+        move: maps an array to an array. of_recipe: does the same to a recipe; without it, `move` is applied to a symbol
+        (`sdflow.weights.symbol`). Both give the same bytes.
+        """
         import numpy as np
         import onnx
 
@@ -104,7 +105,8 @@ class GraphEdit:
         return result
 
     def rotated(self, name: str, axis: int, size: int) -> str:
-        """Return the name of an initializer: a weight before 16-bit rounding, times a Hadamard matrix along `axis`; created once."""
+        """Return the name of an initializer: a weight before 16-bit rounding, times a Hadamard matrix along `axis`;
+        created once."""
         import numpy as np
         import onnx
 
@@ -126,9 +128,9 @@ class GraphEdit:
     def quantized(self, name: str, kind: str, axis: int) -> tuple[str, str]:
         """Return the names of a weight's quantized values and of their scales; created once.
 
-                kind: key of `sdflow.weights.quantized.KINDS`. axis: output channels. If a recipe rounds the weight to 16 bits,
-                the unrounded weight is quantized.
-                """
+        kind: key of `sdflow.weights.quantized.KINDS`. axis: output channels. If a recipe rounds the weight to 16 bits,
+        the unrounded weight is quantized.
+        """
         import numpy as np
         import onnx
 
@@ -157,9 +159,9 @@ class GraphEdit:
     def blockwise(self, name: str, how: Any) -> tuple[str, str, str]:
         """Return the names of a weight (N, K) quantized in blocks, its scales, and its zero points; created once.
 
-                how: a `sdflow.weights.blockwise.Format` whose block size divides K. If a recipe rounds the weight to 16 bits,
-                the unrounded weight is quantized.
-                """
+        how: a `sdflow.weights.blockwise.Format` whose block size divides K. If a recipe rounds the weight to 16 bits,
+        the unrounded weight is quantized.
+        """
         import numpy as np
         import onnx
 

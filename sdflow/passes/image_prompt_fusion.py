@@ -1,12 +1,12 @@
-"""MultiHeadAttention in a UNet with IP-Adapters, which onnxruntime.transformers does not look for.
+"""MultiHeadAttention fusion for UNets with IP-Adapters, which onnxruntime.transformers does not match.
 
-Beside the attention to the text there is one to the tokens of each adapter's images, with the same query. Their results are
-added, and go through one projection together:
+Besides the attention to the text there is one to each adapter's image tokens, with the same query. Their results are
+added and share one projection:
 
     to_out(attention(q, text) + scale_0 * attention(q, images_0) + scale_1 * attention(q, images_1) ...)
 
-`FusionAttentionUnet` looks for one attention right before the projection. Here each is found by ORT's own matching of what
-lies before it, and made by ORT's own hand: packed, counted and named as all others.
+`FusionAttentionUnet` expects a single attention right before the projection. Here ORT's own code matches and creates
+each one, so they are packed, counted and named like all others.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from sdflow.processes.patched import patched
 
 @contextlib.contextmanager
 def image_prompt_attention() -> Iterator[None]:
-    """While active, the fusions of a UNet find these attentions too."""
-    from onnxruntime.transformers import optimizer  # noqa: F401  puts the folder of the fusions onto sys.path
+    """While active, ORT's UNet fusions also fuse these attentions."""
+    from onnxruntime.transformers import optimizer  # noqa: F401  adds the folder of the fusions to sys.path
 
     fusion = __import__("fusion_attention_unet").FusionAttentionUnet
     original = fusion.fuse
@@ -36,8 +36,11 @@ def image_prompt_attention() -> Iterator[None]:
 
 
 def _fuse(self: Any, normalize: Any, readers: Any, writers: Any) -> None:
-    """self: FusionAttentionUnet. normalize: the LayerNormalization before a cross-attention. readers, writers: value -> the
-    nodes that read it, the node that gives it."""
+    """Fuse the attentions behind a LayerNormalization.
+
+    self: FusionAttentionUnet. normalize: the LayerNormalization before a cross-attention. readers, writers: value ->
+    the nodes that read it, the node that produces it.
+    """
     before = writers.get(normalize.input[0])
     if before is None or before.op_type != "Add":
         return
@@ -68,14 +71,14 @@ def _fuse(self: Any, normalize: Any, readers: Any, writers: Any) -> None:
 
 
 def _parent(node: Any, op_type: str, wanted: str, writers: Any) -> Any:
-    """The node of the wanted type that gives an input of this one, if this one is of `op_type`; else None."""
+    """Return the producer of type `wanted` among the inputs of `node`, or None if `node` is not of `op_type`."""
     if node is None or node.op_type != op_type:
         return None
     return next((each for name in node.input if (each := writers.get(name)) and each.op_type == wanted), None)
 
 
 def _terms(total: Any, writers: Any) -> list[Any]:
-    """The Reshapes that a sum is made of, some of them times something; none where it is made of something else."""
+    """Return the Reshapes that a sum consists of, possibly scaled; empty if it has other terms."""
     found: list[Any] = []
     for name in total.input:
         node = writers.get(name)
@@ -91,7 +94,7 @@ def _terms(total: Any, writers: Any) -> list[Any]:
 
 
 def _matched(self: Any, root: str, skip: Any, reshape: Any, writers: Any) -> Any:
-    """What ORT's match finds before this Reshape, as if it lay before the projection; None where it finds nothing."""
+    """Return ORT's match for this Reshape, as if it were right before the projection, or None."""
     transpose = _parent(reshape, "Reshape", "Transpose", writers)
     product = _parent(transpose, "Transpose", "MatMul", writers)
     if product is None:
@@ -101,7 +104,7 @@ def _matched(self: Any, root: str, skip: Any, reshape: Any, writers: Any) -> Any
 
 
 class _At:
-    """FusionAttentionUnet as its match sees it, and the model of it: the way from one node on is known."""
+    """Stands in for FusionAttentionUnet and its model during matching; the path from one node is fixed."""
 
     def __init__(self, model: Any, node: Any, start: list[Any]) -> None:
         self.model = self

@@ -1,7 +1,7 @@
-"""LoraMerge: merges LoRAs into the weights of an exported model (`sdflow/weights/lora.py`), without exporting again.
+"""LoraMerge: merge LoRAs into the weights of an exported model (`sdflow/weights/lora.py`), without exporting again.
 
-It follows OnnxConversion, so that a checkpoint is converted once for all its LoRAs. A weight that no LoRA touches is
-copied byte for byte; a submodel that none touches comes out as it went in, and the steps behind it need not run again.
+It follows OnnxConversion, so a checkpoint is exported once for all its LoRAs. Untouched weights are copied byte for
+byte; an untouched submodel is unchanged, so later steps need not run again.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 COPY_BLOCK = 1 << 20
 
 _Lora = tuple[Mapping[str, "Layer"], float]
-"""What a LoRA holds for this submodel, by state_dict key, and its scale."""
+"""A LoRA's layers for this submodel, by state_dict key, and its scale."""
 
 
 class LoraMergeConfig(PassConfig):
-    """No options: which LoRAs, and at which scale, is said once for the whole pipeline, under `loras:`."""
+    """No options: LoRAs and scales are set for the whole pipeline, under `loras:`."""
 
 
 class LoraMerge(Pass[LoraMergeConfig]):
-    """Writes the input model with the LoRAs' parts for this submodel merged in float32, and its other files unchanged.
+    """Merges the LoRAs' parts for this submodel in float32; other files are copied.
 
-    Memory: the LoRAs' own tensors and three times the largest weight that they touch; the model is streamed.
-    A LoRA at scale 0 changes no bit. Facts, besides those of the graph: `loras`, the weights that each touched, in
-    order; `touched`, the weights that any touched; `touched_bytes`.
+    The model is streamed; peak memory is the LoRAs' tensors and three times the largest touched weight. A LoRA at scale
+    0 changes no bit. Facts, besides the graph's: `loras`, number of weights that each touched, in order; `touched`,
+    weights that any touched; `touched_bytes`.
     """
 
     name: ClassVar[str] = "LoraMerge"
@@ -55,18 +55,20 @@ class LoraMerge(Pass[LoraMergeConfig]):
     Config: ClassVar[type[PassConfig]] = LoraMergeConfig
 
     def run(self, inputs: PassInputs, out: Path, config: LoraMergeConfig) -> Facts:
-        """Raises CheckpointError for a LoRA with a tensor that has no place in the model or that makes a weight infinite,
-        PassError for a model whose weights are no longer those of OnnxConversion."""
+        """Raises CheckpointError if a LoRA's tensor has no place in the model or makes a weight infinite, and PassError
+        if the model's weights are not as OnnxConversion wrote them."""
         import onnx
 
         from sdflow.families import FAMILIES
         from sdflow.sources.loras.lora import read_lora
 
         if inputs.model is None:
-            raise PassError("has no model to merge into", where=self.name, remedy="Put it behind OnnxConversion.")
+            raise PassError("has no model to merge into", where=self.name, remedy="Put it right after OnnxConversion.")
         if inputs.submodel not in FAMILIES[inputs.family].with_loras:
             raise PassError(
-                f"no LoRA has a part for the {inputs.submodel}", where=self.name, remedy="Take it out of this chain."
+                f"no LoRA has a part for the {inputs.submodel}",
+                where=self.name,
+                remedy="Remove the pass from this chain.",
             )
         names = read_weight_names(inputs.model)
         model = onnx.load(str(inputs.model / MODEL_FILE), load_external_data=False)
@@ -100,7 +102,7 @@ class _Weight:
 
 
 def _require_unchanged(targets: Sequence[_Weight], touched: Set[str]) -> None:
-    """Raise PassError unless every touched parameter is an initializer of the graph, as OnnxConversion left it."""
+    """Raise PassError unless every touched parameter is an initializer as written by OnnxConversion."""
     import onnx
 
     changed = sorted(touched - {target.name.key for target in targets})
@@ -113,14 +115,14 @@ def _require_unchanged(targets: Sequence[_Weight], touched: Set[str]) -> None:
         raise PassError(
             f"{len(changed)} weights are not as OnnxConversion wrote them, the first is {changed[0]}",
             where=LoraMerge.name,
-            remedy="Put LoraMerge right behind OnnxConversion, before passes that fuse or convert weights.",
+            remedy="Put LoraMerge right after OnnxConversion, before passes that fuse or convert weights.",
         )
 
 
 def _merge(
     model: Any, targets: Sequence[_Weight], loras: Sequence[_Lora], files: Sequence[LoraInput], source: Path, out: Path
 ) -> None:
-    """Write the graph and its data file to `out`. Values in the graph file change there, all others in one stream."""
+    """Write the graph and its data file to `out`. Values stored in the data file are changed in one streaming pass."""
     import numpy as np
 
     from sdflow.weights.finite import all_finite, refused_lora
@@ -168,5 +170,5 @@ def _copy(read: IO[bytes], write: IO[bytes], length: int) -> None:
 def _read(read: IO[bytes], length: int) -> bytes:
     values = read.read(length)
     if len(values) != length:
-        raise PassError("is shorter than its graph says", where=WEIGHTS_FILE, remedy="Build the step before again.")
+        raise PassError("is shorter than the graph requires", where=WEIGHTS_FILE, remedy="Rebuild the previous step.")
     return values

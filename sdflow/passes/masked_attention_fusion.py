@@ -1,7 +1,9 @@
-"""MultiHeadAttention with a mask in a diffusion transformer: onnxruntime.transformers matches these attentions without one only.
+"""MultiHeadAttention fusion with a mask for diffusion transformers; onnxruntime.transformers only matches it without
+one.
 
-`FusionMultiHeadAttentionMMDit` expects the product of queries and keys right before the Softmax. Where a mask is added between
-them, it is shown the product, and the operator that it makes gets the mask as `attention_bias`, (batch, 1, queries, keys).
+`FusionMultiHeadAttentionMMDit` expects the product of queries and keys right before the Softmax. If a mask is added in
+between, it gets the product instead, and the fused operator gets the mask as `attention_bias`, (batch, 1, queries,
+keys).
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ from typing import Any
 from sdflow.processes.patched import patched
 
 _BIAS = 5
-"""The index of `attention_bias` among MultiHeadAttention's inputs; those between it and the values are left out."""
+"""Index of MultiHeadAttention's `attention_bias` input; the inputs between it and the values are empty."""
 
 
 @contextlib.contextmanager
 def masked_attention() -> Iterator[None]:
-    """While active, the fusions of a diffusion transformer find attentions with a mask too."""
-    from onnxruntime.transformers import optimizer  # noqa: F401  puts the folder of the fusions onto sys.path
+    """While active, ORT's diffusion transformer fusions also fuse attentions with a mask."""
+    from onnxruntime.transformers import optimizer  # noqa: F401  adds the folder of the fusions to sys.path
 
     fusion = __import__("fusion_mha_mmdit").FusionMultiHeadAttentionMMDit
     original = fusion.fuse
@@ -46,7 +48,7 @@ def masked_attention() -> Iterator[None]:
 
 
 def _terms(total: Any, writers: Any) -> tuple[str | None, str]:
-    """The inputs of an Add: the scores, which a MatMul gives, and the mask; None where no MatMul gives either."""
+    """Return an Add's inputs as (scores, mask); the scores come from a MatMul and are None if no MatMul does."""
     for one, other in (total.input, reversed(total.input)):
         writer = writers.get(one)
         if writer is not None and writer.op_type == "MatMul":

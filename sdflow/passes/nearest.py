@@ -1,4 +1,4 @@
-"""Which Resize repeats every pixel a whole number of times, and what it reads in the layout of NhwcConv."""
+"""Matching of Resize nodes that repeat each pixel a whole number of times, and their NHWC input."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TO_NHWC = [0, 2, 3, 1]
 
 
 def whole_factor(edit: GraphEdit, resize: Any) -> int:
-    """k, if `resize` repeats each pixel k times in both directions; otherwise 0."""
+    """Return k if `resize` repeats each pixel k times in both directions, otherwise 0."""
     from onnx import helper
 
     settings = {item.name: helper.get_attribute_value(item) for item in resize.attribute}
@@ -29,13 +29,13 @@ def whole_factor(edit: GraphEdit, resize: Any) -> int:
 
 
 def to_nhwc(edit: GraphEdit, resize: Any) -> Any | None:
-    """The Transpose to NHWC that alone reads what `resize` gives."""
+    """Return the Transpose to NHWC if it is the only reader of `resize`'s output, otherwise None."""
     back = edit.only_reader(resize.output[0])
     return back if back is not None and _permutes(back, TO_NHWC) else None
 
 
 def source_in_nhwc(edit: GraphEdit, resize: Any, name: str) -> tuple[str, list[Any]]:
-    """What `resize` reads, in NHWC, and the nodes that make it so. name: that theirs begin with."""
+    """Return `resize`'s input in NHWC and the nodes that produce it. name: prefix of their names."""
     from onnx import helper
 
     before = edit.producers.get(resize.input[0])
@@ -50,7 +50,7 @@ def _permutes(node: Any, axes: list[int]) -> bool:
 
 
 def _value(edit: GraphEdit, name: str) -> Any | None:
-    """The values of a constant, seen through casts; None for anything else."""
+    """Return the values of a constant, looking through casts; None for anything else."""
     from onnx import helper, numpy_helper
 
     if name in edit.weights:

@@ -1,8 +1,8 @@
-"""NhwcResize: nearest-neighbour upsampling in the layout of the convolutions around it.
+"""NhwcResize: nearest-neighbour upsampling in the NHWC layout of the surrounding convolutions.
 
-ONNX Runtime's CUDA provider has Resize for NCHW only, and so leaves a Transpose before and behind each Resize between
-NhwcConvs; it moves others away, but not through a Resize (transpose_optimizer.cc, handler_map). In a VAE decoder those
-are the largest feature maps of all. Upsampling by a whole factor k is a copy in any layout:
+ONNX Runtime's CUDA provider has an NCHW Resize only, which leaves a Transpose before and after each Resize between
+NhwcConvs: its optimizer does not move a Transpose through a Resize (transpose_optimizer.cc, handler_map). In a VAE
+decoder, these are the largest feature maps. Upsampling by a whole factor k is a copy in any layout:
 
     Resize(x, [1, 1, k, k]) -> Transpose to NHWC        Transpose(x) -> (N, H, 1, W, 1, C) -> Expand to (N, H, k, W, k, C)
                                                         -> (N, k H, k W, C)
@@ -24,10 +24,10 @@ class NhwcResizeConfig(PassConfig):
 
 
 class NhwcResize(EditingPass[NhwcResizeConfig]):
-    """Upsamples in NHWC, without a Transpose on either side: CUDA, after OrtTransformersOptimization.
+    """Upsamples in NHWC, without Transposes: CUDA, after OrtTransformersOptimization.
 
-    For what SubpixelConv, which is quicker, leaves: other factors, other convolutions.
-    Facts, besides those of the graph: `replaced`, how many Resize.
+    For what the faster SubpixelConv leaves: other factors, other convolutions.
+    Facts, besides the graph's: `replaced`, number of Resize nodes.
     """
 
     name: ClassVar[str] = "NhwcResize"
@@ -41,8 +41,8 @@ class NhwcResize(EditingPass[NhwcResizeConfig]):
 
     def refusal(self, edit: GraphEdit, config: NhwcResizeConfig) -> tuple[str, str]:
         return (
-            "there is no Resize to the nearest neighbour, by a whole factor, in front of an NhwcConv",
-            "Put it behind OrtTransformersOptimization with enable_nhwc_conv, or leave it out.",
+            "there is no nearest-neighbour Resize by a whole factor in front of an NhwcConv",
+            "Put it after OrtTransformersOptimization with enable_nhwc_conv, or leave it out.",
         )
 
 

@@ -34,9 +34,9 @@ SCRATCH = ".scratch"
 class TorchModel:
     """A PyTorch module as input of a pass.
 
-        load: creates the module. io_config: Olive's input_names, output_names and dynamic_axes.
-        dummy_inputs: returns the tracing inputs for a module.
-        """
+    load: creates the module. io_config: Olive's input_names, output_names and dynamic_axes.
+    dummy_inputs: returns the tracing inputs for a module.
+    """
 
     load: Callable[[], Any]
     io_config: Mapping[str, Any]
@@ -48,10 +48,10 @@ def run_olive_pass(
 ) -> None:
     """Run Olive's pass `name` on `model` (an artifact directory or a module) and write the artifact to `out`.
 
-        Files next to the input's model.onnx (config.json, ...) are copied. keep_weights_on_disk: for passes that use
-        onnxruntime.transformers, see `weights_on_disk`. Raises PassError with the cause if the pass fails, rejects its
-        options or returns anything but one ONNX model.
-        """
+    Files next to the input's model.onnx (config.json, ...) are copied. keep_weights_on_disk: for passes that use
+    onnxruntime.transformers, see `weights_on_disk`. Raises PassError with the cause if the pass fails, rejects its
+    options or returns anything but one ONNX model.
+    """
     pass_class = olive_pass_class(name)
     with _confined(out / SCRATCH) as scratch, contextlib.ExitStack() as context:
         if keep_weights_on_disk and not is_recording():
@@ -70,7 +70,8 @@ def copy_companions(model: Path, out: Path) -> None:
 
 
 def olive_pass_class(name: str) -> Any:
-    """Return the class of Olive's pass `name` (case-insensitive). Raises PassError if olive or a dependency is missing."""
+    """Return the class of Olive's pass `name` (case-insensitive). Raises PassError if olive or a dependency is
+    missing."""
     require_silence()
     try:
         from olive.package_config import OlivePackageConfig
@@ -123,7 +124,8 @@ def _execute(pass_class: Any, name: str, options: Mapping[str, Any], model: Path
 
 
 def _single_model(name: str, result: Any, model: Path | TorchModel) -> Path:
-    """Return the result's file. Raises PassError if the pass returned its input: it did nothing, and Olive only logs why."""
+    """Return the result's file. Raises PassError if the pass returned its input: it did nothing, and Olive only logs
+    why."""
     path = getattr(result, "model_path", None)
     if type(result).__name__ != "ONNXModelHandler" or path is None:
         raise PassError(f"returned a {type(result).__name__}, not one ONNX model", where=name)

@@ -93,8 +93,8 @@ def olive_names() -> list[str]:
 def olive_pass(name: str) -> type[OlivePass]:
     """Return the pass class for Olive's pass `name`, in Olive's spelling.
 
-        Raises KeyError if Olive has no such pass, and Unusable if it cannot work in a chain.
-        """
+    Raises KeyError if Olive has no such pass, and Unusable if it cannot work in a chain.
+    """
     known = _snapshot()["passes"][name]
     reason = _reason_against(name)
     missing = [need for need in _requires(name) if installed_version(need) is None]

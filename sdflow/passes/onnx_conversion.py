@@ -1,7 +1,7 @@
-"""OnnxConversion: a submodel of a checkpoint to ONNX, by Olive's pass of that name and torch's TorchScript exporter.
+"""OnnxConversion: export a submodel with Olive's pass of the same name and torch's TorchScript exporter.
 
-What Olive leaves open is settled here: names and axes and the form that is traced (`sdflow.models`), and which
-initializer is which parameter (`weight_names`). The weights stay float32; OnnxFloatToFloat16 converts them.
+sdflow adds input and output names, axes and the traced module (`sdflow.models`), and the map from initializers to
+parameters (`weight_names`). Weights stay float32; OnnxFloatToFloat16 converts them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sdflow.passes.weight_names import fold_weights, write_weight_names
 
 _REFUSED = {
     "torch_dtype": "the export is always float32; name OnnxFloatToFloat16 as a later pass",
-    "optimize": "it is an option of the dynamo exporter, which is not used",
+    "optimize": "it belongs to the dynamo exporter, which is not used",
     "parallel_jobs": "it is for models distributed over ranks",
     "past_key_value_name": "no submodel of Stable Diffusion has past keys and values",
     "merge_adapter_weights": "name LoRAs in the workflow and LoraMerge as the next pass",
@@ -39,15 +39,15 @@ _REFUSED = {
     "script_dir": "sdflow loads the model itself, from `model:`",
 }
 
-# Who saved the checkpoint, and where: not part of the cache key, so not part of the artifact.
+# Who saved the checkpoint, and where: excluded from the cache key, so also from the artifact.
 _ORIGIN = ("_diffusers_version", "_name_or_path", "transformers_version")
 
 
 class OnnxConversionConfig(PassConfig):
-    """Olive's options of that name, as far as they mean anything here.
+    """The options of Olive's pass that apply here.
 
-    target_opset: version of the standard operator set. From 17 LayerNormalization is one operator, which the fusions
-        look for; the TorchScript exporter ends at 20.
+    target_opset: version of the standard operator set. LayerNormalization is one operator from 17 on, as the fusions
+        require; the TorchScript exporter supports up to 20.
     """
 
     target_opset: int = Field(default=17, ge=14, le=20)
@@ -61,7 +61,7 @@ class OnnxConversionConfig(PassConfig):
         reasons = {
             "use_dynamo_exporter": (False, "ONNX Runtime's fusions do not match the graphs of the dynamo exporter"),
             "device": ("cpu", "tracing runs on the CPU; the graph does not depend on where it was traced"),
-            "dynamic": (True, "one model serves all sizes; a target fixes them when it opens its session"),
+            "dynamic": (True, "one model serves all sizes; a target fixes them when it creates its session"),
         }
         if isinstance(options, dict):
             for option, (only, reason) in reasons.items():
@@ -69,15 +69,15 @@ class OnnxConversionConfig(PassConfig):
                     raise ValueError(f"{option} can only be {json.dumps(only)}: {reason}")
             for option in options:
                 if option in _REFUSED:
-                    raise ValueError(f"{option} is an option of Olive's that has no use here: {_REFUSED[option]}")
+                    raise ValueError(f"{option} is an Olive option that does not apply here: {_REFUSED[option]}")
         return options
 
 
 class OnnxConversion(Pass[OnnxConversionConfig]):
     """Writes model.onnx, model.onnx.data, the submodel's config.json and weights.json.
 
-    Facts, besides those of the graph: `parameters`, the elements of all floating-point parameters; `weights`, the
-    number of initializers that are known to be one; `unmapped`, the parameters that the graph does not use.
+    Facts, besides the graph's: `parameters`, number of elements of all floating-point parameters; `weights`, number of
+    initializers mapped to a parameter; `unmapped`, parameters that the graph does not use.
     """
 
     name: ClassVar[str] = "OnnxConversion"
@@ -98,7 +98,7 @@ class OnnxConversion(Pass[OnnxConversionConfig]):
     Config: ClassVar[type[PassConfig]] = OnnxConversionConfig
 
     def run(self, inputs: PassInputs, out: Path, config: OnnxConversionConfig) -> Facts:
-        """Raises PassError when the submodel's architecture has other inputs, or when tracing fails."""
+        """Raises PassError if the architecture's inputs do not match or tracing fails."""
         import onnx
         import torch
 
@@ -149,7 +149,7 @@ class OnnxConversion(Pass[OnnxConversionConfig]):
 
 
 def _declare_shapes(graph: Any, ports: Ports) -> None:
-    """Give inputs and outputs the axes of the ports: the exporter makes up names for sizes that it could not infer."""
+    """Set the ports' axes on inputs and outputs: the exporter invents names for sizes that it cannot infer."""
     for value, port in zip((*graph.input, *graph.output), (*ports.inputs, *ports.outputs), strict=True):
         for dimension, axis in zip(value.type.tensor_type.shape.dim, port.axes, strict=True):
             dimension.Clear()

@@ -1,14 +1,15 @@
-"""OrtTransformersOptimization: fuses operators with `onnxruntime.transformers`, through Olive's pass of that name.
+"""OrtTransformersOptimization: fuse operators with `onnxruntime.transformers`, through Olive's pass of the same name.
 
-What is mended around it:
+Differences from Olive's pass:
 
-- Olive returns its input for a model type that it does not know, and takes any word for an option. Here both are
-  errors, and a fusion that fused nothing is one too.
-- `FusionAttentionVae` writes zeros in place of the biases of q, k and v (onnxruntime 1.31, fusion_attention_vae.py,
-  "No bias, use zeros"). The true biases are put in.
-- The attention of IP-Adapters is not looked for (`sdflow.passes.image_prompt_fusion`). It is made of what is there.
-- Without shape inference most fusions of the UNet silently do not happen, and BiasAdd needs two others: errors.
-- For CLIP, the number of heads and the hidden size are taken from config.json.
+- Unknown model types and options, and fusions that fuse nothing, are errors. Olive returns its input for a model type
+  that it does not know, and accepts any option.
+- Attentions of a VAE keep their biases. `FusionAttentionVae` writes zeros in place of the biases of q, k and v
+  (onnxruntime 1.31, fusion_attention_vae.py, "No bias, use zeros").
+- IP-Adapter attentions are fused too (`sdflow.passes.image_prompt_fusion`).
+- Disabling shape inference is an error, since most UNet fusions then silently do nothing; so is BiasAdd without the two
+  fusions it depends on.
+- For CLIP, the number of heads and the hidden size come from config.json.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ FUSED = (
     "SkipLayerNormalization",
     "SkipSimplifiedLayerNormalization",
 )
-"""What the fusions make. LayerNormalization and Gelu are standard operators too, and may be there before."""
+"""Operators that fusions create. LayerNormalization and Gelu are standard operators and may exist before."""
 
 CERTAIN = {
     "clip": ("enable_gelu", "enable_layer_norm", "enable_skip_layer_norm"),
@@ -59,7 +60,7 @@ CERTAIN = {
     "unet": ("enable_attention", "enable_group_norm", "enable_nhwc_conv", "enable_skip_layer_norm"),
     "vae": ("enable_group_norm", "enable_nhwc_conv"),
 }
-"""Fusions that find something in every model of the type. A VAE's attention is matched in one form of export only."""
+"""Fusions that match in every model of the type. A VAE's attention only matches in one form of export."""
 
 
 class FusionSwitches(PassConfig):
@@ -68,60 +69,64 @@ class FusionSwitches(PassConfig):
     enable_gelu: bool = Field(default=True, description="Gelu and QuickGelu")
     enable_layer_norm: bool = Field(default=True, description="LayerNormalization")
     enable_attention: bool = Field(default=True, description="Attention or MultiHeadAttention")
-    enable_rotary_embeddings: bool = Field(default=True, description="RotaryEmbedding (none in Stable Diffusion)")
+    enable_rotary_embeddings: bool = Field(default=True, description="RotaryEmbedding (not used by Stable Diffusion)")
     enable_skip_layer_norm: bool = Field(
         default=True, description="Add and LayerNormalization in one; BiasAdd needs it"
     )
     enable_embed_layer_norm: bool = Field(
-        default=False, description="EmbedLayerNormalization (none in Stable Diffusion)"
+        default=False, description="EmbedLayerNormalization (not used by Stable Diffusion)"
     )
     enable_bias_skip_layer_norm: bool = Field(
-        default=True, description="the bias before SkipLayerNormalization goes into it"
+        default=True, description="fold a preceding bias into SkipLayerNormalization"
     )
     enable_bias_gelu: bool = Field(default=True, description="BiasGelu")
-    enable_gelu_approximation: bool = Field(default=False, description="FastGelu in place of Gelu: changes numbers")
+    enable_gelu_approximation: bool = Field(
+        default=False, description="FastGelu in place of Gelu; changes the results slightly"
+    )
     enable_qordered_matmul: bool = Field(default=True, description="QOrderedMatMul, for quantized models")
     enable_gemm_fast_gelu: bool = Field(default=False, description="GemmFastGelu")
-    enable_shape_inference: bool = Field(default=True, description="must stay on: most fusions need the shapes")
+    enable_shape_inference: bool = Field(default=True, description="must be on: most fusions need the shapes")
     enable_nhwc_conv: bool = Field(default=True, description="NhwcConv, weights transposed ahead of time")
     enable_group_norm: bool = Field(default=True, description="GroupNorm with its SiLU")
-    enable_skip_group_norm: bool = Field(default=True, description="Add and GroupNorm in one")
+    enable_skip_group_norm: bool = Field(default=True, description="SkipGroupNorm: Add and GroupNorm in one")
     enable_bias_splitgelu: bool = Field(
         default=True, description="BiasSplitGelu, the UNet's gated GELU; BiasAdd needs it"
     )
     enable_packed_qkv: bool = Field(default=True, description="one matrix for q, k and v of self-attention")
     enable_packed_kv: bool = Field(default=True, description="one matrix for k and v of cross-attention")
-    enable_bias_add: bool = Field(default=True, description="bias and residual in one")
+    enable_bias_add: bool = Field(default=True, description="BiasAdd: bias and residual in one")
     group_norm_channels_last: bool = Field(default=True, description="GroupNorm in NHWC; false for DirectML")
-    use_multi_head_attention: bool = Field(default=False, description="MultiHeadAttention where Attention would do")
+    use_multi_head_attention: bool = Field(
+        default=False, description="MultiHeadAttention even where Attention suffices"
+    )
     disable_multi_head_attention_bias: bool = Field(
         default=False, description="leave the bias out of MultiHeadAttention"
     )
     attention_mask_format: Literal[0, 1, 2, 3] = Field(default=2, description="0-1: index, 2: raw mask, 3: no mask")
     attention_op_type: Literal["Attention", "MultiHeadAttention", "GroupQueryAttention", "PagedAttention"] | None = (
-        Field(default=None, description="the attention operator to make; by the model type when not given")
+        Field(default=None, description="attention operator to create; default depends on the model type")
     )
 
     @model_validator(mode="after")
     def _switches_that_need_others(self) -> FusionSwitches:
         if not self.enable_shape_inference:
             raise ValueError(
-                "enable_shape_inference: false silently loses MultiHeadAttention, SkipLayerNormalization, "
+                "enable_shape_inference: false silently disables MultiHeadAttention, SkipLayerNormalization, "
                 "SkipGroupNorm and BiasAdd; leave it on"
             )
         return self
 
     def must_fuse(self, model_type: str) -> bool:
-        """Whether a fusion is on that every model of this type has a use for."""
+        """Whether a fusion is enabled that matches in every model of this type."""
         return any(getattr(self, name) for name in CERTAIN[model_type])
 
 
 class OrtTransformersOptimizationConfig(PassConfig):
-    """Olive's options, typed."""
+    """Olive's options, with types."""
 
     model_type: Literal["clip", "mmdit", "t5", "unet", "vae"] = Field(description="which set of fusions")
     num_heads: int = Field(
-        default=0, ge=0, description="attention heads; 0: found in the graph, or in config.json for clip"
+        default=0, ge=0, description="attention heads; 0: from the graph, or from config.json for clip"
     )
     hidden_size: int = Field(default=0, ge=0, description="hidden size; 0: as num_heads")
     num_key_value_heads: int = Field(default=0, ge=0, description="heads of key and value; 0: as num_heads")
@@ -140,9 +145,10 @@ class OrtTransformersOptimizationConfig(PassConfig):
         default=None, description="float16: names of nodes that stay float32"
     )
     force_fp16_inputs: Mapping[str, tuple[int, ...]] | None = Field(
-        default=None, description="float16: operator type to the inputs converted although ONNX Runtime prefers float32"
+        default=None,
+        description="float16: operator type -> inputs (indices) to convert although ONNX Runtime keeps them float32",
     )
-    input_int32: bool = Field(default=False, description="make integer inputs int32")
+    input_int32: bool = Field(default=False, description="convert integer inputs to int32")
 
     @model_validator(mode="after")
     def _options_that_need_others(self) -> OrtTransformersOptimizationConfig:
@@ -187,7 +193,7 @@ class OrtTransformersOptimization(Pass[OrtTransformersOptimizationConfig]):
         fused = fused_operators(before, after)
         if config.optimization_options.must_fuse(config.model_type) and not config.only_onnxruntime and not fused:
             raise PassError(
-                f"nothing was fused: the graph is not one that model_type {config.model_type} knows",
+                f"nothing was fused: the graph does not match model_type {config.model_type}",
                 where=self.name,
                 remedy="Export with OnnxConversion (not the dynamo exporter), check model_type, or leave the pass out.",
             )
@@ -206,7 +212,7 @@ class OrtTransformersOptimization(Pass[OrtTransformersOptimizationConfig]):
         return {**graph_facts(out / MODEL_FILE), **float16_facts(out), "fused": fused}
 
     def olive_options(self, config: OrtTransformersOptimizationConfig, model: Path) -> dict[str, Any]:
-        """The options as Olive's pass takes them, for the artifact `model`."""
+        """Return the options in the form that Olive's pass takes, for the artifact `model`."""
         options = config.model_dump(
             exclude={"float16", "keep_io_types", "force_fp32_ops", "force_fp32_nodes", "force_fp16_inputs"}
         )
@@ -217,21 +223,21 @@ class OrtTransformersOptimization(Pass[OrtTransformersOptimizationConfig]):
 
 
 def fused_operators(before: Facts, after: Facts) -> dict[str, int]:
-    """Of the operators that fusions make: how many more there are `after` than `before`."""
+    """Return how many more fused operators `after` has than `before`, by operator."""
     counts = {name: after["operators"].get(name, 0) - before["operators"].get(name, 0) for name in FUSED}
     return {name: count for name, count in counts.items() if count > 0}
 
 
 def _clip_heads(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Heads and hidden size of a CLIP text model, or of the vision model within a safety checker; 0, 0 if unknown."""
+    """Return heads and hidden size of a CLIP text model or a safety checker's vision model; (0, 0) if unknown."""
     known = config.get("vision_config", config)
     return int(known.get("num_attention_heads", 0)), int(known.get("hidden_size", 0))
 
 
 @contextlib.contextmanager
 def true_vae_biases() -> Iterator[None]:
-    """While active, an Attention that ONNX Runtime fuses in a VAE gets the biases of its q, k and v, not zeros."""
-    from onnxruntime.transformers import optimizer  # noqa: F401  puts the folder of the fusions onto sys.path
+    """While active, fused VAE Attention nodes get the biases of q, k and v instead of zeros."""
+    from onnxruntime.transformers import optimizer  # noqa: F401  adds the folder of the fusions to sys.path
 
     fusion = __import__("fusion_attention_vae").FusionAttentionVae
     original = fusion.create_attention_node
@@ -248,7 +254,7 @@ def true_vae_biases() -> Iterator[None]:
 
 
 def _write_biases(model: Any, name: str, additions: tuple[Any, ...]) -> None:
-    """Put the constants that the nodes `additions` add, joined, into the initializer `name`."""
+    """Concatenate the constants that the nodes `additions` add into the initializer `name`."""
     import numpy as np
     import onnx
 

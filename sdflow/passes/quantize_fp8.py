@@ -1,15 +1,15 @@
-"""QuantizeFp8: the products with large weights of a float16 or bfloat16 graph for CUDA in float8, E4M3.
+"""QuantizeFp8: quantize large matrix products of a float16 or bfloat16 graph for CUDA to float8 (E4M3).
 
     MatMul(x, w (K, N))
         Float8MatMul(x, w in E4M3 (N, K), its scales (N))
 
-Weights have a scale for each output channel; what they are multiplied with is quantized as it comes, with a scale for each row
-(a token, a pixel), so that no images are needed to calibrate (`sdflow.onnx_model.float8`). cuBLASLt multiplies, in an operator
-of ours, on GPUs of compute capability 8.9 and newer, or a kernel of ours.
+Weights have a scale per output channel. Activations are quantized at run time with a scale per row (a token or a
+pixel), so no calibration data is needed (`sdflow.onnx_model.float8`). sdflow's operator runs cuBLASLt or its own
+kernel, on GPUs of compute capability 8.9 and newer.
 
-What stays in 16 bits: convolutions, attention, normalizations, products of two activations, those with one row for an image (the
-time embedding, and all that is modulated with it), and those of few weights: of 640 x 640 a product takes as long in float8, and
-what it reads longer (benchmarks/gpu/RESULTS.md).
+These stay in 16 bits: convolutions, attention, normalizations, products of two activations, products with one row per
+image (the time embedding and all modulation by it), and small weights: a 640 x 640 product is no faster in float8, and
+quantizing its input costs time (benchmarks/gpu/RESULTS.md).
 """
 
 from __future__ import annotations
@@ -30,15 +30,13 @@ KIND = "float8_e4m3"
 
 
 class QuantizeFp8Config(QuantizeConfig):
-    """Which products are taken, and the options of every pass that quantizes."""
+    """Which products are quantized, and the options of all quantizing passes."""
 
-    smallest: int = Field(
-        default=1 << 20, gt=0, description="values that a weight must have at least for its product to become float8"
-    )
+    smallest: int = Field(default=1 << 20, gt=0, description="minimum number of values of a quantized weight")
 
 
 class QuantizeFp8(QuantizingPass[QuantizeFp8Config, Any]):
-    """Products in float8 (E4M3), scales found as values come: CUDA, the last pass of a chain in 16 bits."""
+    """Products in float8 (E4M3) with scales computed at run time: CUDA, the last pass of a 16-bit chain."""
 
     name: ClassVar[str] = "QuantizeFp8"
     version: ClassVar[int] = 2
@@ -67,8 +65,8 @@ def _halves() -> tuple[int, ...]:
 
 
 def _of_tokens(edit: GraphEdit) -> set[str]:
-    """The values that depend on images or texts; the others, which depend on timesteps and pooled embeddings alone, have one
-    row for an image."""
+    """Return the values that depend on images or text. All others depend only on timesteps and pooled embeddings, and
+    have one row per image."""
     import onnx
 
     found = set()
@@ -83,7 +81,7 @@ def _of_tokens(edit: GraphEdit) -> set[str]:
 
 
 def _is_layer(edit: GraphEdit, node: Any, smallest: int) -> bool:
-    """Whether float8 takes the node: a product with a weight in 16 bits, of at least so many values."""
+    """Whether the node is a product with a 16-bit weight of at least `smallest` values and suitable dimensions."""
     if node.domain not in ("", "ai.onnx") or node.op_type != "MatMul" or node.input[0] in edit.weights:
         return False
     weight = edit.weights.get(node.input[1])
@@ -94,7 +92,7 @@ def _is_layer(edit: GraphEdit, node: Any, smallest: int) -> bool:
 
 
 def quantize_fp8(edit: GraphEdit, layers: Sequence[Any]) -> None:
-    """Rewrite these products of a graph."""
+    """Rewrite these products of the graph."""
     for node in layers:
         turned = edit.moved(node.input[1], f"{node.input[1]}/transposed", lambda values: values.transpose(1, 0))
         values, scales = edit.quantized(turned, KIND, 0)

@@ -1,13 +1,13 @@
-"""QuantizeInt4: the products with weights of a graph with weights in 4 (or 8) bits.
+"""QuantizeInt4: quantize the weights of matrix products to 4 (or 8) bits.
 
     MatMul(x, w (K, N))
         MatMulNBits(x, w in 4 bits (N, blocks, bytes), scales (N, blocks), zeros)
 
-Weights have a scale and a zero for each block along K (`sdflow.weights.blockwise`); x stays as it is, so that neither images
-nor texts are needed to calibrate. ONNX Runtime has the operator on the CPU, CUDA, DirectML and WebGPU. MIGraphX reads 4 bits and
-one-dimensional zeros only, and these have two dimensions. Scales have the type of the values around the product.
+Weights have a scale and a zero point per block along K (`sdflow.weights.blockwise`). x is not quantized, so no
+calibration data is needed. ONNX Runtime has the operator on CPU, CUDA, DirectML and WebGPU; MIGraphX only accepts 4
+bits with one-dimensional zero points, and these are two-dimensional. Scales have the type of the product's activations.
 
-Embeddings, convolutions and products of two activations stay as they are.
+Embeddings, convolutions and products of two activations are unchanged.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ CONTRIB = "com.microsoft"
 
 
 class QuantizeInt4Config(QuantizeConfig):
-    """How weights are stored and which, and the options of every pass that quantizes."""
+    """How weights are stored, which ones, and the options of all quantizing passes."""
 
-    bits: Literal[4, 8] = Field(default=4, description="of a weight")
+    bits: Literal[4, 8] = Field(default=4, description="bits per weight")
     block_size: Literal[16, 32, 64, 128, 256] = Field(
-        default=32, description="weights that share a scale; products whose inner size is no multiple of it stay"
+        default=32, description="weights per scale; products whose inner size is not a multiple of it are unchanged"
     )
-    is_symmetric: bool = Field(default=False, description="no zero points: smaller, and farther from the weights")
+    is_symmetric: bool = Field(default=False, description="no zero points: smaller but less accurate")
     algorithm: Literal["mse", "rtn"] = Field(
         default="mse",
-        description="how scales are found: by the smallest squared error of the weights, or by their range (as Olive does)",
+        description="how scales are chosen: least squared error of the weights, or their range (as Olive does)",
     )
     accuracy_level: Literal[0, 1, 2, 3, 4] = Field(
         default=0,
-        description="0: computed in the type of the values; 4: the CPU may round those to int8 too. As MatMulNBits has it",
+        description="as in MatMulNBits. 0: compute in the activations' type; 4: the CPU may round these to int8",
     )
-    smallest: int = Field(default=1 << 16, gt=0, description="values that a weight must have at least to be quantized")
+    smallest: int = Field(default=1 << 16, gt=0, description="minimum number of values of a quantized weight")
 
 
 class QuantizeInt4(QuantizingPass[QuantizeInt4Config, WeightedProduct]):
-    """Weights in 4 or 8 bits by blocks, computed with as they were: the last pass of a chain."""
+    """Weights in 4 or 8 bits by blocks, activations unchanged: the last pass of a chain."""
 
     name: ClassVar[str] = "QuantizeInt4"
     version: ClassVar[int] = 1
@@ -72,7 +72,7 @@ def _fits(edit: GraphEdit, layer: WeightedProduct, config: QuantizeInt4Config) -
 
 
 def _quantized(edit: GraphEdit, layer: WeightedProduct, config: QuantizeInt4Config) -> list[Any]:
-    """The nodes that compute the layer with a quantized weight."""
+    """Return the nodes that compute the layer with a quantized weight."""
     from onnx import helper
 
     from sdflow.weights.blockwise import Format

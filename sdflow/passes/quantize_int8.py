@@ -1,22 +1,21 @@
-"""QuantizeInt8: the products with weights of a graph for the CPU in int8.
+"""QuantizeInt8: quantize matrix products to int8, for the CPU and DirectML.
 
     MatMul(x, w) (+ bias)
         MatMulIntegerToFloat(DynamicQuantizeLinear(x), w in int8, its scales, bias)
 
-Weights are signed, with a scale for each output channel; inputs are uint8, with a scale and a zero point for the whole tensor
-that are found as it comes, so that no images are needed to calibrate. It is what `onnxruntime.quantization.quantize_dynamic`
-computes, in the form that ONNX Runtime's optimizer turns that into (dynamic_quantize_matmul_fusion.cc), with one
-DynamicQuantizeLinear for all products that read the same value. The scale of an input is that of its whole batch: an image is
-not the same, bit for bit, beside others as alone.
+Weights are signed, with a scale per output channel. Inputs are uint8, with a scale and zero point per tensor that are
+computed at run time, so no calibration data is needed. The result equals `onnxruntime.quantization.quantize_dynamic`
+after ONNX Runtime's optimizer (dynamic_quantize_matmul_fusion.cc), with one DynamicQuantizeLinear for all products that
+read the same value. Activation scales are per batch, so an image's exact bits depend on what it is batched with.
 
-In a graph in float16, for DirectML, a product and what quantizes its input lie between two casts: DynamicQuantizeLinear takes
-float32 alone.
+In a float16 graph, for DirectML, the quantized product lies between two casts: DynamicQuantizeLinear only takes
+float32.
 
-With `rotation`, inputs and weights are multiplied by a Hadamard matrix before they are quantized, some values at a time: the
-weights when they are bound, the inputs as they come. Single large values, which would leave few numbers to all others, are spread
-so (https://arxiv.org/abs/2404.00456).
+With `rotation`, inputs and weights are multiplied by a Hadamard matrix before quantization, in groups of that size: the
+weights when they are bound, the inputs at run time. This spreads outliers, which would otherwise leave few quantization
+levels for all other values (https://arxiv.org/abs/2404.00456).
 
-Convolutions stay float32: in int8 they take 2.5 times as long on a CPU (benchmarks/tried.md).
+Convolutions stay float32: int8 makes them 2.5 times slower on a CPU (benchmarks/tried.md).
 """
 
 from __future__ import annotations
@@ -35,21 +34,21 @@ CONTRIB = "com.microsoft"
 
 
 class QuantizeInt8Config(QuantizeConfig):
-    """quantize_dynamic's options that matter here, and those of every pass that quantizes."""
+    """The relevant options of quantize_dynamic, and the options of all quantizing passes."""
 
     reduce_range: bool = Field(
         default=False,
-        description="weights from -64 to 64, for processors without VNNI, where sums of two larger products are cut",
+        description="limit weights to -64..64, for CPUs without VNNI, where the sum of two larger products saturates",
     )
     rotation: Literal[16, 32, 64, 128, 256] | None = Field(
         default=None,
-        description="inputs and weights are rotated by a Hadamard matrix of this size before they are quantized; products whose "
-        "inner size is no multiple of it are not",
+        description="size of the Hadamard matrix that rotates inputs and weights before quantization; products whose "
+        "inner size is not a multiple of it are not rotated",
     )
 
 
 class QuantizeInt8(QuantizingPass[QuantizeInt8Config, WeightedProduct]):
-    """Products with weights in int8, their inputs quantized as they come: CPU and DirectML, the last pass of a chain."""
+    """Products in int8, with inputs quantized at run time: CPU and DirectML, the last pass of a chain."""
 
     name: ClassVar[str] = "QuantizeInt8"
     version: ClassVar[int] = 2
@@ -67,7 +66,7 @@ class QuantizeInt8(QuantizingPass[QuantizeInt8Config, WeightedProduct]):
 
 
 def _fits(edit: GraphEdit, layer: WeightedProduct) -> bool:
-    """Whether int8 takes the product: a bias must be an initializer with a value for each output channel."""
+    """Whether int8 supports the product: a bias must be an initializer with one value per output channel."""
     if layer.dtype == "bfloat16":
         return False
     if not layer.bias:
@@ -76,7 +75,7 @@ def _fits(edit: GraphEdit, layer: WeightedProduct) -> bool:
 
 
 def quantize_int8(edit: GraphEdit, layers: Sequence[WeightedProduct], *, reduced: bool, rotation: int = 0) -> None:
-    """Rewrite these layers of a graph. rotation: the size of the Hadamard matrix, 0 without."""
+    """Rewrite these layers of the graph. rotation: size of the Hadamard matrix, 0 for none."""
     from onnx import TensorProto, helper
 
     kind = "int8_reduced" if reduced else "int8"
@@ -94,7 +93,7 @@ def quantize_int8(edit: GraphEdit, layers: Sequence[WeightedProduct], *, reduced
         if (source, rotates) not in inputs:
             known = (source, not rotates) in inputs
             before, inputs[source, rotates] = _quantized_input(edit, source, half, rotation if rotates else 0)
-            before = before[1:] if half and known else before  # the cast is there
+            before = before[1:] if half and known else before  # already cast
         values, scales = edit.quantized(edit.rotated(weight, 0, rotation) if rotates else weight, kind, 1)
         given, scale, zero = inputs[source, rotates]
         result, bias = node.output[0], layer.bias
@@ -119,7 +118,8 @@ def quantize_int8(edit: GraphEdit, layers: Sequence[WeightedProduct], *, reduced
 
 
 def _quantized_input(edit: GraphEdit, source: str, half: bool, rotation: int) -> tuple[list[Any], tuple[str, str, str]]:
-    """What quantizes a value (..., inner), and the names of its numbers, their scale and their zero."""
+    """Return the nodes that quantize a value (..., inner), and the names of the quantized value, its scale and zero
+    point."""
     from onnx import TensorProto, helper
 
     now = source
@@ -149,7 +149,7 @@ def _quantized_input(edit: GraphEdit, source: str, half: bool, rotation: int) ->
 
 
 def _with_bias(edit: GraphEdit, result: str, channels: int) -> tuple[str, str, Any]:
-    """The output of an Add behind a product, the bias that it adds, and the Add; or the result as it is."""
+    """Return the output of an Add behind a product, its bias, and the Add; or (result, "", None)."""
     from onnx import TensorProto
 
     add = edit.only_reader(result)

@@ -1,8 +1,7 @@
-"""What passes that quantize weights have in common: how they go, the limit that holds for what they make, and the layers they
-leave alone.
+"""Base class of passes that quantize weights: their limit, and the layers they skip.
 
-A quantized artifact loses more than float16 does, so it is never held to float16's yardstick. How far it may be from PyTorch is
-for the workflow to say, and `sdflow verify` refuses what nobody has said it for.
+A quantized artifact loses more than float16 does, so float16's tolerance does not apply. The workflow sets the limit on
+the distance from PyTorch; without one, `sdflow verify` fails.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ from sdflow.passes.graph_edit import GraphEdit
 
 
 class QuantizeConfig(PassConfig):
-    """Options of every pass that quantizes."""
+    """Options of all quantizing passes."""
 
     limit: float | None = Field(
         default=None,
         gt=0,
-        description="how far the outputs may be from the fp32 PyTorch model (relative L2); without it verification refuses them",
+        description="maximum relative L2 error against the fp32 PyTorch model; without it, verification fails",
     )
     keep: tuple[str, ...] = Field(
-        default=(), description="layers that stay as they are: names of nodes, or patterns like */attn2/*"
+        default=(), description="layers to leave unquantized: node names, or patterns like */attn2/*"
     )
 
 
 class Layer(Protocol):
-    """A layer that could be quantized: a NodeProto, or what a pass knows of one."""
+    """A layer that can be quantized: a NodeProto, or a pass's description of one."""
 
     @property
     def name(self) -> str:
-        """Of its node."""
+        """Name of the layer's node."""
 
 
 Q = TypeVar("Q", bound=QuantizeConfig)
@@ -49,21 +48,22 @@ L = TypeVar("L", bound=Layer)
 
 
 class QuantizingPass(EditingPass[Q], Generic[Q, L]):
-    """A pass that quantizes layers of a graph. Subclasses find them (`layers`), and rewrite those that are not kept (`quantize`).
+    """A pass that quantizes layers of a graph. Subclasses find candidates (`layers`) and rewrite the chosen ones
+    (`quantize`).
 
-    Facts, besides those of the graph: `quantized`, its `layers` and those that were `kept`.
+    Facts, besides the graph's: `quantized`, with the quantized `layers` and those `kept`.
     """
 
     @abstractmethod
     def layers(self, edit: GraphEdit, config: Q) -> Sequence[L]:
-        """All that could be quantized. Raises PassError for a graph that the pass does not take."""
+        """Return all layers that can be quantized. Raises PassError if the pass does not support the graph."""
 
     @abstractmethod
     def quantize(self, edit: GraphEdit, layers: Sequence[L], config: Q) -> None:
-        """Rewrite these of the layers."""
+        """Rewrite the given layers."""
 
     def edit(self, edit: GraphEdit, config: Q) -> Facts:
-        """Raises PassError when `keep` does not fit the graph."""
+        """Raises PassError if `keep` does not match the graph."""
         layers = self.layers(edit, config)
         if not layers:
             return {}
@@ -73,19 +73,19 @@ class QuantizingPass(EditingPass[Q], Generic[Q, L]):
         return quantized_facts(names, wanted)
 
     def refusal(self, edit: GraphEdit, config: Q) -> tuple[str, str]:
-        return "the graph has no layer that it could quantize", "Leave the pass out."
+        return "the graph has no layer that can be quantized", "Leave the pass out."
 
 
 def chosen(layers: Sequence[str], keep: Sequence[str], name: str) -> list[str]:
-    """The layers that are quantized: all but those that one of `keep` names. name: of the pass.
+    """Return the layers to quantize: all that no pattern of `keep` matches. name: the pass's name.
 
-    Raises PassError where there is none left, or where one of `keep` names none.
+    Raises PassError if none is left, or if a pattern matches no layer.
     """
     if strange := [pattern for pattern in keep if not any(fnmatchcase(layer, pattern) for layer in layers)]:
         raise PassError(
             f"keep names {strange[0]}, which is no layer that would be quantized",
             where=name,
-            remedy=f"Layers are named like {layers[0]}; sdflow.json lists those of a pipeline.",
+            remedy=f"Layers are named like {layers[0]}; a pipeline's sdflow.json lists them.",
         )
     found = [layer for layer in layers if not any(fnmatchcase(layer, pattern) for pattern in keep)]
     if not found:
@@ -94,15 +94,17 @@ def chosen(layers: Sequence[str], keep: Sequence[str], name: str) -> list[str]:
 
 
 def quantized_facts(layers: Sequence[str], quantized: Sequence[str]) -> Facts:
-    """The fact `quantized`: the layers that are, and of those that could be, the ones that are kept."""
+    """Return the fact `quantized`: the quantized layers, and the candidates that were kept."""
     made = set(quantized)
     return {"quantized": {"layers": list(quantized), "kept": [layer for layer in layers if layer not in made]}}
 
 
 def quantization_of(chain: Sequence[tuple[type[Pass[Any]], Mapping[str, Any], Facts]]) -> Quantization | None:
-    """What a chain of passes quantized to; None for floating-point numbers throughout. chain: each pass, its options and its
-    facts. A pass that does not say that it quantizes is told by its facts: by what the graph has from then on. Of several, the
-    one with the fewest bits, as `quantized_to` chooses."""
+    """Return what a chain quantized to, or None if it stays in floating point.
+
+    chain: each pass with its options and facts. A pass that does not declare `quantizes` is judged by its graph's
+    operators and types. Of several quantizations, the one with the fewest bits counts, as in `quantized_to`.
+    """
     made = [
         Quantization(
             to, implementation.name, config.get("limit"), len(found.get("layers", ())), (*found.get("kept", ()),)

@@ -80,8 +80,8 @@ def catalog() -> PassCatalog:
 def find_pass(name: str, folder: Path) -> type[Pass[Any]]:
     """Return the class of pass `name`. folder: base of relative script paths.
 
-        Raises PassNotFound if the name is unknown (with the closest match), unusable in a chain, or a faulty script.
-        """
+    Raises PassNotFound if the name is unknown (with the closest match), unusable in a chain, or a faulty script.
+    """
     if module := (OWN | APPENDED).get(name):
         return getattr(import_module(module), name)  # type: ignore[no-any-return]
     if is_user_pass(name):

@@ -71,7 +71,8 @@ def try_user_pass(name: str, folder: Path) -> None:
 
 
 def serve(request: Mapping[str, Any], phase: Callable[[str], None]) -> Mapping[str, Any]:
-    """Load the requested pass and build its options' JSON schema, as planning does. Memory is limited to what is free."""
+    """Load the requested pass and build its options' JSON schema, as planning does. Memory is limited to what is
+    free."""
     import psutil
 
     limit_memory(max(LEAST_MEMORY, psutil.virtual_memory().available))

@@ -1,11 +1,11 @@
-"""SeparateQkv: query, key and value of a self-attention from three matrix products, where that is faster than one.
+"""SeparateQkv: compute query, key and value of a self-attention in three matrix products where that is faster than one.
 
     MatMul(x, w (C, heads * 3 * size)) -> Reshape -> MultiHeadAttention(packed)
         MultiHeadAttention(MatMul(x, wq), MatMul(x, wk), MatMul(x, wv))
 
-ONNX Runtime takes a packed result apart again in a kernel of its own before cuDNN's attention
-(attention_prepare_qkv.cu, PrepareQkv_MHA_PackedQKV), which reads and writes all of it. On the large feature maps, those
-with few channels, that costs more than two more products; on the small ones it costs less.
+Before cuDNN's attention, ONNX Runtime unpacks a packed result in a separate kernel (attention_prepare_qkv.cu,
+PrepareQkv_MHA_PackedQKV) that reads and writes all of it. On large feature maps, which have few channels, that costs
+more than two extra products; on small ones it costs less.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from sdflow.passes.graph_edit import GraphEdit
 
 
 class SeparateQkvConfig(PassConfig):
-    """Which attentions are taken apart."""
+    """Which attentions are separated."""
 
-    widest: int = Field(default=640, gt=0, description="channels of the widest attention that is taken apart")
+    widest: int = Field(default=640, gt=0, description="maximum number of channels of a separated attention")
 
 
 class SeparateQkv(EditingPass[SeparateQkvConfig]):
-    """Three matrix products in place of a packed one, for the larger feature maps: CUDA, after
-    OrtTransformersOptimization.
+    """Three matrix products in place of a packed one on large feature maps: CUDA, after OrtTransformersOptimization.
 
-    Facts, besides those of the graph: `separated`, how many MultiHeadAttention.
+    Facts, besides the graph's: `separated`, number of MultiHeadAttention nodes.
     """
 
     name: ClassVar[str] = "SeparateQkv"
@@ -48,7 +47,7 @@ class SeparateQkv(EditingPass[SeparateQkvConfig]):
     def refusal(self, edit: GraphEdit, config: SeparateQkvConfig) -> tuple[str, str]:
         return (
             f"there is no packed self-attention of at most {config.widest} channels",
-            "Put it behind OrtTransformersOptimization with enable_packed_qkv, or leave it out.",
+            "Put it after OrtTransformersOptimization with enable_packed_qkv, or leave it out.",
         )
 
 
@@ -85,7 +84,7 @@ def _separate(edit: GraphEdit, attention: Any, widest: int) -> bool:
 
 
 def _part(recipe: Any, index: int, by_heads: tuple[int, int, int]) -> Any:
-    """One part of a packed weight's recipe: of a join along the axis inside the heads."""
+    """Return one part of a packed weight's recipe, which must join the parts along the axis inside the heads."""
     from sdflow.weights.recipe import Join, Reshape, Rounded
 
     if isinstance(recipe, Rounded):
@@ -93,7 +92,7 @@ def _part(recipe: Any, index: int, by_heads: tuple[int, int, int]) -> Any:
     join = recipe.of if isinstance(recipe, Reshape) else None
     if not isinstance(join, Join) or join.axis != 2 or [part.shape for part in join.parts] != [by_heads] * 3:
         raise PassError(
-            "a packed weight whose recipe is no join of query, key and value",
+            "a packed weight's recipe is not a join of query, key and value",
             where="SeparateQkv",
             remedy="Set carry_weights: true.",
         )

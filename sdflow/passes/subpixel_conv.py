@@ -1,22 +1,22 @@
-"""SubpixelConv: a convolution of an image whose pixels are doubled, computed on the small image.
+"""SubpixelConv: convolve before 2x nearest-neighbour upsampling instead of after it.
 
-Of the nine products of a 3x3 kernel on doubled pixels, several meet the same pixel. A row of the result sees two rows of
-the small image, a column two columns; which of the kernel's entries meet there depends on whether it is even or odd:
+Several of the nine products of a 3x3 kernel on doubled pixels read the same pixel. An output row reads two rows of the
+small image, an output column two columns; which kernel entries are combined depends on its parity:
 
     row 2i: small row i-1 by w0, row i by w1 + w2         row 2i+1: row i by w0 + w1, row i+1 by w2
 
-So four kernels of 2x2 do, 16 products for each small pixel in place of 36 (Shi et al., "Is the deconvolution layer the
-same as a convolutional layer?", https://arxiv.org/abs/1609.07009):
+Four 2x2 kernels suffice: 16 products per small pixel instead of 36 (Shi et al., "Is the deconvolution layer the same as
+a convolutional layer?", https://arxiv.org/abs/1609.07009):
 
     Resize(x, nearest, 2) -> Conv(3x3, pads 1)            four Conv(2x2) of x, of even and odd rows and columns
                                                           -> Concat of columns -> Concat of rows -> Reshape
 
     Resize(x, nearest, 2) -> Transpose -> NhwcConv(3x3)   one NhwcConv(2x2, pads 1) of x, of all four kernels
-                                                          -> their results put between one another (`onnx_model.phases`)
+                                                          -> interleaved (`onnx_model.phases`)
 
-Each entry of the four kernels is a sum of entries of the one: what is computed differs by float32's rounding, or by that of
-the type that the sums are converted to afterwards. On the CPU, DepthToSpace would put the pixels in their places too, with one
-thread and in five times the time of the two Concats (ONNX Runtime 1.31).
+Each entry of the four kernels is a sum of the original's entries, so results differ by rounding in float32, or in the
+type that the sums are converted to later. On the CPU, DepthToSpace would also interleave the pixels, but on one thread
+and five times slower than the two Concats (ONNX Runtime 1.31).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sdflow.passes.nearest import source_in_nhwc, to_nhwc, whole_factor
 
 FACTOR = 2
 MEETING = (((0,), (1, 2)), ((0, 1), (2,)))
-"""Of an even row, and of an odd one: the kernel's entries that meet the first pixel, and those that meet the second."""
+"""For an even row and an odd one: the kernel entries that read the first pixel, and those that read the second."""
 
 
 class SubpixelConvConfig(PassConfig):
@@ -40,9 +40,9 @@ class SubpixelConvConfig(PassConfig):
 
 
 class SubpixelConv(EditingPass[SubpixelConvConfig]):
-    """Convolves before it upsamples, with less than half of the products: CPU and CUDA, before OnnxFloatToFloat16.
+    """Convolves before upsampling, with less than half the products: CPU and CUDA, before OnnxFloatToFloat16.
 
-    Facts, besides those of the graph: `replaced`, how many convolutions.
+    Facts, besides the graph's: `replaced`, number of convolutions.
     """
 
     name: ClassVar[str] = "SubpixelConv"
@@ -56,7 +56,7 @@ class SubpixelConv(EditingPass[SubpixelConvConfig]):
 
     def refusal(self, edit: GraphEdit, config: SubpixelConvConfig) -> tuple[str, str]:
         return (
-            "there is no 3x3 Conv or NhwcConv in float32 behind a Resize to the nearest neighbour by 2",
+            "there is no float32 3x3 Conv or NhwcConv after a 2x nearest-neighbour Resize",
             "Put it before NhwcResize and OnnxFloatToFloat16, or leave it out.",
         )
 
@@ -69,7 +69,7 @@ def _replace(edit: GraphEdit, resize: Any) -> bool:
     if back is None and _fits(edit, conv, "Conv"):
         _replace_conv(edit, resize, conv)
         return True
-    cast = conv if conv is not None and conv.op_type == "Cast" else None  # onnxruntime.transformers puts one there
+    cast = conv if conv is not None and conv.op_type == "Cast" else None  # inserted by onnxruntime.transformers
     if cast is not None:
         conv = edit.only_reader(cast.output[0])
     if back is not None and _fits(edit, conv, "NhwcConv"):
@@ -147,7 +147,7 @@ def _fits(edit: GraphEdit, conv: Any | None, op_type: str) -> bool:
 
 
 def _kernel(edit: GraphEdit, weight: str, row: int, column: int) -> str:
-    """The kernel of one of the four convolutions: (out, in, 3, 3) -> (out, in, 2, 2)."""
+    """Return one of the four kernels: (out, in, 3, 3) -> (out, in, 2, 2)."""
     from sdflow.weights.recipe import SumAlong, add_along
 
     of_rows, of_columns = MEETING[row], MEETING[column]
@@ -160,7 +160,7 @@ def _kernel(edit: GraphEdit, weight: str, row: int, column: int) -> str:
 
 
 def _kernels(edit: GraphEdit, weight: str) -> str:
-    """All four for an NhwcConv, one after the other: (out, 3, 3, in) -> (4 out, 2, 2, in)."""
+    """Return all four kernels, concatenated for one NhwcConv: (out, 3, 3, in) -> (4 out, 2, 2, in)."""
     from sdflow.weights.recipe import Reshape, SumAlong, Transpose, add_along
 
     groups = (*MEETING[0], *MEETING[1])

@@ -20,11 +20,11 @@ def traced_module(model: Model, module: Any) -> Any:
 def weights_kept_apart() -> Iterator[None]:
     """While active, `torch.onnx.export(dynamo=False)` gives every parameter an initializer named by its state_dict key.
 
-        By default the exporter (torch/onnx/_internal/torchscript_exporter/utils.py) folds the transpose before a MatMul and
-        the unsqueeze after a GroupNorm into new initializers with generated names, and merges initializers of equal values.
-        The mapping to parameters is then lost, and the graph depends on weights that happen to be equal. Constants are still
-        folded; `weight_names.fold_weights` folds the weights afterwards and records each step.
-        """
+    By default the exporter (torch/onnx/_internal/torchscript_exporter/utils.py) folds the transpose before a MatMul and
+    the unsqueeze after a GroupNorm into new initializers with generated names, and merges initializers of equal values.
+    The mapping to parameters is then lost, and the graph depends on weights that happen to be equal. Constants are
+    still folded; `weight_names.fold_weights` folds the weights afterwards and records each step.
+    """
     import torch
 
     fold = torch._C._jit_pass_onnx_constant_fold

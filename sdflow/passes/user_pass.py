@@ -36,7 +36,8 @@ def is_user_pass(name: str) -> bool:
 
 
 def user_script_files(name: str, folder: Path) -> tuple[Path, ...]:
-    """Return the script of `name` and the files that it imports from its folder, sorted. Raises PassError if missing."""
+    """Return the script of `name` and the files that it imports from its folder, sorted. Raises PassError if
+    missing."""
     script = _script(name, folder)
     found = [script]
     for path in found:  # grows while it is walked
@@ -47,8 +48,8 @@ def user_script_files(name: str, folder: Path) -> tuple[Path, ...]:
 def load_user_pass(name: str, folder: Path) -> AnyPass:
     """Return the pass class of a script. folder: base of relative paths.
 
-        Raises PassError with the script's line if it cannot be loaded or does not contain the requested pass.
-        """
+    Raises PassError with the script's line if it cannot be loaded or does not contain the requested pass.
+    """
     script = _script(name, folder)
     _, _, wanted = name.partition(":")
     module = _load(script)
@@ -118,7 +119,7 @@ def _load(script: Path) -> ModuleType:
 
 class _FromSource(SourceFileLoader):
     """Loader that always compiles from source. Cached bytecode counts as current if size and mtime (in seconds) match,
-        which an edit may preserve."""
+    which an edit may preserve."""
 
     def path_stats(self, path: str) -> NoReturn:
         raise OSError(path)  # makes the import system skip reading and writing bytecode

@@ -1,8 +1,8 @@
-"""Which initializer of an ONNX model is which parameter of the PyTorch module.
+"""Map from initializers of an ONNX model to parameters of the PyTorch module.
 
-OnnxConversion records this in `weights.json`, {initializer: {"key": ..., "shape": [...], "transform": [...]}}, and
-LoraMerge reads it: a LoRA names parameters by their `state_dict` keys. The record is made while the weights are folded,
-not found out afterwards by comparing values, so it is exact whatever the values are.
+OnnxConversion records it in `weights.json`, {initializer: {"key": ..., "shape": [...], "transform": [...]}}, for
+LoraMerge: a LoRA names parameters by their `state_dict` keys. It is recorded while weights are folded, not inferred by
+comparing values, so it is exact for any values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WEIGHT_NAMES_FILE = "weights.json"
 
 @dataclass(frozen=True)
 class Transform:
-    """One step from a parameter to an initializer: a permutation of its axes, or another shape of the same values."""
+    """A step from a parameter to an initializer: a permutation of its axes, or a reshape."""
 
     kind: Literal["transpose", "reshape"]
     axes: tuple[int, ...]
@@ -36,7 +36,7 @@ class Transform:
         return values.transpose(self.axes) if self.kind == "transpose" else values.reshape(self.axes)
 
     def undo(self, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """Of `apply`. shape: what its result has."""
+        """Invert `apply`. shape: shape of the values before `apply`."""
         if self.kind == "reshape":
             return values.reshape(shape)
         return values.transpose([self.axes.index(axis) for axis in range(len(self.axes))])
@@ -47,7 +47,7 @@ class Transform:
 
 @dataclass(frozen=True)
 class WeightName:
-    """The parameter that an initializer holds: its key in the module's state_dict, its shape, and how it was moved."""
+    """The parameter that an initializer holds: its state_dict key, its shape, and the steps that moved its values."""
 
     key: str
     shape: tuple[int, ...]
@@ -62,13 +62,13 @@ class WeightName:
         return shape
 
     def apply(self, values: np.ndarray) -> np.ndarray:
-        """The initializer's values for these of the parameter."""
+        """Convert the parameter's values to the initializer's."""
         for step in self.transform:
             values = step.apply(values)
         return values
 
     def undo(self, values: np.ndarray) -> np.ndarray:
-        """The parameter's values, of the initializer's."""
+        """Convert the initializer's values to the parameter's."""
         shapes = [self.shape]
         for step in self.transform:
             shapes.append(step.shape_after(shapes[-1]))
@@ -91,9 +91,9 @@ def write_weight_names(names: Mapping[str, WeightName], out: Path) -> None:
 
 
 def read_weight_names(model: Path) -> dict[str, WeightName]:
-    """Read `weights.json` of the artifact `model`. Raises PassError when it has none or one of another form."""
+    """Read `weights.json` of the artifact `model`. Raises PassError if it is missing or malformed."""
     path = model / WEIGHT_NAMES_FILE
-    remedy = f"{WEIGHT_NAMES_FILE} is written by OnnxConversion; a pass between that changes weights must remove it."
+    remedy = f"{WEIGHT_NAMES_FILE} is written by OnnxConversion; passes that change weights must remove it."
     try:
         return {
             initializer: WeightName(
@@ -104,18 +104,18 @@ def read_weight_names(model: Path) -> dict[str, WeightName]:
             for initializer, entry in json.loads(path.read_text()).items()
         }
     except FileNotFoundError:
-        raise PassError("the step before does not say which weight is which", remedy=remedy) from None
+        raise PassError("the previous step has no map from weights to parameters", remedy=remedy) from None
     except (ValueError, KeyError, TypeError, AttributeError) as cause:
         raise PassError(f"{WEIGHT_NAMES_FILE} is not readable: {cause!r}", remedy=remedy) from cause
 
 
 def fold_weights(model: Any, folder: Path, keys: Container[str]) -> dict[str, WeightName]:
-    """Fold what only moves a weight's values (Transpose, Unsqueeze) into the weights of a ModelProto, in place.
+    """Fold operators that only move a weight's values (Transpose, Unsqueeze) into the weights of a ModelProto, in
+    place.
 
-    folder: where its data file lies. keys: the initializers that are parameters; they keep their names. Each takes the
-    same bytes before and after, so the data file is changed where it stands and one weight is in memory at a time. A
-    weight that is used in two different forms stays as it is. Returns what every parameter's initializer holds, in the
-    order of the graph.
+    folder: directory of the data file. keys: the initializers that are parameters; they keep their names. Sizes do not
+    change, so the data file is edited in place with one weight in memory at a time. A weight that is used in two
+    different forms is unchanged. Returns the parameter behind each initializer, in graph order.
     """
     graph = model.graph
     names = {}
@@ -140,7 +140,7 @@ def fold_weights(model: Any, folder: Path, keys: Container[str]) -> dict[str, We
 
 
 def weight_span(tensor: Any) -> tuple[int, int] | None:
-    """Where an initializer's values lie in the data file, (offset, length) in bytes; None if in the graph file."""
+    """Return an initializer's (offset, length) in the data file, in bytes; None if it is in the graph file."""
     import onnx
 
     if tensor.data_location != onnx.TensorProto.EXTERNAL:
@@ -154,7 +154,7 @@ def weight_span(tensor: Any) -> tuple[int, int] | None:
 
 
 def _users(graph: Any) -> dict[str, list[Any]]:
-    """Value -> the nodes that read it. None: a use that cannot be changed, in an inner graph or as an output."""
+    """Map each value to the nodes that read it. None marks a use that cannot change: in a subgraph, or as an output."""
     users: dict[str, list[Any]] = {output.name: [None] for output in graph.output}
     for inner in subgraphs(graph):
         for node in inner.node:
@@ -164,7 +164,7 @@ def _users(graph: Any) -> dict[str, list[Any]]:
 
 
 def _constants(graph: Any) -> dict[str, Any]:
-    """The values of the graph's Constant nodes that are tensors: the axes of an Unsqueeze are one."""
+    """Return the values of the graph's tensor Constants, such as the axes of an Unsqueeze."""
     import onnx
 
     return {
@@ -175,7 +175,7 @@ def _constants(graph: Any) -> dict[str, Any]:
 
 
 def _common_step(users: Mapping[str, list[Any]], tensor: Any, constants: Mapping[str, Any]) -> Transform | None:
-    """The one way in which all nodes that read `tensor` move its values, or None."""
+    """Return the one step by which all readers of `tensor` move its values, or None."""
     steps = set()
     for node in users.get(tensor.name, ()):
         movable = node is not None and node.input[0] == tensor.name and None not in users.get(node.output[0], ())
@@ -197,7 +197,7 @@ def _step(node: Any, shape: tuple[int, ...], constants: Mapping[str, Any]) -> Tr
 
 
 def _apply(step: Transform, tensor: Any, folder: Path) -> None:
-    """Store the values of `tensor` as `step` leaves them."""
+    """Apply `step` to the stored values of `tensor`."""
     import numpy as np
     import onnx
 
@@ -219,9 +219,9 @@ def _apply(step: Transform, tensor: Any, folder: Path) -> None:
 
 
 def _remove(graph: Any, folded: Container[str]) -> None:
-    """Take out the nodes whose output is in `folded`, the constants that only they read, and what is said of both.
+    """Remove the nodes whose output is in `folded`, Constants that only they read, and the value infos of both.
 
-    What is said of initializers goes too: it repeats their shapes, and those of the folded ones have changed.
+    Value infos of initializers are removed too: they repeat shapes, which have changed for folded ones.
     """
     read = {output.name for output in graph.output}
     for inner in subgraphs(graph):

@@ -1,4 +1,4 @@
-"""The products of a value and a weight in a graph: MatMul and Gemm, as passes that quantize them see them."""
+"""Products of an activation and a weight (MatMul and Gemm), for passes that quantize them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from sdflow.passes.graph_edit import GraphEdit
 
 @dataclass(frozen=True)
 class WeightedProduct:
-    """A product of a value and a two-dimensional weight.
+    """A product of an activation and a two-dimensional weight.
 
-    transposed: the weight is (out, in), otherwise (in, out). bias: the value that is added to the product, or "".
-    dtype: of the weight: "float32", "float16" or "bfloat16".
+    transposed: the weight is (out, in), otherwise (in, out). bias: the value added to the product, or "".
+    dtype: the weight's: "float32", "float16" or "bfloat16".
     """
 
     node: Any
@@ -25,17 +25,17 @@ class WeightedProduct:
 
     @property
     def name(self) -> str:
-        """Of its node."""
+        """Name of the product's node."""
         return str(self.node.name)
 
     def sizes(self, edit: GraphEdit) -> tuple[int, int]:
-        """The weight's input and output channels."""
+        """Return the weight's input and output channels."""
         rows, columns = edit.weights[self.weight].dims
         return (columns, rows) if self.transposed else (rows, columns)
 
 
 def weighted_product(edit: GraphEdit, node: Any) -> WeightedProduct | None:
-    """The node as a product with a weight; None for any other, and for a Gemm that scales or transposes its input."""
+    """Return the node as a product with a weight, or None. A Gemm that scales or transposes its input is not one."""
     if node.domain not in ("", "ai.onnx") or node.op_type not in ("MatMul", "Gemm") or node.input[0] in edit.weights:
         return None
     weight = edit.weights.get(node.input[1])

@@ -1,10 +1,10 @@
-"""Large weights stay on disk while ONNX Runtime's graph tools run.
+"""Keep large weights on disk while ONNX Runtime's graph tools run.
 
-`onnxruntime.transformers` copies the whole model for every shape inference, and protobuf never returns the memory of a
-value that was replaced: for the full SD1.5 UNet this adds up to more than 17 GB. Weights pass through in four places
-only: loading, `numpy_helper.to_array` (reads), `Fusion.add_initializer` (writes packed and transposed ones) and
-`convert_tensor_float_to_float16`. Here these read memory-mapped files and append to one, and the graph holds
-references. The result is the same, byte for byte; a test holds it so.
+`onnxruntime.transformers` copies the whole model for every shape inference, and protobuf never frees replaced values:
+for the full SD1.5 UNet this adds up to more than 17 GB. Weights pass through four places only: loading,
+`numpy_helper.to_array` (reads), `Fusion.add_initializer` (writes packed and transposed ones) and
+`convert_tensor_float_to_float16`. Patched here, these read memory-mapped files and append to one, and the graph holds
+references. The result is byte-identical; a test checks that.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from sdflow.onnx_model.files import INLINE_BELOW, data_span, inline_values, is_e
 from sdflow.processes.patched import patched
 
 BLOCK = 1 << 20
-"""Elements that are converted at a time."""
+"""Number of elements converted at a time."""
 
 MOVABLE = ("float32", "float16", "bfloat16")
-"""Weights of these types may stay on disk; all others are small in diffusion models and are read at once."""
+"""Types of weights that may stay on disk; all others are small in diffusion models and are loaded at once."""
 
 
 def load_with_references(model_path: Path) -> Any:
-    """The ModelProto of a file; its large weights are references to their data file by its absolute path."""
+    """Load a ModelProto whose large weights refer to their data file by absolute path."""
     import onnx
 
     model = onnx.load(str(model_path), load_external_data=False)
@@ -45,9 +45,10 @@ def load_with_references(model_path: Path) -> Any:
 
 @contextlib.contextmanager
 def weights_on_disk(scratch: Path) -> Iterator[None]:
-    """While active, onnxruntime.transformers and Olive load with references and write new weights into `scratch`.
+    """While active, onnxruntime.transformers and Olive load models with references and write new weights into
+    `scratch`.
 
-    Not for `opt_level` above 0: there ONNX Runtime itself reads and writes the model.
+    Not for `opt_level` above 0, where ONNX Runtime itself reads and writes the model.
     """
     import onnx
     from olive.model import ONNXModelHandler
@@ -93,10 +94,12 @@ def weights_on_disk(scratch: Path) -> Iterator[None]:
 
 
 def to_half(values: Any, smallest: float, largest: float) -> Any:
-    """Float32 values as float16, as `convert_np_to_float16` of onnxruntime/transformers/float16.py rounds them.
+    """Convert float32 to float16 with the same rounding as `convert_np_to_float16` in
+    onnxruntime/transformers/float16.py.
 
-    Finite values other than 0 get a magnitude within [smallest, largest]; 0, infinities and NaN stay. In blocks: ORT's
-    own function makes index arrays of 8 bytes for every element, six times.
+    Magnitudes of finite nonzero values are clamped to [smallest, largest]; 0, infinities and NaN are unchanged. Works
+    in
+    blocks: ORT's function allocates six index arrays of 8 bytes per element.
     """
     import numpy as np
 
@@ -110,14 +113,14 @@ def to_half(values: Any, smallest: float, largest: float) -> Any:
 
 
 class _Files:
-    """Memory maps of data files, and the one file that new weights are appended to."""
+    """Memory maps of data files, and the file that new weights are appended to."""
 
     def __init__(self, new: Path) -> None:
         self._new = new
         self._end = 0
 
     def view(self, tensor: Any) -> Any:
-        """The values of a reference, read from the file as they are used, mapped only as long as they are."""
+        """Map a reference's values; they are read on access."""
         import numpy as np
         import onnx
 
@@ -126,7 +129,7 @@ class _Files:
         return np.memmap(location, dtype=dtype, mode="r", offset=offset, shape=tuple(tensor.dims))
 
     def append(self, tensor: Any, values: Any) -> None:
-        """Write `values` to the file of new weights and make `tensor` a reference to them."""
+        """Append `values` to the file of new weights and make `tensor` a reference to them."""
         import numpy as np
 
         with self._new.open("ab") as stream:

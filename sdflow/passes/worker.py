@@ -21,8 +21,8 @@ from sdflow.weights.structure import without_weights, write_parameters
 
 
 def serve(request: Mapping[str, Any], phase: Callable[[str], None]) -> Mapping[str, Any]:
-    """Run one pass for `sdflow.build.chain_run`. Returns its facts, the digests of files hashed while writing, and the page
-        sums of the data file and (if hashed) of its base's."""
+    """Run one pass for `sdflow.build.chain_run`. Returns its facts, the digests of files hashed while writing, and the
+    page sums of the data file and (if hashed) of its base's."""
     digests: dict[str, str] = {}
     sums: list[str | None] = []
     facts = run_pass(request, phase, digests.__setitem__, lambda *found: sums.extend(found))
@@ -37,9 +37,9 @@ def run_pass(
 ) -> Mapping[str, Any]:
     """Run the pass that `request` describes (name, options, input paths) and return its facts.
 
-        If `request["symbolic"]` is set, the pass runs without weights and writes a structure. Raises WeightValueRead if it
-        reads a weight's value.
-        """
+    If `request["symbolic"]` is set, the pass runs without weights and writes a structure. Raises WeightValueRead if it
+    reads a weight's value.
+    """
     implementation = registry.find_pass(request["pass"], Path(request["folder"]))
     inputs = PassInputs(
         submodel=request["submodel"],
@@ -66,7 +66,8 @@ def run_pass(
 
 
 def _run(implementation: type[Pass[Any]], request: Mapping[str, Any], inputs: PassInputs, out: Path) -> Facts:
-    """Run the pass. Exceptions of a script carry the script's traceback lines; facts of non-sdflow passes are checked."""
+    """Run the pass. Exceptions of a script carry the script's traceback lines; facts of non-sdflow passes are
+    checked."""
     name, folder = request["pass"], Path(request["folder"])
     if not is_user_pass(name):
         facts = implementation().run(inputs, out, implementation.Config(**request["config"]))

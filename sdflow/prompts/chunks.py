@@ -1,7 +1,7 @@
-"""Token ids of texts of any length, in chunks that a text encoder can take.
+"""Split texts of any length into chunks of token ids for a text encoder.
 
-The rules are those of AUTOMATIC1111's stable-diffusion-webui (modules/sd_hijack_clip.py, `tokenize_line`): a chunk holds as
-many tokens as fit between start and end; where it is full, what stands behind a comma that is near goes to the next one.
+The rules are those of AUTOMATIC1111's stable-diffusion-webui (modules/sd_hijack_clip.py, `tokenize_line`): a chunk
+holds as many tokens as fit between start and end; when it is full, tokens after a nearby comma move to the next one.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from sdflow.prompts.reading import Reading
 from sdflow.prompts.weights import Weighted
 
 NEAR = 20
-"""Tokens: what stands behind a comma that is no further back is not torn apart."""
+"""Maximum distance of that comma in tokens."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens between start and end, and the weight of each."""
+    """Tokens between start and end, with their weights."""
 
     ids: tuple[int, ...] = ()
     weights: tuple[float, ...] = ()
 
     def row(self, start: int, end: int, pad: int, length: int) -> tuple[list[int], list[float]]:
-        """Ids and weights of `length` tokens: start, the chunk's, end, and filling that weighs 1."""
+        """Return ids and weights of `length` tokens: start, the chunk's, end, and padding of weight 1."""
         filling = length - len(self.ids) - 2
         return [start, *self.ids, end, *[pad] * filling], [1.0, *self.weights, *[1.0] * (filling + 1)]
 
@@ -36,9 +36,10 @@ def chunked(
     comma: int | None,
     size: int,
 ) -> list[Chunk]:
-    """The chunks of a text; one without tokens for an empty one.
+    """Return the chunks of a text; an empty text has one chunk without tokens.
 
-    sections: each begins a chunk. tokenize: a text to ids, without start and end. comma: its id. size: of a chunk.
+    sections: each starts a new chunk. tokenize: returns a text's ids without start and end. comma: its id. size: of a
+    chunk.
     """
     chunks: list[Chunk] = []
     ids: list[int] = []
@@ -64,7 +65,7 @@ def chunked(
             for piece in reading.pieces(each.text):
                 tokens = piece if isinstance(piece, tuple) else tokenize(piece)
                 if isinstance(piece, tuple) and len(tokens) <= size:
-                    make_room(len(tokens))  # the vectors of a word stay together
+                    make_room(len(tokens))  # keep a word's vectors together
                 for token in tokens:
                     if token == comma:
                         last_comma = len(ids)

@@ -1,5 +1,4 @@
-"""How prompts are read: as diffusers reads them, or with the marks that people know from A1111's webui; and the words that
-stand for learned vectors (textual inversion)."""
+"""Interpretation of prompts: plain as in diffusers, or with A1111's syntax; and textual inversion words."""
 
 from __future__ import annotations
 
@@ -11,16 +10,16 @@ from functools import cached_property
 from sdflow.errors import UsageError
 
 SYNTAXES = ("plain", "a1111")
-"""plain: every character is text. a1111: `sdflow.prompts.weights`."""
+"""plain: all characters are literal. a1111: `sdflow.prompts.weights`."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How the prompts of a call are read.
+    """How a call's prompts are interpreted.
 
-    syntax: one of SYNTAXES. words: those that stand for learned vectors -> how many. In token ids the vectors are
-    negative numbers: -1 is the last vector of the last word, so that no id of the vocabulary changes, and none is larger than
-    that of the end. most: chunks that a text may have; None: any.
+    syntax: one of SYNTAXES. words: textual inversion word -> number of vectors. In token ids, vectors are negative
+    numbers, -1 being the last vector of the last word, so that vocabulary ids are unchanged and the end token keeps the
+    largest id. most: maximum number of chunks per text; None: unlimited.
     """
 
     syntax: str = "plain"
@@ -30,18 +29,18 @@ class Reading:
     def __post_init__(self) -> None:
         if self.syntax not in SYNTAXES:
             raise UsageError(
-                f"no syntax of prompts is named {self.syntax!r}",
+                f"unknown prompt syntax {self.syntax!r}",
                 where="prompt_syntax",
                 remedy=f"Known: {', '.join(SYNTAXES)}.",
             )
 
     @property
     def plain(self) -> bool:
-        """Whether texts are read as diffusers reads them, none longer than the model's length."""
+        """Whether texts are read as in diffusers, limited to the model's length."""
         return self.syntax == "plain"
 
     def pieces(self, text: str) -> list[str | tuple[int, ...]]:
-        """A text as texts, and ids where it names a word. Words are found whole, in small letters or capitals."""
+        """Split a text into texts, and ids for words. Words match whole, in any case."""
         if not self.words:
             return [text]
         found: list[str | tuple[int, ...]] = []
@@ -53,7 +52,7 @@ class Reading:
         return found
 
     def word_of(self, token: int) -> str:
-        """The word that a negative id is a vector of. Raises KeyError."""
+        """Return the word that a negative id belongs to. Raises KeyError."""
         return self._word_of[token]
 
     @cached_property

@@ -1,9 +1,9 @@
-"""Weights in prompts, as AUTOMATIC1111's stable-diffusion-webui reads them.
+"""Prompt weights in the syntax of AUTOMATIC1111's stable-diffusion-webui.
 
-`(word)` weighs 1.1 times, `[word]` 1 / 1.1 times, `(word:1.3)` 1.3 times; brackets nest; one that is not closed goes to the
-end. `\\(`, `\\[` and the like are the characters themselves. `BREAK` begins a new chunk.
-Described in https://github.com/AUTOMATIC1111/stable-diffusion-webui/wiki/Features#attentionemphasis, and computed there by
-`parse_prompt_attention` of modules/prompt_parser.py. One thing is different: there, a BREAK within brackets is a word.
+`(word)` multiplies the weight by 1.1, `[word]` by 1 / 1.1, `(word:1.3)` by 1.3; brackets nest; an unclosed one extends
+to the end. `\\(`, `\\[` etc. are literal characters. `BREAK` starts a new chunk.
+See https://github.com/AUTOMATIC1111/stable-diffusion-webui/wiki/Features#attentionemphasis, implemented there by
+`parse_prompt_attention` in modules/prompt_parser.py. One difference: there, a BREAK within brackets is a word.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ BREAK = re.compile(r"\s*\bBREAK\b\s*")
 
 @dataclass(frozen=True)
 class Weighted:
-    """A text, and how much it counts."""
+    """A text with its weight."""
 
     text: str
     weight: float
 
 
 class _Sections:
-    """What was read so far. Brackets change the weights behind the place where they opened."""
+    """Parser state. A closing bracket changes all weights since its opening."""
 
     def __init__(self) -> None:
         self.texts: list[str | None] = []
@@ -64,9 +64,9 @@ class _Sections:
 
 
 def parse(prompt: str) -> list[list[Weighted]]:
-    """The sections between BREAKs, each as texts of one weight.
+    """Return the sections between BREAKs, each as texts of one weight.
 
-    Raises UsageError for a weight beyond all numbers.
+    Raises UsageError for an infinite weight.
     """
     read = _Sections()
     for match in _MARK.finditer(prompt):
@@ -91,15 +91,15 @@ def parse(prompt: str) -> list[list[Weighted]]:
         for each in section:
             if not math.isfinite(each.weight):
                 raise UsageError(
-                    f"{each.text[:40]!r} would have the weight {each.weight}",
+                    f"{each.text[:40]!r} has the weight {each.weight}",
                     where="prompt",
-                    remedy="Around 1 is usual.",
+                    remedy="Use weights around 1.",
                 )
     return sections
 
 
 def _number(text: str | None) -> float | None:
-    """None for what only looks like a number: `1.2.3`."""
+    """Return None for text that only looks like a number, such as `1.2.3`."""
     try:
         return None if text is None else float(text)
     except ValueError:

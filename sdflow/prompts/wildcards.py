@@ -1,7 +1,7 @@
-"""Wildcards: `__name__` in a prompt stands for a line of `name.txt`, which the seed chooses.
+"""Wildcards: `__name__` in a prompt is replaced by a line of `name.txt`, chosen by the seed.
 
-As in the extensions of A1111's webui: a name may have folders (`__animals/cats__`), lines may have wildcards themselves, and
-empty lines and those that begin with # do not count.
+As in extensions of A1111's webui, a name may include folders (`__animals/cats__`), lines may contain wildcards, and
+empty lines and lines that start with # are ignored.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from sdflow.errors import UsageError
 
 _WILDCARD = re.compile(r"__([\w-]+?(?:/[\w-]+?)*)__")
 MOST = 1000
-"""Wildcards that a prompt may stand for, with those in its lines: more is a circle."""
+"""Maximum number of replacements per prompt, including nested ones; more indicates a cycle."""
 
 
 class Wildcards:
-    """The text files of a folder, by name. They are read when a prompt names them, again for every prompt."""
+    """The text files of a folder, by name. They are reread for every prompt that names them."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises UsageError for what is no folder."""
+        """Raises UsageError if it is not a folder."""
         if not folder.is_dir():
-            raise UsageError("this is not a folder", where=str(folder), remedy="Name a folder of text files.")
+            raise UsageError("not a folder", where=str(folder), remedy="Use a folder of text files.")
         self.folder = folder
 
     def names(self) -> list[str]:
-        """What prompts may name."""
+        """Return the names that prompts may use."""
         return sorted(path.relative_to(self.folder).with_suffix("").as_posix() for path in self.folder.rglob("*.txt"))
 
     def resolve(self, text: str, seed: int) -> str:
-        """The text with a line for each wildcard. The same seed and files give the same on every machine.
+        """Replace each wildcard with a line. The same seed and files give the same result on every machine.
 
-        Raises UsageError for a name without a file, a file without lines or that cannot be read, and a circle.
+        Raises UsageError for a name without a file, a file that is empty or unreadable, and a cycle.
         """
         count = 0
         while (found := _WILDCARD.search(text)) is not None:
@@ -43,7 +43,7 @@ class Wildcards:
                 raise UsageError(
                     f"more than {MOST} wildcards in one prompt",
                     where=f"__{found[1]}__",
-                    remedy="Take out of its lines the wildcard that leads back to it.",
+                    remedy="Remove the wildcard in its lines that leads back to it.",
                 )
             lines = self._lines(found[1])
             chosen = int.from_bytes(sha256(f"{seed}/{count}".encode()).digest()[:8]) % len(lines)
@@ -57,18 +57,26 @@ class Wildcards:
             read = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
         except FileNotFoundError:
             near = get_close_matches(name, known := self.names(), n=1, cutoff=0.5)
-            listed = f"known: {', '.join(known[:10])}{', ...' if len(known) > 10 else ''}" if known else "it has none"
+            listed = (
+                f"known: {', '.join(known[:10])}{', ...' if len(known) > 10 else ''}"
+                if known
+                else "the folder has none"
+            )
             raise UsageError(
                 f"there is no {name}.txt in {self.folder.name}{f'; did you mean {near[0]!r}?' if near else ''}",
                 where=f"__{name}__",
-                remedy=f"Write the file, or name another wildcard; {listed}.",
+                remedy=f"Create the file, or use another wildcard; {listed}.",
             ) from None
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
             raise UsageError(
-                f"{path.name} cannot be read: {reason}", where=f"__{name}__", remedy="A text file, a choice a line."
+                f"{path.name} cannot be read: {reason}",
+                where=f"__{name}__",
+                remedy="Use a text file with one choice per line.",
             ) from error
         lines = [line for line in read if line and not line.startswith("#")]
         if not lines:
-            raise UsageError(f"{path.name} has no line to choose", where=f"__{name}__", remedy="Write a choice a line.")
+            raise UsageError(
+                f"{path.name} has no lines to choose from", where=f"__{name}__", remedy="Write one choice per line."
+            )
         return lines

@@ -1,4 +1,4 @@
-"""What `sdflow generate` draws. Its options are derived from `GenerateRequest`; importing this loads nothing that draws."""
+"""Options of `sdflow generate`, derived from `GenerateRequest`. Importing this module loads no inference code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sdflow.units import parse_size
 
 @dataclass(frozen=True)
 class GenerateRequest(Settings):
-    """A pipeline folder, prompts, settings, and what becomes of the images. Each image has a seed of its own."""
+    """A pipeline folder, prompts, settings and output options. Each image has its own seed."""
 
     folder: Path
     prompts: Sequence[str]
@@ -142,15 +142,17 @@ class GenerateRequest(Settings):
 
 
 PARAMETERS = parameters(GenerateRequest)
-"""Everything that may be said of it, by name, but for folder, prompts and the arguments of single families."""
+"""All parameters by name, except folder, prompts and family-specific arguments."""
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The lines of a text file that are not empty. Raises UsageError when there are none or it cannot be read."""
+    """Return the non-empty lines of a text file. Raises UsageError if there are none or it cannot be read."""
     try:
         lines = [line.strip() for line in read_input(path).decode("utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot be read: {error}", where=str(path), remedy="A text file, a prompt a line.") from error
+        raise UsageError(
+            f"cannot be read: {error}", where=str(path), remedy="Use a text file, one prompt per line."
+        ) from error
     if not any(lines):
-        raise UsageError("there is no prompt in this file", where=str(path), remedy="Write one a line.")
+        raise UsageError("there are no prompts in this file", where=str(path), remedy="Write one prompt per line.")
     return [line for line in lines if line]

@@ -1,7 +1,7 @@
-"""A base and its refiner, drawn as one: the base goes the first part of the way from noise to image, the refiner the rest.
+"""Base and refiner as one pipeline: the base denoises the first part of the way, the refiner the rest.
 
-diffusers calls it an ensemble of expert denoisers (https://arxiv.org/abs/2211.01324), and Stable Diffusion XL is made for it
-(https://arxiv.org/abs/2307.01952).
+diffusers calls it an ensemble of expert denoisers (https://arxiv.org/abs/2211.01324). Stable Diffusion XL is designed
+for it (https://arxiv.org/abs/2307.01952).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from sdflow.runtime.refiner_requirements import require_exact, require_no_mask
 from sdflow.targets import Target
 
 REFINER_START = 0.8
-"""Where diffusers' documentation hands over."""
+"""Handover point in diffusers' documentation."""
 
 FEW_STEPS = 10
-"""With fewer, the refiner would have one, or none."""
+"""With fewer steps, the refiner would have one or none."""
 
 
 def hand_over(steps: int) -> float:
-    """Where the refiner takes over in measurements, so that both have steps."""
+    """Return the handover point for measurements, at which both models have steps."""
     return REFINER_START if steps >= FEW_STEPS else 0.5
 
 
@@ -40,12 +40,12 @@ OF_BOTH = (
     *("negative_prompt", "guidance_scale", "num_images_per_prompt", "eta", "generator"),
     *("prompt_syntax", "clip_skip"),
 )
-"""What of a call both take as it is. Their arguments for one family go to those that know them, all others to the base."""
+"""Arguments passed to both. Family-specific arguments go to the models that support them, all others to the base."""
 
 
 @dataclass(frozen=True)
 class Ensemble:
-    """Two pipelines with the same latents. Raises UsageError for others."""
+    """Two pipelines that share a latent space. Raises UsageError otherwise."""
 
     base: Pipeline
     refiner: Pipeline
@@ -54,28 +54,28 @@ class Ensemble:
         one, other = self.base.latents, self.refiner.latents
         if (one.channels, one.scale, one.factor, one.shift) != (other.channels, other.scale, other.factor, other.shift):
             raise UsageError(
-                "its latents are not those of the base", where="refiner", remedy="Take the refiner of the same family."
+                "its latents differ from the base's", where="refiner", remedy="Use a refiner of the same family."
             )
 
     @classmethod
     def load(
         cls, folder: Path | str, refiner: Path | str, target: str | Target | None = None, **options: Any
     ) -> Ensemble:
-        """Load two pipeline folders; what both have, down to the bytes, once. target: None: the base's. options: of
+        """Load two pipeline folders; identical submodels are loaded once. target: default: the base's. options: of
         `Pipeline.load`."""
         target = target_of(Path(folder), target)
         mine, theirs = (read_manifest(Path(each)).artifacts for each in (folder, refiner))
         others = [name for name, digest in theirs.items() if mine.get(name) != digest]
         base = Pipeline.load(folder, target, **options, beside=sum(weight_bytes(Path(refiner), others).values()))
         shared = {name: each for name, each in base.submodels.items() if mine.get(name) == theirs.get(name)}
-        if options.get("embeddings"):  # each text encoder takes the words by itself
+        if options.get("embeddings"):  # words are added per text encoder
             shared = {name: each for name, each in shared.items() if name not in base.family.text}
         beside = sum(weight_bytes(Path(folder), base.submodels).values())
         return cls(base, Pipeline.load(refiner, target, **options, shared=shared, beside=beside))
 
     @classmethod
     def of_folder(cls, folder: Path | str, target: str | Target | None = None, **options: Any) -> Pipeline | Ensemble:
-        """A pipeline folder, with its refiner where it has one. options: of `Pipeline.load`."""
+        """Load a pipeline folder, with its refiner if it has one. options: of `Pipeline.load`."""
         refiner = refiner_of(Path(folder))
         return (
             Pipeline.load(folder, target, **options)
@@ -93,8 +93,8 @@ class Ensemble:
         callback_on_preview: Callable[[Preview], None] | None = None,
         **settings: Any,
     ) -> Images:
-        """As a call of the base, of which the refiner takes over on the way. settings: as of `drawings`. Raises UsageError as
-        `Pipeline` does."""
+        """Call the base, then the refiner from `refiner_start` on. settings: see `drawings`. Raises UsageError like
+        `Pipeline`."""
         with self.base.place.current():
             for drawing in self.drawings(prompt, image, **settings):
                 report(drawing.truncated)
@@ -110,13 +110,13 @@ class Ensemble:
         num_inference_steps: int | None = None,
         **given: Any,
     ) -> Iterator[Drawing]:
-        """The drawing of the base, and when it is done that of the refiner, which goes on from there.
+        """Yield the base's drawing and, when that is done, the refiner's, which continues it.
 
-        refiner_start: a part of the way between 0 and 1. given: as of `Pipeline.drawing`. Raises UsageError as that does.
+        refiner_start: fraction of the way from noise to image. given: see `Pipeline.drawing`, including its errors.
         """
-        require_no_mask(given.get("mask_image"), "mask_image", "Draw into the mask without it.")
+        require_no_mask(given.get("mask_image"), "mask_image", "Use a mask without the refiner.")
         fewer = Approximation.of(given.get(REUSE), given.get(GUIDANCE_INTERVAL))
-        require_exact(fewer, "Draw without it, or with the base alone.")
+        require_exact(fewer, "Disable it, or use the base alone.")
         own, known = self.base.family.arguments, self.refiner.family.arguments
         steps = num_inference_steps
         if steps is None:

@@ -1,4 +1,4 @@
-"""Images to files: what `sdflow generate` does."""
+"""`sdflow generate`: write images to files."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ if TYPE_CHECKING:
 
 SHEET_FILE = "sheet.png"
 PREVIEWS = "previews"
-"""The folder for them: one a step, NNN-SEED/STEP.png."""
+"""Folder of previews, one per step: NNN-SEED/STEP.png."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """An image. flagged: what the safety checker said; None without one."""
+    """A generated image. flagged: result of the safety checker; None without one."""
 
     file: str
     prompt: str
@@ -61,8 +61,8 @@ class Drawn:
 
 @dataclass(frozen=True)
 class GenerateResult:
-    """The images in order; sheet: the contact sheet's file, if there is one. load_seconds: until the first could be
-    drawn; draw_seconds: for all of them."""
+    """Result of `generate`. images: in order. sheet: file of the contact sheet, if any. load_seconds: time to load the
+    pipeline; draw_seconds: time for all images."""
 
     images: list[Drawn]
     sheet: str | None
@@ -72,22 +72,23 @@ class GenerateResult:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data, the fields by name; times in seconds."""
+        """Return the fields as plain data."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What is told on the way. phase: something begins. step: of the images being drawn, steps done and in all."""
+    """Progress callbacks. phase: receives a phase's name. step: receives a label, the number of steps done, and the
+    total."""
 
     phase: Callable[[str], None] = field(default=lambda text: None)
     step: Callable[[str, int, int], None] = field(default=lambda label, done, total: None)
 
 
 def generate(request: GenerateRequest, progress: Progress = Progress()) -> GenerateResult:
-    """Draw the images into `out`: NNN-SEED.png for each, and a contact sheet for more than one.
+    """Generate the images into `out`: one NNN-SEED.png each, and a contact sheet if there are several.
 
-    Raises UsageError for what does not fit together, TargetUnavailableError when the provider is not there.
+    Raises UsageError for conflicting options, and TargetUnavailableError if the provider is unavailable.
     """
     built = read_whole(request.folder)
     request = with_refiner(request, built)
@@ -184,7 +185,7 @@ def _load(request: GenerateRequest, target: Target, tuning: Tuning, words: Seque
 def _draw(
     pipeline: Pipeline | Ensemble, request: GenerateRequest, wanted: Sequence[Wanted], more: Mapping[str, Any]
 ) -> tuple[list[Image], list[bool | None], int | None]:
-    """The images, what the checker said of each, and the tiles that they were decoded in. more: of the call, besides the
+    """Return the images, the checker's flags, and the VAE tile size if tiled. more: arguments of the call besides the
     settings."""
     import torch
 
@@ -203,7 +204,7 @@ def _counted(progress: Progress, label: str) -> Callable[[int, int, int], None]:
 
 
 class _Previews:
-    """Writes previews of the images with these names. They are counted over base and refiner."""
+    """Writes previews of the images with these names, numbered across base and refiner."""
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         self._folder, self._names, self._count = folder, names, 0
@@ -215,7 +216,7 @@ class _Previews:
 
 
 def _notes_of_defaults(pipeline: Pipeline, built: Manifest, settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Where the model itself says how it draws, and it is no ordinary one: who says it, and what."""
+    """Return a note with the defaults and their source, if the model overrides its family's defaults."""
     if pipeline.defaults == pipeline.family.defaults:
         return ()
     words = built.origin.few_steps.get("because") or "the model's configuration says how it draws"
@@ -231,7 +232,7 @@ def _recorded(
     words: Sequence[Embedding],
     fewer: Approximation,
 ) -> dict[str, Any]:
-    """What all images of a run share, as their files have it: enough to draw them again."""
+    """Return the settings that all images of a run share, written to their files: enough to reproduce them."""
     own = pipeline.defaults["text" if request.image is None else "image" if request.mask is None else "inpaint"]
     strength = own.strength if request.strength is None else request.strength
     given = {"image": request.image, "mask": request.mask}
@@ -268,7 +269,7 @@ def _recorded(
 
 
 def _notes_of(fewer: Approximation) -> tuple[str, ...]:
-    return (f"an approximation of what the model draws: {fewer.spelled()}",) if fewer else ()
+    return (f"approximates the model's image: {fewer.spelled()}",) if fewer else ()
 
 
 def _write(image: Image, path: Path, settings: dict[str, Any]) -> None:

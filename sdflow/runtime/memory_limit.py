@@ -1,7 +1,8 @@
-"""The largest image that a pipeline draws on this machine: by what its model was made for, and by the memory that is there.
+"""Maximum image size of a pipeline on this machine, limited by the model's training size and by memory.
 
-What a run works in is estimated from the configs of its networks (`Model.working_values`). In time, too, attention grows with the
-square of the pixels: an image of 64 times the pixels that a model was made for took 316 seconds where its own take 0.3.
+A run's working memory is estimated from the configs of its networks (`Model.working_values`). Time matters too, as
+attention grows with the square of the pixels: an image with 64 times the model's own pixels took 316 seconds instead of
+0.3.
 """
 
 from __future__ import annotations
@@ -17,26 +18,25 @@ from sdflow.runtime.sessions.working_bytes import BYTES, row_bytes
 from sdflow.runtime.vae import tile_pixels
 
 MOST_SIDES = 4
-"""How many times the model's own side, in pixels, an image may have in the square root of its pixels. Beyond that, models
-repeat what they draw."""
+"""Maximum square root of an image's pixels, relative to the model's own side. Beyond that, models repeat content."""
 
 SHARE = 0.9
-"""Of the available memory that may be planned with: other processes take some meanwhile."""
+"""Fraction of available memory to plan with; other processes use some meanwhile."""
 
 IMAGE_COPIES = 8
-"""How many float32 copies of the pixels there are at once behind the decoder, at most: tiles, whole, clamped, in bytes."""
+"""Maximum number of float32 copies of the pixels after the decoder: tiles, whole, clamped, as bytes."""
 
 
 def most_pixels(folder: Path, available: int | None = None, *, images: int = 1, device: str = HOST) -> int:
-    """The most pixels (height times width) that an image of this pipeline folder may have on this machine.
+    """Return the maximum number of pixels (height times width) of an image of this pipeline folder on this machine.
 
-    The least of two numbers: MOST_SIDES squared times the pixels that the model was made for, and what fits in memory with
-    guidance, VAE in tiles. Never less than the model's own size, which is drawn whenever the pipeline can be loaded.
+    The minimum of MOST_SIDES squared times the model's own pixels, and what fits in memory with guidance and a tiled
+    VAE. Never less than the model's own size.
 
-    folder: a pipeline folder, loaded or not; nothing but its configs is read, and neither torch nor ONNX Runtime is imported
-    for "cpu". available: bytes that drawing may take beside what is in memory now; None: as measured now, on the device. Call it
-    in the process that draws, with the weights loaded, or leave room for them. images: drawn in one batch. device: "cpu" or
-    "cuda". Raises UsageError for what is no pipeline folder.
+    folder: a pipeline folder, loaded or not; only its configs are read, and for "cpu" neither torch nor ONNX Runtime is
+    imported. available: bytes available on top of current use; None: as measured now on the device. Call it in the
+    inference process with the weights loaded, or leave room for them. images: batch size. device: "cpu" or "cuda".
+    Raises UsageError if it is not a pipeline folder.
     """
     family = folder_family(folder)
     configs = {name: submodel_config(folder, name) for name in onnx_submodels(folder)}
@@ -51,10 +51,10 @@ def most_pixels_of(
     images: int = 1,
     device: str = HOST,
 ) -> int:
-    """The same for a pipeline of this family with these configs, by submodel."""
+    """Like `most_pixels`, for a pipeline of this family with these configs by submodel."""
     latents = family.latents(configs)
     room = int(SHARE * (available_bytes(device) if available is None else available))
-    # In steps of what the image's sides are multiples of; bisected: the need grows with the size.
+    # Bisect over multiples of the side's granularity: memory grows with size.
     least, most = latents.size // latents.multiple, MOST_SIDES * latents.size // latents.multiple
     while least < most:
         middle = (least + most + 1) // 2
@@ -68,8 +68,8 @@ def most_pixels_of(
 def drawing_bytes(
     family: Family, configs: Mapping[str, Mapping[str, Any]], side: int, *, images: int = 1, device: str = HOST
 ) -> int:
-    """What drawing square images of latents with this side takes beside the weights: a step of the denoiser with guidance and
-    its ControlNets, whose memory stays, and the decoder in tiles of the size that it was made for."""
+    """Estimate the memory besides weights to draw square images of this latent side: a denoiser step with guidance and
+    its ControlNets, whose memory is retained, and the decoder in tiles of its own size."""
     latents = family.latents(configs)
     nets = family.nets(configs).values()
     rows = 2 * images
@@ -81,5 +81,5 @@ def drawing_bytes(
 
 
 def working_bytes(family: Family, name: str, config: Mapping[str, Any], side: int, device: str) -> int:
-    """What a run of a submodel takes beside its weights, for one row of latents with this side."""
+    """Estimate the memory of a submodel's run besides its weights, for one row of latents of this side."""
     return row_bytes(family.part(name).of(config).model, config, (side, side), device)

@@ -1,8 +1,8 @@
-"""A built pipeline on ONNX Runtime with the interface of diffusers': text to image, image to image, inpainting.
+"""Run a built pipeline on ONNX Runtime with diffusers' interface: text to image, image to image, inpainting.
 
-It computes what the pipelines of its family in diffusers (0.42) compute, on the device from the tokens to the pixels,
-with one exception: an image to start from is encoded to the mean of the encoder's distribution, not to a sample of it (the
-exported encoder gives the mean).
+It matches the family's diffusers pipelines (0.42), on the device from tokens to pixels, with one exception: a start
+image is encoded to the mean of the encoder's distribution instead of a sample, because the exported encoder returns the
+mean.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class Pipeline(PipelineParts):
-    """Draws images from a pipeline folder: `Pipeline.load(folder, "cpu")("a horse").images[0]`."""
+    """Generates images from a pipeline folder: `Pipeline.load(folder, "cpu")("a horse").images[0]`."""
 
     def __call__(
         self,
@@ -62,12 +62,12 @@ class Pipeline(PipelineParts):
         callback_on_preview: Callable[[Preview], None] | None = None,
         **settings: Any,
     ) -> Images:
-        """Draw images: from text alone, from another image too, or, with a mask, in the white part of the mask.
+        """Generate images from text, from text and an image, or, with a mask, in the mask's white area.
 
-        settings: as of `drawing`. callback_on_text_end: called when the prompts are encoded. callback_on_step_end: called with
-        index and timestep of a run of the denoiser and how many there are. callback_on_preview: called behind it with what the
-        image is becoming (`sdflow.runtime.drawing.preview`). Raises what `drawing` raises, and VerificationError when what is to
-        be a PIL image has values that are NaN or infinite.
+        settings: see `drawing`. callback_on_text_end: called when the prompts are encoded. callback_on_step_end: called
+        with index and timestep of a denoiser run, and the number of runs. callback_on_preview: called after it with a
+        preview (`sdflow.runtime.drawing.preview`). Raises the errors of `drawing`, and VerificationError if PIL images
+        are requested and contain NaN or infinite values.
         """
         with self.place.current():
             drawing = self.drawing(prompt, image, mask_image, **settings)
@@ -111,28 +111,30 @@ class Pipeline(PipelineParts):
         guidance_interval: Interval | Mapping[str, Any] | None = None,
         **more: Any,
     ) -> Drawing:
-        """Check what is to be drawn, encode the prompts and the image, and prepare the steps (`sdflow.runtime.drawing.drawing`).
+        """Validate the request, encode prompts and image, and prepare the steps (`sdflow.runtime.drawing.drawing`).
 
-        image: what diffusers takes (PIL, arrays, a list of them), or its latents; it is resized to height and width.
-        height, width: pixels, multiples of `latents.granularity`; None for the image's, or the model's own size.
-        guidance_scale: above 1, each run of the denoiser has batch 2 per image. strength: the part of the steps that an
-        image goes through. mask_blur: pixels over which what is drawn fades into what the mask keeps, which is the image's own,
-        resized (`sdflow.runtime.drawing.kept`). whole: nothing is put over what comes out of the VAE, as in diffusers;
-        so it is too
-        where image is latents. Steps, guidance, strength and eta: None for the model's (`defaults`). latents: (images, channels,
-        height / 8, width / 8), standard normal; the generator draws them when None. control: the images for ControlNets by
-        their names in `nets`; those that are not named do nothing. control_scale, control_guidance_start,
-        control_guidance_end: of all nets, or of each by name. guess_mode: as in diffusers. ip_adapter_image: an image
-        prompt for each IP-Adapter, or a list of several; without any the image is drawn as without adapters. ip_adapter_scale:
-        how much they count, all or each. references: PIL images that the model edits or combines, one or several; without
-        height, width and image, the first sets the size. denoising_start, denoising_end: the
-        part of the way from noise to image that is gone, between 0 and 1; from a place on it, image is the latents that another
-        pipeline left there. prompt_syntax: how prompts are read
-        (`sdflow.prompts.reading.SYNTAXES`). clip_skip: how many of the text encoders' last layers are left out for the prompt,
-        not for the negative one. reuse: deep features are kept over some steps, {"every": 2, "from": 0.1, "to": 0.9, "layers":
-        1}; guidance_interval: the part of the steps that have guidance, {"from": 0.1, "to": 0.8}. Both approximate the image
-        (`sdflow.families.shared.approximation`). more: what the family's pipeline takes besides (`Family.arguments`).
-        Raises UsageError for sizes and images that the model cannot take.
+        image: any form diffusers accepts (PIL, arrays, a list of them), or latents; resized to height and width.
+        height, width: pixels, multiples of `latents.granularity`; default: the image's size, or the model's own.
+        num_inference_steps, guidance_scale, strength, eta: default to the model's (`defaults`).
+        guidance_scale: above 1, each denoiser run has batch 2 per image. strength: fraction of the steps applied to an
+            image.
+        mask_blur: pixels over which the generated area fades into the kept one, which is the resized image itself
+        (`sdflow.runtime.drawing.kept`). whole: keep the VAE's output everywhere, as diffusers does; always so if image
+        is latents. latents: (images, channels, height / 8, width / 8), standard normal; default: drawn from the
+            generator.
+        control: images for ControlNets, by their names in `nets`; unnamed nets do nothing. control_scale,
+        control_guidance_start, control_guidance_end: for all nets, or by name. guess_mode: as in diffusers.
+        ip_adapter_image: an image prompt per IP-Adapter, or a list of several; without one, the adapters have no
+            effect.
+        ip_adapter_scale: scale of all adapters, or of each. references: one or more PIL images that the model edits or
+        combines; without height, width and image, the first sets the size. denoising_start, denoising_end: fractions (0
+        to 1) of the way from noise to image where denoising starts and ends; with a start, image is another pipeline's
+        latents.
+        prompt_syntax: one of `sdflow.prompts.reading.SYNTAXES`. clip_skip: number of the text encoders' last layers to
+        skip, for the prompt but not the negative prompt. reuse: reuse deep features over some steps, {"every": 2,
+        "from": 0.1, "to": 0.9, "layers": 1}. guidance_interval: fraction of the steps with guidance, {"from": 0.1,
+        "to": 0.8}. Both are approximations (`sdflow.families.shared.approximation`). more: the family's own arguments
+        (`Family.arguments`). Raises UsageError for sizes and images that the model does not support.
         """
         import torch
 
@@ -159,25 +161,25 @@ class Pipeline(PipelineParts):
             fewer = Approximation.of(reuse, guidance_interval)
             if fewer.guidance is not None and not guided:
                 raise UsageError(
-                    "there is no guidance here that part of the steps could go without",
+                    "there is no guidance to limit to an interval",
                     where=GUIDANCE_INTERVAL,
-                    remedy="Leave it out, or take a guidance scale above 1, for a model that knows it.",
+                    remedy="Remove it, or use a guidance scale above 1 with a model that supports guidance.",
                 )
             skipped = SkippedLayers.of(more)
             if skipped is not None and (image is not None or not guided):
                 raise UsageError(
-                    "skip-layer guidance is for text to image, as in diffusers"
+                    "skip-layer guidance only works for text to image, as in diffusers"
                     if image is not None
-                    else "skip-layer guidance adds to the guidance of the prompt, and there is none",
+                    else "skip-layer guidance requires prompt guidance, which is off",
                     where=LAYERS,
-                    remedy="Leave it out." if image is not None else "Take a guidance scale above 1.",
+                    remedy="Remove it." if image is not None else "Use a guidance scale above 1.",
                 )
             limits = GuidanceLimits.of(more)
             if limits != UNLIMITED and not guided:
                 raise UsageError(
-                    "it limits the guidance of the prompt, and there is none",
+                    "it limits prompt guidance, which is off",
                     where=next(name for name in (TRUNCATION, NORMALIZATION) if more.get(name) is not None),
-                    remedy="Leave it out, or take a higher guidance scale.",
+                    remedy="Remove it, or use a higher guidance scale.",
                 )
             if image is not None:
                 image = read_image(image, height, width, self.latents.granularity)
@@ -198,7 +200,7 @@ class Pipeline(PipelineParts):
             kept = None
             if mask is not None and image is not None and image.shape[1] == 3 and not whole:
                 kept = Kept.of(image, mask, mask_blur, self.place.device)
-            # With a mask, diffusers begins with noise alone at full strength, and where the caller gives it.
+            # With a mask, diffusers starts from pure noise at full strength or if the caller passes latents.
             from_image = image is not None and (mask is None or (strength < 1 and latents is None))
             schedule = self.schedule(
                 steps,
@@ -214,7 +216,7 @@ class Pipeline(PipelineParts):
                 span=(denoising_start, denoising_end),
             )
             require_room(schedule, shape, self.place.device)
-            first = latents if denoising_start is None else torch.zeros(shape)  # no noise is added on the way
+            first = latents if denoising_start is None else torch.zeros(shape)  # no noise is added
             noises = [self.place.placed(each) for each in draw_noises(shape, schedule.draws, first, generator)]
             beside = self.task == "inpaint"
             start = make_start(noises, image, mask, self.encode, beside=beside, from_image=from_image)
@@ -273,8 +275,8 @@ class Pipeline(PipelineParts):
     def _conditioned_denoiser(
         self, wanted: DenoiserRequest, request: Request, clip_skip: int
     ) -> tuple[Denoiser, Conditions]:
-        """The denoiser, and what it reads of the prompts. For prompts of the usual length the sessions of both are made side by
-        side; the length of others is known once they are encoded."""
+        """Return the denoiser and its conditions. For prompts of the usual length, the sessions of denoiser and text
+        encoders are created concurrently; other lengths are only known after encoding."""
         usual = not self.family.texts_vary and not any(request.more.get(name) for name in self.family.length_arguments)
         if request.reading.plain and not clip_skip and usual:
             return self.denoisers.get(wanted), self.condition(request)

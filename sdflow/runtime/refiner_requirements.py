@@ -1,4 +1,4 @@
-"""What is refused beside a refiner, whoever asks: an option, a call in Python, a measurement."""
+"""Settings that are rejected together with a refiner, in the CLI, Python and benchmarks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from sdflow.families.shared.approximation import Approximation
 
 
 def require_exact(fewer: Approximation, remedy: str) -> None:
-    """Raises UsageError for images that leave something out."""
+    """Raise UsageError if an approximation is set."""
     if fewer:
-        raise UsageError(
-            "it is not known how much of that a refiner bears", where=", ".join(fewer.settings()), remedy=remedy
-        )
+        raise UsageError("approximations are untested with a refiner", where=", ".join(fewer.settings()), remedy=remedy)
 
 
 def require_no_mask(mask: Any, where: str, remedy: str) -> None:
-    """Raises UsageError for a mask; None: there is none."""
+    """Raise UsageError unless mask is None."""
     if mask is not None:
         raise UsageError(
-            "a refiner draws the whole image, and would not keep what is behind the mask", where=where, remedy=remedy
+            "a refiner redraws the whole image, including the area outside the mask", where=where, remedy=remedy
         )

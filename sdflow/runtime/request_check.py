@@ -1,4 +1,4 @@
-"""Whether what `sdflow generate` is asked for fits together, checked before anything is loaded."""
+"""Validation of `sdflow generate` requests before anything is loaded."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _NEEDED = {"image": "an image to start from", "mask": "a mask"}
 
 
 def with_refiner(request: GenerateRequest, built: Manifest) -> GenerateRequest:
-    """With the refiner that the folder names, where the caller names none: not for what it cannot do, and not from the end on."""
+    """Add the folder's own refiner unless the caller names one, sets --refiner-start 1, or uses a mask."""
     if request.refiner_start == 1:
         return replace(request, refiner=None, refiner_start=None)
     if request.refiner is not None or built.origin.refiner is None or request.mask is not None:
@@ -52,27 +52,25 @@ def with_refiner(request: GenerateRequest, built: Manifest) -> GenerateRequest:
     try:
         return replace(request, refiner=refiner_of(request.folder))
     except UsageError as error:
-        remedy = "Run the pipeline's workflow again, or write --refiner-start 1: without it."
+        remedy = "Run the pipeline's workflow again, or disable it with --refiner-start 1."
         raise UsageError(error.what, where=error.where, remedy=remedy) from error
 
 
 def with_approximation(request: GenerateRequest, built: Manifest) -> tuple[GenerateRequest, Approximation]:
-    """With the approximation that the caller chose, else the folder's workflow, and that. Raises UsageError where it cannot
-    be used."""
+    """Resolve the approximation from the caller or the folder's workflow, and return it with the request. Raises
+    UsageError if it cannot be used."""
     found = Approximation.chosen(built.origin.said, request.reuse, request.guidance_interval)
     if request.refiner is not None:
-        require_exact(
-            found, "Draw without it (--reuse off, --guidance-interval off), or without the refiner: --refiner-start 1."
-        )
+        require_exact(found, "Disable it (--reuse off, --guidance-interval off), or the refiner (--refiner-start 1).")
     chosen = found.settings()
     return replace(request, reuse=chosen.get(REUSE), guidance_interval=chosen.get(GUIDANCE_INTERVAL)), found
 
 
 def read_whole(folder: Path) -> Manifest:
-    """The manifest of a pipeline folder. Raises UsageError when a file that it lists is missing."""
+    """Read the manifest of a pipeline folder. Raises UsageError if a listed file is missing."""
     manifest = read_manifest(folder)
     absent = [name for name in manifest.files if not (folder / name).exists()]
-    if absent:  # transformers makes an empty tokenizer of an empty folder
+    if absent:  # transformers creates an empty tokenizer from an empty folder
         raise UsageError(
             f"{absent[0]} is missing",
             where=str(folder),
@@ -82,7 +80,7 @@ def read_whole(folder: Path) -> Manifest:
 
 
 def require_sound_folders(request: GenerateRequest, built: Manifest) -> None:
-    """Whether what is about to be loaded is what was built. Raises VerificationError."""
+    """Raise VerificationError unless the files to be loaded match their recorded digests."""
     folders = {request.folder: built}
     if request.refiner is not None:
         folders[request.refiner] = read_manifest(request.refiner)
@@ -92,22 +90,22 @@ def require_sound_folders(request: GenerateRequest, built: Manifest) -> None:
 
 
 def check_request(request: GenerateRequest) -> None:
-    """Whatever can be told before anything is loaded. Raises UsageError."""
+    """Raise UsageError for any problem that is detectable before loading."""
     if not request.prompts:
-        raise UsageError("there is nothing to draw", where="--prompt", remedy="Give --prompt TEXT or --prompts FILE.")
+        raise UsageError("there is nothing to draw", where="--prompt", remedy="Pass --prompt TEXT or --prompts FILE.")
     if request.scheduler is not None:
         schedulers = folder_family(request.folder).noising.schedulers
         require_installed(known_scheduler(request.scheduler, schedulers=schedulers))
     require_values(PARAMETERS, {name: getattr(request, name) for name in PARAMETERS})
     _check_arguments(request)
     if request.previews is not None and not request.preview:
-        raise UsageError("it sets what draws the previews", where="--preview-with", remedy="Add --preview.")
+        raise UsageError("it has no effect without previews", where="--preview-with", remedy="Add --preview.")
     require_start(folder_task(request.folder), request.image, request.mask, ("--image FILE", "--mask FILE"))
     for name in request.given():
         needs = PARAMETERS[name].needs if name in PARAMETERS else None
         if needs is not None and getattr(request, needs) is None:
             where = PARAMETERS[name].option(name)
-            raise UsageError(f"it means nothing without {_NEEDED[needs]}", where=where, remedy=f"Add --{needs} FILE.")
+            raise UsageError(f"it has no effect without {_NEEDED[needs]}", where=where, remedy=f"Add --{needs} FILE.")
     require_blur(request.mask_blur, request.mask is not None, request.whole, ("--mask-blur", "--mask FILE", "--whole"))
     require_references(
         folder_family(request.folder), onnx_submodels(request.folder), len(request.references), "--reference"
@@ -119,25 +117,25 @@ def check_request(request: GenerateRequest) -> None:
     require_size(folder_latents(request.folder).granularity, request.height, request.width)
     there = next(path for path in (request.out.absolute(), *request.out.absolute().parents) if path.exists())
     if not there.is_dir():
-        raise UsageError("this is not a folder", where=str(there), remedy="Name another with --out.")
+        raise UsageError("not a folder", where=str(there), remedy="Choose another folder with --out.")
     if not os.access(there, os.W_OK):
-        raise UsageError("nothing can be written here", where=str(there), remedy="Name another with --out.")
-    with os_errors_as("cannot be made", request.out, "Name another with --out."):
-        require_makable(request.out)  # under /proc it looks as if it could be
+        raise UsageError("the folder is not writable", where=str(there), remedy="Choose another folder with --out.")
+    with os_errors_as("cannot be created", request.out, "Choose another folder with --out."):
+        require_makable(request.out)  # os.access is wrong under /proc
 
 
 def _check_arguments(request: GenerateRequest) -> None:
-    """Each argument that not all families take, by those that know it: with a refiner, the base or the refiner."""
+    """Check family-specific arguments against the base's family, or the refiner's."""
     family, refiner = folder_family(request.folder), None
     if request.refiner is None:
         if request.refiner_start is not None:
             raise UsageError(
-                "it says where a refiner takes over", where="--refiner-start", remedy="Add --refiner PIPELINE."
+                "it has no effect without a refiner", where="--refiner-start", remedy="Add --refiner PIPELINE."
             )
     else:
         read_whole(request.refiner)
         refiner = folder_family(request.refiner)
-        require_no_mask(request.mask, "--mask", "Draw into the mask without --refiner.")
+        require_no_mask(request.mask, "--mask", "Use a mask without --refiner.")
     known = () if refiner is None else refiner.arguments
     own = {name: value for name, value in request.more.items() if name in family.arguments or name not in known}
     family.require_arguments(own, len(request.prompts))
@@ -147,13 +145,13 @@ def _check_arguments(request: GenerateRequest) -> None:
 
 
 def control_of(file: ControlFile, image: Image | None) -> Control:
-    """What a ControlNet is shown, and how; image: that of the file, None: not opened yet."""
+    """Return the Control of a file. image: its image, or None if not opened yet."""
     return Control(image, file.scale, file.start, file.end)
 
 
 def words_of(request: GenerateRequest, prompts: Sequence[str]) -> list[Embedding]:
-    """The learned vectors that the prompts may name. prompts: of all images, the negative ones too, as they are drawn. Raises
-    UsageError for files that are none."""
+    """Read the embeddings that the prompts may name. prompts: all prompts and negative prompts, with wildcards
+    resolved. Raises UsageError for files that are not embeddings."""
     texts = [*prompts, *(text for text in request.more.values() if isinstance(text, str))]
     reading = Reading(request.prompt_syntax)
     return read_words(
@@ -163,7 +161,7 @@ def words_of(request: GenerateRequest, prompts: Sequence[str]) -> list[Embedding
 
 @dataclass(frozen=True)
 class Wanted:
-    """An image that is to be drawn: its prompts, wildcards resolved, and its seed."""
+    """An image to generate: its prompts with wildcards resolved, and its seed."""
 
     prompt: str
     negative_prompt: str | None
@@ -171,7 +169,7 @@ class Wanted:
 
 
 def wanted_of(request: GenerateRequest) -> list[Wanted]:
-    """The images of a request. Raises UsageError for wildcards that cannot be resolved."""
+    """Return the images of a request. Raises UsageError for unresolvable wildcards."""
     first = random.SystemRandom().randrange(2**32) if request.seed is None else request.seed
     prompts = [prompt for prompt in request.prompts for _ in range(request.images)]
     negative = request.negative_prompt

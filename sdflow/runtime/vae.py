@@ -1,4 +1,4 @@
-"""Latents to images and back, one at a time; in tiles where memory is short."""
+"""Encode and decode images with the VAE one at a time, in tiles if memory is short."""
 
 from __future__ import annotations
 
@@ -19,36 +19,34 @@ if TYPE_CHECKING:
 
 TILE_OVERLAP = 0.25
 TILE = 512
-"""Pixels of a tile's side for a VAE whose config does not say what size it was made for."""
+"""Default tile side in pixels, for VAEs whose config does not have their own size."""
 
 
 LEAST_TILE = 256
-"""Pixels: smaller ones look different from one another."""
+"""Minimum tile side in pixels: smaller tiles look visibly different from each other."""
 
 SHARE = 0.8
-"""Of the memory that is free, what a run may be expected to take."""
+"""Fraction of free memory that a run's estimate may use."""
 
 ALWAYS_THERE = 1 << 28
-"""Bytes for which free memory is not looked up."""
+"""Runs with smaller estimates (in bytes) do not check free memory."""
 
 
 def tile_pixels(config: Mapping[str, Any]) -> int:
-    """Pixels of a tile's side: of the images that a VAE with this config was made for."""
+    """Return the tile side in pixels: the image size that the VAE was made for."""
     return int(config.get("sample_size", TILE))
 
 
 def tile_side(half: Submodel, rows: int, columns: int, scale: int, tiles: bool | None) -> int | None:
-    """Pixels of the side of the tiles that a half of a VAE works in on latents of this size; None: on the whole.
+    """Return the tile side in pixels for latents of this size, or None to process the whole.
 
-    scale: pixels per latent. tiles: None: where the whole would not fit in the memory that is free; then tiles are of the size
-    that the VAE was made for, or halved until one fits.
+    scale: pixels per latent. tiles: None: tile only if the whole would exceed free memory, with tiles of the VAE's own
+    size, halved until one fits.
     """
     own = tile_pixels(half.config)
     if tiles is not None:
         return own if tiles and max(rows, columns) * scale > own else None
-    if (
-        half.static_shapes or half.profiles
-    ):  # each size of a tile would be compiled, for a device whose memory is not known
+    if half.static_shapes or half.profiles:  # each tile size would be compiled, and the device's memory is unknown
         return None
     device, model = half.place.device, half.part.model
     wanted = row_bytes(model, half.config, (rows, columns), device)
@@ -68,10 +66,10 @@ def tile_side(half: Submodel, rows: int, columns: int, scale: int, tiles: bool |
 def decode(
     decoder: Submodel, latents: torch.Tensor, what: Latents, *, tiles: bool | None = None
 ) -> Iterator[torch.Tensor]:
-    """Images (1, 3, height, width) in [-1, 1] of latents (images, channels, rows, columns).
+    """Decode latents (images, channels, rows, columns) to images (1, 3, height, width) in [-1, 1].
 
-    One run of the decoder each: as fast as all at once, in the memory of one. Each is good until the next. tiles: as of
-    `tile_side`; TiledWarning says where that was not asked for.
+    Runs the decoder once per image: as fast as all at once, in the memory of one. Each image is valid until the next.
+    tiles: see `tile_side`; unrequested tiling warns with TiledWarning.
     """
 
     def run(part: torch.Tensor) -> torch.Tensor:
@@ -91,7 +89,7 @@ def decode(
 
 
 def encode(encoder: Submodel, images: torch.Tensor, what: Latents, *, tiles: bool | None = None) -> torch.Tensor:
-    """Latents, float32, of images (images, 3, height, width) in [-1, 1]: the mean of the encoder's distribution. tiles: as of
+    """Encode images (images, 3, height, width) in [-1, 1] to float32 latents: the mean of the distribution. tiles: see
     `decode`."""
     import torch
 
@@ -119,8 +117,8 @@ def _chosen(half: Submodel, rows: int, columns: int, scale: int, tiles: bool | N
         wanted = row_bytes(half.part.model, half.config, (rows, columns), half.place.device)
         free = _room(half)
         warnings.warn(
-            f"the {half.part.name.replace('_', ' ')} works in tiles of {side} pixels, which changes the image a little: "
-            f"all of it at once would take about {spell_bytes(wanted)}, and {spell_bytes(free)} are free",
+            f"the {half.part.name.replace('_', ' ')} is tiled ({side} pixels), which changes the image slightly: "
+            f"without tiles it needs about {spell_bytes(wanted)}, but only {spell_bytes(free)} are free",
             TiledWarning,
             stacklevel=3,
         )
@@ -128,12 +126,12 @@ def _chosen(half: Submodel, rows: int, columns: int, scale: int, tiles: bool | N
 
 
 def _room(half: Submodel) -> int:
-    """Bytes that can still be taken on its device."""
+    """Return the bytes still available on the half's device."""
     return available_bytes(half.place.device) if half.residency is None else half.residency.room()
 
 
 def _reached(half: Submodel, rows: int, columns: int) -> None:
-    """Its session's memory holds a run of this size from now on, where it does not go back to the device."""
+    """Record that the session now retains memory for a run of this size, unless it is returned to the device."""
     if half.residency is not None:
         return
     wanted = row_bytes(half.part.model, half.config, (rows, columns), half.place.device)
@@ -143,10 +141,10 @@ def _reached(half: Submodel, rows: int, columns: int) -> None:
 def in_tiles(
     run: Callable[[torch.Tensor], torch.Tensor], whole: torch.Tensor, size: int, out_size: int
 ) -> torch.Tensor:
-    """`run` on overlapping square tiles of `whole`, put together with soft seams.
+    """Run overlapping square tiles of `whole`, and blend them at their seams.
 
-    size, out_size: of a tile before and after `run`. The tiles and the blending are those of diffusers' AutoencoderKL
-    (0.42), `tiled_decode` and `_tiled_encode`.
+    size, out_size: tile size before and after `run`. Tiles and blending match diffusers' AutoencoderKL (0.42),
+    `tiled_decode` and `_tiled_encode`.
     """
     import torch
 
@@ -166,7 +164,7 @@ def in_tiles(
 
 
 def _blend(before: torch.Tensor, tile: torch.Tensor, extent: int, axis: int) -> None:
-    """Fade from the end of `before` into the beginning of `tile`, in place."""
+    """Blend the end of `before` into the beginning of `tile`, in place."""
     import torch
 
     extent = min(before.shape[axis], tile.shape[axis], extent)

@@ -1,1 +1,1 @@
-"""The small trained pipeline that ships with the project: its images, its prompts and a measure of its meaning."""
+"""The small trained pipeline that ships with the project: its images, prompts and score."""

@@ -1,4 +1,4 @@
-"""An image and a mask for pipelines that start from one, where nobody gives them: for verifying and for timing."""
+"""Default image and mask inputs, for verification and timing."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ if TYPE_CHECKING:
 
 
 def canvas(task: str, height: int, width: int) -> dict[str, Any]:
-    """What a pipeline of this task (`Task` in `sdflow.families.shared.defaults`) takes beside a prompt, by argument; always the
-    same. The image is slopes and waves in three colours, of these pixels; the mask is white in the middle.
+    """Return the inputs of a task (`Task` in `sdflow.families.shared.defaults`) besides the prompt, by argument;
+    deterministic. The image has gradients and waves in three colours; the mask is white in the middle.
     """
     if task == "text":
         return {}
@@ -19,12 +19,12 @@ def canvas(task: str, height: int, width: int) -> dict[str, Any]:
 
 
 def shown(adapters: int) -> dict[str, Any]:
-    """What a pipeline with so many IP-Adapters is shown, by the argument of its call; nothing without any. Always the same."""
+    """Return image prompts for this many IP-Adapters, by the call's argument; empty without any. Deterministic."""
     return {"ip_adapter_image": [_waves(96, 144)] * adapters} if adapters else {}
 
 
 def references(count: int, height: int, width: int) -> list[Image]:
-    """So many reference images for an image of these pixels: of its size, at least 64 pixels a side. Always the same."""
+    """Return reference images of this size, at least 64 pixels a side. Deterministic."""
     return [_waves(max(64, height), max(64, width)).rotate(180 * (number % 2)) for number in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""Captions for scenes, in several wordings, and the fixed set of prompts and seeds that a pipeline is scored on."""
+"""Captions for scenes in several wordings, and the fixed prompts and seeds for scoring a pipeline."""
 
 import random
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ VALIDATION_FIRST_LATENTS = 100_000
 
 @dataclass(frozen=True)
 class ScenePrompt:
-    """One prompt of the evaluation set, the seed of its first latents and the scene that it asks for."""
+    """A prompt of the evaluation set, the seed of its initial latents, and its scene."""
 
     prompt: str
     seed: int
@@ -40,12 +40,12 @@ class ScenePrompt:
 
     @property
     def held_out(self) -> bool:
-        """Whether training never showed the scene's combination of colour, kind and background."""
+        """Whether the scene's combination of colour, kind and background was excluded from training."""
         return is_held_out(self.scene)
 
 
 def caption(scene: Scene, rng: random.Random) -> str:
-    """A caption of the scene in one of several wordings; now and then it leaves size, position or background out."""
+    """Return a caption in a random wording, occasionally without size, position or background."""
     wording = rng.choice(WORDINGS)
     if rng.random() < 0.15:
         wording = wording.replace("{size}", "")
@@ -58,7 +58,7 @@ def caption(scene: Scene, rng: random.Random) -> str:
 
 
 def full_caption(scene: Scene, rng: random.Random) -> str:
-    """A caption that names all five words of the scene."""
+    """Return a caption with all five words of the scene."""
     return _fill(rng.choice(WORDINGS), scene, rng)
 
 
@@ -75,12 +75,12 @@ def _fill(wording: str, scene: Scene, rng: random.Random) -> str:
 
 
 def evaluation_set() -> list[ScenePrompt]:
-    """The 240 fixed cases: 180 of combinations seen in training, 60 of combinations held out."""
+    """Return the 240 fixed cases: 180 of combinations seen in training, 60 held out."""
     return _cases(EVALUATION_SEED, EVALUATION_SEEN, EVALUATION_HELD_OUT, first=0)
 
 
 def validation_set() -> list[ScenePrompt]:
-    """480 other cases, to choose settings on: what is chosen on the evaluation set is not measured by it."""
+    """Return 480 other cases for choosing settings, since the evaluation set must not measure what was chosen on it."""
     return _cases(VALIDATION_SEED, 2 * EVALUATION_SEEN, 2 * EVALUATION_HELD_OUT, first=VALIDATION_FIRST_LATENTS)
 
 
@@ -93,5 +93,5 @@ def _cases(seed: int, seen: int, held_out: int, first: int) -> list[ScenePrompt]
 
 
 def first_latents(seed: int) -> NDArray[np.float32]:
-    """Unit normal latents [4, 16, 16] that every engine starts an image from, so that their images compare."""
+    """Return unit normal latents [4, 16, 16] that every engine starts from, to make images comparable."""
     return np.random.default_rng(seed).standard_normal((4, 16, 16), dtype=np.float32)

@@ -1,8 +1,8 @@
-"""The images of the sample pipeline: one coloured shape on a coloured background, drawn with numpy alone.
+"""Images of the sample pipeline: one coloured shape on a coloured background, drawn with numpy.
 
-A scene is named by five words (colour, kind, background, size, position); a seed moves and scales it a little. The two sample
-LoRAs teach the styles `stripes` (white stripes across the shape) and `outline` (a black border just inside its edge); white and
-black are used by them alone.
+A scene has five words (colour, kind, background, size, position); a seed moves and scales it slightly. The two sample
+LoRAs teach the styles `stripes` (white stripes across the shape) and `outline` (a black border just inside its edge),
+which are the only uses of white and black.
 """
 
 from collections.abc import Callable
@@ -31,10 +31,10 @@ WHITE = (255, 255, 255)
 BLACK = (15, 15, 15)
 
 SIZES: dict[str, float] = {"small": 17.0, "medium": 26.0, "large": 37.0}
-"""Size class to the radius, in pixels, of the disc whose area the shape has."""
+"""Size class -> radius in pixels of the disc with the shape's area."""
 
 REACH: dict[str, float] = {"small": 32.0, "medium": 24.0, "large": 13.0}
-"""Size class to how far, in pixels, an off-centre shape's centre is from the image's."""
+"""Size class -> distance in pixels of an off-centre shape from the image's centre."""
 
 POSITIONS: dict[str, tuple[int, int]] = {
     "middle": (0, 0),
@@ -44,13 +44,13 @@ POSITIONS: dict[str, tuple[int, int]] = {
     "bottom": (0, 1),
 }
 
-STRIPE_PERIOD = 8  # pixels: one latent cell, so that every cell inside the shape carries the same pattern
+STRIPE_PERIOD = 8  # pixels: one latent cell, so every cell inside the shape has the same pattern
 OUTLINE_WIDTH = 4.0  # pixels
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What an image shows, in words: keys of COLOURS, KINDS, BACKGROUNDS, SIZES and POSITIONS."""
+    """The words of an image: keys of COLOURS, KINDS, BACKGROUNDS, SIZES and POSITIONS."""
 
     colour: str
     kind: str
@@ -61,7 +61,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class Style:
-    """What is drawn over the plain scene."""
+    """Decorations of a plain scene."""
 
     stripes: bool = False
     outline: bool = False
@@ -70,8 +70,8 @@ class Style:
 PLAIN = Style()
 
 
-# Each kind is a function of x (to the right) and y (up), in units of the radius, from the centroid: negative inside,
-# about the distance to the edge, in the same units. Every kind has the area of the unit disc.
+# Each kind maps x (right) and y (up), in units of the radius from the centroid, to the approximate distance to the edge
+# in the same units, negative inside. Every kind has the area of the unit disc.
 def _circle(x: Plane, y: Plane) -> Plane:
     edge: Plane = np.hypot(x, y) - np.float32(1.0)
     return edge
@@ -150,7 +150,7 @@ def distance(kind: str, radius: float, x: float, y: float) -> Plane:
 
 
 def draw(scene: Scene, seed: int, style: Style = PLAIN) -> Pixels:
-    """The image of a scene; equal arguments give equal pixels, another seed moves and scales the shape a little."""
+    """Draw a scene; equal arguments give equal pixels, and other seeds move and scale the shape slightly."""
     jitter = np.random.default_rng(seed).uniform(-1.0, 1.0, 3)
     radius = SIZES[scene.size] + 1.5 * jitter[0]
     right, down = POSITIONS[scene.position]
@@ -173,16 +173,17 @@ def _over(below: NDArray[np.float32], above: NDArray[np.float32], cover: Plane) 
 
 
 HELD_OUT_PAIRS = frozenset({("red", "heart"), ("green", "star"), ("blue", "triangle"), ("pink", "cross")})
-"""Colour and kind that training never shows together, on any background."""
+"""Pairs of colour and kind excluded from training on all backgrounds."""
 
 
 def all_scenes() -> list[Scene]:
-    """Every scene there is (a shape never has the background's colour), in a fixed order."""
+    """Return all scenes in a fixed order; a shape never has the background's colour."""
     return [Scene(*words) for words in product(COLOURS, KINDS, BACKGROUNDS, SIZES, POSITIONS) if words[0] != words[2]]
 
 
 def is_held_out(scene: Scene) -> bool:
-    """Whether training never shows it: four pairs of colour and kind, every eleventh of colour, kind, background."""
+    """Whether the scene is excluded from training: four pairs of colour and kind, every eleventh combination with
+    background."""
     if (scene.colour, scene.kind) in HELD_OUT_PAIRS:
         return True
     words = (

@@ -1,7 +1,7 @@
-"""What an image of the sample pipeline shows, read from its pixels alone, and how often that is what was asked for.
+"""Read from its pixels what an image of the sample pipeline shows, and measure how often that matches the prompt.
 
-The measure knows the palette and the shapes of `scene` and nothing of prompts or models: it finds the background on the
-image's border, takes what differs from it as the silhouette, and fits each kind of shape to that silhouette.
+It only uses the palette and shapes of `scene`, not prompts or models: it finds the background at the image's border,
+treats differing pixels as the silhouette, and fits each kind of shape to it.
 """
 
 from collections.abc import Sequence
@@ -31,9 +31,9 @@ from sdflow.samples.scene import (
 Mask = NDArray[np.bool_]  # [PIXELS, PIXELS]
 COLOUR_REACH = 75.0  # furthest RGB distance at which a pixel still counts as a palette colour
 CONTRAST = 45.0  # RGB distance from the background at which a pixel belongs to the silhouette
-BORDER_SHARE = 0.6  # of the image's border must have one background colour
-STRIPE_CONTRAST = 0.6  # a stripe is at most this much as far from white as the fill is
-FIT = 0.80  # intersection over union of the silhouette with the best kind
+BORDER_SHARE = 0.6  # of the image's border must have a single background colour
+STRIPE_CONTRAST = 0.6  # maximum distance of a stripe from white, relative to the fill's
+FIT = 0.80  # minimum intersection over union of the silhouette with the best kind
 
 _NAMES = [*BACKGROUNDS, "white", "black"]
 _PALETTE = np.array([*BACKGROUNDS.values(), WHITE, BLACK], np.float32)
@@ -42,7 +42,7 @@ _BLACK = _NAMES.index("black")
 
 @dataclass(frozen=True)
 class Reading:
-    """What an image shows; None where it shows nothing clear."""
+    """What an image shows; None for anything unclear."""
 
     colour: str | None = None
     kind: str | None = None
@@ -52,7 +52,7 @@ class Reading:
     stripes: bool = False
     outline: bool = False
     fit: float = 0.0
-    """Intersection over union, 0 to 1, of the silhouette with its kind's shape."""
+    """Intersection over union of the silhouette with its kind's shape, 0 to 1."""
 
     def shows(self, scene: Scene) -> bool:
         """Whether the shape's colour and kind are the scene's."""
@@ -61,7 +61,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Score:
-    """Shares, 0 to 1, over a set of cases."""
+    """Fractions (0 to 1) of a set of cases that match."""
 
     cases: int
     colour: float
@@ -79,7 +79,7 @@ class Score:
 
 
 def read(image: Image.Image) -> Reading:
-    """Read one RGB image of any size (it is scaled to PIXELS x PIXELS)."""
+    """Read an RGB image of any size (scaled to PIXELS x PIXELS)."""
     rgb = image.convert("RGB")
     if rgb.size != (PIXELS, PIXELS):
         rgb = rgb.resize((PIXELS, PIXELS), Image.Resampling.BOX)
@@ -109,13 +109,14 @@ def read(image: Image.Image) -> Reading:
 
 
 def nearest_colour(pixels: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Index of each pixel's palette colour, [PIXELS, PIXELS]; -1 where none is near."""
+    """Return the index of each pixel's palette colour, [PIXELS, PIXELS]; -1 if none is near."""
     away = np.linalg.norm(pixels[:, :, None, :] - _PALETTE, axis=3)
     return np.where(away.min(axis=2) <= COLOUR_REACH, away.argmin(axis=2), -1)
 
 
 def fit_shape(silhouette: Mask) -> tuple[str, float, float, float, float]:
-    """The kind that covers the silhouette best: (kind, radius, x, y, intersection over union), lengths in pixels."""
+    """Return the kind that fits the silhouette best: (kind, radius, x, y, intersection over union), lengths in
+    pixels."""
     rows, columns = np.nonzero(silhouette)
     radius = float(np.sqrt(len(rows) / np.pi))
     centre = (PIXELS - 1) / 2
@@ -129,11 +130,11 @@ def fit_shape(silhouette: Mask) -> tuple[str, float, float, float, float]:
 
 
 def fill_of(pixels: NDArray[np.float32], inside: Mask) -> tuple[str | None, bool]:
-    """The colour of the pixels inside, and whether white stripes cross them.
+    """Return the fill colour of the pixels inside, and whether white stripes cross them.
 
-    Each row of the stripes' period has a colour of its own, its pixels' median: the row farthest from white has the
-    fill's, and stripes are there when another row is much nearer to white and most pixels half a period apart differ.
-    In a plain shape all rows are alike.
+    Each row of the stripe period has its pixels' median colour. The row farthest from white has the fill colour; there
+    are stripes if another row is much nearer to white and most pixels half a period apart differ. In a plain shape, all
+    rows are alike.
     """
     rows = [pixels[phase::STRIPE_PERIOD][inside[phase::STRIPE_PERIOD]] for phase in range(STRIPE_PERIOD)]
     medians = np.array([np.median(row, axis=0) for row in rows if len(row) >= 4])
@@ -159,7 +160,7 @@ def has_outline(names: NDArray[np.int64], edge: NDArray[np.float32]) -> bool:
 
 
 def _most_common(names: NDArray[np.int64], count: int) -> tuple[int, float]:
-    """The commonest of the first `count` palette colours and its share of all the pixels given."""
+    """Return the most common of the first `count` palette colours, and its fraction of all given pixels."""
     if names.size == 0:
         return 0, 0.0
     counts = np.bincount(names[(names >= 0) & (names < count)], minlength=count)
@@ -167,7 +168,7 @@ def _most_common(names: NDArray[np.int64], count: int) -> tuple[int, float]:
 
 
 def tally(cases: Sequence[ScenePrompt], images: Sequence[Image.Image]) -> Score:
-    """How often the images show what their cases ask for. Raises ValueError where the two differ in number."""
+    """Score how often the images show what their cases request. Raises ValueError if their numbers differ."""
     readings = [(case.scene, read(image)) for case, image in zip(cases, images, strict=True)]
 
     def share(hits: list[bool]) -> float:

@@ -1,4 +1,4 @@
-"""A contact sheet: images in a grid, each with its prompt under it."""
+"""A contact sheet: images in a grid, with their prompts underneath."""
 
 import textwrap
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ GAP, LINE, LINES = 8, 12, 3
 def sheet(
     images: Sequence[Image.Image], prompts: Sequence[str], columns: int = 4, title: str | None = None
 ) -> Image.Image:
-    """The images, row by row, on one RGB image; the cell is as large as the first image.
+    """Arrange images row by row on one RGB image; cells have the first image's size.
 
-    Raises ValueError where images and prompts differ in number or there are none.
+    Raises ValueError if images and prompts differ in number or are empty.
     """
     if not images:
         raise ValueError("a sheet needs at least one image")

@@ -1,1 +1,1 @@
-"""Structure once, weights in seconds: graphs whose weights are symbols, and the writing of weights into them."""
+"""Graphs with symbolic weights, built once per architecture, and binding of weights into them in seconds."""

@@ -1,9 +1,9 @@
-"""Bind: a structure and a checkpoint become a model. The recipes are carried out and streamed to the data file.
+"""Bind a structure and a checkpoint into a model: evaluate the recipes and stream the results to the data file.
 
-The result is, byte for byte, what the chain's passes write when they carry the weights. Memory is bounded by the
-largest tensors. A model of the same structure with other LoRAs can be made from one that is there: what no LoRA touches
-in either is copied from its data file, which is compared on the way with its digest, or with the sums of its pages that were
-noted beside the digest.
+The result is byte-identical to what the chain's passes write when they carry the weights. Memory is bounded by the
+largest tensors. A model with other LoRAs can be derived from an existing one of the same structure: tensors that no
+LoRA touches in either are copied from its data file, which is verified meanwhile against its digest or its recorded
+page sums.
 """
 
 from __future__ import annotations
@@ -36,19 +36,18 @@ if TYPE_CHECKING:
 
 
 RESERVE = 64 << 20
-"""Bytes that stay free on the disk: for graphs, records, results."""
+"""Bytes to keep free on the disk, for graphs, records and results."""
 
 
 @dataclass(frozen=True)
 class BindRequest:
-    """What `bind` needs.
+    """Input of `bind`.
 
-    structure: a directory that passes wrote `without_weights()`. checkpoint: as `open_checkpoint` gives it (`load`).
-    loras: in the order of the workflow. base: a model bound from the same structure and checkpoint, with `base_loras`.
-    base_sha256: what its data file must have. base_sums: what its pages must sum up to, where that is known; the file is not
-    hashed then. progress: called now and then with the bytes written so far and the bytes in all. hashed: called with the
-    name and the SHA-256 of the data file. summed: called with the `PageSums` of the data file, and with the base's if that
-    was hashed.
+    structure: a directory that passes wrote under `without_weights()`. checkpoint: from `open_checkpoint` (`load`).
+    loras: in the workflow's order. base: a model bound from the same structure and checkpoint, with `base_loras`.
+    base_sha256: expected digest of its data file. base_sums: expected page sums, if known; the file is then not hashed.
+    progress: called with the bytes written so far and in total. hashed: called with name and SHA-256 of the data file.
+    summed: called with the `PageSums` of the data file, and the base's if that was hashed.
     """
 
     submodel: str
@@ -66,9 +65,9 @@ class BindRequest:
 
 @dataclass(frozen=True)
 class _Job:
-    """A tensor to fill: by its recipe, or, if that is None, with values that are the graph's own.
+    """A tensor to fill: from its recipe, or with the graph's own values if the recipe is None.
 
-    length: its bytes in the data file; None if it stays in the graph file.
+    length: size in the data file; None if it stays in the graph file.
     """
 
     tensor: Any
@@ -80,12 +79,12 @@ class _Job:
 def bind(request: BindRequest, out: Path) -> Facts:
     """Write model.onnx, model.onnx.data and the structure's other files into the empty directory `out`.
 
-    Returns the facts of the graph, `computed`, the weights that were not copied from the base, `at_limit` (as
-    OnnxFloatToFloat16 counts, if there is float16 and no base), `beyond_float16` of what was computed, and with LoRAs
-    `loras`, the weights that each touched, and `touched`.
-    Raises CheckpointError when the checkpoint or a LoRA does not fit the architecture or gives what is not finite,
-    DamagedBase for a base that is not what `base_sha256` or `base_sums` say, PassError for a structure that is damaged or a
-    disk without room for the result.
+    Returns the graph's facts, `computed` (weights not copied from the base), `at_limit` (as in OnnxFloatToFloat16; with
+    float16 and without a base), `beyond_float16` of the computed weights, and with LoRAs `loras` (number of weights
+    that each touched) and `touched`.
+    Raises CheckpointError if the checkpoint or a LoRA does not fit the architecture or gives non-finite values,
+    DamagedBase if the base does not match `base_sha256` or `base_sums`, and PassError if the structure is damaged or
+    the disk is full.
     """
 
     from sdflow.weights.blockwise import Lately
@@ -144,7 +143,7 @@ def bind(request: BindRequest, out: Path) -> Facts:
 
 
 def _write_data(request: BindRequest, out: Path, jobs: Sequence[tuple[_Job, Callable[[], Any] | None]]) -> None:
-    """Write the data file: what the functions compute, and where there is none, what the base has."""
+    """Write the data file: computed pieces, and pieces of the base where there is no function."""
     pieces: list[Piece] = []
     for job, compute in jobs:
         if job.length is None:
@@ -161,14 +160,14 @@ def _write_data(request: BindRequest, out: Path, jobs: Sequence[tuple[_Job, Call
         raise DamagedBase(
             "does not have the content that was published",
             where=str(base),
-            remedy="Run again. If this comes back, look at the disk and the memory.",
+            remedy="Run again. If it happens again, check the disk and the memory.",
         )
     request.hashed(WEIGHTS_FILE, digests.written)
     request.summed(digests.sums, digests.base_sums if of_base == "digest" else None)
 
 
 def _lay_out(model: Any, parameters: Mapping[str, tuple[int, ...]], structure: Path) -> list[_Job]:
-    """Give every tensor its place, as `onnx_model.files.store_proto` would: what is to be filled, in the order of the file."""
+    """Place every tensor like `onnx_model.files.store_proto`; return the tensors to fill, in file order."""
     from sdflow.onnx_model.files import raw_values
 
     jobs, size = [], 0
@@ -189,9 +188,9 @@ def _require_space(out: Path, size: int) -> None:
     free = shutil.disk_usage(out).free
     if free < size + RESERVE:
         raise PassError(
-            f"{spell_bytes(size)} are to be written, with a reserve of {spell_bytes(RESERVE)}, and {spell_bytes(free)} are free",
+            f"needs {spell_bytes(size)} and a reserve of {spell_bytes(RESERVE)}, but only {spell_bytes(free)} are free",
             where=str(out),
-            remedy="Free some space, or put the cache on another disk.",
+            remedy="Free some space, or move the cache to another disk.",
         )
 
 
@@ -199,7 +198,7 @@ def _require_same_layout(base: Path, size: int) -> None:
     found = (base / WEIGHTS_FILE).stat().st_size if (base / WEIGHTS_FILE).exists() else 0
     if found != size:
         raise PassError(
-            f"is {found} bytes long, not {size}: it is of another structure", where=str(base / WEIGHTS_FILE)
+            f"is {found} bytes long, not {size}: it belongs to another structure", where=str(base / WEIGHTS_FILE)
         )
 
 

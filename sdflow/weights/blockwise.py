@@ -1,20 +1,20 @@
-"""Weights in 4 or 8 bits by blocks, as `MatMulNBits` of com.microsoft reads them.
+"""Weights in 4 or 8 bits by blocks, in the format of com.microsoft's `MatMulNBits`.
 
-A weight (N, K) is cut into blocks of `size` values along K. A value x of a block is stored as the whole number nearest to
-x / scale + zero, halves away from 0, from 0 to 2^bits - 1. Of a block whose least and greatest values are lo <= 0 <= hi:
+A weight (N, K) is divided into blocks of `size` values along K. A value x is stored as the integer nearest to x / scale
++ zero, ties away from 0, in 0 to 2^bits - 1. For a block with minimum lo <= 0 and maximum hi >= 0:
 
-    symmetric   zero = 2^(bits-1), scale = -far / zero, where far is that of lo and hi that is farther from 0 (lo, if equal)
+    symmetric   zero = 2^(bits-1), scale = -far / zero, where far is the one of lo and hi farther from 0 (lo, if equal)
     otherwise   scale = (hi - lo) / (2^bits - 1), zero = -lo / scale to the nearest
 
-These are the bytes of onnxruntime.quantization.matmul_nbits_quantizer (onnxruntime/core/mlas/lib/q4_dq.cpp), all in float32;
-but a scale below float32's normal numbers is 0, and then all that is stored is the zero.
+The bytes equal those of onnxruntime.quantization.matmul_nbits_quantizer (onnxruntime/core/mlas/lib/q4_dq.cpp), computed
+in float32, except that subnormal scales become 0, and only zero points are then stored.
 
-`algorithm: mse` looks for scales with a smaller squared error, and needs no images: the range, lo to hi, is tried times each of
-`SHRUNK`, and of equal errors the first one stays. The scale then becomes that which fits the numbers stored so far best,
-sum(x m) / sum(m m) with m = number - zero, and values are rounded once more. Sums are over halves of a block: the first half
-plus the second, until one value is left, so that whoever adds up in that order has the same bits.
+`algorithm: mse` searches for scales with a smaller squared error, without calibration data: it tries the range lo to hi
+times each of `SHRUNK`; ties keep the first. The scale is then the best fit for the stored numbers, sum(x m) / sum(m m)
+with m = number - zero, and values are rounded once more. Sums are pairwise over halves of a block (first half plus
+second, until one value is left), so any implementation with this order gives the same bits.
 
-A scale is rounded to the type that it is stored in before values are divided by it.
+A scale is rounded to its stored type before values are divided by it.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ SIZES = (16, 32, 64, 128, 256)
 SCALES = ("float32", "float16", "bfloat16")
 
 SHRUNK = (1.0, 0.94, 0.88, 0.82, 0.76)
-"""Parts of a block's range, as float32."""
+"""Fractions of a block's range to try, as float32."""
 
 CHUNK = 1 << 15
-"""Values that are quantized at a time, while they are in the processor's cache."""
+"""Number of values quantized at a time, which fit the processor's cache."""
 LARGE = 64
-"""Chunks from which on several threads are worth it."""
+"""Number of chunks from which several threads pay off."""
 THREADS = min(4, os.cpu_count() or 1)
 
 _BELOW_HALF = np.nextafter(np.float32(0.5), np.float32(0))
-"""Added to a number that is not negative and then cut off: what rounds to nearest, halves up. 0.5 itself would round the
-number just below it to 1."""
+"""Adding this to a non-negative number and truncating rounds to nearest, ties up. Adding 0.5 would round the number
+just below it to 1."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a weight is stored. size: values of a block. scale: the type of the scales."""
+    """Storage of a weight. size: block size. scale: type of the scales."""
 
     bits: int
     size: int
@@ -66,7 +66,7 @@ class Format:
 
     @property
     def top(self) -> int:
-        """The largest number."""
+        """Largest stored number."""
         return (1 << self.bits) - 1
 
     @property
@@ -74,7 +74,7 @@ class Format:
         return 1 << (self.bits - 1)
 
     def shape(self, part: Part, rows: int, columns: int) -> tuple[int, ...]:
-        """Of a part of a weight (rows, columns)."""
+        """Return the shape of a part for a weight (rows, columns)."""
         blocks = columns // self.size
         if part == "values":
             return rows, blocks, self.size * self.bits // 8
@@ -84,13 +84,14 @@ class Format:
         return self.scale if part == "scales" else "uint8"
 
     def fits(self) -> bool:
-        """Whether it is one that there is."""
+        """Whether the format is supported."""
         known = self.bits in BITS and self.size in SIZES and self.scale in SCALES
         return known and type(self.symmetric) is bool and self.algorithm in ("rtn", "mse")
 
 
 class Blocks(NamedTuple):
-    """A quantized weight: values (N, blocks, bytes), scales (N, blocks), zeros (N, bytes) as `MatMulNBits` takes them."""
+    """A quantized weight: values (N, blocks, bytes), scales (N, blocks), zeros (N, bytes), as inputs of
+    `MatMulNBits`."""
 
     values: Array
     scales: Array
@@ -98,7 +99,8 @@ class Blocks(NamedTuple):
 
 
 def quantize(exact: Array, how: Format) -> Blocks:
-    """Quantize float32 values (N, K). K is a multiple of `how.size`. Memory: the result, and `CHUNK` values for each thread."""
+    """Quantize float32 values (N, K); K is a multiple of `how.size`. Uses memory for the result and `CHUNK` values per
+    thread."""
     rows, columns = exact.shape
     blocks = np.ascontiguousarray(exact, np.float32).reshape(-1, how.size)
     values = np.empty((len(blocks), how.size * how.bits // 8), np.uint8)
@@ -115,7 +117,7 @@ def quantize(exact: Array, how: Format) -> Blocks:
     share = -(-len(chunks) // THREADS)
     if len(chunks) < LARGE:
         fill(chunks)
-    else:  # who asks for the scales waits for the values: the other cores are free
+    else:  # the caller waits for the whole weight, so other cores are idle
         with ThreadPoolExecutor(THREADS) as threads:
             list(threads.map(fill, [chunks[begin : begin + share] for begin in range(0, len(chunks), share)]))
     shape = how.shape("values", rows, columns)
@@ -123,8 +125,8 @@ def quantize(exact: Array, how: Format) -> Blocks:
 
 
 def _chunk(blocks: Array, how: Format) -> tuple[Array, Array, Array]:
-    """Scales as they are stored, zeros, and numbers (size, blocks) of some blocks."""
-    x = np.ascontiguousarray(blocks.T)  # a block's values under each other: one number for each block beside
+    """Return stored scales, zeros, and numbers (size, blocks) of some blocks."""
+    x = np.ascontiguousarray(blocks.T)  # a block's values in a column, one column per block
     scale, zero = _scales(x, how)
     scale[np.abs(scale) < np.finfo(np.float32).tiny] = 0
     stored = scale.astype(numpy_type(how.scale))
@@ -141,7 +143,7 @@ def _packed_zeros(zeros: Array, how: Format) -> Array:
 
 
 def _scales(x: Array, how: Format) -> tuple[Array, Array]:
-    """Scales and zeros of blocks (size, blocks), both float32."""
+    """Return scales and zeros of blocks (size, blocks), both float32."""
     low, high = np.minimum(x.min(0), 0), np.maximum(x.max(0), 0)
     scale, zero = _of_range(low, high, how)
     if how.algorithm == "rtn":
@@ -172,7 +174,7 @@ def _of_range(low: Array, high: Array, how: Format) -> tuple[Array, Array]:
 
 
 def _numbers(x: Array, scale: Array, zero: Array, top: int) -> Array:
-    """What values are stored as, in float32."""
+    """Return the stored numbers of values, in float32."""
     numbers: Array = x * np.where(scale != 0, np.float32(1) / scale, np.float32(0))
     numbers += zero
     np.clip(numbers, 0, top, out=numbers)
@@ -199,8 +201,8 @@ def _added_up(values: Array) -> Array:
 
 
 class Lately:
-    """Weights that were quantized lately, as values, scales and zeros are asked for one after the other, or at once by several
-    threads."""
+    """Cache of recently quantized weights, whose values, scales and zeros are requested one after the other or by
+    several threads at once."""
 
     KEPT = 6
 
@@ -209,7 +211,7 @@ class Lately:
         self._found: OrderedDict[Any, Future[Blocks]] = OrderedDict()
 
     def get(self, key: Any, make: Callable[[], Blocks]) -> Blocks:
-        """What was made for the key, or what `make` gives; it is called once."""
+        """Return the cached result for the key, or that of `make`, which is called once."""
         with self._lock:
             known = self._found.get(key)
             found = known or self._found.setdefault(key, Future())

@@ -1,7 +1,7 @@
-"""DoRA: an adapter that sets the norms of the rows or the columns of a weight, m * V / |V| of V = W + delta.
+"""DoRA: an adapter that sets the norms of a weight's rows or columns, m * V / |V| with V = W + delta.
 
-https://arxiv.org/abs/2402.09353. PEFT keeps a norm for each row (output); LyCORIS one for each row or each column (input),
-`wd_on_out`. The norms have the same bits on every machine: their sums are exact, in any order.
+https://arxiv.org/abs/2402.09353. PEFT stores a norm per row (output); LyCORIS per row or per column (input),
+`wd_on_out`. Norms have the same bits on every machine: their sums are exact in any order.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float32]
 
 _BLOCK = 1 << 18
-"""Values that are looked at at a time."""
+"""Number of values processed at a time."""
 
 
 def with_norms(values: NDArray[Any], layer: Layer, scale: float) -> Floats:
-    """A weight with such an adapter merged, at this scale."""
+    """Return a weight with a DoRA merged at this scale."""
     magnitude = layer.magnitude
     assert magnitude is not None, "the layer is a DoRA's"
     blended = magnitude.blends and scale != 1
@@ -39,7 +39,7 @@ def with_norms(values: NDArray[Any], layer: Layer, scale: float) -> Floats:
 
 
 def _set_norms(values: Floats, magnitude: Magnitude) -> None:
-    """In place. A row or column of zeros stays what it is."""
+    """Set the norms in place. Rows or columns of zeros are unchanged."""
     rows = np.moveaxis(values, magnitude.axis, 0)
     found = norms(rows)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -48,7 +48,7 @@ def _set_norms(values: Floats, magnitude: Magnitude) -> None:
 
 
 def norms(rows: Floats) -> Floats:
-    """The Euclidean norm of each entry along the first axis, rounded to float32 once."""
+    """Return the Euclidean norm of each entry along the first axis, rounded to float32 once."""
     width = max(1, rows[0].size)
     bits = (53 - (width - 1).bit_length()) // 2
     found = np.empty(len(rows), np.float32)
@@ -56,7 +56,7 @@ def norms(rows: Floats) -> Floats:
     for begin in range(0, len(rows), step):
         exact = rows[begin : begin + step].reshape(-1, width).astype(np.float64)
         units = np.ldexp(1.0, np.frexp(np.abs(exact).max(axis=1))[1] - bits)[:, None]
-        # Two whole numbers for each value, so short that their squares and the sums of those are exact.
+        # Split each value into two integers short enough that sums of their squares are exact.
         with np.errstate(invalid="ignore", over="ignore"):
             exact /= units
             high = np.rint(exact)

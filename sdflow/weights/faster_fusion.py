@@ -1,15 +1,14 @@
-"""The search for fusions in onnxruntime.transformers, faster, with the same result.
+"""Speed up the search for fusions in onnxruntime.transformers without changing its result.
 
-Two things took more than half of the time on the UNet of Stable Diffusion 1.5 (4,292 nodes), a third one a fifth of what was
-left. The first two are pure functions of what they are given, asked for the same again and again.
-`benchmarks/build/fusion.py` measures what each saves:
+Two pure functions, called repeatedly with the same arguments, took more than half of the time on Stable Diffusion 1.5's
+UNet (4,292 nodes); a third part took a fifth of the rest. `benchmarks/build/fusion.py` measures each saving:
 
-- maps from a tensor's name to the nodes that read or write it, made anew from the whole graph for a single look-up
-  (2,203 times). Here the last ones are kept as long as the graph's serialized bytes are the same.
-- `sympy.simplify` and `str` of the same expressions, in each of twenty rounds of shape inference. Here the last results
-  are kept.
-- each round of shape inference finds an order of the nodes by sweeping over the whole graph until every output is reached.
-  Here the copy of the graph that it works on is put into that order once, so that one sweep finds it again.
+- Maps from a tensor's name to the nodes that read or write it were rebuilt from the whole graph for each lookup (2,203
+  times). Here the last maps are kept while the graph's serialized bytes are unchanged.
+- `sympy.simplify` and `str` were applied to the same expressions in each of twenty rounds of shape inference. Here
+  results are cached.
+- Each round of shape inference orders the nodes by sweeping the whole graph until every output is reached. Here its
+  copy of the graph is sorted in that order once, so a single sweep suffices.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from typing import Any
 
 from sdflow.processes.patched import patched
 
-# onnxruntime.transformers puts its own folder onto sys.path: its modules exist twice.
+# onnxruntime.transformers adds its own folder to sys.path, so its modules exist twice.
 PREFIXES = ("", "onnxruntime.transformers.")
 
-# Methods of OnnxModel that only look around in the graph, and make a map at every step if they are not given one.
+# Methods of OnnxModel that search the graph and build a map on every call unless given one.
 SEARCHES = (
     "find_first_child_by_type",
     "find_first_parent_by_type",
@@ -43,15 +42,15 @@ SEARCHES = (
 
 @contextmanager
 def faster_fusion() -> Iterator[None]:
-    """Replace the slow places in this process until the end. For graphs that are small without their weights."""
+    """Patch the slow functions in this process while active. For graphs that are small without weights."""
     with kept_maps(), kept_expressions(), nodes_in_order():
         yield
 
 
 @contextmanager
 def kept_maps() -> Iterator[None]:
-    """Keep the maps of the graph that was asked for last."""
-    importlib.import_module("onnxruntime.transformers.optimizer")  # puts its folder onto sys.path
+    """Cache the maps of the last graph."""
+    importlib.import_module("onnxruntime.transformers.optimizer")  # adds its folder to sys.path
     with ExitStack() as stack:
         for prefix in PREFIXES:
             model = importlib.import_module(f"{prefix}onnx_model").OnnxModel
@@ -67,7 +66,7 @@ def kept_maps() -> Iterator[None]:
 
 @contextmanager
 def kept_expressions() -> Iterator[None]:
-    """Keep what sympy made of the expressions that it was given last."""
+    """Cache sympy's results for recent expressions."""
     import sympy
     from sympy.core._print_helpers import Printable
 
@@ -82,7 +81,7 @@ def kept_expressions() -> Iterator[None]:
 
 @contextmanager
 def nodes_in_order() -> Iterator[None]:
-    """Give shape inference the nodes in the order in which it would find them."""
+    """Sort the nodes for shape inference in the order it would find."""
     importlib.import_module("onnxruntime.transformers.optimizer")
     with ExitStack() as stack:
         for prefix in PREFIXES:
@@ -105,8 +104,9 @@ def _preprocessing(original: Any) -> Any:
 
 
 def order_of_sweeps(graph: Any) -> list[int] | None:
-    """In which order sweeps over the graph's nodes, that take each node whose inputs are known, take them until every output
-    is known; nodes that no output needs may be left out. None where the graph is not that simple, or in order already."""
+    """Return the order in which sweeps over the graph's nodes, each taking nodes with known inputs, take them until
+    every output is known; nodes that no output needs may be omitted. None if the graph is not that simple, or already
+    in order."""
     known = {each.name for each in (*graph.input, *graph.initializer)}
     outputs = [each.name for each in graph.output]
     made = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
@@ -123,7 +123,7 @@ def order_of_sweeps(graph: Any) -> list[int] | None:
             else:
                 later.append(index)
         if len(later) == len(waiting):
-            return None  # it has a circle, or reads what nothing makes
+            return None  # a cycle, or a value without a producer
         waiting = later
     last = max((sweeps.get(made.get(name, -1), 0) for name in outputs), default=0)
     if last <= 1 or any(name not in made for name in outputs):
@@ -132,7 +132,7 @@ def order_of_sweeps(graph: Any) -> list[int] | None:
 
 
 class _Maps:
-    """The maps of the graph that was asked for last."""
+    """Cache of the last graph's maps."""
 
     def __init__(self) -> None:
         self._bytes = b""
@@ -140,10 +140,10 @@ class _Maps:
         self._made: dict[Any, dict[str, Any]] = {}
 
     def get(self, model: Any, make: Callable[[list[Any]], dict[str, Any]]) -> dict[str, Any]:
-        """`make(nodes)` of the model's graph, or what it gave for this very graph before. Not to be changed."""
+        """Return `make(nodes)` for the model's graph, cached while the graph is unchanged. Do not modify the result."""
         content = model.model.graph.SerializeToString()
         nodes = list(model.model.graph.node)
-        # Equal nodes in the place of those that were there are others: a change to the old ones would be lost.
+        # Equal but different node objects need a new map, or changes to the old objects would be lost.
         same = len(nodes) == len(self._nodes) and all(map(is_, nodes, self._nodes))
         if not same or content != self._bytes:
             self._bytes, self._nodes, self._made = content, nodes, {}
@@ -152,7 +152,7 @@ class _Maps:
         return self._made[make]
 
     def looked_up(self, original: Any, make: Callable[[list[Any]], dict[str, Any]]) -> Any:
-        """`original`, a method of OnnxModel that makes a map, with its result kept."""
+        """Wrap `original`, a method of OnnxModel that builds a map, with the cache."""
 
         def method(model: Any, exclude_subgraphs: bool = False) -> dict[str, Any]:
             if exclude_subgraphs or len(model.graphs()) > 1:
@@ -164,7 +164,7 @@ class _Maps:
 
 
 def _searching(original: Any, maps: _Maps) -> Any:
-    """`original`, a method that searches the graph, given the map that it would make for itself."""
+    """Wrap `original`, a method that searches the graph, to pass it the cached map."""
     signature = inspect.signature(original)
     wanted = {"input_name_to_nodes": _readers, "output_name_to_node": _writers}
     (name, make), *none = [item for item in wanted.items() if item[0] in signature.parameters]
@@ -196,7 +196,7 @@ def _writers(nodes: list[Any]) -> dict[str, Any]:
 
 
 def _kept(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of one sympy expression, with its last results kept. Types are told apart, even if equal."""
+    """Cache a function of one sympy expression. Equal expressions of different types are distinguished."""
 
     @lru_cache(maxsize=1 << 16)
     def compute(_kind: Hashable, expression: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What no weight may be: NaN or infinite. It is refused with the file that it is from; what float16 cuts is counted."""
+"""Reject NaN and infinite weights, naming the file they come from, and count values that float16 clamps."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from sdflow.weights.recipe import Recipe
 
 NAMED = 5
-"""So many weights are named of those that were cut."""
+"""Maximum number of clamped weights to name."""
 
 _AND = " and "  # between the parameters of one weight
 
 
 def all_finite(values: NDArray[Any]) -> bool:
-    """Whether floating-point values are finite, in one pass over them: a sum with something that is not is not either."""
+    """Whether floating-point values are finite, in one pass: a sum with a non-finite value is non-finite."""
     import numpy as np
 
     with np.errstate(over="ignore", invalid="ignore"):
@@ -32,21 +32,21 @@ def all_finite(values: NDArray[Any]) -> bool:
 
 @dataclass(frozen=True)
 class FiniteWeights:
-    """Looks at the weights of one model as they are computed, from several threads. cut: how many values of which."""
+    """Checks a model's weights as they are computed, from several threads. cut: number of clamped values by weight."""
 
     merged: Merged
     loras: Sequence[LoraInput]
     cut: dict[str, int] = field(default_factory=dict)
 
     def look_at(self, recipe: Recipe, values: NDArray[Any], counts: AtLimit) -> None:
-        """Raises CheckpointError when a value of what the recipe gave is not finite. counts: of float16 values."""
+        """Raise CheckpointError if a value is not finite. counts: of float16 values."""
         if counts.cut:
             self.cut[_AND.join(_keys(recipe))] = counts.cut
         if counts.not_finite or (values.dtype == "float32" and not all_finite(values)):
             raise self._refused(recipe)
 
     def facts(self) -> Facts:
-        """`beyond_float16`: how many values there were, in how many weights, and those that had most; nothing without."""
+        """Return `beyond_float16`: number of values and weights, and the weights with most; empty without any."""
         keys = {key for name in self.cut for key in name.split(_AND)}
         touching = enumerate(self.merged.loras.layers)
         by = [index for index, (layers, scale) in touching if scale and keys & layers.keys()]
@@ -60,15 +60,16 @@ class FiniteWeights:
                 return CheckpointError(
                     f"{_not_finite(values)} of {key} are NaN or infinite",
                     where=self.merged.tensors.file(key),
-                    remedy="The file is damaged, or was written by a training that failed: take another.",
+                    remedy="The file is damaged, or comes from a failed training run: use another one.",
                 )
             if refused := refused_lora(key, values.shape, self.merged.loras, self.loras):
                 return refused
-        return CheckpointError(f"the values that {' and '.join(keys)} give together are not finite")
+        return CheckpointError(f"the values computed from {' and '.join(keys)} are not finite")
 
 
 def refused_lora(key: str, shape: tuple[int, ...], held: Loras, files: Sequence[LoraInput]) -> CheckpointError | None:
-    """Which of the LoRAs makes a weight infinite or NaN; all that change it, if none does alone; None if none changes it."""
+    """Return an error for the LoRA that makes a weight non-finite, or for all that change it if none does alone; None
+    if none does."""
     import numpy as np
 
     from sdflow.sources.loras.layers import lora_delta
@@ -82,21 +83,21 @@ def refused_lora(key: str, shape: tuple[int, ...], held: Loras, files: Sequence[
             delta = lora_delta(layers[key], shape, scale)
         if not all_finite(delta):
             return CheckpointError(
-                f"at scale {scale:g}, {_not_finite(delta)} that it adds to {key} are NaN or infinite",
+                f"at scale {scale:g}, {_not_finite(delta)} added to {key} are NaN or infinite",
                 where=str(file.path),
-                remedy="Scales are around 1. If this one is, the file's factors or its alpha are damaged.",
+                remedy="Use a scale around 1. If it already is, the file's factors or alpha are damaged.",
             )
     if not touching:
         return None
     return CheckpointError(
         f"merged, {key} is not finite",
         where=", ".join(str(file.path) for file in touching),
-        remedy="Scales are around 1.",
+        remedy="Use scales around 1.",
     )
 
 
 def beyond_float16(cut: Mapping[str, int], loras: Sequence[int] = ()) -> Facts:
-    """The fact of that name: how many values of which weights. loras: the places of those that change one of them."""
+    """Return the fact `beyond_float16` for these counts. loras: indices of LoRAs that change one of these weights."""
     if not cut:
         return {}
     most = dict(sorted(cut.items(), key=lambda item: (-item[1], item[0]))[:NAMED])
@@ -104,13 +105,13 @@ def beyond_float16(cut: Mapping[str, int], loras: Sequence[int] = ()) -> Facts:
 
 
 def words_beyond_float16(facts: Facts, loras: Sequence[str], model: str) -> str | None:
-    """That fact in words, if there is one. loras: the files of all, and their scales. model: the checkpoint's file."""
+    """Describe the fact `beyond_float16`, if present. loras: all files with scales. model: the checkpoint's file."""
     if not (found := facts.get("beyond_float16")):
         return None
     most = ", ".join(f"{name} ({count:,})" for name, count in found["most"].items())
     more = f" and {found['weights'] - len(found['most']):,} more" if found["weights"] > len(found["most"]) else ""
     files = ", ".join(loras[index] for index in found["loras"]) or model
-    return f"{found['values']:,} values are beyond float16 and became its largest, 65,504: {most}{more}, of {files}"
+    return f"{found['values']:,} values exceed float16's range and were clamped to 65,504: {most}{more}, from {files}"
 
 
 def _keys(recipe: Recipe) -> list[str]:

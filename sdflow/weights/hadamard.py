@@ -1,8 +1,8 @@
-"""Rotations by Hadamard matrices: they spread single large values over a group, so that fewer bits lose less.
+"""Hadamard rotations, which spread outliers over a group to reduce quantization error.
 
-The matrix of size 1 is 1; that of size 2n has those of size n in its quarters, the last of them negated (Sylvester). Over the
-square root of its size it is orthogonal, and its own inverse: values and weights that are both rotated have the same product as
-before.
+The matrix of size 1 is 1; each quarter of that of size 2n is that of size n, negated in the last one (Sylvester).
+Divided by the square root of its size, it is orthogonal and its own inverse, so a product of rotated values and rotated
+weights is unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SIZES = (16, 32, 64, 128, 256)
 
 
 def matrix(size: int) -> Array:
-    """The orthogonal matrix, float32. size: a power of two."""
+    """Return the orthogonal matrix, float32. size: a power of two."""
     made: Array = np.ones((1, 1), np.float32)
     while len(made) < size:
         made = np.block([[made, made], [made, -made]])
@@ -26,8 +26,8 @@ def matrix(size: int) -> Array:
 
 
 def rotated(values: Array, axis: int, size: int) -> Array:
-    """Float32 values times the matrix along an axis, each `size` of them by themselves. size: a power of two that divides the
-    axis. Sums are taken pair by pair, in the same order on every machine."""
+    """Multiply float32 values by the matrix along an axis, in groups of `size`, a power of two that divides the axis.
+    Sums are pairwise, in the same order on every machine."""
     along = np.moveaxis(np.asarray(values, np.float32), axis, -1)
     now = np.array(along.reshape(-1, size), order="C")
     width = 1

@@ -1,9 +1,9 @@
-"""float32 to float16 as ONNX Runtime's converter rounds, a hundred times faster; and to bfloat16.
+"""Round float32 to float16 like ONNX Runtime's converter, but a hundred times faster; and to bfloat16.
 
-`convert_np_to_float16` in onnxruntime/transformers/float16.py looks at every value a dozen times. The few values that
-its limits change are found among the rounded ones: rounding keeps order, so what lies beyond a limit rounds to the
-limit's float16 or beyond. numpy's own cast handles one value at a time (0.4 GB/s); the kernel behind ONNX Runtime's
-Cast uses the processor's vectors (2 to 11 GB/s) and gives the same bits.
+`convert_np_to_float16` in onnxruntime/transformers/float16.py makes a dozen passes over all values. Here the few values
+that its limits change are found among the rounded ones: rounding is monotonic, so values beyond a limit round to the
+limit's float16 or beyond. numpy's cast processes one value at a time (0.4 GB/s); the kernel of ONNX Runtime's Cast uses
+vector instructions (2 to 11 GB/s), with the same bits.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 SMALLEST = 5.96e-08
 LARGEST = 65504.0
 
-_BLOCK = 1 << 18  # values rounded at a time: what is read and written stays in the processor's cache
-_RUN = 1 << 10  # values of which the farthest is found first: most runs have none at a limit
+_BLOCK = 1 << 18  # values rounded at a time, which fit the processor's cache
+_RUN = 1 << 10  # values whose maximum is found first: most runs have none at a limit
 _SIGN = np.uint16(0x8000)
 _MAGNITUDE = np.uint16(0x7FFF)
 _INFINITE = np.uint16(0x7F80)  # the exponent of bfloat16's infinities and NaN
@@ -27,8 +27,8 @@ _INFINITE = np.uint16(0x7F80)  # the exponent of bfloat16's infinities and NaN
 
 @dataclass
 class AtLimit:
-    """How many float16 values have the largest finite magnitude, and how many the smallest; how many were cut to a limit
-    from beyond it, and how many are not finite."""
+    """Counts of float16 values with the largest and with the smallest finite magnitude, of values clamped to a limit,
+    and of non-finite values."""
 
     largest: int = 0
     smallest: int = 0
@@ -39,10 +39,10 @@ class AtLimit:
 def to_float16(
     values: NDArray[Any], smallest: float = SMALLEST, largest: float = LARGEST, counts: AtLimit | None = None
 ) -> NDArray[np.float16]:
-    """Round to the nearest float16, ties to even; see `sdflow.weights.recipe.Float16` for the limits. C-contiguous.
+    """Round to the nearest float16, ties to even, C-contiguous; see `sdflow.weights.recipe.Float16` for the limits.
 
-    0, infinities and NaN stay what they are. Under the default limits float16 values come back as they are. What ended
-    at float16's limits is added to `counts`.
+    0, infinities and NaN are unchanged, and so are float16 values under the default limits. Values at float16's limits
+    are added to `counts`.
     """
     as_they_are = values.dtype == np.float16 and smallest <= SMALLEST and largest >= LARGEST
     exact = np.ascontiguousarray(values if as_they_are else widened(values)).reshape(-1)
@@ -57,8 +57,8 @@ def to_float16(
         block, half = exact[begin : begin + _BLOCK], bits[begin : begin + _BLOCK]
         if not as_they_are:
             _cast(block, half)
-        # Twice the bits is twice the magnitude, without the sign. Minus the lower limit, wrapping around: one unsigned
-        # comparison finds both ends.
+        # Doubling the bits drops the sign. Subtracting the lower limit with wraparound lets one unsigned
+        # comparison find both ends.
         distance = np.add(half, half, out=doubled[: half.size])
         distance -= np.uint16(2 * (low + 1))
         suspects = _at_least(inside, distance)
@@ -76,9 +76,9 @@ def to_float16(
 
 
 def to_bfloat16(values: NDArray[Any], counts: AtLimit | None = None) -> NDArray[Any]:
-    """Round to the nearest bfloat16, ties to even. bfloat16 values come back as they are.
+    """Round to the nearest bfloat16, ties to even. bfloat16 values are unchanged.
 
-    What is not finite is added to `counts`; bfloat16 has float32's range.
+    Non-finite values are added to `counts`; bfloat16 has float32's range.
     """
     rounded = values.astype(numpy_type("bfloat16"), copy=False)
     if counts is not None:
@@ -87,7 +87,7 @@ def to_bfloat16(values: NDArray[Any], counts: AtLimit | None = None) -> NDArray[
 
 
 def numpy_type(name: str) -> np.dtype[Any]:
-    """NumPy's type of that name; of `bfloat16`, which NumPy lacks, ml_dtypes'."""
+    """Return NumPy's type of this name; for `bfloat16`, which NumPy lacks, that of ml_dtypes."""
     import ml_dtypes
 
     found: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
@@ -95,14 +95,14 @@ def numpy_type(name: str) -> np.dtype[Any]:
 
 
 def widened(values: NDArray[Any]) -> NDArray[np.float32]:
-    """The same values as float32: bfloat16 ones by their bits, twice as fast as ml_dtypes' cast."""
+    """Convert to float32; bfloat16 by its bits, twice as fast as ml_dtypes' cast."""
     if values.dtype.name != "bfloat16":
         return np.asarray(values, np.float32)
-    return (values.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)  # its upper half
+    return (values.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)  # the upper half of float32
 
 
 def _not_finite(bits: NDArray[np.uint16]) -> int:
-    """How many bfloat16 values are infinite or NaN. Quick where none is."""
+    """Count infinite and NaN bfloat16 values; fast if there are none."""
     found, doubled = 0, np.empty(min(_BLOCK, bits.size), np.uint16)
     for begin in range(0, bits.size, _BLOCK):
         block = bits[begin : begin + _BLOCK]
@@ -113,7 +113,7 @@ def _not_finite(bits: NDArray[np.uint16]) -> int:
 
 
 def _at_least(limit: np.uint16, values: NDArray[np.uint16]) -> NDArray[np.intp]:
-    """Where values reach a limit. Quick where that is so in few places."""
+    """Return the indices of values that reach a limit; fast if there are few."""
     farthest = np.maximum.reduceat(values, np.arange(0, values.size, _RUN))
     runs = np.flatnonzero(farthest >= limit)
     if 8 * runs.size > farthest.size:
@@ -134,9 +134,9 @@ def _within_limits(
 
 
 def add_to(total: NDArray[np.float32], values: NDArray[Any]) -> None:
-    """`total += values`, of one shape. total is C-contiguous.
+    """Compute `total += values` for equal shapes; total is C-contiguous.
 
-    numpy widens float16 one value at a time too, which costs more than computing a LoRA's delta.
+    numpy widens float16 one value at a time, which costs more than computing a LoRA's delta.
     """
     if values.dtype != np.float16 or not values.flags.c_contiguous:
         total += values
@@ -151,7 +151,7 @@ def add_to(total: NDArray[np.float32], values: NDArray[Any]) -> None:
 
 
 def _cast(values: NDArray[Any], into: NDArray[Any]) -> None:
-    """float32 to float16 (which may be seen as uint16), or float16 to float32. Both are contiguous and of one length."""
+    """Cast float32 to float16 (possibly viewed as uint16), or float16 to float32; both contiguous and of one length."""
     narrows = values.dtype == np.float32
     types = (np.float32, np.float16) if narrows else (np.float16, np.float32)
     binding = (session := _cast_session(narrows)).io_binding()
@@ -175,5 +175,5 @@ def _cast_session(narrows: bool) -> Any:
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1  # the threads are ours: one tensor each
+    options.intra_op_num_threads = 1  # the caller's threads process one tensor each
     return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

@@ -1,9 +1,9 @@
-"""Values in C order, quickly.
+"""Fast conversion to C order.
 
-numpy copies a transposed matrix along the result's rows: each value that it reads lies in another cache line, and is gone
-from the cache before its neighbour's turn comes. In tiles it stays, if their rows do not lie a power of two apart: the
-cache keeps few lines of such places. So each tile is copied aside first, to rows that are a cache line longer. A matrix of
-10240 x 1280 float16 values goes from 0.24 to 2.1 GB/s.
+numpy copies a transposed matrix along the result's rows: each value it reads is in another cache line, which is evicted
+before its neighbour is read. Tiles stay in the cache unless their rows are a power of two apart, since such addresses
+share few cache lines. So each tile is first copied to a buffer whose rows are one cache line longer. A 10240 x 1280
+float16 matrix goes from 0.24 to 2.1 GB/s.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 TILE = (512, 256)
-"""Rows and columns of the source that are copied at a time."""
+"""Rows and columns of the source copied at a time."""
 LINE = 64
-"""Bytes of a line of the processor's cache."""
+"""Bytes per cache line."""
 
 Array = NDArray[Any]
 
 
 def contiguous(values: Array) -> Array:
-    """The same values, C-contiguous. Itself if it is so already."""
+    """Return the values C-contiguous, without a copy if they already are."""
     if values.flags.c_contiguous:
         return values
     copied = np.empty(values.shape, values.dtype)
@@ -32,7 +32,7 @@ def contiguous(values: Array) -> Array:
 
 
 def joined(parts: Sequence[Array], axis: int) -> Array:
-    """The parts one after the other along an axis, from 0, as `numpy.concatenate` has them. Raises ValueError as it does."""
+    """Concatenate the parts along a non-negative axis, like `numpy.concatenate`, including its ValueError."""
     if all(part.flags.c_contiguous for part in parts) or any(part.dtype != parts[0].dtype for part in parts):
         return np.concatenate(parts, axis)
     first = parts[0].shape
@@ -54,7 +54,7 @@ def copy_into(target: Array, values: Array) -> None:
 
 
 def _copy_tiles(target: Array, source: Array) -> None:
-    """`target[...] = source.T`, for a source whose rows are contiguous."""
+    """Compute `target[...] = source.T` for a source with contiguous rows."""
     rows, columns = TILE
     aside = np.empty((rows, columns + LINE // source.itemsize), source.dtype)
     for top in range(0, source.shape[0], rows):

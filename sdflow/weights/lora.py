@@ -1,7 +1,7 @@
-"""Parameters with LoRAs merged into them, one at a time, in float32, in the order of the LoRAs.
+"""Merge LoRAs into parameters one at a time, in float32, in the LoRAs' order.
 
-What only adds, LoRA, LoHa, LoKr and differences, is summed up first: W + sum of scale x delta. A DoRA sets the norms of what is
-there when its turn comes, so it makes a difference whether another LoRA comes before or after it.
+Additive adapters (LoRA, LoHa, LoKr, differences) are summed first: W + sum of scale x delta. A DoRA sets the norms of
+the current weight when its turn comes, so its order among other LoRAs matters.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class LoraInput:
 
 @dataclass(frozen=True)
 class Loras:
-    """What LoRAs hold for a submodel, (state_dict key -> layer, scale) each, in the order in which they are added."""
+    """LoRA layers for a submodel, each as (state_dict key -> layer, scale), in merge order."""
 
     layers: Sequence[tuple[Mapping[str, Layer], float]] = ()
 
     @property
     def touched(self) -> frozenset[str]:
-        """The parameters that any of them changes. A LoRA at scale 0 changes none."""
+        """The parameters that any LoRA changes. A LoRA at scale 0 changes none."""
         return frozenset(key for layers, scale in self.layers if scale for key in layers)
 
     @property
     def counts(self) -> list[int]:
-        """How many parameters each changes."""
+        """Number of parameters that each LoRA changes."""
         return [len(layers) if scale else 0 for layers, scale in self.layers]
 
 
@@ -66,12 +66,12 @@ class Merged:
     loras: Loras
 
     def read(self, key: str) -> NDArray[Any]:
-        """The values of a parameter; float16 only where it is stored so and no LoRA touches it."""
+        """Return a parameter's values; float16 only if stored so and untouched by LoRAs."""
         values = self.tensors.read(key)
         return merged_weight(values, self._layers(key))
 
     def blocks(self, key: str) -> Iterator[NDArray[Any]]:
-        """The same values in row-major order, in flat blocks; where no LoRA touches them, of the type that they are stored in."""
+        """Yield the same values in row-major order as flat blocks; in their stored type if untouched by LoRAs."""
         from sdflow.sources.loras.layers import LoraLayer
 
         layers, plain = self._layers(key), []
@@ -106,8 +106,8 @@ def _merged_blocks(blocks: Iterator[NDArray[Any]], layers: Sequence[tuple[LoraLa
 
 
 def merged_weight(values: NDArray[Any], layers: Sequence[tuple[Layer, float]]) -> NDArray[Any]:
-    """A weight with these layers merged at their scales, one after the other: float32; the values as they are where there is no
-    layer."""
+    """Merge layers at their scales into a weight, one after the other. Returns float32, or the unchanged values without
+    layers."""
     from sdflow.sources.loras.layers import lora_delta
     from sdflow.weights.dora import with_norms
     from sdflow.weights.half import add_to

@@ -1,7 +1,7 @@
-"""Weights with LoRAs computed by torch, where they are read: the same bits as `sdflow.weights.bind` writes.
+"""Compute weights with LoRAs in torch on the device that reads them, with the same bits as `sdflow.weights.bind`.
 
-Everything here is exact in any order of additions, as `sdflow.sources.loras.layers.lora_delta` says, or rounds single
-values as IEEE 754 has it. So a GPU and a CPU come to the same.
+Everything is exact in any order of additions, as in `sdflow.sources.loras.layers.lora_delta`, or rounds single values
+by IEEE 754, so GPU and CPU results are equal.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ if TYPE_CHECKING:
     from sdflow.sources.loras.layers import Layer, LoraLayer
 
 Rounding = tuple[float, float] | Literal["bfloat16"] | None
-"""To float16: what becomes the smallest and the largest number. None: as it is."""
+"""Rounding to float16: its smallest and largest magnitudes. None: no rounding."""
 
 Leaf = tuple[str, Rounding]
-"""A parameter as a recipe reads it."""
+"""A parameter and its rounding, as read by a recipe."""
 
 ReadLeaf = Callable[[Leaf], "torch.Tensor"]
 
 MOST_VALUES = {"cpu": 1 << 18, "cuda": 1 << 26}
-"""Of weights that are computed at once: on a CPU they stay in its cache, on a GPU few launches fill it."""
+"""Maximum number of weight values computed at once: fits a CPU's cache; saturates a GPU with few launches."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Stack:
-    """Factors of layers that have the same shapes. up: (layers, out, rank), float32; down: (layers, rank, in). up_unit,
-    down_unit: (layers, 1, 1), float64, of which whole numbers are made of each. scale: alpha / rank of each."""
+    """Factors of layers with equal shapes. up: (layers, out, rank), float32; down: (layers, rank, in). up_unit,
+    down_unit: (layers, 1, 1), float64: units in which values become integers. scale: alpha / rank of each."""
 
     up: torch.Tensor
     down: torch.Tensor
@@ -60,7 +60,7 @@ class _Stack:
     bits: int
 
     def deltas(self, rows: Sequence[int], scale: float) -> torch.Tensor:
-        """What these layers add to their weights, (layers, out, in): as `sdflow.sources.loras.layers.lora_delta`."""
+        """Return these layers' deltas, (layers, out, in), like `sdflow.sources.loras.layers.lora_delta`."""
         import numpy as np
         import torch
 
@@ -68,14 +68,14 @@ class _Stack:
         high_up, low_up = _halves(self.up[index], self.up_unit[index], self.bits)
         high_down, low_down = _halves(self.down[index], self.down_unit[index], self.bits)
         total = torch.bmm(high_up, high_down)
-        # Two sums, each of them exact; one sum of all terms would be rounded on the way.
+        # Two exact sums; a single sum of all terms would be rounded.
         total.add_(torch.bmm(torch.cat([high_up, low_up], 2), torch.cat([low_down, high_down], 1)))
         scales = [float(np.float32(scale * self.scale[row])) for row in rows]
         return total.float().mul_(torch.tensor(scales, device=index.device)[:, None, None])
 
 
 def _halves(values: torch.Tensor, unit: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values in two parts so short that products of such, and the sums of those, are exact in float64."""
+    """Split values into two parts short enough that sums of their products are exact in float64."""
     import torch
 
     exact, below = values.double(), unit * 2.0**-bits
@@ -84,7 +84,7 @@ def _halves(values: torch.Tensor, unit: torch.Tensor, bits: int) -> tuple[torch.
 
 
 class Factors:
-    """The factors of a LoRA on a device, those of equal shapes in one piece: they are small and many. layers: all of it, by
+    """A LoRA's factors on a device, stacked by shape because they are small and many. layers: the whole LoRA, by
     parameter."""
 
     def __init__(self, layers: Mapping[str, Layer], device: torch.device) -> None:
@@ -92,7 +92,7 @@ class Factors:
 
         self.layers = layers
         self.places: dict[str, tuple[_Stack, int]] = {}
-        """By parameter: where its factors are. Layers of other kinds than a plain LoRA are merged on the host."""
+        """Parameter -> location of its factors. Layers other than plain LoRAs are merged on the host."""
         alike: dict[tuple[tuple[int, ...], ...], list[tuple[str, LoraLayer]]] = {}
         for key, layer in layers.items():
             if isinstance(layer, Plain) and layer.magnitude is None:
@@ -121,10 +121,10 @@ def _stacked(layers: Sequence[LoraLayer], device: torch.device) -> _Stack:
 def merged(
     leaves: Iterable[Leaf], own: Callable[[str], torch.Tensor], factors: Sequence[tuple[Factors, float]]
 ) -> dict[Leaf, torch.Tensor]:
-    """Parameters of a checkpoint with LoRAs merged, as `sdflow.weights.lora.Merged` has them; those alike at once.
+    """Return checkpoint parameters with LoRAs merged, like `sdflow.weights.lora.Merged`; similar ones are batched.
 
-    own: gives a parameter of the checkpoint, on the device. factors: of each LoRA, with its scale, in the order in which they
-    are added. What is not rounded is float16 only where it is stored so and no LoRA touches it.
+    own: returns a checkpoint parameter on the device. factors: each LoRA with its scale, in merge order. Unrounded
+    parameters are float16 only if stored so and untouched by LoRAs.
     """
     roundings: dict[str, list[Rounding]] = {}
     for key, rounding in dict.fromkeys(leaves):
@@ -165,7 +165,7 @@ def merged(
 
 
 def _on_host(values: torch.Tensor, layers: Sequence[tuple[Layer, float]]) -> torch.Tensor:
-    """By numpy: the same bits as bound weights have."""
+    """Merge with numpy, which gives the same bits as bound weights."""
     import torch
 
     from sdflow.weights.lora import merged_weight
@@ -184,8 +184,8 @@ def _rounding(recipe: Rounded) -> Rounding:
 
 
 def leaves_of(recipe: Recipe, rounding: Rounding = None) -> Iterator[Leaf]:
-    """The parameters that a recipe reads, and how it rounds them. Rounding goes first, as `sdflow.weights.recipe.evaluate` has
-    it."""
+    """Yield the parameters that a recipe reads, with their rounding, which is applied first, as in
+    `sdflow.weights.recipe.evaluate`."""
     if isinstance(recipe, Rounded):
         yield from leaves_of(recipe.of, _rounding(recipe))
     elif isinstance(recipe, Join):
@@ -203,9 +203,10 @@ def leaves_of(recipe: Recipe, rounding: Rounding = None) -> Iterator[Leaf]:
 
 
 def evaluate(recipe: Recipe, read: ReadLeaf, device: torch.device) -> torch.Tensor:
-    """The values of a recipe, as `sdflow.weights.recipe.evaluate`; C-contiguous or not. read: gives its leaves.
+    """Evaluate a recipe like `sdflow.weights.recipe.evaluate`; the result may be non-contiguous. read: returns its
+    leaves.
 
-    Not of weights by blocks: what reads them takes constants only (`sdflow.serve.loras.live_loras.READERS`).
+    Blockwise weights are not supported: their readers only take constants (`sdflow.serve.loras.live_loras.READERS`).
     """
     return _evaluate(recipe, read, device, None)
 
@@ -243,7 +244,7 @@ def _evaluate(recipe: Recipe, read: ReadLeaf, device: torch.device, rounding: Ro
 
 
 def _quantized(recipe: Quantized | Scales, exact: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """By numpy, on the host: the same bits as bound weights have."""
+    """Quantize with numpy on the host, which gives the same bits as bound weights."""
     import numpy as np
     import torch
 
@@ -265,7 +266,7 @@ def _added_up(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def to_float16(values: torch.Tensor, smallest: float = SMALLEST, largest: float = LARGEST) -> torch.Tensor:
-    """As `sdflow.weights.half.to_float16`."""
+    """See `sdflow.weights.half.to_float16`."""
     import numpy as np
     import torch
 

@@ -1,7 +1,7 @@
-"""Weights in few bits: a scale for each output channel, and values that are the nearest multiples of it.
+"""Quantized weights: a scale per output channel, and the nearest multiples of it.
 
-int8 is that of `onnxruntime.quantization.quantize_dynamic` with signed weights per channel, bit for bit: symmetric, the scale in
-float32, halves to even (quant_utils.py, compute_scale_zp and quantize_nparray).
+int8 equals `onnxruntime.quantization.quantize_dynamic` with signed per-channel weights bit for bit: symmetric, float32
+scales, ties to even (quant_utils.py, compute_scale_zp and quantize_nparray).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to quantize. dtype: of the values, as numpy names it.
+    """A quantization scheme. dtype: numpy name of the values' type.
 
-    scales: from float32 values and the axis of their output channels to float32 (channels,). quantize: from values, scales and
+    scales: maps float32 values and the output channel axis to float32 (channels,). quantize: maps values, scales and
     axis to values of `dtype`.
     """
 
@@ -32,14 +32,14 @@ class Kind:
 
 
 def largest_magnitudes(values: Array, axis: int) -> Array:
-    """Of each channel, float32; 0 of one without values."""
+    """Return each channel's largest magnitude, float32; 0 for an empty channel."""
     others = tuple(index for index in range(values.ndim) if index != axis)
     found: Array = np.maximum.reduce(np.abs(values), axis=others, initial=0, dtype=np.float32)
     return found
 
 
 def along(axis: int, ndim: int) -> tuple[int, ...]:
-    """The shape that puts one number for each channel beside values."""
+    """Return the shape that broadcasts one number per channel."""
     return tuple(-1 if index == axis else 1 for index in range(ndim))
 
 
@@ -72,10 +72,10 @@ def _float8(values: Array, scales: Array, axis: int) -> Array:
 
 
 def float8_bits(values: Array) -> Array:
-    """float32 values, one after the other, as bits of E4M3: rounded to nearest, halves to even, cut at 448.
+    """Convert a flat float32 array to E4M3 bits: to nearest, ties to even, clamped to 448.
 
-    What ml_dtypes gives, several times as fast: E4M3 has 3 bits of fraction, so that the upper half of a float32, with 7, decides
-    together with whether anything follows.
+    Same result as ml_dtypes, several times faster: E4M3 has 3 fraction bits, so the upper half of a float32, which has
+    7, decides together with whether the lower half is nonzero.
     """
     halves = values.astype("<f4", copy=False).view("<u2").reshape(-1, 2)
     result: Array = _rounded_halves()[halves[:, 1] | (halves[:, 0] != 0)]
@@ -84,7 +84,7 @@ def float8_bits(values: Array) -> Array:
 
 @cache
 def _rounded_halves() -> Array:
-    """The upper 16 bits of a float32 -> E4M3."""
+    """Return a table from the upper 16 bits of a float32 to E4M3."""
     import ml_dtypes
 
     with np.errstate(invalid="ignore"):
@@ -94,9 +94,9 @@ def _rounded_halves() -> Array:
 
 
 BLOCK = 1 << 15
-"""Values that are rounded at a time, while they are in the processor's cache."""
+"""Number of values rounded at a time, which fit the processor's cache."""
 LARGEST_FLOAT8 = 448
-"""Of E4M3: https://arxiv.org/abs/2209.05433."""
+"""Maximum of E4M3: https://arxiv.org/abs/2209.05433."""
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
@@ -105,5 +105,5 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "int8_reduced": Kind("int8", partial(_whole_scales, 64), partial(_whole, 64)),
     }
 )
-"""By name, as recipes write it. int8_reduced: a range so short that a processor without VNNI, which adds two products up in 16
-bits, loses nothing."""
+"""Schemes by name, as in recipes. int8_reduced has a range short enough that processors without VNNI, which add two
+products in 16 bits, do not saturate."""

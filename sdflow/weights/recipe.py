@@ -1,10 +1,9 @@
-"""A recipe: how the values of one initializer come from the tensors of a checkpoint.
+"""A recipe: how an initializer's values are computed from a checkpoint's tensors.
 
-A recipe is a small tree. Its leaves are parameters, named by their keys in the module's `state_dict`, and constants;
-its inner nodes move values (transpose, reshape, join), add them up, rotate them, or round them: to float16 or bfloat16, or
-outermost to few bits with a scale for each channel or block. Nothing else happens to a weight on its way into an optimized graph,
-so nothing else can be said here.
-How one is stored: `sdflow.weights.recipe_json`.
+A recipe is a small tree. Its leaves are parameters, named by their `state_dict` keys, and constants. Inner nodes move
+values (transpose, reshape, join), add them, rotate them, or round them: to float16 or bfloat16, or as the outermost
+node to few bits with scales per channel or block. Weights undergo nothing else on their way into an optimized graph.
+`sdflow.weights.recipe_json` stores recipes.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Param:
 
 @dataclass(frozen=True)
 class Constant:
-    """Values that belong to the graph, not to the checkpoint: little-endian raw bytes."""
+    """Values of the graph, not of the checkpoint: little-endian raw bytes."""
 
     raw: bytes
     shape: Shape
@@ -47,7 +46,7 @@ class Constant:
 
 
 class _Of:
-    """Made of the values of another recipe; of their shape and type, where a class does not say otherwise."""
+    """Base of recipes of another recipe's values, with its shape and type by default."""
 
     of: Recipe
 
@@ -61,7 +60,7 @@ class _Of:
 
 
 class _Parts:
-    """Made of parts, of the type of the first; of its shape, where a class does not say otherwise."""
+    """Base of recipes of several parts, with the first one's type and, by default, shape."""
 
     parts: tuple[Recipe, ...]
 
@@ -76,7 +75,7 @@ class _Parts:
 
 @dataclass(frozen=True)
 class Transpose(_Of):
-    """Axes permuted as `numpy.transpose(values, axes)` does."""
+    """Permutes axes like `numpy.transpose(values, axes)`."""
 
     axes: tuple[int, ...]
     of: Recipe
@@ -88,7 +87,7 @@ class Transpose(_Of):
 
 @dataclass(frozen=True)
 class Reshape:
-    """The same values in row-major order under another shape."""
+    """Reshapes values in row-major order."""
 
     shape: Shape
     of: Recipe
@@ -100,7 +99,7 @@ class Reshape:
 
 @dataclass(frozen=True)
 class Join(_Parts):
-    """Parts one after the other along an axis, as `numpy.concatenate` does. `axis` is not negative."""
+    """Concatenates parts along a non-negative axis, like `numpy.concatenate`."""
 
     axis: int
     parts: tuple[Recipe, ...]
@@ -114,7 +113,7 @@ class Join(_Parts):
 
 @dataclass(frozen=True)
 class Float16(_Of):
-    """Rounded to float16; magnitudes below `smallest` (but 0) become it, finite ones above `largest` become it."""
+    """Rounds to float16; nonzero magnitudes below `smallest` and finite ones above `largest` are clamped to them."""
 
     smallest: float
     largest: float
@@ -122,32 +121,32 @@ class Float16(_Of):
     dtype = "float16"
 
     def round(self, values: Array, counts: AtLimit | None) -> Array:
-        """The values rounded; those that ended at the limits of the type are added to `counts`."""
+        """Round the values; those at the type's limits are added to `counts`."""
         return to_float16(values, self.smallest, self.largest, counts)
 
 
 @dataclass(frozen=True)
 class Bfloat16(_Of):
-    """Rounded to bfloat16."""
+    """Rounds to bfloat16."""
 
     of: Recipe
     dtype = "bfloat16"
 
     def round(self, values: Array, counts: AtLimit | None) -> Array:
-        """The values rounded; those that are not finite are added to `counts`."""
+        """Round the values; non-finite ones are added to `counts`."""
         return to_bfloat16(values, counts)
 
 
 @dataclass(frozen=True)
 class Sum(_Parts):
-    """Parts of one shape and type added up in float32, from left to right, and rounded to their type at the end."""
+    """Adds parts of one shape and type in float32, from left to right, and rounds to their type at the end."""
 
     parts: tuple[Recipe, ...]
 
 
 @dataclass(frozen=True)
 class SumAlong(_Of):
-    """Along an axis, entry i is the sum of the entries that groups[i] names: float32, from left to right."""
+    """Sums entries along an axis: entry i is the sum of the entries in groups[i], in float32, from left to right."""
 
     axis: int
     groups: tuple[tuple[int, ...], ...]
@@ -161,7 +160,7 @@ class SumAlong(_Of):
 
 @dataclass(frozen=True)
 class Rotated(_Of):
-    """Float32 values times a Hadamard matrix along an axis, `size` values at a time (`sdflow.weights.hadamard`)."""
+    """Multiplies float32 values by a Hadamard matrix along an axis, in groups of `size` (`sdflow.weights.hadamard`)."""
 
     axis: int
     size: int
@@ -170,8 +169,8 @@ class Rotated(_Of):
 
 @dataclass(frozen=True)
 class Quantized(_Of):
-    """The multiples of its channel's scale that values are rounded to. kind: of `sdflow.weights.quantized.KINDS`. axis: of the
-    channels, not negative."""
+    """Quantizes values to multiples of their channel's scale. kind: key of `sdflow.weights.quantized.KINDS`. axis:
+    channels, non-negative."""
 
     kind: str
     axis: int
@@ -184,7 +183,7 @@ class Quantized(_Of):
 
 @dataclass(frozen=True)
 class Scales(_Of):
-    """The scales of `Quantized` of the same kind, axis and values: float32, one for each channel."""
+    """The scales of the corresponding `Quantized`: float32, one per channel."""
 
     kind: str
     axis: int
@@ -198,8 +197,8 @@ class Scales(_Of):
 
 @dataclass(frozen=True)
 class Blockwise(_Of):
-    """A part of a weight (N, K) that is quantized by blocks (`sdflow.weights.blockwise`): its values, their scales, or their
-    zeros. how.size divides K."""
+    """A part of a weight (N, K) quantized in blocks (`sdflow.weights.blockwise`): values, scales, or zeros. how.size
+    divides K."""
 
     part: BlockPart
     how: Format
@@ -220,7 +219,7 @@ Recipe = Param | Constant | Transpose | Reshape | Join | Rounded | Sum | SumAlon
 
 
 def params(recipe: Recipe) -> Iterator[Param]:
-    """The parameters that a recipe reads, from left to right, repeated where it repeats them."""
+    """Yield the parameters that a recipe reads, from left to right, with repetitions."""
     if isinstance(recipe, Param):
         yield recipe
     elif isinstance(recipe, Join | Sum):
@@ -231,7 +230,7 @@ def params(recipe: Recipe) -> Iterator[Param]:
 
 
 def unrounded(recipe: Recipe) -> Recipe:
-    """The recipe of the same values before they are rounded to 16 bits; a float16 constant is widened."""
+    """Return the recipe without rounding to 16 bits; float16 constants are widened."""
     if isinstance(recipe, Rounded):
         return unrounded(recipe.of)
     if isinstance(recipe, Constant) and recipe.dtype == "float16":
@@ -251,23 +250,22 @@ def evaluate(
     blocks: Blocks | None = None,
     lately: Lately | None = None,
 ) -> Array:
-    """The values of a recipe; `read` gives a parameter's values, float32 or, if it is stored so, float16.
+    """Evaluate a recipe. `read` returns a parameter's values, float32 or, if stored so, float16.
 
-    blocks: gives the same values in row-major order, a flat block after the other, bfloat16 too if they are stored so. What is
-    rounded is read through it, so that no parameter is ever whole in float32. lately: weights that are quantized by blocks,
-    whose parts are recipes of their own, are quantized once while it has them; of one `read` only.
+    blocks: yields the same values in row-major order as flat blocks, also bfloat16 if stored so. Rounded parameters are
+    read through it, so that none is ever whole in float32. lately: cache of blockwise quantized weights, whose parts
+    are separate recipes; for a single `read` only.
 
-    Rounding goes first, at the leaves: it is a function of single values, so it may change places with moving them, and
-    then half as many bytes are moved. It does not change places with a sum. The result may be a view that is not
-    contiguous. 16-bit values that ended at the type's limits are added to `counts`. Raises ValueError for a parameter
-    of another shape.
+    Rounding is applied first, at the leaves: it acts on single values, so it commutes with moving them, and only half
+    as many bytes are moved. It does not commute with a sum. The result may be a non-contiguous view. 16-bit values at
+    the type's limits are added to `counts`. Raises ValueError for a parameter of another shape.
     """
     return _evaluate(recipe, _Source(read, blocks, counts, lately or Lately()), None)
 
 
 @dataclass(frozen=True)
 class _Source:
-    """The arguments of `evaluate`."""
+    """Arguments of `evaluate`."""
 
     read: Callable[[str], Array]
     blocks: Blocks | None
@@ -329,7 +327,7 @@ def _rounded(param: Param, blocks: Iterable[Array], rounding: Rounded, counts: A
 
 
 def add_up(parts: Sequence[Array]) -> Array:
-    """The sum of arrays of one shape and type: in float32, from left to right, rounded to that type at the end."""
+    """Add arrays of one shape and type in float32, from left to right, and round to that type at the end."""
     total = parts[0].astype(np.float32)
     for part in parts[1:]:
         total += part
@@ -337,5 +335,5 @@ def add_up(parts: Sequence[Array]) -> Array:
 
 
 def add_along(values: Array, axis: int, groups: Sequence[Sequence[int]]) -> Array:
-    """What `SumAlong` says of float32 values."""
+    """Compute `SumAlong` for float32 values."""
     return np.stack([add_up([values.take(entry, axis) for entry in group]) for group in groups], axis)

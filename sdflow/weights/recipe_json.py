@@ -36,7 +36,7 @@ from sdflow.weights.recipe import (
 
 
 def to_json(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as JSON."""
+    """Convert a recipe to JSON."""
     if isinstance(recipe, Param):
         return {"param": recipe.key, "shape": list(recipe.shape)}
     if isinstance(recipe, Constant):
@@ -66,7 +66,7 @@ def to_json(recipe: Recipe) -> dict[str, Any]:
 
 
 def from_json(value: Mapping[str, Any]) -> Recipe:
-    """The recipe that `to_json` wrote. Raises ValueError for anything that is not one, or whose shapes do not fit."""
+    """Parse a recipe written by `to_json`. Raises ValueError if it is not one, or its shapes are inconsistent."""
     try:
         recipe = _parse(value)
     except (KeyError, TypeError, AttributeError, IndexError) as error:

@@ -1,16 +1,16 @@
-"""While `recording()` is open, weights are stubs, and what passes do to them is written down.
+"""While `recording()` is active, weights are stubs, and the passes' operations on them are recorded.
 
-Weights pass through a few places on their way from a module to an optimized graph. Each is replaced by one that knows
-stubs and leaves everything else as it was:
+Weights pass through a few functions on their way from a module to an optimized graph. Each is replaced by one that
+handles stubs and is otherwise unchanged:
 
 - `torch.onnx.export` gives parameters stubs instead of values,
-- onnx loads no data for a stub; `to_array` gives a symbol, `from_array` takes one,
-- onnx_ir keeps a stub's TensorProto as it is,
+- onnx loads no data for a stub; `to_array` returns a symbol, `from_array` takes one,
+- onnx_ir keeps a stub's TensorProto,
 - `Fusion.add_initializer` of onnxruntime.transformers takes a symbol,
 - `convert_tensor_float_to_float16` of onnxruntime.transformers adds the rounding to the recipe,
-- its symbolic shape inference, which computes sizes from what constants hold, has no value for a stub: no weight is a size.
+- its symbolic shape inference, which reads sizes from constants, gets no value for a stub: no weight is a size.
 
-A place that is not among these fails on a stub, which has no file; it does not guess.
+Any other function fails on a stub, which has no file.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from sdflow.weights.recipe import Float16, Param
 from sdflow.weights.stubs import make_stub, stub_recipe, while_recording
 from sdflow.weights.symbol import Symbol
 
-# Passes of torch's exporter, called as (graph or node, values of the parameters, opset).
+# Passes of torch's exporter, with arguments (graph or node, values of the parameters, opset).
 _SHAPE_INFERENCE = ("_jit_pass_onnx_graph_shape_type_inference", "_jit_pass_onnx_node_shape_type_inference")
-# onnxruntime.transformers puts its own folder onto sys.path: its modules exist twice.
+# onnxruntime.transformers adds its own folder to sys.path, so its modules exist twice.
 _PREFIXES = ("", "onnxruntime.transformers.")
 
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """Replace the places above in this process until the end.
+    """Patch the functions above in this process while active.
 
-    Raises WeightValueRead at the end if anything looked at a value, even if it went on as if nothing had happened.
+    Raises WeightValueRead at the end if anything read a value, even if that error was swallowed.
     """
     reads: list[WeightValueRead] = []
     with ExitStack() as stack:
@@ -46,7 +46,7 @@ def recording() -> Iterator[None]:
             stack.enter_context(patched(owner, **{name: replacement(getattr(owner, name))}))
         try:
             yield
-        except Exception as error:  # a library may pack our refusal into any error of its own
+        except Exception as error:  # a library may wrap WeightValueRead in its own error
             if reads and error is not reads[0]:
                 raise reads[0] from error
             raise
@@ -55,18 +55,18 @@ def recording() -> Iterator[None]:
 
 
 def _replacements(reads: list[WeightValueRead]) -> Iterator[tuple[Any, str, Any]]:
-    """(owner, attribute, function from the original to what takes its place)."""
+    """Yield (owner, attribute, function from the original to its replacement)."""
     import onnx
     import onnx_ir
     import torch
 
-    importlib.import_module("onnxruntime.transformers.optimizer")  # puts its folder onto sys.path
+    importlib.import_module("onnxruntime.transformers.optimizer")  # adds its folder to sys.path
     yield onnx.numpy_helper, "to_array", lambda original: _to_array(original, reads)
     yield onnx.numpy_helper, "from_array", _from_array
     yield onnx.external_data_helper, "load_external_data_for_tensor", _load_external_data
     yield onnx_ir.serde, "deserialize_tensor", _deserialize_tensor
     yield torch.onnx, "export", _export
-    for prefix in ("", "onnxruntime.tools."):  # it, too, exists twice
+    for prefix in ("", "onnxruntime.tools."):  # this also exists twice
         shapes = importlib.import_module(f"{prefix}symbolic_shape_infer").SymbolicShapeInference
         yield shapes, "_try_get_value", _without_symbols
     for prefix in _PREFIXES:
@@ -107,7 +107,7 @@ def _deserialize_tensor(original: Any) -> Any:
     import onnx_ir
 
     class StubTensor(onnx_ir.serde.TensorProtoTensor):  # type: ignore[misc]
-        """Serialized as the TensorProto it came from. It says 0 bytes so that nothing moves them to a data file."""
+        """Serialized as its original TensorProto. Reports 0 bytes so that nothing moves it to a data file."""
 
         nbytes = 0
 
@@ -158,8 +158,8 @@ def _convert_tensor(original: Any) -> Any:
 
 
 def _without_values(infer: Any, parameters: Container[str]) -> Any:
-    """The exporter's shape inference, not given the values of parameters: it would write out each, for every node that
-    reads it, and needs their types alone."""
+    """Wrap the exporter's shape inference to withhold parameter values: it would serialize each for every node that
+    reads it, but only needs types."""
     last: list[dict[str, Any]] = [{}, {}]
 
     def infer_shapes(graph: Any, values: dict[str, Any], opset: int) -> Any:
@@ -171,10 +171,10 @@ def _without_values(infer: Any, parameters: Container[str]) -> Any:
 
 
 def _export(original: Any) -> Any:
-    """`torch.onnx.export(model, ...)` with a stub for every entry of the model's state_dict.
+    """Wrap `torch.onnx.export(model, ...)` to create a stub for every entry of the model's state_dict.
 
-    The exporter would write out the values. So they are kept from its last step, which then makes the parameters inputs
-    of the graph, and the inputs become stubs, in the order in which the exporter writes initializers: of its inputs.
+    To avoid serializing the values, they are withheld from the exporter's last step, which then makes the parameters
+    graph inputs; these become stubs, in the exporter's order of initializers, which is that of its inputs.
     """
     import onnx
     import torch

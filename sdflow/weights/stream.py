@@ -1,9 +1,8 @@
-"""Writes a data file from its first byte to its last: pieces are computed ahead, or copied from a file that is there.
+"""Write a data file sequentially, from pieces computed ahead or copied from an existing file.
 
-In the same pass the file is hashed and its pages are summed up, and so are those of the one that is copied from, if that is
-to be compared: nothing has to be read twice. What is written goes on to the disk meanwhile. Each of these has a thread:
-hashing, numpy and input and output let others run. Memory: what is computed ahead (`AHEAD` bytes, or a few of the largest
-pieces), and some blocks.
+The same pass hashes the file and sums its pages, and those of the source file if that is verified, so nothing is read
+twice. Meanwhile, written data is flushed to the disk. Each of these has a thread, since hashing, numpy and I/O release
+the GIL. Memory: pieces computed ahead (`AHEAD` bytes, or a few of the largest), and some blocks.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ from typing import IO, Any, Literal
 PAGE = 4096
 
 PAGE_SUMS = "page sums 1"
-"""What the stat cache keeps them as. The number is that of how they are computed."""
+"""Key in the stat cache. The number is the version of the algorithm."""
 
 THREADS = min(4, os.cpu_count() or 1)
 BLOCK = 1 << 23
 AHEAD = 1 << 27
 FLUSHED = 1 << 27
-"""Bytes that are written before the disk is asked to take them."""
+"""Number of bytes written before a flush to disk."""
 
 _QUEUED = 4
 
 
 @dataclass(frozen=True)
 class Piece:
-    """`length` bytes: what `compute` gives (a contiguous array or bytes), or None for what the base has there."""
+    """`length` bytes: the result of `compute` (a contiguous array or bytes), or the base's bytes if None."""
 
     length: int
     compute: Callable[[], Any] | None
@@ -42,7 +41,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Digests:
-    """SHA-256 and `PageSums` of the file that was written, and of the base's as far as they were asked for."""
+    """SHA-256 and `PageSums` of the written file, and of the base's as requested."""
 
     written: str
     sums: str
@@ -58,9 +57,10 @@ def write_pieces(
     of_base: Literal["digest", "sums"] | None,
     progress: Callable[[int, int], None],
 ) -> Digests:
-    """Write the pieces, one after the other, to the new file `out`. Raises what computing one of them raises.
+    """Write the pieces in order to the new file `out`. Raises the errors of `compute`.
 
-    base: a file at least as long as the pieces. of_base: it is as long, and its sums are wanted, or its digest too.
+    base: a file at least as long as the pieces. of_base: it has the same length, and its sums, or sums and digest, are
+    returned.
     """
     total, done = sum(piece.length for piece in pieces), 0
     with ExitStack() as stack:
@@ -108,7 +108,7 @@ def _bytes(values: Any) -> memoryview:
 
 
 def _blocks(file: Path, begin: int, length: int) -> Iterator[memoryview]:
-    """`length` bytes of a file from `begin` on, mapped: they are read as they are used, and let go with the block."""
+    """Yield `length` bytes of a file from `begin` on as memory-mapped blocks, read on access."""
     import numpy as np
 
     for start in range(begin, begin + length, BLOCK):
@@ -121,7 +121,7 @@ def _write_all(target: IO[bytes], block: memoryview) -> None:
 
 
 class _Hash:
-    """SHA-256, computed in a thread; a few blocks wait at most."""
+    """SHA-256 computed in a thread, with a bounded queue."""
 
     def __init__(self, thread: ThreadPoolExecutor) -> None:
         self._hash = hashlib.sha256()
@@ -147,7 +147,7 @@ def _hashing() -> Iterator[_Hash]:
 
 @contextmanager
 def _computed_ahead(pieces: Sequence[Piece]) -> Iterator[Iterator[Any]]:
-    """What the pieces that are not copied compute, in order; some are computed before they are asked for."""
+    """Return an iterator over the computed pieces, in order, some computed ahead."""
     pool = ThreadPoolExecutor(THREADS)
     waiting: deque[tuple[int, Future[Any]]] = deque()
 
@@ -167,7 +167,8 @@ def _computed_ahead(pieces: Sequence[Piece]) -> Iterator[Iterator[Any]]:
 
 @contextmanager
 def _flushing(target: IO[bytes]) -> Iterator[Callable[[int], None]]:
-    """A function to call with the bytes written so far; the disk takes them meanwhile. Raises OSError if it does not."""
+    """Return a function to call with the bytes written so far, which flushes them in the background. Raises OSError on
+    failure."""
     thread = ThreadPoolExecutor(1)
     asked, last = 0, None
 
@@ -175,7 +176,7 @@ def _flushing(target: IO[bytes]) -> Iterator[Callable[[int], None]]:
         nonlocal asked, last
         if done - asked >= FLUSHED and (last is None or last.done()):
             if last is not None:
-                last.result()  # the system tells of a failure once
+                last.result()  # fsync reports a failure only once
             asked, last = done, thread.submit(os.fsync, target.fileno())
 
     try:
@@ -187,11 +188,12 @@ def _flushing(target: IO[bytes]) -> Iterator[Callable[[int], None]]:
 
 
 class PageSums:
-    """Sums of a file's pages, in blocks of any length, as hashlib takes them: what damage shows in, at a twentieth of the cost.
+    """Sums of a file's pages, updated with blocks of any length like hashlib: detects damage at a twentieth of the
+    cost.
 
-    A page is 512 numbers of 64 bits, whose sum wraps around; the sums of all pages are hashed. Who means to can make another page
-    of the same sum: so sums stand for a content only beside the SHA-256 that was taken with them, while the file's stat is the
-    same.
+    A page is 512 64-bit numbers, summed with wraparound; the sums of all pages are hashed. Sums are not
+    collision-resistant, so they only identify content together with the SHA-256 computed with them, while the file's
+    stat is unchanged.
     """
 
     def __init__(self) -> None:
@@ -200,7 +202,7 @@ class PageSums:
         self._length = 0
 
     def update(self, block: memoryview) -> None:
-        """The next bytes of the file. The memory is contiguous and of single bytes."""
+        """Add the next bytes of the file, from contiguous memory of single bytes."""
         self._length += len(block)
         if self._rest:
             missing = PAGE - len(self._rest)
@@ -215,7 +217,7 @@ class PageSums:
         self._rest = bytes(block[whole:])
 
     def hexdigest(self) -> str:
-        """64 hexadecimal digits. A file's last page counts as filled with zeros; its length counts too."""
+        """Return 64 hexadecimal digits. The last page is padded with zeros; the file's length is included."""
         every = self._sums.copy()
         if self._rest:
             every.update(_sums_of(self._rest.ljust(PAGE, b"\0")))

@@ -1,13 +1,13 @@
-"""A structure: the graph that passes make of an architecture, with a recipe in the place of every weight.
+"""A structure: the graph that passes build for an architecture, with a recipe in place of every weight.
 
-Passes run as they are, on a module without weights, while `recording()` writes down what they do to a weight. What
-comes out depends on the architecture's config, on the passes, their options and the toolchain, and on nothing else: all
-fine-tunes and all LoRAs of an architecture share it. `bind` makes a model of it and of a checkpoint. Files:
+Passes run unchanged on a module without weights, while `recording()` records their operations on weights. The result
+only depends on the architecture's config, the passes, their options and the toolchain, so all fine-tunes and LoRAs of
+an architecture share it. `bind` combines it with a checkpoint. Files:
 
-    model.onnx        the graph; its weights are stubs, each with its recipe (`sdflow.weights.stubs`)
-    model.onnx.data   large values that belong to the graph itself, if there are any
-    parameters.json   the shapes of all parameters of the module, by their state_dict keys
-    config.json, ...  what the passes wrote beside the model
+    model.onnx        the graph; its weights are stubs with recipes (`sdflow.weights.stubs`)
+    model.onnx.data   large values of the graph itself, if any
+    parameters.json   shapes of all parameters of the module, by state_dict key
+    config.json, ...  other files that the passes wrote
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ if TYPE_CHECKING:
 
 PARAMETERS_FILE = "parameters.json"
 
-REMEDY = "Build the structure again."
+REMEDY = "Rebuild the structure."
 
 NEEDS = ("torch", "onnx-ir", "sympy")
-"""Distributions that `without_weights` needs, whatever the pass that runs in it."""
+"""Distributions that `without_weights` needs with any pass."""
 
 
 def hollow(load: Mapping[str, Any]) -> dict[str, Any]:
-    """What `load_module` makes the same module of, without weights. load: as of `SubmodelCheckpoint`."""
+    """Return the input with which `load_module` creates the same module without weights. load: see
+    `SubmodelCheckpoint`."""
     return {"kind": "hollow", "family": load.get("family", DEFAULT), "config": dict(load["config"])}
 
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Passes that run in here write structures. Raises WeightValueRead at the end if one looked at a weight."""
+    """Passes that run inside write structures. Raises WeightValueRead at the end if one read a weight's value."""
     from sdflow.weights.faster_fusion import faster_fusion
     from sdflow.weights.recording import recording
 
@@ -58,7 +59,7 @@ def write_parameters(submodel: str, load: Mapping[str, Any], out: Path) -> None:
 
 
 def read_parameters(structure: Path) -> dict[str, tuple[int, ...]]:
-    """parameters.json of a structure. Raises PassError when it is missing or damaged."""
+    """Read parameters.json of a structure. Raises PassError if it is missing or damaged."""
     path = structure / PARAMETERS_FILE
     try:
         return {key: tuple(int(size) for size in shape) for key, shape in json.loads(path.read_text()).items()}
@@ -69,9 +70,10 @@ def read_parameters(structure: Path) -> dict[str, tuple[int, ...]]:
 
 
 def read_recipe(tensor: Any, parameters: Mapping[str, tuple[int, ...]], where: str) -> Recipe | None:
-    """The recipe of a stub, None for a tensor that has values.
+    """Return the recipe of a stub, or None for a tensor with values.
 
-    Raises PassError for one that is damaged, makes another shape or type, or reads what is no parameter of the module.
+    Raises PassError if it is damaged, has another shape or type, or reads something that is not a parameter of the
+    module.
     """
     from onnx import helper
 
@@ -89,7 +91,7 @@ def read_recipe(tensor: Any, parameters: Mapping[str, tuple[int, ...]], where: s
         raise PassError(f"the recipe of {tensor.name} makes {found}, not {wanted}", where=where, remedy=REMEDY)
     if strange := [param.key for param in params(recipe) if parameters.get(param.key) != param.shape]:
         raise PassError(
-            f"the recipe of {tensor.name} reads {strange[0]}, which is no parameter of that shape",
+            f"the recipe of {tensor.name} reads {strange[0]}, which is not a parameter of that shape",
             where=where,
             remedy=REMEDY,
         )

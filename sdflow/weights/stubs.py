@@ -1,4 +1,4 @@
-"""The recipes of stubs (`sdflow.onnx_model.stub`), and whether passes run on stubs now."""
+"""Recipes of stubs (`sdflow.onnx_model.stub`), and whether passes currently run on stubs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sdflow.onnx_model.stub import STUB_LOCATION
 if TYPE_CHECKING:
     from sdflow.weights.recipe import Recipe
 
-_recording: list[None] = []  # one entry for each recording that is open in this process
+_recording: list[None] = []  # one entry per active recording in this process
 
 
 @contextmanager
 def while_recording() -> Iterator[None]:
-    """In here, `is_recording()`."""
+    """Make `is_recording()` true inside."""
     _recording.append(None)
     try:
         yield
@@ -26,7 +26,7 @@ def while_recording() -> Iterator[None]:
 
 
 def is_recording() -> bool:
-    """Whether this process runs passes on stubs (`sdflow.weights.recording`)."""
+    """Whether this process currently runs passes on stubs (`sdflow.weights.recording`)."""
     return bool(_recording)
 
 
@@ -34,14 +34,14 @@ _RECIPE = "recipe"
 
 
 def stub_recipe(tensor: Any) -> Recipe:
-    """The recipe of a stub."""
+    """Return the recipe of a stub."""
     from sdflow.weights.recipe_json import from_json
 
     return from_json(json.loads(next(entry.value for entry in tensor.external_data if entry.key == _RECIPE)))
 
 
 def make_stub(tensor: Any, recipe: Recipe) -> None:
-    """Make a TensorProto a stub of the recipe's type and shape."""
+    """Turn a TensorProto into a stub with the recipe's type and shape."""
     import numpy as np
     import onnx
 

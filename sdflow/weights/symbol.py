@@ -1,8 +1,8 @@
-"""A symbol: an array that has a shape, a type and a recipe, but no values.
+"""A symbol: an array with a shape, a type and a recipe, but no values.
 
-ONNX Runtime's fusions read a weight as a numpy array, move it about with numpy's functions, and store the result. Given
-a symbol instead, they write down what they do, in their own order, and nothing has to be guessed. Whatever would look
-at the values, or is not known to only move them, raises WeightValueRead.
+ONNX Runtime's fusions read a weight as a numpy array, rearrange it with numpy's functions, and store the result. Given
+a symbol instead, each operation is recorded. Any function that would read values, or is not known to only move them,
+raises WeightValueRead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ Shape = tuple[int, ...]
 
 
 class Symbol:
-    """Values that are not there: shape, dtype and recipe. It follows numpy's interface as far as values only move."""
+    """An array without values: shape, dtype and recipe. Follows numpy's interface for operations that only move
+    values."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -31,7 +32,7 @@ class Symbol:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        # FusionBiasAdd asks isinstance(value, numpy.ndarray) and would silently not match. numpy is not deceived.
+        # FusionBiasAdd checks isinstance(value, numpy.ndarray) and would silently not match otherwise. numpy is unaffected.
         return np.ndarray
 
     @property
@@ -101,11 +102,11 @@ class Symbol:
     def refuse(self, what: str) -> NoReturn:
         keys = ", ".join(dict.fromkeys(param.key for param in params(self.recipe)))
         error = WeightValueRead(
-            f"{what} looks at the values of {keys}",
+            f"{what} reads the values of {keys}",
             where=_caller(),
             remedy="The result may depend on the weights, so they must be carried through the passes.",
         )
-        # Whoever swallows the error (shape inference in ONNX Runtime does) changes the result without a word.
+        # Code that swallows the error, like ONNX Runtime's shape inference, would silently change the result.
         self._reads.append(error)
         raise error
 
@@ -122,7 +123,7 @@ class Symbol:
         return known(*args, **options)
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # protocols that Python asks for; the ones that matter are below
+        if name.startswith("__"):  # optional Python protocols; relevant ones are defined below
             raise AttributeError(name)
         self.refuse(f".{name}")
 
@@ -143,7 +144,7 @@ for _name in _LOOKS.split():
 
 
 def recipe_of(values: Any) -> Recipe:
-    """The recipe of a symbol, or of real values, which become a constant."""
+    """Return the recipe of a symbol, or a constant of real values."""
     if isinstance(values, Symbol):
         return values.recipe
     array = np.ascontiguousarray(values)
@@ -151,7 +152,7 @@ def recipe_of(values: Any) -> Recipe:
 
 
 def join(arrays: Sequence[Any], axis: int = 0) -> Symbol:
-    """numpy.concatenate of symbols and arrays of one type."""
+    """Concatenate symbols and arrays of one type, like numpy.concatenate."""
     symbol = next(array for array in arrays if isinstance(array, Symbol))
     parts = tuple(recipe_of(array) for array in arrays)
     axis %= symbol.ndim
@@ -197,7 +198,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 
 
 def _caller() -> str:
-    """File, line and function of the nearest frame outside this module, numpy and onnx: who looked."""
+    """Return file, line and function of the nearest frame outside this module, numpy and onnx."""
     for frame in reversed(traceback.extract_stack()):
         path = frame.filename.replace("\\", "/")
         if path != __file__.replace("\\", "/") and "/numpy/" not in path and "/onnx/" not in path:

@@ -1,6 +1,6 @@
-"""Reads single tensors of a checkpoint by the keys of the module's `state_dict`, without the rest.
+"""Read single tensors of a checkpoint by `state_dict` key.
 
-Needs torch for pickles alone.
+torch is only needed for pickles.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ _BLOCK = 1 << 20  # values read at a time
 
 @dataclass(frozen=True)
 class Tensors:
-    """Parameters by their keys. read: the values of one, float32, or float16 where they are stored so. blocks: the same values
-    in row-major order, a flat block after the other, bfloat16 too where they are stored so. Both may be called from several
-    threads. file: where they are from, for messages."""
+    """Parameters by key. read: values as float32, or float16 if stored so. blocks: the same values in row-major order
+    as flat blocks, also bfloat16 if stored so. Both are thread-safe. file: their source, for messages."""
 
     read: Callable[[str], Array]
     blocks: Callable[[str], Iterator[Array]]
@@ -43,10 +42,10 @@ class Tensors:
 
 @contextmanager
 def open_tensors(submodel: str, load: Mapping[str, Any], parameters: Shapes) -> Iterator[Tensors]:
-    """The tensors of a submodel's checkpoint, each read when it is asked for.
+    """Open the tensors of a submodel's checkpoint; each is read on access.
 
-    load: as `open_checkpoint` gives it. parameters: those of the whole module, each of which must be there.
-    Raises CheckpointError naming the tensors that are missing, unexpected or of a wrong shape, and when a file changed.
+    load: from `open_checkpoint`. parameters: of the whole module; all must exist.
+    Raises CheckpointError naming tensors that are missing, unexpected or of a wrong shape, and if a file changes.
     """
     check_stamps(stamps_of(load))
     sources: dict[str, Tensors] = {}
@@ -70,7 +69,7 @@ def _opened(part: Part, load: Mapping[str, Any], parameters: Shapes) -> Tensors:
 
 
 def _mapped(part: Part, files: Sequence[tuple[Path, str]], prefix: str | None, parameters: Shapes) -> Tensors:
-    """Tensors of one or more files of weights, read where they lie."""
+    """Return memory-mapped tensors of one or more weight files."""
     found: list[tuple[str, StoredTensor]] = []
     for file, begin in files:
         opened = open_weights(file)
@@ -85,7 +84,7 @@ def _mapped(part: Part, files: Sequence[tuple[Path, str]], prefix: str | None, p
             return np.eye(parameters[key][0], dtype=np.float32)
         values: Array = place.arranged(tensor.as_stored(place.rows(tensor.shape)), parameters[key])
         aligned = values.flags.aligned and values.flags.c_contiguous
-        return values if aligned else values.copy()  # a header of odd length; a transposed matrix
+        return values if aligned else values.copy()  # after a header of odd length, or for a transposed matrix
 
     def blocks(key: str) -> Iterator[Array]:
         values = as_stored(key).reshape(-1)
@@ -100,7 +99,7 @@ def _mapped(part: Part, files: Sequence[tuple[Path, str]], prefix: str | None, p
 
 
 def _pickled(part: Part, files: Sequence[tuple[Path, str]], prefix: str | None, parameters: Shapes) -> Tensors:
-    """Tensors of pickles. torch maps their values from the file (`load_pickle`)."""
+    """Return tensors of pickles. torch maps their values from the file (`load_pickle`)."""
     held = [
         (file, f"{begin}{name}", tensor) for file, begin in files for name, tensor in load_pickle(file, "cpu").items()
     ]

@@ -215,7 +215,7 @@ def test_an_engine_that_fails_is_reported_and_the_others_go_on(built: Path, tmp_
     model.write_bytes(model.read_bytes()[:1000])
     broken, other = run(as_built(folder), ["ort-cpu", "torch-sdpa"]).engines
     assert (broken.status, other.status) == ("failed", "measured")
-    assert "is no ONNX model" in str(broken.reason)
+    assert "is not an ONNX model" in str(broken.reason)
     assert "Traceback" in str(broken.trace)
     assert broken.cases == (None,)
     assert other.cases[0] is not None
@@ -374,7 +374,7 @@ def test_a_damaged_folder_is_not_measured(built: Path, tmp_path: Path, part: str
     content[len(content) // 2] ^= 0x01
     path.write_bytes(content)
     with pytest.raises(
-        VerificationError, match=f"{part}/model.onnx.data: its content is not what was built\n.*--no-check"
+        VerificationError, match=f"{part}/model.onnx.data: its content differs from what was built\n.*--no-check"
     ):
         run(folder, ["ort-cpu"])
     (engine,) = run(folder, ["ort-cpu"], check=False).engines

@@ -190,18 +190,18 @@ def test_every_scheduler_is_read_back_by_the_name_that_each_program_has_for_it(t
 @pytest.mark.parametrize(
     ("chunks", "what"),
     [
-        ({}, "does not say how it was drawn"),
-        ({PARAMETERS: "a cat"}, "'parameters' is not as A1111's webui writes it"),
-        ({PARAMETERS: "a\nSteps: many, Seed: 1, Size: 1x1"}, "not as A1111's webui writes it"),
-        ({SETTINGS: "{"}, "'sdflow' is not as sdflow writes it"),
+        ({}, "the file contains no settings"),
+        ({PARAMETERS: "a cat"}, "'parameters' is not in A1111's webui's format"),
+        ({PARAMETERS: "a\nSteps: many, Seed: 1, Size: 1x1"}, "not in A1111's webui's format"),
+        ({SETTINGS: "{"}, "'sdflow' is not in sdflow's format"),
         ({SETTINGS: '{"prompts": []}'}, "contact sheet"),
-        ({SETTINGS: "[1]"}, "not as sdflow writes it"),
+        ({SETTINGS: "[1]"}, "not in sdflow's format"),
         ({SETTINGS: '{"prompt": "a", "steps": 0}'}, "--steps: it is 0"),
         ({SETTINGS: '{"prompt": "a", "steps": "5"}'}, "--steps: it is '5'"),
-        ({INVOKEAI_METADATA: '{"seed": 1}'}, "not as InvokeAI writes it"),
-        ({SETTINGS: '{"prompt": 5, "steps": 2}'}, "not as sdflow writes it"),
+        ({INVOKEAI_METADATA: '{"seed": 1}'}, "not in InvokeAI's format"),
+        ({SETTINGS: '{"prompt": 5, "steps": 2}'}, "not in sdflow's format"),
         ({PARAMETERS: f"a\nSteps: {'9' * 400}, Seed: 1, Size: 64x64"}, "--steps: it is 9"),
-        ({PARAMETERS: "a\n" + "a " * 30_000}, "not as A1111's webui writes it"),  # in a moment
+        ({PARAMETERS: "a\n" + "a " * 30_000}, "not in A1111's webui's format"),  # in a moment
     ],
 )
 def test_a_text_that_says_nothing_is_refused(tmp_path: Path, chunks: dict[str, str], what: str) -> None:

@@ -55,9 +55,9 @@ def test_generate_follows_the_image_that_it_is_shown(shell: Shell, first: Any) -
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (("--ip-image", "one.png:0.5", "--ip-image", "other.png:0.6"), "have one scale"),
+        (("--ip-image", "one.png:0.5", "--ip-image", "other.png:0.6"), "share one scale"),
         (("--ip-image", "nowhere.png"), "nowhere.png"),
-        (("--ip-image", "one.png:1e999"), "inf is no scale"),
+        (("--ip-image", "one.png:1e999"), "inf is not a valid scale"),
     ],
 )
 def test_what_means_nothing_is_told_in_a_line(shell: Shell, first: Any, given: tuple[str, ...], told: str) -> None:

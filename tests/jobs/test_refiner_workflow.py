@@ -242,7 +242,7 @@ def test_a_refiner_beside_its_base_as_earlier_folders_have_it(shell: Shell, buil
     assert read_manifest(earlier / "baked").origin.refiner == "refiner"
     (earlier / "base_refiner").rename(earlier / "elsewhere")
     done = shell.run("generate", "earlier/base", *DRAW)
-    assert done.returncode == 2 and "base_refiner is not there" in done.stderr and "--refiner-start 1" in done.stderr
+    assert done.returncode == 2 and "base_refiner does not exist" in done.stderr and "--refiner-start 1" in done.stderr
 
 
 @pytest.mark.slow

@@ -125,7 +125,7 @@ def test_an_image_and_a_mask_are_drawn_into(shell: Shell, first: Any) -> None:
     [
         (("--prompt-syntax", "a1111"), "reads prompts as they are"),
         (("--scheduler", "ddim"), "flow_euler"),
-        (("--clip-skip", "99"), "cannot be left out"),
+        (("--clip-skip", "99"), "cannot be skipped"),
     ],
 )
 def test_what_it_does_not_take_is_refused_in_words(

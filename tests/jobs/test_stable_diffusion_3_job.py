@@ -106,10 +106,10 @@ def test_skip_layer_guidance_that_cannot_be_is_refused_in_words(ours: Pipeline) 
             ours(PROMPT, num_inference_steps=2, height=64, width=64, **given)
         return caught.value
 
-    assert "3 blocks, and block 3" in refused(skip_guidance_layers=[1, 3]).what
+    assert "3 blocks, so block 3" in refused(skip_guidance_layers=[1, 3]).what
     assert "text to image" in refused(skip_guidance_layers=[1], image=pattern(1, 64, 64)).what
-    assert "there is none" in refused(skip_guidance_layers=[1], guidance_scale=1.0).what
-    assert "means nothing without skip_guidance_layers" in refused(skip_layer_guidance_scale=3.0).what
+    assert "requires prompt guidance" in refused(skip_guidance_layers=[1], guidance_scale=1.0).what
+    assert "has no effect without skip_guidance_layers" in refused(skip_layer_guidance_scale=3.0).what
     assert refused(skip_guidance_layers=[-1]).where == "skip_guidance_layers"
 
 

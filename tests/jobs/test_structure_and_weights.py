@@ -179,7 +179,7 @@ def test_a_pass_that_looks_at_a_weight_gets_the_weights_and_the_output_says_so(
     steps = shared.run(path)[TEXT_ENCODER]
     (note,) = (text for kind, text in shared.events.heard if kind == "note")
     assert "OrtTransformersOptimization" in note
-    assert "looks at the values of" in note
+    assert "reads the values of" in note
     assert "with its weights carried" in note
     assert [step.step.weights for step in steps] == ["carried", "carried"]
     assert steps[-1].record.facts["operators"]["QuickGelu"] == 2
@@ -361,5 +361,5 @@ def test_a_recipe_damaged_on_purpose_is_found_and_built_again(shared: Bench) -> 
 
 def test_bindweights_cannot_be_written_into_a_workflow(bench: Bench) -> None:
     path = workflow(bench, {"pass": "OnnxConversion"}, {"pass": "BindWeights"})
-    with pytest.raises(WorkflowError, match="sdflow puts it at the end of chains that need it"):
+    with pytest.raises(WorkflowError, match="sdflow appends it to chains that need it"):
         bench.plan(path)

@@ -116,7 +116,7 @@ def test_limits_of_guidance_are_those_of_diffusers(
     assert largest(found, theirs(prompts, **both, **limits).images) < 1e-4
     with_fewer = {name: value for name, value in limits.items() if len(limits) > 1 and name == "cfg_truncation"}
     assert np.abs(found - ours(prompts, **both, **with_fewer).images).max() > 1e-3
-    with pytest.raises(UsageError, match="there is none"):
+    with pytest.raises(UsageError, match="limits prompt guidance"):
         ours(PROMPT, guidance_scale=0.0, **limits)
 
 

@@ -54,4 +54,4 @@ def test_text_that_is_none_is_told_where_protobuf_is_the_one_in_python(tmp_path:
     done = subprocess.run(
         [sys.executable, "-c", read, path], env=environment, capture_output=True, text=True, check=False
     )
-    assert done.stdout.strip() == "is no ONNX model", done.stderr
+    assert done.stdout.strip() == "is not an ONNX model", done.stderr

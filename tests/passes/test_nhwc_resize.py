@@ -64,12 +64,12 @@ def test_upsampling_by_a_whole_factor_gives_the_same_bits(tmp_path: Path, layout
     ids=["fraction", "two factors", "channels", "smaller", "linear", "ceil", "half_pixel"],
 )
 def test_any_other_resize_is_left_alone(tmp_path: Path, model: Any) -> None:
-    with pytest.raises(PassError, match="there is no Resize"):
+    with pytest.raises(PassError, match="there is no nearest-neighbour Resize"):
         edited(NhwcResize, model, tmp_path)
 
 
 def test_a_resize_that_others_read_too_is_left_alone(tmp_path: Path) -> None:
     model = upsampling((1, 1, 2, 2))
     model.graph.output.append(helper.make_tensor_value_info("large", TensorProto.FLOAT, None))
-    with pytest.raises(PassError, match="there is no Resize"):
+    with pytest.raises(PassError, match="there is no nearest-neighbour Resize"):
         edited(NhwcResize, model, tmp_path)

@@ -151,7 +151,7 @@ def test_the_switches_are_those_of_onnxruntime() -> None:
         ({"model_type": "bert"}, "clip"),
         ({"model_type": "unet", "optimisation_options": {}}, "optimisation_options"),
         ({"model_type": "unet", "optimization_options": {"enable_atention": True}}, "enable_atention"),
-        ({"model_type": "unet", "optimization_options": {"enable_shape_inference": False}}, "silently loses"),
+        ({"model_type": "unet", "optimization_options": {"enable_shape_inference": False}}, "silently disables"),
         ({"model_type": "unet", "optimization_options": {"enable_bias_splitgelu": False}}, "enable_bias_add"),
         ({"model_type": "unet", "opt_level": 3}, "opt_level"),
         ({"model_type": "unet", "only_onnxruntime": True}, "opt_level"),

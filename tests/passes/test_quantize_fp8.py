@@ -109,7 +109,7 @@ def test_a_product_is_that_of_its_definition(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (QuantizeFp8Config(), "no layer that it could quantize"),  # weights of less than 2^20 values
+        (QuantizeFp8Config(), "no layer that can be quantized"),  # weights of less than 2^20 values
         (QuantizeFp8Config(smallest=256, keep=("nothing",)), "keep names nothing"),
         (QuantizeFp8Config(smallest=256, keep=("*",)), "keep names every layer"),
     ],

@@ -209,7 +209,7 @@ def test_layers_that_are_kept_or_small_stay(products: Path, tmp_path: Path) -> N
     [
         ({"keep": ("to_v",)}, "keep names to_v, which is no layer"),
         ({"keep": ("*",)}, "keep names every layer"),
-        ({"block_size": 256}, "no layer that it could quantize"),
+        ({"block_size": 256}, "no layer that can be quantized"),
     ],
 )
 def test_options_that_fit_nothing_are_errors(options: Any, said: str, products: Path, tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_a_graph_without_products_is_refused(products: Path, tmp_path: Path) -> 
     model.graph.node.extend(kept)
     model.graph.input.append(helper.make_tensor_value_info("y", TensorProto.FLOAT, [10, 32]))
     onnx.save(model, tmp_path / "model.onnx")
-    with pytest.raises(PassError, match="no layer that it could quantize"):
+    with pytest.raises(PassError, match="no layer that can be quantized"):
         quantized(tmp_path, tmp_path / "out")
 
 

@@ -41,7 +41,7 @@ def test_the_first_pass_takes_a_checkpoint_and_the_others_onnx() -> None:
         ("OnnxPeepholeOptimiser", "did you mean OnnxPeepholeOptimizer"),
         ("onnxconversion", "did you mean OnnxConversion"),
         ("LoRA", "takes hf models"),
-        ("SplitModel", "gives composite"),
+        ("SplitModel", "produces composite"),
         ("OnnxStaticQuantization", "calibration data"),
         ("IncDynamicQuantization", "needs neural-compressor, which is not installed"),
         ("OrtSessionParamsTuning", "session options"),
@@ -59,7 +59,7 @@ def test_a_pass_that_cannot_be_used_says_why(name: str, reason: str) -> None:
         ({"per_chanel": True}, "per_chanel"),
         ({"per_channel": "yes"}, "per_channel"),
         ({"precision": "int7"}, "precision"),
-        ({"save_as_external_data": True}, "stored in the same way"),
+        ({"save_as_external_data": True}, "stored the same way"),
     ],
 )
 def test_options_of_olive_passes_are_checked_by_name_and_type(options: dict[str, Any], message: str) -> None:

@@ -215,7 +215,7 @@ def test_a_script_is_read_in_a_process_of_its_own(tmp_path: Path, text: str, say
 def test_a_script_that_never_ends_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text("while True: pass\n")
     monkeypatch.setattr(script_worker, "SECONDS", 2.0)
-    with pytest.raises(PassNotFound, match="mine.py: is not read after 2 s"):
+    with pytest.raises(PassNotFound, match="mine.py: was not imported within 2 s"):
         catalog().find("mine.py", tmp_path)
 
 
@@ -250,8 +250,11 @@ def ran(folder: Path, body: str, model: Path | None = None) -> Any:
             "(out / 'model.onnx').write_bytes(b''); return {}",
             "mine.py: wrote a model.onnx that is not valid: it has no graph",
         ),
-        ("(out / 'model.onnx').write_bytes(b'\\xff'); return {}", "mine.py: wrote a model.onnx that is no ONNX model"),
-        ("(out / 'model.onnx').symlink_to('/etc/passwd'); return {}", "mine.py: wrote a link, model.onnx"),
+        (
+            "(out / 'model.onnx').write_bytes(b'\\xff'); return {}",
+            "mine.py: wrote a model.onnx that is not an ONNX model",
+        ),
+        ("(out / 'model.onnx').symlink_to('/etc/passwd'); return {}", "mine.py: wrote model.onnx as a symbolic link"),
     ],
 )
 def test_a_pass_that_writes_no_model_has_failed(tmp_path: Path, body: str, says: str) -> None:
@@ -264,8 +267,8 @@ def test_a_model_that_is_not_whole_is_not_valid(tmp_path: Path, tiny_linear: Any
     copy = "import shutil, onnx; shutil.copytree(inputs.model, out, dirs_exist_ok=True); m = onnx.load(str(out / 'model.onnx'), "
     copy += "load_external_data=False); {change}; onnx.save(m, str(out / 'model.onnx')); return {{}}"
     for index, (change, says) in enumerate({
-        "m.graph.node[-1].input[0] = 'gone'": "reads gone, which nothing before it gives",
-        "m.graph.output[0].name = 'gone'": "nothing gives its output gone",
+        "m.graph.node[-1].input[0] = 'gone'": "reads gone, which no earlier node produces",
+        "m.graph.output[0].name = 'gone'": "no node produces its output gone",
         "m.graph.ClearField('node')": "it has no graph",
     }.items()):  # fmt: skip
         (folder := tmp_path / str(index)).mkdir()

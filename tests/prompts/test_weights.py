@@ -89,7 +89,7 @@ def test_a_word_that_has_break_in_it_is_a_word() -> None:
 
 
 def test_a_weight_beyond_all_numbers_is_refused() -> None:
-    with pytest.raises(UsageError, match="would have the weight inf"):
+    with pytest.raises(UsageError, match="has the weight inf"):
         parse(f"(cat:{'9' * 400})")
 
 

@@ -51,7 +51,7 @@ def test_lines_may_have_wildcards_and_names_folders(folder: Path) -> None:
     [
         ("__colour__", r"__colour__: there is no colour\.txt in .*; did you mean 'color'\?"),
         ("__circle__", "__circle__: more than 1000 wildcards"),
-        ("__empty__", "__empty__: empty.txt has no line to choose"),
+        ("__empty__", "__empty__: empty.txt has no lines to choose from"),
         ("__latin__", "__latin__: latin.txt cannot be read: not UTF-8"),
     ],
 )

@@ -36,7 +36,7 @@ def test_a_file_whose_name_ends_in_numbers_is_found_first(tmp_path: Path, monkey
 
 @pytest.mark.parametrize("text", ["canny", "=edges.png", "canny=", ""])
 def test_what_names_no_net_or_no_file_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="names no ControlNet and file"):
+    with pytest.raises(UsageError, match="does not name a ControlNet and a file"):
         parse_control(text)
 
 

@@ -153,7 +153,7 @@ def test_a_profile_grows_with_what_is_drawn(recorder: Recorder, model: Path, tmp
     submodel = Submodel(load, part, {}, Place("cpu"), profiles=True)
     first = submodel.load(SHAPES)
     assert submodel.load(SHAPES) is first, "an engine is built once"
-    with pytest.warns(SlowerWarning, match="unet: an engine is built for further sizes"):
+    with pytest.warns(SlowerWarning, match="unet: building an engine for more sizes"):
         wider = submodel.load({"sample": (4, 4, 64, 32), "timestep": (1,)})
     assert wider is not first
     assert recorder.last["trt_profile_min_shapes"] == "sample:2x4x64x32"

@@ -23,7 +23,7 @@ def test_without_a_device_it_is_said_what_float8_takes() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a device")
     with pytest.raises(
-        TargetUnavailableError, match=r"float8 is computed by sdflow's own kernels.*(no CUDA device|Linux)"
+        TargetUnavailableError, match=r"float8 requires sdflow's own kernels.*(no CUDA device|Linux)"
     ) as raised:
         float8_library.__wrapped__()
     assert raised.value.where == "cuda"

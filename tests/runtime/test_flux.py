@@ -145,7 +145,7 @@ def test_defaults_are_those_of_the_model(built: Built) -> None:
 
 def test_negative_prompts_weights_and_unknown_lengths_are_refused(built: Built) -> None:
     given: dict[str, Any] = {"num_inference_steps": 1, "height": 64, "width": 64}
-    with pytest.raises(UsageError, match="takes no negative prompt"):
+    with pytest.raises(UsageError, match="has no negative prompt"):
         built.ours(PROMPT, negative_prompt="blurred", **given)
     with pytest.raises(UsageError, match="weights"):
         built.ours("a (horse:1.3)", prompt_syntax="a1111", **given)

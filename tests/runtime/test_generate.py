@@ -98,16 +98,16 @@ def test_the_file_tells_the_image_and_the_mask_and_every_step_is_told(pipeline_f
     [
         ([], "there is nothing to draw"),
         (["-p", "a", "--scheduler", "eulr"], "did you mean 'euler'"),
-        (["-p", "a", "--mask", "x.png"], "a mask needs the image"),
+        (["-p", "a", "--mask", "x.png"], "a mask requires its image"),
         (["-p", "a", "--strength", "0.5"], "Add --image FILE"),
         (["-p", "a", "--image", "x.png"], "x.png: cannot be read as an image"),
         (["-p", "a", "--target", "cudda"], "no target is named cudda"),
         (["-p", "a", "--guidance-scale", "nan"], "less than or equal to 1000"),
         (["-p", "a", "--image", "x.png", "--strength", "2"], "less than or equal to 1"),
-        (["-p", "a", "--out", "file/images"], "file: this is not a folder"),
+        (["-p", "a", "--out", "file/images"], "file: not a folder"),
         (["--prompts", "missing.txt"], "missing.txt: cannot be read"),
         (["-p", "a", "--height", "100"], "height is 100 pixels"),
-        (["-p", "a", "--out", "file"], "file: this is not a folder"),
+        (["-p", "a", "--out", "file"], "file: not a folder"),
         (["-p", "a", "--prompt-syntax", "a111"], "--prompt-syntax: it is 'a111'"),
         (["-p", "a", "--embedding", "missing.pt"], "missing.pt: no such file"),
         (["-p", "a", "--embedding", "file"], "file of the unknown kind"),
@@ -142,7 +142,7 @@ def test_prompts_with_weights_learned_words_and_clip_skip_are_drawn_and_told(
     again = GenerateRequest(
         pipeline_folder, ["a horse"], tmp_path / "again", embeddings=[str(tmp_path / "my-style.safetensors")], **SMALL
     )
-    with pytest.raises(UsageError, match="no prompt names 'my-style'"):
+    with pytest.raises(UsageError, match="no prompt contains 'my-style'"):
         generate(again)
     twice = [str(tmp_path / "my-style.safetensors"), f"{tmp_path / 'my-style.safetensors'}:MY-STYLE"]
     with pytest.raises(UsageError, match="stands for .*my-style.safetensors already"):

@@ -193,9 +193,9 @@ def test_with_little_memory_the_image_is_the_same(built: Built) -> None:
         ({"ip_adapter_image": ONE}, "1 images for 2 IP-Adapters"),
         ({"ip_adapter_image": [ONE, OTHER, WIDE]}, "3 images for 2"),
         ({"ip_adapter_image": [ONE, OTHER], "ip_adapter_scale": [1.0]}, "1 scales for 2"),
-        ({"ip_adapter_image": [ONE, OTHER], "ip_adapter_scale": float("nan")}, "nan is no scale"),
-        ({"ip_adapter_image": [ONE, OTHER], "ip_adapter_scale": {"up": 1.0}}, "is no scale"),
-        ({"ip_adapter_image": [ONE, "one.png"]}, "is no image"),
+        ({"ip_adapter_image": [ONE, OTHER], "ip_adapter_scale": float("nan")}, "nan is not a valid scale"),
+        ({"ip_adapter_image": [ONE, OTHER], "ip_adapter_scale": {"up": 1.0}}, "is not a valid scale"),
+        ({"ip_adapter_image": [ONE, "one.png"]}, "is not an image"),
     ],
 )
 def test_what_means_nothing_is_refused(built: Built, given: dict[str, Any], told: str) -> None:

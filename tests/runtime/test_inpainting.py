@@ -123,7 +123,7 @@ def test_the_folder_says_that_it_is_for_inpainting(built: Built) -> None:
 
 @pytest.mark.parametrize(("given", "where"), [({}, "image"), ({"image": Image.new("RGB", (SIZE, SIZE))}, "mask_image")])
 def test_without_an_image_or_a_mask_it_says_what_to_give(one: Built, given: dict[str, Any], where: str) -> None:
-    with pytest.raises(UsageError, match="this model is for inpainting") as caught:
+    with pytest.raises(UsageError, match="this is an inpainting model") as caught:
         one.ours(PROMPT, **given, **SETTINGS)
     assert caught.value.where == where and where in str(caught.value.remedy)
 
@@ -136,7 +136,7 @@ def test_images_and_masks_that_do_not_go_into_those_to_draw_are_refused(one: Bui
 
 def test_generate_says_before_loading_that_an_image_and_a_mask_are_wanted(one: Built, tmp_path: Path) -> None:
     request = GenerateRequest(folder=one.folder, prompts=[PROMPT], out=tmp_path)
-    with pytest.raises(UsageError, match="this model is for inpainting") as caught:
+    with pytest.raises(UsageError, match="this is an inpainting model") as caught:
         generate(request)
     assert caught.value.where == "--image" and "--image FILE and --mask FILE" in str(caught.value.remedy)
 

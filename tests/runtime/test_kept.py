@@ -131,7 +131,7 @@ def test_a_blur_that_there_cannot_be_is_refused(
     with pytest.raises(UsageError) as caught:
         pipeline(PROMPT, image, mask, **given, **SETTINGS)
     assert caught.value.where == where
-    with pytest.raises(UsageError, match="no mask whose edge"):
+    with pytest.raises(UsageError, match="no mask to blur"):
         pipeline(PROMPT, image, mask_blur=2.0, **SETTINGS)
     with pytest.raises(UsageError, match="no edge"):
         pipeline(PROMPT, image, mask, mask_blur=2.0, whole=True, **SETTINGS)

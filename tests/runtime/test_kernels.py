@@ -424,7 +424,9 @@ def test_only_what_is_wanted_is_compiled_and_what_proves_wrong_is_not_used(
 ) -> None:
     library._process_kernels.cache_clear()
     try:
-        with pytest.warns(SlowerWarning, match=r"in place of BiasSplitGelu: our kernels do not run on this device"):
+        with pytest.warns(
+            SlowerWarning, match=r"in place of BiasSplitGelu: sdflow's kernels do not run on this device"
+        ):
             ready = library.kernel_library(["bias_split_gelu"])
         assert ready is not None
         assert ready.wrong.keys() == {"bias_split_gelu"}
@@ -435,7 +437,7 @@ def test_only_what_is_wanted_is_compiled_and_what_proves_wrong_is_not_used(
             assert library.kernel_library(["bias_split_gelu"]) == ready, "proved again, or told again"
     finally:
         library._process_kernels.cache_clear()
-    with pytest.raises(TargetUnavailableError, match="BiasSplitGelu: our kernels do not run on this device"):
+    with pytest.raises(TargetUnavailableError, match="BiasSplitGelu: sdflow's kernels do not run on this device"):
         library.build(["bias_split_gelu"])
     assert names(cache) == kept
     assert capsys.readouterr().out == ""

@@ -135,7 +135,7 @@ def test_where_memory_is_short_the_vae_works_in_tiles_as_diffusers_and_says_so(
         warnings.simplefilter("error", TiledWarning)
         whole = Pipeline.load(tiny_pipeline, "cpu", threads=1, checker=False).decode(latents)
     short(2**20)
-    with pytest.warns(TiledWarning, match=rf"vae decoder works in tiles of {size} pixels.*would take about .* free"):
+    with pytest.warns(TiledWarning, match=rf"vae decoder is tiled \({size} pixels\).*needs about .* free"):
         tiled = pipeline.decode(latents)
     tiny_torch.vae.enable_tiling()
     try:
@@ -154,7 +154,7 @@ def test_an_image_starts_from_an_encoding_in_tiles_too(tiny_pipeline: Path, shor
     whole = pipeline.encode(image)
     pipeline.submodels["vae_encoder"].unload()
     short(2**20)
-    with pytest.warns(TiledWarning, match="vae encoder works in tiles of 128 pixels"):
+    with pytest.warns(TiledWarning, match=r"vae encoder is tiled \(128 pixels\)"):
         tiled = pipeline.encode(image)
     assert tiled.shape == whole.shape and (tiled - whole).abs().max() > 0
 

@@ -171,7 +171,7 @@ def test_a_folder_that_is_no_pipeline_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda path: path.write_bytes(path.read_bytes()[:1000]), "is no ONNX model"),
+        (lambda path: path.write_bytes(path.read_bytes()[:1000]), "is not an ONNX model"),
         (lambda path: path.unlink(), "there is no such file"),
         (lambda path: path.with_name("model.onnx.data").write_bytes(b""), "of model.onnx.data, which has 0"),
     ],

@@ -117,7 +117,7 @@ def test_generate_writes_one_for_each_step_and_image(tiny_pipeline: Path, tmp_pa
 
 def test_what_draws_previews_is_checked(tiny_pipeline: Path, tmp_path: Path) -> None:
     request = GenerateRequest(tiny_pipeline, [PROMPT], tmp_path, target="cpu", previews=tiny_pipeline)
-    with pytest.raises(UsageError, match="what draws the previews") as caught:
+    with pytest.raises(UsageError, match="no effect without previews") as caught:
         generate(request)
     assert caught.value.where == "--preview-with"
     with pytest.raises(UsageError, match="AutoencoderKL, too slow for previews"):

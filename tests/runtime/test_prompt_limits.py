@@ -45,7 +45,7 @@ LIMITS = {
     "flux2-tiny": {"text_encoder": 512},
     "z-image-tiny": {"text_encoder": 512},
 }
-REPORTED = re.compile(r"a prompt has \d+ tokens, and the (\w+).* reads (\d+): ")
+REPORTED = re.compile(r"a prompt has \d+ tokens, but the (\w+).* reads (\d+): ")
 Rows = dict[str, list[list[int]]]
 
 
@@ -152,7 +152,7 @@ def test_with_learned_words_the_text_that_is_cut_off_is_shown_too() -> None:
     with truncations() as said:
         made.family.condition(run, made.tokenizers, made.checkpoint.options, request)
     (only,) = said
-    assert "a prompt has 84 tokens, and the text encoder reads 77" in only
+    assert "a prompt has 84 tokens, but the text encoder reads 77" in only
     assert "the rest is ignored: '<otter> beside a <fox> in snow'." in only
 
 

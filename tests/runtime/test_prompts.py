@@ -198,7 +198,7 @@ def test_clip_skip_equals_diffusers(texts: Texts, form: str, monkeypatch: pytest
 
 @pytest.mark.parametrize("count", [-1, 2])
 def test_layers_that_are_not_there_cannot_be_left_out(sd15: Texts, count: int) -> None:
-    with pytest.raises(UsageError, match=f"{count} of 2 layers of the text encoder cannot be left out"):
+    with pytest.raises(UsageError, match=f"{count} of 2 layers of the text encoder cannot be skipped"):
         sd15.hidden("a horse", clip_skip=count)
 
 
@@ -369,5 +369,5 @@ def test_images_equal_diffusers_with_the_same_embeddings(
 
 def test_an_unknown_syntax_is_refused(tiny_pipeline: Path) -> None:
     pipeline = Pipeline.load(tiny_pipeline, "cpu", threads=1, low_memory=True)
-    with pytest.raises(UsageError, match="no syntax of prompts is named 'a111'"):
+    with pytest.raises(UsageError, match="unknown prompt syntax 'a111'"):
         pipeline("a horse", prompt_syntax="a111")

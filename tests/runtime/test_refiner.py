@@ -233,10 +233,10 @@ def test_its_folder_is_that_of_the_refiner_and_says_that_it_wants_an_image(
     assert index["text_encoder"] == index["tokenizer"] == [None, None]
     assert index["requires_aesthetics_score"] is True
     assert folder_family(folder).name == "stable_diffusion_xl_refiner" and folder_task(folder) == "image"
-    with pytest.raises(UsageError, match="goes on from an image") as caught:
+    with pytest.raises(UsageError, match="requires a start image") as caught:
         ours(PROMPT)
     assert caught.value.where == "image"
-    with pytest.raises(UsageError, match="goes on from an image") as caught:
+    with pytest.raises(UsageError, match="requires a start image") as caught:
         generate(GenerateRequest(folder=folder, prompts=[PROMPT], out=tmp_path))
     assert caught.value.where == "--image"
     with pytest.raises(UsageError, match="knows no prompt_2"):
@@ -282,7 +282,7 @@ def test_at_full_size_the_unet_is_told_from_that_of_the_base() -> None:
     config = opened("synthetic:sdxl-refiner").submodels["unet"].load["config"]
     ports = {port.name: port.axes for port in RefinerUNet().ports(config).inputs}
     assert ports["time_ids"] == ("batch", 5) and ports["text_embeds"] == ("batch", 1280)
-    with pytest.raises(PassError, match="the UNet of the refiner"):
+    with pytest.raises(PassError, match="the SDXL refiner's UNet"):
         UNet().ports(config)
 
 

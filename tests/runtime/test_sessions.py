@@ -70,7 +70,7 @@ def test_a_graph_without_a_kernel_on_the_provider_is_a_verification_error(tmp_pa
     ("built_for", "says"),
     [
         ("directml", "built for directml: run it there, or build it for the CPU (sdflow run --target cpu)"),
-        ("cpu", "leave out the pass that makes this operator"),
+        ("cpu", "remove the pass that creates this operator"),
         (None, "CPUExecutionProvider cannot run this graph: it has no kernel for"),
     ],
 )
@@ -94,7 +94,7 @@ def test_named_dimensions_get_the_sizes_of_the_inputs(tmp_path: Path) -> None:
         free_dimensions(read_graph(model), {**shapes, "y": (3, 4)}, str(model))
     with pytest.raises(VerificationError, match="x has size 4, not 5"):
         free_dimensions(read_graph(model), {**shapes, "x": (2, 5, 8, 16)}, str(model))
-    with pytest.raises(VerificationError, match="no shape is known for its input y"):
+    with pytest.raises(VerificationError, match="no shape is given for its input y"):
         free_dimensions(read_graph(model), {"x": (2, 4, 8, 16)}, str(model))
 
 
@@ -160,7 +160,7 @@ def test_onnxruntime_writes_nothing_at_home(tmp_path: Path) -> None:
     [
         (lambda data: data.write_bytes(data.read_bytes()[:-1]), r"w ends at byte 16 of model.onnx.data, which has 15"),
         (lambda data: data.unlink(), "its data file model.onnx.data is missing"),
-        (lambda data: data.with_name("model.onnx").write_bytes(b"\xff" * 9), "is no ONNX model"),
+        (lambda data: data.with_name("model.onnx").write_bytes(b"\xff" * 9), "is not an ONNX model"),
         (lambda data: data.with_name("model.onnx").unlink(), "there is no such file"),
     ],
 )
@@ -174,7 +174,7 @@ def test_a_damaged_model_is_told_in_words_that_say_what_to_do(
     damage(model.with_name("model.onnx.data"))
     with pytest.raises(VerificationError, match=said) as raised:
         create_session(model, TARGETS["cpu"])
-    assert "build the pipeline again" in str(raised.value)
+    assert "rebuild the pipeline" in str(raised.value)
 
 
 def test_a_graph_on_which_onnxruntime_crashes_is_refused(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_graph_on_which_onnxruntime_crashes_is_refused(tmp_path: Path) -> None
     loaded = onnx.load(model)
     loaded.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(1, np.float32), "w"))
     onnx.save(loaded, model)
-    with pytest.raises(VerificationError, match="ONNX Runtime crashes on norm: the name of its bias is empty"):
+    with pytest.raises(VerificationError, match="ONNX Runtime crashes on norm: its bias has an empty name"):
         create_session(model, TARGETS["cpu"])
     del loaded.graph.node[0].input[2]
     onnx.save(loaded, model)

@@ -50,5 +50,5 @@ def test_what_comes_into_a_block_goes_on() -> None:
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_block_whose_sum_is_fused_with_a_norm_is_refused(layer: int) -> None:
-    with pytest.raises(UsageError, match=f"where block {layer} of the denoiser begins and ends"):
+    with pytest.raises(UsageError, match=f"inputs and outputs of denoiser block {layer} cannot be found"):
         without_blocks(graph_of(fused=True), "blocks", (layer,), "skip_guidance_layers")

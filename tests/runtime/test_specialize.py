@@ -160,13 +160,13 @@ def _a_constant_without_its_bytes(graph: Any) -> None:
 def test_a_graph_that_is_none_is_refused_in_words(tiny_pipeline: Path, damage: Callable[[Any], None]) -> None:
     model = load(tiny_pipeline / "vae_decoder")
     damage(model.graph)
-    with pytest.raises(PassError, match="cannot be followed"):
+    with pytest.raises(PassError, match="cannot be inferred"):
         specialize(model, SIZES)
 
 
 def test_a_circle_of_nodes_is_refused_at_once() -> None:
     nodes = [onnx.helper.make_node("Relu", [one], [other]) for one, other in ("ab", "bc", "ca")]
-    with pytest.raises(PassError, match="read one another in a circle"):
+    with pytest.raises(PassError, match="form a cycle"):
         in_order(nodes)
     assert in_order([nodes[1], nodes[0]]) == nodes[:2]
 

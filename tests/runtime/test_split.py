@@ -136,7 +136,7 @@ def test_each_part_has_its_share_and_no_more(fused_unet: Any) -> None:  # noqa: 
 
 
 def test_a_batch_without_two_halves_is_an_error(fused_unet: Any) -> None:  # noqa: F811
-    with pytest.raises(PassError, match="a batch of 3 has no two halves"):
+    with pytest.raises(PassError, match="a batch of 3 cannot be halved"):
         take_apart(load(fused_unet.path), {**SIZES, "batch": 3}, moving=MOVING, guidance=True)
 
 

@@ -198,7 +198,7 @@ def test_with_little_memory_the_image_is_the_one_that_diffusers_decodes_in_tiles
     [
         ({"strength": 0.0}, "strength is 0.0"),
         ({"strength": 0.1, "num_inference_steps": 2}, "no step is left"),
-        ({"image": None, "mask_image": Image.new("L", (64, 64))}, "a mask needs the image"),
+        ({"image": None, "mask_image": Image.new("L", (64, 64))}, "a mask requires its image"),
         ({"image": "a file name"}, "incorrect format"),
         ({"negative_prompt": ["a", "b"]}, "2 negative prompts for 1 prompts"),
     ],
@@ -217,5 +217,5 @@ def test_an_unknown_scheduler_is_refused_with_the_nearest_name(pipeline: Pipelin
 
 def test_a_scheduler_that_is_not_linear_is_refused() -> None:
     thresholding = diffusers.DPMSolverMultistepScheduler(thresholding=True, algorithm_type="dpmsolver++")
-    with pytest.raises(UsageError, match="does not act linearly"):
+    with pytest.raises(UsageError, match="is not linear in the latents"):
         trace(thresholding, 5)

@@ -40,7 +40,7 @@ def png() -> bytes:
         ({"control": [{"name": "edges", "image": "http://127.0.0.1/x.png"}]}, "control", "no base64"),
         ({"control": [{"name": "edges"}] * 9}, "control", "at most 8"),
         ({"image_prompts": [{}] * 9}, "image_prompts", "at most 8"),
-        ({"image_prompts": [{"scale": 0.5}, {"scale": 0.6}]}, "image_prompts", "have one scale"),
+        ({"image_prompts": [{"scale": 0.5}, {"scale": 0.6}]}, "image_prompts", "share one scale"),
     ],
 )
 def test_what_means_nothing_is_told(tiny_pipeline: Path, fields: dict[str, Any], param: str, says: str) -> None:

@@ -238,7 +238,7 @@ def test_what_a_request_may_cost_is_bounded(operated: Operated) -> None:
     long = " BREAK ".join("abcd" * 2)
     for fields, param, says in (
         ({"prompt": long, "prompt_syntax": "a1111"}, "prompt", "has 8 chunks of 75 tokens"),
-        ({"prompt": "word, " * 400, "prompt_syntax": "a1111"}, "prompt", "chunks of 75 tokens, and may have 4"),
+        ({"prompt": "word, " * 400, "prompt_syntax": "a1111"}, "prompt", "chunks of 75 tokens; at most 4 are allowed"),
         ({"size": "512x512", "steps": 100, "n": 4}, None, "and may cost 40 here"),
     ):
         refused = operated.draw(**fields)

@@ -112,7 +112,7 @@ def test_what_is_not_read_of_a_prompt_is_shown_with_the_image(page: Any) -> None
     page.click("#draw")
     finished(page, 1)
     (warning,) = [each.inner_text() for each in page.query_selector_all("#images .warning")]
-    assert warning.startswith("Warning: a prompt has 202 tokens, and the text_encoder reads 77: the rest is ignored: '")
+    assert warning.startswith("Warning: a prompt has 202 tokens, but the text_encoder reads 77: the rest is ignored: '")
     fill(page, seed=1)
     page.click("#draw")
     finished(page, 2)

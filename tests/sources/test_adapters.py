@@ -155,7 +155,7 @@ def something_else(parts: Parts) -> Parts:
         (of_a_face_plus, "FaceID Plus"),
         (full_face, "full-face"),
         (without_projection, "image_proj"),
-        (something_else, "no IP-Adapter that sdflow knows"),
+        (something_else, "not a known IP-Adapter"),
         (lambda parts: tensors("sdxl-tiny"), "tokens"),
     ],
 )

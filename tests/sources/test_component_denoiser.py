@@ -158,7 +158,7 @@ def test_from_the_hub_it_is_opened_again_at_the_commit_that_was_used(
         ("synthetic:sd15", "synthetic:sd21", r"encoder_hidden_states of its unet is \(batch, sequence, 1024\)"),
         ("synthetic:sd15-tiny", XL, "of its unet is"),
         (XL, "synthetic:sdxl-inpainting-tiny", r"sample of its unet is \(batch, 9,"),
-        ("synthetic:sdxl", "synthetic:sdxl-refiner", "this is the UNet of the refiner"),
+        ("synthetic:sdxl", "synthetic:sdxl-refiner", "this is the SDXL refiner's UNet"),
         ("synthetic:lcm-tiny", "synthetic:sd15-tiny", "timestep_cond of its unet is not there"),
         (XL, "synthetic:taesd-tiny", "is no unet"),
     ],

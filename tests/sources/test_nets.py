@@ -187,7 +187,7 @@ def a_unet(folder: Path, net: Any) -> str:
     ("write", "told"),
     [
         (a_lora, "this is no ControlNet"),
-        (pooling, "one value for the whole image"),
+        (pooling, "pools its outputs over the image"),
         (a_unet, "not of ControlNetModel"),
         (lambda folder, net: XL, "takes"),
         (lambda folder, net: str(folder / "nowhere"), "no such file or folder"),

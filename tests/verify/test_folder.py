@@ -339,7 +339,7 @@ def test_a_scheduler_that_nobody_chose_is_a_note_and_is_refused_when_it_is_chose
     assert finding.level == "note" and finding.node == SCHEDULER
     assert finding.what.startswith("ddim, ddim_trailing cannot draw as diffusers does with this checkpoint: ")
     own = diffusers.PNDMScheduler.from_pretrained(folder / "scheduler")
-    with pytest.raises(UsageError, match="does not act linearly") as refused:
+    with pytest.raises(UsageError, match="is not linear in the latents") as refused:
         trace(named_scheduler("ddim", own.config, DIFFUSION), 4, FAMILIES["stable_diffusion_xl"].scheduler_config)
     assert "--scheduler" in (refused.value.remedy or "")
 

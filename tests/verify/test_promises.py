@@ -301,7 +301,7 @@ def test_a_structure_in_place_of_a_model(folder: Path, built: Builder) -> None:
 def test_a_graph_that_is_no_graph(folder: Path) -> None:
     (folder / "unet" / "model.onnx").write_bytes(b"\xff" * 100)
     sign(folder, "unet")
-    assert_told(check_promises(folder), broken("digest", "unet", "model.onnx", "no ONNX model"))
+    assert_told(check_promises(folder), broken("digest", "unet", "model.onnx", "not an ONNX model"))
 
 
 def test_a_file_that_was_left_behind(folder: Path) -> None:

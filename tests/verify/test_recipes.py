@@ -95,7 +95,7 @@ def test_a_recipe_that_reads_no_parameter_of_the_module(structure: Path) -> None
 
     name = damage(structure, moved, misspell)
     (finding,) = check_recipes(structure, SUBMODEL).findings
-    assert_told([finding], wrong(name, name, "no parameter"))
+    assert_told([finding], wrong(name, name, "not a parameter"))
     assert ".wait" in finding.what
 
 
@@ -166,7 +166,7 @@ def test_parameters_of_another_architecture(structure: Path) -> None:
     found = check_recipes(structure, SUBMODEL).findings
     assert found
     assert all((finding.check, finding.level) == ("recipe", "error") for finding in found)
-    assert all("no parameter of that shape" in finding.what for finding in found)
+    assert all("not a parameter of that shape" in finding.what for finding in found)
 
 
 @pytest.mark.parametrize("limits", [(5.96e-08, 65504.0), (1e-7, 1e4)])

@@ -180,7 +180,7 @@ def test_a_recipe_that_names_another_weight_changes_the_result(
 def test_a_base_of_another_structure_is_refused(built: Builder, structure: Path, tmp_path: Path) -> None:
     base = built.carried("safety_checker", "cuda")
     (tmp_path / "out").mkdir()
-    with pytest.raises(PassError, match="of another structure"):
+    with pytest.raises(PassError, match="to another structure"):
         bind(BindRequest(SUBMODEL, structure, synthetic(SUBMODEL), base=base), tmp_path / "out")
 
 

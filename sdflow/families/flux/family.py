@@ -1,7 +1,7 @@
-"""FLUX.1: a transformer of packed patches, flow matching, CLIP's pooled embedding and T5's tokens.
+"""FLUX.1: a flow matching transformer on packed patches, with CLIP's pooled embedding and T5's tokens.
 
--schnell is distilled to a few steps without guidance; -dev takes the guidance scale as an input. Neither has a second row for
-negative prompts. After diffusers' FluxPipeline; https://github.com/black-forest-labs/flux.
+-schnell is distilled to a few steps without guidance; -dev takes the guidance scale as an input. Neither has a second
+batch row for negative prompts. Based on diffusers' FluxPipeline; https://github.com/black-forest-labs/flux.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
     import torch
 
 _LENGTHS = {False: 256, True: 512}
-"""Tokens that T5 reads of a text where the call does not say: of -schnell, by its model card, and of -dev."""
+"""Default number of T5 tokens: -schnell's from its model card, and -dev's."""
 MAX_SHIFT = 1.15
-"""The scheduler's, where its configuration does not say."""
+"""Default of the scheduler's config entry."""
 _SIDE = 1024
-"""Rows and columns of images, in pixels, where the VAE's configuration does not say."""
+"""Default image side in pixels if the VAE's config has none."""
 
 
 class _Noising(Flow):
-    """Steps are spread evenly over sigma, from 1 to 1 / steps, before they are shifted."""
+    """Spreads steps evenly over sigma, from 1 to 1 / steps, before shifting."""
 
     def set_timesteps(self, scheduler: Any, steps: int, tokens: int, strength: float | None = None) -> None:
-        if scheduler.config.get("use_flow_sigmas"):  # it makes its own, as in diffusers' pipelines
+        if scheduler.config.get("use_flow_sigmas"):  # it computes its own, as in diffusers' pipelines
             super().set_timesteps(scheduler, steps, tokens, strength)
             return
         self.require_flow(scheduler)
@@ -54,7 +54,7 @@ class _Noising(Flow):
         )
 
     def as_diffusers(self, scheduler: Any, steps: int, tokens: int) -> None:
-        """As FluxPipeline."""
+        """As in FluxPipeline."""
         mu = shift_of_diffusers({"max_shift": MAX_SHIFT, **scheduler.config}, tokens)
         scheduler.set_timesteps(sigmas=even_sigmas(steps), **mu)
 
@@ -155,7 +155,7 @@ class Flux(Family):
     def defaults_of(
         self, configs: Mapping[str, Config], scheduler: Config, said: Mapping[str, Any]
     ) -> dict[Task, Defaults]:
-        """Of text by the model cards, from images -dev's by the signatures of diffusers' pipelines."""
+        """Return the model cards' values for text, and diffusers' signatures for -dev with images."""
         denoiser = configs[self.denoiser]
         own = self.defaults
         if not _takes_guidance(denoiser):
@@ -167,7 +167,7 @@ class Flux(Family):
         return {"sequence": clip, t5_text.TOKENS: _length(configs[self.denoiser])}
 
     def guided(self, configs: Mapping[str, Config], scale: float) -> bool:
-        """Never: -dev takes the scale as an input."""
+        """Return False: -dev takes the scale as an input."""
         return False
 
     def reference_arguments_of(self, configs: Mapping[str, Config]) -> Mapping[str, Any]:
@@ -176,7 +176,7 @@ class Flux(Family):
     def condition(
         self, run: Run, companions: Mapping[str, Any], options: Mapping[str, Any], request: Request
     ) -> Conditions:
-        """As diffusers' FluxPipeline: `encode_prompt`."""
+        """As in diffusers' FluxPipeline: `encode_prompt`."""
         import torch
 
         request.require_no_negatives()
@@ -199,7 +199,7 @@ class Flux(Family):
         return Conditions(inputs, halves=1)
 
     def lora_state(self, tensors: Mapping[str, torch.Tensor], denoiser: Config) -> tuple[dict[str, torch.Tensor], int]:
-        """diffusers reads its own names; kohya's of CLIP it reads for Stable Diffusion XL."""
+        """diffusers reads its own names; kohya's CLIP names are read as for SDXL."""
         rest, found, pairs = split_kohya(tensors, ("lora_te1_",))
         found |= self.lora_loader().lora_state_dict(rest) if rest else {}
         layers = len(found) // 2

@@ -1,7 +1,7 @@
 """Names of the original (Black Forest Labs) layout for the tensors of diffusers' FluxTransformer2DModel.
 
-The layout: https://github.com/black-forest-labs/flux, src/flux/model.py and modules/layers.py. The correspondence is
-`convert_flux_transformer_checkpoint_to_diffusers` of diffusers' loaders/single_file_utils.py, read backwards.
+Layout: https://github.com/black-forest-labs/flux, src/flux/model.py and modules/layers.py. Mapping: the inverse of
+`convert_flux_transformer_checkpoint_to_diffusers` in diffusers' loaders/single_file_utils.py.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ _PACKED_IN_SINGLE = {
     **{f"attn.to_{each}": Original("linear1", index, 7) for index, each in enumerate("qkv")},
     "proj_mlp": Original("linear1", 3, 7, taken=4),
 }
-"""q, k, v, and the first layer of the feed-forward network, four times as high, are one matrix."""
+"""q, k, v, and the first feed-forward layer, which is four times as high, share one matrix."""
 _BLOCK = re.compile(r"(single_)?transformer_blocks\.(\d+)\.(.+)")
 
 
 def flux_names(keys: Iterable[str]) -> dict[str, Original]:
-    """state_dict key -> its location, without `model.diffusion_model.`. Keys without a counterpart are left out."""
+    """Return state_dict key -> location, without `model.diffusion_model.`. Omits keys without a counterpart."""
     names = {}
     for key in keys:
         module, _, kind = key.rpartition(".")

@@ -1,4 +1,4 @@
-"""Latents as the rows of packed 2x2 patches that FLUX.1's transformer reads, and the positions of these patches."""
+"""Pack latents into rows of 2x2 patches, as FLUX.1's transformer reads them, and compute the patches' positions."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ PATCH = 2
 
 
 def packed(latents: torch.Tensor) -> torch.Tensor:
-    """(batch, tokens, 4 * channels) of latents (batch, channels, rows, columns)."""
+    """Pack latents (batch, channels, rows, columns) to (batch, tokens, 4 * channels)."""
     batch, channels, rows, columns = latents.shape
     parts = latents.reshape(batch, channels, rows // PATCH, PATCH, columns // PATCH, PATCH).permute(0, 2, 4, 1, 3, 5)
     return parts.reshape(batch, (rows // PATCH) * (columns // PATCH), channels * PATCH * PATCH)
 
 
 def unpacked(tokens: torch.Tensor, rows: Any, columns: Any) -> torch.Tensor:
-    """The inverse of `packed`, for latents of so many rows and columns."""
+    """Invert `packed`, for latents of this many rows and columns."""
     batch, _, width = tokens.shape
     channels = width // PATCH**2
     parts = tokens.reshape(batch, rows // PATCH, columns // PATCH, channels, PATCH, PATCH)
@@ -26,7 +26,7 @@ def unpacked(tokens: torch.Tensor, rows: Any, columns: Any) -> torch.Tensor:
 
 
 def positions(rows: Any, columns: Any) -> torch.Tensor:
-    """(tokens, 3): 0, row and column of each patch. Integers, which no conversion to 16 bits rounds."""
+    """Return (tokens, 3): 0, row and column of each patch, as integers, which no 16-bit conversion rounds."""
     import torch
 
     size = rows // PATCH, columns // PATCH
@@ -36,6 +36,6 @@ def positions(rows: Any, columns: Any) -> torch.Tensor:
 
 
 def size_of(ids: torch.Tensor) -> tuple[int, int]:
-    """Rows and columns of latents with these positions."""
+    """Return rows and columns of latents with these positions."""
     rows, columns = (int(ids[:, axis].max() + 1) * PATCH for axis in (1, 2))
     return rows, columns

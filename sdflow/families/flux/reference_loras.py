@@ -1,8 +1,8 @@
-"""LoRAs over the original layout of FLUX.1's transformer, under diffusers' names, for the reference.
+"""Convert LoRAs in the original layout of FLUX.1's transformer to diffusers' names, for the reference.
 
-diffusers' own reader of such files (`_convert_kohya_flux_lora_to_diffusers`) knows blocks 3,072 wide only, and ignores the
-alphas of the last layer. Its converter of checkpoints knows every name and the order of every row, so it is asked with the
-numbers of the rows in place of their values.
+diffusers' own reader of such files (`_convert_kohya_flux_lora_to_diffusers`) only supports blocks of width 3,072, and
+ignores the last layer's alphas. Its checkpoint converter knows all names and the order of all rows, so it is run on row
+numbers instead of values.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ if TYPE_CHECKING:
     Tensors = dict[str, torch.Tensor]
 
 _PUBLISHED = 3072
-"""The width that diffusers' converter divides `linear1` by."""
+"""Width by which diffusers' converter divides `linear1`."""
 _LINEAR1 = ".linear1.weight"
 _LINEAR1_ROWS = 7 * _PUBLISHED
 
 
 def in_diffusers_names(layers: Mapping[str, tuple[torch.Tensor, torch.Tensor]], config: Config) -> Tensors:
-    """layers: module, with underscores in place of dots, in either layout -> (down, up). config: of the transformer.
-    Raises KeyError for a module that does not exist.
+    """Return LoRA factors under diffusers' names. layers: module, with underscores for dots, in either layout -> (down,
+    up).
+    config: the transformer's. Raises KeyError for a module that does not exist.
     """
     return named_as_diffusers(layers, _checkpoint(config), _converted, partial(_divided, config))
 
 
 def _divided(config: Config, name: str, up: torch.Tensor) -> Tensors:
-    """The rows of `up` for each of diffusers' weights that this original one holds."""
+    """Return the rows of `up` for each diffusers weight that this original weight contains."""
     import torch
 
     count = _LINEAR1_ROWS if name.endswith(_LINEAR1) else len(up)
     if count % len(up):
         raise KeyError(f"{name}, with {len(up)} rows")
-    step = count // len(up)  # between the numbers of two rows of a narrower model
+    step = count // len(up)  # row numbers per row of a narrower model
     converted = _converted(_checkpoint(config, {name: torch.arange(count)}))
     held = {key: rows for key, rows in converted.items() if key.endswith(WEIGHT) and rows.min() >= 0}
     return {key: up[rows[::step] // step].contiguous() for key, rows in held.items()}
@@ -53,7 +54,7 @@ def _converted(checkpoint: dict[str, torch.Tensor]) -> Tensors:
 
 
 def _checkpoint(config: Config, tensors: Mapping[str, torch.Tensor] | None = None) -> RecordingCheckpoint:
-    """In place of every other tensor it has a vector of -1."""
+    """Return a checkpoint in which every other tensor is a vector of -1."""
     import torch
 
     there = [f"double_blocks.{index}.img_mod.lin.weight" for index in range(config["num_layers"])]

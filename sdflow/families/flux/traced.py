@@ -1,8 +1,8 @@
-"""FLUX.1's transformer in the form that ONNX Runtime's fusions match.
+"""Prepare FLUX.1's transformer for export in the form that ONNX Runtime's fusions match.
 
-`FusionMultiHeadAttentionMMDit` (onnxruntime.transformers) was written for the graph of an earlier diffusers, whose heads
-come before the tokens: q, k and v are transposed before the norms, text and image are joined along the tokens, then
-rotated. Today's diffusers has tokens first, and torch's own RMSNorm, for which the exporter has no operator.
+`FusionMultiHeadAttentionMMDit` (onnxruntime.transformers) matches an earlier diffusers' graph, with heads before
+tokens: q, k and v are transposed before the norms, text and image are joined along the tokens, then rotated. Current
+diffusers has tokens first, and torch's RMSNorm, which the exporter does not support.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def prepare(module: Any) -> None:
-    """Replace the parts of a FluxTransformer2DModel that do not export well, in place."""
+    """Replace, in place, the parts of a FluxTransformer2DModel that do not export well."""
     from diffusers.models.transformers.transformer_flux import FluxAttention
     from torch.nn import RMSNorm
 
@@ -34,9 +34,9 @@ def _normed(part: Any, values: torch.Tensor) -> torch.Tensor:
 
 
 def _rotations(theta: float, widths: tuple[int, ...], ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of the rotary embedding, (tokens, head) each; sines of even channels are negated, as `rotated` adds
-    them. diffusers computes angles in float64, which not every provider has; in float32 those of an image 2048 pixels wide are
-    off by 8e-6 at most."""
+    """Return cosines and sines of the rotary embedding, (tokens, head) each, with negated sines of even channels, as
+    `rotated` expects. diffusers computes angles in float64, which some providers lack; float32 is off by at most 8e-6
+    for images of 2048 pixels."""
     import torch
 
     angles = []
@@ -53,7 +53,7 @@ def _attended(
     encoder_hidden_states: torch.Tensor | None = None,
     image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Any:
-    """Text tokens come first."""
+    """Compute attention. Text tokens come first."""
     import torch
 
     assert image_rotary_emb is not None
@@ -64,7 +64,7 @@ def _attended(
         return values.view(values.shape[0], -1, part.heads, part.head_dim).transpose(1, 2)
 
     def rotated(values: torch.Tensor) -> torch.Tensor:
-        """Pairs of channels, by their angles: one Gather in place of slices and a Concat."""
+        """Rotate pairs of channels; one Gather replaces slices and a Concat."""
         return values * cosine + values.index_select(-1, neighbours) * sine
 
     queries = part.norm_q(heads(part.to_q(hidden_states)))

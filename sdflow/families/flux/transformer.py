@@ -1,8 +1,8 @@
 """diffusers' FluxTransformer2DModel: the denoiser of FLUX.1.
 
-The graph takes latents as they are, where the class takes rows of packed patches and their positions. `timestep` is float32 of
-shape [1], 0 to 1000, shared by the whole batch. Models with `guidance_embeds` (-dev) take the guidance scale as `guidance`,
-float32 of shape [batch].
+The graph takes plain latents, unlike the class, which takes packed patches and their positions. `timestep` is float32
+of shape [1], 0 to 1000, shared by the whole batch. Models with `guidance_embeds` (-dev) take the guidance scale as
+`guidance`, float32 of shape [batch].
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     import torch
 
 GUIDANCE = "guidance"
-"""The input for the guidance scale."""
+"""Name of the guidance scale input."""
 
 USUAL_TOKENS = 512
-"""Of the text, at most."""
+"""Usual maximum number of text tokens."""
 
 _BLOCK = re.compile(r"(?:^|_)(single_)?(?:transformer|double|single)_blocks_(\d+)_")
 _OWN_MODULE = re.compile(
@@ -40,7 +40,7 @@ _READS_PATCHES = re.compile(r"^(x_embedder|img_in)$")
 
 
 class FluxTransformer(Transformer):
-    """The velocity, from image to noise, of latents."""
+    """diffusers' FluxTransformer2DModel. Predicts the velocity of latents, from image to noise."""
 
     class_name: ClassVar[str] = "FluxTransformer2DModel"
     library_module: ClassVar[str | None] = "diffusers.models.transformers.transformer_flux"
@@ -52,7 +52,7 @@ class FluxTransformer(Transformer):
 
     def ports(self, config: Config) -> Ports:
         axes = ("batch", int(config["in_channels"]) // PATCH**2, "latent_height", "latent_width")
-        why = "the scale becomes sinusoids of a thousand times its value, which half types round; keep_io_types"
+        why = "half types round the sinusoids of a thousand times the scale; see keep_io_types"
         guidance = (Port(GUIDANCE, "float32", ("batch",), why_exact=why),) if config.get("guidance_embeds") else ()
         return Ports(
             inputs=(
@@ -69,8 +69,8 @@ class FluxTransformer(Transformer):
         return Sizes(batch=2, height=4 * PATCH, width=6 * PATCH, vae_scale=1)
 
     def working_values(self, config: Config, rows: int, columns: int, *, scores: bool) -> int:
-        """A single block holds the output of attention, that of the first feed-forward layer, and both joined, ten times the
-        width; or q, k and v beside the attention's scores."""
+        """A single block holds the outputs of attention and of the first feed-forward layer, and both joined: ten times
+        the width; or q, k and v with the attention's scores."""
         tokens = (rows // PATCH) * (columns // PATCH) + USUAL_TOKENS
         width, heads = self.width(config), config["num_attention_heads"]
         return int(tokens * max(12 * width, 7 * width + (heads * tokens if scores else 0)))
@@ -102,8 +102,8 @@ class FluxTransformer(Transformer):
         module.forward = forward
 
     def reference(self, module: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The class rounds timestep and guidance to its own type, which in 16 bits moves them by up to 8; they are put back, so
-        that the yardstick of a 16-bit graph is the rounding of weights and activations alone."""
+        """The class rounds timestep and guidance to its own type, by up to 8 in 16 bits; exact values are restored
+        here, so the reference for 16-bit graphs only has rounded weights and activations."""
         exact = tuple(1000 * inputs[name].float() for name in (GUIDANCE,) if name in inputs)
         times = inputs["timestep"].float().expand(len(inputs["sample"])), *exact
 
@@ -168,11 +168,11 @@ def _run(forward: Any, latents: Any, timestep: Any, text: Any, pooled: Any, guid
 
 
 _TIME = 256
-"""Sines and cosines that the timestep becomes, and the guidance scale."""
+"""Width of the sinusoidal embedding of timestep and guidance."""
 
 
 def flux_parameters(config: Config) -> Found | None:
-    """None for a configuration with more blocks than any such model has."""
+    """Return the parameters, or None if the config exceeds the block limit."""
     head, double, single = config["attention_head_dim"], config["num_layers"], config["num_single_layers"]
     width = head * config["num_attention_heads"]
     if max(double, single) > MOST_BLOCKS:

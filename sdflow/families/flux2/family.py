@@ -1,6 +1,6 @@
-"""FLUX.2-klein: a transformer of flow matching, the hidden states of Qwen3 as text, latents folded 2 x 2.
+"""FLUX.2-klein: a flow matching transformer with Qwen3's hidden states as text and latents folded 2 x 2.
 
-After diffusers' Flux2KleinPipeline.
+Based on diffusers' Flux2KleinPipeline.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     import torch
 
 LENGTH = 512
-"""Tokens that a text is padded to, where the call does not say it, as in diffusers."""
+"""Default padded text length in tokens, as in diffusers."""
 _STATES = (9, 18, 27)
-"""Hidden states of Qwen3 that are read side by side."""
+"""Hidden states of Qwen3 that are concatenated."""
 _SIDE = 1024
-"""Pixels of an image's side, where the call does not say it (`default_sample_size` of diffusers' pipeline)."""
+"""Default image side in pixels (`default_sample_size` of diffusers' pipeline)."""
 _VAE = Layout("first_stage_model.")
 
 
 class _Noising(Flow):
-    """Steps are spread evenly over sigma, to 1 / steps, before they are shifted by their number and the image's size."""
+    """Spreads steps evenly over sigma, to 1 / steps, before shifting by the number of steps and the image's size."""
 
     def key(self, scheduler: Any, tokens: int) -> int | None:
         return tokens
@@ -47,14 +47,15 @@ class _Noising(Flow):
         scheduler.set_timesteps(sigmas=even_sigmas(steps), mu=_shift(tokens, steps))
 
     def as_diffusers(self, scheduler: Any, steps: int, tokens: int) -> None:
-        """As Flux2KleinPipeline."""
+        """As in Flux2KleinPipeline."""
         from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 
         scheduler.set_timesteps(sigmas=even_sigmas(steps), mu=compute_empirical_mu(tokens, steps))
 
 
 def _shift(tokens: int, steps: int) -> float:
-    """`mu`: linear in the tokens at 10 and at 200 steps, and between those in the steps; of large images at 200 steps alone."""
+    """Return `mu`: linear in tokens at 10 and 200 steps, interpolated between them; for large images, that of 200
+    steps."""
     of_many = 0.00016927 * tokens + 0.45666666
     if tokens > 4300:
         return of_many
@@ -132,7 +133,7 @@ class Flux2(Family):
         }
 
     def latents(self, configs: Mapping[str, Config]) -> Latents:
-        """Folded and normalized, as both halves of the VAE make and take them."""
+        """Return the properties of folded and normalized latents, as in both halves of the VAE."""
         vae = configs[self.decoder]
         scale = folded_scale(vae)
         return Latents(
@@ -147,7 +148,7 @@ class Flux2(Family):
         return {TOKENS: LENGTH}
 
     def guided(self, configs: Mapping[str, Config], scale: float) -> bool:
-        """A distilled model goes without, whatever the scale, as in diffusers."""
+        """Distilled models have no guidance at any scale, as in diffusers."""
         return scale > 1 and not configs[self.denoiser].get(DISTILLED)
 
     def defaults_of(
@@ -159,7 +160,7 @@ class Flux2(Family):
     def condition(
         self, run: Run, companions: Mapping[str, Any], options: Mapping[str, Any], request: Request
     ) -> Conditions:
-        """As diffusers' Flux2KleinPipeline: `encode_prompt`."""
+        """As in diffusers' Flux2KleinPipeline: `encode_prompt`."""
         import torch
 
         texts = plain_texts(request.prompts, request.reading)
@@ -172,7 +173,7 @@ class Flux2(Family):
         return Conditions({"encoder_hidden_states": states}, halves=2 if guided else 1)
 
     def lora_state(self, tensors: Mapping[str, torch.Tensor], denoiser: Config) -> tuple[dict[str, torch.Tensor], int]:
-        """diffusers makes three layers of one for q, k and v."""
+        """diffusers splits a fused qkv layer into three."""
         found: dict[str, torch.Tensor] = self.lora_loader().lora_state_dict(dict(tensors))
         fused = any("attn_qkv." in name or "attn.qkv." in name for name in tensors)
         layers = {name.partition(".lora_")[0] for name in found}
@@ -193,7 +194,7 @@ FAMILY = Flux2()
 
 
 def _tokens(tokenizer: Any, texts: Sequence[str], length: int) -> dict[str, torch.Tensor]:
-    """Ids and mask (texts, length) of each text as a message of a user, without thinking."""
+    """Return ids and mask (texts, length) of each text as a user message, without thinking."""
     chats = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True, enable_thinking=False

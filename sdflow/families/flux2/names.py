@@ -1,7 +1,7 @@
-"""Names of Black Forest Labs' layout for the modules and tensors of diffusers' Flux2Transformer2DModel.
+"""Names of Black Forest Labs' layout for modules and tensors of diffusers' Flux2Transformer2DModel.
 
-The layout: https://github.com/black-forest-labs/flux2, src/flux2/model.py. The correspondence is diffusers'
-`convert_flux2_transformer_checkpoint_to_diffusers`, read backwards.
+Layout: https://github.com/black-forest-labs/flux2, src/flux2/model.py. Mapping: the inverse of diffusers'
+`convert_flux2_transformer_checkpoint_to_diffusers`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _BLOCK = re.compile(r"(single_)?transformer_blocks\.(\d+)\.(.+)")
 
 
 def flux2_names(keys: Iterable[str]) -> dict[str, Original]:
-    """Where each tensor of the transformer lies in a file in the original layout. Names that have no place are left out."""
+    """Return the location of each transformer tensor in a file of the original layout. Omits names without one."""
     return {key: found for key in keys if (found := _place(key)) is not None}
 
 

@@ -1,4 +1,4 @@
-"""Parameters of diffusers' Flux2Transformer2DModel by its configuration, without torch (`sdflow.models.parameters`)."""
+"""Parameters of diffusers' Flux2Transformer2DModel from its config, without torch (`sdflow.models.parameters`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from sdflow.models.parameters import MOST_BLOCKS, Config, Found, linear_layer
 
 
 def flux2_parameters(config: Config) -> Found | None:
-    """Name -> shape. None for a configuration that is not covered."""
+    """Return name -> shape, or None if the config exceeds the block limit."""
     head, doubles, singles = config["attention_head_dim"], config["num_layers"], config["num_single_layers"]
     width = head * config["num_attention_heads"]
     inner, patch = int(width * config.get("mlp_ratio", 3.0)), config.get("patch_size", 1)

@@ -1,7 +1,7 @@
-"""Reference images for FLUX.2: their latents follow the image's as further tokens, each image at a time of its own.
+"""Reference images for FLUX.2: their latents are additional tokens after the image's, each image at its own time.
 
-After diffusers' Flux2KleinPipeline (0.42): `prepare_image_latents`, `_prepare_image_ids`. The rotary embedding reads the time on
-the first of its four axes; an image that is drawn is at time 0, the references at 10, 20, ...
+Based on diffusers' Flux2KleinPipeline (0.42): `prepare_image_latents`, `_prepare_image_ids`. The rotary embedding reads
+the time on the first of its four axes; the generated image is at time 0, references at 10, 20, ...
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from sdflow.families.shared.request import Tensors
 
 EXTENDED = "reads_references"
-"""The config entry of a denoiser whose graph has the inputs for reference images; no config.json has it."""
+"""sdflow's own config entry of a denoiser whose graph has the inputs for reference images."""
 TOKENS, PLACES = "reference_hidden_states", "reference_ids"
 """Names of the added inputs."""
 _TIME_APART = 10
 _MOST_AREA = 1024 * 1024
 _CARRIED = ("Cast", "Reshape", "Flatten", "Transpose")
-"""Operators between the graph's latents and its tokens, on either end."""
+"""Operators between the graph's latents and its tokens, at both ends."""
 
 
 def reference_ports(config: Config) -> tuple[Port, ...]:
-    """The added inputs, if the config says that the graph has them."""
+    """Return the added inputs, if the config says that the graph has them."""
     if not config.get(EXTENDED):
         return ()
     return (
@@ -40,7 +40,7 @@ def reference_ports(config: Config) -> tuple[Port, ...]:
 
 
 class Flux2References(References):
-    """Reference images as tokens behind the image's."""
+    """Reference images as tokens after the image's."""
 
     def config(self, denoiser: Config) -> Config:
         return {**denoiser, EXTENDED: True}
@@ -50,7 +50,7 @@ class Flux2References(References):
         return height - height % multiple, width - width % multiple
 
     def pixels(self, image: Any, multiple: int) -> torch.Tensor:
-        """As diffusers: scaled down to 1024 x 1024 pixels in area, then cropped in the middle to a multiple."""
+        """As in diffusers: scale down to an area of 1024 x 1024 pixels, then center-crop to a multiple."""
         from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
         from PIL.Image import Resampling
 
@@ -58,9 +58,7 @@ class Flux2References(References):
         try:
             reader.check_image_input(image)
         except ValueError as error:
-            remedy = (
-                "Give PIL images of at least 64 pixels a side, and at most 8 times as long as wide or as wide as long."
-            )
+            remedy = "Use PIL images with sides of at least 64 pixels and an aspect ratio of at most 8."
             raise UsageError(str(error), where=REFERENCES, remedy=remedy) from error
         height, width = self.size(image.width, image.height, multiple)
         if (within := _within_area(*image.size)) != image.size:
@@ -96,15 +94,15 @@ class Flux2References(References):
         return {"image": list(images)}
 
     def extend(self, graph: Any) -> None:
-        """Three places change: tokens and their places on the rotary embedding's axes are joined to the image's, and what comes
-        out for them is cut off."""
+        """Change three places: concatenate tokens and their rotary positions to the image's, and slice the references
+        off the output."""
         from onnx import TensorProto, helper
 
         _Extension(graph.graph, TensorProto, helper).make()
 
 
 def _within_area(width: int, height: int) -> tuple[int, int]:
-    """Width and height, scaled down to the area that a reference may have."""
+    """Return width and height, scaled down to the maximum area of a reference."""
     if width * height <= _MOST_AREA:
         return width, height
     scale = math.sqrt(_MOST_AREA / (width * height))
@@ -112,7 +110,7 @@ def _within_area(width: int, height: int) -> tuple[int, int]:
 
 
 def _places(number: int, rows: int, columns: int) -> torch.Tensor:
-    """(rows * columns, 4): time, row, column, and token of a text."""
+    """Return (rows * columns, 4): time, row, column, and text token."""
     import torch
 
     found = torch.zeros(rows, columns, 4, dtype=torch.int64)
@@ -123,7 +121,7 @@ def _places(number: int, rows: int, columns: int) -> torch.Tensor:
 
 
 class _Extension:
-    """A graph that gets the inputs."""
+    """Adds the inputs to a graph."""
 
     def __init__(self, graph: Any, types: Any, helper: Any) -> None:
         self._graph, self._types, self._helper = graph, types, helper
@@ -152,13 +150,13 @@ class _Extension:
         count = node("Gather", ["references/shape", "references/token_axis"], ["references/count"], "references/Gather")
         span = [out, "references/place", "references/count", "references/token_axis"]
         self._behind(out, [size, count, node("Slice", span, ["references/image"], "references/Slice")])
-        del self._graph.value_info[:]  # of values with as many tokens as the image has
+        del self._graph.value_info[:]  # token counts in value infos are no longer valid
 
     def _constant(self, name: str, values: list[int]) -> None:
         self._graph.initializer.append(self._helper.make_tensor(name, self._types.INT64, [len(values)], values))
 
     def _behind(self, value: str, nodes: Sequence[Any]) -> None:
-        """What read a value reads what the last of these nodes gives."""
+        """Insert nodes after a value's producer, and connect the value's readers to the last node's output."""
         for reader in self._readers.get(value, ()):
             reader.input[:] = [nodes[-1].output[0] if name == value else name for name in reader.input]
         made = self._producers[value]
@@ -167,7 +165,7 @@ class _Extension:
             self._graph.node.insert(index + 1, node)
 
     def _tokens(self, sample: Any) -> tuple[str, int]:
-        """The image's tokens (batch, tokens, channels), and their element type: what the latents become before they meet a
+        """Return the image's tokens (batch, tokens, channels) and their element type: the latents just before the first
         weight."""
         name, element = sample.name, sample.type.tensor_type.elem_type
         while True:
@@ -183,7 +181,8 @@ class _Extension:
         return name, element
 
     def _image_places(self) -> str:
-        """The image's places (tokens, 4): four columns side by side, made of the latents' size, which are read one by one."""
+        """Return the image's positions (tokens, 4): four columns computed from the latents' size and read one by
+        one."""
         found = [
             node.output[0]
             for node in self._graph.node
@@ -207,7 +206,7 @@ class _Extension:
         return False
 
     def _out(self) -> str:
-        """What the last weight gives, (batch, tokens, channels), before it is folded to latents."""
+        """Return the last weight's output, (batch, tokens, channels), before it is folded to latents."""
         name = str(self._graph.output[0].name)
         while self._producers[name].op_type in _CARRIED:
             name = self._producers[name].input[0]
@@ -223,7 +222,7 @@ def _only(found: Iterable[Any]) -> Any:
 
 def _changed() -> UsageError:
     return UsageError(
-        "the denoiser's graph was changed so that reference images cannot be added to it",
+        "the denoiser's graph has an unexpected form, so reference images cannot be added",
         where=REFERENCES,
-        remedy="Leave out passes that replace how it begins and ends, and build the pipeline again.",
+        remedy="Remove passes that change its first or last nodes, and rebuild the pipeline.",
     )

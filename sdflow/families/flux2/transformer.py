@@ -1,8 +1,8 @@
 """diffusers' Flux2Transformer2DModel: the denoiser of FLUX.2.
 
-It takes a row of tokens: text, then the latents, one token each, with places on four axes for its rotary embedding. All blocks of
-a kind share their modulation, which depends on the timestep alone. `timestep` is float32 of shape [1], 0 to 1000: one for the
-whole batch, as for the UNet.
+It reads a row of tokens: text, then one token per latent pixel, with four-axis positions for the rotary embedding. All
+blocks of a kind share their modulation, which depends only on the timestep. `timestep` is float32 of shape [1], 0 to
+1000, shared by the whole batch.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     import torch
 
 DISTILLED = "is_distilled"
-"""The entry of model_index.json that says whether guidance is distilled into the weights; sdflow keeps it in this config."""
+"""model_index.json entry for guidance distilled into the weights; sdflow keeps it in this config."""
 USUAL_TOKENS = 512
-"""Of a text."""
+"""Usual number of text tokens."""
 PLACES = 2048
-"""Places along an axis that the graph knows: rows and columns of latents, and tokens of a text."""
+"""Number of positions per axis in the graph's tables, for rows and columns of latents and for text tokens."""
 
 _BLOCK = re.compile(r"(single_)?(?:transformer_)?(?:double_)?blocks_(\d+)_")
 _OWN_MODULE = re.compile(
@@ -41,7 +41,7 @@ _READS_HIDDEN = re.compile(r"(_to_[qkv]|_add_[qkv]_proj|_to_qkv_mlp_proj|_qkv|_l
 
 
 class Flux2Transformer(Transformer):
-    """The velocity, from image to noise, of latents."""
+    """diffusers' Flux2Transformer2DModel. Predicts the velocity of latents, from image to noise."""
 
     class_name: ClassVar[str] = "Flux2Transformer2DModel"
     library_module: ClassVar[str | None] = "diffusers.models.transformers.transformer_flux2"
@@ -58,9 +58,9 @@ class Flux2Transformer(Transformer):
     def ports(self, config: Config) -> Ports:
         if config.get("guidance_embeds", True):
             raise PassError(
-                "it takes guidance as an input, as FLUX.2-dev does",
+                "it takes guidance as an input, like FLUX.2-dev",
                 where="transformer: guidance_embeds",
-                remedy="FLUX.2-klein is what sdflow knows.",
+                remedy="Use FLUX.2-klein.",
             )
         axes = ("batch", config["in_channels"], "latent_height", "latent_width")
         return Ports(
@@ -77,7 +77,7 @@ class Flux2Transformer(Transformer):
         return Sizes(batch=2, height=4, width=6, vae_scale=1)
 
     def working_values(self, config: Config, rows: int, columns: int, *, scores: bool) -> int:
-        """A single block holds q, k, v and both halves of its feed-forward layer at once, beside the residual and its norm."""
+        """A single block holds q, k, v and both halves of its feed-forward layer, besides the residual and its norm."""
         tokens = rows * columns + USUAL_TOKENS
         width, heads, inner = self.width(config), config["num_attention_heads"], 2 * config.get("mlp_ratio", 3.0)
         return int(tokens * ((7 + inner) * width + (heads * tokens if scores else 0)))
@@ -94,7 +94,7 @@ class Flux2Transformer(Transformer):
         }
 
     def traced(self, module: Any) -> None:
-        """The rotary embedding is read from tables, which are computed in float64 as the library computes it."""
+        """Read the rotary embedding from tables, computed in float64 like the library's."""
         from diffusers.models.transformers import transformer_flux2 as library
         from torch.nn import RMSNorm
 
@@ -103,7 +103,7 @@ class Flux2Transformer(Transformer):
         module.time_guidance_embed.forward = partial(_embedded, module.time_guidance_embed)
         for part in module.modules():
             if isinstance(part, RMSNorm):
-                part.forward = partial(_normed, part)  # the exporter knows no operator for it
+                part.forward = partial(_normed, part)  # not supported by the exporter
             elif isinstance(part, library.Flux2SwiGLU):
                 part.forward = partial(_gated, part)
             elif isinstance(part, library.Flux2Attention):
@@ -118,7 +118,7 @@ class Flux2Transformer(Transformer):
         module.forward = forward
 
     def reference(self, module: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Tokens and places by diffusers' pipeline itself."""
+        """Compute tokens and positions with diffusers' pipeline itself."""
         from diffusers import Flux2KleinPipeline as Library
 
         sample, text = inputs["sample"], inputs["encoder_hidden_states"]
@@ -163,14 +163,14 @@ class Flux2Transformer(Transformer):
 
 
 def _in_rows(tokens: Any, ids: Any) -> Any:
-    """The latents that these tokens with their places (rows, tokens, 4) are: rows and columns from the places."""
+    """Return tokens with positions (rows, tokens, 4) as latents."""
     rows, columns = (int(ids[..., axis].max()) + 1 for axis in (1, 2))
     batch, _, channels = tokens.shape
     return tokens.permute(0, 2, 1).reshape(batch, channels, rows, columns)
 
 
 def _places(rows: Any, columns: Any) -> Any:
-    """(rows * columns, 4): time, row, column, and token of a text, of which latents have the middle two."""
+    """Return (rows * columns, 4): time, row, column, and text token; only row and column vary for latents."""
     import torch
 
     down, across = (each.flatten() for each in torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"))
@@ -198,7 +198,7 @@ def _run(forward: Any, sample: Any, timestep: Any, text: Any) -> Any:
 
 
 def _tables(embedding: Any) -> list[tuple[Any, Any]]:
-    """Cosines and sines (places, width) of each axis."""
+    """Return cosines and sines (positions, width) for each axis."""
     import torch
 
     whole = embedding(torch.arange(PLACES)[:, None].expand(PLACES, len(embedding.axes_dim)))
@@ -207,7 +207,7 @@ def _tables(embedding: Any) -> list[tuple[Any, Any]]:
 
 
 def _looked_up(tables: Sequence[tuple[Any, Any]], ids: Any) -> tuple[Any, Any]:
-    """Cosines and sines (tokens, width) of these places."""
+    """Return cosines and sines (tokens, width) at these positions."""
     import torch
 
     cosines, sines = zip(
@@ -217,8 +217,8 @@ def _looked_up(tables: Sequence[tuple[Any, Any]], ids: Any) -> tuple[Any, Any]:
 
 
 def _embedded(part: Any, timestep: Any, guidance: Any) -> Any:
-    """Without the library's conversion of the sines to the timestep's type, which is theirs: a graph in float16 has one of its
-    own there."""
+    """Embed the timestep without the library's cast of the sines to the timestep's type: a float16 graph has its own
+    cast there."""
     return part.timestep_embedder(part.time_proj(timestep))
 
 
@@ -233,7 +233,7 @@ def _gated(part: Any, values: Any) -> Any:
 
 
 def _attended(part: Any, hidden_states: Any, encoder_hidden_states: Any, image_rotary_emb: Any = None) -> Any:
-    """As diffusers' Flux2AttnProcessor, in the form that ONNX Runtime's fusion knows of FLUX.1: heads before tokens."""
+    """As in diffusers' Flux2AttnProcessor, with heads before tokens, as ONNX Runtime's fusion matches for FLUX.1."""
     import torch
 
     text = encoder_hidden_states
@@ -249,7 +249,7 @@ def _attended(part: Any, hidden_states: Any, encoder_hidden_states: Any, image_r
 
 
 def _attended_beside(part: Any, hidden_states: Any, image_rotary_emb: Any = None) -> Any:
-    """As diffusers' Flux2ParallelSelfAttnProcessor: attention and a feed-forward layer side by side, in one matrix each way."""
+    """As in diffusers' Flux2ParallelSelfAttnProcessor: attention and feed-forward in parallel, with shared matrices."""
     import torch
 
     widths = [part.inner_dim] * 3 + [part.mlp_hidden_dim * part.mlp_mult_factor]
@@ -261,7 +261,7 @@ def _attended_beside(part: Any, hidden_states: Any, image_rotary_emb: Any = None
 
 
 def _heads(part: Any, values: Any) -> Any:
-    """(batch, heads, tokens, width of a head)."""
+    """Return (batch, heads, tokens, head width)."""
     return values.view(values.shape[0], -1, part.heads, part.head_dim).transpose(1, 2)
 
 

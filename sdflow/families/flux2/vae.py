@@ -1,8 +1,7 @@
-"""diffusers' AutoencoderKLFlux2, in two halves whose latents are those that the denoiser works on.
+"""diffusers' AutoencoderKLFlux2 as two graphs, whose latents are in the denoiser's form.
 
-Between VAE and denoiser, diffusers' pipelines fold 2 x 2 latent pixels into channels and normalize each channel by statistics
-that the checkpoint holds, as those of a batch norm. Here both are part of the halves' graphs, so the statistics are weights as
-all others are.
+Between VAE and denoiser, diffusers' pipelines fold 2 x 2 latent pixels into channels and normalize each channel by
+statistics from the checkpoint, like a batch norm's. Both graphs include this, so the statistics are ordinary weights.
 """
 
 from __future__ import annotations
@@ -22,30 +21,30 @@ _MEAN, _VARIANCE, _COUNT = "bn.running_mean", "bn.running_var", "bn.num_batches_
 
 
 def folded_channels(config: Config) -> int:
-    """Channels of the latents that the denoiser works on."""
+    """Return the channels of the denoiser's latents."""
     return int(config["latent_channels"]) * prod(_patch(config))
 
 
 def folded_scale(config: Config) -> int:
-    """Image pixels per such latent pixel, along each axis."""
+    """Return the image pixels per denoiser latent pixel, along each axis."""
     return halved(config) * _patch(config)[0]
 
 
 def _patch(config: Config) -> tuple[int, int]:
     rows, columns = config.get("patch_size", (2, 2))
     if rows != columns:
-        raise TypeError(f"patch_size is {rows} x {columns}, and only squares are known")
+        raise TypeError(f"patch_size is {rows} x {columns}, but only squares are supported")
     return int(rows), int(columns)
 
 
 class _Folded:
-    """What both halves share; beside it stands a half of AutoencoderKL, which has the same networks."""
+    """Common code of both halves; combined with a half of AutoencoderKL, which has the same networks."""
 
     class_name: ClassVar[str] = "AutoencoderKLFlux2"
     library_module: ClassVar[str | None] = "diffusers.models.autoencoders.autoencoder_kl_flux2"
 
     def library_class(self) -> Any:
-        """The class, whose statistics are a container of two tensors. A batch norm counts the batches of its training too."""
+        """Return the class with its statistics as two plain tensors: a batch norm would also have a batch counter."""
         return _class_with_statistics()
 
     def empty(self, config: Config) -> torch.nn.Module:
@@ -86,14 +85,14 @@ class _Folded:
 
 
 class Flux2VaeEncoder(_Folded, VaeEncoder):
-    """Pixels in [-1, 1] to the mean of the latents' distribution, folded and normalized."""
+    """Maps pixels in [-1, 1] to the mean of the latent distribution, folded and normalized."""
 
     def encode(self, module: Any, sample: Any) -> Any:
         mean, deviation = _statistics(module)
         return (_fold(super().encode(module, sample), _patch(module.config)) - mean) / deviation
 
     def reference(self, module: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """By diffusers' pipeline itself."""
+        """Uses diffusers' pipeline itself."""
         from diffusers import Flux2KleinPipeline
 
         encode: Any = Flux2KleinPipeline._encode_vae_image
@@ -101,7 +100,7 @@ class Flux2VaeEncoder(_Folded, VaeEncoder):
 
 
 class Flux2VaeDecoder(_Folded, VaeDecoder):
-    """Latents, folded and normalized, to pixels in about [-1, 1]."""
+    """Maps folded and normalized latents to pixels in about [-1, 1]."""
 
     def traced(self, module: Any) -> None:
         super().traced(module)
@@ -114,7 +113,7 @@ class Flux2VaeDecoder(_Folded, VaeDecoder):
         module.forward = forward
 
     def reference(self, module: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """As the end of diffusers' Flux2KleinPipeline, which has no function of its own for it."""
+        """Like the end of diffusers' Flux2KleinPipeline, which has no separate function for it."""
         import torch
         from diffusers import Flux2KleinPipeline
 
@@ -126,7 +125,7 @@ class Flux2VaeDecoder(_Folded, VaeDecoder):
 
 
 class _Holder:
-    """What diffusers' function reads of its pipeline."""
+    """Stands in for the pipeline in diffusers' function."""
 
     def __init__(self, vae: Any) -> None:
         from diffusers import Flux2KleinPipeline
@@ -143,10 +142,10 @@ def _folded_port(port: Port, config: Config) -> Port:
 
 
 def _statistics(module: Any) -> tuple[Any, Any]:
-    """Mean and deviation of every channel, as the pipeline computes them.
+    """Return mean and deviation of every channel, as the pipeline computes them.
 
-    A variance is its own absolute value; but ONNX Runtime's symbolic shape inference would compute a sum of weights, and an
-    operator that it does not compute keeps the graph free of their values.
+    abs() does not change a variance, but ONNX Runtime's symbolic shape inference does not evaluate it, so it does not
+    fold the sum of weights into the graph.
     """
     mean, variance = (each.view(1, -1, 1, 1) for each in (module.bn.running_mean, module.bn.running_var))
     return mean, (variance.abs() + module.config.batch_norm_eps).sqrt()
@@ -190,6 +189,6 @@ def _class_with_statistics() -> Any:
             changed(found[0] if isinstance(found, tuple) else found)
             return found
 
-    for name in ("__name__", "__qualname__", "__module__"):  # what diffusers writes of a module that it saves
+    for name in ("__name__", "__qualname__", "__module__"):  # diffusers writes these when it saves a module
         setattr(WithStatistics, name, getattr(AutoencoderKLFlux2, name))
     return WithStatistics

@@ -1,7 +1,7 @@
 """Latent consistency models (LCM, https://arxiv.org/abs/2310.04378): Stable Diffusion 1.x in few steps.
 
-The UNet takes the guidance scale as an input: a run has one row for each image, and there is no negative prompt. Steps from
-an image are spread over what its strength leaves, none is left out.
+The UNet takes the guidance scale as an input: runs have one row per image, and there is no negative prompt. With a
+start image, all steps are spread over the range that its strength leaves.
 """
 
 from __future__ import annotations

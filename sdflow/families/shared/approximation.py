@@ -1,7 +1,7 @@
-"""Ways to draw with less work than the model asks for: the image is near the exact one, not the same. Off unless asked for.
+"""Optional approximations that reduce work, at the cost of a slightly different image.
 
-Reuse      deep features of the denoiser are kept over some steps, as DeepCache does (https://arxiv.org/abs/2312.00858)
-Interval   guidance in a part of the steps only (https://arxiv.org/abs/2404.07724)
+Reuse      reuse the denoiser's deep features over some steps, as in DeepCache (https://arxiv.org/abs/2312.00858)
+Interval   apply guidance only in a part of the steps (https://arxiv.org/abs/2404.07724)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from sdflow.errors import UsageError
 
 REUSE, GUIDANCE_INTERVAL = "reuse", "guidance_interval"
-"""What a call, a workflow's `generate` and an image's settings call them."""
+"""Names in calls, a workflow's `generate` and an image's settings."""
 
 MOST_EVERY, MOST_LAYERS = 100, 100
 EXAMPLE, OFF = "every=2,from=0.1,to=0.9", "off"
@@ -22,9 +22,10 @@ EXAMPLE, OFF = "every=2,from=0.1,to=0.9", "off"
 
 @dataclass(frozen=True)
 class Interval:
-    """A part of the steps: of R runs of the denoiser those from int(begin * R) on, before int(end * R), as diffusers counts.
+    """A range of the steps: of R denoiser runs, those from int(begin * R) up to but excluding int(end * R), as in
+    diffusers.
 
-    Raises UsageError for no part of 0 to 1.
+    Raises UsageError unless 0 <= begin < end <= 1.
     """
 
     begin: float = 0.0
@@ -33,23 +34,23 @@ class Interval:
     def __post_init__(self) -> None:
         if not 0 <= self.begin < self.end <= 1:
             raise UsageError(
-                f"from {self.begin:g} to {self.end:g} is no part of the steps",
-                remedy="`from` is at least 0, `to` at most 1 and above it.",
+                f"from {self.begin:g} to {self.end:g} is not a valid range of the steps",
+                remedy="Use 0 <= `from` < `to` <= 1.",
             )
 
     def holds(self, index: int, runs: int) -> bool:
-        """Whether this run is in it."""
+        """Whether the interval includes this run."""
         return _place(self.begin, runs) <= index < _place(self.end, runs)
 
     def settings(self) -> dict[str, Any]:
-        """As it is written."""
+        """Return the settings as written in workflows."""
         return {"from": self.begin, "to": self.end}
 
 
 @dataclass(frozen=True)
 class Reuse:
-    """every: in the interval, of so many runs the first is whole, and its deep features serve the others. layers: how many
-    of the outermost layers run in those anew. Raises UsageError for other numbers."""
+    """every: in the interval, the first of every this many runs is computed in full, and the others reuse its deep
+    features. layers: number of outermost layers computed in those. Raises UsageError for invalid numbers."""
 
     every: int = 2
     interval: Interval = Interval()
@@ -57,23 +58,22 @@ class Reuse:
 
     def __post_init__(self) -> None:
         if not 2 <= self.every <= MOST_EVERY:
-            raise UsageError(
-                f"every {self.every} runs", remedy=f"`every` is from 2 to {MOST_EVERY}; 2: every second one."
-            )
+            raise UsageError(f"`every` is {self.every}", remedy=f"Use 2 to {MOST_EVERY}; 2 means every second run.")
         if not 1 <= self.layers <= MOST_LAYERS:
-            raise UsageError(f"{self.layers} layers", remedy=f"`layers` is from 1 to {MOST_LAYERS}.")
+            raise UsageError(f"`layers` is {self.layers}", remedy=f"Use 1 to {MOST_LAYERS}.")
 
     def settings(self) -> dict[str, Any]:
-        """As it is written."""
+        """Return the settings as written in workflows."""
         return {"every": self.every, **self.interval.settings(), "layers": self.layers}
 
     def reused(self, halves: Sequence[int]) -> tuple[bool, ...]:
-        """For each run of the denoiser, whether it takes the deep features of one before it.
+        """Return, for each denoiser run, whether it reuses deep features of an earlier one.
 
-        halves: of each run's batch, with guidance 2. Features are taken from a run with as many; the first of them is whole.
+        halves: batch halves of each run, 2 with guidance. Features are only reused from runs with as many; the first of
+        these is computed in full.
         """
         found: list[bool] = []
-        age = 0  # runs since the last whole one
+        age = 0  # runs since the last full one
         for index, count in enumerate(halves):
             kept = (
                 self.interval.holds(index, len(halves))
@@ -89,21 +89,23 @@ class Reuse:
 
 @dataclass(frozen=True)
 class Approximation:
-    """What of it a call does."""
+    """The approximations of a call."""
 
     reuse: Reuse | None = None
     guidance: Interval | None = None
 
     @classmethod
     def chosen(cls, said: Mapping[str, Any], reuse: Any, guidance_interval: Any) -> Approximation:
-        """What a caller says, each None: what is said of the pipeline (`Origin.said`), empty: none. Raises UsageError as `of`."""
+        """Combine a caller's settings (None: use the pipeline's `Origin.said`; empty: none). Raises UsageError like
+        `of`."""
         own = said.get(REUSE), said.get(GUIDANCE_INTERVAL)
         given = zip((reuse, guidance_interval), own, strict=True)
         return cls.of(*(((each or None) if each is not None else mine) for each, mine in given))
 
     @classmethod
     def of(cls, reuse: Any = None, guidance_interval: Any = None) -> Approximation:
-        """From what a caller says: None, the dataclasses, or maps as in a workflow. Raises UsageError for what is none."""
+        """Create from a caller's values: None, the dataclasses, or mappings as in workflows. Raises UsageError if
+        invalid."""
         return cls(
             reuse if reuse is None or isinstance(reuse, Reuse) else read_reuse(reuse),
             guidance_interval
@@ -112,12 +114,12 @@ class Approximation:
         )
 
     def settings(self) -> dict[str, Any]:
-        """By the names of a call; nothing where the image is exact."""
+        """Return the settings by their names in calls; empty if exact."""
         found = {REUSE: self.reuse, GUIDANCE_INTERVAL: self.guidance}
         return {name: each.settings() for name, each in found.items() if each is not None}
 
     def spelled(self) -> str:
-        """As options write it, for people."""
+        """Return the settings as in options, for display."""
         found = self.settings().items()
         return ", ".join(
             f"{name} {','.join(f'{key}={value:g}' for key, value in each.items())}" for name, each in found
@@ -131,7 +133,7 @@ EXACT = Approximation()
 
 
 def read_reuse(value: Any) -> Reuse:
-    """From a map {every: 2, from: 0.1, to: 0.9, layers: 1}. Raises UsageError for what is none."""
+    """Read a mapping {every: 2, from: 0.1, to: 0.9, layers: 1}. Raises UsageError if invalid."""
     known = {"every": int, "from": float, "to": float, "layers": int}
     found = _read(value, known, REUSE)
     whole = {name: int(found[name]) for name in ("every", "layers") if name in found}
@@ -142,7 +144,7 @@ def read_reuse(value: Any) -> Reuse:
 
 
 def read_interval(value: Any) -> Interval:
-    """From a map {from: 0.1, to: 0.6}. Raises UsageError for what is none."""
+    """Read a mapping {from: 0.1, to: 0.6}. Raises UsageError if invalid."""
     try:
         return _interval(_read(value, {"from": float, "to": float}, GUIDANCE_INTERVAL))
     except UsageError as error:
@@ -150,12 +152,12 @@ def read_interval(value: Any) -> Interval:
 
 
 def parse(option: str, text: str) -> dict[str, float]:
-    """What an option says: `every=2,from=0.1,to=0.9`; nothing for `off`. Raises UsageError where it is not of this form."""
+    """Parse an option such as `every=2,from=0.1,to=0.9`; `off` is empty. Raises UsageError if malformed."""
     found: dict[str, float] = {}
     if text == OFF:
         return found
     if not text:
-        raise UsageError("it says nothing", where=option, remedy=f"Write it like {EXAMPLE}, or {OFF}.")
+        raise UsageError("it is empty", where=option, remedy=f"Write it like {EXAMPLE}, or {OFF}.")
     for each in filter(None, text.split(",")):
         name, _, number = each.partition("=")
         try:
@@ -163,7 +165,7 @@ def parse(option: str, text: str) -> dict[str, float]:
         except ValueError:
             value = math.nan
         if not math.isfinite(value) or name.strip() in found:
-            raise UsageError(f"{each!r} is no NAME=NUMBER", where=option, remedy=f"Write it like {EXAMPLE}.")
+            raise UsageError(f"{each!r} is not NAME=NUMBER", where=option, remedy=f"Write it like {EXAMPLE}.")
         found[name.strip()] = int(value) if value.is_integer() and name.strip() in ("every", "layers") else value
     return found
 
@@ -174,10 +176,10 @@ def _interval(found: Mapping[str, float]) -> Interval:
 
 def _read(value: Any, known: Mapping[str, type], where: str) -> dict[str, float]:
     if not isinstance(value, Mapping):
-        raise UsageError(f"{value!r:.40} is no map", where=where, remedy=f"Its keys are {', '.join(known)}.")
+        raise UsageError(f"{value!r:.40} is not a mapping", where=where, remedy=f"Its keys are {', '.join(known)}.")
     for name, number in value.items():
         if name not in known:
-            raise UsageError(f"{name!r:.40} is not known", where=where, remedy=f"Its keys are {', '.join(known)}.")
+            raise UsageError(f"unknown key {name!r:.40}", where=where, remedy=f"Its keys are {', '.join(known)}.")
         whole = known[name] is int
         if (
             isinstance(number, bool)
@@ -190,5 +192,5 @@ def _read(value: Any, known: Mapping[str, type], where: str) -> dict[str, float]
 
 
 def _place(part: float, runs: int) -> int:
-    """int(part * runs), where 0.29 * 100 is 29."""
+    """Return int(part * runs), robust against float error: 0.29 * 100 is 29."""
     return int(round(part * runs, 6))

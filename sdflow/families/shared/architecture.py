@@ -1,7 +1,7 @@
-"""The architectures that sdflow ships: configurations that a single file or random weights are filled into.
+"""Shipped architectures: configurations to be filled with a single file's or random weights.
 
-Each is a folder in the `architectures/` of its family, or beside this file where it is a component's or an adapter's alone:
-a pipeline folder without weights, and without what its `Architecture` says lies elsewhere.
+Each is a pipeline folder without weights, in its family's `architectures/` or, for a component or an adapter alone, in
+this folder's. Its `Architecture` names what it takes from elsewhere.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Architecture:
-    """like: the architecture that it equals but for the entries of the JSON files in its own folder; "": it is complete.
-    borrowed: companion -> `ARCHITECTURE/FOLDER` where it lies. marked: it differs from `like` only in what the denoiser
-    predicts or how it is guided, so a file is taken for it only where the file or its user says so.
+    """like: the architecture that it equals except for the JSON entries in its own folder; "": it is complete.
+    borrowed: companion -> `ARCHITECTURE/FOLDER` that has it. marked: it differs from `like` only in what the denoiser
+    predicts or how it is guided, so a file only counts as this one if the file or the user says so.
     """
 
     like: str = ""
@@ -23,7 +23,7 @@ class Architecture:
 
 
 COMPONENTS: Mapping[str, str] = {"taesd": "vae", "taesd-tiny": "vae"}
-"""Architectures of a component alone, for `components` of a workflow -> the component."""
+"""Architectures of a single component, for a workflow's `components` -> the component."""
 
 ADAPTERS: Mapping[str, Architecture] = {
     "ip-adapter": Architecture(),
@@ -33,4 +33,4 @@ ADAPTERS: Mapping[str, Architecture] = {
     "ip-adapter-tiny": Architecture(like="ip-adapter"),
     "ip-adapter-plus-tiny": Architecture(like="ip-adapter-tiny"),
 }
-"""Architectures of an IP-Adapter with its image encoder, for `ip_adapters` of a workflow."""
+"""Architectures of an IP-Adapter with its image encoder, for a workflow's `ip_adapters`."""

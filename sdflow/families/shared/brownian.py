@@ -1,9 +1,9 @@
-"""Brownian motion for schedulers that solve a stochastic differential equation, drawn from the generator of the call.
+"""Brownian motion for SDE schedulers, drawn from the call's generator.
 
-diffusers' DPMSolverSDEScheduler asks for the increments of a Brownian motion over two intervals a step, the first of which is
-the beginning of the second. By itself it takes them from a tree with a seed of its own, which it draws from PyTorch's global
-generator: a pipeline's generators, and so its seeds, have no say. The joint law of the increments is that of sums of
-independent normal variables (https://arxiv.org/abs/2001.01328, section 4), which are drawn here as they are needed.
+Each step, diffusers' DPMSolverSDEScheduler requests the increments of a Brownian motion over two intervals; the first
+is the beginning of the second. By default they come from a tree seeded by PyTorch's global generator, so the call's
+generators and seeds have no effect. The joint distribution of the increments is that of sums of independent normal
+variables (https://arxiv.org/abs/2001.01328, section 4), which are drawn here on demand.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class BrownianPath:
-    """W(next) - W(sigma), divided by the root of the interval's length, for intervals that follow or prolong each other.
+    """W(next) - W(sigma), divided by the root of the interval's length, for intervals that follow or extend each other.
 
-    draw: standard normal values, independent at each call.
+    draw: returns standard normal values, independent at each call.
     """
 
     def __init__(self, draw: Callable[[], torch.Tensor]) -> None:
@@ -30,7 +30,7 @@ class BrownianPath:
         self._walked: Any = 0.0
 
     def __call__(self, sigma: Any, sigma_next: Any) -> torch.Tensor:
-        """sigma, sigma_next: the ends of the interval, as numbers or tensors of one element."""
+        """sigma, sigma_next: ends of the interval, as numbers or single-element tensors."""
         begin, end = float(sigma), float(sigma_next)
         if begin != self._begin:
             self._begin, self._reached, self._walked = begin, begin, 0.0
@@ -43,7 +43,7 @@ class BrownianPath:
 
 
 def with_drawn_noise(scheduler: type) -> type:
-    """A class like this one of diffusers' schedulers, whose `step` takes a generator, as diffusers' pipelines give it."""
+    """Return a subclass of a diffusers scheduler whose `step` takes a generator, as diffusers' pipelines pass it."""
     from diffusers.utils.torch_utils import randn_tensor
 
     def step(

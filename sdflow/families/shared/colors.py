@@ -1,4 +1,4 @@
-"""What latents look like without a VAE: red, green and blue as sums of their channels."""
+"""Latents to RGB without a VAE, as linear combinations of the channels."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ Row = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class LatentColors:
-    """The color of a latent pixel, in [0, 1]. factors: what each channel adds to red, green and blue. offset: of zeros.
+    """Linear map from a latent pixel to a color in [0, 1]. factors: each channel's contribution to red, green and blue.
+    offset: color of zeros.
 
-    The latents are those that the denoiser takes.
+    The latents are in the denoiser's scale.
     """
 
     factors: tuple[Row, ...]
@@ -19,12 +20,12 @@ class LatentColors:
 
 
 def _halved(*rows: Row) -> tuple[Row, ...]:
-    """From pixel values in [-1, 1]."""
+    """Convert factors for pixel values in [-1, 1]."""
     return tuple((red / 2, green / 2, blue / 2) for red, green, blue in rows)
 
 
 def _of_bytes(red: tuple[int, ...], green: tuple[int, ...], blue: tuple[int, ...]) -> tuple[Row, ...]:
-    """From pixel values of 0 to 255, a tuple for each color."""
+    """Convert factors for pixel values of 0 to 255, one tuple per color."""
     return tuple((one / 255, two / 255, three / 255) for one, two, three in zip(red, green, blue, strict=True))
 
 

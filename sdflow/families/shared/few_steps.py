@@ -1,7 +1,7 @@
-"""Models and LoRAs that draw in few steps, and how: known by the names that their makers publish them under.
+"""Few-step models and LoRAs, recognized by their published names, with their settings.
 
-Nothing in a UNet's weights says that it was distilled, and a LoRA has no config at all. What is written here is what the
-model cards say: https://huggingface.co/stabilityai/sd-turbo, .../stabilityai/sdxl-turbo,
+A UNet's weights do not reveal distillation, and LoRAs have no config. The settings are those of the model cards:
+https://huggingface.co/stabilityai/sd-turbo, .../stabilityai/sdxl-turbo,
 .../stabilityai/stable-diffusion-3.5-large-turbo, .../latent-consistency, .../ByteDance/SDXL-Lightning,
 .../ByteDance/Hyper-SD, .../h1t/TCD-SDXL-LoRA.
 """
@@ -16,8 +16,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class FewSteps:
-    """How such a model or LoRA draws. what: its name. scheduler: of `SCHEDULERS`; None: the checkpoint's own. strength: from
-    an image; None: as the family has it."""
+    """Settings of a few-step model or LoRA. what: its name. scheduler: of `SCHEDULERS`; None: the checkpoint's own.
+    strength: for images; None: the family's."""
 
     what: str
     steps: int
@@ -27,11 +27,11 @@ class FewSteps:
     strength: float | None = None
 
     def with_its_own_scheduler(self) -> FewSteps:
-        """Of a model that brings the right one."""
+        """Return the settings for a model that includes the right scheduler."""
         return replace(self, scheduler=None)
 
     def changes(self) -> dict[str, Any]:
-        """What it changes of a call's defaults, and the scheduler, by name; eta only where there is any."""
+        """Return the changed defaults of a call, and the scheduler, by name; eta only if nonzero."""
         found: dict[str, Any] = {"steps": self.steps, "guidance_scale": self.guidance_scale}
         if self.eta:
             found["eta"] = self.eta
@@ -43,7 +43,7 @@ class FewSteps:
 
 
 def spelled(changes: Mapping[str, Any]) -> str:
-    """What is said of how a model draws (`sdflow.manifest.form.Said`), in words."""
+    """Describe settings (`sdflow.manifest.form.Said`) for display."""
     steps, guidance = changes.get("steps"), changes.get("guidance_scale")
     words = [] if steps is None else [f"{steps} step{'s' if steps > 1 else ''}"]
     if guidance is not None:
@@ -54,7 +54,7 @@ def spelled(changes: Mapping[str, Any]) -> str:
 
 
 CONSISTENT = FewSteps("a latent consistency model", 4, 8.0, "lcm")
-"""Any denoiser that takes the guidance as an input, by itself: https://arxiv.org/abs/2310.04378."""
+"""Any denoiser that takes the guidance as an input: https://arxiv.org/abs/2310.04378."""
 
 _Row = tuple[re.Pattern[str], Callable[[re.Match[str]], FewSteps]]
 
@@ -72,7 +72,7 @@ def _lightning(match: re.Match[str]) -> FewSteps:
     return FewSteps("SDXL-Lightning", int(match[1]), 0.0, "euler_trailing")
 
 
-# Of names in lower case with "-" in place of "_", "." and " ".
+# Patterns match lower-case names with "-" in place of "_", "." and " ".
 _LIGHTNING: _Row = (re.compile(r"\bsdxl-lightning-([248])-?steps?\b"), _lightning)
 _LORAS: tuple[_Row, ...] = (
     (re.compile(r"\bhyper-sd(?:xl|15)-(\d+)-?steps?(-cfg)?-lora\b"), _hyper_sd),
@@ -94,18 +94,18 @@ _ARCHITECTURES = {"sd-turbo": _TURBO[0], "sd-turbo-tiny": _TURBO[0]} | dict.from
 
 
 def known_lora(names: Iterable[str]) -> FewSteps | None:
-    """The first of these names that is one of a LoRA that makes a model a few-step one."""
+    """Return the settings of the first name that is a known few-step LoRA."""
     return _first(names, _LORAS)
 
 
 def known_model(names: Iterable[str]) -> FewSteps | None:
-    """The first of these names that is one of a model that draws in few steps."""
+    """Return the settings of the first name that is a known few-step model."""
     return _first(names, _MODELS)
 
 
 def of_this_name(architectures: Iterable[str], name: str) -> list[str]:
-    """Those of shipped architectures of equal shapes that a file of this name may have: one that was distilled from another
-    is known by nothing else."""
+    """Return the shipped architectures, among those of equal shapes, that a file of this name may have: distilled
+    models are only recognizable by name."""
     architectures, known = list(architectures), known_model([name])
     named = [each for each in architectures if known is not None and _ARCHITECTURES.get(each) == known.what]
     return named or [each for each in architectures if each not in _ARCHITECTURES]

@@ -1,4 +1,4 @@
-"""Limits on classifier-free guidance: it ends on the way, or its result is scaled down to the norm of the prompt's own.
+"""Limits on classifier-free guidance: ending it early, and limiting the norm of its result.
 
 As in diffusers' ZImagePipeline (0.42): `cfg_truncation`, `cfg_normalization`.
 """
@@ -25,26 +25,26 @@ ARGUMENTS: Mapping[str, Parameter] = {
         otherwise="0",
     ),
 }
-"""The arguments of a family that has them, as diffusers names them."""
+"""Arguments of families that support them, with diffusers' names."""
 _TRAINED = 1000
-"""Timesteps: the last is noise alone."""
+"""Number of training timesteps; the last one is pure noise."""
 
 
 @dataclass(frozen=True)
 class GuidanceLimits:
-    """truncation: the fraction of the noise after which there is no guidance. normalization: of the norm; 0: no limit."""
+    """truncation: fraction of the noise after which guidance ends. normalization: limit of the norm; 0: none."""
 
     truncation: float = 1.0
     normalization: float = 0.0
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> GuidanceLimits:
-        """From the arguments of a call, None where not given."""
+        """Create from a call's arguments, None if not given."""
         truncation, normalization = given.get(TRUNCATION), given.get(NORMALIZATION)
         return cls(1.0 if truncation is None else float(truncation), float(normalization or 0.0))
 
     def guided(self, timesteps: Any) -> list[bool]:
-        """Whether there is guidance at each of these timesteps, 1000 to 0: a float32 tensor, as diffusers computes it."""
+        """Return whether guidance applies at each timestep (1000 to 0, a float32 tensor), computed as in diffusers."""
         return [gone <= self.truncation for gone in ((_TRAINED - timesteps) / _TRAINED).flatten().tolist()]
 
 

@@ -1,4 +1,4 @@
-"""Image prompts (IP-Adapter): what the denoiser takes for them, and diffusers' own pipelines with them."""
+"""Image prompts (IP-Adapter): the denoiser's inputs, and diffusers' own pipelines with them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ImagePrompt:
-    """What an adapter is told. images: PIL images or arrays, as CLIP's image processor takes them, each of which is one of the
-    prompt's; none: it is left out. scale: how much they count."""
+    """An adapter's image prompt. images: PIL images or arrays for CLIP's image processor; empty: no image prompt.
+    scale: strength of its effect."""
 
     images: Sequence[Any] = ()
     scale: float = 1.0
 
 
 def adapter_count(denoiser: Config) -> int:
-    """How many IP-Adapters a denoiser with this config has."""
+    """Return the number of IP-Adapters of a denoiser with this config."""
     return len(denoiser.get(ADAPTED) or ())
 
 
 def token_axes(denoiser: Config, prompts: Sequence[ImagePrompt]) -> dict[str, int]:
-    """The sizes of the denoiser's axes of tokens for these prompts, one of each adapter. Without an image there is
-    room for one."""
+    """Return the sizes of the denoiser's token axes for one prompt per adapter; a prompt without images has room for
+    one."""
     counts = zip(denoiser.get(ADAPTED) or (), prompts, strict=True)
     return {tokens_axis(adapter): tokens * (len(each.images) or 1) for adapter, (tokens, each) in enumerate(counts)}
 
@@ -47,10 +47,10 @@ def image_conditions(
     *,
     guided: bool,
 ) -> Tensors:
-    """The denoiser's inputs for these prompts, one of each adapter: zeros for one that has no image.
+    """Return the denoiser's inputs for one prompt per adapter; zeros for adapters without an image.
 
-    submodel: what reads images. denoiser: its config. rows: of its batch; all images that are drawn get the same prompts. guided:
-    the first half of the rows gets what diffusers has in place of a negative prompt.
+    submodel: the image encoder. denoiser: its config. rows: of its batch; all images get the same prompts. guided: the
+    first half of the rows gets diffusers' equivalent of a negative prompt.
     """
     import torch
 
@@ -73,15 +73,16 @@ def image_conditions(
 
 
 def reads_layers(projection: Any) -> bool:
-    """Whether a projection of diffusers reads what a layer gives, not the embedding of the whole image: as its pipelines ask."""
+    """Whether a diffusers projection reads a layer's hidden states rather than the image embedding, as its pipelines
+    check."""
     from diffusers.models.embeddings import ImageProjection
 
     return not isinstance(projection, ImageProjection)
 
 
 def with_projections(pipeline: Any) -> Any:
-    """diffusers' pipeline as `load_ip_adapter` leaves it, where it has an image encoder: the projections, which lie in that here,
-    are the denoiser's."""
+    """Return diffusers' pipeline as after `load_ip_adapter`, if it has an image encoder: moves the projections, which
+    are in the image encoder here, to the denoiser."""
     from diffusers.models.embeddings import MultiIPAdapterImageProjection
 
     if pipeline.image_encoder is not None and pipeline.unet is not None:

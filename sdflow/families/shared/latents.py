@@ -69,13 +69,13 @@ class Latents:
 
 
 def _side(sample_size: Any, where: str) -> int:
-    """diffusers accepts one number, or a pair of height and width."""
+    """Return the side from diffusers' forms: one number, or a pair of height and width."""
     sides = set(sample_size) if isinstance(sample_size, list | tuple) and len(sample_size) == 2 else {sample_size}
     side = sides.pop() if len(sides) == 1 else None
     if type(side) is not int or not 0 < side <= MOST_LATENTS:
         raise CheckpointError(
             f"its sample_size is {sample_size!r:.40}",
             where=f"{where}/config.json",
-            remedy=f"Write the rows of the latents, 1 to {MOST_LATENTS}; they are as many as the columns.",
+            remedy=f"Set the number of latent rows, 1 to {MOST_LATENTS}, which must equal the columns.",
         )
     return side

@@ -91,15 +91,15 @@ class Diffusion(Noising):
         return scheduler.add_noise(image, noise, timestep)
 
     def clean(self, scheduler: Any, timestep: Any) -> Clean:
-        """The UNet of these schedulers reads image * alpha + noise * sigma, of which the squares sum to 1
-        (https://arxiv.org/abs/2010.02502, equation 12; of v https://arxiv.org/abs/2202.00512, appendix D)."""
+        """These schedulers' UNet reads image * alpha + noise * sigma, with squares that sum to 1
+        (https://arxiv.org/abs/2010.02502, equation 12; for v https://arxiv.org/abs/2202.00512, appendix D)."""
         kind, alphas = scheduler.config.get("prediction_type"), getattr(scheduler, "alphas_cumprod", None)
         if alphas is None or kind not in ("epsilon", "sample", "v_prediction"):
             return Clean(0, 0, 1)
         if kind == "sample":
             return Clean(0, 1, 0)
         place, last = min(max(float(timestep), 0.0), len(alphas) - 1.0), len(alphas) - 1
-        # As EulerDiscreteScheduler, sigma / alpha is linear between two timesteps.
+        # As in EulerDiscreteScheduler, sigma / alpha is linear between two timesteps.
         low, high = (alphas[min(int(place) + more, last)].double() for more in (0, 1))
         noise = ((1 - low) / low) ** 0.5
         if part := place - int(place):
@@ -124,7 +124,7 @@ def shift_of_diffusers(config: Mapping[str, Any], tokens: Tokens) -> dict[str, f
 
 
 def even_sigmas(steps: int) -> Any:
-    """As FLUX's pipelines hand them to a scheduler of flows."""
+    """Return sigmas as FLUX's pipelines pass them to flow matching schedulers."""
     import numpy as np
 
     return np.linspace(1.0, 1 / steps, steps)
@@ -150,24 +150,24 @@ class Flow(Noising):
         """Raises UsageError for a scheduler that does not step along sigmas."""
         if "sigmas" not in inspect.signature(scheduler.set_timesteps).parameters:
             raise UsageError(
-                f"{type(scheduler).__name__} is no scheduler of flow matching",
+                f"{type(scheduler).__name__} is not a flow matching scheduler",
                 where="scheduler",
-                remedy=f"Take one of {', '.join(self.schedulers)}.",
+                remedy=f"Use one of {', '.join(self.schedulers)}.",
             )
 
     def shift(self, config: Mapping[str, Any], tokens: Tokens) -> float:
-        """The scheduler's `mu`, linear in the token count, as `calculate_shift` of diffusers' pipelines."""
+        """Return the scheduler's `mu`, linear in the token count, like diffusers' `calculate_shift`."""
         low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
         start, end = config.get("base_shift", 0.5), config.get("max_shift", 1.16)
         slope = (end - start) / (high - low)
         return float(tokens * slope + (start - slope * low))
 
     def as_diffusers(self, scheduler: Any, steps: int, tokens: Tokens) -> None:
-        """As StableDiffusion3Pipeline."""
+        """As in StableDiffusion3Pipeline."""
         scheduler.set_timesteps(steps, **shift_of_diffusers(scheduler.config, tokens))
 
     def skipped(self, steps: int, strength: float) -> int:
-        """As `get_timesteps` of diffusers' StableDiffusion3Img2ImgPipeline: the remaining steps are rounded up."""
+        """As in `get_timesteps` of diffusers' StableDiffusion3Img2ImgPipeline: the remaining steps are rounded up."""
         return int(max(steps - min(steps * strength, steps), 0))
 
     def first(self, scheduler: Any, noise: Any) -> Any:
@@ -185,7 +185,7 @@ class Flow(Noising):
         return Clean(1, -float(self._sigma(scheduler, timestep)), 0)
 
     def _sigma(self, scheduler: Any, timestep: Any) -> Any:
-        """The share of noise at one of the scheduler's timesteps, 0 to 1."""
+        """Return the fraction of noise at one of the scheduler's timesteps, 0 to 1."""
         found = (scheduler.timesteps == timestep).nonzero()
         return scheduler.sigmas[found[0].item()]
 

@@ -1,4 +1,4 @@
-"""What the families with one CLIP text encoder share: Stable Diffusion 1.x and 2.x, and what was distilled from them."""
+"""Common code of families with one CLIP text encoder: Stable Diffusion 1.x and 2.x, and their distilled models."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PARTS: tuple[Part, ...] = (
         "safety_checker",
         SafetyChecker(),
         "safety_checker",
-        "The filter of images; `null` or `false` leaves it out.",
+        "The image filter; `null` or `false` omits it.",
         optional=True,
     ),
 )
@@ -59,7 +59,7 @@ COMPANIONS: Mapping[str, Companion] = {
 
 
 class OneClip(Family):
-    """With what depends on the text encoder, the UNet and the VAE alone."""
+    """A family with whatever only depends on the text encoder, the UNet and the VAE."""
 
     parts = PARTS
     denoiser, decoder, encoder, checker = "unet", "vae_decoder", "vae_encoder", "safety_checker"
@@ -74,7 +74,7 @@ class OneClip(Family):
         }
 
     def title_of(self, configs: Mapping[str, Config]) -> str:
-        """The generation of Stable Diffusion that a text encoder is of. LoRAs of it fit what was distilled from it, too."""
+        """Return the Stable Diffusion generation of a text encoder. Its LoRAs also fit models distilled from it."""
         text = configs.get("text_encoder")
         if text is None:
             return "Stable Diffusion 1.x and 2.x"

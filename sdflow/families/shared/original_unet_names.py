@@ -1,7 +1,7 @@
-"""The modules of the original UNet under diffusers' names, by diffusers' own conversion of checkpoints.
+"""Map the original UNet's module names to diffusers', with diffusers' own checkpoint conversion.
 
-diffusers converts LoRAs in these names by other code, which takes `input_blocks_10` for a part of `input_blocks_1` and fails on
-complete files. Its conversion of checkpoints has no such defect and shares nothing with sdflow's own table.
+diffusers' conversion of LoRAs uses other code, which mistakes `input_blocks_10` for a part of `input_blocks_1` and
+fails on complete files. Its checkpoint conversion has no such defect, and is independent of sdflow's own table.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 KOHYA = ("lora_unet_", "lora_transformer_", "lora_te_", "lora_te1_", "lora_te2_")
-"""How kohya begins the names of modules: those of the denoiser, then those of the text encoders."""
+"""kohya's prefixes of module names: the denoiser's, then the text encoders'."""
 KOHYA_DENOISER, KOHYA_TEXT = "lora_unet_", "lora_te_"
-"""Those of a model's denoiser, and of its only text encoder."""
+"""Prefixes of a model's denoiser and of its only text encoder."""
 ORIGINAL = "diffusion_model."
-"""How ComfyUI begins the names of the original UNet's modules."""
+"""ComfyUI's prefix of the original UNet's modules."""
 _BEGINNING = re.compile(r"(input_blocks|middle_block|output_blocks|time_embed|label_emb|out)_\d")
 _WORDS = re.compile(
     r"\b(input|output|transformer|middle|time|label|in|out|emb|skip|proj|to)"
     r"\.(blocks?|embed|emb|layers|connection|in|out|q|k|v)\b"
 )
-"""What has an underscore in its name, in a name whose underscores became dots."""
+"""Names that contain an underscore, in a name whose underscores became dots."""
 _BLOCK = re.compile(r"(input_blocks|middle_block|output_blocks)\.(\d+)")
 _FILLER = "filler"
 
 
 def is_original(stem: str) -> bool:
-    """stem: the name of a module whose dots are underscores, as kohya writes it, without a prefix."""
+    """Whether a module name (kohya's form, with underscores for dots, without prefix) is in the original layout."""
     return _BEGINNING.match(stem) is not None
 
 
 def diffusers_names(stems: Iterable[str], denoiser: Mapping[str, Any]) -> dict[str, str]:
-    """The name in diffusers' UNet for each of these; what has no place in it is left out.
+    """Return the name in diffusers' UNet for each stem; stems without one are omitted.
 
     denoiser: the UNet's config.
     """
@@ -42,7 +42,7 @@ def diffusers_names(stems: Iterable[str], denoiser: Mapping[str, Any]) -> dict[s
     if not stems:
         return {}
     modules = {_WORDS.sub(r"\1_\2", stem.replace("_", ".")): stem for stem in stems}
-    # It counts the blocks that it finds, and wants some names to be there: what is missing is filled in.
+    # The converter counts blocks and requires some names to exist, so missing ones are filled in.
     embeddings = DIFFUSERS_TO_LDM_MAPPING["unet"]["addition_embed_type"].values()
     filled: dict[str, str | None] = dict.fromkeys(embeddings)
     for module, stem in modules.items():

@@ -1,7 +1,6 @@
-"""What files in the original layouts say of how their denoiser predicts: noise, velocity, or as EDM does.
+"""Detect from a file in an original layout what its denoiser predicts: noise, velocity, or EDM's target.
 
-Nothing in the shapes of a denoiser tells it: metadata do, tensors that are there for that alone, and the number of training
-steps.
+The shapes of a denoiser do not reveal it; metadata, dedicated tensors and the number of training steps do.
 """
 
 from __future__ import annotations
@@ -9,23 +8,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 Said = tuple[str, str]
-"""How the denoiser predicts, as a scheduler's config calls it, and what in the file says so."""
+"""The prediction type, as in scheduler configs, and the evidence for it in the file."""
 
 # https://github.com/Stability-AI/ModelSpec
 _SPECIFIED = "modelspec.prediction_type"
 _SPECIFIED_ARCHITECTURE = "modelspec.architecture"
 _PREDICTION_OF = {"stable-diffusion-v2-512": "epsilon", "stable-diffusion-v2-768-v": "v_prediction"}
-# Tensors without a use but to say how the model predicts, in the order in which ComfyUI's supported_models.py looks for them.
+# Tensors that only indicate how the model predicts, in the order of ComfyUI's supported_models.py.
 _MARKS = {"edm_mean": "edm", "edm_vpred.sigma_max": "edm", "v_pred": "v_prediction"}
 _ZERO_SNR = "ztsnr"
-"""The tensor that says, beside `v_pred`, that the last step of training is noise alone."""
+"""Tensor that, together with `v_pred`, indicates that the last training step is pure noise."""
 WITH_ZERO_SNR = " with zero terminal SNR"
-# Steps of training of 2.0 base and of 2.1, by which diffusers' convert_from_ckpt.py knows them. Others say nothing.
+# Training steps of 2.0 base and 2.1, by which diffusers' convert_from_ckpt.py recognizes them. Other numbers are
+# ignored.
 _STEPS = {875000: "epsilon", 110000: "v_prediction"}
 
 
 def what_it_says(names: Iterable[str], metadata: Mapping[str, str]) -> list[Said]:
-    """What a file's metadata, and tensors that are there for that alone, say of how the denoiser predicts: each statement."""
+    """Return each statement of a file's metadata and dedicated tensors about what its denoiser predicts."""
     found: list[Said] = []
     if (written := metadata.get(_SPECIFIED)) is not None:
         prediction = "v_prediction" if written in ("v", "v-prediction") else written
@@ -41,5 +41,5 @@ def what_it_says(names: Iterable[str], metadata: Mapping[str, str]) -> list[Said
 
 
 def what_the_step_says(step: int | None) -> list[Said]:
-    """What the number of steps that a model of 2.x was trained for says. Of no use for other families."""
+    """Return what a 2.x model's number of training steps indicates. Not for other families."""
     return [(_STEPS[step], f"its global_step is {step}")] if step in _STEPS else []

@@ -1,5 +1,5 @@
-"""LoRAs over the original layout of a transformer, under diffusers' names, for the reference: diffusers' own converter of
-checkpoints is asked, which knows every name and the order of every row."""
+"""Convert LoRAs in a transformer's original layout to diffusers' names, for the reference, with diffusers' own
+checkpoint converter, which knows all names and the order of all rows."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ _DOWN, _UP = ".lora_down.weight", ".lora_up.weight"
 def split_kohya(
     tensors: Mapping[str, torch.Tensor], text: tuple[str, ...]
 ) -> tuple[Tensors, Tensors, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """The tensors of a file that are not in kohya's names; those of text encoders that are, under diffusers' names, which it
-    reads for Stable Diffusion XL alone; and the transformer's: module, with underscores in place of dots -> (down, up).
-    text: how names of text encoders begin."""
+    """Split a file into tensors without kohya's names, text encoder tensors under diffusers' names (which diffusers
+    reads as SDXL's), and the transformer's factors: module, with underscores for dots -> (down, up).
+
+    text: prefixes of text encoders.
+    """
     import diffusers
 
     others = {name: tensor for name, tensor in tensors.items() if not name.startswith((*text, *_DENOISER))}
@@ -37,8 +39,8 @@ def split_kohya(
 
 
 class RecordingCheckpoint(dict[str, Any]):
-    """A checkpoint with these tensors; in place of every other one it hands out `nothing`, and records its name. there: names
-    that the converter looks for to learn how many layers there are."""
+    """A checkpoint with these tensors that returns `nothing` for every other name and records the name. there: names
+    that the converter uses to count layers."""
 
     def __init__(
         self, there: Iterable[str], nothing: torch.Tensor, tensors: Mapping[str, torch.Tensor] | None = None
@@ -58,9 +60,10 @@ def named_as_diffusers(
     converted: Callable[[RecordingCheckpoint], Tensors],
     divided: Callable[[str, torch.Tensor], Tensors],
 ) -> Tensors:
-    """layers: module, with underscores in place of dots, in either layout -> (down, up). checkpoint: without tensors.
-    divided: the rows of `up` for each of diffusers' weights that an original one holds. Raises KeyError for a module that does
-    not exist."""
+    """Return LoRA factors under diffusers' names. layers: module, with underscores for dots, in either layout -> (down,
+    up).
+    checkpoint: without tensors. divided: returns the rows of `up` for each diffusers weight in an original one. Raises
+    KeyError for a module that does not exist."""
     own = _by_module(converted(checkpoint))
     original = _by_module(checkpoint.names)
     found: Tensors = {}
@@ -72,10 +75,10 @@ def named_as_diffusers(
 
 
 def add_factors(found: Tensors, weight: str, down: torch.Tensor, up: torch.Tensor, module: str) -> None:
-    """Under diffusers' name of a weight. Raises KeyError for one that is there already."""
+    """Add factors under diffusers' name of a weight. Raises KeyError if it already exists."""
     stem = f"transformer.{weight.removesuffix(WEIGHT)}"
     if f"{stem}.lora_A.weight" in found:
-        raise KeyError(f"{module}, of which {weight} is there twice")
+        raise KeyError(f"{module}, which has {weight} twice")
     found |= {f"{stem}.lora_A.weight": down, f"{stem}.lora_B.weight": up}
 
 

@@ -1,4 +1,4 @@
-"""Reference images: images that a denoiser reads beside the prompt, as further tokens, to edit or combine them."""
+"""Reference images: images that a denoiser reads as additional tokens, to edit or combine them."""
 
 from __future__ import annotations
 
@@ -13,51 +13,54 @@ if TYPE_CHECKING:
     from sdflow.families.shared.request import Tensors
 
 REFERENCES = "references"
-"""The argument of a call that takes them."""
+"""Name of the call's argument."""
 REFERENCE_TOKENS = "reference_tokens"
-"""The axis of a denoiser's inputs that holds the tokens of all reference images."""
+"""Axis of a denoiser's inputs with the tokens of all reference images."""
 MOST_REFERENCES = 8
-"""Images of one call. diffusers sets no limit; each adds up to 4,096 tokens to every step."""
+"""Maximum per call. diffusers sets no limit; each image adds up to 4,096 tokens to every step."""
 
 
 class References(Protocol):
     """How a family's denoiser reads reference images.
 
-    Built graphs read none: `extend` adds the inputs when a graph is loaded, so a pipeline folder serves both kinds of calls.
+    Built graphs have no inputs for them: `extend` adds these when a graph is loaded, so a pipeline folder serves both
+    kinds of calls.
     """
 
     def extend(self, graph: Any) -> None:
-        """Add the inputs for reference images to a denoiser's ModelProto. Raises UsageError for a graph that was changed so
-        that the places are not found."""
+        """Add the inputs for reference images to a denoiser's ModelProto. Raises UsageError if the graph's form does
+        not match."""
 
     def config(self, denoiser: Config) -> Config:
-        """The denoiser's config for a graph that was extended: its model's ports include the added inputs."""
+        """Return the denoiser's config for an extended graph, so that its model's ports include the added inputs."""
 
     def size(self, width: int, height: int, multiple: int) -> tuple[int, int]:
-        """Height and width that an image of this size is read at. multiple: of which both must be multiples."""
+        """Return the height and width at which an image of this size is read. multiple: both are multiples of it."""
 
     def pixels(self, image: Any, multiple: int) -> torch.Tensor:
-        """An image as the VAE encoder reads it, (1, 3, height, width) in [-1, 1]. Raises UsageError for one that the model does
-        not take."""
+        """Return an image as the VAE encoder's input, (1, 3, height, width) in [-1, 1]. Raises UsageError for
+        unsupported images."""
 
     def inputs(self, latents: Sequence[torch.Tensor], rows: int) -> Tensors:
-        """The added inputs for encoded images, each (1, channels, rows, columns). rows: the denoiser's batch."""
+        """Return the added inputs for encoded images, each (1, channels, rows, columns). rows: the denoiser's batch
+        size."""
 
     def by_diffusers(self, module: Any, inputs: Tensors, latents: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Outputs by name of the denoiser's module for inputs by name, without the added ones, and encoded images, by diffusers'
-        own functions: what an extended graph is verified against."""
+        """Compute the denoiser module's outputs by name with diffusers' own functions, from inputs by name (without the
+        added ones) and encoded images. Extended graphs are verified against this."""
 
     def of_diffusers(self, images: Sequence[Any]) -> dict[str, Any]:
-        """Arguments of a call of diffusers' pipeline with these images as references."""
+        """Return the arguments of diffusers' pipeline call for these reference images."""
 
 
 def token_count(latents: Sequence[torch.Tensor]) -> int:
-    """Number of tokens of encoded images, one for each latent pixel."""
+    """Return the number of tokens of encoded images, one per latent pixel."""
     return sum(each.shape[2] * each.shape[3] for each in latents)
 
 
 def with_references(size: tuple[int, int], tokens: int) -> tuple[int, int]:
-    """Rows and columns of latents that have as many tokens as latents of this size together with reference images, for estimates
-    of memory. tokens: of the references."""
+    """Return rows and columns of latents with as many tokens as latents of this size plus reference images, for memory
+    estimates.
+    tokens: of the references."""
     rows, columns = size
     return rows + -(-tokens // columns), columns

@@ -46,9 +46,9 @@ class Request:
         """Raises UsageError for negative prompts. For models that take the guidance scale as an input."""
         if self.negatives is not None:
             raise UsageError(
-                "this model takes no negative prompt: guidance is an input of its denoiser",
+                "this model has no negative prompt: its denoiser takes the guidance scale as an input",
                 where="negative_prompt",
-                remedy="Leave it out.",
+                remedy="Remove it.",
             )
 
     def guidance_inputs(self) -> dict[str, torch.Tensor]:

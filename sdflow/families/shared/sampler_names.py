@@ -1,5 +1,5 @@
-"""What people and other programs call the schedulers: A1111's webui a sampler and a schedule type ("DPM++ 2M", "Karras"),
-ComfyUI a sampler and a scheduler ("dpmpp_2m", "karras"), InvokeAI a scheduler ("dpmpp_2m_k")."""
+"""Names of schedulers in other programs: a sampler and a schedule type in A1111's webui ("DPM++ 2M", "Karras"), a
+sampler and a scheduler in ComfyUI ("dpmpp_2m", "karras"), a scheduler in InvokeAI ("dpmpp_2m_k")."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from sdflow.machine.packages import how_to_install, missing
 _FLOW = "flow_"
 AUTOMATIC = "Automatic"
 _PLAIN = ("uniform", "normal")
-"""Schedule types of the webui that leave the spacing to the model."""
+"""Schedule types of the webui that keep the model's own spacing."""
 
 
 def _normal(text: str) -> str:
-    """A name without what programs spell differently: case, spaces, `++` or `pp`, `k_` in front."""
+    """Normalize spelling differences between programs: case, spaces, `++` or `pp`, the prefix `k_`."""
     return re.sub(r"[^a-z0-9]", "", re.sub(r"^(sample_)?k[ _]", "", text.lower().strip()).replace("++", "pp"))
 
 
 def _spellings(name: str) -> Iterator[str]:
-    """What one of SCHEDULERS is called anywhere, as `_normal` has it."""
+    """Yield all normalized names of one of SCHEDULERS."""
     sampler, spacing = parts_of(name)
     row = SAMPLERS[sampler]
     own = (sampler, sampler.removeprefix(_FLOW), row.webui, row.comfyui, row.invokeai)
@@ -39,13 +39,11 @@ _KNOWN = {name: frozenset(_spellings(name)) for name in SCHEDULERS}
 def scheduler_of(
     sampler: str, schedule: str | None = None, among: Mapping[str, SchedulerRow] = SCHEDULERS
 ) -> str | None:
-    """The name in `among` of what any program calls a sampler: "DPM++ 2M Karras", "dpmpp_2m_k". schedule: what the webui
-    calls the schedule type, or ComfyUI the scheduler, where it is told apart. None where there is none such."""
+    """Return the name in `among` for any program's sampler name, such as "DPM++ 2M Karras" or "dpmpp_2m_k", or None.
+    schedule: the webui's schedule type, or ComfyUI's scheduler, if separate."""
     wanted, told = _normal(sampler), "" if schedule is None else _normal(schedule)
     own = next((name for name in among if wanted in _KNOWN[name]), None)
-    if (
-        own is None or told in ("", *_PLAIN) or parts_of(own)[1]
-    ):  # of "DPM++ 2M Karras" the webui takes no schedule type
+    if own is None or told in ("", *_PLAIN) or parts_of(own)[1]:  # "DPM++ 2M Karras" already includes a schedule type
         return own
     if told == _normal(AUTOMATIC):
         automatic = f"{own}_{SAMPLERS[own].automatic}"
@@ -54,30 +52,30 @@ def scheduler_of(
 
 
 def known_scheduler(text: str, where: str = "--scheduler", schedulers: Mapping[str, SchedulerRow] = SCHEDULERS) -> str:
-    """The name of a scheduler, however it is spelled. schedulers: the family's, where it is known. Raises UsageError with the
-    nearest names for one that is not there."""
+    """Return a scheduler's name for any spelling. schedulers: the family's, if known. Raises UsageError with the
+    closest names if unknown."""
     if (found := scheduler_of(text, among=schedulers)) is not None:
         return found
     raise UsageError(unknown(text, schedulers), where=where, remedy=f"Known: {listed(schedulers)}.")
 
 
 def require_installed(name: str, where: str = "--scheduler") -> None:
-    """Raises UsageError where a package is missing that one of SCHEDULERS needs."""
+    """Raise UsageError if a package that one of SCHEDULERS requires is missing."""
     if absent := missing(*requirements(name)):
         raise UsageError(
-            f"{name} needs {', '.join(absent)}, not installed here", where=where, remedy=how_to_install(*absent)
+            f"{name} needs {', '.join(absent)}, which is not installed", where=where, remedy=how_to_install(*absent)
         )
 
 
 def read_scheduler(text: str) -> str:
-    """The name of a scheduler of any family, however it is spelled. Raises ValueError with the nearest names."""
+    """Return the name of a scheduler of any family for any spelling. Raises ValueError with the closest names."""
     if (found := scheduler_of(text)) is None:
         raise ValueError(unknown(text))
     return found
 
 
 def unknown(text: str, schedulers: Mapping[str, SchedulerRow] = SCHEDULERS) -> str:
-    """What to tell of a name that is not among these schedulers, with the nearest that are."""
+    """Return the message for an unknown scheduler name, with the closest known names."""
     spelled: dict[str, str] = {}
     for name in schedulers:
         for each in _KNOWN[name]:
@@ -92,7 +90,7 @@ def unknown(text: str, schedulers: Mapping[str, SchedulerRow] = SCHEDULERS) -> s
 
 
 def listed(schedulers: Mapping[str, SchedulerRow]) -> str:
-    """The names, in words: each sampler, and which spacings are written behind it."""
+    """List the names: each sampler, and the spacing suffixes it supports."""
     spacings: dict[str, list[str]] = {}
     for name in schedulers:
         sampler, spacing = parts_of(name)
@@ -107,12 +105,12 @@ def listed(schedulers: Mapping[str, SchedulerRow]) -> str:
 
 
 def available(schedulers: Mapping[str, SchedulerRow]) -> tuple[str, ...]:
-    """Those of these schedulers for which everything is installed."""
+    """Return the schedulers whose requirements are installed."""
     return tuple(name for name in schedulers if not missing(*requirements(name)))
 
 
 def of_each_kind(schedulers: Mapping[str, SchedulerRow]) -> tuple[str, ...]:
-    """Of those for which everything is installed each sampler once, and each spacing once."""
+    """Return schedulers, with installed requirements, that cover each sampler and each spacing once."""
     found: dict[tuple[str, str], str] = {}
     for name in available(schedulers):
         sampler, spacing = parts_of(name)
@@ -121,7 +119,7 @@ def of_each_kind(schedulers: Mapping[str, SchedulerRow]) -> tuple[str, ...]:
 
 
 def scheduler_name(scheduler: Any) -> str | None:
-    """The name in `SCHEDULERS` of one of diffusers' schedulers; None where its class, or how it is set, has none."""
+    """Return the name in `SCHEDULERS` of a diffusers scheduler, or None if its class or settings have none."""
     config = scheduler.config
     fitting = [
         (len(options), name)
@@ -132,8 +130,8 @@ def scheduler_name(scheduler: Any) -> str | None:
 
 
 def webui_names(name: str) -> tuple[str, str | None] | None:
-    """A1111's sampler and schedule type of one of SCHEDULERS; of the type, None where the webui takes the same without being
-    told. None where the webui has no such sampler."""
+    """Return A1111's sampler and schedule type of one of SCHEDULERS (type None if it is the webui's default), or None
+    if the webui has no such sampler."""
     sampler, spacing = parts_of(name)
     row = SAMPLERS[sampler]
     if not row.webui:
@@ -142,7 +140,8 @@ def webui_names(name: str) -> tuple[str, str | None] | None:
 
 
 def invokeai_name(name: str) -> str | None:
-    """What InvokeAI calls one of SCHEDULERS; None where it has none such. It has no trailing timesteps: they go untold."""
+    """Return InvokeAI's name of one of SCHEDULERS, or None. InvokeAI cannot express trailing timesteps; they are
+    dropped."""
     sampler, spacing = parts_of(name)
     found = SAMPLERS[sampler].invokeai
     if not found or spacing in ("", "trailing"):
@@ -151,7 +150,7 @@ def invokeai_name(name: str) -> str | None:
 
 
 def invokeai_scheduler(theirs: str) -> str | None:
-    """The scheduler that InvokeAI calls so."""
+    """Return the scheduler with this name in InvokeAI, or None."""
     plain = theirs.removesuffix("_k")
     own = next((name for name, row in SAMPLERS.items() if row.invokeai == plain), None)
     found = own if own is None or plain == theirs else f"{own}_karras"

@@ -1,8 +1,8 @@
-"""The schedulers that a pipeline may be given by name: a table of samplers, and one of spacings of their steps.
+"""Selectable schedulers: a table of samplers, and one of step spacings.
 
-A name is that of a sampler, or of a sampler and a spacing: `dpm++_2m`, `dpm++_2m_karras`. A new sampler is a row here. The
-options of commands, the fields of both HTTP APIs, the keys of workflows, the text of images and the lists of A1111's API are
-derived from the rows (`sdflow.families.shared.sampler_names` reads and writes other programs' names).
+A name is a sampler, optionally with a spacing: `dpm++_2m`, `dpm++_2m_karras`. To add a sampler, add a row. Command
+options, fields of both HTTP APIs, workflow keys, image texts and the lists of A1111's API are derived from the rows
+(`sdflow.families.shared.sampler_names` converts other programs' names).
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from sdflow.machine.packages import require_packages
 from sdflow.models.base import Config
 
 SchedulerRow = tuple[str, Mapping[str, Any]]
-"""A class of diffusers, and the options that make it what the name says."""
+"""A diffusers class, and its options."""
 
 
 @dataclass(frozen=True)
 class Spacing:
-    """Where the steps lie. options: of the scheduler. webui: A1111's label. others: further names, of A1111, ComfyUI and
-    InvokeAI. needs: distributions."""
+    """Spacing of the steps. options: of the scheduler. webui: A1111's label. others: further names in A1111, ComfyUI
+    and InvokeAI.
+    needs: required distributions."""
 
     options: Mapping[str, Any]
     webui: str
@@ -33,7 +34,7 @@ class Spacing:
 
 
 def _sigmas(kind: str) -> dict[str, bool]:
-    """diffusers takes one of them at most."""
+    """Return options that enable this kind only: diffusers accepts at most one."""
     return {f"use_{each}_sigmas": each == kind for each in ("karras", "exponential", "beta")}
 
 
@@ -43,7 +44,7 @@ SPACINGS: Mapping[str, Spacing] = {
     "exponential": Spacing(_sigmas("exponential"), "Exponential"),
     "beta": Spacing(_sigmas("beta"), "Beta", needs=("scipy",)),
 }
-"""Spacing -> what it is. Without one, the steps lie as the pipeline's own scheduler is configured."""
+"""Spacings by name. Without one, the pipeline's own scheduler config determines the steps."""
 
 SIGMAS = ("karras", "exponential", "beta")
 _ALL = tuple(SPACINGS)
@@ -51,9 +52,10 @@ _ALL = tuple(SPACINGS)
 
 @dataclass(frozen=True)
 class Sampler:
-    """A class of diffusers' schedulers with these options. webui, comfyui, invokeai: what they call it; "": they have none
-    such. spacings: that it can take. automatic: the spacing that A1111's webui gives it unless told otherwise; "": none.
-    needs: distributions. runs: of the denoiser for a step (diffusers' `order`)."""
+    """A diffusers scheduler class with options. webui, comfyui, invokeai: names there; "": none. spacings: supported
+    ones.
+    automatic: default spacing in A1111's webui; "": none. needs: required distributions. runs: denoiser runs per step
+    (diffusers' `order`)."""
 
     scheduler: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -119,12 +121,12 @@ NOISE_SAMPLERS: Mapping[str, Sampler] = {
     "tcd": Sampler("TCDScheduler", {}, "TCD", "tcd", "tcd"),
     "pndm": Sampler("PNDMScheduler", {"skip_prk_steps": True}, "PLMS", "", "pndm"),
 }
-"""Those of families with a table of alphas, by name."""
+"""Samplers of families with a table of alphas, by name."""
 
 FLOW_SAMPLERS: Mapping[str, Sampler] = {
     "flow_euler": Sampler("FlowMatchEulerDiscreteScheduler", {}, "Euler", "euler", "euler", SIGMAS)
 }
-"""Those of families of flow matching, by name."""
+"""Samplers of flow matching families, by name."""
 
 SAMPLERS: Mapping[str, Sampler] = {**NOISE_SAMPLERS, **FLOW_SAMPLERS}
 
@@ -149,13 +151,13 @@ def _named(samplers: Mapping[str, Sampler]) -> Iterator[tuple[str, _Named]]:
 _NAMED = dict(_named(SAMPLERS))
 
 NOISE_SCHEDULERS: Mapping[str, SchedulerRow] = {name: each.row for name, each in _named(NOISE_SAMPLERS)}
-"""Those of families with a table of alphas, by name."""
+"""Schedulers of families with a table of alphas, by name."""
 
 FLOW_SCHEDULERS: Mapping[str, SchedulerRow] = {name: each.row for name, each in _named(FLOW_SAMPLERS)}
-"""Those of families of flow matching, by name."""
+"""Schedulers of flow matching families, by name."""
 
 SCHEDULERS: Mapping[str, SchedulerRow] = {**NOISE_SCHEDULERS, **FLOW_SCHEDULERS}
-"""Name -> class in diffusers, and options. A family draws with those of its noising (`sdflow.families.shared.noising`)."""
+"""Name -> diffusers class and options. A family supports those of its noising (`sdflow.families.shared.noising`)."""
 
 if TYPE_CHECKING:
     SchedulerName = str
@@ -164,31 +166,31 @@ else:
 
 
 def parts_of(name: str) -> tuple[str, str]:
-    """The sampler and the spacing ("": none) of one of SCHEDULERS."""
+    """Return the sampler and the spacing ("": none) of one of SCHEDULERS."""
     found = _NAMED[name]
     return found.sampler, found.spacing
 
 
 def requirements(name: str) -> tuple[str, ...]:
-    """The distributions that one of SCHEDULERS needs besides those that everything drawn needs."""
+    """Return the additional distributions that one of SCHEDULERS requires."""
     return _NAMED[name].needs
 
 
 def make_scheduler(name: str, config: Config) -> Any:
-    """diffusers' scheduler of one of SCHEDULERS, with the noise schedule of another one's config. Raises UsageError where a
-    package is missing that it needs."""
+    """Create one of SCHEDULERS with the noise schedule of another scheduler's config. Raises UsageError if a required
+    package is missing."""
     require_packages(f"the scheduler {name}", *requirements(name))
     cls, options = SCHEDULERS[name]
     try:
         return scheduler_class(cls).from_config(dict(config), **options)
     except (ValueError, NotImplementedError) as error:
-        raise UsageError(f"{name} cannot take over the settings of the pipeline's own scheduler: {error}") from error
+        raise UsageError(f"{name} cannot use the settings of the pipeline's own scheduler: {error}") from error
 
 
 @cache
 def scheduler_class(name: str) -> Any:
-    """diffusers' class of this name. What it draws comes from the generator of the call. Raises UsageError where a package is
-    missing that it needs."""
+    """Return diffusers' class, changed if needed to draw its noise from the call's generator. Raises UsageError if a
+    required package is missing."""
     import diffusers
 
     needs = next((each.needs for each in SAMPLERS.values() if each.scheduler == name), ())
@@ -198,8 +200,8 @@ def scheduler_class(name: str) -> Any:
 
 
 def prediction(config: Config, otherwise: str = "epsilon") -> str:
-    """What a denoiser makes for a scheduler of this config, as diffusers calls it. otherwise: where the config does not
-    say it; diffusers' schedulers of noise then take it for noise."""
+    """Return what a denoiser predicts, as in scheduler configs. otherwise: default; diffusers' noise schedulers assume
+    noise."""
     return str(config.get("prediction_type", otherwise))
 
 
@@ -209,12 +211,12 @@ _CONSISTENCY = (
     *("prediction_type", "timestep_spacing", "steps_offset", "set_alpha_to_one", "clip_sample", "clip_sample_range"),
     *("thresholding", "dynamic_thresholding_ratio", "sample_max_value", *_CONSISTENCY_ALONE),
 )
-"""The settings that LCM and TCD have."""
+"""Settings supported by LCM and TCD."""
 
 
 def renamed(config: Config, name: str) -> dict[str, Any]:
-    """A scheduler's config as one of SCHEDULERS, with the same noise schedule. diffusers loads it without a word: the
-    schedulers of ordinary models know each other's settings, those of consistency models only their own."""
+    """Return a scheduler's config as one of SCHEDULERS, with the same noise schedule. diffusers loads it without
+    warnings: ordinary schedulers accept each other's settings, consistency models' schedulers only their own."""
     cls, options = SCHEDULERS[name]
     own = name in ("lcm", "tcd")
     kept = {

@@ -1,7 +1,7 @@
-"""Skip-layer guidance: in some of the steps an image is also led away from what its denoiser makes without a few of its blocks.
+"""Skip-layer guidance: in some steps, also guide away from the prediction with a few of the denoiser's blocks skipped.
 
-As in diffusers' StableDiffusion3Pipeline (0.42.1): to the guided output, scale * (with the prompt - with it and without the
-blocks) is added.
+As in diffusers' StableDiffusion3Pipeline (0.42.1): adds scale * (with the prompt - with the prompt and without the
+blocks) to the guided output.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ ARGUMENTS: Mapping[str, Parameter] = {
     _STOP: Parameter("Fraction of the steps up to which it applies.", float, least=0, most=1, otherwise="0.2"),
     _START: Parameter("Fraction of the steps after which it applies.", float, least=0, most=1, otherwise="0.01"),
 }
-"""The arguments of a family that has it, as diffusers names them."""
+"""Arguments of families that support it, with diffusers' names."""
 
 
 @dataclass(frozen=True)
 class SkippedLayers:
-    """layers: the blocks that are left out. start, stop: parts of the steps; it applies strictly between them."""
+    """layers: blocks to skip. start, stop: fractions of the steps; applies strictly between them."""
 
     layers: tuple[int, ...]
     scale: float = 2.8
@@ -43,15 +43,15 @@ class SkippedLayers:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> SkippedLayers | None:
-        """From the arguments of a call, None where not given; None: no blocks are left out.
+        """Create from a call's arguments (None if not given). Returns None if no blocks are skipped.
 
-        Raises UsageError for settings of it without blocks to leave out.
+        Raises UsageError for other settings without blocks.
         """
         said = {name: given[name] for name in (_SCALE, _STOP, _START) if given.get(name) is not None}
         layers = given.get(LAYERS)
         if said and layers is None:
             raise UsageError(
-                f"it means nothing without {LAYERS}", where=next(iter(said)), remedy="Say which blocks are left out."
+                f"it has no effect without {LAYERS}", where=next(iter(said)), remedy="Set the blocks to skip."
             )
         if not layers:
             return None
@@ -59,5 +59,5 @@ class SkippedLayers:
         return cls(tuple(sorted(set(layers))), **{short[name]: float(value) for name, value in said.items()})
 
     def holds(self, index: int, runs: int) -> bool:
-        """Whether this run of the denoiser has it, as diffusers counts."""
+        """Whether this denoiser run uses it, counted as in diffusers."""
         return runs * self.start < index < runs * self.stop

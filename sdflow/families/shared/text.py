@@ -1,4 +1,4 @@
-"""Encodes prompts with text encoders: as diffusers does, or in weighted chunks as A1111's webui does."""
+"""Encode prompts with text encoders: like diffusers, or in weighted chunks like A1111's webui."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECOND_PROMPTS: Mapping[str, Parameter] = {
         "Negative prompt for the second text encoder.", str, otherwise="the negative prompt"
     ),
 }
-"""Arguments of a call of families with a second text encoder."""
+"""Arguments of families with a second text encoder."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Encoded:
     def hidden(self, output: str) -> torch.Tensor:
         """Hidden states times their weights with the mean restored, shape (texts, chunks * tokens, width).
 
-        As the emphasis "Original" of A1111's webui (modules/sd_emphasis.py), except that the mean is per chunk: there, texts
-        encoded in one batch share a mean.
+        As A1111's "Original" emphasis (modules/sd_emphasis.py), except that the mean is per chunk: there, texts in one
+        batch share a mean.
         """
         rows = self.outputs[output]
         if self.weights is not None:
@@ -75,9 +75,9 @@ def encode(run: Run, reading: Reading, texts: Mapping[str, tuple[Any, Sequence[s
     count = max(len(of_text) for of in chunks.values() for of_text in of)
     if reading.most is not None and count > reading.most:
         raise UsageError(
-            f"the prompt has {count} chunks of 75 tokens, and may have {reading.most}",
+            f"the prompt has {count} chunks of 75 tokens; at most {reading.most} are allowed",
             where="prompt",
-            remedy="Shorten it, or leave BREAK out.",
+            remedy="Shorten it, or remove BREAK.",
         )
     found = {}
     for name, (tokenizer, _) in texts.items():
@@ -99,9 +99,9 @@ def _chunks(tokenizer: Any, text: str, reading: Reading) -> list[Chunk]:
     pieces = [piece if isinstance(piece, tuple) else tokenize(piece) for piece in reading.pieces(text)]
     ids = [token for piece in pieces for token in piece]
     if len(ids) > size:
-        words = f"a prompt has {len(ids) + 2} tokens, and the text encoder reads {size + 2}"
+        words = f"a prompt has {len(ids) + 2} tokens, but the text encoder reads {size + 2}"
         report([f"{words}: the rest is ignored: {shown(text_of(tokenizer, ids[size:], reading))}. {_ANY_LENGTH}"])
-    ids = ids[:size]  # as diffusers cuts it
+    ids = ids[:size]  # truncated as in diffusers
     return [Chunk(tuple(ids), (1.0,) * len(ids))]
 
 
@@ -112,7 +112,7 @@ def plain_texts(texts: Sequence[str], reading: Reading) -> list[str]:
     """
     if reading.words:
         raise UsageError(
-            "this model does not support textual inversion", where="embeddings", remedy="Leave the embeddings out."
+            "this model does not support textual inversion", where="embeddings", remedy="Remove the embeddings."
         )
     if reading.plain:
         return list(texts)
@@ -144,7 +144,7 @@ def token_ids(tokenizer: Any, texts: Sequence[str], length: int | None = None) -
 def text_ids(
     tokenizer: Any, texts: Sequence[str], encoder: str, length: int | None = None, remedy: str = ""
 ) -> torch.Tensor:
-    """As `token_ids`, with a warning for each text of which something is cut off. encoder, remedy: for the warning."""
+    """Like `token_ids`, with a warning for each truncated text. encoder, remedy: for the warning."""
     most = tokenizer.model_max_length if length is None else length
     warn_of_truncation(tokenizer, texts, most, encoder, remedy)
     return token_ids(tokenizer, texts, length)

@@ -1,7 +1,7 @@
-"""What diffusers' own pipelines are given to start from, so that they compute what sdflow's compute.
+"""Start inputs for diffusers' own pipelines, so that they compute the same as sdflow's.
 
-diffusers draws a sample of the encoder's distribution. sdflow's encoder gives the mean, as an exported one must: so
-diffusers is given the mean too, by arguments that its pipelines document.
+diffusers samples the encoder's distribution, while sdflow's exported encoder returns the mean. So diffusers gets the
+mean too, through documented arguments of its pipelines.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def torch_start(
     pack: Callable[[torch.Tensor], torch.Tensor] = lambda latents: latents,
     scale: int | None = None,
 ) -> dict[str, Any]:
-    """Arguments of a call of a pipeline of diffusers that starts from this noise, (images, channels, rows, columns), and from
-    what `sdflow.samples.canvas` gives: the latents, and what the pipeline takes beside them. pack: to the form in
-    which its call takes latents (`Family.packed`). scale: pixels per latent pixel; None: as the pipeline says."""
+    """Return the arguments of a diffusers pipeline call that starts from this noise, (images, channels, rows, columns),
+    and the inputs from `sdflow.samples.canvas`. pack: converts latents to the form the call takes (`Family.packed`).
+    scale: pixels per latent pixel; default: the pipeline's."""
     height, width = ((pipeline.vae_scale_factor if scale is None else scale) * size for size in noise.shape[2:])
     if image is None:
         return {"latents": pack(noise), "height": height, "width": width}
@@ -44,7 +44,8 @@ def torch_start(
 
 
 def _mean(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
-    """The mean of the latents' distribution, scaled. As in diffusers, a VAE that overflows float16 encodes in float32."""
+    """Return the scaled mean of the latent distribution. As in diffusers, a VAE that overflows float16 encodes in
+    float32."""
     vae = pipeline.vae
     dtype = vae.dtype
     widened = hasattr(pipeline, "upcast_vae") and vae.config.force_upcast

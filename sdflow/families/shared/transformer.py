@@ -1,5 +1,5 @@
-"""What families share whose denoiser is a transformer: the model's class, its part of the pipeline, and how diffusers loads its
-LoRAs."""
+"""Common code of families whose denoiser is a transformer: base class, part of the pipeline, and loading of LoRAs in
+diffusers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     import torch
 
 LAYOUT = Layout("model.diffusion_model.")
-"""Where files in the original layout hold it."""
+"""Location in files of the original layout."""
 _LORA = ("transformer.", "lora_transformer_", "lora_unet_", "diffusion_model.", "base_model.model.", "")
 
 
 def denoiser_part(model: Model, **more: Any) -> Part:
-    """The part of a family that is its transformer."""
+    """Return the transformer part of a family."""
     about = "The denoiser, run once per step."
     return Part("transformer", model, "transformer", about, layouts=(LAYOUT,), lora=_LORA, **more)
 
@@ -31,8 +31,8 @@ def denoiser_part(model: Model, **more: Any) -> Part:
 class Transformer(Model):
     """A transformer that predicts the velocity of latents, from image to noise.
 
-    tokens: the axis of the text's tokens. own_module: matches the names of modules in LoRA files (underscores for dots) that no
-    other denoiser has. unnumbered: whether LoRA files also call `to_out.0` `to_out`.
+    tokens: axis of the text tokens. own_module: matches module names in LoRA files (underscores for dots) that no other
+    denoiser has. unnumbered: whether LoRA files also name `to_out.0` `to_out`.
     """
 
     weights_stem: ClassVar[str] = "diffusion_pytorch_model"
@@ -56,7 +56,7 @@ class Transformer(Model):
         return super().values(port, shape, config, random)
 
     def lora_spellings(self, modules: Iterable[str]) -> Mapping[str, tuple[str | Original, ...]]:
-        """In the original layout q, k and v are one module, of which each is a part of the rows."""
+        """In the original layout, q, k and v are row ranges of one module."""
         modules = list(modules)
         original = self.original_names(f"{module}.weight" for module in modules)
         found: dict[str, tuple[str | Original, ...]] = {}
@@ -77,12 +77,12 @@ class Transformer(Model):
 def load_into_transformer(
     self: Family, tensors: Mapping[str, torch.Tensor], module: Any, adapter: str, **options: Any
 ) -> None:
-    """As `Family.load_lora`."""
+    """See `Family.load_lora`."""
     self.lora_loader().load_lora_into_transformer(dict(tensors), module, adapter, **options)
 
 
 def sized_by_vae(denoiser: Config, vae: Config, side: int, patch: int) -> Latents:
-    """The latents of a transformer that has no size of its own: the VAE's is that of the published pipelines' images. side: in
-    pixels, where the VAE's config does not say it."""
+    """Return the latents of a transformer without a native size, sized for the VAE, as in the published pipelines.
+    side: default in pixels if the VAE's config has none."""
     sized = {**denoiser, "sample_size": int(vae.get("sample_size") or side) // halved(vae)}
     return Latents.of(sized, vae, multiple=patch, patch=patch, where="transformer")

@@ -1,4 +1,4 @@
-"""Reports what a text encoder does not read of a prompt, because it has more tokens than the encoder reads."""
+"""Report the parts of prompts that exceed a text encoder's token limit."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from sdflow.prompts.limits import report
 from sdflow.prompts.reading import Reading
 
 _SHOWN = 160
-"""Characters of a text in a message."""
+"""Maximum length of a text in a message."""
 
 
 def warn_of_truncation(
     tokenizer: Any, texts: Sequence[str], length: int, encoder: str, remedy: str = "", *, ends: Sequence[str] = ()
 ) -> None:
-    """Warn of each text that has more tokens than `length`, naming what is left out.
+    """Warn of each text with more tokens than `length`, quoting what is ignored.
 
-    texts: as the tokenizer gets them. encoder: what reads the tokens. remedy: a sentence, or nothing. ends: what a chat template
-    put behind each text. Nothing is said of a stand-in for a tokenizer, as exports use.
+    texts: as passed to the tokenizer. encoder: name of the encoder. remedy: a sentence, or nothing. ends: chat template
+    suffix of each text. Does nothing for stand-in tokenizers, as used in exports.
     """
     from transformers import PreTrainedTokenizerBase
 
@@ -34,16 +34,16 @@ def warn_of_truncation(
         dropped = dropped[: max(0, len(dropped) - len(tokenizer(end, add_special_tokens=False).input_ids))]
         lost = f"the rest is ignored: {shown(tokenizer.decode(dropped).strip())}"
         what = lost if dropped else "the end of the chat template is cut off"
-        report([f"a prompt has {len(ids)} tokens, and the {encoder} reads {length}: {what}. {remedy}".strip()])
+        report([f"a prompt has {len(ids)} tokens, but the {encoder} reads {length}: {what}. {remedy}".strip()])
 
 
 def ends_of_chats(chats: Sequence[str], texts: Sequence[str]) -> list[str]:
-    """What a chat template put behind each text."""
+    """Return the suffix that a chat template added to each text."""
     return [chat.rpartition(text)[2] if text and text in chat else "" for chat, text in zip(chats, texts, strict=True)]
 
 
 def text_of(tokenizer: Any, ids: Sequence[int], reading: Reading) -> str:
-    """What tokens stand for, words for learned vectors included."""
+    """Decode tokens, including learned words."""
     found = []
     for word, run in groupby(ids, key=lambda token: reading.word_of(token) if token < 0 else None):
         found.append(str(tokenizer.decode(list(run))).strip() if word is None else word)
@@ -51,5 +51,5 @@ def text_of(tokenizer: Any, ids: Sequence[int], reading: Reading) -> str:
 
 
 def shown(text: str) -> str:
-    """A text for a message, its middle left out where it is long."""
+    """Quote a text for a message, shortened in the middle if long."""
     return repr(text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]}")

@@ -1,5 +1,4 @@
-"""What Stable Diffusion 1.x, 2.x and XL have in common: the UNet and the VAE, what may be put beside them, and the tensors that
-tell one of each from another."""
+"""Common parts of Stable Diffusion 1.x, 2.x and XL: UNet, VAE, their adapters, and the tensors that identify each."""
 
 from __future__ import annotations
 
@@ -21,19 +20,19 @@ CONTROLNET = Part(
     "controlnet",
     ControlNet(),
     "controlnet",
-    "A ControlNet, run beside the denoiser: this one chain is that of every net under `controlnets`.",
+    "A ControlNet, run before the denoiser. This chain applies to every net under `controlnets`.",
     layouts=(Layout("control_model."),),
 )
 
 OTHER_UNETS: Mapping[int, str] = {8: "a UNet of InstructPix2Pix", 5: "a depth-to-image UNet"}
-"""UNets that take other images beside the latents, which no family has: channels of the input -> what such a UNet is."""
+"""Unsupported UNets that read further images with the latents: input channels -> description."""
 
 IMAGE_MATRICES = Adapted(adapter_of, Layout("ip_adapter.", matrix_names), ADAPTED)
 IMAGE_ENCODER = Part(
     "image_encoder",
     ImageEncoder(),
     "image_encoder",
-    "The encoder of image prompts, with what `ip_adapters` make of its embeddings: an image to tokens for the denoiser.",
+    "The image prompt encoder with the projections of `ip_adapters`: an image to tokens for the denoiser.",
     adapted=Adapted(projection_adapter, Layout("image_proj.", projection_names), PROJECTIONS),
 )
 UNET = Part(
@@ -42,7 +41,7 @@ UNET = Part(
     "unet",
     "The denoiser, run once per step.",
     layouts=(UNET_LAYOUT,),
-    # The first LoRAs of diffusers held the UNet's attention processors alone, without a prefix.
+    # diffusers' first LoRAs only have the UNet's attention processors, without a prefix.
     lora=("lora_unet_", "unet.", "diffusion_model.", "base_model.model.", ""),
     controlled={CONTROLLED: True},
     adapted=IMAGE_MATRICES,
@@ -61,12 +60,12 @@ VAE = (
 
 
 def is_open_clip(text: Config) -> bool:
-    """Whether a text encoder is OpenCLIP's: it has Gelu where CLIP has QuickGelu."""
+    """Whether a text encoder is OpenCLIP's, which uses Gelu instead of CLIP's QuickGelu."""
     return text.get("hidden_act") == "gelu"
 
 
 def text_fingerprint(text: Config, clip: Layout, open_clip: Layout | None = None) -> dict[str, tuple[int, ...]]:
-    """The tensors that tell one text encoder from another. Those of OpenCLIP's layout, if there is one, are OpenCLIP's."""
+    """Return the tensors that identify a text encoder. Those in OpenCLIP's layout, if given, identify OpenCLIP's."""
     width, tokens, length = text["hidden_size"], text["vocab_size"], text["max_position_embeddings"]
     if open_clip is not None and is_open_clip(text):
         names = {"token_embedding.weight": (tokens, width), "positional_embedding": (length, width)}
@@ -76,10 +75,10 @@ def text_fingerprint(text: Config, clip: Layout, open_clip: Layout | None = None
 
 
 def unet_fingerprint(unet: Config) -> dict[str, tuple[int, ...] | None]:
-    """The tensors that tell one UNet from another."""
+    """Return the tensors that identify a UNet."""
     prefix, width, deepest = UNET_LAYOUT.prefix, unet["block_out_channels"][0], unet["block_out_channels"][-1]
     attention = "1.transformer_blocks.0.attn2.to_k.weight"
-    # The first place with attention: behind conv_in, each level has its layers and, between levels, one that halves.
+    # Index of the first attention: conv_in, then the layers of each level, with a downsampler between levels.
     level = next(index for index, kind in enumerate(unet["down_block_types"]) if kind.startswith("CrossAttn"))
     first = 1 + level * (unet["layers_per_block"] + 1)
     guidance = unet.get("time_cond_proj_dim")
@@ -93,7 +92,7 @@ def unet_fingerprint(unet: Config) -> dict[str, tuple[int, ...] | None]:
 
 
 def vae_fingerprint(vae: Config) -> dict[str, tuple[int, ...]]:
-    """The tensors that tell one VAE from another."""
+    """Return the tensors that identify a VAE."""
     prefix = VAE_LAYOUT.prefix
     return {
         f"{prefix}encoder.conv_in.weight": (vae["block_out_channels"][0], vae["in_channels"], 3, 3),
@@ -102,7 +101,7 @@ def vae_fingerprint(vae: Config) -> dict[str, tuple[int, ...]]:
 
 
 def projected_text_fingerprint(text: Config, layout: Layout) -> dict[str, tuple[int, ...]]:
-    """The same of XL's second text encoder, OpenCLIP's with a projection."""
+    """Return the tensors that identify SDXL's second text encoder, OpenCLIP's with a projection."""
     return {
         f"{layout.prefix}token_embedding.weight": (text["vocab_size"], text["hidden_size"]),
         f"{layout.prefix}text_projection": (text["hidden_size"], text["projection_dim"]),

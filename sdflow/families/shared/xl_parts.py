@@ -1,4 +1,4 @@
-"""What Stable Diffusion XL and its refiner share: the text encoder of OpenCLIP, and sizes as further conditions."""
+"""Common parts of SDXL and its refiner: OpenCLIP's text encoder, and size conditions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sdflow.models.open_clip_names import open_clip_names, open_clip_unused
 from sdflow.parameter import Parameter, pair
 
 LAYERS = {"output_hidden_states": True}
-"""So optimum exports these text encoders, and so it finds their layers' outputs."""
+"""As in optimum's exports of these text encoders, which expects the layers' outputs."""
 
 SIZES: Mapping[str, Parameter] = {
     "original_size": Parameter(
@@ -26,7 +26,7 @@ SIZES: Mapping[str, Parameter] = {
         "Crop to condition on, as TOPxLEFT.", tuple[int, int], least=0, otherwise="0x0", options=("--crop",), read=pair
     ),
 }
-"""Arguments of a call: what the denoiser is told of the image, in pixels."""
+"""Arguments for size conditions of the denoiser, in pixels."""
 
 EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
 DEFAULTS: Mapping[Task, Defaults] = {
@@ -39,12 +39,12 @@ SCHEDULER = Companion("diffusers", None, "scheduler_config.json")
 
 
 def open_clip_part(prefix: str) -> Part:
-    """OpenCLIP's text encoder. prefix: of its tensors in a file in the original layout."""
+    """Return OpenCLIP's text encoder. prefix: of its tensors in files of the original layout."""
     return Part(
         "text_encoder_2",
         ClipTextWithProjection(),
         "text_encoder_2",
-        "The second text model, of OpenCLIP: token ids to embeddings, and to one for the whole text.",
+        "The second text model, OpenCLIP's: token ids to token embeddings and a pooled embedding.",
         read=lambda config: ("text_embeds", last_but_one(config)),
         layouts=(Layout(prefix, open_clip_names, open_clip_unused),),
         lora=("lora_te2_", "text_encoder_2."),

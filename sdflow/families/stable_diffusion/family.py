@@ -1,7 +1,7 @@
-"""Stable Diffusion 1.x and 2.x: one text encoder, a UNet, a VAE, and in most of 1.x a safety checker.
+"""Stable Diffusion 1.x and 2.x: one text encoder, a UNet, a VAE, and in most 1.x models a safety checker.
 
-2.x has the same classes with OpenCLIP's text encoder; its checkpoints with 768 pixels predict the velocity, which is the
-scheduler's business.
+2.x has the same classes with OpenCLIP's text encoder. Its 768-pixel checkpoints predict the velocity, which the
+scheduler handles.
 """
 
 from __future__ import annotations

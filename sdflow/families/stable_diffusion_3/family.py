@@ -1,6 +1,6 @@
-"""Stable Diffusion 3 and 3.5: a transformer, flow matching, and up to three text encoders, two of CLIP and T5.
+"""Stable Diffusion 3 and 3.5: a flow matching transformer with up to three text encoders, two of CLIP and T5.
 
-After diffusers' StableDiffusion3Pipeline; https://arxiv.org/abs/2403.03206.
+Based on diffusers' StableDiffusion3Pipeline; https://arxiv.org/abs/2403.03206.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ if TYPE_CHECKING:
     import torch
 
 LENGTH = 256
-"""Tokens that T5 reads of a text where the call does not say it, as in diffusers."""
+"""Default number of T5 tokens, as in diffusers."""
 
 PROJECTION = "text_projection.weight"
 _LAYERS = {"output_hidden_states": True}
 
 
 def _clip_l_names(keys: Iterable[str]) -> dict[str, Original]:
-    """Of CLIP-L as files in the original layout hold it: without its projection, which its pooled embedding goes without."""
+    """Return the names of CLIP-L in files of the original layout, which omit its projection: the pooled embedding is
+    unprojected."""
     model = ClipTextWithProjection()
     return {
         key: Original("", identity=True) if key == PROJECTION else Original(model.current_name(key)) for key in keys
@@ -72,7 +73,7 @@ class StableDiffusion3(Family):
     classes = ("StableDiffusion3Pipeline", "StableDiffusion3Img2ImgPipeline", "StableDiffusion3InpaintPipeline")
     parts = (
         _clip("text_encoder", "The first CLIP text model: token ids to embeddings.", _CLIP_L, "lora_te1_"),
-        _clip("text_encoder_2", "The second text model, of OpenCLIP: token ids to embeddings.", _CLIP_G, "lora_te2_"),
+        _clip("text_encoder_2", "The second text model, OpenCLIP's: token ids to embeddings.", _CLIP_G, "lora_te2_"),
         Part(
             "text_encoder_3",
             t5_text.T5Text(),
@@ -153,8 +154,8 @@ class StableDiffusion3(Family):
     def defaults_of(
         self, configs: Mapping[str, Config], scheduler: Config, said: Mapping[str, Any]
     ) -> dict[Task, Defaults]:
-        """Steps from text, and guidance, by the model cards of 3.5-medium, 3.5-large and 3-medium; the rest by the signatures of
-        diffusers' pipelines."""
+        """Return steps for text, and guidance, from the model cards of 3.5-medium, 3.5-large and 3-medium; the rest
+        from diffusers' signatures."""
         denoiser, own = configs[self.denoiser], dict(self.defaults)
         if not denoiser.get("dual_attention_layers"):
             guidance = 3.5 if denoiser.get("qk_norm") else 7.0
@@ -177,7 +178,7 @@ class StableDiffusion3(Family):
     def condition(
         self, run: Run, companions: Mapping[str, Any], options: Mapping[str, Any], request: Request
     ) -> Conditions:
-        """As diffusers' StableDiffusion3Pipeline: `encode_prompt`."""
+        """As in diffusers' StableDiffusion3Pipeline: `encode_prompt`."""
         import torch
 
         more = {name: value for name, value in request.more.items() if value is not None}
@@ -215,7 +216,7 @@ class StableDiffusion3(Family):
         clip: torch.Tensor,
         width: int,
     ) -> torch.Tensor:
-        """(texts, length, width) of T5; zeros where the pipeline has none."""
+        """Return T5's embeddings (texts, length, width), or zeros if the pipeline has no T5."""
         import torch
 
         tokenizer = companions.get("tokenizer_3")
@@ -225,7 +226,8 @@ class StableDiffusion3(Family):
         return found["last_hidden_state"]
 
     def lora_state(self, tensors: Mapping[str, torch.Tensor], denoiser: Config) -> tuple[dict[str, torch.Tensor], int]:
-        """diffusers reads its own names alone: kohya's of CLIP it reads for Stable Diffusion XL, the transformer's never."""
+        """diffusers only reads its own names: kohya's CLIP names are read as for SDXL, and the transformer's not at
+        all."""
         found, of_text, pairs = split_kohya(tensors, ("lora_te1_", "lora_te2_"))
         found |= of_text
         layers = len(found) // 2
@@ -236,7 +238,7 @@ class StableDiffusion3(Family):
     def encode_reference(
         self, pipeline: Any, prompts: Sequence[str], configs: Mapping[str, Config], *, guided: bool, **more: Any
     ) -> dict[str, Any]:
-        """Without T5, diffusers asks the transformer how wide its zeros are: one without weights is enough for that."""
+        """Without T5, diffusers takes the width of its zeros from the transformer; one without weights suffices."""
         if pipeline.text_encoder_3 is None and pipeline.transformer is None:
             from accelerate import init_empty_weights
 
@@ -251,7 +253,7 @@ FAMILY = StableDiffusion3()
 
 
 def _texts(given: str | Sequence[str] | None, first: Sequence[str]) -> list[str]:
-    """A text for each of the first; an empty one is the first's, as in diffusers."""
+    """Return one text per first text; missing ones default to the first's, as in diffusers."""
     if not given:
         return list(first)
     return [given] * len(first) if isinstance(given, str) else list(given)

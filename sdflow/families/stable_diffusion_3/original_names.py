@@ -1,7 +1,7 @@
 """Names of the original (Stability AI, "MMDiT") layout for the tensors of diffusers' SD3Transformer2DModel.
 
-The layout: https://github.com/Stability-AI/sd3.5, mmditx.py. The correspondence is
-`convert_sd3_transformer_checkpoint_to_diffusers` of diffusers' loaders/single_file_utils.py, read backwards.
+Layout: https://github.com/Stability-AI/sd3.5, mmditx.py. Mapping: the inverse of
+`convert_sd3_transformer_checkpoint_to_diffusers` in diffusers' loaders/single_file_utils.py.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _BLOCK = re.compile(r"transformer_blocks\.(\d+)\.(.+)")
 
 
 def sd3_names(keys: Iterable[str]) -> dict[str, Original]:
-    """state_dict key -> where it lies, without `model.diffusion_model.`. Names that have no place are left out.
+    """Return state_dict key -> location, without `model.diffusion_model.`. Omits keys without one.
 
-    The modulation of the last norms has shift and scale the other way round. Which block is the last is seen from the names, so
-    give all of them.
+    The modulation of the last norms has shift and scale swapped. The last block is determined from the keys, so pass
+    all of them.
     """
     keys = list(keys)
     last = max((int(found[1]) for key in keys if (found := _BLOCK.match(key))), default=-1)

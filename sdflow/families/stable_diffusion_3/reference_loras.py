@@ -1,7 +1,7 @@
-"""LoRAs over the original layout of Stable Diffusion 3's transformer, under diffusers' names, for the reference.
+"""Convert LoRAs in the original layout of Stable Diffusion 3's transformer to diffusers' names, for the reference.
 
-diffusers 0.42.1 loads none of them. Its converter of checkpoints knows every name and the order of every row, so it is asked:
-once for all names, and once for each `up` factor, whose rows are the weight's.
+diffusers 0.42.1 cannot load them. Its checkpoint converter knows all names and the order of all rows, so it is run once
+for all names, and once for each `up` factor, which has the weight's rows.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 
 def in_diffusers_names(layers: Mapping[str, tuple[torch.Tensor, torch.Tensor]], config: Config) -> Tensors:
-    """layers: module, with underscores in place of dots, in either layout -> (down, up). config: of the transformer.
-    Raises KeyError for a module that it has not.
+    """Return LoRA factors under diffusers' names. layers: module, with underscores for dots, in either layout -> (down,
+    up).
+    config: the transformer's. Raises KeyError for a module that does not exist.
     """
 
     def divided(name: str, up: torch.Tensor) -> Tensors:
@@ -38,7 +39,8 @@ def _converted(checkpoint: dict[str, torch.Tensor]) -> Tensors:
 
 
 def _checkpoint(config: Config, tensors: Mapping[str, torch.Tensor] | None = None) -> RecordingCheckpoint:
-    """In place of every other tensor it has a vector of zeros, which can be cut into two or three parts."""
+    """Return a checkpoint in which every other tensor is a vector of zeros that can be split into two or three
+    parts."""
     import torch
 
     there = ["context_embedder.weight", "joint_blocks.0.x_block.attn.ln_q.weight"]

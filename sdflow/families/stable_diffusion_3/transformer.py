@@ -1,8 +1,7 @@
 """diffusers' SD3Transformer2DModel: the denoiser of Stable Diffusion 3 and 3.5.
 
-It takes latents as they are and cuts them into patches inside; text comes as one row of tokens, CLIP's and T5's, with the pooled
-embedding of both CLIPs beside it (https://arxiv.org/abs/2403.03206, figure 2). `timestep` is float32 of shape [1], 0 to
-1000: one for the whole batch, as for the UNet.
+It patches plain latents itself. Text is one row of CLIP's and T5's tokens, plus the pooled embedding of both CLIPs
+(https://arxiv.org/abs/2403.03206, figure 2). `timestep` is float32 of shape [1], 0 to 1000, shared by the whole batch.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ if TYPE_CHECKING:
     import torch
 
 TOKENS = "joint_sequence"
-"""The axis of the text's tokens: CLIP's and T5's together."""
+"""Axis of the text tokens: CLIP's and T5's together."""
 
 USUAL_TOKENS = 333
-"""Of the text: 77 of CLIP and 256 of T5."""
+"""Usual number of text tokens: 77 of CLIP and 256 of T5."""
 
 _BLOCK = re.compile(r"(?:transformer|joint)_blocks_(\d+)_")
 _OWN_MODULE = re.compile(
@@ -33,7 +32,7 @@ _READS_TEXT = re.compile(r"^context_embedder$")
 
 
 class SD3Transformer(Transformer):
-    """The velocity, from image to noise, of latents."""
+    """diffusers' SD3Transformer2DModel. Predicts the velocity of latents, from image to noise."""
 
     class_name: ClassVar[str] = "SD3Transformer2DModel"
     library_module: ClassVar[str | None] = "diffusers.models.transformers.transformer_sd3"
@@ -42,8 +41,8 @@ class SD3Transformer(Transformer):
     blocks: ClassVar[str | None] = "transformer_blocks"
 
     def empty(self, config: Config) -> torch.nn.Module:
-        """On the meta device, its table of positions too: checkpoints hold it, and to compute that of 3.5-medium in
-        float64, as diffusers does at first, takes 4 GB."""
+        """Build the position table on the meta device too: checkpoints contain it, and computing 3.5-medium's in
+        float64, as diffusers does first, takes 4 GB."""
         import torch
 
         with torch.device("meta"):
@@ -69,8 +68,8 @@ class SD3Transformer(Transformer):
         return Sizes(batch=2, height=4 * patch, width=6 * patch, vae_scale=1)
 
     def working_values(self, config: Config, rows: int, columns: int, *, scores: bool) -> int:
-        """In a feed-forward layer there are four times as many values as elsewhere; beside it the residual, its norm
-        and the text's. Attention holds q, k and v beside its scores."""
+        """A feed-forward layer has four times as many values as other layers, besides the residual, its norm and the
+        text's. Attention holds q, k and v besides its scores."""
         tokens = (rows // config["patch_size"]) * (columns // config["patch_size"]) + USUAL_TOKENS
         width, heads = self.width(config), config["num_attention_heads"]
         return int(tokens * max(8 * width, 6 * width + (heads * tokens if scores else 0)))

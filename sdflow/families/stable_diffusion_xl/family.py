@@ -1,4 +1,4 @@
-"""Stable Diffusion XL: two text encoders, of which the last layer but one is read, and sizes as further conditions."""
+"""Stable Diffusion XL: two text encoders, read at the second to last layer, and size conditions."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class StableDiffusionXL(Family):
     def condition(
         self, run: Run, companions: Mapping[str, Any], options: Mapping[str, Any], request: Request
     ) -> Conditions:
-        """As diffusers' StableDiffusionXLPipeline: `encode_prompt`, `_get_add_time_ids`."""
+        """As in diffusers' StableDiffusionXLPipeline: `encode_prompt`, `_get_add_time_ids`."""
         import torch
 
         if request.guidance_width is not None:
@@ -137,9 +137,9 @@ class StableDiffusionXL(Family):
         zeros = request.negatives is None and options["force_zeros_for_empty_prompt"]
         if zeros and "negative_prompt_2" in more:
             raise UsageError(
-                "without a negative prompt it is not read: this model then takes zeros",
+                "it has no effect without a negative prompt: this model then uses zeros",
                 where="negative_prompt_2",
-                remedy="Give a negative prompt too.",
+                remedy="Set a negative prompt too.",
             )
         if request.guided and not zeros:
             texts = _Texts(request.negatives or [""] * count, more.get("negative_prompt_2")) + texts
@@ -149,7 +149,7 @@ class StableDiffusionXL(Family):
         height, width = more.get("original_size") or (request.height, request.width)
         top, left = more.get("crops_coords_top_left") or (0, 0)
         target = more.get("target_size") or (request.height, request.width)
-        # Tensors by themselves, and `shape`, not `len`: so a trace keeps sizes that are its inputs, and the number of rows.
+        # Separate tensors, and `shape` instead of `len`, so a trace keeps sizes that are inputs, and the batch size.
         sizes = torch.stack(
             [torch.as_tensor(size, dtype=torch.float32) for size in (height, width, top, left, *target)]
         )
@@ -184,8 +184,8 @@ class _Texts:
     """Texts for both encoders."""
 
     def __init__(self, texts: Sequence[str], second: str | Sequence[str] | None) -> None:
-        """second: texts for the second encoder; one for all, or one for each; None or empty: the same as for the first. An
-        empty one of several is an empty one."""
+        """second: texts for the second encoder: one for all, or one each; None or empty: same as the first. An empty
+        text in a list is used as it is."""
         self.first = list(texts)
         self.second = [second] * len(texts) if second and isinstance(second, str) else list(second or texts)
 
@@ -193,7 +193,8 @@ class _Texts:
         return _Texts([*self.first, *other.first], [*self.second, *other.second])
 
     def encoded(self, run: Run, companions: Mapping[str, Any], reading: Reading) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embeddings of each text, (texts, tokens, both widths), and of the second texts as wholes, (texts, width)."""
+        """Return embeddings of each text, (texts, tokens, both widths), and pooled embeddings of the second texts,
+        (texts, width)."""
         import torch
 
         texts = {

@@ -1,7 +1,7 @@
-"""The refiner of Stable Diffusion XL: it goes on from an image, or from what the base leaves it of the steps.
+"""The refiner of Stable Diffusion XL: continues from an image, or from the base's partially denoised latents.
 
-It has the second text encoder alone, and takes an aesthetic score in place of the target's size. Its class in diffusers is that
-of image to image with the base; its checkpoints name no first text encoder.
+It only has the second text encoder, and takes an aesthetic score in place of the target size. diffusers uses the
+image-to-image class of the base for it; its checkpoints have no first text encoder.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SCORES = {
         "Aesthetic score for the negative prompt.", float, default=2.5, otherwise="2.5"
     ),
 }
-"""With diffusers' defaults."""
+"""Arguments with diffusers' defaults."""
 
 
 class StableDiffusionXLRefiner(Family):
@@ -71,7 +71,7 @@ class StableDiffusionXLRefiner(Family):
     def condition(
         self, run: Run, companions: Mapping[str, Any], options: Mapping[str, Any], request: Request
     ) -> Conditions:
-        """As diffusers' StableDiffusionXLImg2ImgPipeline without a first text encoder: `encode_prompt`,
+        """As in diffusers' StableDiffusionXLImg2ImgPipeline without a first text encoder: `encode_prompt`,
         `_get_add_time_ids`."""
         import torch
 

@@ -1,6 +1,6 @@
-"""Z-Image and Z-Image-Turbo: a transformer that reads image and text as one sequence, flow matching, and Qwen3 as text encoder.
+"""Z-Image and Z-Image-Turbo: a flow matching transformer on image and text as one sequence, with Qwen3 as text encoder.
 
-After diffusers' ZImagePipeline; https://arxiv.org/abs/2511.22699.
+Based on diffusers' ZImagePipeline; https://arxiv.org/abs/2511.22699.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 LENGTH = 512
 """Maximum number of prompt tokens, including the chat template, as in diffusers."""
 SIDE = 1024
-"""Height and width of the images that the model was made for, in pixels."""
+"""Native image height and width, in pixels."""
 
 _TURBO = {"steps": 8, "guidance_scale": 0.0}
 _TOKENIZER = {"tokenizer": "flux2-klein-4b/tokenizer"}
@@ -45,27 +45,27 @@ def _last_but_one(config: Config) -> str:
 
 
 TURBO_SHIFT = 3.0
-"""Of the published Z-Image-Turbo; Z-Image has 6."""
+"""Shift of the published Z-Image-Turbo; Z-Image has 6."""
 
 
 def is_turbo(scheduler: Config) -> bool:
-    """Whether this scheduler's config is that of Z-Image-Turbo."""
+    """Whether a scheduler config is Z-Image-Turbo's."""
     return not scheduler.get("use_dynamic_shifting") and scheduler.get("shift") == TURBO_SHIFT
 
 
 class ZImageNoising(Flow):
-    """Sigmas from 1 to 1 / steps, before they are shifted."""
+    """Spaces sigmas from 1 to 1 / steps, before shifting."""
 
     def set_timesteps(self, scheduler: Any, steps: int, tokens: int, strength: float | None = None) -> None:
         if "sigmas" not in inspect.signature(scheduler.set_timesteps).parameters:
-            super().set_timesteps(scheduler, steps, tokens, strength)  # it says what is wrong
+            super().set_timesteps(scheduler, steps, tokens, strength)  # raises the error
         import torch
 
         sigmas = torch.linspace(1.0, 1 / steps, steps).tolist()
         scheduler.set_timesteps(sigmas=sigmas, mu=self.shift({"max_shift": 1.15, **scheduler.config}, tokens))
 
     def as_diffusers(self, scheduler: Any, steps: int, tokens: int) -> None:
-        """By the functions of diffusers' ZImagePipeline."""
+        """Uses the functions of diffusers' ZImagePipeline."""
         from diffusers.pipelines.z_image import pipeline_z_image as theirs
 
         config = scheduler.config
@@ -84,7 +84,7 @@ class ZImage(Family):
             "text_encoder",
             qwen3_text.Qwen3Bare(),
             "text_encoder",
-            "Qwen3: token ids to embeddings, those before its last layer.",
+            "Qwen3: token ids to the embeddings before its last layer.",
             layouts=(Layout("text_encoders.qwen3_4b.transformer.model."),),
             whole=True,
             config={qwen3_text.LAYERS: [-2]},
@@ -143,7 +143,7 @@ class ZImage(Family):
     def defaults_of(
         self, configs: Mapping[str, Config], scheduler: Config, said: Mapping[str, Any]
     ) -> dict[Task, Defaults]:
-        """Turbo and the model that it was distilled from differ in the scheduler's shift alone."""
+        """Turbo and the model it was distilled from only differ in the scheduler's shift."""
         changed = {**_TURBO, **said} if is_turbo(scheduler) else said
         return settled(self.defaults, configs[self.denoiser], scheduler, changed)
 
@@ -156,7 +156,8 @@ class ZImage(Family):
     def condition(
         self, run: Run, companions: Mapping[str, Any], options: Mapping[str, Any], request: Request
     ) -> Conditions:
-        """As diffusers' ZImagePipeline: `encode_prompt`. All texts are padded to the next multiple of 32 of the longest."""
+        """As in diffusers' ZImagePipeline: `encode_prompt`. All texts are padded to the longest's next multiple of
+        32."""
         texts = plain_texts(request.prompts, request.reading)
         if request.guided:
             texts = [*plain_texts(request.negatives or [""] * len(texts), request.reading), *texts]
@@ -175,7 +176,7 @@ class ZImage(Family):
     def encode_reference(
         self, pipeline: Any, prompts: Sequence[str], configs: Mapping[str, Config], *, guided: bool, **more: Any
     ) -> dict[str, Any]:
-        """Lists, of one embedded text for each prompt: they differ in length."""
+        """Return lists with one embedded text per prompt, since they differ in length."""
         found = pipeline.encode_prompt(list(prompts), device="cpu", do_classifier_free_guidance=guided, **more)
         return {name: value for name, value in zip(self.embeddings, found, strict=True) if value}
 
@@ -184,8 +185,8 @@ FAMILY = ZImage()
 
 
 def _tokens(tokenizer: Any, texts: Sequence[str], length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids of the texts in the chat template and their mask, (texts, tokens) int32 each: padded on the right to a multiple of
-    32, and cut after `length`."""
+    """Return ids of the texts in the chat template and their mask, (texts, tokens) int32 each: truncated to `length`,
+    and padded on the right to a multiple of 32."""
     import torch
 
     asked = [
@@ -196,7 +197,7 @@ def _tokens(tokenizer: Any, texts: Sequence[str], length: int) -> tuple[torch.Te
     ]
     warn_of_truncation(tokenizer, asked, length, "text_encoder (Qwen3)", ends=ends_of_chats(asked, texts))
     found = tokenizer(asked, max_length=length, truncation=True)
-    if isinstance(found.input_ids, torch.Tensor):  # inputs of a graph that is exported, padded already
+    if isinstance(found.input_ids, torch.Tensor):  # already padded inputs of a graph being exported
         return found.input_ids, found.attention_mask
     rows: list[list[int]] = found.input_ids
     size = -(-max(map(len, rows)) // MULTIPLE) * MULTIPLE

@@ -1,7 +1,7 @@
 """Names of the original layout for the tensors of diffusers' ZImageTransformer2DModel.
 
-The correspondence is `convert_z_image_transformer_checkpoint_to_diffusers` of diffusers' loaders/single_file_utils.py, read
-backwards.
+Mapping: the inverse of `convert_z_image_transformer_checkpoint_to_diffusers` in diffusers'
+loaders/single_file_utils.py.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _PACKED = re.compile(r"(.*\.attention)\.to_([qkv])\.(.+)")
 
 
 def z_image_names(keys: Iterable[str]) -> dict[str, Original]:
-    """state_dict key -> its location in the original layout, without `model.diffusion_model.`. Queries, keys and values are rows
-    of one tensor there."""
+    """Return state_dict key -> location in the original layout, without `model.diffusion_model.`. Queries, keys and
+    values share one tensor there."""
     names = {}
     for key in keys:
         if packed := _PACKED.fullmatch(key):

@@ -1,7 +1,7 @@
-"""LoRA files under diffusers' names, for the reference.
+"""Convert LoRA files to diffusers' names, for the reference.
 
-diffusers reads its own names, PEFT's and kohya's, but not the fused q, k and v of files over the original layout. Its converter
-of checkpoints splits them.
+diffusers reads its own, PEFT's and kohya's names, but not fused q, k and v in the original layout. Its checkpoint
+converter splits these.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _PEFT, _OTHER_KOHYA = "base_model.model.", "lora_transformer_"
 
 
 def in_diffusers_names(tensors: Mapping[str, torch.Tensor]) -> tuple[Tensors, int]:
-    """The factors, and how many of the file's layers they cover. tensors: without alphas, which the factors hold already."""
+    """Return the factors, and the number of the file's layers they cover. tensors: without alphas, already in the
+    factors."""
     import diffusers
 
     fused = {name: match for name in tensors if (match := _FUSED.fullmatch(name))}
@@ -45,7 +46,7 @@ def in_diffusers_names(tensors: Mapping[str, torch.Tensor]) -> tuple[Tensors, in
 
 
 def _plain(name: str) -> str:
-    """With a prefix that diffusers' converter knows."""
+    """Return the name with a prefix that diffusers' converter supports."""
     if name.startswith(_PEFT):
         return "transformer." + name.removeprefix(_PEFT)
     return "lora_unet_" + name.removeprefix(_OTHER_KOHYA) if name.startswith(_OTHER_KOHYA) else name

@@ -1,9 +1,9 @@
-"""The forward of diffusers' ZImageTransformer2DModel in a form that exports: whole batches in place of lists, and rotary
+"""The forward of diffusers' ZImageTransformer2DModel in an exportable form: whole batches instead of lists, and rotary
 embeddings in real arithmetic.
 
-diffusers takes a list of images and a list of texts, pads each to a multiple of 32 tokens with learned tokens, and rotates
-queries and keys as complex numbers. Here the texts of a batch come padded to one multiple of 32, with a mask; padding beyond a
-row's own multiple is hidden from attention, as diffusers hides it from rows of different lengths.
+diffusers takes lists of images and texts, pads each to a multiple of 32 tokens with learned tokens, and rotates queries
+and keys as complex numbers. Here, a batch's texts are padded to one multiple of 32, with a mask; padding beyond a row's
+own multiple is hidden from attention, as diffusers hides it for rows of different lengths.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from functools import partial
 from typing import Any
 
 PATCH = 2
-"""Rows and columns of latents in a patch. The class supports several sizes; its pipelines use this one."""
+"""Rows and columns of latents per patch. The class supports several sizes; its pipelines use this one."""
 MULTIPLE = 32
 """Image and text are padded to multiples of this many tokens (`SEQ_MULTI_OF` in diffusers)."""
 HIDDEN = -30000.0
-"""Added to the attention scores of hidden tokens: their weight is 0, and it fits float16."""
+"""Added to the attention scores of hidden tokens: makes their weight 0, and fits float16."""
 
 
 def rewrite(module: Any) -> None:
-    """Replaces `forward` of the transformer and of its attention layers."""
+    """Replace `forward` of the transformer and of its attention layers."""
     from diffusers.models.attention_processor import Attention
 
     for part in module.modules():
@@ -72,26 +72,26 @@ def _forward(module: Any, sample: Any, timestep: Any, encoder_hidden_states: Any
 
 
 def _filled(values: Any, filling: Any, length: Any) -> Any:
-    """Values (batch, tokens, width) filled up to a length with tokens (batch, 31, width)."""
+    """Pad values (batch, tokens, width) to a length with tokens (batch, 31, width)."""
     import torch
 
     return torch.cat([values, filling], dim=1)[:, :length]
 
 
 def _bias(hidden: Any) -> Any:
-    """(batch, 1, tokens, tokens): what MultiHeadAttention adds to the scores, the same for every query."""
+    """Return the bias for MultiHeadAttention's scores, (batch, 1, tokens, tokens), the same for every query."""
     return hidden[:, None, None].expand(-1, 1, hidden.shape[1], -1)
 
 
 def _nothing(rows: Any) -> Any:
-    """Zeros (batch, 1, 1). Added to a constant, they give each row of the batch its own: a constant expanded by the size of the
-    batch would be another constant for each size."""
+    """Return zeros (batch, 1, 1). Adding them to a constant broadcasts it to the batch; an expanded constant would
+    differ for each batch size."""
     return (rows * 0).float()[:, None, None]
 
 
 class _Tables:
-    """Cosines and sines for each place on each of the three axes, (places, width), every one twice: as the library computes
-    them, in float64, but for the complex numbers."""
+    """Cosines and sines for each position on the three axes, (positions, width), each repeated twice; computed in
+    float64 like the library's, but without complex numbers."""
 
     def __init__(self, embedder: Any) -> None:
         import torch
@@ -104,7 +104,8 @@ class _Tables:
                 tables.append(each)
 
     def of_text(self, places: Any) -> list[Any]:
-        """Two of (1, places, width): text lies along the first axis, at 0 of the others. places: (1, places)."""
+        """Return cosines and sines (1, positions, width): text lies along the first axis, at 0 on the others. places:
+        (1, positions)."""
         import torch
 
         return [
@@ -113,8 +114,8 @@ class _Tables:
         ]
 
     def of_image(self, first: Any, rows: Any, columns: Any, length: Any) -> list[Any]:
-        """Two of (batch, length, width). first: the place of each row's image on the first axis, behind its text. Padding is at
-        0 of all axes."""
+        """Return cosines and sines (batch, length, width). first: the image's position on the first axis, after the
+        text, per row. Padding is at 0 on all axes."""
         import torch
 
         down = torch.arange(rows)[:, None].expand(rows, columns).reshape(1, rows * columns)
@@ -130,8 +131,8 @@ class _Tables:
 
 
 def _attended(part: Any, hidden_states: Any, attention_mask: Any = None, freqs_cis: Any = None, **_: Any) -> Any:
-    """As diffusers' ZSingleStreamAttnProcessor. attention_mask: what is added to the scores. freqs_cis: cosines and sines,
-    (batch, tokens, width of a head) each."""
+    """As in diffusers' ZSingleStreamAttnProcessor. attention_mask: added to the scores. freqs_cis: cosines and sines,
+    (batch, tokens, head width) each."""
     import torch
 
     cosine, sine = (each[:, None] for each in freqs_cis)

@@ -1,7 +1,7 @@
 """diffusers' ZImageTransformer2DModel: the denoiser of Z-Image.
 
-It takes a timestep that runs from 0 at noise to 1 at the image, and predicts the image minus the noise. Here it takes 1,000 to 0
-and predicts noise minus image, as other transformers do (https://arxiv.org/abs/2511.22699).
+The class takes a timestep from 0 (noise) to 1 (image) and predicts the image minus the noise. The graph takes 1,000 to
+0 and predicts noise minus image, like other transformers (https://arxiv.org/abs/2511.22699).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     import torch
 
 TOKENS = "caption_sequence"
-"""The axis of the text's tokens: a multiple of 32."""
+"""Axis of the text tokens, a multiple of 32."""
 USUAL_TOKENS = 64
-"""Of a prompt: two or three sentences within the chat template."""
+"""Usual number of prompt tokens: two or three sentences in the chat template."""
 
 _BLOCK = re.compile(r"^(layers|noise_refiner|context_refiner)_(\d+)_(?:attention|feed_forward|adaLN_modulation)_")
 _OUTER = re.compile(r"^(?:all_x_embedder|all_final_layer|cap_embedder)_")
 
 
 class ZImageTransformer(Transformer):
-    """The velocity, from image to noise, of latents."""
+    """diffusers' ZImageTransformer2DModel. Predicts the velocity of latents, from image to noise."""
 
     class_name: ClassVar[str] = "ZImageTransformer2DModel"
     library_module: ClassVar[str | None] = "diffusers.models.transformers.transformer_z_image"
@@ -57,8 +57,8 @@ class ZImageTransformer(Transformer):
         return int(config["dim"])
 
     def working_values(self, config: Config, rows: int, columns: int, *, scores: bool) -> int:
-        """In a feed-forward layer both products, 8/3 as wide as the residual, lie beside it. Attention holds q, k and v beside
-        its scores."""
+        """A feed-forward layer holds both products, 8/3 as wide as the residual, besides the residual. Attention holds
+        q, k and v besides its scores."""
         tokens = (rows // PATCH) * (columns // PATCH) + USUAL_TOKENS
         width, heads = self.width(config), config["n_heads"]
         return int(tokens * max(8 * width, 6 * width + (heads * tokens if scores else 0)))
@@ -75,7 +75,7 @@ class ZImageTransformer(Transformer):
         }
 
     def values(self, port: Port, shape: list[int], config: Config, random: np.random.Generator) -> np.ndarray:
-        """Texts of different lengths, each at least one token long."""
+        """Return texts of different lengths, each at least one token long."""
         import numpy as np
 
         if port.name == "encoder_attention_mask":
@@ -111,7 +111,7 @@ class ZImageTransformer(Transformer):
     def recorded_outputs(
         self, ports: Ports, kwargs: Mapping[str, Any], outputs: Sequence[torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """It gives a tensor for each image."""
+        """The module returns one tensor per image."""
         import torch
 
         return {"out_sample": -torch.stack(list(outputs))[:, :, 0]}
@@ -120,7 +120,7 @@ class ZImageTransformer(Transformer):
         return z_image_names(keys)
 
     def unused(self, name: str, keys: Iterable[str]) -> bool:
-        """A norm that original checkpoints carry and no code reads."""
+        """Ignore a norm in original checkpoints that no code reads."""
         return name == "norm_final.weight"
 
     def has_lora_module(self, module: str) -> bool:
@@ -139,7 +139,7 @@ class ZImageTransformer(Transformer):
 
 
 def padded_texts(texts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Inputs for embedded texts (tokens, width) of any lengths: padded to one multiple of 32, with a mask."""
+    """Return inputs for embedded texts (tokens, width) of any lengths: padded to one multiple of 32, with a mask."""
     import torch
 
     longest = max(len(text) for text in texts)
@@ -150,12 +150,12 @@ def padded_texts(texts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 TIME = 256
-"""Most features of the embedded timestep (`ADALN_EMBED_DIM` in diffusers)."""
+"""Maximum width of the timestep embedding (`ADALN_EMBED_DIM` in diffusers)."""
 _SINES, _INNER_TIME = 256, 1024
 
 
 def z_image_parameters(config: Config) -> Found | None:
-    """None for an omni model, which reads further images."""
+    """Return the parameters, or None for omni models, which read additional images."""
     width, text, patch = config["dim"], config["cap_feat_dim"], config["all_patch_size"]
     layers, refiners, time = config["n_layers"], config["n_refiner_layers"], min(config["dim"], TIME)
     if list(patch) != [2] or config.get("siglip_feat_dim") is not None or layers + refiners > MOST_BLOCKS:

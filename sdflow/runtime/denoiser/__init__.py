@@ -1,1 +1,1 @@
-"""The denoising loop: the schedule as a matrix, the denoiser whole or in parts, ControlNets."""
+"""The denoising loop: the scheduler as a matrix, whole and split denoisers, ControlNets."""

@@ -1,7 +1,7 @@
-"""Images that control a drawing (ControlNets): what a call says of them, and the denoiser that they change.
+"""ControlNets: the control images of a call, and a denoiser that applies them.
 
-As diffusers' ControlNet pipelines do it: before each run of the denoiser each net gives a tensor for each of its skip
-connections and its middle; times the net's scale, all nets together, they are added there.
+As in diffusers' ControlNet pipelines, each net runs before the denoiser and returns a residual for each skip connection
+and the middle block; the residuals times the net's scale, summed over all nets, are inputs of the denoiser.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Control:
-    """What a ControlNet is told. image: as diffusers takes it, or pixels in [0, 1]. scale: how much its outputs count. start,
-    end: the part of the steps in which they do, from 0 to 1."""
+    """A control image. image: any form diffusers accepts, or pixels in [0, 1]. scale: factor of the net's outputs.
+    start,
+    end: fractions of the steps between which it applies."""
 
     image: Any
     scale: float = 1.0
@@ -37,7 +38,7 @@ class Control:
 
 
 def require_controls(controls: Mapping[str, Control], known: Sequence[str]) -> None:
-    """Raises UsageError for a net that is not there, and for numbers that mean nothing. known: the pipeline's nets."""
+    """Raise UsageError for unknown nets and invalid numbers. known: the pipeline's nets."""
     for name, control in controls.items():
         where = f"control {name}"
         if name not in known:
@@ -47,7 +48,9 @@ def require_controls(controls: Mapping[str, Control], known: Sequence[str]) -> N
             raise UsageError(f"the pipeline has no ControlNet {name!r}", where=where, remedy=there)
         if not math.isfinite(control.scale):
             raise UsageError(
-                f"{control.scale} is no scale", where=where, remedy="It is between 0 and 1, or a little more."
+                f"{control.scale} is not a valid scale",
+                where=where,
+                remedy="Use a number between 0 and 1, or slightly more.",
             )
         if not 0 <= control.start < control.end <= 1:
             raise UsageError(
@@ -63,8 +66,8 @@ def controls_of(
     start: float | Mapping[str, float],
     end: float | Mapping[str, float],
 ) -> dict[str, Control]:
-    """A call's arguments, each one number for all nets or one for each, put together for each net. images: also as Control, which
-    then says all of it."""
+    """Combine a call's arguments per net; each number is for all nets or by name. images: may contain Control objects,
+    which take precedence over the numbers."""
 
     def of(name: str, value: float | Mapping[str, float], default: float) -> float:
         return float(value.get(name, default) if isinstance(value, Mapping) else value)
@@ -83,10 +86,10 @@ def controls_of(
 def read_controls(
     controls: Mapping[str, Control], images: int, height: int | None, width: int | None, multiple: int
 ) -> dict[str, Control]:
-    """The controls with their images as pixels, (images, 3, height, width) in [0, 1], all of one size.
+    """Return the controls with their images as pixels (images, 3, height, width) in [0, 1], all of one size.
 
-    images: how many are drawn; a net's image is for all of them, or one for each prompt. height, width: None for that of the
-    first image. multiple: sizes are rounded to one.
+    images: number of images to generate; a net has one control image for all, or one per prompt. height, width: default
+    to the first control image's size. multiple: sizes are rounded to a multiple of it.
     """
     reader = image_reader(multiple, do_convert_rgb=True, do_normalize=False)
     read: dict[str, Control] = {}
@@ -101,7 +104,7 @@ def read_controls(
 
 
 class ControlledDenoiser:
-    """A whole denoiser, and nets that run before it. `runtime.denoiser.Denoiser`."""
+    """A whole denoiser with ControlNets that run before it. Implements `runtime.denoiser.Denoiser`."""
 
     def __init__(
         self,
@@ -113,8 +116,9 @@ class ControlledDenoiser:
         *,
         guess: bool = False,
     ) -> None:
-        """nets, controls: by name. sizes: of the graphs' axes. images: rows without guidance. guess: diffusers' `guess_mode`:
-        with guidance the nets see the prompts and not the negative ones; the deeper a residual, the more it counts."""
+        """nets, controls: by name. sizes: of the graphs' axes. images: rows without guidance. guess: diffusers'
+        `guess_mode`: with guidance, the nets only see the prompts, not the negative ones, and deeper residuals weigh
+        more."""
         self._denoiser = denoiser
         tensors = denoiser.inputs
         self._residuals = {name: value for name, value in tensors.items() if is_residual(name)}
@@ -125,8 +129,8 @@ class ControlledDenoiser:
         ]
 
     def run(self, inputs: DenoiserInputs, latents: torch.Tensor, index: int) -> torch.Tensor:
-        """As of `Denoiser.run`: first the nets that count in this step, then the denoiser with the sum of their residuals.
-        latents: (images, channels, rows, columns), float32 -> (rows of the batch, channels, rows, columns)."""
+        """Run the nets that apply in this step, then the denoiser with the sum of their residuals. Shapes as in
+        `Denoiser.run`."""
         self._denoiser.put(inputs, latents, index)
         for residual in self._residuals.values():
             residual.zero_()
@@ -137,7 +141,7 @@ class ControlledDenoiser:
 
 
 class _Net:
-    """A ControlNet with its tensors."""
+    """A ControlNet with its bound tensors."""
 
     def __init__(
         self, model: Submodel, control: Control, sizes: Mapping[str, int], sample: torch.Tensor, *, guess: bool
@@ -148,15 +152,15 @@ class _Net:
         ports = model.part.ports(model.config)
         self._moving, self._hint = Moving.of(ports), ports.of(Role.HINT)
         own = self._bound.inputs[self._moving.latents]
-        # Of a denoiser for inpainting the latents alone. In guess mode the last rows: those of the prompts.
+        # Inpainting denoisers: only the latent channels. In guess mode: only the prompts' rows, which are last.
         self._sample = sample[-self._rows :, : own.shape[1]]
 
     def counts(self, index: int, runs: int) -> bool:
-        """Whether it is in use in this run of so many, as in diffusers: only where the whole step lies within."""
+        """Whether the net applies in this run: as in diffusers, only if the whole step lies within its interval."""
         return not (index / runs < self._control.start or (index + 1) / runs > self._control.end)
 
     def add(self, inputs: DenoiserInputs, index: int, residuals: Mapping[str, torch.Tensor]) -> None:
-        """Add what it gives for the denoiser's latents to the residuals."""
+        """Run the net on the denoiser's latents and add its outputs to the residuals."""
         tensors, pixels = self._bound.inputs, self._control.image
         if self._bound.holds is not inputs:
             for name, value in inputs.conditions.items():
@@ -171,7 +175,7 @@ class _Net:
             residuals[name][-self._rows :].add_(value, alpha=scale)
 
     def _scales(self, count: int) -> list[float]:
-        """How much each output counts, the middle last."""
+        """Return the factor of each output, the middle last."""
         if not self._guess:
             return [self._control.scale] * count
         return [self._control.scale * 10 ** (place / (count - 1) - 1) for place in range(count)]

@@ -1,4 +1,4 @@
-"""The denoiser of a drawing, run step by step: whole, or in parts."""
+"""Denoisers that run step by step: whole, or split into parts."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class DenoiserInputs:
-    """What a drawing gives its denoiser in every step beside the latents.
+    """A drawing's denoiser inputs besides the latents.
 
-    conditions: by input, a row for each image; with guidance twice as many, the negative prompts' first. schedule: on the device.
-    context: further channels of what the model reads, (images, channels, rows, columns); for models made for inpainting.
+    conditions: by input, one row per image; with guidance twice as many, negative prompts first. schedule: on the
+        device.
+    context: additional input channels of inpainting models, (images, channels, rows, columns).
     """
 
     conditions: Mapping[str, torch.Tensor]
@@ -36,19 +37,19 @@ class DenoiserInputs:
 
 
 class Denoiser(Protocol):
-    """A network at fixed sizes. Drawings may take turns with it: it holds the inputs of the one that ran last."""
+    """A network at fixed sizes. Drawings may take turns with it; it holds the inputs of the one that ran last."""
 
     def run(self, inputs: DenoiserInputs, latents: torch.Tensor, index: int) -> torch.Tensor:
-        """What the model makes of latents (images, channels, rows, columns) at the timestep of this index: (rows of the batch,
-        channels, rows, columns), in the type of the graph. It is good until the next run."""
+        """Return the prediction for latents (images, channels, rows, columns) at the timestep of this index: (batch
+        rows, channels, rows, columns) in the graph's type, valid until the next run."""
 
 
 class WholeDenoiser:
-    """The graph as it is."""
+    """Runs the whole graph."""
 
     def __init__(self, model: Submodel, shape: tuple[int, ...], sizes: Mapping[str, int]) -> None:
-        """shape: (images, channels, rows, columns) of the latents and their context. sizes: of the graph's axes by name,
-        `batch` among them."""
+        """shape: (images, channels, rows, columns) of the latents with context. sizes: of the graph's axes, including
+        `batch`."""
         rows = sizes["batch"]
         ports = model.part.ports(model.config)
         self.moving, self._prediction = Moving.of(ports), ports.of(Role.PREDICTION)
@@ -57,16 +58,16 @@ class WholeDenoiser:
 
     @property
     def inputs(self) -> Mapping[str, torch.Tensor]:
-        """The tensors that the graph reads, by input."""
+        """The graph's input tensors by name."""
         return self._bound.inputs
 
     def run(self, inputs: DenoiserInputs, latents: torch.Tensor, index: int) -> torch.Tensor:
-        """As of `Denoiser.run`. latents: (images, channels, rows, columns), repeated for a batch with guidance."""
+        """See `Denoiser.run`. Latents are repeated for a batch with guidance."""
         self.put(inputs, latents, index)
         return self.predict()
 
     def put(self, inputs: DenoiserInputs, latents: torch.Tensor, index: int) -> None:
-        """Fill the tensors that the graph reads."""
+        """Fill the graph's input tensors."""
         if self._bound.holds is not inputs:
             for name, value in inputs.conditions.items():
                 self._bound.inputs[name].copy_(value)
@@ -76,13 +77,13 @@ class WholeDenoiser:
         self._bound.inputs[self.moving.timestep].copy_(inputs.schedule.timesteps[index])
 
     def predict(self) -> torch.Tensor:
-        """What the model makes of what was put there."""
+        """Run the graph on its input tensors."""
         return self._bound.run()[self._prediction]
 
 
 class PartedDenoiser:
-    """The graph in parts (`sdflow.runtime.denoiser.split`): what depends on the text or the timestep alone is not computed in
-    every step, and what does not depend on the text is not computed twice."""
+    """Runs the graph in parts (`sdflow.runtime.denoiser.split`): what only depends on the text or the timestep is not
+    computed in every step, and what does not depend on the text is not computed twice."""
 
     def __init__(
         self,
@@ -93,12 +94,12 @@ class PartedDenoiser:
         skipped: Sequence[int] = (),
         reserve: Callable[[], None] | None = None,
     ) -> None:
-        """As of `WholeDenoiser`. layers: how many of the outermost run in the steps that take the deep features of one before
-        (`sdflow.runtime.denoiser.shallow`); 0: there are no such steps. skipped: the blocks that are left out
-        (`sdflow.runtime.denoiser.skipped_blocks`). reserve: the step is made without what hides tokens from attention
-        (`sdflow.runtime.denoiser.score_biases`), and for a drawing where something is hidden another one with it, once this has
-        made room; None: it is made as it is. Raises PassError for a graph that cannot be taken apart, UsageError for one
-        without as many layers, or without these blocks."""
+        """shape, sizes: as for `WholeDenoiser`. layers: number of outermost layers that run in steps reusing deep
+        features (`sdflow.runtime.denoiser.shallow`); 0: no such steps. skipped: blocks to leave out
+        (`sdflow.runtime.denoiser.skipped_blocks`). reserve: if given, the step is built without attention masks
+        (`sdflow.runtime.denoiser.score_biases`); the first drawing that masks anything calls this to make room and
+        builds a second step with masks. Raises PassError if the graph cannot be split, and UsageError if it lacks the
+        layers or blocks."""
         from sdflow.runtime.denoiser.score_biases import score_biases, without_biases
         from sdflow.runtime.denoiser.skipped_blocks import without_blocks
         from sdflow.runtime.denoiser.split import split
@@ -115,7 +116,7 @@ class PartedDenoiser:
         self._whole_parts = parts if self._biases else None
         with ThreadPoolExecutor(max_workers=4) as pool:
             text = pool.submit(model.part_session, parts.text)
-            timestep = pool.submit(model.part_session, parts.timestep, capture=False)  # for any number of steps
+            timestep = pool.submit(model.part_session, parts.timestep, capture=False)  # the number of steps varies
             sessions = _StepSessions(pool, model, without_biases(parts, self._biases), layers)
         text_session, self._timestep_session = text.result(), timestep.result()
         self._place = model.place
@@ -135,8 +136,7 @@ class PartedDenoiser:
         self._schedule: Schedule | None = None
 
     def run(self, inputs: DenoiserInputs, latents: torch.Tensor, index: int) -> torch.Tensor:
-        """As of `Denoiser.run`. latents: (images, channels, rows, columns), once for both halves of a batch with guidance; the
-        output has both: (rows of the batch, channels, rows, columns)."""
+        """See `Denoiser.run`. Latents are given once for both halves of a batch with guidance; the output has both."""
         if inputs is not self._held:
             self._hold(inputs)
         self._sample[:, :, : latents.shape[1]].copy_(latents)
@@ -146,8 +146,8 @@ class PartedDenoiser:
         return bound.run()[self._prediction]
 
     def _hold(self, inputs: DenoiserInputs) -> None:
-        before, self._held = self._held, None  # what fails below leaves a mixture, which is no drawing's
-        if self._step.features is not None and before is not None:  # its next step may read what its last one left
+        before, self._held = self._held, None  # a failure below leaves mixed inputs
+        if self._step.features is not None and before is not None:  # its next step may reuse its last features
             self._left[before] = self._step.features.clone()
         for name, value in inputs.conditions.items():
             self._inputs[name].copy_(value)
@@ -163,7 +163,8 @@ class PartedDenoiser:
         self._held = inputs
 
     def _step_for(self, inputs: DenoiserInputs) -> _Step:
-        """That with the biases of attention's scores, if this drawing's are not all 0. They are looked at once for a drawing."""
+        """Return the step with attention masks if any of this drawing's are nonzero, which is checked once per
+        drawing."""
         if self._whole_parts is None or self._reserve is None:
             return self._unmasked
         if inputs not in self._hides:
@@ -180,7 +181,7 @@ class PartedDenoiser:
 
 @dataclass(frozen=True)
 class _Step:
-    """shallow: the step that takes the features of one before, and where those lie."""
+    """A step. shallow: variant that reuses an earlier step's features, stored in `features`."""
 
     whole: Bound
     shallow: Bound | None = None
@@ -188,7 +189,7 @@ class _Step:
 
 
 class _StepSessions:
-    """The sessions of a step: whole and, where it has outer layers that run alone, of those."""
+    """Sessions of a step: the whole step and, if layers are reused, its outer layers."""
 
     def __init__(self, pool: ThreadPoolExecutor, model: Submodel, parts: Parts, layers: int) -> None:
         from sdflow.runtime.denoiser.shallow import depths
@@ -199,11 +200,11 @@ class _StepSessions:
 
     @property
     def whole(self) -> Any:
-        """The session of the whole step."""
+        """Session of the whole step."""
         return self._whole.result()
 
     def bound(self, model: Submodel, given: Mapping[str, torch.Tensor]) -> _Step:
-        """The step with its tensors: those given, new ones for the other inputs."""
+        """Bind the step to the given tensors, and to new ones for all other inputs."""
         whole = _bind(self.whole, model, given)
         if self._cut is None or self._shallow is None:
             return _Step(whole)
@@ -213,30 +214,30 @@ class _StepSessions:
 
 
 class PartlyGuidedDenoiser:
-    """One with guidance, and one of half the batch for the steps without (`Schedule.made`)."""
+    """Combines a denoiser with guidance and one of half the batch for steps without (`Schedule.made`)."""
 
     def __init__(self, guided: Denoiser, alone: Denoiser, rows: int) -> None:
-        """rows: of the batch with guidance."""
+        """rows: batch size with guidance."""
         self._guided, self._alone, self._prompted = guided, alone, _PromptedRows(rows)
 
     def run(self, inputs: DenoiserInputs, latents: torch.Tensor, index: int) -> torch.Tensor:
-        """As of `Denoiser.run`; in a step without guidance (images, channels, rows, columns), for the prompts alone."""
+        """See `Denoiser.run`. Steps without guidance return (images, channels, rows, columns), for the prompts only."""
         if inputs.schedule.made[index] > 1:
             return self._guided.run(inputs, latents, index)
         return self._alone.run(self._prompted.of(inputs), latents, index)
 
 
 class SkippingDenoiser:
-    """One with guidance, and for the steps of skip-layer guidance one without some blocks that reads the prompts alone
-    (`Schedule.made`)."""
+    """Combines a denoiser with guidance and, for steps of skip-layer guidance, one with skipped blocks that only reads
+    the prompts (`Schedule.made`)."""
 
     def __init__(self, guided: Denoiser, skipping: Denoiser, rows: int) -> None:
-        """rows: of the batch with guidance."""
+        """rows: batch size with guidance."""
         self._guided, self._skipping, self._prompted = guided, skipping, _PromptedRows(rows)
 
     def run(self, inputs: DenoiserInputs, latents: torch.Tensor, index: int) -> torch.Tensor:
-        """As of `Denoiser.run`, for the steps of skip-layer guidance with a third part before the others: (3 * images, channels,
-        rows, columns), without the blocks, for the negative prompts, for the prompts."""
+        """See `Denoiser.run`. Steps of skip-layer guidance return (3 * images, channels, rows, columns): with skipped
+        blocks, for the negative prompts, for the prompts."""
         import torch
 
         output = self._guided.run(inputs, latents, index)
@@ -246,10 +247,10 @@ class SkippingDenoiser:
 
 
 class _PromptedRows:
-    """What drawings give a denoiser that reads the prompts, not the negative ones: the same object in every step."""
+    """Inputs reduced to the prompts' rows, without the negative ones; the same object in every step of a drawing."""
 
     def __init__(self, rows: int) -> None:
-        """rows: of the batch with guidance."""
+        """rows: batch size with guidance."""
         self._rows = rows
         self._made: WeakKeyDictionary[DenoiserInputs, DenoiserInputs] = WeakKeyDictionary()
 
@@ -264,12 +265,12 @@ class _PromptedRows:
 
 
 def _put_context(sample: torch.Tensor, inputs: DenoiserInputs) -> None:
-    """sample: what a step reads, (copies, images, channels, rows, columns); the context's channels are the last."""
+    """Fill the last channels with the context. sample: a step's input, (copies, images, channels, rows, columns)."""
     if inputs.context is not None:
         sample[:, :, -inputs.context.shape[1] :].copy_(inputs.context)
 
 
 def _bind(session: Any, model: Submodel, given: Mapping[str, torch.Tensor] | None = None) -> Bound:
-    """A session of fixed shapes with its tensors: those given, new ones for the other inputs."""
+    """Bind a session of fixed shapes to the given tensors, and to new ones for all other inputs."""
     inputs = empty_inputs(session, model.place.device, given or {})
     return Bound(session, model.place, inputs)

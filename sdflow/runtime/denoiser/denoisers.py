@@ -1,4 +1,4 @@
-"""The denoisers of a pipeline: one for each size and number of images, made when it is first wanted, and kept."""
+"""A pipeline's denoisers, one per size and number of images, created on demand and cached."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from sdflow.runtime.sessions.working_bytes import row_bytes
 from sdflow.runtime.vae import tile_side
 
 SHARE = 0.5
-"""Of the memory that is free but for them, what denoisers in parts may take that are kept for further images: each has its
-scratch, on the CPU weights too. Those of the present image are kept in any case."""
+"""Fraction of free memory (without them) for cached split denoisers of other images; each has its own scratch memory,
+and on the CPU its own weights. Denoisers of the current image are always kept."""
 
 
 Key = tuple[Any, ...]
-"""A size, a number of images, and what is left out."""
+"""Size, number of images, and approximations."""
 
 
 @dataclass(frozen=True)
 class DenoiserRequest:
-    """The denoiser that a drawing wants.
+    """Key properties of the denoiser that a drawing needs.
 
-    shape: of what it reads in a step, latents and context: (images, channels, rows, columns). rows: of the batch, with guidance
-    twice the images. axes: the sizes of the denoiser's further axes. conditions: where they are known already; without them, the
-    texts are as long as the model reads at once. controls, guess: for the nets. fewer: what is left out.
-    skipped: the blocks that skip-layer guidance leaves out; none: there is no such guidance. references: rows and columns of the
-    latents of reference images.
+    shape: a step's input with context, (images, channels, rows, columns). rows: batch size, with guidance twice the
+        images.
+    axes: sizes of further axes. conditions: if already known; otherwise, texts have the usual length. controls, guess:
+    for ControlNets. fewer: the approximation. skipped: blocks left out by skip-layer guidance; empty if off.
+    references: rows and columns of the latents of reference images.
     """
 
     shape: tuple[int, int, int, int]
@@ -61,27 +61,28 @@ class DenoiserRequest:
 
     @property
     def reference_tokens(self) -> int:
-        """Of all reference images together."""
+        """Number of tokens of all reference images."""
         return sum(rows * columns for rows, columns in self.references)
 
 
 class DenoiserSource(Protocol):
-    """What a pipeline's drawings get their denoisers from."""
+    """Source of the denoisers of a pipeline's drawings."""
 
     def get(self, request: DenoiserRequest) -> Denoiser:
-        """Raises UsageError where what the request leaves out cannot be left out."""
+        """Return the denoiser. Raises UsageError if it does not support the requested approximation."""
 
     def unload(self) -> None:
-        """Give the memory of all of them back, and of the graphs that they are made of."""
+        """Free the memory of all denoisers and their graphs."""
 
 
 class Denoisers:
-    """Makes them, and side by side with each what else its first image needs and is not there.
+    """Creates denoisers, and concurrently loads what else the first image needs.
 
-    model: the denoiser's graph. nets: the ControlNets by name. texts, decoder: what an image needs besides. scale: image pixels
-    per latent pixel. tokens: the sizes of the axes of text tokens, for texts of the usual length. split: take it apart
-    (`sdflow.runtime.denoiser.split`); with nets it stays whole. low_memory: make nothing beside it. tiles: of the decoder, as of
-    `sdflow.runtime.vae.tile_side`. referencing: the denoiser's graph with inputs for reference images; None: it takes none.
+    model: the denoiser's graph. nets: ControlNets by name. texts, decoder: the other submodels an image needs. scale:
+    image pixels per latent pixel. tokens: sizes of the text token axes at the usual length. split: run the denoiser in
+    parts (`sdflow.runtime.denoiser.split`); with nets it stays whole. low_memory: load nothing concurrently. tiles: of
+    the decoder, see `sdflow.runtime.vae.tile_side`. referencing: the denoiser's graph with inputs for reference images,
+    if any.
     """
 
     def __init__(
@@ -103,12 +104,13 @@ class Denoisers:
         self._scale, self._split, self._low_memory, self._tiles = scale, split, low_memory, tiles
         self._tokens = tokens
         self.shares_weights = model.weights is not None
-        """Whether all sessions have one copy of the weights: only then is there a further step for drawings that hide tokens."""
+        """Whether all sessions share one copy of the weights; only then do drawings with attention masks get a second
+        step."""
         self.kept: OrderedDict[Key, Denoiser] = OrderedDict()
         self._taken: dict[Key, int] = {}
 
     def unload(self) -> None:
-        """Give back the memory of all that are kept, and the sessions of the graphs that they are made of."""
+        """Free the memory of all cached denoisers and the sessions of their graphs."""
         self.kept.clear()
         self._taken.clear()
         for submodel in (self._model, self._referencing, *self._nets.values()):
@@ -116,8 +118,8 @@ class Denoisers:
                 submodel.unload()
 
     def get(self, request: DenoiserRequest) -> Denoiser:
-        """That of an earlier image of this size, number and text length, or a new one: whole or in parts, with nets, with
-        fewer guided steps, with skip-layer guidance. Raises UsageError where what is left out cannot be."""
+        """Return a cached denoiser for this size, number of images and text length, or a new one. Raises UsageError if
+        it does not support the requested approximation."""
         shape, rows, conditions, fewer = request.shape, request.rows, request.conditions, request.fewer
         if fewer or request.skipped:
             self._require_parts([*fewer.settings(), *([LAYERS] if request.skipped else [])])
@@ -126,7 +128,7 @@ class Denoisers:
         if request.references:
             sizes[REFERENCE_TOKENS] = request.reference_tokens
         model = self._reading(sizes)
-        if self._nets:  # also without an image for any: what the last call added is there still
+        if self._nets:  # even without a control image, to reset the last call's residuals
             sizes |= {"height": shape[2] * self._scale, "width": shape[3] * self._scale}
             whole = WholeDenoiser(model, shape, sizes)
             return ControlledDenoiser(whole, self._nets, request.controls, sizes, shape[0], guess=request.guess)
@@ -147,26 +149,26 @@ class Denoisers:
         return denoiser
 
     def _reading(self, sizes: Mapping[str, int]) -> Submodel:
-        """The denoiser that has the axes of these sizes."""
+        """Return the denoiser that has axes of these sizes."""
         if REFERENCE_TOKENS not in sizes:
             return self._model
         assert self._referencing is not None, "a family with reference images"
         return self._referencing
 
     def _require_parts(self, settings: Sequence[str]) -> None:
-        """Raises UsageError where the denoiser is not taken apart. settings: what needs it."""
+        """Raise UsageError if the denoiser is not split. settings: the settings that require it."""
         where = ", ".join(settings)
         if self._nets:
             raise UsageError(
-                "what ControlNets add is new in every step, in all layers: there a step is not cut short",
+                "ControlNets change all layers in every step, so no part of a step can be reused",
                 where=where,
-                remedy="Draw without it, or with a pipeline without ControlNets.",
+                remedy="Disable it, or use a pipeline without ControlNets.",
             )
         if self._model.path is None or not self._split:
             raise UsageError(
-                "this target compiles the denoiser as a whole, so that no part of it can be left out",
+                "this target compiles the denoiser as a whole, so no part of it can be skipped",
                 where=where,
-                remedy="Draw without it, or on the target cpu or cuda.",
+                remedy="Disable it, or use the target cpu or cuda.",
             )
 
     def _parted(
@@ -179,7 +181,8 @@ class Denoisers:
         needed: Container[Key],
         skipped: tuple[int, ...] = (),
     ) -> Denoiser:
-        """needed: those that the present image takes besides. skipped: the blocks that this one is without."""
+        """Return a cached or new split denoiser. needed: keys of the image's other denoisers. skipped: blocks to leave
+        out."""
         key = _key(shape, layers, sizes, skipped)
         if key not in self.kept:
             taken = self._bytes(shape, sizes)
@@ -192,20 +195,20 @@ class Denoisers:
         return self.kept[key]
 
     def _bytes(self, shape: tuple[int, ...], sizes: Mapping[str, int]) -> int:
-        """What a denoiser in parts takes."""
+        """Return the memory that a split denoiser takes."""
         model = self._model
-        assert model.path is not None, "only a submodel of a pipeline folder is taken apart"
+        assert model.path is not None, "only submodels of a pipeline folder are split"
         weights = 0 if model.weights is not None else self._data_bytes()
         size = with_references((shape[2], shape[3]), sizes.get(REFERENCE_TOKENS, 0))
         return weights + sizes["batch"] * row_bytes(model.part.model, model.config, size, model.place.device)
 
     def _data_bytes(self) -> int:
-        """Of the model's files: its weights, but for a little."""
-        assert self._model.path is not None, "only a submodel of a pipeline folder is taken apart"
+        """Return the size of the model's files, which are almost entirely weights."""
+        assert self._model.path is not None, "only submodels of a pipeline folder are split"
         return sum(each.stat().st_size for each in self._model.path.parent.iterdir())
 
     def _make_room(self, wanted: int, needed: Container[Key]) -> None:
-        """Let those go that were not used for the longest time, until so many bytes are within the share."""
+        """Evict the least recently used denoisers until `wanted` more bytes fit within the share."""
         held = sum(self._taken.values())
         places = self._model.residency
         free = available_bytes(self._model.place.device) if places is None else places.room()
@@ -217,7 +220,7 @@ class Denoisers:
             held -= self._taken.pop(key)
 
     def _reserve(self, key: Key, wanted: int, needed: Container[Key]) -> None:
-        """Make room for a further step of the denoiser with this key, and count what it takes."""
+        """Make room for a second step of the denoiser with this key, and account for it."""
         self._make_room(wanted, needed)
         if key in self.kept:
             self._taken[key] += wanted
@@ -231,7 +234,7 @@ class Denoisers:
         skipped: tuple[int, ...],
         reserve: Callable[[], None] | None,
     ) -> Denoiser:
-        """texts: that are not encoded yet. reserve: as of `PartedDenoiser`."""
+        """texts: text encoders still to run. reserve: see `PartedDenoiser`."""
         with ThreadPoolExecutor(max_workers=2 + len(texts)) as pool:
             parted = pool.submit(_parted_or_whole, self._reading(sizes), shape, sizes, layers, skipped, reserve)
             others: list[Future[Bound]] = []
@@ -250,7 +253,7 @@ def _key(shape: tuple[int, ...], layers: int, sizes: Mapping[str, int], skipped:
 
 
 def token_sizes(denoiser: Submodel, conditions: Conditions) -> dict[str, int]:
-    """The sizes of the axes of text tokens, by name, in these conditions."""
+    """Return the sizes of the text token axes in these conditions."""
     shapes = {name: tuple(value.shape) for name, value in conditions.inputs.items()}
     return denoiser.part.model.token_sizes(denoiser.config, shapes)
 
@@ -268,6 +271,6 @@ def _parted_or_whole(
     except PassError as error:
         if layers or skipped:
             where = REUSE if layers else LAYERS
-            raise UsageError(f"the denoiser cannot be taken apart: {error}", where=where) from error
+            raise UsageError(f"the denoiser cannot be split: {error}", where=where) from error
         warnings.warn(f"the denoiser runs as a whole: {error}", SlowerWarning, stacklevel=2)
         return WholeDenoiser(model, shape, sizes)

@@ -1,4 +1,4 @@
-"""The inputs of a denoiser that change from step to step."""
+"""Denoiser inputs that change from step to step."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from sdflow.models.base import Ports, Role
 
 @dataclass(frozen=True)
 class Moving:
-    """Their names."""
+    """Names of the inputs."""
 
     latents: str
     timestep: str
 
     @classmethod
     def of(cls, ports: Ports) -> Moving:
-        """Those of a denoiser with these ports."""
+        """Return the names for a denoiser with these ports."""
         return cls(ports.of(Role.LATENTS), ports.of(Role.TIMESTEP))

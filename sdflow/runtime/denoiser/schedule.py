@@ -1,10 +1,10 @@
-"""What a scheduler does with the latents, as one matrix: a step on the device is one product, and nothing waits for it.
+"""A scheduler as one matrix: each step is one product on the device, without synchronization.
 
-diffusers' schedulers are linear. The latents before any step are a sum of the first noise, the latents of the image to
-start from, what the UNet gave so far and the noise that the scheduler draws on the way (the terms); the factors depend
-on the schedule alone. `trace` runs diffusers' own scheduler on unit vectors, once, and keeps the factors, so that its
-arithmetic, index searches and copies between host and device are out of the loop. A unit vector lives as long as the scheduler
-remembers it; what is kept of a row ends with the last term that is there.
+diffusers' schedulers are linear. The latents before any step are a linear combination of the first noise, the start
+image's latents, the UNet's outputs so far and the noises that the scheduler draws (the terms); the factors depend only
+on the schedule. `trace` runs diffusers' own scheduler once on unit vectors and records the factors, which keeps its
+arithmetic, index searches and host-device copies out of the loop. Unit vectors live only as long as the scheduler
+remembers them; each row is stored up to its last existing term.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ WHOLE: Span = (None, None)
 
 
 TENSORS = ("timesteps", "inputs", "kept", "clean", "weights")
-"""Of a schedule."""
+"""Tensor fields of a schedule."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The factors of the latents, one row per run of the UNet (R of them) and a last one for the result.
+    """Factors of the latents: one row per run of the UNet (R runs), and a last one for the result.
 
-    numbers: the timesteps. timesteps: the same for the UNet, float32 (R, 1). inputs: what it is given, already scaled
-    (`scale_model_input`), and the result, float32 (R + 1, terms). kept: the same for what an inpainting mask keeps, which is
-    noise and image alone, float32 (R + 1, FIRST_DRAWN). clean: what `clean_row` is made of, float32 (R, 3): factors of a run's
-    row of inputs, of its output, and of the next row. weights: how much each column of an output counts, float32 (R, halves).
-    draws: how many noises the scheduler draws. halves: columns per output, two with guidance, three with skip-layer guidance.
-    made: how many of them each run gives, the last ones; empty: all. reused: which runs take the deep features of one before;
-    empty: none. norms: how large the norm of a run's guided output may be, as a multiple of the conditional half's; 0 or
-    empty: any.
+    numbers: timesteps. timesteps: the same as UNet input, float32 (R, 1). inputs: factors of the UNet's scaled input
+    (`scale_model_input`), and of the result, float32 (R + 1, terms). kept: factors of the area that an inpainting mask
+    keeps, which consists of noise and image only, float32 (R + 1, FIRST_DRAWN). clean: coefficients for `clean_row`,
+    float32 (R, 3): of a run's row of inputs, of its output, and of the next row. weights: factor of each column of an
+    output, float32 (R, halves). draws: number of noises that the scheduler draws. halves: columns per output: two with
+    guidance, three with skip-layer guidance. made: number of columns that each run computes, the last ones; empty: all.
+    reused: runs that reuse earlier deep features; empty: none. norms: limit of the norm of a run's guided output, as a
+    multiple of the conditional half's; 0 or empty: none.
     """
 
     numbers: tuple[int, ...]
@@ -65,11 +65,11 @@ class Schedule:
 
     @property
     def runs(self) -> int:
-        """How often the UNet runs."""
+        """Number of UNet runs."""
         return len(self.numbers)
 
     def known(self, index: int) -> int:
-        """How many terms are there before run `index`."""
+        """Return the number of terms that exist before run `index`."""
         return FIRST_DRAWN + self.draws + self.halves * index
 
     def guided(
@@ -79,12 +79,12 @@ class Schedule:
         skipped: SkippedLayers | None = None,
         limits: GuidanceLimits = UNLIMITED,
     ) -> Schedule:
-        """With classifier-free guidance folded in: two columns per output, the unconditional half's first.
+        """Fold in classifier-free guidance: two columns per output, the unconditional half first.
 
-        unconditional + scale * (conditional - unconditional): https://arxiv.org/abs/2207.12598. interval: the runs that have
-        it, None: all; of the others the conditional half alone is made, and counts in full. skipped: skip-layer guidance, with
-        a third column, the first, for what is made without the layers. limits: runs without guidance then make both halves, of
-        which the conditional one counts in full.
+        unconditional + scale * (conditional - unconditional): https://arxiv.org/abs/2207.12598. interval: runs with
+        guidance (None: all); other runs compute only the conditional half, with factor 1. skipped: skip-layer guidance,
+        which adds a first column for the output with skipped layers. limits: runs without guidance by these limits
+        compute both halves, of which the conditional one has factor 1.
         """
         import torch
 
@@ -112,8 +112,8 @@ class Schedule:
         )
 
     def clean_row(self, index: int) -> torch.Tensor:
-        """The factors of the latents behind a run without the noise that the UNet says is in them, of the terms that are known
-        then; where the scheduler does not say what the output means, those of the latents before the next run."""
+        """Return factors (over the terms known after the run) of the latents without the noise that the UNet predicts
+        in them; if the scheduler does not define what the output means, of the latents before the next run."""
         known, there = self.known(index), self.known(index + 1)
         given, output, after = self.clean[index]
         row = given * self.inputs[index, :there] + after * self.inputs[index + 1, :there]
@@ -121,41 +121,42 @@ class Schedule:
         return row
 
     def reusing(self, reuse: Reuse) -> Schedule:
-        """With runs that take the deep features of one before."""
+        """Return a copy in which some runs reuse earlier deep features."""
         return replace(self, reused=reuse.reused(self.made or (self.halves,) * self.runs))
 
     def to(self, device: str) -> Schedule:
-        """With its tensors on the device."""
+        """Return a copy with its tensors on the device."""
         tensors = {name: getattr(self, name).to(device) for name in TENSORS}
         return replace(self, **tensors)
 
 
 def named_scheduler(name: str, config: Mapping[str, Any], noising: Noising) -> Any:
-    """The scheduler of this name, as any program spells it, with the noise schedule of another one's config.
+    """Create the scheduler with this name, in any program's spelling, with the noise schedule of another one's config.
 
-    Raises UsageError with the nearest known names for one that the family's noising does not have, and where a package is
-    missing that it needs.
+    Raises UsageError if the family's noising does not support it (with the closest names) or a required package is
+    missing.
     """
     return make_scheduler(known_scheduler(name, schedulers=noising.schedulers), config)
 
 
 def table_bytes(steps: int, order: int = 1) -> int:
-    """What the factors of so many steps take, at most, while they are made: with a noise for each run of the denoiser, and with
-    guidance. order: runs a step."""
+    """Return the peak memory of a schedule's factors while they are computed, with one noise per denoiser run and
+    guidance.
+    order: runs per step."""
     columns = FIRST_DRAWN + 3 * steps * order
-    return 3 * 4 * (steps * order + 1) * columns  # as rows, as a table, with the columns of guidance
+    return 3 * 4 * (steps * order + 1) * columns  # rows, table, and table with guidance columns
 
 
 def require_steps(steps: int, order: int = 1) -> None:
-    """Raises UsageError for a number of steps that is none, or whose factors do not fit in the memory that is free. order: runs
-    of the denoiser a step."""
+    """Raise UsageError if the number of steps is not positive, or its factors do not fit in free memory. order:
+    denoiser runs per step."""
     if steps <= 0:
-        raise UsageError(f"an image of {steps:,} steps", remedy="Take 1 or more.")
+        raise UsageError(f"{steps:,} steps were requested", remedy="Use 1 or more.")
     needed, free = table_bytes(steps, order), available_bytes()
     if needed > free:
         raise UsageError(
-            f"an image of {steps:,} steps: their table would take {spell_bytes(needed)}, and {spell_bytes(free)} are free",
-            remedy=f"Take fewer; models are trained with 1,000, which take {spell_bytes(table_bytes(1000, order))}.",
+            f"{steps:,} steps need a table of {spell_bytes(needed)}, but only {spell_bytes(free)} are free",
+            remedy=f"Use fewer; models are trained with 1,000, which take {spell_bytes(table_bytes(1000, order))}.",
         )
 
 
@@ -173,15 +174,15 @@ def trace(
     noising: Noising = DIFFUSION,
     tokens: int = 0,
 ) -> Schedule:
-    """The factors of a diffusers scheduler; the scheduler itself is left as it is.
+    """Return the factors of a diffusers scheduler, which is not modified.
 
-    fixed: what the pipeline sets in the scheduler's config. strength: the part of the steps that is taken, the last one.
-    from_image: begin with the image's latents plus noise, not with noise alone. inpaint: compute `kept`. eta: DDIM's.
-    spread: all steps are taken, in that part, where the scheduler can. span: from where to where of the way from noise to
-    image, each a part of 1, as in diffusers' `denoising_start` and `denoising_end`; None: to the end. From a place on the way,
-    the latents begin with those given as the image's, and there is no strength. noising: the family's. tokens: of the
-    image, where the schedule depends on its size.
-    Raises UsageError for settings that the scheduler refuses, and for one that is not linear.
+    fixed: overrides of the scheduler's config by the pipeline. strength: fraction of the steps to run, the last ones.
+    from_image: start from the image's latents plus noise instead of noise alone. inpaint: compute `kept`. eta: for
+        DDIM.
+    spread: spread all steps over that fraction, if the scheduler supports it. span: start and end on the way from noise
+    to image as fractions, like diffusers' `denoising_start` and `denoising_end`; with a start, the latents start as the
+    given image's, and strength is ignored. noising: the family's. tokens: of the image, if the schedule depends on its
+    size. Raises UsageError for settings that the scheduler rejects, and for nonlinear schedulers.
     """
 
     require_steps(steps, scheduler.order)
@@ -194,18 +195,18 @@ def trace(
 
 @contextmanager
 def _refusals(scheduler: Any, steps: int) -> Iterator[None]:
-    """diffusers raises what comes for entries of a config that it did not look at when it read them."""
+    """Convert exceptions of diffusers, which validates some config entries only when they are used, to UsageError."""
     try:
         yield
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError, ArithmeticError) as error:
         raise UsageError(
-            f"{type(scheduler).__name__} cannot make {steps} steps: {error}",
-            remedy="Take another number of steps, correct the scheduler's config, or take another one: --scheduler.",
+            f"{type(scheduler).__name__} cannot run {steps} steps: {error}",
+            remedy="Change the number of steps or the scheduler's config, or use another --scheduler.",
         ) from error
 
 
 def _traced(scheduler: Any, steps: int, walk: Walk, doubled: Walk) -> Schedule:
-    """doubled: the same with unit vectors of length 2, to see whether the scheduler acts linearly."""
+    """Record the factors of a walk. doubled: the same walk with unit vectors of length 2, to check linearity."""
     import torch
 
     rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -213,8 +214,8 @@ def _traced(scheduler: Any, steps: int, walk: Walk, doubled: Walk) -> Schedule:
     for one, two in zip(walk.runs(), doubled.runs(), strict=True):
         if not torch.allclose(two.given, 2 * one.given, rtol=1e-4, atol=1e-6):
             raise UsageError(
-                f"{type(scheduler).__name__} with these settings does not act linearly on the latents",
-                remedy="Switch off what clips or thresholds in its config, or take another with --scheduler.",
+                f"{type(scheduler).__name__} is not linear in the latents with these settings",
+                remedy="Disable clipping and thresholding in its config, or use another --scheduler.",
             )
         drawn, outputs = one.given[FIRST_DRAWN : walk.first_output], one.given[walk.first_output :]
         rows.append((one.given[:FIRST_DRAWN].float(), drawn[: walk.draws].float(), outputs[: len(rows)].float()))

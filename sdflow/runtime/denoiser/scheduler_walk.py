@@ -1,7 +1,7 @@
-"""diffusers' own scheduler, stepped with unit vectors in place of latents, noises and outputs of the UNet.
+"""Step diffusers' own scheduler on unit vectors in place of latents, noises and UNet outputs.
 
-A vector is as long as there are terms, and only those exist that the scheduler still remembers: a walk of 10,000 steps takes
-megabytes. https://arxiv.org/abs/2010.02502 and its successors are linear in all of them.
+Schedulers are linear in all of these (https://arxiv.org/abs/2010.02502 and successors). A vector has one entry per
+term, and only vectors that the scheduler remembers exist: a walk of 10,000 steps takes megabytes.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ if TYPE_CHECKING:
 
 Span = tuple[float | None, float | None]
 NOISE, IMAGE, FIRST_DRAWN = 0, 1, 2
-"""The order of the terms: the first noise, the image's latents, the noises that the scheduler draws, the outputs."""
+"""Order of the terms: first noise, image latents, noises that the scheduler draws, outputs."""
 
 MOST_DRAWS = 2
-"""Noises that a scheduler may draw in a step."""
+"""Maximum number of noises that a scheduler may draw per step."""
 
 
 class Row(NamedTuple):
-    """Before a run, or behind the last. given: what the UNet is given, or the result, float64 (terms). known: the same for what
-    an inpainting mask keeps. scale: what the scheduler multiplied the latents by. clean: of the run; None behind the last."""
+    """State before a run, or after the last. given: the UNet's input, or the result, float64 (terms). known: the same
+    for the area that an inpainting mask keeps. scale: the scheduler's input scaling. clean: of the run; None after the
+    last."""
 
     given: torch.Tensor
     known: torch.Tensor
@@ -36,13 +37,11 @@ class Row(NamedTuple):
 
 
 class Walk:
-    """One way through a schedule, on a copy of a scheduler at its beginning (`fresh`).
+    """A walk through a schedule, on a fresh copy of a scheduler (`fresh`).
 
-    Arguments as of `sdflow.runtime.denoiser.schedule.trace`. unit: the length of the vectors. timesteps: of the runs.
-    draws: how many
-    noises the scheduler has drawn so far. first_output: the place of the outputs among the terms, behind as many noises as may
-    be drawn.
-    Raises UsageError where no step is left.
+    For arguments see `sdflow.runtime.denoiser.schedule.trace`. unit: length of the vectors. timesteps: of the runs.
+    draws: number of noises drawn so far. first_output: index of the first output among the terms, after the maximum
+    number of noises. Raises UsageError if no steps are left.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class Walk:
         noising.set_timesteps(scheduler, steps, tokens, strength if spread else None)
         left = steps - (0 if spread else noising.skipped(steps, strength))
         if left == 0:
-            raise UsageError(f"no step is left of {steps} at strength {strength}", remedy="Take more steps.")
+            raise UsageError(f"no step is left of {steps} at strength {strength}", remedy="Use more steps.")
         skipped = (steps - left) * scheduler.order
         begin, end = span
         if begin is not None:
@@ -78,7 +77,7 @@ class Walk:
         if runs == 0:
             raise UsageError(
                 f"no step is left of {steps} between {begin or 0:g} and {1 if end is None else end:g} of the way",
-                remedy="Take more steps.",
+                remedy="Use more steps.",
             )
         if hasattr(scheduler, "set_begin_index"):
             scheduler.set_begin_index(skipped)
@@ -88,7 +87,7 @@ class Walk:
         self._terms = self.first_output + runs
 
     def runs(self) -> Iterator[Row]:
-        """A row for each run, in order, and one for the result."""
+        """Yield a row for each run, in order, and one for the result."""
         scheduler, timesteps, inpaint = self._scheduler, self.timesteps, self._inpaint
         noise, image = self._vector(NOISE), self._vector(IMAGE)
         accepted = inspect.signature(scheduler.step).parameters
@@ -115,7 +114,7 @@ class Walk:
         yield Row(latents.reshape(-1), known.reshape(-1), 1.0, None)
 
     def _vector(self, place: int) -> torch.Tensor:
-        """(1 image, terms, 1, 1): schedulers mind the number of axes."""
+        """Return a unit vector as (1 image, terms, 1, 1): schedulers expect four axes."""
         import torch
 
         made = torch.zeros(1, self._terms, 1, 1, dtype=torch.float64)
@@ -123,7 +122,7 @@ class Walk:
         return made
 
     def _drawing(self) -> Any:
-        """While it is entered, a scheduler's `torch.randn` gives the next unit vector."""
+        """Return a context in which the scheduler's `torch.randn` returns the next unit vector."""
         import torch
         from torch.overrides import TorchFunctionMode
 
@@ -136,7 +135,7 @@ class Walk:
                 if FIRST_DRAWN + walk.draws == walk.first_output:
                     raise UsageError(
                         f"{type(walk._scheduler).__name__} draws more than {MOST_DRAWS} noises a step",
-                        remedy="Take another one.",
+                        remedy="Use another scheduler.",
                     )
                 walk.draws += 1
                 return walk._vector(FIRST_DRAWN + walk.draws - 1)
@@ -145,21 +144,22 @@ class Walk:
 
 
 def _cutoff(scheduler: Any, place: float) -> int:
-    """The timestep of a place on the way, as diffusers' pipelines round it."""
+    """Return the timestep at a fraction of the way, rounded as in diffusers' pipelines."""
     steps: int = scheduler.config.num_train_timesteps
     return round(steps - place * steps)
 
 
 def _behind(scheduler: Any, place: float) -> int:
-    """How many timesteps lie behind it. A scheduler of second order has two a step, the first one: it is not cut in between."""
+    """Return how many timesteps lie after it. Second-order schedulers have two per step (one for the first), never
+    separated."""
     count = int((scheduler.timesteps < _cutoff(scheduler, place)).sum())
     return count + 1 if scheduler.order == 2 and count % 2 == 0 else count
 
 
 def fresh(scheduler: Any, fixed: Mapping[str, Any]) -> Any:
-    """A copy at its beginning, with what diffusers' pipelines of the family set in its config."""
+    """Return a fresh copy of the scheduler, with the family's config overrides as in diffusers' pipelines."""
     config = {**scheduler.config}
-    # diffusers notes here which entries the config lacked, and from_config would ignore what is set for them below.
+    # Entries that the config lacked: from_config would ignore overrides of them.
     config.pop("_use_default_values", None)
     config.update((name, value) for name, value in fixed.items() if name in config)
     return type(scheduler).from_config(config)

@@ -1,7 +1,7 @@
-"""What of a step only hides tokens from attention, and the step without it.
+"""Find attention masks in a step, and build the step without them.
 
-A mask of texts becomes a value that is added to attention's scores in every step. Where it hides nothing it is all zeros: the
-step is the same without it, and attention is quicker. Of Z-Image's step on an H200, cuDNN's takes 16.9 ms so, in place of 29.5.
+A text mask becomes a bias that is added to the attention scores in every step. If it masks nothing, it is all zeros;
+the step without it is equal and faster: on an H200, attention in a Z-Image step takes 16.9 ms instead of 29.5 (cuDNN).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from sdflow.onnx_model.nodes import copied
 from sdflow.runtime.denoiser.split import Parts
 
 ATTENTION_BIAS = 5
-"""Its place among MultiHeadAttention's inputs."""
+"""Input index in MultiHeadAttention."""
 
 
 def score_biases(parts: Parts) -> tuple[str, ...]:
-    """The values of the text part that the step only adds to attention's scores."""
+    """Return the values of the text part that the step only adds to attention scores."""
     graph = parts.step.graph
     shapes = {item.name: _shape(item) for item in (*graph.input, *graph.value_info, *graph.output)}
     results = {item.name for item in graph.output}
@@ -45,7 +45,7 @@ def score_biases(parts: Parts) -> tuple[str, ...]:
 
 
 def without_biases(parts: Parts, biases: Collection[str]) -> Parts:
-    """The parts with a step that neither reads nor adds these values."""
+    """Return the parts with a step that neither reads nor adds these values."""
     step = copied(parts.step)
     graph, nodes, same = step.graph, [], {}  # type: Any, list[Any], dict[str, str]
     for node in graph.node:
@@ -73,7 +73,7 @@ def _is_attention(node: Any) -> bool:
 
 
 def _other(node: Any, value: str) -> str:
-    """What an Add adds a value to."""
+    """Return the other input of an Add."""
     one, other = node.input
     return str(other if one == value else one)
 

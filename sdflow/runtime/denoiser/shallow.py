@@ -1,12 +1,13 @@
-"""A denoiser's step as two: one that also gives its deep features, and one that takes them and runs the outer layers alone.
+"""Split a denoiser's step in two: one that also outputs its deep features, and one that reuses them in the outer
+layers.
 
-A UNet goes down to few pixels and up again, and each layer on the way up reads, beside what comes from below, what a layer
-on the way down left for it (a skip connection): the outermost layer what the very first convolution left. What comes from
-below changes slowly from one step to the next (DeepCache, https://arxiv.org/abs/2312.00858). So it is cut there: above one of
-these joins all runs anew, and what comes from below is kept.
+On a UNet's way up, each layer reads the output of the layer below and a skip connection from the way down; the
+outermost reads the skip connection of the very first convolution. The output from below changes slowly from step to
+step (DeepCache, https://arxiv.org/abs/2312.00858). So the graph is cut at one of these joins: everything above is
+recomputed, and the value from below is reused.
 
-The joins are found in the graph by what its nodes depend on, not by names: of two values that both come from the latents,
-joined along the channels, the one is made of the other.
+Joins are found by dependencies in the graph, not by names: a Concat along the channels of two values that both depend
+on the latents, one of which also depends on the other.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from sdflow.runtime.denoiser.split import Parts
 
 @dataclass(frozen=True)
 class Depths:
-    """whole: the step, a ModelProto, with a further output `features`. shallow: features, and of the step's inputs those that
-    it still reads -> the step's outputs."""
+    """Both steps. whole: the step's ModelProto with an additional output `features`. shallow: maps features and the
+    step's inputs that it still reads to the step's outputs."""
 
     whole: Any
     shallow: Any
@@ -32,19 +33,19 @@ class Depths:
 
 
 def depths(parts: Parts, layers: int) -> Depths:
-    """The two steps of a denoiser in parts. layers: how many joins lie above the cut.
+    """Return both steps of a split denoiser. layers: number of joins above the cut.
 
-    Raises UsageError for a graph without as many.
+    Raises UsageError if the graph has too few.
     """
     graph = parts.step.graph
     joins = skip_joins(graph, parts.moving.latents)
-    if layers >= len(joins):  # above the lowest join lies all but the middle: nothing is won
+    if layers >= len(joins):  # a cut at the lowest join would only skip the middle block
         raise UsageError(
-            f"its denoiser has {len(joins)} layers with a skip connection, and {layers} are to run in every step",
+            f"its denoiser has {len(joins)} layers with a skip connection, so {layers} cannot run in every step",
             where=REUSE,
-            remedy=f"Take fewer layers than {len(joins)}; 1 is quickest."
+            remedy=f"Use fewer than {len(joins)} layers; 1 is fastest."
             if len(joins) > 1
-            else "Draw without it: this denoiser is no UNet.",
+            else "Disable it: this denoiser is not a UNet.",
         )
     features = joins[-layers]
     types = {item.name: item.type for item in (*graph.input, *graph.value_info)}
@@ -55,9 +56,9 @@ def depths(parts: Parts, layers: int) -> Depths:
 
 
 def skip_joins(graph: Any, latents: str) -> list[str]:
-    """What comes from below at each join of the way up, in the order in which they run: the outermost last.
+    """Return the value from below at each join on the way up, in execution order, outermost last.
 
-    graph: of a step, with the shapes of all values. latents: its input.
+    graph: a step's, with the shapes of all values. latents: its input.
     """
     ranks = {
         item.name: len(item.type.tensor_type.shape.dim) for item in (*graph.input, *graph.value_info, *graph.output)
@@ -81,7 +82,7 @@ def skip_joins(graph: Any, latents: str) -> list[str]:
 
 
 def _origin(name: str, producers: Mapping[str, Any]) -> str:
-    """The value that this one is another form of: doubled for guidance, or in another layout."""
+    """Return the original of a value that was only doubled for guidance or changed in layout."""
     while (node := producers.get(name)) is not None and (
         node.op_type in ("Transpose", "Identity", "Cast") or (node.op_type == "Concat" and len(set(node.input)) == 1)
     ):
@@ -90,7 +91,7 @@ def _origin(name: str, producers: Mapping[str, Any]) -> str:
 
 
 def _joined(node: Any, ranks: Mapping[str, int]) -> tuple[str, str] | None:
-    """The two values that a node joins along the channels of images, whichever their layout is."""
+    """Return the two values that a node concatenates along the channels of images, in either layout, or None."""
     if node.op_type != "Concat" or len(node.input) != 2 or node.input[0] == node.input[1]:
         return None
     axis = next((item.i for item in node.attribute if item.name == "axis"), 0)
@@ -99,7 +100,7 @@ def _joined(node: Any, ranks: Mapping[str, int]) -> tuple[str, str] | None:
 
 
 def _above(step: Any, features: str, kind: Any) -> Any:
-    """The step without what its outputs do not need once the features are given."""
+    """Return the step reduced to what its outputs need if the features are given."""
     import onnx
 
     graph = step.graph

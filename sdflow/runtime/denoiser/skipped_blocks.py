@@ -1,8 +1,8 @@
-"""A transformer's graph without some of its blocks: what comes into a block goes on as if it were what comes out.
+"""Remove blocks from a transformer's graph: a block's inputs replace its outputs.
 
-A block adds to the streams of tokens that run through it, those of the image and those of the text, and to nothing else. So
-its way in and its way out are found by following the sums: the operand that is not of the block, and the last sum of the block
-that is made of it. Which block a value is of says its name, which fusions keep for what they do not take in.
+A block only adds to the token streams that pass through it, the image's and the text's. Its inputs and outputs are
+found by following these sums: the operand from outside the block, and the block's last sum that depends on it. A
+value's name tells its block; fusions keep the names of what they do not absorb.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from sdflow.onnx_model.nodes import copied
 
 
 def without_blocks(model: Any, blocks: str, layers: Sequence[int], where: str) -> Any:
-    """A copy of a denoiser's ModelProto that bypasses these blocks, without the nodes that only they need.
+    """Return a copy of a denoiser's ModelProto that bypasses these blocks, without nodes that only they need.
 
-    blocks: the module list that they are members of. layers: their places in it. where: for messages.
-    Raises UsageError for a block that the graph does not have, or whose sums are fused with something else.
+    blocks: name of the module list. layers: indices in it. where: for messages.
+    Raises UsageError if the graph lacks a block, or its sums are fused with something else.
     """
     made = copied(model)
     graph = made.graph
@@ -29,16 +29,16 @@ def without_blocks(model: Any, blocks: str, layers: Sequence[int], where: str) -
     for layer in layers:
         if layer >= count:
             raise UsageError(
-                f"the denoiser has {count} blocks, and block {layer} is to be left out",
+                f"the denoiser has {count} blocks, so block {layer} cannot be skipped",
                 where=where,
-                remedy=f"They are counted from 0: take blocks up to {count - 1}." if count else "Draw without it.",
+                remedy=f"Blocks are counted from 0: use 0 to {count - 1}." if count else "Disable it.",
             )
         ways = _ways(graph, f"/{blocks}.{layer}/")
         if not ways:
             raise UsageError(
-                f"where block {layer} of the denoiser begins and ends is not to be seen in its graph",
+                f"the inputs and outputs of denoiser block {layer} cannot be found in its graph",
                 where=where,
-                remedy="Draw without it.",
+                remedy="Disable it.",
             )
         replaced |= ways
     for node in graph.node:
@@ -51,7 +51,7 @@ def without_blocks(model: Any, blocks: str, layers: Sequence[int], where: str) -
 
 
 def _ways(graph: Any, block: str) -> dict[str, str]:
-    """For each stream that a block adds to: what comes out -> what comes in. block: how its values' names begin."""
+    """Return output -> input for each stream that a block adds to. block: prefix of its values' names."""
     producers = {name: node for node in graph.node for name in node.output if name}
     weights = {tensor.name for tensor in graph.initializer}
     own_sum = re.compile(rf"{re.escape(block)}Add(_\d+)?_output_0")
@@ -70,9 +70,9 @@ def _ways(graph: Any, block: str) -> dict[str, str]:
         node.op_type.startswith("Skip") and any(name.startswith(block) for name in (*node.input, *node.output))
         for node in graph.node
     ):
-        return {}  # some of its sums are fused with a norm, its own or the next block's
+        return {}  # a sum is fused with a norm of this block or the next
     begins = {name: name for node in sums for name in map(origin, node.input) if comes_in(name)}
-    for _ in sums:  # they may be in any order
+    for _ in sums:  # sums may be in any order
         for node in sums:
             for name in map(origin, node.input):
                 if name in begins:
@@ -81,13 +81,13 @@ def _ways(graph: Any, block: str) -> dict[str, str]:
 
 
 def _ends(sums: Sequence[Any], begins: dict[str, str], origin: Any) -> list[str]:
-    """Of the sums that streams run through, those that no other sum of the block goes on from."""
+    """Return the last sums of the streams: those that no other sum of the block reads."""
     read = {origin(name) for node in sums for name in node.input}
     return [name for name in begins if name != begins[name] and name not in read]
 
 
 def _prune(graph: Any) -> None:
-    """Take out what no output needs. Nodes may be in any order: conversion to float16 or bfloat16 appends its casts."""
+    """Remove what no output needs. Nodes may be unsorted: 16-bit conversion appends its casts."""
     producers = {name: node for node in graph.node for name in node.output if name}
     wanted, coming = set[str](), [item.name for item in graph.output]
     while coming:

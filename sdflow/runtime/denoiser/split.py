@@ -1,18 +1,18 @@
-"""A denoiser in three parts, so that nothing is computed twice: once per image, once per schedule, once per step.
+"""Split a denoiser in three parts that run once per image, once per schedule, and once per step:
 
     text      the prompt's inputs -> the keys and values of every cross-attention          once per image
     timestep  all timesteps of a schedule at once -> the projected time embeddings        once per schedule
     step      sample, those values -> out_sample                                          once per step
 
-With guidance, `sample` has N rows and `out_sample` 2 N, without and with the prompt: what depends on the text in no way
-is computed for N rows, and doubled where the text comes in. That is exact as long as both halves of the batch hold the
-same latents and the same timestep, as classifier-free guidance has it.
+With guidance, `sample` has N rows and `out_sample` 2 N, without and with the prompt: values that do not depend on the
+text are computed for N rows, and doubled where the text comes in. This is exact as long as both halves of the batch
+share latents and timestep, as in classifier-free guidance.
 
-Values that depend on no input and are too large to be folded, such as rotary embeddings of an image's positions, are computed
-in each part that reads them.
+Values that depend on no input but are too large to fold, such as rotary embeddings of image positions, are computed in
+each part that reads them.
 
-The parts are cut out of the artifact's graph by what its nodes depend on, for fixed sizes (`specialize`); the artifact
-stays as it is, and the parts read its data file.
+The parts are cut from the artifact's graph by the dependencies of its nodes, for fixed sizes (`specialize`). The
+artifact is unchanged, and the parts read its data file.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from sdflow.runtime.sessions.specialize import specialize
 
 _ONE_SCALE = ("DynamicQuantizeLinear", "DynamicQuantizeMatMul")
 STEPS = "steps"
-"""The axis of a part for any number of timesteps."""
+"""Axis of a part that takes any number of timesteps."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The three parts, each a ModelProto that names the artifact's data file for its weights.
+    """The parts, each a ModelProto whose weights refer to the artifact's data file.
 
-    text: the model's other inputs (encoder_hidden_states and its like, of `rows` rows) -> `text_values`.
+    text: the model's other inputs (encoder_hidden_states etc., `rows` rows) -> `text_values`.
     timestep: `timestep` of shape [steps], any number -> `time_values`, each with `steps` rows.
-    step: `sample` (latents of `latents` rows), `text_values` as they are, `time_values` -> `out_sample` of `rows` rows.
-        Of a time value, one step's row is wanted, repeated: as many rows as the step's input says.
-    rows: the batch of the model as a whole; latents: rows of `sample`, half as many with guidance. moving: the names of `sample`
-    and `timestep`.
+    step: `sample` (latents of `latents` rows), `text_values`, `time_values` -> `out_sample` of `rows` rows. Each time
+        value is one step's row, repeated to the number of rows of the step's input.
+    rows: batch size of the whole model. latents: rows of `sample`, half as many with guidance. moving: the names of
+        `sample` and `timestep`.
     """
 
     text: Any
@@ -54,17 +54,17 @@ class Parts:
 
 
 def split(model: Any, sizes: Mapping[str, int], *, moving: Moving, guidance: bool) -> Parts:
-    """Cut a denoiser's ModelProto into parts for these sizes.
+    """Split a denoiser's ModelProto for these sizes.
 
-    sizes: axis name -> size, as `specialize` takes them; `batch` is that of the whole model, 2 N with guidance.
-    moving: the inputs that change from step to step. guidance: the rows of `sample` stand for both halves of the batch.
+    sizes: axis name -> size, as for `specialize`; `batch` is that of the whole model, 2 N with guidance. moving: inputs
+    that change from step to step. guidance: rows of `sample` represent both halves of the batch.
     Raises PassError for an odd batch with guidance, and for a graph whose time embedding cannot be computed for several
-    timesteps at once, among them one that is quantized with one scale for all its rows: beside others a timestep would not be
-    what it is alone.
+    timesteps at once. That includes quantization with one scale for all rows: results would depend on the other
+    timesteps.
     """
     rows = sizes["batch"]
     if guidance and rows % 2:
-        raise PassError(f"a batch of {rows} has no two halves", where="split", remedy="Give an even batch.")
+        raise PassError(f"a batch of {rows} cannot be halved", where="split", remedy="Use an even batch.")
     whole = specialize(model, sizes)
     half = specialize(model, {**sizes, "batch": rows // 2}) if guidance else whole
     reach = _reach(whole.graph)
@@ -76,10 +76,10 @@ def split(model: Any, sizes: Mapping[str, int], *, moving: Moving, guidance: boo
     fixed = [whole.graph.node[i] for i in kinds["fixed"]]
     if shared := [whole.graph.node[i] for i in kinds["time"] if whole.graph.node[i].op_type in _ONE_SCALE]:
         raise PassError(
-            f"{shared[0].name} quantizes a value that depends on the timestep alone, with one scale for all timesteps",
+            f"{shared[0].name} quantizes a value that depends only on the timestep, with one scale for all timesteps",
             where="split",
-            remedy='Keep these layers as they are: keep: ["/time_embedding/*", "*/time_emb_proj/*"], say; they are computed '
-            "once for all steps.",
+            remedy='Exclude these layers, such as keep: ["/time_embedding/*", "*/time_emb_proj/*"]; they are computed '
+            "only once for all steps.",
         )
     made = {
         kind: {name for index in found for name in whole.graph.node[index].output if name}
@@ -93,7 +93,7 @@ def split(model: Any, sizes: Mapping[str, int], *, moving: Moving, guidance: boo
     halves = {_output(node): node for node in half.graph.node}
     latents = [copied(halves[_output(whole.graph.node[i])]) for i in kinds["latents"]]
     text = [*_fixed_for(text, fixed, "text"), *text]
-    if guidance:  # of half the rows, some may be small enough to be folded
+    if guidance:  # with half the rows, some may be small enough to fold
         small = [halves[_output(node)] for node in fixed if _output(node) in halves]
         latents = [*_fixed_for(latents, small, "half"), *latents]
     doubles, transposed = _double(rest, made["latents"], whole.graph)
@@ -111,7 +111,7 @@ def split(model: Any, sizes: Mapping[str, int], *, moving: Moving, guidance: boo
         _set_types(step_model.graph, half.graph, [moving.latents, *_read(latents, set(time_values), [])])
     timed = [copied(whole.graph.node[i]) for i in kinds["time"]]
     time_model = _timestep_part(whole, [*_fixed_for(timed, fixed, ""), *timed], moving.timestep, time_values)
-    step_model = specialize(step_model, {})  # with the shapes of all values again
+    step_model = specialize(step_model, {})  # to restore the shapes of all values
     latent_rows = rows // 2 if guidance else rows
     return Parts(text_model, time_model, step_model, text_values, time_values, rows, latent_rows, moving)
 
@@ -129,7 +129,7 @@ def _kind(reached: frozenset[str], text_inputs: Collection[str], timestep: str, 
 
 
 def _reach(graph: Any) -> dict[str, frozenset[str]]:
-    """Value -> the inputs of the graph that it depends on."""
+    """Map each value to the graph inputs that it depends on."""
     found = {item.name: frozenset([item.name]) for item in graph.input}
     for node in graph.node:
         reached = frozenset[str]().union(*(found.get(name, frozenset()) for name in node.input))
@@ -138,8 +138,8 @@ def _reach(graph: Any) -> dict[str, frozenset[str]]:
 
 
 def _fixed_for(nodes: Sequence[Any], fixed: Sequence[Any], suffix: str) -> list[Any]:
-    """Copies of the nodes of `fixed` that `nodes` read from, directly or not, in order. suffix: for the names of their outputs,
-    so that two parts may have copies; `nodes` are changed to read these names. "": the names stay."""
+    """Copy the nodes of `fixed` that `nodes` read, directly or indirectly, in order. suffix: appended to the names of
+    their outputs, so two parts can have copies; `nodes` are changed accordingly. "": keep the names."""
     makers = {name: index for index, node in enumerate(fixed) for name in node.output if name}
     waiting = [name for node in nodes for name in node.input if name in makers]
     needed: set[int] = set()
@@ -172,14 +172,14 @@ def _shape(kind: Any) -> tuple[int, ...]:
 
 
 def _read(nodes: Sequence[Any], values: Collection[str], results: Sequence[str]) -> tuple[str, ...]:
-    """Those of `values` that nodes read or that are results, in the order in which they are met."""
+    """Return the members of `values` that nodes read or that are results, in order of occurrence."""
     names = dict.fromkeys([*(name for node in nodes for name in node.input), *results])
     return tuple(name for name in names if name in values)
 
 
 def _unpack_keys_and_values(rest: Sequence[Any], text: Collection[str], types: dict[str, Any]) -> list[Any]:
-    """Nodes for the text part that take packed keys and values, (B, L, heads, 2, size), apart; their readers in `rest`
-    are changed to read (B, L, heads x size) each. Otherwise the provider takes them apart again in every step
+    """Return nodes for the text part that unpack keys and values, (B, L, heads, 2, size); their readers in `rest` are
+    changed to read (B, L, heads x size) each. Otherwise the provider unpacks them in every step
     (attention_prepare_qkv.cu, PrepareQkv_MHA_PackedKV)."""
     import numpy as np
     from onnx import helper, numpy_helper
@@ -205,8 +205,9 @@ def _unpack_keys_and_values(rest: Sequence[Any], text: Collection[str], types: d
 
 
 def _double(rest: Sequence[Any], latents: Collection[str], whole: Any) -> tuple[list[Any], list[Any]]:
-    """Nodes that double the rows of what `rest` reads of the latents' part, and Transposes to do behind, not before,
-    the doubling: else a value that is read in both layouts is doubled twice. `rest` is changed to read the doubles."""
+    """Return nodes that double the rows of values that `rest` reads from the latents' part, and Transposes moved behind
+    the doubling; otherwise a value that is read in both layouts is doubled twice. Changes `rest` to read the
+    doubles."""
     from onnx import helper
 
     producers = {name: node for node in whole.node for name in node.output if name}
@@ -231,8 +232,8 @@ def _double(rest: Sequence[Any], latents: Collection[str], whole: Any) -> tuple[
 
 
 def _separate(nodes: Sequence[Any], half: Any, whole: Any) -> list[Any]:
-    """The constants of `nodes`, which come from the graph `half`, that have other values in `whole`, renamed; the nodes
-    are changed to read them."""
+    """Return renamed copies of the constants of `nodes` (from graph `half`) whose values differ in `whole`; changes the
+    nodes to read them."""
     values = {tensor.name: tensor for tensor in whole.initializer}
     renamed: dict[str, Any] = {}
     for tensor in half.initializer:
@@ -250,7 +251,7 @@ def _separate(nodes: Sequence[Any], half: Any, whole: Any) -> list[Any]:
 
 
 def _model(whole: Any, name: str, nodes: Sequence[Any], inputs: Sequence[str], outputs: Sequence[str]) -> Any:
-    """A ModelProto of these nodes with the initializers that they read. Its inputs and outputs have `whole`'s types."""
+    """Return a ModelProto of these nodes with the initializers they read. Inputs and outputs have `whole`'s types."""
     import onnx
 
     types = _types(whole.graph)
@@ -268,7 +269,7 @@ def _model(whole: Any, name: str, nodes: Sequence[Any], inputs: Sequence[str], o
 
 
 def _unpacked_type(types: Mapping[str, Any], value: str) -> Any:
-    """The type of a key or value that `_unpack_keys_and_values` made."""
+    """Return the type of a key or value from `_unpack_keys_and_values`."""
     from onnx import helper
 
     packed = types[value.rpartition("/")[0]]
@@ -284,8 +285,8 @@ def _set_types(graph: Any, source: Any, names: Sequence[str]) -> None:
 
 
 def _timestep_part(whole: Any, made: Sequence[Any], name: str, outputs: Sequence[str]) -> Any:
-    """The nodes `made` between the timestep and `outputs` for any number of timesteps: without the Expand that gives each image
-    of the batch its own. Raises PassError if they do not give one row for each timestep."""
+    """Return the nodes `made` from the timestep to `outputs` as a model for any number of timesteps, without the Expand
+    to the batch. Raises PassError if they do not return one row per timestep."""
     from onnx import helper
 
     nodes, same = [], {}  # type: list[Any], dict[str, str]
@@ -303,7 +304,7 @@ def _timestep_part(whole: Any, made: Sequence[Any], name: str, outputs: Sequence
     for item in model.graph.output:
         if checked[item.name][:1] != (3,) or checked[item.name][1:] != _shape(item.type)[1:]:
             raise PassError(
-                f"{item.name} has the shape {list(checked[item.name])} for 3 timesteps: not a row for each",
+                f"{item.name} has shape {list(checked[item.name])} for 3 timesteps, not one row per timestep",
                 where="split",
                 remedy="Use the whole graph.",
             )

@@ -1,1 +1,1 @@
-"""The parts of a call: prompts, image prompts, VAE, previews."""
+"""Parts of a call: prompts, image prompts, VAE, previews."""

@@ -1,12 +1,13 @@
-"""Images on their way from noise to pixels: prepared by `Pipeline.drawing`, stepped, finished.
+"""A call in progress: prepared by `Pipeline.drawing`, stepped, finished.
 
     drawing = pipeline.drawing("a horse")
     while not drawing.done:
         drawing.step()
     image = drawing.finish().images[0]
 
-The latents before any step are a sum of terms (`sdflow.runtime.denoiser.schedule`), so a step is a run of the denoiser and three
-small kernels beside it, and nothing waits. Drawings of one pipeline may take turns, on one thread, step by step.
+The latents before any step are a linear combination of terms (`sdflow.runtime.denoiser.schedule`), so a step is one run
+of the denoiser and three small kernels, without synchronization. Drawings of one pipeline may alternate step by step on
+one thread.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ OutputType = Literal["pil", "np", "latent"]
 
 
 class Drawing:
-    """One call's images. `runs` of the denoiser are to be made, `index` of them are done."""
+    """The images of one call: `runs` denoiser runs in total, `index` of them done."""
 
     def __init__(
         self,
@@ -42,8 +43,8 @@ class Drawing:
         records: Sequence[Record] = (),
         truncated: Sequence[str] = (),
     ) -> None:
-        """kept: what a mask keeps of the image to start from. records: the settings of each image, which its file will have.
-        truncated: what was cut off of the prompts, a message each."""
+        """kept: the area that a mask keeps of the start image. records: settings of each image, for its file.
+        truncated: one message per truncated prompt."""
         import torch
 
         self.denoiser, self.inputs, self.index = denoiser, inputs, 0
@@ -52,7 +53,7 @@ class Drawing:
         schedule = inputs.schedule
         self.runs = schedule.runs
         with pipeline.place.current():
-            # A column per value, a row per term: those that are there from the start, then the outputs as they come.
+            # One column per value and one row per term: first the initial terms, then the outputs.
             self._terms = torch.zeros(schedule.known(self.runs), start.noise.numel(), device=start.noise.device)
             for row, term in zip(self._terms, (start.noise, start.image, *start.drawn), strict=False):
                 if term is not None:
@@ -60,25 +61,25 @@ class Drawing:
 
     @property
     def done(self) -> bool:
-        """Whether all runs are made."""
+        """Whether all runs are done."""
         return self.index == self.runs
 
     def step(self) -> None:
-        """Run the denoiser once more. On CUDA that is queued."""
+        """Run the denoiser once; on CUDA, the run is only queued."""
         import torch
 
         with self._pipeline.place.current(), torch.no_grad():
             self.take(self.denoiser.run(self.inputs, self.latents(), self.index))
 
     def latents(self) -> torch.Tensor:
-        """What the denoiser reads next, scaled as its scheduler wants it; behind the last run the finished latents. float32
-        (images, channels, rows, columns)."""
+        """Return the denoiser's next input, scaled by the scheduler, or the finished latents after the last run:
+        float32 (images, channels, rows, columns)."""
         import torch
 
         schedule, start = self.inputs.schedule, self._start
         known = schedule.known(self.index)
         with self._pipeline.place.current():
-            # A product of matrix and vector: on a GPU it is always computed in full float32.
+            # Matrix-vector products are always computed in full float32 on a GPU.
             drawn = torch.mv(self._terms[:known].T, schedule.inputs[self.index, :known]).view(start.noise.shape)
             if start.mask is None:
                 return drawn
@@ -86,8 +87,8 @@ class Drawing:
             return torch.where(start.mask, drawn, kept)
 
     def take(self, output: torch.Tensor) -> None:
-        """Go on with what the denoiser made of `latents`, as `step` does; for a run that several drawings share. output: (rows of
-        the batch, channels, rows, columns), with guidance the negative prompts' first."""
+        """Accept the denoiser's output for `latents`, as `step` does; for runs that several drawings share. output:
+        (batch rows, channels, rows, columns), with guidance the negative prompts' first."""
         schedule = self.inputs.schedule
         halves = schedule.made[self.index] if schedule.made else schedule.halves
         end = schedule.known(self.index + 1)
@@ -99,7 +100,7 @@ class Drawing:
             self._pipeline.denoisers.unload()
 
     def preview(self) -> Preview:
-        """What the images are becoming, after a step: the latents without the noise that the model says is in them."""
+        """Return a preview of the images after a step: the latents without their predicted noise."""
         import torch
 
         start = self._start
@@ -115,8 +116,9 @@ class Drawing:
         on_step: Callable[[int, int, int], None] | None = None,
         on_preview: Callable[[Preview], None] | None = None,
     ) -> None:
-        """Step to the end. on_step: called with index, timestep and number of all runs when one is computed (on CUDA: queued).
-        on_preview: called behind it."""
+        """Run all remaining steps. on_step: called after each (on CUDA: when queued) with index, timestep and number of
+        runs.
+        on_preview: called after it."""
         while not self.done:
             self.step()
             if on_step is not None:
@@ -125,12 +127,12 @@ class Drawing:
                 on_preview(self.preview())
 
     def finish(self, output_type: OutputType = "pil") -> Images:
-        """The images of finished latents, as the safety checker leaves them. Raises VerificationError when what is to be a PIL
-        image has values that are NaN or infinite."""
+        """Return the finished images, after the safety checker. Raises VerificationError if PIL images are requested
+        and contain NaN or infinite values."""
         return complete(self.finishing(output_type))
 
     def finishing(self, output_type: OutputType = "pil") -> Waits[Images]:
-        """The same, by a generator that says what it waits for."""
+        """Like `finish`, as a generator that yields what it waits for."""
         latents = self.latents()
         if output_type == "latent":
             (found,) = yield Fetch(self._pipeline.place, [latents])
@@ -143,8 +145,9 @@ class Drawing:
 
 
 def _limited(output: torch.Tensor, weights: torch.Tensor, most: float) -> torch.Tensor:
-    """What the denoiser made, scaled for each image so that the norm of its guided prediction is at most `most` times that of the
-    prompt's. output: (rows of the batch, channels, rows, columns). weights: of its halves."""
+    """Scale each image's output so that the norm of its guided prediction is at most `most` times the conditional
+    one's.
+    output: (batch rows, channels, rows, columns). weights: of its halves."""
     import torch
 
     halves = output.float().unflatten(0, (len(weights), -1))

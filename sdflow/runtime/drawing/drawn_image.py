@@ -1,4 +1,4 @@
-"""A PIL image that writes its text into PNG files. Importing this needs pillow."""
+"""A PIL image that writes its settings into PNG files. Importing this requires pillow."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from sdflow.runtime.files.images import png_text
 
 
 class DrawnImage(Image.Image):  # type: ignore[misc]  # its types are not read
-    """What `Pipeline` gives: how it was drawn is in `info` (`sdflow.families.image_text`), and `save` writes it."""
+    """Image returned by `Pipeline`. `info` holds its settings (`sdflow.families.image_text`), which `save` writes."""
 
     def save(self, fp: Any, format: str | None = None, **params: Any) -> None:  # noqa: A002
-        """As PIL's. pnginfo: another text."""
+        """Like PIL's `save`. pnginfo: replaces the text."""
         params.setdefault("pnginfo", png_text(self.info))
         super().save(fp, format, **params)

@@ -1,4 +1,4 @@
-"""Image prompts: what a call says of them, as diffusers' pipelines take it."""
+"""Image prompts of a call, in diffusers' form."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _IMAGE, _SCALE = "ip_adapter_image", "ip_adapter_scale"
 
 
 def image_prompts(images: Any, scale: float | Sequence[float], adapters: int) -> list[ImagePrompt]:
-    """A prompt for each adapter. images: one for each, or a list of several; None: none, and the image is drawn as without it.
-    scale: of all, or one for each. Raises UsageError for what means nothing, and for images without adapters."""
+    """Return a prompt for each adapter. images: one per adapter, or a list of several; None: no image prompts. scale:
+    for all, or one each. Raises UsageError for invalid values, and for images without adapters."""
     if images is None:
         return [ImagePrompt()] * adapters
     if not adapters:
@@ -23,22 +23,24 @@ def image_prompts(images: Any, scale: float | Sequence[float], adapters: int) ->
         )
     given = images if isinstance(images, list) else [images]
     if len(given) != adapters:
-        several = "Several images for one adapter are a list in the list: [[first, second]]."
+        several = "Nest several images for one adapter: [[first, second]]."
         raise UsageError(f"{len(given)} images for {adapters} IP-Adapters", where=_IMAGE, remedy=several)
     scales = list(scale) if isinstance(scale, Sequence) else [scale] * adapters
     if len(scales) != adapters:
         raise UsageError(
             f"{len(scales)} scales for {adapters} IP-Adapters",
             where=_SCALE,
-            remedy="Give one for all, or one for each.",
+            remedy="Pass one for all, or one per adapter.",
         )
     for each in scales:
         if isinstance(each, bool) or not isinstance(each, int | float) or not math.isfinite(each):
             raise UsageError(
-                f"{each!r} is no scale", where=_SCALE, remedy="It is a number between 0 and 1, or a little more."
+                f"{each!r} is not a valid scale", where=_SCALE, remedy="Use a number between 0 and 1, or slightly more."
             )
     listed = [[] if each is None else each if isinstance(each, list) else [each] for each in given]
     for each in (image for found in listed for image in found):
         if not hasattr(each, "mode") and not hasattr(each, "shape"):
-            raise UsageError(f"{each!r:.40} is no image", where=_IMAGE, remedy="Give PIL images, arrays or tensors.")
+            raise UsageError(
+                f"{each!r:.40} is not an image", where=_IMAGE, remedy="Pass PIL images, arrays or tensors."
+            )
     return [ImagePrompt(tuple(each), float(factor)) for each, factor in zip(listed, scales, strict=True)]

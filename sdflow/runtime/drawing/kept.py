@@ -1,6 +1,6 @@
-"""What a mask keeps of the image to start from: its own pixels, put over what was drawn.
+"""Put the kept area of the start image back over an inpainted image.
 
-All of an image comes out of the VAE, which changes what was only to be kept, too. diffusers' pipelines leave it so.
+The VAE changes all pixels, including those that a mask keeps; diffusers' pipelines leave them changed.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ if TYPE_CHECKING:
     import torch
 
 EXTENT = 2.5
-"""How many standard deviations a soft edge reaches to either side of the mask's, as in AUTOMATIC1111's webui."""
+"""Reach of a soft edge to either side of the mask's edge in standard deviations, as in AUTOMATIC1111's webui."""
 
 
 def require_blur(
     blur: float, mask: bool, whole: bool, names: tuple[str, ...] = ("mask_blur", "mask_image", "whole")
 ) -> None:
-    """Raises UsageError for a soft edge that there cannot be. names: of the arguments, as the user calls them."""
+    """Raise UsageError for an invalid mask blur. names: the arguments' names for the user."""
     own, mask_name, whole_name = names
     if not 0 <= blur <= MOST_BLUR:
-        raise UsageError(f"it is {blur:g}", where=own, remedy=f"Give pixels, from 0 to {MOST_BLUR}.")
+        raise UsageError(f"it is {blur:g}", where=own, remedy=f"Use 0 to {MOST_BLUR} pixels.")
     if blur and not mask:
-        raise UsageError("there is no mask whose edge could be soft", where=own, remedy=f"Add {mask_name}.")
+        raise UsageError("there is no mask to blur", where=own, remedy=f"Add {mask_name}.")
     if blur and whole:
         raise UsageError(
-            f"with {whole_name} nothing is kept, so there is no edge", where=own, remedy="Leave one of them out."
+            f"with {whole_name} nothing is kept, so there is no edge to blur", where=own, remedy="Use only one of them."
         )
 
 
 @dataclass(frozen=True)
 class Kept:
-    """pixels: of the image, float32 (images, height, width, 3) in [0, 1]. drawn: how much of each pixel is drawn, float32
-    (masks, height, width, 1) in [0, 1]; 0 keeps it. There may be fewer images and masks than images are drawn, which repeat
-    them in order."""
+    """pixels: of the start image, float32 (images, height, width, 3) in [0, 1]. drawn: weight of the generated pixels,
+    float32 (masks, height, width, 1) in [0, 1]; 0 keeps the original. Fewer images and masks than generated images are
+    repeated in order."""
 
     pixels: torch.Tensor
     drawn: torch.Tensor
 
     @classmethod
     def of(cls, image: torch.Tensor, mask: torch.Tensor, blur: float, device: str) -> Kept:
-        """image: (images, 3, height, width) in [-1, 1]. mask: (masks, 1, height, width), 1 where something is drawn. blur: the
-        standard deviation of a Gauss filter over the mask, in pixels."""
+        """image: (images, 3, height, width) in [-1, 1]. mask: (masks, 1, height, width), 1 where to draw. blur:
+        standard deviation of a Gaussian blur of the mask, in pixels."""
         import torch
 
         soft = blurred(mask.to(device, torch.float32), blur)
@@ -54,8 +54,8 @@ class Kept:
         return cls(pixels.permute(0, 2, 3, 1), soft.permute(0, 2, 3, 1))
 
     def over(self, images: torch.Tensor) -> torch.Tensor:
-        """Images, float32 (images, height, width, 3), with what is kept put over them; where a pixel is kept in full, it is
-        exactly that of the image to start from."""
+        """Blend the kept area over images, float32 (images, height, width, 3); fully kept pixels equal the start
+        image's exactly."""
         import torch
 
         count = len(images)
@@ -64,14 +64,14 @@ class Kept:
         return torch.where(drawn > 0, pixels + (images - pixels) * drawn, pixels)
 
     def resized(self, height: int, width: int) -> Kept:
-        """For images of another size: previews."""
+        """Resize for images of another size, such as previews."""
         if self.pixels.shape[1:3] == (height, width):
             return self
         return replace(self, pixels=_resized(self.pixels, height, width), drawn=_resized(self.drawn, height, width))
 
 
 def blurred(mask: torch.Tensor, deviation: float) -> torch.Tensor:
-    """A mask (masks, 1, height, width) through a Gauss filter; beyond its borders it goes on as it ends there."""
+    """Apply a Gaussian blur to a mask (masks, 1, height, width), replicating its borders."""
     import torch
     from torch.nn.functional import conv2d, pad
 

@@ -1,4 +1,4 @@
-"""A pipeline folder, loaded: the submodels with all that stands beside them. What they do for images is in `parts` beside it."""
+"""A loaded pipeline folder: submodels, tokenizers, scheduler and options. `parts` runs the submodels."""
 
 from __future__ import annotations
 
@@ -42,12 +42,13 @@ from sdflow.targets import Target
 class LoadedPipeline:
     """The submodels of a pipeline folder.
 
-    low_memory: a submodel's session is loaded when its turn comes and let go after it, and the VAE works in tiles.
+    low_memory: load each submodel's session on use and unload it afterwards, and tile the VAE.
     moving: the submodels' weights take turns on the device.
-    vae_tiles: whether it does; None: where the memory that is free would not do for the whole image, which TiledWarning tells.
-    options: of model_index.json, as the family reads them. defaults: of a call, for each task; None: what the configs say.
-    split: take the denoiser apart, so that nothing is computed twice (`sdflow.runtime.denoiser.split`).
-    words: that stand in prompts for learned vectors. record: what the text of all its images says of it.
+    vae_tiles: whether to tile the VAE; None: only if free memory does not suffice for the whole image, with a
+        TiledWarning.
+    options: from model_index.json, as the family reads them. defaults: of a call, by task; None: from the configs.
+    split: run the denoiser in parts, to avoid repeated work (`sdflow.runtime.denoiser.split`).
+    words: textual inversion embeddings usable in prompts. record: settings written into all its images.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class LoadedPipeline:
         self.learned = words
         self.words = {word.word: word.count for word in words}
         self.most_chunks: int | None = None
-        """That a prompt may have; None: any."""
+        """Maximum number of chunks of a prompt; None: unlimited."""
         self.record: Record = {}
         self._shortened: dict[str, tuple[int, Submodel]] = {}
         self.companions = companions
@@ -130,19 +131,19 @@ class LoadedPipeline:
         shared: Mapping[str, Submodel] = MappingProxyType({}),
         previews: Path | str | None = None,
     ) -> Self:
-        """Load an assembled pipeline, its sessions side by side.
+        """Load an assembled pipeline, creating its sessions concurrently.
 
-        target: cpu, cuda, ...; None: the one that it was built for. scheduler: one of `families.schedulers.SCHEDULERS`
-        instead of the folder's, or what A1111 or ComfyUI calls it. checker: whether the family's checker, if it is there,
-        sees the images. keep: "all": the weights of all submodels stay on a CUDA device; "fit": where they do not fit
-        together, they take turns. device_memory: bytes of the device that this process may take, from now on; None: as before,
-        at first all that is free. beside: bytes of weights that another pipeline will put there.
-        cuda_graphs: the submodels that may be captured, None: all. tuning: what `sdflow tune` chose for this machine:
-        `recorded_tuning(folder, target).tuning`. embeddings: files of textual inversion, FILE or FILE:WORD, and folders of
-        them, whose files go by their names; their words may stand in prompts. shared: submodels that another pipeline has
-        loaded of the same artifacts. previews: a pipeline folder whose tiny VAE decodes previews; None: the pipeline's own, if
-        it is one.
-        Raises UsageError when the folder is no pipeline, TargetUnavailableError when the provider is not there.
+        target: cpu, cuda, ...; default: the target it was built for. scheduler: replaces the folder's; one of
+        `families.schedulers.SCHEDULERS`, or a name from A1111 or ComfyUI. checker: whether to run the family's checker,
+        if present. keep: "all": all weights stay on a CUDA device; "fit": submodels that do not fit together take
+            turns.
+        device_memory: limit in bytes on the device memory of this process from now on; None: unchanged, initially all
+        free memory. beside: bytes of weights that another pipeline will load there. cuda_graphs: submodels that may be
+        captured; None: all. tuning: result of `sdflow tune` for this machine, `recorded_tuning(folder, target).tuning`.
+        embeddings: textual inversion files (FILE or FILE:WORD), or folders of files that are used by their names; their
+        words can be used in prompts. shared: submodels that another pipeline loaded from the same artifacts. previews:
+        pipeline folder whose tiny VAE decodes previews; None: the pipeline's own, if it is one.
+        Raises UsageError if the folder is not a pipeline, and TargetUnavailableError if the provider is unavailable.
         """
         folder = Path(folder)
         target = target_of(folder, target)
@@ -151,9 +152,9 @@ class LoadedPipeline:
         names = [name for name in onnx_submodels(folder) if checker or name != family.checker]
         if device_memory is not None and (low_memory or keep == "all" or target.name != "cuda"):
             raise UsageError(
-                "only limits weights that may take turns on a CUDA device",
+                "only applies to weights that may take turns on a CUDA device",
                 where="device_memory",
-                remedy="Leave it out, or draw on the target cuda with keep 'fit' and without low_memory.",
+                remedy="Remove it, or use the target cuda with keep 'fit' and without low_memory.",
             )
         own = [name for name in names if name not in shared]
         moves = None if low_memory else moving_weights(folder, own, target, keep, device_memory, beside)
@@ -161,7 +162,7 @@ class LoadedPipeline:
         def load(name: str) -> Submodel:
             if name in shared:
                 return shared[name]
-            # The encoder and the nets are for images: loaded when the first one comes. The denoiser is taken apart then.
+            # The encoder and the nets are loaded with the first image. A split denoiser only needs its parts.
             late = (family.encoder, *family.optional_parts(names))
             late = (*late, family.denoiser) if target.name in TAKEN_APART else late
             lazy = (
@@ -205,15 +206,15 @@ class LoadedPipeline:
         return pipeline
 
     def named_scheduler(self, name: str) -> Any:
-        """The scheduler of this name with the noise schedule of the pipeline's own; each is made once. Raises UsageError as the
-        function of this name."""
+        """Return the scheduler with this name and the noise schedule of the pipeline's own, cached. Raises UsageError
+        like the function `named_scheduler`."""
         key = name, repr(self.scheduler.config)
         if key not in self._named:
             self._named[key] = named_scheduler(name, self.scheduler.config, self.family.noising)
         return self._named[key]
 
     def latents_shape(self, images: int, height: int | None, width: int | None) -> tuple[int, int, int, int]:
-        """(images, channels, rows, columns) of the latents for an image size in pixels."""
+        """Return (images, channels, rows, columns) of the latents for an image size in pixels."""
         what = self.latents
         require_size(what.granularity, height, width)
         rows = what.size if height is None else height // what.scale
@@ -228,7 +229,7 @@ class LoadedPipeline:
             submodel.unload()
 
     def _shorter(self, name: str, clip_skip: int) -> Submodel:
-        """A text encoder without its last layers; one of each is kept."""
+        """Return a text encoder without its last layers; one per encoder is cached."""
         count, submodel = self._shortened.get(name, (0, None))
         if submodel is None or count != clip_skip:
             self._shortened[name] = clip_skip, without_last_layers(self.submodels[name], clip_skip)

@@ -1,6 +1,6 @@
-"""What the submodels of a pipeline do for its images: prompts to conditions, latents to images as the safety checker leaves them.
+"""Run a pipeline's submodels: prompts to conditions, latents to images, including the safety checker.
 
-How that makes a drawing is in `sdflow.runtime.pipeline`.
+`sdflow.runtime.pipeline` combines them into a drawing.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ SCHEDULES_KEPT = 16
 
 @dataclass(frozen=True)
 class Images:
-    """What a pipeline draws. images: PIL images, or float32 NHWC in [0, 1]; nsfw_content_detected: one per image. vae_tiles:
-    pixels of the tiles' side where they were decoded in tiles."""
+    """Result of a call. images: PIL images, or float32 NHWC in [0, 1]. nsfw_content_detected: one per image. vae_tiles:
+    side of the tiles in pixels, if tiled."""
 
     images: list[Image] | np.ndarray
     nsfw_content_detected: list[bool] | None
@@ -45,13 +45,13 @@ class Images:
 
 
 class PipelineParts(LoadedPipeline):
-    """A loaded pipeline, and what its submodels do for a drawing."""
+    """A loaded pipeline with the operations of its submodels."""
 
     def condition(self, request: Request, clip_skip: int = 0) -> Conditions:
-        """What the denoiser reads for these prompts, on the device.
+        """Return the denoiser's conditions for these prompts, on the device.
 
-        clip_skip: of the text encoders' last layers, for the prompts alone: diffusers' `encode_prompt` reads negative prompts
-        with all of them (0.42, Stable Diffusion and XL).
+        clip_skip: number of the text encoders' last layers to skip, for the prompts only: diffusers' `encode_prompt`
+        encodes negative prompts with all layers (0.42, Stable Diffusion and XL).
         """
         skipped = self._conditioned(request, clip_skip)
         if not clip_skip or skipped.halves == 1:
@@ -59,7 +59,7 @@ class PipelineParts(LoadedPipeline):
         return skipped.with_negatives_of(self._conditioned(request, 0))
 
     def _conditioned(self, request: Request, clip_skip: int) -> Conditions:
-        """With all prompts read alike."""
+        """Encode all prompts with the same clip_skip."""
 
         def run(name: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             with self._using(name, 0 if self.family.part(name).whole else clip_skip) as submodel:
@@ -69,7 +69,7 @@ class PipelineParts(LoadedPipeline):
             return self.family.condition(run, self.companions, self.options, request)
 
     def _image_conditions(self, shown: Sequence[ImagePrompt], rows: int, guided: bool) -> Tensors:
-        """What the denoiser reads for image prompts, on the device; nothing without IP-Adapters."""
+        """Return the denoiser's inputs for image prompts, on the device; empty without IP-Adapters."""
         if not shown:
             return {}
 
@@ -82,11 +82,12 @@ class PipelineParts(LoadedPipeline):
         return image_conditions(run, self.family.prompter.name, processor, config, shown, rows, guided=guided)
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Images, float32 NHWC in [0, 1], from latents."""
+        """Decode latents to images, float32 NHWC in [0, 1]."""
         return self._decoded(latents)[0]
 
     def _decoded(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images from latents, and how many values are not finite: of the latents, then of each image. Nothing waits."""
+        """Return the images, and counts of non-finite values: of the latents, then of each image. Does not
+        synchronize."""
         import torch
 
         images = []
@@ -105,8 +106,9 @@ class PipelineParts(LoadedPipeline):
         finite: bool = False,
         kept: Kept | None = None,
     ) -> Waits[Images]:
-        """Images of latents, as the safety checker leaves them, if there is one. finite: raise VerificationError for what is no
-        image. kept: put over what is decoded; the checker sees both."""
+        """Return the images of latents after the safety checker, if any. finite: raise VerificationError for non-finite
+        values.
+        kept: blended over the decoded images, before the checker sees them."""
         rows, columns = latents.shape[2:]
         decoder = self.submodels[self.family.decoder]
         tiles = tile_side(decoder, rows, columns, self.latents.scale, self.vae_tiles)
@@ -132,17 +134,18 @@ class PipelineParts(LoadedPipeline):
         return Images(pixels.numpy() if floats else pil_of(pixels), flags, tiles)
 
     def preview(self, latents: torch.Tensor) -> torch.Tensor:
-        """Images, float32 NHWC in [0, 1], from latents, at once: by the tiny VAE at full size, else a pixel for each."""
+        """Return preview images, float32 NHWC in [0, 1]: from a tiny VAE at full size, or one pixel per latent
+        pixel."""
         with self.place.current():
             return self.draw_preview(latents)
 
     def _seen_by_checker(self, pixels: torch.Tensor) -> torch.Tensor:
-        """What the safety checker reads of images."""
+        """Return the safety checker's input for images."""
         seen: torch.Tensor = self.companions["feature_extractor"](pil_of(pixels), return_tensors="pt").pixel_values
         return seen
 
     def _checked(self, images: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The images with the flagged ones blackened, and the flags; both on the device. Nothing waits."""
+        """Return the images with flagged ones blacked out, and the flags, on the device. Does not synchronize."""
         import torch
 
         assert self.family.checker is not None, "only a family that has one"
@@ -159,7 +162,7 @@ class PipelineParts(LoadedPipeline):
             return torch.cat(checked), torch.stack(flags)
 
     def denoiser(self, shape: tuple[int, int, int, int], rows: int, **options: Any) -> Denoiser:
-        """The denoiser of a drawing without image prompts. shape, rows, options: as of `DenoiserRequest`."""
+        """Return the denoiser for a drawing without image prompts. shape, rows, options: see `DenoiserRequest`."""
         denoised = self.configs[self.family.denoiser]
         axes = token_axes(denoised, [ImagePrompt()] * adapter_count(denoised))
         return self.denoisers.get(DenoiserRequest(shape, rows, axes, **options))
@@ -175,9 +178,9 @@ class PipelineParts(LoadedPipeline):
         limits: GuidanceLimits = UNLIMITED,
         **options: Any,
     ) -> Schedule:
-        """The factors of the scheduler for so many steps, on the device. shape: of the latents. guidance_scale: None without
-        guidance. fewer: what is left out. skipped: skip-layer guidance. limits: of guidance. options: as
-        of `schedule.trace`."""
+        """Return the scheduler's factors for these steps, on the device, cached. shape: of the latents. guidance_scale:
+        None without guidance. fewer: approximation. skipped: skip-layer guidance. limits: of guidance. options: see
+        `schedule.trace`."""
         noising, tokens = self.family.noising, self.latents.tokens(*shape[-2:])
         own = (type(self.scheduler), repr(self.scheduler.config), noising.key(self.scheduler, tokens))
         key = (*own, steps, guidance_scale, fewer, skipped, limits, *options.items())
@@ -198,10 +201,11 @@ class PipelineParts(LoadedPipeline):
             while len(self.schedules) >= SCHEDULES_KEPT:
                 self.schedules.pop(next(iter(self.schedules)))
             self.schedules[key] = guided.to(self.place.device)
-        self.schedules[key] = self.schedules.pop(key)  # the latest used is the last to go
+        self.schedules[key] = self.schedules.pop(key)  # mark as most recently used
         return self.schedules[key]
 
     def encode(self, images: torch.Tensor) -> torch.Tensor:
-        """Latents from images, (images, 3, rows, columns) in [-1, 1] on the device: the mean of the encoder's distribution."""
+        """Encode images (images, 3, rows, columns) in [-1, 1] to latents on the device: the mean of the
+        distribution."""
         with self.place.current(), self._using(self.family.encoder) as encoder:
             return encode(encoder, images, self.latents, tiles=self.vae_tiles)

@@ -1,13 +1,13 @@
-"""Previews: what a drawing is becoming, while it is drawn.
+"""Previews of a drawing in progress.
 
     def show(preview: Preview) -> None:
         preview.images()[0].save(f"{preview.index}.png")
 
     pipeline(prompt, callback_on_preview=show)
 
-After each step the model has said what noise is in the latents; without it they are what it takes the image for. A tiny VAE
-decodes them at full size, where the pipeline has one. Else every latent pixel becomes one pixel, by a linear map from the
-latents' channels to red, green and blue (`sdflow.families.shared.colors`): at an eighth of the size, for next to nothing.
+After each step, the latents without the predicted noise are the model's current estimate of the image. A tiny VAE
+decodes them at full size, if the pipeline has one. Otherwise a linear map from latent channels to RGB
+(`sdflow.families.shared.colors`) gives one pixel per latent pixel, at almost no cost.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ Draw = Callable[["torch.Tensor"], "torch.Tensor"]
 
 @dataclass(frozen=True)
 class Preview:
-    """What a drawing is after a step. index: of the step, from 0. total: how many there are.
+    """State of a drawing after a step. index: of the step, from 0. total: number of steps.
 
-    latents: (images, channels, rows, columns), on the device, without the noise that is still in them. kept: what a mask keeps,
-    put over them. Nothing is decoded before `images` is called: a preview that nobody looks at costs next to nothing.
+    latents: (images, channels, rows, columns), on the device, without the remaining noise. kept: area that a mask
+    keeps, blended over them. Decoding happens in `images`, so unused previews cost almost nothing.
     """
 
     index: int
@@ -51,14 +51,14 @@ class Preview:
     kept: Kept | None = None
 
     def images(self) -> list[Image]:
-        """One for each image that is drawn. It waits for the step on the device; call it in the callback or later, but on the
-        thread that draws: a session is not shared."""
+        """Return one image per generated image. Waits for the step on the device; call it in the callback or later, but
+        on the drawing's thread: sessions are not shared."""
         drawn = self.draw(self.latents)
         return to_pil(drawn if self.kept is None else self.kept.resized(*drawn.shape[1:3]).over(drawn))
 
 
 def previewer(family: Family, decoder: Submodel, what: Latents) -> Draw:
-    """What draws the previews of a pipeline: its own decoder, if that is a quick one, else the linear map."""
+    """Return the preview function of a pipeline: its own decoder if that is fast, else the linear map."""
     if decoder.part.model.quick:
         return lambda latents: by_decoder(latents, decoder, what)
     if (colors := family.colors) is not None:
@@ -67,9 +67,10 @@ def previewer(family: Family, decoder: Submodel, what: Latents) -> Draw:
 
 
 def previewer_of(folder: Path, family: Family, what: Latents, target: Target) -> Draw:
-    """The tiny VAE of a pipeline folder, as what draws the previews of another pipeline, of this family and with these latents.
+    """Return a preview function that uses a pipeline folder's tiny VAE, for another pipeline of this family and
+    latents.
 
-    Raises UsageError for a folder that has none, and for one of other latents.
+    Raises UsageError if the folder has no tiny VAE, or one for other latents.
     """
     theirs = folder_family(folder)
     decoder = load_submodel(folder, theirs.decoder, target, lazy=True)
@@ -78,26 +79,26 @@ def previewer_of(folder: Path, family: Family, what: Latents, target: Target) ->
         raise UsageError(
             f"it is of class {decoder.part.model.class_name}, too slow for previews",
             where=where,
-            remedy="Take a pipeline that was built with TAESD for its VAE.",
+            remedy="Use a pipeline built with TAESD as its VAE.",
         )
-    own = folder_latents(folder)  # a tiny VAE's are the denoiser's themselves, not times a factor
+    own = folder_latents(folder)  # a tiny VAE does not scale its latents
     if theirs.colors != family.colors or own.channels != what.channels:
         raise UsageError(
             f"it decodes the latents of {theirs.title}, not those of {family.title}",
             where=where,
-            remedy="Take TAESD for Stable Diffusion 1 and 2, TAESDXL for XL.",
+            remedy="Use TAESD for Stable Diffusion 1 and 2, TAESDXL for XL.",
         )
     return lambda latents: by_decoder(latents, decoder, own)
 
 
 def by_colors(latents: torch.Tensor, colors: LatentColors) -> torch.Tensor:
-    """A pixel for each of the latents."""
+    """Map each latent pixel to one pixel."""
     factors = latents.new_tensor(colors.factors)  # (channels, 3)
     return (latents.permute(0, 2, 3, 1) @ factors + latents.new_tensor(colors.offset)).clamp(0, 1)
 
 
 SHRUNK = 16
-"""Rows or columns, the larger of both, of latents that a preview's decoder is given where nobody has published their colors."""
+"""Maximum rows and columns of latents to decode for a preview, for families without published colors."""
 
 
 def _shrunk(latents: torch.Tensor) -> torch.Tensor:
@@ -108,12 +109,12 @@ def _shrunk(latents: torch.Tensor) -> torch.Tensor:
 
 
 def by_decoder(latents: torch.Tensor, decoder: Submodel, what: Latents) -> torch.Tensor:
-    """As a VAE decodes them."""
+    """Decode the latents with a VAE."""
     import torch
 
     return torch.cat(
         [
-            (image.float() / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1)  # good until the next is decoded
+            (image.float() / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1)  # only valid until the next is decoded
             for image in decode(decoder, latents, what)
         ]
     )

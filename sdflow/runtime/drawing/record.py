@@ -1,4 +1,4 @@
-"""What a pipeline's images say of themselves: the settings of a call, with the model's own where it gave none."""
+"""Settings that a pipeline writes into its images: those of the call, and the model's defaults."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Record = Mapping[str, Any]
 
 
 def folder_record(folder: Path, target: str) -> Record:
-    """What is the same for all images of a pipeline folder."""
+    """Return the settings shared by all images of a pipeline folder."""
     if not (folder / MANIFEST_FILE).exists():
         return {"target": target, "versions": versions()}
     built = read_manifest(folder)
@@ -33,7 +33,7 @@ def folder_record(folder: Path, target: str) -> Record:
 
 
 def scheduler_settings(scheduler: Any) -> dict[str, str]:
-    """The class of a scheduler, and its name where it has one."""
+    """Return a scheduler's class and, if known, its name."""
     name = scheduler_name(scheduler)
     return {"scheduler": type(scheduler).__name__, **({} if name is None else {SCHEDULER_NAME: name})}
 
@@ -46,8 +46,8 @@ def records(
     inputs: Mapping[str, bool],
     **settings: Any,
 ) -> list[Record]:
-    """The settings of each image. own: of the pipeline. inputs: what it is drawn from besides the prompt. settings: by the names
-    of `sdflow.families.settings`. The seed is known where each image has a generator of its own."""
+    """Return the settings of each image. own: the pipeline's. inputs: which inputs it has besides the prompt. settings:
+    by their names in `sdflow.families.settings`. Seeds are only known if each image has its own generator."""
     count = len(request.prompts)
     alone = [] if generator is None else generator if isinstance(generator, list) else [generator]
     seeds = [each.initial_seed() for each in alone] if len(alone) == count else [None] * count
@@ -79,13 +79,13 @@ def records(
 
 
 def _of_image(value: Any, index: int) -> Any:
-    """Texts in a list are of one image each."""
+    """Return the image's own text from a list of texts; anything else unchanged."""
     texts = isinstance(value, list) and all(isinstance(each, str) for each in value)
     return value[index] if texts and index < len(value) else value
 
 
 def with_record(image: Image, record: Record) -> Image:
-    """The image with its text."""
+    """Attach the settings to the image."""
     from sdflow.runtime.drawing.drawn_image import DrawnImage
 
     image.__class__ = DrawnImage
@@ -94,5 +94,5 @@ def with_record(image: Image, record: Record) -> Image:
 
 
 def with_more(image: Image, more: Record) -> Image:
-    """The image, its text with further settings."""
+    """Add further settings to the image's."""
     return with_record(image, {**json.loads(image.info[SETTINGS]), **more})

@@ -1,4 +1,4 @@
-"""Reference images of a call: checked and read before they are encoded."""
+"""Check and read a call's reference images."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ if TYPE_CHECKING:
 
 
 def most_references(family: Family, submodels: Container[str]) -> int:
-    """How many reference images a pipeline of these submodels takes in a call."""
+    """Return the maximum number of reference images per call for a pipeline with these submodels."""
     return MOST_REFERENCES if family.references is not None and family.encoder in submodels else 0
 
 
 def require_references(family: Family, submodels: Container[str], count: int, where: str = REFERENCES) -> None:
-    """Raises UsageError for reference images that a pipeline of these submodels does not take, or for too many. where: what the
-    user calls them."""
+    """Raise UsageError if a pipeline with these submodels takes no reference images, or for too many. where: the
+    argument's name for the user."""
     if not count:
         return
     if family.references is None:
-        raise UsageError(f"{family.title} takes no reference images", where=where, remedy="Leave them out.")
+        raise UsageError(f"{family.title} takes no reference images", where=where, remedy="Remove them.")
     if family.encoder not in submodels:
         raise UsageError(f"the pipeline has no {family.encoder}, so it takes no reference images", where=where)
     if count > MOST_REFERENCES:
-        raise UsageError(f"there are {count} reference images", where=where, remedy=f"Give at most {MOST_REFERENCES}.")
+        raise UsageError(f"there are {count} reference images", where=where, remedy=f"Use at most {MOST_REFERENCES}.")
 
 
 def read_references(images: Any, family: Family, submodels: Container[str], multiple: int) -> list[torch.Tensor]:
-    """The pixels of one image or of several, each (1, 3, height, width) in [-1, 1]; none for None. multiple: of which height and
-    width must be multiples. Raises UsageError as `require_references`, and for images that the model does not take."""
+    """Return the pixels of one image or several, each (1, 3, height, width) in [-1, 1]; empty for None. multiple:
+    height and width are multiples of it. Raises UsageError as `require_references`, and for unsupported images."""
     listed = [] if images is None else list(images) if isinstance(images, list | tuple) else [images]
     require_references(family, submodels, len(listed))
     return [] if family.references is None else [family.references.pixels(each, multiple) for each in listed]
 
 
 def require_reference_room(denoiser: Submodel, shape: Sequence[int], rows: int, tokens: int) -> None:
-    """Raises UsageError if a step with so many tokens of reference images is estimated not to fit in free memory. shape: of the
-    latents. rows: of the denoiser's batch."""
+    """Raise UsageError if a step with this many reference tokens is estimated to exceed free memory. shape: of the
+    latents.
+    rows: batch size of the denoiser."""
     if not tokens:
         return
     device = denoiser.place.device
@@ -54,7 +55,7 @@ def require_reference_room(denoiser: Submodel, shape: Sequence[int], rows: int, 
     needed = rows * row_bytes(denoiser.part.model, denoiser.config, size, device)
     if needed > ALWAYS_THERE and needed > (free := available_bytes(device)):
         raise UsageError(
-            f"a step with these reference images takes about {spell_bytes(needed)}, and {spell_bytes(free)} are free",
+            f"these reference images need about {spell_bytes(needed)} per step, but only {spell_bytes(free)} are free",
             where=REFERENCES,
-            remedy="Give fewer or smaller reference images, or draw a smaller image.",
+            remedy="Use fewer or smaller reference images, or a smaller image.",
         )

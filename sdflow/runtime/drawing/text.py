@@ -1,4 +1,4 @@
-"""The text encoders of a pipeline: on any number of texts, with learned words, without their last layers."""
+"""Text encoders of a pipeline: batching, textual inversion, skipped last layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def with_words(submodel: Submodel, family: Family, words: Sequence[Embedding]) -> Submodel:
-    """A text encoder of the family that knows the words' vectors. Raises UsageError for vectors of another model's."""
+    """Add the words' vectors to a text encoder of the family. Raises UsageError for vectors of another model."""
     import numpy as np
 
     if not words:
@@ -34,8 +34,8 @@ def with_words(submodel: Submodel, family: Family, words: Sequence[Embedding]) -
 def learned_words(
     given: Sequence[Path | str | Embedding], family: Family, submodels: Mapping[str, Submodel]
 ) -> list[Embedding]:
-    """Embeddings as a caller gives them: read, files as FILE or FILE:WORD, or folders. Of a folder those that are for this kind
-    of model; the others are left out with a warning. Raises CheckpointError and UsageError for files."""
+    """Read embeddings given as objects, files (FILE or FILE:WORD) or folders. Embeddings of a folder that do not fit
+    the model are skipped with a warning. Raises CheckpointError and UsageError for files."""
     found = []
     for each in given:
         if isinstance(each, Embedding):
@@ -53,7 +53,7 @@ def _fitting(folder: Path, family: Family, submodels: Mapping[str, Submodel]) ->
     widths = [submodels[name].config.get("hidden_size") for name in names]
     for word, path in embeddings_in(folder).items():
         try:
-            if not names or None in widths:  # T5 reads no learned words
+            if not names or None in widths:  # T5 does not support textual inversion
                 raise UsageError(f"{family.title} takes no textual inversion", where=str(path))
             read = read_embedding(path, word)
             for part, width in zip(parts, widths, strict=True):
@@ -65,29 +65,29 @@ def _fitting(folder: Path, family: Family, submodels: Mapping[str, Submodel]) ->
 
 
 def without_last_layers(submodel: Submodel, count: int) -> Submodel:
-    """A text encoder that is read so many layers earlier than the family reads it, as `clip_skip` of diffusers' pipelines.
+    """Return a text encoder that is read `count` layers earlier than usual, like `clip_skip` in diffusers' pipelines.
 
-    Raises UsageError where it has not so many.
+    Raises UsageError if it has too few layers.
     """
     config, part = submodel.config, submodel.part
     layers = config["num_hidden_layers"]
     if not 0 <= count < layers:
         raise UsageError(
-            f"{count} of {layers} layers of the {part.name.replace('_', ' ')} cannot be left out",
+            f"{count} of {layers} layers of the {part.name.replace('_', ' ')} cannot be skipped",
             where="clip_skip",
-            remedy=f"From 0 to {layers - 1}; 1 is what other programs call a clip skip of 2.",
+            remedy=f"Use 0 to {layers - 1}; 1 equals a clip skip of 2 in other programs.",
         )
     if count == 0:
         return submodel
     fewer = {**config, "num_hidden_layers": layers - count}
-    if part.read is not None and part.read(fewer) != part.read(config):  # the graph has what goes into each layer
+    if part.read is not None and part.read(fewer) != part.read(config):  # the graph outputs each layer's input
         return submodel.changed(config=fewer)
     return submodel.changed(partial(leave_out_layers, count=count, config=config), fewer)
 
 
 def run_rows(submodel: Submodel, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A submodel on any number of rows, equal ones computed once. Two at a time, as with guidance: one shape for any
-    number."""
+    """Run a submodel on any number of rows, computing equal rows once. Rows run in pairs, as with guidance, so one
+    shape serves any number."""
     import torch
 
     columns = list(inputs.values())
@@ -100,7 +100,7 @@ def run_rows(submodel: Submodel, inputs: Mapping[str, torch.Tensor]) -> dict[str
     for begin in range(0, len(wanted), 2):
         pair = wanted[begin : begin + 2]
         for port, value in inputs.items():
-            submodel.place.put(bound.inputs[port], value[pair])  # a single one goes to both places
+            submodel.place.put(bound.inputs[port], value[pair])  # a single row fills both places
         for output, value in bound.run().items():
             if read is None or output in read:
                 found.setdefault(output, []).extend(value[: len(pair)].clone())
@@ -109,13 +109,13 @@ def run_rows(submodel: Submodel, inputs: Mapping[str, torch.Tensor]) -> dict[str
 
 
 _NORMS = {"LayerNormalization": 1, "SkipLayerNormalization": 2}
-"""Operators that normalize -> which of their inputs is the scale; the bias is the next."""
+"""Normalization operator -> index of its scale input; the bias follows."""
 
 
 def add_vectors(model: onnx.ModelProto, vectors: np.ndarray, config: Mapping[str, Any]) -> None:
-    """Put (vectors, width) float32 behind the rows of the table of tokens, in the table's type.
+    """Append `vectors` (float32, (vectors, width)) to the token embedding table, in the table's type.
 
-    Raises UsageError where the graph holds no such table.
+    Raises UsageError if the graph has no such table.
     """
     import numpy as np
     from onnx import TensorProto, helper, numpy_helper
@@ -126,9 +126,9 @@ def add_vectors(model: onnx.ModelProto, vectors: np.ndarray, config: Mapping[str
     lookups = [node for node in graph.node if node.op_type == "Gather" and node.input[0] in tables]
     if len(lookups) != 1 or tables[lookups[0].input[0]].data_type not in (TensorProto.FLOAT, TensorProto.FLOAT16):
         raise UsageError(
-            "the graph of the text encoder was changed so that words cannot be added to it",
+            "the text encoder's graph has no plain embedding table to add words to",
             where="embeddings",
-            remedy="Leave out passes that quantize or replace its table of tokens, and build the pipeline again.",
+            remedy="Remove passes that quantize or replace its token embeddings, and rebuild the pipeline.",
         )
     (lookup,) = lookups
     table = tables[lookup.input[0]]
@@ -140,21 +140,21 @@ def add_vectors(model: onnx.ModelProto, vectors: np.ndarray, config: Mapping[str
 
 
 def leave_out_layers(model: onnx.ModelProto, count: int, config: Mapping[str, Any]) -> None:
-    """Leave out the last layers of a text encoder whose last norm reads what the last one gave.
+    """Remove the last layers of a text encoder whose final norm reads the last layer's output.
 
-    A layer has two norms, the first reads what goes into the layer: that of the first layer left out gets the last norm's
-    scale and bias, and what read the last norm reads this one.
-    Raises UsageError where the graph has not two norms for each layer, and one.
+    Each layer has two norms; the first reads the layer's input. For the first removed layer, this norm gets the final
+    norm's scale and bias and replaces it.
+    Raises UsageError unless the graph has two norms per layer, plus one.
     """
     nodes = [copied(node) for node in in_order(model.graph.node)]
     norms = [node for node in nodes if node.op_type in _NORMS]
     layers = config["num_hidden_layers"]
     if len(norms) != 2 * layers + 1:
         raise UsageError(
-            f"the graph of the text encoder has {len(norms)} norms, and {layers} layers have {2 * layers + 1}: it was "
-            "changed so that none of them can be left out",
+            f"the graph of the text encoder has {len(norms)} norms, but {layers} layers have {2 * layers + 1}, "
+            "so none of them can be skipped",
             where="clip_skip",
-            remedy="Leave out passes that fuse or replace its norms, and build the pipeline again.",
+            remedy="Remove passes that fuse or replace its norms, and rebuild the pipeline.",
         )
     last, norm = norms[-1], norms[2 * (layers - count)]
     taking_over = copied(norm)

@@ -1,4 +1,4 @@
-"""Whether a pipeline's weights fit on its device together, or take turns there."""
+"""Decide whether a pipeline's weights fit on its device together or take turns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sdflow.units import spell_bytes
 
 
 def weight_bytes(folder: Path, names: Iterable[str]) -> dict[str, int]:
-    """Submodel -> the bytes of its data file, where it has one."""
+    """Return the size of each submodel's data file, if it has one."""
     files = {name: folder / name / WEIGHTS_FILE for name in names}
     return {name: file.stat().st_size for name, file in files.items() if file.exists()}
 
@@ -23,11 +23,11 @@ def weight_bytes(folder: Path, names: Iterable[str]) -> dict[str, int]:
 def moving_weights(
     folder: Path, names: Sequence[str], target: Target, keep: Keep, device_memory: int | None, beside: int = 0
 ) -> Residency | None:
-    """Where the weights of these submodels take turns; None where all stay: on the CPU, for "all", and where they fit together,
-    with what drawing one image of the model's own size with guidance takes.
+    """Return the Residency in which these submodels' weights take turns, or None if all stay: on the CPU, with keep
+    "all", or if they fit together with the working memory of one image of the model's own size with guidance.
 
-    device_memory: bytes that the process may take; None: all that is free. beside: bytes of weights that will lie there too.
-    Raises UsageError where those of one submodel are more than that.
+    device_memory: limit in bytes for this process; None: all free memory. beside: bytes of further weights on the
+    device. Raises UsageError if a single submodel's weights exceed the limit.
     """
     if target.name != "cuda" or keep == "all":
         return None
@@ -42,9 +42,9 @@ def moving_weights(
     largest = max(sizes, key=sizes.__getitem__)
     if sizes[largest] + HEADROOM > room:
         raise UsageError(
-            f"the weights of its {largest.replace('_', ' ')} are {spell_bytes(sizes[largest])}, and {spell_bytes(room)} of the "
-            f"device can be taken, of which {spell_bytes(HEADROOM)} are to work in",
+            f"its {largest.replace('_', ' ')} has {spell_bytes(sizes[largest])} of weights, but only {spell_bytes(room)} "
+            f"of the device are available, including {spell_bytes(HEADROOM)} of working memory",
             where=str(folder),
-            remedy="Quantize it when it is built (QuantizeFp8), or draw on the CPU: --target cpu.",
+            remedy="Quantize it (QuantizeFp8), or use the CPU: --target cpu.",
         )
     return places

@@ -1,7 +1,7 @@
-"""What a drawing waits for behind its last step: values on their way from the device, and work of the processor.
+"""Waits at the end of a drawing: for values from the device, and for CPU work.
 
-It is said, not done: a generator gives a `Fetch` or a `Compute` and is sent what came of it. A call alone waits for each
-(`complete`); a server draws other images meanwhile.
+A generator yields a `Fetch` or `Compute` and receives the result. A single call performs each wait itself (`complete`);
+a server generates other images meanwhile.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Fetch:
-    """Values of a place, wanted in the processor's memory: sent back as a list."""
+    """Request values in host memory, received as a list."""
 
     place: Place
     values: Sequence[torch.Tensor]
@@ -28,7 +28,7 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Compute:
-    """Work that uses the processor alone: what it returns is sent back."""
+    """Request CPU work; its return value is received."""
 
     work: Callable[[], Any]
 
@@ -37,7 +37,7 @@ Waits = Generator[Fetch | Compute, Any, Result]
 
 
 def complete(waits: Waits[Result]) -> Result:
-    """What the generator returns, with each wait waited for."""
+    """Perform all waits and return the generator's result."""
     try:
         wait = next(waits)
         while True:

@@ -1,1 +1,1 @@
-"""Files that drawing reads and writes: the pipeline folder, images, their text."""
+"""Files of inference: the pipeline folder, images, their metadata."""

@@ -1,4 +1,4 @@
-"""`--control NAME=FILE[:SCALE[:START:END]]`: the images of ControlNets as files."""
+"""`--control NAME=FILE[:SCALE[:START:END]]`: control images as files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FORM = "Write NAME=FILE, NAME=FILE:SCALE or NAME=FILE:SCALE:START:END, for exam
 
 @dataclass(frozen=True)
 class ControlFile:
-    """An image for the ControlNet of this name. scale, start, end: as of `runtime.control.Control`."""
+    """An image for the ControlNet of this name. scale, start, end: see `runtime.control.Control`."""
 
     name: str
     path: Path
@@ -27,7 +27,7 @@ class ControlFile:
     end: float = 1.0
 
     def settings(self) -> dict[str, Any]:
-        """As an image's file tells it."""
+        """Return the settings to record in an image's file."""
         return {
             "name": self.path.name,
             "sha256": digest_file(self.path),
@@ -38,10 +38,11 @@ class ControlFile:
 
 
 def parse_control(text: str) -> ControlFile:
-    """A file whose name has such numbers at its end is found first. Raises UsageError for text of another form."""
+    """Parse the option. An existing file whose name ends in such numbers takes precedence. Raises UsageError if
+    malformed."""
     name, equals, rest = text.partition("=")
     if not equals or not name or not rest:
-        raise UsageError(f"{text!r} names no ControlNet and file", where="--control", remedy=_FORM)
+        raise UsageError(f"{text!r} does not name a ControlNet and a file", where="--control", remedy=_FORM)
     found = None if Path(rest).exists() else _NUMBERS.fullmatch(rest)
     if found is None:
         return ControlFile(name, Path(rest))
@@ -53,7 +54,9 @@ def parse_control(text: str) -> ControlFile:
 
 
 def require_distinct(controls: Sequence[ControlFile]) -> None:
-    """Raises UsageError for two images of one ControlNet."""
+    """Raise UsageError if a ControlNet has two images."""
     names = [each.name for each in controls]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UsageError(f"the ControlNet {twice!r} has two images", where="--control", remedy="Give each one.")
+        raise UsageError(
+            f"the ControlNet {twice!r} has two images", where="--control", remedy="Pass one image per ControlNet."
+        )

@@ -1,4 +1,4 @@
-"""A pipeline folder: what is in it, and its submodels on a target."""
+"""A pipeline folder: its contents, and loading its submodels on a target."""
 
 from __future__ import annotations
 
@@ -30,42 +30,43 @@ from sdflow.sources.load import load_companion
 from sdflow.targets import Target, find_target
 
 SCHEDULER = "scheduler"
-"""What every family calls the companion that has the steps."""
+"""Name of the scheduler companion in every family."""
 
 TAKEN_APART = ("cpu", "cuda")
-"""The targets that run parts of a graph (`Submodel.path`). Others compile each graph, at length, for each shape."""
+"""Targets that run parts of a graph (`Submodel.path`). Others compile each graph for each shape, which is slow."""
 
 
 def folder_family(folder: Path) -> Family:
-    """The family of a pipeline folder, by its model_index.json.
+    """Return the family of a pipeline folder from its model_index.json.
 
-    Raises UsageError when there is no pipeline, or one of another kind.
+    Raises UsageError if there is no pipeline, or one of an unknown class.
     """
     index = read_index(folder)
     if (family := family_of_index(index, assembled=True)) is not None:
         return family
     name = index.get("_class_name")
     known = ", ".join(name for family in FAMILIES.values() for name in family.assembled_as.values())
-    raise UsageError(f"a pipeline of class {name!r} is not known, only {known}", where=str(folder / INDEX_FILE))
+    raise UsageError(f"unknown pipeline class {name!r}; known are {known}", where=str(folder / INDEX_FILE))
 
 
 def refiner_of(folder: Path) -> Path | None:
-    """The pipeline folder of what refines its images, as its sdflow.json says: in it, or beside it; None: nothing does.
+    """Return the pipeline folder of its refiner as recorded in sdflow.json, inside or next to the folder; None without
+    one.
 
-    Raises UsageError for one that is not there.
+    Raises UsageError if it does not exist.
     """
     refiner = read_manifest(folder).origin.refiner if (folder / MANIFEST_FILE).exists() else None
     if refiner is None:
         return None
-    # Not through links: `..` is the folder around this one.
+    # Lexically, not through links: `..` is the folder that contains this one.
     found = folder / refiner if ".." not in Path(refiner).parts else Path(os.path.normpath(folder.resolve() / refiner))
     if not found.is_dir():
-        raise UsageError(f"its refiner {found} is not there", where=str(folder), remedy=DAMAGED)
+        raise UsageError(f"its refiner {found} does not exist", where=str(folder), remedy=DAMAGED)
     return found
 
 
 def every_artifact(folder: Path) -> dict[str, str]:
-    """Submodel -> the digest of its artifact; of its refiner, `refiner/SUBMODEL`."""
+    """Return the artifact digest of each submodel; the refiner's are named `refiner/SUBMODEL`."""
     refiner, found = refiner_of(folder), read_manifest(folder).artifacts
     if refiner is None:
         return found
@@ -73,7 +74,7 @@ def every_artifact(folder: Path) -> dict[str, str]:
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """model_index.json. Raises UsageError when there is no pipeline."""
+    """Return model_index.json. Raises UsageError if there is no pipeline."""
     index = folder / INDEX_FILE
     if not index.is_file():
         raise UsageError(f"there is no pipeline here: {INDEX_FILE} is missing", where=str(folder))
@@ -81,31 +82,31 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def read_options(folder: Path) -> dict[str, Any]:
-    """The entries of model_index.json that the family reads; diffusers' defaults for those that are not there."""
+    """Return the entries of model_index.json that the family reads, with diffusers' defaults."""
     index = read_index(folder)
     return {name: index.get(name, default) for name, default in folder_family(folder).options.items()}
 
 
 def onnx_submodels(folder: Path) -> list[str]:
-    """The submodels of a pipeline folder that hold an ONNX graph, in order. Raises UsageError when there is no pipeline."""
+    """Return the ONNX submodels of a pipeline folder, in order. Raises UsageError if there is no pipeline."""
     components = read_index(folder)
     return list(folder_family(folder).ordered(name for name in components if components[name] == ONNX_COMPONENT))
 
 
 def folder_latents(folder: Path) -> Latents:
-    """What the latents of a pipeline folder are. Raises UsageError when a config does not say it."""
+    """Return the properties of a folder's latents. Raises UsageError if a config lacks them."""
     family = folder_family(folder)
     try:
         return family.latents(folder_configs(folder))
     except (KeyError, TypeError, ValueError, CheckpointError) as error:
-        what = f"has no entry {error}" if isinstance(error, KeyError) else f"does not fit: {error}"
+        what = f"has no entry {error}" if isinstance(error, KeyError) else f"is invalid: {error}"
         raise UsageError(f"a config.json of the submodels {what}", where=str(folder), remedy=DAMAGED) from error
 
 
 def folder_defaults(folder: Path) -> dict[Task, Defaults]:
-    """What a call of a pipeline folder takes where the caller says nothing, for each task.
+    """Return the default settings of a pipeline folder for each task.
 
-    Raises UsageError for a folder that lacks the denoiser or the scheduler's config.
+    Raises UsageError if the denoiser or the scheduler's config is missing.
     """
     family = folder_family(folder)
     configs = {name: submodel_config(folder, name) for name in (family.denoiser,)}
@@ -115,22 +116,22 @@ def folder_defaults(folder: Path) -> dict[Task, Defaults]:
 
 
 def folder_task(folder: Path) -> Task:
-    """What a pipeline folder is made for. Raises UsageError when a config cannot be read."""
+    """Return the task that a pipeline folder is made for. Raises UsageError if a config cannot be read."""
     return folder_family(folder).task(folder_configs(folder))
 
 
 def folder_needed(folder: Path) -> tuple[str, ...]:
-    """The submodels that a pipeline folder cannot draw without. Raises UsageError when a config cannot be read."""
+    """Return the submodels that a pipeline folder requires. Raises UsageError if a config cannot be read."""
     return folder_family(folder).needed(folder_configs(folder))
 
 
 def folder_adapters(folder: Path) -> int:
-    """How many IP-Adapters a pipeline folder has. Raises UsageError when a config cannot be read."""
+    """Return the number of IP-Adapters of a pipeline folder. Raises UsageError if a config cannot be read."""
     return adapter_count(submodel_config(folder, folder_family(folder).denoiser))
 
 
 def folder_configs(folder: Path) -> dict[str, Config]:
-    """The config of each submodel of a pipeline folder."""
+    """Return the config of each submodel of a pipeline folder."""
     return {name: submodel_config(folder, name) for name in onnx_submodels(folder)}
 
 
@@ -138,7 +139,7 @@ SIZES = (
     "hidden_size", "in_channels", "latent_channels", "max_position_embeddings", "out_channels", "projection_dim",
     "sample_size", "time_cond_proj_dim",
 )  # fmt: skip
-"""Entries of a config.json that say how much is made in memory when something is drawn."""
+"""Config entries that determine memory sizes at run time."""
 
 MOST = 1 << 20
 
@@ -152,11 +153,11 @@ READ_ENTRIES: Mapping[str, Callable[[Any], bool]] = {
     "decoder_block_out_channels": _are_levels,
     "scaling_factor": lambda value: type(value) in (int, float) and value != 0,
 }
-"""Entries that what draws computes with, and whether a value is one that it can."""
+"""Config entries used in computations -> whether a value is valid."""
 
 
 class Config(dict[str, Any]):
-    """A config.json. An entry that it lacks is told as that, whoever looks for it."""
+    """A config.json. A missing entry raises UsageError naming the entry and the file."""
 
     def __init__(self, entries: Mapping[str, Any], path: Path) -> None:
         super().__init__(entries)
@@ -167,11 +168,11 @@ class Config(dict[str, Any]):
 
 
 def submodel_config(folder: Path, submodel: str) -> Config:
-    """The config.json of one submodel. Raises UsageError when it is missing or damaged."""
+    """Return the config.json of one submodel. Raises UsageError if it is missing or damaged."""
     path = folder / submodel / CONFIG_FILE
     config = Config(_read_json(path), path)
     side = config.get("sample_size")
-    if isinstance(side, list) and len(side) == 2 and side[0] == side[1]:  # as diffusers allows
+    if isinstance(side, list) and len(side) == 2 and side[0] == side[1]:  # allowed by diffusers
         config["sample_size"] = side[0]
     for name in SIZES:
         size = config.get(name)
@@ -198,13 +199,13 @@ def load_submodel(
     residency: Residency | None = None,
     shrinks: bool = False,
 ) -> Submodel:
-    """One submodel of a pipeline folder on a target. Its sessions are queued on the stream of its place.
+    """Load one submodel of a pipeline folder on a target. Its sessions run on its place's stream.
 
-    family: None: as the folder says. shapes: of its inputs, for targets with static shapes. cuda_graphs: the submodels that
-    may be captured, None: all. lazy: load the session when it is first needed, as is always done where there will be one
-    for each set of shapes. live: weights that its sessions read from there. shared: the others on the device, where the same
-    model is loaded already. residency: where the weights make room for others on the device; None: they stay. shrinks: what a
-    run works in goes back to the device behind it; such a run is not captured.
+    family: default: the folder's. shapes: input shapes for targets with static shapes. cuda_graphs: submodels that may
+    be captured; None: all. lazy: create the session on first use, as always for one session per set of shapes. live:
+    external weights that its sessions read. shared: device weights of the same model, if already loaded. residency:
+    manages weights that take turns on the device; None: they stay. shrinks: return a run's working memory to the device
+    afterwards; such runs are not captured.
     """
     where = place("cuda" if target.session.needs_cuda else "cpu")
     model = (folder / submodel / MODEL_FILE).resolve()
@@ -271,24 +272,24 @@ def load_submodel(
 
 
 def target_of(folder: Path, target: str | Target | None) -> Target:
-    """The target by its name; None: the one that the folder was built for. Raises UsageError for one that is not known, and
-    for a folder that is not an sdflow pipeline."""
+    """Return the target by name; None: the one that the folder was built for. Raises UsageError for unknown targets,
+    and if the folder is not an sdflow pipeline."""
     if target is None:
         return find_target(read_manifest(folder).origin.target, str(folder / MANIFEST_FILE))
     return find_target(target, "target") if isinstance(target, str) else target
 
 
 def _built_for(folder: Path) -> str | None:
-    """The target that a folder says it is for; None where it says nothing that can be read."""
+    """Return the target that the folder was built for, or None if unknown."""
     with suppress(UsageError):
         return read_manifest(folder).origin.target
     return None
 
 
 def load_companions(folder: Path) -> dict[str, Any]:
-    """Tokenizers, scheduler and, if there is one, feature extractor of a pipeline folder, by name.
+    """Load a folder's tokenizers, scheduler and feature extractor (if any), by name.
 
-    Raises UsageError for one that is missing or damaged.
+    Raises UsageError if one is missing or damaged.
     """
     family, there = folder_family(folder), onnx_submodels(folder)
     loaded = {}
@@ -300,16 +301,16 @@ def load_companions(folder: Path) -> dict[str, Any]:
         try:
             loaded[name] = load_companion(companion, folder / name, str(folder / name))
         except CheckpointError as error:
-            what = error.what.removeprefix(f"its {name} ")  # the folder says that
+            what = error.what.removeprefix(f"its {name} ")  # `where` names the folder
             raise UsageError(what, where=error.where, remedy=DAMAGED) from error
         try_companion(loaded[name], str(folder / name), DAMAGED)
     lengths = {name: loaded[name].model_max_length for name in family.of_one_length if name in loaded}
     if len({*lengths.values()}) > 1:
         counts = ", ".join(f"{name} {length}" for name, length in lengths.items())
         raise UsageError(
-            f"the tokenizers make different numbers of tokens of a text, and the denoiser reads them as one: {counts}",
+            f"the tokenizers have different lengths, but the denoiser requires equal ones: {counts}",
             where=str(folder),
-            remedy="Give them the same model_max_length in the checkpoint's tokenizer_config.json, and build it again.",
+            remedy="Set the same model_max_length in the checkpoint's tokenizer_config.json files, and rebuild.",
         )
     return loaded
 

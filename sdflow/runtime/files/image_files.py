@@ -1,4 +1,4 @@
-"""Image files that are named on the command line: opened, or refused, as one that would fill the memory is."""
+"""Open image files named on the command line, rejecting invalid ones and decompression bombs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 RUN = frozenset({"EPS"})
-"""Formats that Pillow hands over to another program."""
+"""Formats that Pillow decodes with an external program."""
 NO_IMAGE = (
     OSError,
     ValueError,
@@ -25,11 +25,12 @@ NO_IMAGE = (
     RuntimeError,
     struct.error,
 )
-"""What Pillow raises for files of its many formats."""
+"""Exceptions that Pillow raises for invalid files."""
 
 
 def open_image(path: Path) -> Image:
-    """An image file, in RGB. Raises UsageError for what is none, and for one of more pixels than Pillow deems sane (a bomb)."""
+    """Open an image file as RGB. Raises UsageError for invalid images, and for decompression bombs (Pillow's pixel
+    limit)."""
     from PIL import Image
 
     Image.init()

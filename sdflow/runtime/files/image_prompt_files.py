@@ -18,28 +18,30 @@ OPTION = "--ip-image"
 
 @dataclass(frozen=True)
 class ImagePromptFile:
-    """An image for an IP-Adapter. scale: how much it counts; None: it is not said."""
+    """An image for an IP-Adapter. scale: None if not given."""
 
     path: Path
     scale: float | None = None
 
     def settings(self) -> dict[str, Any]:
-        """As an image's file tells it."""
+        """Return the settings to record in an image's file."""
         return {"name": self.path.name, "sha256": digest_file(self.path), "scale": self.scale}
 
 
 def parse_image_prompt(text: str) -> ImagePromptFile:
-    """A file whose name has a number at its end is found first. Raises UsageError for an empty text."""
+    """Parse the option. An existing file whose name ends in a number takes precedence. Raises UsageError if empty."""
     if not text:
-        raise UsageError("it names no file", where=OPTION, remedy="Write FILE or FILE:SCALE, as style.png:0.6.")
+        raise UsageError(
+            "it does not name a file", where=OPTION, remedy="Write FILE or FILE:SCALE, such as style.png:0.6."
+        )
     scaled = None if Path(text).exists() else _SCALED.fullmatch(text)
     return ImagePromptFile(Path(scaled[1]), float(scaled[2])) if scaled else ImagePromptFile(Path(text))
 
 
 def for_adapters(files: Sequence[ImagePromptFile], adapters: int, read: Callable[[Path], Any]) -> dict[str, Any]:
-    """The arguments of a call. With one adapter all images are its; with several there is one for each, in their order.
+    """Return the arguments of a call. A single adapter gets all images; several adapters get one each, in order.
 
-    Raises UsageError for files that do not fit the adapters, and for two scales of one adapter.
+    Raises UsageError if the files do not fit the adapters, or one adapter has two scales.
     """
     if not files:
         return {}
@@ -51,12 +53,14 @@ def for_adapters(files: Sequence[ImagePromptFile], adapters: int, read: Callable
         raise UsageError(
             f"{len(files)} images for {adapters} IP-Adapters",
             where=OPTION,
-            remedy="Give one for each, in the order of the workflow's `ip_adapters`; FILE:0 leaves one out.",
+            remedy="Pass one per adapter, in the order of the workflow's `ip_adapters`; FILE:0 disables one.",
         )
     for each in files:
         if each.scale is not None and not math.isfinite(each.scale):
             raise UsageError(
-                f"{each.scale} is no scale", where=OPTION, remedy="It is between 0 and 1, or a little more."
+                f"{each.scale} is not a valid scale",
+                where=OPTION,
+                remedy="Use a number between 0 and 1, or slightly more.",
             )
     images = [read(each.path) for each in files]
     if adapters > 1:
@@ -64,7 +68,7 @@ def for_adapters(files: Sequence[ImagePromptFile], adapters: int, read: Callable
     scales = {each.scale for each in files if each.scale is not None}
     if len(scales) > 1:
         raise UsageError(
-            "the images of one IP-Adapter have one scale", where=OPTION, remedy="Write it behind one of them."
+            "the images of one IP-Adapter share one scale", where=OPTION, remedy="Write it after one of them."
         )
     return {"ip_adapter_image": [images], "ip_adapter_scale": _scale(next(iter(scales), None))}
 

@@ -1,4 +1,4 @@
-"""Images: arrays to PIL images, and PNG files that say how they were made."""
+"""Convert arrays to PIL images, and write PNG files with their settings."""
 
 from __future__ import annotations
 
@@ -19,47 +19,47 @@ SETTINGS_CHUNK = SETTINGS
 
 
 def to_pil(images: torch.Tensor) -> list[Image]:
-    """PIL images from float NHWC in [0, 1]; they are rounded where they are."""
+    """Convert float NHWC in [0, 1] to PIL images; rounding happens on the tensor's device."""
     return pil_of(rounded(images).cpu())
 
 
 def rounded(images: torch.Tensor) -> torch.Tensor:
-    """Pixels as bytes, from float in [0, 1]."""
+    """Convert float in [0, 1] to bytes."""
     import torch
 
     return (images * 255).round().to(torch.uint8)
 
 
 def pil_of(pixels: torch.Tensor) -> list[Image]:
-    """PIL images from bytes, NHWC, in the processor's memory."""
+    """Convert NHWC bytes in host memory to PIL images."""
     from PIL import Image
 
     return [Image.fromarray(image) for image in pixels.numpy()]
 
 
 def unfinite(values: torch.Tensor) -> torch.Tensor:
-    """How many are NaN or infinite, where the values are: nothing waits for it."""
+    """Count NaN and infinite values, on the values' device, without synchronization."""
     return (~values.isfinite()).sum()
 
 
 def require_finite(count: int, of: int, submodel: str) -> None:
-    """Raises VerificationError when so many of the values that a submodel gave for an image are NaN or infinite: it would be
-    drawn black."""
+    """Raise VerificationError if any of a submodel's `of` values for an image are NaN or infinite; the image would be
+    black."""
     if count:
         raise VerificationError(
-            f"there is no image: {count:,} of the {of:,} values that the {submodel} gave are NaN or infinite",
-            remedy="`sdflow verify` finds where they come from; where float16 is too narrow, with --fix also what to do.",
+            f"no image: {count:,} of {of:,} output values of the {submodel} are NaN or infinite",
+            remedy="`sdflow verify` finds their origin; if float16's range is too small, `--fix` suggests a remedy.",
         )
 
 
 def write_png(image: Image, path: Path, settings: Mapping[str, Any]) -> None:
-    """A PNG file with the settings in its text (`sdflow.families.image_text`); replaced in one step."""
+    """Atomically write a PNG file with the settings in its text (`sdflow.families.image_text`)."""
     with replacing(path) as temporary:
         image.save(temporary, format="PNG", pnginfo=png_text(image_text(settings)))
 
 
 def png_text(chunks: Mapping[str, Any]) -> PngInfo:
-    """The chunks of a text, for PIL. What is not ASCII is UTF-8: ComfyUI does not read Latin-1, which PIL prefers."""
+    """Return PNG text chunks for PIL. Non-ASCII text is UTF-8: ComfyUI cannot read Latin-1, PIL's default."""
     from PIL.PngImagePlugin import PngInfo
 
     text = PngInfo()

@@ -1,7 +1,8 @@
-"""What `sdflow tune` chose for a pipeline, kept per user, valid for the very artifacts, device and versions it ran on.
+"""Results of `sdflow tune` for a pipeline, stored per user, valid for the artifacts, device and versions they were made
+on.
 
-A file for each pipeline and target; in it, a record for each device and set of versions. It lies neither in the
-pipeline's folder, which may be shared by machines and is replaced as a whole, nor in the cache, which has no latencies.
+There is a file per pipeline and target, with a record per device and set of versions. It is neither in the pipeline's
+folder, which may be shared between machines and is replaced as a whole, nor in the cache, which contains no timings.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ FOLDER_VARIABLE = "SDFLOW_TUNING"
 
 @dataclass(frozen=True)
 class Recorded:
-    """tuning: to load the pipeline with. note: for the user, where it comes from or why nothing is used; may be empty."""
+    """tuning: to load the pipeline with. note: for the user: its origin, or why none applies; may be empty."""
 
     tuning: Tuning
     note: str = ""
 
 
 def tuning_file(folder: Path, target: Target) -> Path:
-    """Where the choices for this pipeline lie: in $SDFLOW_TUNING, else in the user's cache folder.
+    """Return the file with this pipeline's tuning, in $SDFLOW_TUNING or the user's cache folder.
 
-    Raises UsageError when there is neither.
+    Raises UsageError if neither exists.
     """
     artifacts = every_artifact(folder)
     return (
@@ -47,16 +48,16 @@ def tuning_file(folder: Path, target: Target) -> Path:
 
 
 def machine(target: Target) -> dict[str, Any]:
-    """What a choice holds for: processor, cores, accelerator, and the versions of ONNX Runtime and sdflow."""
+    """Return what a tuning is valid for: processor, cores, accelerator, versions of ONNX Runtime and sdflow."""
     found = device(target)
     relevant = {name: value for name, value in versions().items() if name.startswith(("onnxruntime", "sdflow"))}
     return {**{name: found[name] for name in ("processor", "cores", "accelerator")}, "versions": relevant}
 
 
 def recorded_tuning(folder: Path, target: Target) -> Recorded:
-    """What was chosen for this pipeline on this machine; the target's own settings where nothing was.
+    """Return the tuning of this pipeline on this machine, or the target's own settings if there is none.
 
-    Raises UsageError for a file that is damaged.
+    Raises UsageError if the file is damaged.
     """
     path = tuning_file(folder, target)
     records = _read(path)
@@ -68,11 +69,11 @@ def recorded_tuning(folder: Path, target: Target) -> Recorded:
     if not records:
         return Recorded(UNTUNED)
     differing = ", ".join(key for key in here if here[key] != records[-1]["machine"].get(key))
-    return Recorded(UNTUNED, f"not tuned: the last `sdflow tune` was with other {differing}")
+    return Recorded(UNTUNED, f"not tuned: the last `sdflow tune` ran with different {differing}")
 
 
 def record_tuning(folder: Path, target: Target, tuning: Tuning, evidence: Mapping[str, Any]) -> Path:
-    """Keep a choice, in place of the one that was there for this machine. evidence: what was measured."""
+    """Store a tuning, replacing this machine's previous one. evidence: the measurements."""
     path, here = tuning_file(folder, target), machine(target)
     others = [record for record in _read(path) if record["machine"] != here]
     records = [*others, {"machine": here, "tuning": tuning.to_json(), **evidence}]
@@ -88,7 +89,7 @@ def _read(path: Path) -> Sequence[Mapping[str, Any]]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format_version"] != FORMAT_VERSION:
-            raise ValueError(f"format_version {content['format_version']} is not known, only {FORMAT_VERSION}")
+            raise ValueError(f"format_version {content['format_version']} is not supported, only {FORMAT_VERSION}")
         records = content["records"]
         for record in records:
             Tuning(**record["tuning"])

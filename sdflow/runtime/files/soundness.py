@@ -1,7 +1,7 @@
-"""Whether the files of a pipeline folder are still what was built: by the digests in its manifest.
+"""Verify a pipeline folder's files against the digests in its manifest.
 
-A file is read once. What was found is noted with its stat, as the cache does: for what a folder links to in the cache
-itself, where the build has noted it already; for a folder that stands alone in `user_folder("digests")`.
+Each file is read once, and its digest is cached with its stat: for files linked into the cache, in the cache itself,
+where the build already recorded it; for standalone folders, in `user_folder("digests")`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from sdflow.store.layout import Layout
 FOLDER_VARIABLE = "SDFLOW_DIGESTS"
 
 READERS = 4
-"""Files that are read at a time."""
+"""Number of files read concurrently."""
 
 Digest = Callable[[Path], str]
 
 
 def require_sound(folder: Path, manifest: Manifest, submodels: Sequence[str]) -> None:
-    """Raises VerificationError when a file of one of the submodels is missing or is not what the manifest says."""
+    """Raise VerificationError if a file of these submodels is missing or differs from the manifest."""
     wanted = []
     for name in submodels:
         if (part := manifest.parts.get(name)) is not None:
@@ -39,16 +39,16 @@ def require_sound(folder: Path, manifest: Manifest, submodels: Sequence[str]) ->
         for (path, expected, _), sha256 in zip(wanted, found, strict=True):
             if sha256 != expected:
                 raise VerificationError(
-                    "its content is not what was built",
+                    "its content differs from what was built",
                     where=str(path),
-                    remedy=f"{DAMAGED} --no-check takes it all the same.",
+                    remedy=f"{DAMAGED} --no-check skips this check.",
                 )
 
 
 def require_sound_pipeline(folder: Path, *, checker: bool = True) -> None:
-    """The same of a whole pipeline folder and of its refiner. checker: the safety checker is loaded too.
+    """Verify a whole pipeline folder and its refiner. checker: include the safety checker.
 
-    Raises UsageError for what is no pipeline folder.
+    Raises UsageError if it is not a pipeline folder.
     """
     for each in (folder, refiner_of(folder)):
         if each is not None:
@@ -68,7 +68,7 @@ def _digest(path: Path, digest: Digest) -> str:
 
 
 def _digests(submodel: Path) -> Digest:
-    """How the digests of a submodel's files are found: by the notes of the cache that it lies in, else by the user's."""
+    """Return the function that computes digests of a submodel's files, cached in its own cache or per user."""
     place = submodel.resolve()
     if place != submodel.absolute():
         for above in place.parents:
@@ -76,5 +76,5 @@ def _digests(submodel: Path) -> Digest:
                 return StatCache(layout).digest
     try:
         return StatCache(Layout(user_folder("digests", FOLDER_VARIABLE))).digest
-    except UsageError:  # a user without a home
+    except UsageError:  # no home directory
         return digest_file

@@ -1,4 +1,4 @@
-"""Tokenizers and feature extractors are tried when they are loaded: their libraries read a config without looking at it."""
+"""Try tokenizers and feature extractors when they are loaded: their libraries do not validate configs."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from sdflow.errors import UsageError
 from sdflow.sources.companion_entries import MOST_PIXELS
 
 MOST_TOKENS = 1 << 18
-"""No model takes more."""
+"""Upper limit on model_max_length; no model has more."""
 MOST_TRIED = 1 << 10
-"""What a trial is padded to at most: it is made in memory."""
+"""Maximum padded length in a trial, to limit memory."""
 
 _FAILURES = (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError, ArithmeticError, MemoryError)
 
 
 def try_companion(loaded: Any, where: str, remedy: str) -> None:
-    """Read a word, or an image of a few pixels. Raises UsageError for what cannot do that. A scheduler is left alone."""
+    """Run it on a word or a tiny image. Raises UsageError if that fails. Schedulers are not tried."""
     try:
         if hasattr(loaded, "model_max_length"):
             _try_tokenizer(loaded)
@@ -24,7 +24,7 @@ def try_companion(loaded: Any, where: str, remedy: str) -> None:
             _try_extractor(loaded)
     except _FAILURES as error:
         raise UsageError(
-            f"its config does not fit: {error or type(error).__name__}", where=where, remedy=remedy
+            f"its config is invalid: {error or type(error).__name__}", where=where, remedy=remedy
         ) from error
 
 

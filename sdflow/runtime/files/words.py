@@ -1,4 +1,4 @@
-"""Embeddings for a run of `sdflow generate`: read, checked against its prompts, and recorded in its images."""
+"""Embeddings of a `sdflow generate` run: read, checked against the prompts, and recorded in the images."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from sdflow.sources.embedding import Embedding, embeddings_in, read_embedding, r
 def read_words(
     embeddings: Sequence[str], texts: Sequence[str], reading: Reading, *, folder: Path | None, allow_pickle: bool
 ) -> list[Embedding]:
-    """The embeddings, each FILE or FILE:WORD, and those of the folder that a text names. texts: all that is read.
+    """Read the embeddings (FILE or FILE:WORD), and those in the folder that a text names. texts: all prompts.
 
-    Raises CheckpointError for a file that is none, UsageError for two of one word, and for one that no text names.
+    Raises CheckpointError for files that are not embeddings, UsageError for duplicate words and for unused embeddings.
     """
     words = [read_embedding(*split_word(each), allow_pickle=allow_pickle) for each in embeddings]
     require_different(words)
@@ -35,20 +35,20 @@ def read_words(
     for word in words:
         if word.word not in used:
             raise UsageError(
-                f"no prompt names {word.word!r}",
+                f"no prompt contains {word.word!r}",
                 where=str(word.path),
-                remedy="Write the word where the embedding belongs, in a prompt or in the negative one.",
+                remedy="Use the word in the prompt or the negative prompt.",
             )
     return words
 
 
 def words_named(texts: Sequence[str], reading: Reading) -> list[str]:
-    """The words of a reading that the texts name, in its order."""
+    """Return the words of a reading that the texts contain, in order."""
     named = {piece for text in texts for piece in reading.pieces(text) if isinstance(piece, tuple)}
     return [word for word in reading.words if named.intersection(reading.pieces(word))]
 
 
 def recorded_embeddings(words: Sequence[Embedding]) -> Mapping[str, Any]:
-    """The embeddings as the text of a PNG has them; empty where there are none."""
+    """Return the embeddings as recorded in a PNG's text; empty without any."""
     files = {each.word: {"name": each.path.name, "sha256": digest_file(each.path)} for each in words}
     return {"embeddings": files} if files else {}

@@ -1,10 +1,10 @@
-"""Activations between two products of a transformer, as operators of ours: see gated_activation.cu.
+"""Fuse activations between two products of a transformer into sdflow's operators (gated_activation.cu).
 
     SiluGated    Mul(Mul(a, Sigmoid(a)), b)
-    TanhGelu     FastGelu(a), where that saves more than one pass
+    TanhGelu     FastGelu(a), if that saves more than one pass
 
-a and b may be Add of a product and a bias, and Slice or Split of a longer row. Where Concat puts another value before the result,
-that is written too.
+a and b may be an Add of a product and a bias, and a Slice or Split of a longer row. If a Concat puts another value
+before the result, the operator writes that too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sdflow.runtime.kernels.transformer_definitions import ACTIVATION_INPUTS, BF
 
 @dataclass(frozen=True)
 class _Columns:
-    """Channels of `value` from `first` on, plus a bias. nodes: the places of what is computed for it."""
+    """Channels of `value` from `first` on, plus a bias. nodes: indices of the nodes it replaces."""
 
     value: str
     first: int
@@ -30,7 +30,7 @@ class _Columns:
 
 
 def activation_operators(index: GraphIndex) -> Iterator[Fused]:
-    """Ours for all that is found."""
+    """Yield all fused operators."""
     for place, node in enumerate(index.nodes):
         if index.is_plain(place, "Sigmoid"):
             fused = _gated(index, place)
@@ -83,7 +83,7 @@ def _gelu(index: GraphIndex, place: int) -> Fused | None:
 
 
 def _columns(index: GraphIndex, name: str, readers: tuple[int, ...]) -> _Columns:
-    """readers: the places of those that may read `name` if its bias is to be left to us."""
+    """Return the columns behind `name`. readers: nodes that must be its only readers for its bias to be absorbed."""
     bias: str | None = None
     nodes: tuple[int, ...] = ()
     plain = name
@@ -97,7 +97,7 @@ def _columns(index: GraphIndex, name: str, readers: tuple[int, ...]) -> _Columns
 
 
 def _made(index: GraphIndex, op_type: str, a: _Columns, b: _Columns | None, nodes: tuple[int, ...]) -> Fused:
-    """Our node for those at the places `nodes`, of which the last one gives the result."""
+    """Return the fused node for these nodes, the last of which produces the result."""
     import onnx
 
     result = index.nodes[nodes[-1]].output[0]

@@ -1,4 +1,4 @@
-"""Values of a transformer as its kernels read them: rows of channels, and what is one row for each image."""
+"""Transformer values as the kernels read them: rows of channels, and single rows per image."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from sdflow.runtime.kernels.graph_index import GraphIndex
 
 VECTOR, MOST_AXES = 8, 5
-"""As in residual_norm.c: channels of a vector; axes of a value."""
+"""As in residual_norm.c: channels of a vector; maximum number of axes."""
 MOST_CHANNELS = 12288
-"""Of a row: RESIDUAL_THREADS with RESIDUAL_HELD vectors each."""
+"""Maximum row width: RESIDUAL_THREADS with RESIDUAL_HELD vectors each."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row for each image: the last axis of `value` from channel `first` on, plus 1 where `plus_one`."""
+    """One row per image: the last axis of `value` from channel `first` on, plus 1 if `plus_one`."""
 
     value: str
     first: int = 0
@@ -23,7 +23,7 @@ class Row:
 
 
 def has_rows(index: GraphIndex, name: str) -> bool:
-    """Of a type and shape that the kernel reads as rows of channels."""
+    """Whether the kernel supports the value's type and shape as rows of channels."""
     import onnx
 
     shape = index.shape(name)
@@ -35,7 +35,8 @@ def has_rows(index: GraphIndex, name: str) -> bool:
 
 
 def row_of(index: GraphIndex, name: str, of: str, *, plus_one: bool = False) -> Row | None:
-    """`name` as a row for each image of `of`, or for all. plus_one: whether a 1 that is added may be left to the kernel."""
+    """Return `name` as one row per image of `of`, or for all, or None. plus_one: whether the kernel may add a 1
+    itself."""
     wanted, shape = index.shape(of), index.shape(name)
     images, channels = wanted[0], wanted[-1]
     padded = [1] * (len(wanted) - len(shape)) + shape
@@ -60,7 +61,7 @@ def row_of(index: GraphIndex, name: str, of: str, *, plus_one: bool = False) -> 
 
 
 def _unshaped(index: GraphIndex, name: str) -> str | None:
-    """What a row was before axes of 1 were put in or taken out."""
+    """Return a row before axes of 1 were inserted or removed, or None."""
     place = index.maker(name, "Unsqueeze", "Squeeze", "Reshape")
     if place is None:
         return None
@@ -86,18 +87,18 @@ def _without_one(index: GraphIndex, name: str) -> str | None:
 
 
 def both_ways(index: GraphIndex, place: int) -> list[tuple[str, str]]:
-    """The inputs of a node that has two, in both orders."""
+    """Return both inputs of a binary node, in both orders."""
     a, b = index.nodes[place].input
     return [(a, b), (b, a)]
 
 
 def is_by_channel(index: GraphIndex, name: str, of: str) -> bool:
-    """One number for each channel."""
+    """Whether the value has one number per channel."""
     return index.shape(name) == index.shape(of)[-1:] and index.element(name) == index.element(of)
 
 
 def without_bias(index: GraphIndex, name: str) -> tuple[str, str, tuple[int, ...]] | None:
-    """Where a value that is read once, or in one place, is something plus a bias: that, the bias, the Add's place."""
+    """If a value is the sum of something and a bias, return that, the bias, and the Add's index."""
     place = index.maker(name, "Add")
     if place is None:
         return None

@@ -1,4 +1,4 @@
-"""What our operators compute, by numpy: cases, random inputs of each and the results by definition."""
+"""Reference results of the operators in numpy: cases, random inputs, and results by definition."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class GroupNormCase:
     """A group normalization.
 
-    shape: of x, NHWC. skip: none, `full` (as x) or `row` (N, C); kept: whether x + skip + bias is an output too. groups: of
-    channels. single: in float32.
+    shape: of x, NHWC. skip: none, `full` (like x) or `row` (N, C). kept: also output x + skip + bias. groups: number of
+    channel groups. single: float32 instead of float16.
     """
 
     shape: tuple[int, int, int, int]
@@ -30,7 +30,7 @@ class GroupNormCase:
 
     @property
     def operator(self) -> str:
-        """The name of the operator that computes it: float16, or float32 with `single`."""
+        """Name of the operator for this type."""
         return "GroupNormSingle" if self.single else "GroupNorm"
 
 
@@ -40,8 +40,8 @@ CASES = (
     GroupNormCase((3, 5, 3, 1280), skip="full", bias=True, kept=True),
     GroupNormCase((2, 8, 8, 2560), skip="full", kept=True),
     GroupNormCase((1, 1, 7, 960), skip="full", bias=True),
-    GroupNormCase((1, 129, 127, 256), skip="row", bias=True, kept=True),  # just held
-    GroupNormCase((1, 128, 130, 128)),  # groups of 4; from here on read twice
+    GroupNormCase((1, 129, 127, 256), skip="row", bias=True, kept=True),  # just fits in one pass
+    GroupNormCase((1, 128, 130, 128)),  # groups of 4; from here on, x is read twice
     GroupNormCase((1, 160, 161, 256), skip="full", bias=True, kept=True),
     GroupNormCase((2, 160, 160, 128), skip="full", silu=False),
     GroupNormCase((1, 130, 128, 320), skip="row", bias=True),
@@ -52,20 +52,21 @@ CASES = (
 
 
 GELU_SHAPES = ((2, 77, 2560), (1, 5, 10240), (3, 2, 48), (1, 2003, 2560), (1, 3, 12800))
-"""Of BiasSplitGelu's x. In the last but one a thread goes down several rows, in the last one a row takes two blocks."""
+"""Shapes of BiasSplitGelu's x. In the second to last, a thread handles several rows; in the last, a row takes two
+blocks."""
 
 
 INTERLEAVED = (((2, 5, 8, 32), False), ((1, 2, 3, 2560), False), ((3, 130, 66, 1024), True), ((1, 3, 2, 16), True))
-"""Of InterleavePhases: the shape of x, and whether it is float32."""
+"""InterleavePhases: shape of x, and whether it is float32."""
 
 
 GEGLU_SHAPES = ((2, 77, 1280, 192), (3, 300, 136, 384), (1, 2003, 320, 2560), (1, 2003, 1024, 5120))
-"""Of Geglu's x, and its result's width. In the last two a block has several tiles; they are wide ones in the last one."""
+"""Geglu: shape of x and width of the result. In the last two, a block has several tiles, wide ones in the last."""
 
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """An attention of `heads` heads of `size` channels. parts: tensors that query, key and value come in."""
+    """An attention with `heads` heads of `size` channels. parts: number of tensors that hold query, key and value."""
 
     images: int
     queries: int
@@ -93,7 +94,7 @@ ATTENTIONS = (
 
 
 def gelu_feeds(shape: tuple[int, ...]) -> dict[str, np.ndarray]:
-    """Random x of this shape and bias, in the operator's order."""
+    """Return random x of this shape and bias, in the operator's order."""
     import numpy as np
 
     random = np.random.default_rng(1)
@@ -104,14 +105,14 @@ def gelu_feeds(shape: tuple[int, ...]) -> dict[str, np.ndarray]:
 
 
 def gelu_expected(feeds: dict[str, np.ndarray]) -> np.ndarray:
-    """BiasSplitGelu by its definition."""
+    """Return BiasSplitGelu's result by definition."""
     import numpy as np
 
     return _gated(feeds["x"].astype(np.float64) + feeds["bias"])
 
 
 def _gated(both: np.ndarray) -> np.ndarray:
-    """With torch's erf in float64: numpy has none, and Python's took most of the proof's time."""
+    """Uses torch's erf in float64: numpy has none, and Python's dominated the proof's time."""
     import numpy as np
     import torch
 
@@ -121,14 +122,14 @@ def _gated(both: np.ndarray) -> np.ndarray:
 
 
 def phases(shape: tuple[int, int, int, int], single: bool) -> np.ndarray:
-    """Random values, float32 or float16."""
+    """Return random values, float32 or float16."""
     import numpy as np
 
     return np.random.default_rng(2).normal(size=shape).astype(np.float32 if single else np.float16)
 
 
 def interleave_expected(x: np.ndarray) -> np.ndarray:
-    """InterleavePhases by its definition."""
+    """Return InterleavePhases's result by definition."""
     import numpy as np
 
     images, rows, columns, channels = x.shape
@@ -139,7 +140,7 @@ def interleave_expected(x: np.ndarray) -> np.ndarray:
 
 
 def geglu_feeds(shape: tuple[int, ...]) -> dict[str, np.ndarray]:
-    """Random x, weight and bias, in the operator's order; what is gated has a deviation of about 1.4."""
+    """Return random x, weight and bias, in the operator's order; the gate's deviation is about 1.4."""
     import numpy as np
 
     *rows, depth, width = shape
@@ -152,19 +153,19 @@ def geglu_feeds(shape: tuple[int, ...]) -> dict[str, np.ndarray]:
 
 
 def geglu_expected(feeds: dict[str, np.ndarray]) -> np.ndarray:
-    """Geglu by its definition."""
+    """Return Geglu's result by definition."""
     import numpy as np
 
     return _gated(feeds["x"].astype(np.float64) @ feeds["weight"].astype(np.float64) + feeds["bias"])
 
 
 def attention_scale(case: AttentionCase) -> float:
-    """Larger than the usual one, so that a few keys count and the others hardly do."""
+    """Return a larger scale than usual, so that a few keys dominate."""
     return 2 / math.sqrt(case.size)
 
 
 def attention_feeds(case: AttentionCase) -> dict[str, np.ndarray]:
-    """Random query, key and value in as many tensors as the case has, in the operator's order."""
+    """Return random query, key and value in the case's number of tensors, in the operator's order."""
     import numpy as np
 
     random = np.random.default_rng(4)
@@ -180,7 +181,7 @@ def attention_feeds(case: AttentionCase) -> dict[str, np.ndarray]:
 
 
 def attention_expected(feeds: dict[str, np.ndarray], case: AttentionCase) -> np.ndarray:
-    """FewKeysAttention by its definition."""
+    """Return FewKeysAttention's result by definition."""
     import numpy as np
 
     by_head = [value.reshape(*value.shape[:2], case.heads, -1, case.size) for value in feeds.values()]
@@ -196,11 +197,11 @@ EPSILON = 1e-5
 
 
 INPUTS = ("x", "gamma", "beta", "skip", "bias")
-"""Of GroupNorm, in order."""
+"""GroupNorm's inputs, in order."""
 
 
 def group_norm_feeds(case: GroupNormCase) -> dict[str, np.ndarray]:
-    """Random values with a mean and a spread of their own per channel; the inputs that the case has."""
+    """Return the case's inputs: random values with a different mean and spread per channel."""
     import numpy as np
 
     random = np.random.default_rng(0)
@@ -220,14 +221,14 @@ def group_norm_feeds(case: GroupNormCase) -> dict[str, np.ndarray]:
 
 
 def _spread(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Normal values with a mean and a spread of their own per channel."""
+    """Return normal values with a different mean and spread per channel."""
     spread, mean = random.uniform(0.5, 2, shape[-1]), random.normal(size=shape[-1])
     result: np.ndarray = random.normal(size=shape) * spread + mean
     return result
 
 
 def group_norm_expected(feeds: dict[str, np.ndarray], case: GroupNormCase) -> dict[str, np.ndarray]:
-    """y, and the sum, by their definition."""
+    """Return y and the sum by definition."""
     import numpy as np
 
     images, height, width, channels = case.shape

@@ -1,15 +1,15 @@
-"""Products of float8 as our operators compute them.
+"""Replace Float8MatMul by sdflow's run-time operators for float8 products.
 
-The artifact has one operator for each, Float8MatMul: what it reads it quantizes row by row, and multiplies. A session has two:
-products that read one value share its rows, and where they alone read what a GELU with its gate or a layer normalization
-gives, that is quantized as it is computed.
+In the artifact, Float8MatMul quantizes its input row by row and multiplies. In a session, these are separate: products
+that read the same value share its rows, and a gated GELU or layer normalization that only products read outputs float8
+rows directly.
 
     Float8MatMul(x, weight, scales)
-        Float8Product(Float8Rows(x), weight, scales)                        both with Bfloat16 behind their names in bfloat16
+        Float8Product(Float8Rows(x), weight, scales)                      with the suffix Bfloat16 in bfloat16
         Float8Product(Float8SplitGelu(x, bias), weight, scales)             for BiasSplitGelu
         Float8Product(Float8LayerNorm(x, skip, ...), weight, scales)        for SkipLayerNormalization
 
-On Hopper a product that only a GELU with its gate reads is computed with that:
+On Hopper, a product that only a gated GELU reads is fused with it:
 
     BiasSplitGelu(Float8MatMul(x, weight, scales), bias)
         Float8GatedProduct(Float8Rows(x), weight, scales, bias)
@@ -31,14 +31,14 @@ from sdflow.runtime.kernels.parts import FLOAT8
 from sdflow.runtime.kernels.replace import VERSION
 
 WHERE = "cuda"
-NEEDS = "Draw with a float16 or float32 pipeline: the workflow without QuantizeFp8."
+NEEDS = "Use a float16 or float32 pipeline, built without QuantizeFp8."
 
 
 @functools.cache
 def float8_library() -> Path:
-    """The kernels' library, its float8 proved on this device, once in a process.
+    """Return the kernel library after testing its float8 part on this device, once per process.
 
-    Raises TargetUnavailableError, and says what float8 needs, where there is none.
+    Raises TargetUnavailableError, stating float8's requirements, if it is unavailable.
     """
     import torch
 
@@ -55,15 +55,15 @@ def float8_library() -> Path:
         return build([FLOAT8])
     except TargetUnavailableError as error:
         raise TargetUnavailableError(
-            f"float8 is computed by sdflow's own kernels, and {error}", where=WHERE, remedy=NEEDS
+            f"float8 requires sdflow's own kernels: {error}", where=WHERE, remedy=NEEDS
         ) from error
 
 
 def with_float8(model: Any, *, hopper: bool = False) -> Any:
-    """A copy of a ModelProto with our operators in the place of each Float8MatMul. Its weights are bytes there.
+    """Return a copy of a ModelProto with sdflow's operators in place of each Float8MatMul; float8 weights become bytes.
 
-    model: with all shapes known, as `specialize` leaves it; where they are not, each product has its Float8Rows.
-    hopper: for a GPU that has Float8GatedProduct.
+    model: with all shapes known, as from `specialize`; otherwise each product has its own Float8Rows. hopper: whether
+    the GPU supports Float8GatedProduct.
     """
     import onnx
 
@@ -112,7 +112,7 @@ def _rows_of(value: str) -> list[str]:
 
 
 class _Fused:
-    """Which nodes of a graph give rows of float8 themselves."""
+    """Analysis of which nodes can output float8 rows directly."""
 
     def __init__(self, graph: Any) -> None:
         self._types = {item.name: item.type.tensor_type for item in (*graph.input, *graph.value_info, *graph.output)}
@@ -129,7 +129,7 @@ class _Fused:
         self._windows = self._found_windows(graph)
 
     def ending(self, product: Any) -> str:
-        """Of the names of operators for what a product reads and gives: by its type, or the weights' where no types are known."""
+        """Return the operators' name suffix for a product's type; without type information, for the weights' type."""
         from onnx import TensorProto
 
         known = {self._types[name].elem_type for name in (product.input[0], product.output[0]) if name in self._types}
@@ -137,16 +137,16 @@ class _Fused:
         return "Bfloat16" if TensorProto.BFLOAT16 in found and TensorProto.FLOAT16 not in found else ""
 
     def is_window(self, node: Any) -> bool:
-        """Whether a node gives products of float8 alone some of the rows of each image, which Float8Rows takes itself."""
+        """Whether a node is a Slice of rows that only float8 products read; Float8Rows performs it itself."""
         return node.op_type == "Slice" and node.output[0] in self._windows
 
     def window(self, source: str) -> tuple[str, dict[str, int]]:
-        """The value that holds the rows of `source`, and which ones they are, as Float8Rows has it."""
+        """Return the value that holds the rows of `source`, and the attributes of Float8Rows that select them."""
         value, tokens, first = self._windows.get(source, (source, 0, 0))
         return value, {"tokens": tokens, "first": first}
 
     def _found_windows(self, graph: Any) -> dict[str, tuple[str, int, int]]:
-        """Result of a Slice -> what it is a part of, how many rows, from which on."""
+        """Map a Slice's result to its source, the number of rows, and the first row."""
         from onnx import TensorProto, numpy_helper
 
         constants = {tensor.name: tensor for tensor in graph.initializer}
@@ -169,7 +169,7 @@ class _Fused:
         return found
 
     def gated(self) -> dict[str, Any]:
-        """Result -> product, of those that nothing but a GELU with its gate reads."""
+        """Return result -> product for products that only a gated GELU reads."""
         found = {}
         for name, product in self._made.items():
             readers = self._readers.get(name, [])
@@ -181,7 +181,7 @@ class _Fused:
         return found
 
     def replaced(self, node: Any, rows: dict[str, list[str]]) -> Any | None:
-        """The operator of ours for a node, if there is one; then `rows` has what it gives."""
+        """Return sdflow's operator for a node, if any, and add its outputs to `rows`."""
         from onnx import helper
 
         value = node.output[0]
@@ -198,7 +198,8 @@ class _Fused:
         return helper.make_node("Float8LayerNorm", [*node.input], outputs, node.name, domain=DOMAIN, epsilon=epsilon)
 
     def _is_layer_norm(self, node: Any) -> bool:
-        """x and skip of one shape, gamma, beta and bias; no mean and deviation."""
+        """Whether x and skip have one shape, gamma, beta and bias are present, and mean and deviation are not
+        output."""
         if len(node.input) != 5 or not all(node.input) or any(node.output[1:3]):
             return False
         shapes = [self._shape(name) for name in node.input[:2]]

@@ -1,7 +1,7 @@
-"""Our operators for float8 on the device at hand against their definitions, computed with numpy.
+"""Test the float8 operators on this device against numpy.
 
-E4M3 is rounded by ml_dtypes, which ONNX brings. A product is held to what the very numbers that were quantized give in float64:
-how far quantizing takes it from float16 is for the verification to say, of each model.
+E4M3 rounding comes from ml_dtypes, which ONNX depends on. Products are compared with float64 products of the same
+quantized numbers; verification of a model measures the quantization error.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ EPSILON = 1e-5
 
 @dataclass(frozen=True)
 class RowsCase:
-    """Rows of float8. operator: which of them. shape: of what they stand for, channels last. kept: whether Float8LayerNorm
-    gives the sum too. first, behind: rows of each image that x has before these and behind them."""
+    """Rows of float8. operator: the operator's name. shape: of the dequantized values, channels last. kept: whether
+    Float8LayerNorm also outputs the sum. first, behind: rows of each image in x before and after these."""
 
     operator: str
     shape: tuple[int, ...]
@@ -37,14 +37,14 @@ class RowsCase:
 
     @property
     def attributes(self) -> dict[str, float]:
-        """All of the operator's."""
+        """The operator's attributes."""
         if self.operator.startswith("Float8Rows"):
             return {"tokens": self.shape[1] if self.first or self.behind else 0, "first": self.first}
         return {"epsilon": EPSILON} if self.operator == "Float8LayerNorm" else {}
 
     @property
     def bfloat16(self) -> bool:
-        """Else float16."""
+        """Whether the type is bfloat16 rather than float16."""
         return self.operator.endswith(BFLOAT16)
 
 
@@ -61,13 +61,13 @@ ROWS_CASES = (
 )
 
 PRODUCTS = ((2, 77, 640, 640), (1, 64, 1280, 3840), (3, 5, 2560, 640), (1, 2000, 656, 1280), (2, 1010, 320, 3840))
-"""Images, rows, K, N. On an H200 the last two are our kernel's."""
+"""Images, rows, K, N. On an H200, the last two run on sdflow's kernel."""
 GATED_PRODUCTS = ((2, 77, 656, 2560), (1, 300, 320, 5120))
 """Images, rows, K, N of the product."""
 
 
 def float8_differences(library: Path) -> dict[str, tuple[float, float]]:
-    """Case -> relative L2 distance to numpy's, and what it may be."""
+    """Return case -> (relative L2 distance to numpy, limit)."""
     found = {f"{case}": (rows_difference(library, case), FLOAT8_ROWS_LIMIT) for case in ROWS_CASES}
     for shape in PRODUCTS:
         found[f"Float8Product, {shape}"] = (product_difference(library, shape), FLOAT8_PRODUCT_LIMIT)
@@ -79,7 +79,7 @@ def float8_differences(library: Path) -> dict[str, tuple[float, float]]:
 
 
 def rows_difference(library: Path, case: RowsCase) -> float:
-    """Relative L2 distance of the rows times their scales, and of the sum, to numpy's; the larger of the two."""
+    """Return the larger relative L2 distance to numpy: of the dequantized rows, or of the sum."""
     from onnx import TensorProto
 
     feeds = rows_feeds(case)
@@ -95,9 +95,8 @@ def rows_difference(library: Path, case: RowsCase) -> float:
 def results_apart(
     found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], *, bfloat16: bool
 ) -> dict[str, float]:
-    """Result -> relative L2 distance to what is expected, by name. What has scales is E4M3, and is held to what is expected in
-    E4M3 with the same scales, and these to what they should be: one value that is rounded to 16 bits another way may be a row's
-    largest, and take all its row elsewhere."""
+    """Return result -> relative L2 distance. E4M3 results are compared using the same scales, and scales separately: a
+    value rounded differently to 16 bits may be its row's maximum and shift the whole row."""
     apart = {}
     for name, value in expected.items():
         scales = found.get(f"{name}{SCALES}")
@@ -111,7 +110,7 @@ def results_apart(
 
 
 def rows_feeds(case: RowsCase) -> dict[str, np.ndarray]:
-    """Random inputs, in the operator's order; rows of Float8Rows differ in size, and one is 0."""
+    """Return random inputs, in the operator's order; rows of Float8Rows differ in magnitude, and one is 0."""
     import ml_dtypes
     import numpy as np
 
@@ -130,7 +129,7 @@ def rows_feeds(case: RowsCase) -> dict[str, np.ndarray]:
 
 
 def rows_expected(feeds: dict[str, np.ndarray], case: RowsCase) -> dict[str, np.ndarray]:
-    """What the rows stand for, before it is rounded, and the sum."""
+    """Return the rows' exact values and the sum."""
     import numpy as np
 
     if case.operator.startswith("Float8Rows"):
@@ -146,7 +145,7 @@ def rows_expected(feeds: dict[str, np.ndarray], case: RowsCase) -> dict[str, np.
 def quantized(
     values: np.ndarray, bfloat16: bool = False, scales: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Float8Rows by its definition: the bits of E4M3, and the rows' scales. scales: to take in place of their own."""
+    """Return Float8Rows's result by definition: E4M3 bits, and row scales. scales: used instead of computed ones."""
     import ml_dtypes
     import numpy as np
 
@@ -161,7 +160,7 @@ def quantized(
 
 
 def dequantized(bits: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """What float8 rows and their scales stand for."""
+    """Return the values of float8 rows with scales."""
     import ml_dtypes
     import numpy as np
 
@@ -171,7 +170,7 @@ def dequantized(bits: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def product_difference(library: Path, shape: tuple[int, int, int, int], *, bfloat16: bool = False) -> float:
-    """Relative L2 distance of Float8Product to numpy's product of the same numbers."""
+    """Return the relative L2 distance of Float8Product to numpy's product of the same numbers."""
     from onnx import TensorProto
 
     feeds = product_feeds(shape)
@@ -181,14 +180,14 @@ def product_difference(library: Path, shape: tuple[int, int, int, int], *, bfloa
 
 
 def gated_difference(library: Path, shape: tuple[int, int, int, int]) -> float:
-    """Relative L2 distance of Float8GatedProduct to numpy's product and gates of the same numbers."""
+    """Return the relative L2 distance of Float8GatedProduct to numpy's gated product of the same numbers."""
     feeds = gated_feeds(shape)
     expected = gated_expected(feeds)
     return relative_l2(result_of(library, "Float8GatedProduct", feeds, expected.shape), expected)
 
 
 def gated_feeds(shape: tuple[int, int, int, int]) -> dict[str, np.ndarray]:
-    """As product_feeds, and biases."""
+    """Return `product_feeds` with biases."""
     import numpy as np
 
     bias = np.random.default_rng(4).normal(size=shape[3]).astype(np.float16)
@@ -196,12 +195,12 @@ def gated_feeds(shape: tuple[int, int, int, int]) -> dict[str, np.ndarray]:
 
 
 def gated_expected(feeds: dict[str, np.ndarray]) -> np.ndarray:
-    """Float8GatedProduct by its definition."""
+    """Return Float8GatedProduct's result by definition."""
     return gelu_expected({"x": product_expected(feeds), "bias": feeds["bias"]})
 
 
 def product_feeds(shape: tuple[int, int, int, int]) -> dict[str, np.ndarray]:
-    """Random rows and weights, in the operator's order."""
+    """Return random rows and weights, in the operator's order."""
     import numpy as np
 
     images, rows, k, n = shape
@@ -212,7 +211,7 @@ def product_feeds(shape: tuple[int, int, int, int]) -> dict[str, np.ndarray]:
 
 
 def product_expected(feeds: dict[str, np.ndarray]) -> np.ndarray:
-    """Float8Product by its definition."""
+    """Return Float8Product's result by definition."""
     rows, weight = (
         dequantized(feeds[name], feeds[scales]) for name, scales in (("rows", "scales"), ("weight", "weight_scales"))
     )

@@ -1,4 +1,4 @@
-"""A graph for fixed sizes, to look for patterns in: who makes a value, who reads it, of what type and shape it is."""
+"""An index of a graph of fixed sizes for pattern matching: producers, readers, types and shapes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 Known = Mapping[str, tuple[int, list[int]]]
-"""Value -> its element type, its shape."""
+"""Value -> (element type, shape)."""
 
 
 class GraphIndex:
-    """nodes: of the graph, in an order in which none reads what a later one makes; they are known by their places."""
+    """nodes: the graph's nodes in topological order, referred to by index."""
 
     def __init__(self, graph: Any, known: Known) -> None:
         self.nodes = list(graph.node)
@@ -33,35 +33,35 @@ class GraphIndex:
                 self._readers.setdefault(name, []).append(place)
 
     def element(self, name: str) -> int:
-        """ONNX's type of a value's elements; 0 if it is not known."""
+        """Return the ONNX element type of a value, or 0 if unknown."""
         element, _ = self._known.get(name, (0, []))
         return element
 
     def shape(self, name: str) -> list[int]:
-        """Empty if it is not known."""
+        """Return the shape of a value, empty if unknown."""
         return self._known.get(name, (0, []))[1]
 
     def readers(self, name: str) -> list[int]:
-        """Places, one for each time that a value is read; none for a result of the graph, which others read."""
+        """Return the readers' indices, one per use; empty for graph outputs, which are read elsewhere."""
         return [] if name in self._results else self._readers.get(name, [])
 
     def only_reader(self, name: str) -> int | None:
-        """The place of the one node that reads a value, once."""
+        """Return the index of the only node that reads a value, if it reads it once."""
         found = self.readers(name)
         return found[0] if len(found) == 1 else None
 
     def maker(self, name: str, *op_types: str) -> int | None:
-        """The place of what makes a value, if it is one of these operators of ONNX."""
+        """Return the index of a value's producer if it is one of these standard operators."""
         place = self._makers.get(name)
         return place if place is not None and self.is_plain(place, *op_types) else None
 
     def is_plain(self, place: int, *op_types: str) -> bool:
-        """Whether it is one of these operators of ONNX."""
+        """Whether the node is one of these standard operators."""
         node = self.nodes[place]
         return node.domain in ("", "ai.onnx") and node.op_type in op_types
 
     def constant(self, name: str) -> Any | None:
-        """The array of an initializer that lies in the graph itself."""
+        """Return the array of an initializer stored in the graph itself, or None."""
         import onnx
 
         tensor = self._constants.get(name)
@@ -70,14 +70,14 @@ class GraphIndex:
         return onnx.numpy_helper.to_array(tensor)
 
     def attribute(self, place: int, name: str, default: Any) -> Any:
-        """Of a node."""
+        """Return a node's attribute."""
         import onnx
 
         found = (item for item in self.nodes[place].attribute if item.name == name)
         return next((onnx.helper.get_attribute_value(item) for item in found), default)
 
     def depends(self, names: Collection[str], on: Collection[int]) -> bool:
-        """Whether one of the values is made, directly or not, of what one of the nodes `on` makes."""
+        """Whether any of the values depends, directly or indirectly, on the output of a node in `on`."""
         first, seen = min(on), set[int]()
         waiting = [self._makers[name] for name in names if name in self._makers]
         while waiting:
@@ -91,7 +91,7 @@ class GraphIndex:
         return False
 
     def part(self, name: str) -> tuple[str, int]:
-        """The value whose last axis this one is a part of, through Slice and Split, and where it begins there."""
+        """Return the value whose last axis this one is a part of, through Slice and Split, and the offset."""
         first = 0
         while (found := self._part(name)) is not None:
             name, first = found[0], first + found[1]

@@ -1,17 +1,17 @@
-"""Whether the GPU at hand is one of the generation that some of our kernels are for."""
+"""Whether the GPU supports sdflow's Hopper and float8 kernels."""
 
 from __future__ import annotations
 
 HOPPER = "90"
-"""Compiled with what this capability alone has (sm_90a): geglu.cu and float8_product.cu are there only."""
+"""Compute capability of Hopper, whose kernels (geglu.cu, float8_product.cu) are compiled for sm_90a only."""
 
 
 FLOAT8_SINCE = (8, 9)
-"""The first compute capability with products of float8."""
+"""First compute capability with float8 products."""
 
 
 def has_float8() -> bool:
-    """Whether the GPU at hand has products of float8."""
+    """Whether the GPU supports float8 products."""
     import torch
 
     if not torch.cuda.is_available():
@@ -21,7 +21,7 @@ def has_float8() -> bool:
 
 
 def on_hopper() -> bool:
-    """Whether the GPU at hand is of the compute capability that the kernels of HOPPER are for."""
+    """Whether the GPU has Hopper's compute capability."""
     import torch
 
     if not torch.cuda.is_available():

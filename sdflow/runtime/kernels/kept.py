@@ -1,4 +1,4 @@
-"""Files that are kept for a user with a record of what they were made of: a damaged or foreign one is not taken."""
+"""Per-user files stored with a record of their inputs and digest; damaged or foreign files are rejected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sdflow.disk.atomic_write import write_whole
 
 
 def read_kept(path: Path, key: str) -> bytes | None:
-    """What `keep` has kept there under this key; None where that is not there, or not as it was."""
+    """Return the content stored by `keep` under this key, or None if it is missing or modified."""
     try:
         content, record = path.read_bytes(), _record_of(path).read_bytes()
     except OSError:
@@ -19,7 +19,7 @@ def read_kept(path: Path, key: str) -> bytes | None:
 
 
 def keep(path: Path, content: bytes, key: str) -> None:
-    """Raises OSError."""
+    """Store content with its record. Raises OSError."""
     write_whole(path, content, durable=True)
     write_whole(_record_of(path), _record(content, key), durable=True)
 

@@ -1,9 +1,9 @@
-"""Our operators' library for the GPU at hand, and the kernels that it runs: compiled and proved when first wanted, and kept.
+"""The operator library and kernels for this GPU: compiled and tested on first use, then stored.
 
-NVRTC compiles the kernels, each part of them when a graph has an operator of it; a C compiler, as Triton wants one for
-torch.compile, the operators. What was compiled lies in $SDFLOW_KERNELS, else in $XDG_CACHE_HOME/sdflow/kernels, under the
-digest of all that it depends on, with its own; beside it that its results were right on this GPU, with this driver and this
-ONNX Runtime. What is damaged is made again.
+NVRTC compiles the kernels, each part when a graph first needs it; a C compiler, as Triton also requires for
+torch.compile, compiles the operators. Results are stored in $SDFLOW_KERNELS, else in $XDG_CACHE_HOME/sdflow/kernels,
+under the digest of their inputs, with their own digest and a record that they passed the tests on this GPU with this
+driver and ONNX Runtime. Damaged files are rebuilt.
 """
 
 from __future__ import annotations
@@ -78,36 +78,35 @@ DEFINES = {
     "ACTIVATION_ROW_THREADS": 512,
     "ACTIVATION_HELD": 4,
 }
-"""Threads of a block, at most; and blocks of a kernel for each of the GPU's multiprocessors: measured on an H200.
-FLOAT8_STAGES: tiles along K that a block of float8_product.cu has in shared memory. FLOAT8_MOST_DEPTH: K times the tiles of y for
-each multiprocessor, beyond which cuBLASLt multiplies; FLOAT8_LEAST_FILLED: tenths of the multiprocessors, below which it does.
-FLOAT8_IN_TURNS: 1: its warpgroups take turns without gates, too. OVERLAPS: 0: a kernel is launched only when the one before it
-has ended (overlap.cuh)."""
+"""Threads per block (maximum) and blocks per multiprocessor of each kernel, as measured on an H200.
+FLOAT8_STAGES: tiles along K that a block of float8_product.cu keeps in shared memory. FLOAT8_MOST_DEPTH: limit of K
+times the tiles of y per multiprocessor, above which cuBLASLt multiplies; FLOAT8_LEAST_FILLED: tenths of the
+multiprocessors, below which it does. FLOAT8_IN_TURNS: 1: its warpgroups also alternate without gates. OVERLAPS: 0: a
+kernel starts only after the previous one has finished (overlap.cuh)."""
 FOLDER_VARIABLE = "SDFLOW_KERNELS"
 OLDEST = (8, 0)
-"""The first compute capability that packs two floats into halves in one instruction, as float16.cuh does."""
+"""First compute capability that packs two floats into halves in one instruction, as float16.cuh does."""
 SLOWEST = 300
-"""Seconds that the C compiler may take; it takes one."""
+"""Timeout of the C compiler in seconds; it takes about one."""
 
 _asked = threading.Lock()
 _codes: dict[tuple[Path, str], bytes] = {}
-"""Library, part -> its code, which the library reads as long as the process lives."""
+"""(library, part) -> code, which the library reads throughout the process."""
 
 
 @dataclass(frozen=True)
 class Ready:
-    """library: for `SessionOptions.register_custom_ops_library`. wrong: parts that cannot be used -> why."""
+    """library: for `SessionOptions.register_custom_ops_library`. wrong: unusable part -> reason."""
 
     library: Path
     wrong: dict[str, str]
 
 
 def kernel_library(parts: Collection[str] = ()) -> Ready | None:
-    """The library with these parts compiled and proved; None where there can be none. A warning says why, once, as it does for
-    each part that is wrong.
+    """Return the library with these parts compiled and tested, or None if it is unavailable. Warns once, and once per
+    unusable part.
 
-    The process keeps it loaded: sessions call into it as long as they live. They are made side by side, and the first
-    one to ask makes it.
+    The library stays loaded because sessions call into it. Concurrent callers wait for the first one to build it.
     """
     with _asked:
         kernels = _process_kernels()
@@ -136,11 +135,11 @@ def _process_kernels() -> Kernels | None:
 
 
 def build(parts: Iterable[str] | None = None) -> Path:
-    """Compile and prove these parts of the library, all that the GPU at hand can have by default but for float8, unless that
-    was done before: then no C compiler is needed.
+    """Compile and test these parts of the library unless already done, in which case no C compiler is needed. Default:
+    all parts for this GPU except float8.
 
-    Raises TargetUnavailableError where something is missing that it takes, or where kernels are wrong, UsageError when
-    there is no place for it.
+    Raises TargetUnavailableError if a requirement is missing or kernels are wrong, and UsageError if there is no folder
+    to store it.
     """
     with _asked:
         kernels = Kernels()
@@ -151,28 +150,29 @@ def build(parts: Iterable[str] | None = None) -> Path:
 
 
 class Kernels:
-    """The library, loaded, and what of its kernels is there; for one process and one GPU.
+    """The loaded library and the state of its kernels, for one process and one GPU.
 
-    told: parts that a warning was given for.
+    told: parts that were warned about.
     """
 
     def __init__(self) -> None:
-        """Raises TargetUnavailableError where something is missing that it takes, UsageError when there is no place for it."""
+        """Raises TargetUnavailableError if a requirement is missing, and UsageError if there is no folder to store
+        it."""
         import torch
 
         if not sys.platform.startswith("linux"):
-            raise TargetUnavailableError("our kernels are for Linux")
+            raise TargetUnavailableError("sdflow's kernels require Linux")
         if not torch.cuda.is_available():
             raise TargetUnavailableError("torch sees no CUDA device")
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
         if (device.major, device.minor) < OLDEST:
             raise TargetUnavailableError(
                 f"{device.name} has compute capability {device.major}.{device.minor}, "
-                f"and they need {'.'.join(map(str, OLDEST))}"
+                f"but sdflow's kernels need {'.'.join(map(str, OLDEST))}"
             )
         self.told: set[str] = set()
         self._architecture = architecture(f"{device.major}{device.minor}")
-        # A part of a GPU (MIG) may launch less than the whole.
+        # A MIG instance has fewer multiprocessors than the whole GPU.
         self._device = [device.name, device.multi_processor_count, driver_version()]
         self._folder, self._nvrtc = kernel_folder(), Nvrtc()
         self._wrong: dict[str, str | None] = {}
@@ -182,23 +182,23 @@ class Kernels:
         self._kept(self.library, key, compile_operators)
         try:
             self._loaded = ctypes.CDLL(str(self.library))
-        except OSError:  # made on another system with this folder
+        except OSError:  # built on another system that shares this folder
             self.library.unlink(missing_ok=True)
             self._kept(self.library, key, compile_operators)
             self._loaded = ctypes.CDLL(str(self.library))
 
     def require(self, names: Iterable[str]) -> dict[str, str]:
-        """Compile and prove these parts unless that was done. Returns those that cannot be used, and why."""
+        """Compile and test these parts unless already done. Return unusable parts -> reason."""
         wanted = sorted(names)
         new = [name for name in wanted if name not in self._wrong]
         with ThreadPoolExecutor(max_workers=len(new) or 1) as pool:
             given = dict(zip(new, pool.map(self._give, new), strict=True))
-        for name in new:  # a verdict is kept once it is there: what raises is tried again
+        for name in new:  # store verdicts only; exceptions are retried
             self._wrong[name] = given[name] or self._prove(name)
         return {name: why for name in wanted if (why := self._wrong[name])}
 
     def _give(self, name: str) -> str | None:
-        """Let the library have a part's code. Returns why it cannot."""
+        """Load a part's code into the library. Return the reason if that fails."""
         texts, options = PARTS[name].texts(), kernel_options(self._architecture)
         content = {"sources": texts, "options": options, "nvrtc": self._nvrtc.version, "driver": self._device[-1]}
         key = digest_json(content)
@@ -209,16 +209,16 @@ class Kernels:
             return str(error)
         code = _codes.setdefault((self.library, name), code)
         unknown: int = self._loaded.sdflow_give_code(name.encode(), code)
-        return "the library has no such part" if unknown else None
+        return "the library does not have this part" if unknown else None
 
     def _prove(self, name: str) -> str | None:
-        """Returns what is wrong with a part, unless it was proved before."""
+        """Test a part unless it passed before. Return the problem, if any."""
         from sdflow.runtime.kernels.proof import prove, sources
 
         try:
             library = self.library.read_bytes()
         except OSError as error:
-            return f"the library cannot be read any more: {error}"
+            return f"the library can no longer be read: {error}"
         content = {
             "library": hashlib.sha256(library).hexdigest(),
             "code": hashlib.sha256(_codes[self.library, name]).hexdigest(),
@@ -234,13 +234,14 @@ class Kernels:
             distances = prove(self.library, name)
         except TargetUnavailableError as error:
             return str(error)
-        with suppress(OSError):  # then each process proves it
+        with suppress(OSError):  # then each process repeats the test
             keep(path, canonical_json(distances), key)
         return None
 
     def _kept(self, path: Path, key: str, make: Any) -> bytes:
-        """The content of a file, made unless it is there as it was made. make: from a folder for what it writes."""
-        kept = read_kept(path, key)  # without a lock: maybe in a folder that others write
+        """Return the content of a file, built unless an intact one exists. make: builds it, given a folder to write
+        in."""
+        kept = read_kept(path, key)  # without a lock: the folder may be read-only
         if kept is not None:
             return kept
         try:
@@ -248,7 +249,7 @@ class Kernels:
             with FileLock(path.with_suffix(".lock")):
                 if (kept := read_kept(path, key)) is not None:
                     return kept
-                for left in path.parent.glob(f"{_UNFINISHED}*"):  # by a process that was killed
+                for left in path.parent.glob(f"{_UNFINISHED}*"):  # left by a killed process
                     shutil.rmtree(left, ignore_errors=True)
                 with tempfile.TemporaryDirectory(dir=path.parent, prefix=_UNFINISHED) as folder:
                     made: bytes = make(Path(folder))
@@ -259,18 +260,18 @@ class Kernels:
 
 
 def kernel_folder() -> Path:
-    """Where libraries and kernels are kept. Raises UsageError when there is no such place."""
+    """Return the folder for libraries and kernels. Raises UsageError if there is none."""
     return user_folder("kernels", FOLDER_VARIABLE)
 
 
-_ELSEWHERE = f"Name a folder that can be written: {FOLDER_VARIABLE}=FOLDER."
+_ELSEWHERE = f"Set a writable folder: {FOLDER_VARIABLE}=FOLDER."
 _UNFINISHED = "unfinished-"
 
 
 def compile_operators(folder: Path, compiler: str | None = None, flags: Sequence[str] = ()) -> bytes:
-    """The library, made in a folder of the caller's. compiler: of C, by default the one of the system; flags: for it.
+    """Compile the library in the caller's folder and return its content. compiler: C compiler, default: the system's.
 
-    Raises TargetUnavailableError with what it said, or where there is none.
+    Raises TargetUnavailableError with the compiler's messages, or if there is no compiler.
     """
     compiler = compiler or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
@@ -290,18 +291,18 @@ def compile_operators(folder: Path, compiler: str | None = None, flags: Sequence
 
 
 def compile_part(name: str, nvrtc: Nvrtc, of: str) -> bytes:
-    """A part's machine code for an architecture. Needs no GPU. Raises TargetUnavailableError with what the compiler said."""
+    """Compile a part to machine code; needs no GPU. Raises TargetUnavailableError with the compiler's messages."""
     source = "\n".join(f'#line 1 "{file}"\n{text}' for file, text in PARTS[name].texts())
     return nvrtc.compile(source, kernel_options(of))
 
 
 def kernel_options(of: str) -> list[str]:
-    """NVRTC's for an architecture."""
+    """Return NVRTC's options for an architecture."""
     return [f"--gpu-architecture={of}", "--std=c++17", *_defines()]
 
 
 def architecture(capability: str) -> str:
-    """As NVRTC names what it compiles for: sm_90a for "90"."""
+    """Return NVRTC's name of a compute capability, such as sm_90a for "90"."""
     return f"sm_{capability}a" if capability == HOPPER else f"sm_{capability}"
 
 

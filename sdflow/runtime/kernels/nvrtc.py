@@ -1,4 +1,4 @@
-"""NVIDIA's compiler of CUDA C++ at run time, which comes with torch and with ONNX Runtime's CUDA packages."""
+"""NVRTC, NVIDIA's run-time compiler for CUDA C++, from torch or ONNX Runtime's CUDA packages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sdflow.errors import TargetUnavailableError
 class Nvrtc:
     """NVRTC: https://docs.nvidia.com/cuda/nvrtc/
 
-    Raises TargetUnavailableError when it is not installed.
+    Raises TargetUnavailableError if it is not installed.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Nvrtc:
         self.version = f"{major.value}.{minor.value}"
 
     def compile(self, source: str, options: list[str]) -> bytes:
-        """Machine code (cubin) for the architecture that the options name.
+        """Compile to machine code (cubin) for the architecture in `options`.
 
         Raises TargetUnavailableError with the compiler's messages.
         """
@@ -52,8 +52,8 @@ class Nvrtc:
 
 
 def _load_nvrtc() -> Any:
-    """From NVIDIA's Python packages, or the system's. The newest first: it knows the newest GPUs. One that makes no cubin
-    is passed over."""
+    """Load NVRTC from NVIDIA's Python packages or the system. Prefers the newest, which supports the newest GPUs; skips
+    versions without cubin support."""
     try:
         import nvidia
 

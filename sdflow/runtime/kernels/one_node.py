@@ -1,4 +1,4 @@
-"""One of our operators as a session of its own."""
+"""Run one of sdflow's operators in a session of its own."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sdflow.onnx_model.float8 import DOMAIN
 from sdflow.runtime.kernels.replace import VERSION
 
 _FLOAT = "/float"
-"""What the name of a bfloat16 value ends in where it is float32."""
+"""Suffix of the float32 name of a bfloat16 value."""
 
 
 def in_order(names: Iterable[str], given: Iterable[str]) -> list[str]:
-    """Those of an operator's inputs that are given, "" in the place of the others but at the end."""
+    """Return an operator's input names with "" for missing ones, without trailing ""."""
     there = set(given)
     found = [name if name in there else "" for name in names]
     while not found[-1]:
@@ -33,10 +33,10 @@ def run_node(
     outputs: Sequence[str] | None = None,
     attributes: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What one of our operators computes on the CUDA provider, by output; bfloat16 as float32.
+    """Run one operator on the CUDA provider and return its outputs by name; bfloat16 as float32.
 
-    results: of the outputs that are wanted, element type and shape. inputs, outputs: the operator's, in order; None: those of
-    `feeds` and of `results`. ONNX Runtime takes no bfloat16 of numpy's: there are casts around it.
+    results: element type and shape of the wanted outputs. inputs, outputs: the operator's, in order; default: those of
+    `feeds` and `results`. ONNX Runtime does not accept numpy's bfloat16, so casts surround the operator.
     """
     import numpy as np
     from onnx import TensorProto, helper
@@ -83,7 +83,7 @@ def result_of(
     element: int | None = None,
     **more: Any,
 ) -> Any:
-    """The only result that is wanted of an operator, float16 by default. more: as of `run_node`."""
+    """Return an operator's single result, float16 by default. more: see `run_node`."""
     from onnx import TensorProto
 
     result = TensorProto.FLOAT16 if element is None else element, shape

@@ -1,4 +1,4 @@
-"""The parts of our kernels, each compiled and proved when a graph has an operator of it."""
+"""Parts of the kernel library, each compiled and tested when a graph first needs it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ FLOAT8 = "float8"
 
 @dataclass(frozen=True)
 class Part:
-    """sources: in the order in which they are compiled. operators: those of ONNX graphs that its kernels compute. hopper: whether
-    other GPUs have none of it."""
+    """sources: in compilation order. operators: ONNX operators that its kernels implement. hopper: only for Hopper
+    GPUs."""
 
     name: str
     sources: tuple[str, ...]
@@ -27,7 +27,7 @@ class Part:
     hopper: bool = False
 
     def texts(self) -> list[tuple[str, str]]:
-        """Name and content of each source."""
+        """Return name and content of each source."""
         return [(name, (FOLDER / name).read_text(encoding="utf-8")) for name in self.sources]
 
 
@@ -75,14 +75,14 @@ PARTS = {
         ),
     )
 }
-"""By name, as ort.h has them."""
+"""Parts by name, as in ort.h."""
 
 SOURCES = tuple(dict.fromkeys(FOLDER / name for part in PARTS.values() for name in part.sources))
-"""Of all parts."""
+"""Sources of all parts."""
 
 PART_OF = {operator: part.name for part in PARTS.values() for operator in part.operators}
 
 
 def parts_in(nodes: Iterable[Any]) -> frozenset[str]:
-    """The names of the parts that compute nodes of a graph."""
+    """Return the names of the parts that implement nodes of a graph."""
     return frozenset(PART_OF[node.op_type] for node in nodes if node.domain == DOMAIN and node.op_type in PART_OF)

@@ -1,4 +1,4 @@
-"""Our operators on the device at hand against their definitions (`sdflow.runtime.kernels.definitions`)."""
+"""Test the operators on this device against their definitions (`sdflow.runtime.kernels.definitions`)."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ from sdflow.tolerances import FLOAT8_PRODUCT_LIMIT, FLOAT8_ROWS_LIMIT, KERNEL_LI
 
 
 def prove(library: Path, part: str) -> dict[str, float]:
-    """Case -> relative L2 distance to numpy's, for all cases of a part.
+    """Return case -> relative L2 distance to numpy, for all cases of a part.
 
-    Raises TargetUnavailableError when a result is not what it should be, or there is none.
+    Raises TargetUnavailableError if a result is wrong or missing.
     """
     onnxruntime = import_onnxruntime()
     try:
         limited = _differences(library, part)
     except onnxruntime_errors(onnxruntime) as error:
-        raise TargetUnavailableError(f"our kernels do not run on this device: {error}") from error
+        raise TargetUnavailableError(f"sdflow's kernels do not run on this device: {error}") from error
     for name, (distance, limit) in limited.items():
         if not distance <= limit:
-            raise TargetUnavailableError(f"our kernels are wrong on this device: {name} by {distance:.1e}")
+            raise TargetUnavailableError(f"sdflow's kernels are wrong on this device: {name} by {distance:.1e}")
     return {name: distance for name, (distance, _) in limited.items()}
 
 
 def _differences(library: Path, part: str) -> dict[str, tuple[float, float]]:
-    """Case -> relative L2 distance to numpy's, and what it may be."""
+    """Return case -> (relative L2 distance to numpy, limit)."""
     if part == "rotary_qkv":
         return rotary_differences(library)
     if part == "residual_norm":
@@ -80,7 +80,7 @@ def _differences(library: Path, part: str) -> dict[str, tuple[float, float]]:
 
 
 def sources() -> list[str]:
-    """The code that proves: what it has found right holds for it."""
+    """Return the testing code, which is part of the key of test results."""
     names = ["proof", "one_node", "definitions", "float8_proof", "rotary_proof", "rotary_definitions"]
     names += ["transformer_proof", "transformer_definitions"]
     texts = [(FOLDER / f"{name}.py").read_text(encoding="utf-8") for name in names]
@@ -88,14 +88,14 @@ def sources() -> list[str]:
 
 
 def gelu_difference(library: Path, shape: tuple[int, ...]) -> float:
-    """Relative L2 distance of BiasSplitGelu to numpy's."""
+    """Return the relative L2 distance of BiasSplitGelu to numpy."""
     feeds = gelu_feeds(shape)
     expected = gelu_expected(feeds)
     return relative_l2(result_of(library, "BiasSplitGelu", feeds, expected.shape), expected)
 
 
 def interleave_difference(library: Path, shape: tuple[int, int, int, int], single: bool) -> float:
-    """Relative L2 distance of InterleavePhases to numpy's: 0, or it is wrong."""
+    """Return the relative L2 distance of InterleavePhases to numpy, which must be 0."""
     from onnx import helper
 
     x = phases(shape, single)
@@ -105,14 +105,14 @@ def interleave_difference(library: Path, shape: tuple[int, int, int, int], singl
 
 
 def geglu_difference(library: Path, shape: tuple[int, ...]) -> float:
-    """Relative L2 distance of Geglu to numpy's. shape: of x, and the result's width."""
+    """Return the relative L2 distance of Geglu to numpy. shape: of x, and the result's width."""
     feeds = geglu_feeds(shape)
     expected = geglu_expected(feeds)
     return relative_l2(result_of(library, "Geglu", feeds, expected.shape), expected)
 
 
 def attention_difference(library: Path, case: AttentionCase) -> float:
-    """Relative L2 distance of FewKeysAttention to numpy's."""
+    """Return the relative L2 distance of FewKeysAttention to numpy."""
     feeds = attention_feeds(case)
     expected = attention_expected(feeds, case)
     attributes = {"num_heads": case.heads, "scale": attention_scale(case)}
@@ -120,7 +120,7 @@ def attention_difference(library: Path, case: AttentionCase) -> float:
 
 
 def differences(library: Path, case: GroupNormCase) -> dict[str, float]:
-    """Output -> relative L2 distance to numpy's."""
+    """Return output -> relative L2 distance to numpy."""
     from onnx import helper
 
     feeds = group_norm_feeds(case)

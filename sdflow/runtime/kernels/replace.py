@@ -1,4 +1,4 @@
-"""Operators of a graph for fixed sizes that our kernels compute, as operators of our own."""
+"""Replace operators of a graph of fixed sizes with sdflow's."""
 
 from __future__ import annotations
 
@@ -14,31 +14,30 @@ from sdflow.runtime.kernels.transformers import with_transformer_kernels
 
 VERSION = 1
 VECTOR, MAX_GROUPS, MAX_CHANNELS = 8, 32, 4096
-"""As in group_norm.cuh: a thread's channels; the groups that a block can hold; a thread for each eight channels."""
+"""As in group_norm.cuh: channels per thread; maximum groups per block; one thread per eight channels."""
 MOST_ROWS = 65535
-"""As in interleave.c: rows of an image, and images."""
+"""As in interleave.c: maximum number of image rows, and of images."""
 GEGLU_ROWS, GEGLU_WIDTH = 128, 64
-"""As in geglu.cu: rows and columns of a tile of Geglu's result."""
+"""As in geglu.cu: rows and columns of a tile of the result."""
 HEAD_SIZES = (40, 64, 80, 160)
-"""Of an attention, as in few_keys_attention.c."""
+"""Head sizes supported by few_keys_attention.c."""
 FEW_KEYS = 160
-"""Of an attention, at most: with 231, a third text, cuDNN's kernel was as quick on an H200."""
+"""Maximum number of keys: with 231, a third text chunk, cuDNN's kernel was as fast on an H200."""
 
 _Known = dict[str, tuple[int, list[int]]]
-"""Value -> its element type, its shape."""
+"""Value -> (element type, shape)."""
 
 
 def with_own_kernels(model: Any, *, hopper: bool = False, without: Collection[str] = ()) -> Any | None:
-    """A copy of a ModelProto in which our kernels compute what they can; None where that is nothing.
+    """Return a copy of a ModelProto that uses sdflow's kernels where possible, or None if there are none.
 
-    model: with all shapes known, as `specialize` leaves it. Statistics of a group are taken over channels that lie side
-    by side, eight to a thread: a number of channels that is no multiple of eight, or has groups of 5 to 7 or below 4
-    channels, stays with ONNX Runtime; so does an attention to many keys, with a mask or a bias, or with heads of another size;
-    and what is not float16 (of a group normalization: or float32), or of a type or shape that is not known. The phases of
-    `SubpixelConv` are put between one another in one go. What lies between the products of a transformer is for
-    `with_transformer_kernels`. hopper: for a GPU of compute capability 9.0, where a product that
-    BiasSplitGelu alone reads is computed with it, as Geglu. without: names of parts (`sdflow.runtime.kernels.parts`) that
-    cannot be used.
+    model: with all shapes known, as from `specialize`. ONNX Runtime keeps group normalizations whose channels are not a
+    multiple of eight, or whose groups have 5 to 7 or fewer than 4 channels (a thread handles eight adjacent channels);
+    attentions with many keys, a mask, a bias, or other head sizes; and anything that is not float16 (group
+    normalization: or float32) or of unknown type or shape. The phases of `SubpixelConv` are interleaved in one kernel.
+    `with_transformer_kernels` handles what lies between the products of a transformer. hopper: for compute capability
+    9.0, where a product that only BiasSplitGelu reads is fused with it, as Geglu. without: unusable parts
+    (`sdflow.runtime.kernels.parts`).
     """
     import onnx
 
@@ -82,7 +81,7 @@ def with_own_kernels(model: Any, *, hopper: bool = False, without: Collection[st
 
 
 def _import_domain(model: Any) -> None:
-    """Let a model have operators of ours."""
+    """Add sdflow's operator domain to the model's opset imports."""
     import onnx
 
     if DOMAIN not in {entry.domain for entry in model.opset_import}:
@@ -129,7 +128,8 @@ def _is_group_norm_ours(node: Any, known: _Known) -> bool:
 
 
 def _products_of_gates(graph: Any, known: _Known, without: Collection[str]) -> dict[str, Any]:
-    """Value that a BiasSplitGelu of ours alone reads -> the MatMul that gives it, where Geglu is quicker than both."""
+    """Return value -> MatMul for values that only a replaced BiasSplitGelu reads and where Geglu is faster than
+    both."""
     import onnx
 
     half = onnx.TensorProto.FLOAT16
@@ -149,14 +149,14 @@ def _products_of_gates(graph: Any, known: _Known, without: Collection[str]) -> d
 
 
 def _is_geglu_quicker(x: list[int], weight: list[int]) -> bool:
-    """Than a product and BiasSplitGelu, for x and a weight of these shapes: on an H200 for all from a tile's rows on."""
+    """Whether Geglu is faster than a product and BiasSplitGelu: on an H200, from one tile of rows on."""
     if len(weight) != 2 or math.prod(x[:-1]) < GEGLU_ROWS:
         return False
     return weight[0] % VECTOR == 0 and weight[1] % (2 * GEGLU_WIDTH) == 0
 
 
 def _replace_product(node: Any, product: Any) -> None:
-    """By Geglu, which reads what the product reads and the bias."""
+    """Replace the node by Geglu, which reads the product's inputs and the bias."""
     inputs = [*product.input, node.input[1]]
     node.op_type = "Geglu"
     del node.input[:]
@@ -174,7 +174,7 @@ def _are_groups_ours(node: Any, channels: int) -> bool:
 
 
 def _interleaves(element: int, shape: list[int]) -> bool:
-    """Whether our kernel puts four images of this type and shape between one another: 16 bytes of channels at a time."""
+    """Whether the kernel supports this type and shape: it interleaves 16 bytes of channels at a time."""
     import onnx
 
     unit = {onnx.TensorProto.FLOAT16: 8, onnx.TensorProto.FLOAT: 4}.get(element)
@@ -194,13 +194,14 @@ def _put_between(graph: Any, apart: list[Interleaving], known: _Known) -> None:
 
 
 def _is_attention_ours(node: Any, known: _Known) -> bool:
-    """Query, key and value each (B, S, heads x size); key and value, or all three, as (B, S, heads, 2 or 3, size)."""
+    """Whether the kernel supports the attention. Query, key and value are (B, S, heads x size) each; key and value, or
+    all three, may be packed as (B, S, heads, 2 or 3, size)."""
     import onnx
 
     given = [name for name in node.input if name]
     attributes = _attributes(node)
     if list(node.input[: len(given)]) != given or len(given) > 3 or any(node.output[1:]):
-        return False  # a bias, a mask, keys of before
+        return False  # a bias, a mask, or past keys
     if attributes.get("unidirectional", 0) or attributes.get("scale", 0) < 0:
         return False
     heads, size = attributes["num_heads"], _head_size(node, known)
@@ -248,7 +249,7 @@ def _replace_attention(node: Any, known: _Known) -> None:
 
 
 def _replace_group_norm(node: Any, element: int) -> None:
-    """The outputs are y, the kernel's scratch and, where it is wanted, the sum."""
+    """Replace the node; its outputs become y, the kernel's scratch memory and, if used, the sum."""
     import onnx
 
     kept = [name for name in node.output[1:] if name]

@@ -1,14 +1,14 @@
-"""Residual sums, norms and modulations of a transformer, as operators of ours: see residual_norm.cu.
+"""Fuse residual sums, norms and modulations of a transformer into sdflow's operators (residual_norm.cu).
 
-Found by what nodes compute and by the shapes of what they read, in a graph for fixed sizes:
+They are matched by operators and input shapes, in a graph of fixed sizes:
 
-    branch       Mul(gate, Add(bias, product)), with a SimplifiedLayerNormalization before the gate or without
+    branch       Mul(gate, Add(bias, product)), optionally with a SimplifiedLayerNormalization before the gate
     sum          Add(x, branch), or Add(Add(x, branch), branch)
     norm         LayerNormalization or SimplifiedLayerNormalization of it
-    modulation   Add(Mul(norm, scale), shift), or one without shift; two of one norm at most
+    modulation   Add(Mul(norm, scale), shift), or one without shift; at most two per norm
 
-A gate, a scale, a shift is a row for each image. Where it is a Slice of a longer row, as one product gives all of a block's, the
-operator reads that; where it is 1 + scale, the operator adds the 1.
+Gates, scales and shifts are one row per image. If one is a Slice of a longer row, such as one product for a whole block,
+the operator reads that row; for 1 + scale, the operator adds the 1.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NORMS = {"LayerNormalization": LAYER_NORM, "SimplifiedLayerNormalization": RMS_N
 
 @dataclass(frozen=True)
 class Branch:
-    """What is added to a sum. gamma: of its own norm. nodes: their places, those of the sum's Add not among them."""
+    """A summand. gamma: of its own norm. nodes: indices of its nodes, without the sum's Add."""
 
     value: str
     bias: str | None
@@ -46,7 +46,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class Sum:
-    """result = x + branches. nodes: the places of all that is computed for it."""
+    """result = x + branches. nodes: indices of all its nodes."""
 
     result: str
     x: str
@@ -56,7 +56,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Modulation:
-    """result = of what is read * scale + shift."""
+    """result = input * scale + shift."""
 
     result: str
     scale: Row
@@ -66,14 +66,14 @@ class Modulation:
 
 @dataclass(frozen=True)
 class Fused:
-    """A node of ours for nodes at these places."""
+    """A replacement for the nodes at these indices."""
 
     node: Any
     places: frozenset[int]
 
 
 def residual_operators(index: GraphIndex) -> Iterator[Fused]:
-    """Ours for all that is found; no node is in two of them."""
+    """Yield all fused operators; their nodes do not overlap."""
     sums = _sums(index)
     taken = {place for each in sums.values() for place in each.nodes}
     modulations = _modulations(index, taken)
@@ -102,7 +102,7 @@ def residual_operators(index: GraphIndex) -> Iterator[Fused]:
 
 
 def _branch(index: GraphIndex, name: str, of: str) -> Branch | None:
-    """`name` as a branch of a sum of the shape of `of`; None where it is no more than a value."""
+    """Return `name` as a branch of a sum with the shape of `of`, or None if it is just a value."""
     value, nodes = name, []
     gate: Row | None = None
     gamma, epsilon = None, 0.0
@@ -134,7 +134,7 @@ def _branch(index: GraphIndex, name: str, of: str) -> Branch | None:
 
 
 def _sums(index: GraphIndex) -> dict[str, Sum]:
-    """Result -> sum."""
+    """Return result -> sum."""
     found: dict[str, Sum] = {}
     for place, node in enumerate(index.nodes):
         if not index.is_plain(place, "Add") or not has_rows(index, node.output[0]):
@@ -153,14 +153,14 @@ def _sums(index: GraphIndex) -> dict[str, Sum]:
 
 
 def _joined(of: Sum, before: Sum | None) -> Sum:
-    """With the branch of the sum `before` that this one alone reads, where neither has a norm."""
+    """Merge the sum `before`, which only `of` reads, into it, unless either has a norm."""
     if before is None or len(before.branches) > 1 or before.branches[0].gamma or of.branches[0].gamma:
         return of
     return Sum(of.result, before.x, (*before.branches, *of.branches), (*of.nodes, *before.nodes))
 
 
 def _modulations(index: GraphIndex, taken: set[int]) -> dict[str, list[Modulation]]:
-    """Value -> how it is scaled and shifted, by image. taken: the places of other patterns' nodes."""
+    """Return value -> its per-image scales and shifts. taken: indices of other patterns' nodes."""
     found: dict[str, list[Modulation]] = {}
     for place, node in enumerate(index.nodes):
         if place in taken or not index.is_plain(place, "Mul") or not has_rows(index, node.output[0]):
@@ -188,7 +188,7 @@ def _is_last_axis(index: GraphIndex, place: int) -> bool:
 
 
 def _norm(index: GraphIndex, place: int, before: Sum | None, behind: list[Modulation]) -> Fused | None:
-    """The norm at a place with the sum that it is of and what modulates it, if there is one of both at least."""
+    """Fuse the norm at `place` with its sum and its modulations, if it has at least one of these."""
     node = index.nodes[place]
     value, result = node.input[0], node.output[0]
     if not has_rows(index, value) or not _is_last_axis(index, place):
@@ -206,13 +206,13 @@ def _norm(index: GraphIndex, place: int, before: Sum | None, behind: list[Modula
 
 
 def _is_free(index: GraphIndex, behind: list[Modulation], nodes: list[int]) -> bool:
-    """Whether what modulates can be computed before these nodes are."""
+    """Whether the modulations can be computed before these nodes."""
     rows = [row.value for each in behind for row in (each.scale, each.shift) if row is not None]
     return not index.depends(rows, nodes)
 
 
 def _made(index: GraphIndex, of: Sum | str, norm: int | None, behind: list[Modulation]) -> Fused:
-    """Our node for a sum or a value, the norm at a place and its modulations."""
+    """Return the fused node for a sum or a value, the norm at an index, and its modulations."""
     import onnx
 
     given: dict[str, str] = {"x": of if isinstance(of, str) else of.x}

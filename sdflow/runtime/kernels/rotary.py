@@ -1,7 +1,7 @@
-"""Attentions of transformers, with RotaryQkv, an operator of ours, in place of what gives query, key and value.
+"""Replace the computation of a transformer attention's query, key and value by the operator RotaryQkv.
 
-It stands for biases, RMS norms of heads, rotation, and two streams joined, between the products and MultiHeadAttention. It is
-found by what the nodes compute, in float16 and bfloat16. What other nodes read is left for those.
+It covers biases, RMS norms of heads, rotation, and the joining of two streams, between the products and
+MultiHeadAttention, in float16 and bfloat16. It is matched by operators. Values with other readers are kept.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from sdflow.onnx_model.float8 import DOMAIN
 from sdflow.runtime.kernels.rotary_graph import BY_HEAD, BY_TOKEN, FLAT, Heads, Known, Reader, Stream, attribute
 
 VECTOR, SIZES = 8, (8, 16, 32, 64, 128, 256)
-"""As in rotary_qkv.c: channels that a thread has; those of a head."""
+"""As in rotary_qkv.c: channels per thread; supported head sizes."""
 PARTS = 3
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """Nodes that come where the one is whose first output is `at`. reads: the inputs that it has then in place of its first
-    ones; None: they take its place. values: the types and shapes of what is new."""
+    """Nodes to insert before the node whose first output is `at`. reads: its new first inputs; None: they replace it.
+    values: value infos of new values."""
 
     nodes: tuple[Any, ...]
     at: str
@@ -32,7 +32,7 @@ class Replacement:
 
 @dataclass(frozen=True)
 class _Attention:
-    """heads: values that hold those of query, key and value, and in which order."""
+    """heads: the values of query, key and value, each with its layout."""
 
     heads: tuple[tuple[str, str], ...]
     count: int
@@ -40,7 +40,7 @@ class _Attention:
 
 
 def replacements(graph: Any, known: Known) -> list[Replacement]:
-    """What of a graph for fixed sizes is ours. known: all its values."""
+    """Return the replacements for a graph of fixed sizes. known: all its values."""
     reader = Reader(graph, known)
     found = []
     for node in graph.node:
@@ -56,7 +56,7 @@ def replacements(graph: Any, known: Known) -> list[Replacement]:
 
 
 def _tables_for(replacement: Replacement, reader: Reader) -> list[Any]:
-    """The nodes that make tables which the first of these nodes reads, unless an earlier replacement has them."""
+    """Return the nodes that create tables for this replacement, unless an earlier one has them."""
     found: list[Any] = []
     for name in replacement.nodes[0].input:
         found += reader.unsigned.get(name, [])
@@ -66,7 +66,7 @@ def _tables_for(replacement: Replacement, reader: Reader) -> list[Any]:
 
 
 def replace(graph: Any, found: list[Replacement]) -> None:
-    """Put them in, and take out what nothing reads any more of what was there for their sake."""
+    """Insert the replacements, and remove nodes that are no longer read."""
     wanted = {each.at: each for each in found}
     nodes, left = [], []
     for node in graph.node:
@@ -90,7 +90,7 @@ def replace(graph: Any, found: list[Replacement]) -> None:
 
 
 def _without_unread(nodes: list[Any], left: list[str], outputs: set[str]) -> list[Any]:
-    """Nodes, without those that made what is not read any more. left: values that may be so."""
+    """Return the nodes without those whose results are no longer read. left: values that may be unread."""
     made = {name: place for place, node in enumerate(nodes) for name in node.output if name}
     readers = Counter(name for node in nodes for name in node.input if name)
     gone: set[int] = set()
@@ -107,10 +107,10 @@ def _without_unread(nodes: list[Any], left: list[str], outputs: set[str]) -> lis
 
 
 def _of_attention(node: Any, reader: Reader) -> Replacement | None:
-    """RotaryQkv for a MultiHeadAttention whose heads are normed, rotated or of two streams."""
+    """Return RotaryQkv for a MultiHeadAttention whose heads are normed, rotated or joined from two streams."""
     given = [*node.input, "", "", "", ""]
     if not all(given[:PARTS]) or given[PARTS] or any(given[6:]) or any(node.output[1:]):
-        return None  # a bias, keys of before
+        return None  # a bias, or past keys
     count = int(attribute(node, "num_heads", 0))
     shapes = [reader.shape(name) for name in given[:PARTS]]
     if len(shapes[0]) != 3 or not count or any(len(shape) not in (3, 4) for shape in shapes[1:]):
@@ -125,7 +125,7 @@ def _of_attention(node: Any, reader: Reader) -> Replacement | None:
 
 
 def _of_softmax(node: Any, reader: Reader) -> Replacement | None:
-    """RotaryQkv and a MultiHeadAttention, for one that is products, a softmax and transposed tensors: no scores in memory."""
+    """Return RotaryQkv and a MultiHeadAttention for an unfused attention, which avoids storing scores in memory."""
     import onnx
 
     ends = [reader.only_reader(node.output[0], "MatMul")]
@@ -169,7 +169,7 @@ def _of_softmax(node: Any, reader: Reader) -> Replacement | None:
 
 @dataclass(frozen=True)
 class _Found:
-    """RotaryQkv; what an attention reads then; what of that the node makes."""
+    """A RotaryQkv node, the attention's new inputs, and value infos of the node's outputs."""
 
     node: Any
     reads: tuple[str, ...]
@@ -177,9 +177,9 @@ class _Found:
 
 
 def _heads_of(attention: _Attention, name: str, reader: Reader) -> _Found | None:
-    """None where RotaryQkv is not for these heads, or nothing is gained.
+    """Return RotaryQkv for these heads, or None if it does not support them or gains nothing.
 
-    name: what those of its outputs begin with.
+    name: prefix of its outputs' names.
     """
     import onnx
 
@@ -195,7 +195,7 @@ def _heads_of(attention: _Attention, name: str, reader: Reader) -> _Found | None
     reads = [f"{name}_{part}" for part in ("query", "key", "value")]
     only = value.streams[0]
     if len(value.streams) == 1 and not only.bias and reader.shape(only.product)[2] == count * size:
-        reads[2] = only.product  # as it is
+        reads[2] = only.product  # unchanged
         heads = heads[:2]
     outputs = reads[: len(heads)]
     element, (images, _) = reader.known[only.product][0], reader.shape(only.product)[:2]
@@ -205,7 +205,7 @@ def _heads_of(attention: _Attention, name: str, reader: Reader) -> _Found | None
 
 
 def _fit(heads: tuple[Heads, Heads, Heads], reader: Reader) -> bool:
-    """Whether one node gives all three of them."""
+    """Whether one node can compute all three."""
     query, key, value = heads
     if query.tables != key.tables or value.tables or any(stream.weight for stream in value.streams):
         return False
@@ -226,7 +226,7 @@ def _fit(heads: tuple[Heads, Heads, Heads], reader: Reader) -> bool:
 
 
 def _names(heads: tuple[Heads, ...]) -> list[str]:
-    """Everything that the node reads."""
+    """Return all inputs of the node."""
     each = [
         name for one in heads for stream in one.streams for name in (stream.product, stream.bias, stream.weight) if name
     ]
@@ -234,7 +234,7 @@ def _names(heads: tuple[Heads, ...]) -> list[str]:
 
 
 def _type_of(heads: tuple[Heads, ...], reader: Reader) -> str | None:
-    """What an operator's name ends with for the type that these have."""
+    """Return the operator's name suffix for the heads' type."""
     return _ending(reader.known[heads[0].streams[0].product][0])
 
 

@@ -1,4 +1,4 @@
-"""What RotaryQkv computes, by numpy: cases, random inputs and the results by definition."""
+"""Reference results of RotaryQkv in numpy: cases, random inputs, and results by definition."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ QKV = "RotaryQkv"
 PARTS = 3
 """Query, key and value."""
 STREAM = ("query", "key", "value", "query_bias", "key_bias", "value_bias", "query_weight", "key_weight")
-"""A stream's inputs of RotaryQkv, in order."""
+"""RotaryQkv's inputs per stream, in order."""
 TABLES = ("cosine", "sine")
 INPUTS = (*(f"{name}{stream}" for stream in range(2) for name in STREAM), *TABLES)
-"""All of them."""
+"""All inputs of RotaryQkv."""
 EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
 class QkvCase:
-    """What an attention reads, of one or two streams.
+    """Inputs of an attention, from one or two streams.
 
-    tokens: of an image, for each stream. bias, norm, turned: whether there are biases, norms of heads, tables. tables: for how
-    many images they are, one or all. packed: the width of the one product that query, key and value are columns of, side by side
-    behind eight others; 0: each has its own. value: whether there is one. bfloat16: in place of float16.
+    tokens: per image, for each stream. bias, norm, turned: whether there are biases, head norms, tables. tables: number
+    of images they are for: one, or all. packed: width of a single product with query, key and value as adjacent columns
+    after eight others; 0: separate products. value: whether there is one. bfloat16: instead of float16.
     """
 
     images: int
@@ -41,12 +41,12 @@ class QkvCase:
 
     @property
     def operator(self) -> str:
-        """The name of the operator that computes it."""
+        """Name of the operator for this type."""
         return f"{QKV}Bfloat16" if self.bfloat16 else QKV
 
     @property
     def attributes(self) -> dict[str, float]:
-        """Of that operator."""
+        """The operator's attributes."""
         row = self.heads * self.size
         columns = [8 + part * row if self.packed else 0 for part in range(PARTS)] * 2
         return {
@@ -71,7 +71,7 @@ QKVS = (*_QKVS, *(replace(case, bfloat16=True) for case in _QKVS))
 
 
 def rounded(values: Any, bfloat16: bool) -> np.ndarray:
-    """In float16 or bfloat16."""
+    """Round to float16 or bfloat16."""
     import onnx
 
     kind = onnx.TensorProto.BFLOAT16 if bfloat16 else onnx.TensorProto.FLOAT16
@@ -79,7 +79,7 @@ def rounded(values: Any, bfloat16: bool) -> np.ndarray:
 
 
 def qkv_feeds(case: QkvCase) -> dict[str, np.ndarray]:
-    """Random inputs by the names in INPUTS, those that the case has. One product for all of a stream where it is packed."""
+    """Return the case's random inputs by the names in INPUTS. A packed stream has one product."""
     random = np.random.default_rng(5)
     row, feeds = case.heads * case.size, {}
     for stream, tokens in enumerate(case.tokens):
@@ -98,7 +98,7 @@ def qkv_feeds(case: QkvCase) -> dict[str, np.ndarray]:
 
 
 def qkv_expected(feeds: dict[str, np.ndarray], attributes: dict[str, float]) -> list[np.ndarray]:
-    """Query, key and, where there is one, value by their definition. feeds: by the names in INPUTS."""
+    """Return query, key and, if present, value by definition. feeds: by the names in INPUTS."""
     heads, size = int(attributes["num_heads"]), int(attributes["head_size"])
     results = []
     for part, name in enumerate(STREAM[:PARTS]):

@@ -1,4 +1,4 @@
-"""What heads of an attention are made of, read backwards in a graph for fixed sizes: products, biases, norms, rotation."""
+"""Trace an attention's heads back to products, biases, norms and rotation, in a graph of fixed sizes."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 Known = dict[str, tuple[int, list[int]]]
-"""Value -> its element type, its shape."""
+"""Value -> (element type, shape)."""
 
 FLAT, BY_TOKEN, BY_HEAD = "(B, S, N H)", "(B, S, N, H)", "(B, N, S, H)"
-"""How the heads of tokens lie in a tensor."""
+"""Layouts of heads in a tensor."""
 TOKENS = {FLAT: 1, BY_TOKEN: 1, BY_HEAD: 2}
-"""The axis of the tokens."""
+"""Index of the token axis in each layout."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Heads of the tokens of a stream: a product's columns from `column` on, plus a bias, RMS-normed. '' is what is not there."""
+    """Heads of one stream's tokens: columns of a product from `column` on, plus a bias, RMS-normed. "" marks missing
+    parts."""
 
     product: str
     column: int
@@ -28,14 +29,14 @@ class Stream:
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of one stream or two. tables: of cosines and sines, as they are before they get axes of one."""
+    """Heads of one or two streams. tables: of cosines and sines, before axes of size 1 are added."""
 
     streams: tuple[Stream, ...]
     tables: tuple[str, ...] = ()
 
 
 class Reader:
-    """A graph, and how its values come about."""
+    """A graph with lookups of how its values are computed."""
 
     def __init__(self, graph: Any, known: Known) -> None:
         self.known = known | {
@@ -44,7 +45,7 @@ class Reader:
         }
         self.made = {name: node for node in graph.node for name in node.output if name}
         self.unsigned: dict[str, list[Any]] = {}
-        """Name of a table that is not in the graph -> the nodes that make it."""
+        """Name of a table to add to the graph -> the nodes that compute it."""
         self._readers: dict[str, list[Any]] = {item.name: [None] for item in graph.output}
         for node in graph.node:
             for name in node.input:
@@ -55,24 +56,24 @@ class Reader:
                 self._constants[node.output[0]] = node.attribute[0].t
 
     def shape(self, name: str) -> list[int]:
-        """Empty where it is not known."""
+        """Return a value's shape, empty if unknown."""
         shape: list[int] = self.known.get(name, (0, []))[1]
         return shape
 
     def maker(self, name: str, *op_types: str) -> Any:
-        """The node that makes a value, None if it is not of one of these types, of ONNX's own operators."""
+        """Return the producer of a value if it is one of these standard operators, otherwise None."""
         node = self.made.get(name)
         return node if node is not None and node.domain in ("", "ai.onnx") and node.op_type in op_types else None
 
     def only_reader(self, name: str, op_type: str) -> Any:
-        """The node that alone reads a value, None if it is not of this type, of ONNX's own operators."""
+        """Return the only reader of a value if it is this standard operator, otherwise None."""
         node, *others = self._readers.get(name, [None])
         if node is None or others or node.domain not in ("", "ai.onnx") or node.op_type != op_type:
             return None
         return node
 
     def scaled(self, name: str) -> tuple[str, float]:
-        """What a value is a multiple of, and the factor."""
+        """Return the value that this one is a multiple of, and the factor."""
         if (node := self.maker(name, "Mul", "Div")) is None:
             return name, 1.0
         for value, other in (node.input, reversed(node.input)):
@@ -82,7 +83,7 @@ class Reader:
         return name, 1.0
 
     def constant(self, name: str) -> list[Any] | None:
-        """The few values of a constant."""
+        """Return the values of a small constant, or None."""
         from onnx import numpy_helper
 
         tensor = self._constants.get(name)
@@ -94,7 +95,7 @@ class Reader:
         ]
 
     def columns(self, name: str) -> tuple[str, int]:
-        """The value that this one is columns of, and the first of them."""
+        """Return the value of which this one is a range of columns, and the first column."""
         column = 0
         while node := self.maker(name, "Split", "Slice"):
             rank = len(self.shape(node.input[0]))
@@ -115,7 +116,7 @@ class Reader:
         return name, column
 
     def window(self, node: Any) -> tuple[int, int, int] | None:
-        """Axis, start and step of a Slice along one axis."""
+        """Return axis, start and step of a Slice along one axis, or None."""
         shape = self.shape(node.input[0])
         found = [self.constant(name) for name in node.input[1:]]
         if len(found) < 3 or any(each is None or len(each) != 1 for each in found) or not shape:
@@ -125,7 +126,8 @@ class Reader:
         return axis, starts + shape[axis] if starts < 0 else starts, steps[0] if steps else 1
 
     def heads(self, name: str, order: str, count: int, size: int) -> Heads | None:
-        """How a value comes about that has `count` heads of `size` channels in this order; None where it is otherwise."""
+        """Return how a value with `count` heads of `size` channels in this layout is computed, or None if
+        unsupported."""
         name, order = self._unfolded(name, order, count, size)
         tables: tuple[str, ...] = ()
         if order != FLAT and (rotation := self._rotation(name, order)):
@@ -141,7 +143,7 @@ class Reader:
         return Heads(found, tables) if len(found) == len(streams) else None
 
     def _unfolded(self, name: str, order: str, count: int, size: int) -> tuple[str, str]:
-        """What a value is a reshaped or transposed form of, and the order of its heads."""
+        """Look through reshapes and transposes; return the original value and its layout."""
         while node := self.maker(name, "Reshape", "Transpose"):
             before, shape = self.shape(node.input[0]), self.shape(name)
             if node.op_type == "Transpose":
@@ -180,8 +182,8 @@ class Reader:
         return Stream(product, column, bias, weight, epsilon)
 
     def _rotation(self, name: str, order: str) -> tuple[str, tuple[str, str]] | None:
-        """What is rotated, and by which tables, in x cosine + crossed(x) sine. FLUX.1's graph swaps pairs instead of crossing
-        them, and its sines have the signs."""
+        """Match x cosine + crossed(x) sine; return x and the tables. FLUX.1's graph swaps pairs instead of crossing
+        them; its sine table contains the signs."""
         node = self.maker(name, "Add")
         if node is None:
             return None
@@ -209,13 +211,13 @@ class Reader:
         return self.shape(name) in wanted
 
     def _root(self, name: str) -> str:
-        """What a table is before it gets axes of one."""
+        """Return a table before axes of size 1 were added."""
         while (node := self.maker(name, "Unsqueeze", "Squeeze", "Reshape")) and self.shape(node.input[0]):
             name = node.input[0]
         return name
 
     def _crossed(self, name: str) -> str | None:
-        """x where this is (-x1, x0, -x3, x2, ...)."""
+        """Return x if this is (-x1, x0, -x3, x2, ...), otherwise None."""
         folded = self.maker(name, "Reshape")
         pairs = folded and self.maker(folded.input[0], "Concat")
         if not pairs or len(pairs.input) != 2 or self.shape(folded.input[0])[-1:] != [2]:
@@ -229,7 +231,7 @@ class Reader:
         return x if self.shape(x) == self.shape(name) else None
 
     def _swapped(self, name: str) -> str | None:
-        """x where this is (x1, x0, x3, x2, ...)."""
+        """Return x if this is (x1, x0, x3, x2, ...), otherwise None."""
         from onnx import numpy_helper
 
         node = self.maker(name, "Gather")
@@ -243,7 +245,7 @@ class Reader:
         return x if numpy_helper.to_array(tensor).tolist() == swapped and self.shape(x) == self.shape(name) else None
 
     def _unsigned(self, sine: str) -> str:
-        """The table of sines for crossed pairs, of one for swapped ones: every other channel negated, which rounds nothing."""
+        """Return the sine table for crossed pairs from one for swapped pairs: negating every other channel is exact."""
         from onnx import helper
 
         name = f"{sine}_for_crossed"
@@ -256,7 +258,7 @@ class Reader:
         return name
 
     def _every_other(self, name: str) -> tuple[str, int, bool] | None:
-        """x, whether the even or the odd channels, and whether negated."""
+        """Return x, 0 for its even or 1 for its odd channels, and whether they are negated; or None."""
         negated = False
         while node := self.maker(name, "Unsqueeze", "Squeeze", "Neg"):
             before, after = self.shape(node.input[0]), self.shape(name)
@@ -287,7 +289,7 @@ class Reader:
 
 
 def attribute(node: Any, name: str, default: Any) -> Any:
-    """Of a node, or its default."""
+    """Return a node's attribute, or the default."""
     import onnx
 
     return next((onnx.helper.get_attribute_value(item) for item in node.attribute if item.name == name), default)

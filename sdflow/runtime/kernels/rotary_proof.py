@@ -1,4 +1,4 @@
-"""RotaryQkv on the device at hand against its definition."""
+"""Test RotaryQkv on this device against its definition."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sdflow.tolerances import KERNEL_LIMIT, KERNEL_LIMIT_BFLOAT16
 
 
 def rotary_differences(library: Path) -> dict[str, tuple[float, float]]:
-    """Case -> its relative L2 distance to numpy's, and what it may be."""
+    """Return case -> (relative L2 distance to numpy, limit)."""
     found = {}
     for case in QKVS:
         for name, distance in qkv_differences(library, case).items():
@@ -20,12 +20,12 @@ def rotary_differences(library: Path) -> dict[str, tuple[float, float]]:
 
 
 def rounding_limit(bfloat16: bool) -> float:
-    """What results in this type may be from their definition."""
+    """Return the limit of the distance for this type."""
     return KERNEL_LIMIT_BFLOAT16 if bfloat16 else KERNEL_LIMIT
 
 
 def qkv_differences(library: Path, case: QkvCase) -> dict[str, float]:
-    """Query, key and value -> relative L2 distance to numpy's."""
+    """Return query, key and value -> relative L2 distance to numpy."""
     from onnx import helper
 
     feeds = qkv_feeds(case)

@@ -1,4 +1,4 @@
-"""What our operators for transformers compute, by numpy: cases, random inputs of each and the results by definition."""
+"""Reference results of the transformer operators in numpy: cases, random inputs, and results by definition."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ if TYPE_CHECKING:
 NO_NORM, LAYER_NORM, RMS_NORM = range(3)
 """Values of the attribute `norm`."""
 BFLOAT16 = "Bfloat16"
-"""What the name of an operator for bfloat16 ends in."""
+"""Suffix of bfloat16 operators' names."""
 EPSILON, BRANCH_EPSILON = 1e-6, 1e-5
 
 RESIDUAL_INPUTS = (
     *("x", "branch", "branch_bias", "branch_gamma", "gate", "branch2", "branch2_bias", "gate2", "gamma", "beta"),
     *("scale", "shift", "scale2", "shift2"),
 )
-"""Of GatedResidual, ModulatedNorm and GatedResidualNorm, in order."""
+"""Inputs of GatedResidual, ModulatedNorm and GatedResidualNorm, in order."""
 PER_IMAGE = ("gate", "gate2", "scale", "shift", "scale2", "shift2")
-"""Those with a row for each image; and the attributes that say where in a longer row it begins."""
+"""Inputs with one row per image; attributes of the same names hold their offset in a longer row."""
 SCALES = "_scales"
-"""What the name of an output with the scales of another one's rows ends in."""
+"""Suffix of the name of an output with another one's row scales."""
 ACTIVATION_INPUTS = ("a", "b", "a_bias", "b_bias", "before")
-"""Of SiluGated and TanhGelu, in order."""
+"""Inputs of SiluGated and TanhGelu, in order."""
 
 
 @dataclass(frozen=True)
 class ResidualCase:
     """A residual sum, a modulated norm, or both.
 
-    shape: of x. inputs: the optional ones that there are, by name. norm: of `NO_NORM` and its like. plus_one: as the attribute.
-    kept: whether the sum is a result beside the norm. bfloat16: else float16. shared: whether all images have one row of what is
-    by image. parts: of one longer row, each `shift` channels on. float8: y and y2 are rows of E4M3 and their scales.
+    shape: of x. inputs: names of the optional inputs present. norm: `NO_NORM`, `LAYER_NORM` or `RMS_NORM`. plus_one: as
+    the attribute. kept: whether the sum is also output. bfloat16: instead of float16. shared: whether all images share
+    per-image rows. parts: per-image inputs are parts of one longer row. float8: y and y2 are rows of E4M3 with scales.
     """
 
     shape: tuple[int, ...]
@@ -50,19 +50,19 @@ class ResidualCase:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The optional inputs."""
+        """Names of the optional inputs."""
         return tuple(self.inputs.split())
 
     @property
     def operator(self) -> str:
-        """The operator that computes it."""
+        """Name of the operator for this case."""
         plain = "GatedResidualNorm" if self.kept else "ModulatedNorm"
         plain = plain if self.norm or not self.kept else "GatedResidual"
         return "Float8" * self.float8 + plain + BFLOAT16 * self.bfloat16
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Of the operator, in order."""
+        """The operator's outputs, in order."""
         if self.results == ("sum",):
             return self.results
         given = [(name, f"{name}{SCALES}") if self.float8 and name != "sum" else (name,) for name in self.results]
@@ -70,7 +70,7 @@ class ResidualCase:
 
     @property
     def results(self) -> tuple[str, ...]:
-        """What the outputs stand for, in order."""
+        """The computed values, in order."""
         if self.kept and not self.norm:
             return ("sum",)
         second = ("y2",) if "scale2" in self.names else ()
@@ -78,7 +78,7 @@ class ResidualCase:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """All of the operator's."""
+        """The operator's attributes."""
         given: dict[str, Any] = {"norm": self.norm, "plus_one": self.plus_one}
         given |= {"epsilon": EPSILON, "branch_epsilon": BRANCH_EPSILON}
         row = [name for name in PER_IMAGE if name in self.names] if self.parts else []
@@ -86,7 +86,7 @@ class ResidualCase:
 
 
 RESIDUALS = (
-    ResidualCase((2, 5, 1536), "branch branch_bias gate"),  # of the norm alone: no modulation
+    ResidualCase((2, 5, 1536), "branch branch_bias gate"),  # norm only, no modulation
     ResidualCase((2, 333, 1536), "branch branch_bias gate scale shift", plus_one=1, parts=True),
     ResidualCase((2, 70, 1536), "scale shift scale2 shift2", kept=False, plus_one=3, parts=True),
     ResidualCase(
@@ -111,14 +111,14 @@ FLOAT8_RESIDUALS = (
     ResidualCase((1, 260, 3840), "branch branch_gamma gate gamma scale", RMS_NORM, bfloat16=True, float8=True),
     ResidualCase((1, 64, 3840), "gamma scale", RMS_NORM, kept=False, bfloat16=True, float8=True),
 )
-"""On GPUs that have float8."""
+"""Cases for GPUs with float8."""
 
 
 @dataclass(frozen=True)
 class ActivationCase:
-    """rows: the axes before the last one. channels: of the result. gate: "" for a GELU, "own" where b is another product's,
-    "beside" where a and b are halves of one's row. behind: channels of that row before a. before: of what the result begins with.
-    float8: the result is rows of E4M3 and their scales.
+    """rows: the axes before the last one. channels: of the result. gate: "" for a GELU, "own" if b is another product,
+    "beside" if a and b are halves of one row. behind: channels of that row before a. before: channels at the start of
+    the result that come from another value. float8: the result is rows of E4M3 with scales.
     """
 
     rows: tuple[int, ...]
@@ -132,17 +132,17 @@ class ActivationCase:
 
     @property
     def operator(self) -> str:
-        """The operator that computes it."""
+        """Name of the operator for this case."""
         return "Float8" * self.float8 + ("SiluGated" if self.gate else "TanhGelu") + BFLOAT16 * self.bfloat16
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Of the operator, in order."""
+        """The operator's outputs, in order."""
         return ("y", f"y{SCALES}") if self.float8 else ("y",)
 
     @property
     def attributes(self) -> dict[str, int]:
-        """All of the operator's."""
+        """The operator's attributes."""
         b = self.behind + self.channels if self.gate == "beside" else 0
         return {"channels": self.channels, "a": self.behind, "b": b}
 
@@ -164,12 +164,12 @@ FLOAT8_ACTIVATIONS = (
     ActivationCase((1, 70), 10240, "own", bfloat16=True, float8=True),
     ActivationCase((1, 40), 12288, before=3072, bfloat16=True, float8=True),
 )
-"""On GPUs that have float8."""
+"""Cases for GPUs with float8."""
 
 
 @dataclass(frozen=True)
 class Feeds:
-    """inputs: of an operator, by name. values: what it reads of them, where they are parts of a longer row."""
+    """inputs: an operator's, by name. values: what it reads from them, if they are parts of a longer row."""
 
     inputs: Mapping[str, np.ndarray]
     values: Mapping[str, np.ndarray]
@@ -183,7 +183,7 @@ def _type(bfloat16: bool) -> Any:
 
 
 def residual_feeds(case: ResidualCase) -> Feeds:
-    """Random inputs; what is by image as parts of one row where the case says so."""
+    """Return random inputs; with `parts`, per-image inputs are parts of one row."""
     import numpy as np
 
     random, channels = np.random.default_rng(4), case.shape[-1]
@@ -209,7 +209,7 @@ def residual_feeds(case: ResidualCase) -> Feeds:
 
 
 def residual_expected(case: ResidualCase, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The results by their definition, in float64."""
+    """Return the results by definition, in float64."""
     import numpy as np
 
     has = {name: value.astype(np.float64) for name, value in values.items()}
@@ -251,7 +251,7 @@ def _rms(value: np.ndarray, epsilon: float) -> np.ndarray:
 
 
 def activation_feeds(case: ActivationCase) -> dict[str, np.ndarray]:
-    """Random inputs: a alone where b lies beside it, and is the operator's second input too."""
+    """Return random inputs; with gate "beside", a also contains b and is both inputs."""
     import numpy as np
 
     random = np.random.default_rng(5)
@@ -272,7 +272,7 @@ def activation_feeds(case: ActivationCase) -> dict[str, np.ndarray]:
 
 
 def activation_expected(case: ActivationCase, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
-    """The result by its definition, in float64."""
+    """Return the result by definition, in float64."""
     import numpy as np
 
     has = {name: value.astype(np.float64) for name, value in feeds.items()}

@@ -1,4 +1,4 @@
-"""Our operators for transformers on the device at hand against their definitions."""
+"""Test the transformer operators on this device against their definitions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def all_residual_differences(library: Path) -> dict[str, tuple[float, float]]:
-    """Operator, result and case -> relative L2 distance to numpy's, and what it may be."""
+    """Return operator, result and case -> (relative L2 distance to numpy, limit)."""
     return {
         f"{case.operator}, {name}, {case}": (distance, _limit(case))
         for case in (*RESIDUALS, *(FLOAT8_RESIDUALS if has_float8() else ()))
@@ -41,7 +41,7 @@ def all_residual_differences(library: Path) -> dict[str, tuple[float, float]]:
 
 
 def all_activation_differences(library: Path) -> dict[str, tuple[float, float]]:
-    """Operator and case -> relative L2 distance to numpy's, and what it may be."""
+    """Return operator and case -> (relative L2 distance to numpy, limit)."""
     cases = (*ACTIVATIONS, *(FLOAT8_ACTIVATIONS if has_float8() else ()))
     return {
         f"{case.operator}, {case}": (activation_difference(library, case), activation_limit(case)) for case in cases
@@ -49,7 +49,7 @@ def all_activation_differences(library: Path) -> dict[str, tuple[float, float]]:
 
 
 def activation_limit(case: ActivationCase) -> float:
-    """What `activation_difference` may be."""
+    """Return the limit of `activation_difference`."""
     return FLOAT8_ACTIVATION_LIMIT if case.float8 else _limit(case)
 
 
@@ -58,7 +58,7 @@ def _limit(case: ResidualCase | ActivationCase) -> float:
 
 
 def residual_differences(library: Path, case: ResidualCase) -> dict[str, float]:
-    """Result -> relative L2 distance to numpy's."""
+    """Return result -> relative L2 distance to numpy."""
     feeds = residual_feeds(case)
     expected = residual_expected(case, feeds.values)
     found = _computed(library, case, RESIDUAL_INPUTS, feeds.inputs, expected)
@@ -66,7 +66,7 @@ def residual_differences(library: Path, case: ResidualCase) -> dict[str, float]:
 
 
 def activation_difference(library: Path, case: ActivationCase) -> float:
-    """Relative L2 distance to numpy's."""
+    """Return the relative L2 distance to numpy."""
     feeds = activation_feeds(case)
     expected = activation_expected(case, feeds)
     found = _computed(library, case, ACTIVATION_INPUTS, feeds, {"y": expected})
@@ -80,7 +80,7 @@ def _computed(
     feeds: Mapping[str, np.ndarray],
     expected: Mapping[str, np.ndarray],
 ) -> dict[str, np.ndarray]:
-    """What the operator computes on the CUDA provider."""
+    """Run the operator on the CUDA provider and return its outputs."""
     from onnx import TensorProto
 
     element = TensorProto.BFLOAT16 if case.bfloat16 else TensorProto.FLOAT16

@@ -1,4 +1,4 @@
-"""Our operators for diffusion transformers, in a graph for fixed sizes: what lies between two products, in one pass."""
+"""Fuse what lies between two products of a diffusion transformer into sdflow's operators, in a graph of fixed sizes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sdflow.runtime.kernels.transformer_definitions import BFLOAT16
 
 
 def with_transformer_kernels(model: Any, known: Known, without: Collection[str] = ()) -> Any | None:
-    """A copy of a ModelProto with our operators in the place of residual sums, norms, modulations and activations, in
-    float16 and bfloat16; None where there are none. Whoever calls adds our domain to its opsets.
+    """Return a copy of a ModelProto with fused residual sums, norms, modulations and activations in float16 and
+    bfloat16, or None if there are none. The caller adds sdflow's domain to its opsets.
 
-    model: with all shapes known, as `specialize` leaves it. known: values -> their types and shapes. without: names of parts
-    (`sdflow.runtime.kernels.parts`) that cannot be used.
+    model: with all shapes known, as from `specialize`. known: values -> types and shapes. without: unusable parts
+    (`sdflow.runtime.kernels.parts`).
     """
     import onnx
 
@@ -48,7 +48,7 @@ def with_transformer_kernels(model: Any, known: Known, without: Collection[str] 
 
 
 def _apart(found: Iterable[Fused]) -> list[Fused]:
-    """Without those that stand for a node that one before them stands for."""
+    """Drop replacements that overlap an earlier one."""
     taken: set[int] = set()
     chosen = []
     for each in found:
@@ -59,7 +59,7 @@ def _apart(found: Iterable[Fused]) -> list[Fused]:
 
 
 def _with(nodes: Iterable[Any], found: list[Fused]) -> list[Any]:
-    """Copies of the nodes with ours, each in the place of the last one that it stands for."""
+    """Return copies of the nodes with the replacements inserted, each in place of its last node."""
     gone = {place for each in found for place in each.places}
     ours = {max(each.places): each.node for each in found}
     made = []
@@ -72,7 +72,7 @@ def _with(nodes: Iterable[Any], found: list[Fused]) -> list[Any]:
 
 
 def _read(nodes: list[Any], results: Iterable[str]) -> list[Any]:
-    """The nodes that the results come from."""
+    """Return the nodes that the results depend on."""
     wanted, kept = set(results), []
     for node in reversed(nodes):
         if wanted.intersection(node.output):
@@ -82,7 +82,7 @@ def _read(nodes: list[Any], results: Iterable[str]) -> list[Any]:
 
 
 def _without_unread_parts(nodes: list[Any], index: GraphIndex, results: Iterable[str]) -> tuple[list[Any], list[Any]]:
-    """Slices in the place of each Split of which less than a half is read, and their constants."""
+    """Replace each Split of which less than half is read by Slices; return the nodes and new constants."""
     import numpy as np
     from onnx import helper, numpy_helper
 
@@ -116,23 +116,25 @@ def _without_unread_parts(nodes: list[Any], index: GraphIndex, results: Iterable
 
 NORMS, ACTIVATIONS = ("ModulatedNorm", "GatedResidualNorm"), ("SiluGated", "TanhGelu")
 WIDEST_ACTIVATION = 16384
-"""Channels of a row: ACTIVATION_ROW_THREADS with ACTIVATION_HELD vectors each."""
+"""Maximum row width: ACTIVATION_ROW_THREADS with ACTIVATION_HELD vectors each."""
 
 
 def with_float8_results(nodes: Sequence[Any], known: Known, results: Collection[str]) -> list[Any]:
-    """The nodes, with those that Float8Rows alone reads in one with it. known: values -> their types and shapes. results: of the
-    graph."""
+    """Fuse Float8Rows into the norm or activation whose output only it reads. known: values -> types and shapes.
+    results: the graph's outputs."""
     readers: dict[str, list[Any]] = {}
     for node in nodes:
         for name in node.input:
             readers.setdefault(name, []).append(node)
 
     def rows(value: str) -> Any | None:
-        """The Float8Rows that alone reads a value."""
+        """Return the Float8Rows that is a value's only reader, or None."""
         found = readers.get(value, [])
         if len(found) != 1 or value in results or _kind(found[0]) != "Float8Rows":
             return None
-        return None if any(each.name == "tokens" and each.i for each in found[0].attribute) else found[0]  # of all rows
+        return (
+            None if any(each.name == "tokens" and each.i for each in found[0].attribute) else found[0]
+        )  # takes all rows
 
     gone: set[str] = set()
     made = []
@@ -150,12 +152,12 @@ def with_float8_results(nodes: Sequence[Any], known: Known, results: Collection[
 
 
 def _kind(node: Any) -> str:
-    """The operator of ours, whatever its type; "" for others."""
+    """Return sdflow's operator name without the type suffix; "" for other operators."""
     return str(node.op_type.removesuffix(BFLOAT16)) if node.domain == DOMAIN else ""
 
 
 def _joined(node: Any, kind: str, rows: Sequence[Any]) -> Any:
-    """A norm or an activation with the rows of its results."""
+    """Return a norm or activation that outputs float8 rows."""
     joined = type(node).FromString(node.SerializeToString())
     joined.op_type = f"Float8{node.op_type}"
     first, *others = (list(each.output) for each in rows)

@@ -1,7 +1,7 @@
-"""Which targets this machine can run, found out by running a tiny model on each, in a process of its own.
+"""Find which targets this machine can run, by running a tiny model on each in a separate process.
 
-A provider in the list of `get_available_providers()` was compiled in; that says nothing of its libraries, its driver or
-a device. `python -m sdflow.runtime.sessions.availability TARGET` tries one target and prints JSON.
+A provider in `get_available_providers()` was compiled in, but its libraries, driver or device may be missing.
+`python -m sdflow.runtime.sessions.availability TARGET` tries one target and prints JSON.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _INSTALL = "Install the driver and the libraries that https://onnxruntime.ai/doc
 
 @dataclass(frozen=True)
 class Availability:
-    """Whether a target runs here.
+    """Whether a target runs on this machine.
 
-    provider: the execution provider that ran. reason, remedy: why the target does not run, and what would help. emulated: the
-    processor emulates its GPU.
+    provider: the execution provider that ran. reason, remedy: why it does not run, and how to fix that. emulated: whether
+    the GPU is emulated by the processor.
     """
 
     target: str
@@ -41,13 +41,13 @@ class Availability:
 
 
 def target_availability(names: Sequence[str] = tuple(TARGETS)) -> list[Availability]:
-    """Try each target in a process of its own: a library that crashes there ends nothing here."""
+    """Try each target in a separate process, which contains crashes of its libraries."""
     with ThreadPoolExecutor(max_workers=2) as pool:
         return list(pool.map(_try_elsewhere, names))
 
 
 def try_target(target: Target) -> str:
-    """Run a convolution and a product on the target's provider, here and now. Returns the provider's name.
+    """Run a convolution and a product on the target's provider in this process. Return the provider's name.
 
     Raises TargetUnavailableError with the reason.
     """
@@ -71,12 +71,12 @@ def try_target(target: Target) -> str:
                 f"a tiny model does not run: {cause}", where=target.name, remedy=_INSTALL
             ) from error
     if not np.allclose(result, 27.0):
-        raise TargetUnavailableError(f"it computes {result.ravel()[:3]} where 27 is right", where=target.name)
+        raise TargetUnavailableError(f"it computes {result.ravel()[:3]} instead of 27", where=target.name)
     return str(session.get_providers()[0])
 
 
 def _probe_model() -> bytes:
-    """Conv (weights 1, 3x3, 3 channels) then Mul by one: 27 everywhere for an image of ones."""
+    """Return a model of Conv (weights 1, 3x3, 3 channels) and Mul by one: 27 everywhere for an image of ones."""
     from onnx import TensorProto, helper
 
     image = helper.make_tensor_value_info("image", TensorProto.FLOAT, ["batch", 3, 8, 8])
@@ -117,7 +117,7 @@ def _try_elsewhere(name: str) -> Availability:
 
 
 def loader_errors(output: str) -> str:
-    """What ONNX Runtime printed about a library that it could not load and the versions that it wants."""
+    """Extract ONNX Runtime's messages about libraries that failed to load, and the versions it requires."""
     found = [
         f"{library} cannot be loaded: {cause.strip()}"
         for library, cause in re.findall(r"Failed to load library \S*?([^/\\\s]+) with error: (.+)", output)

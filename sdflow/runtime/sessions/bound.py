@@ -1,4 +1,4 @@
-"""The tensors that a session reads and writes, bound to it by address: a run copies nothing."""
+"""Input and output tensors bound to a session by address, so runs copy nothing."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     import torch
 
 BFLOAT16 = 16
-"""onnx.TensorProto.BFLOAT16: ONNX Runtime takes types by numpy's names or ONNX's numbers, and numpy has no bfloat16."""
+"""onnx.TensorProto.BFLOAT16. ONNX Runtime accepts numpy's type names or ONNX's numbers, and numpy has no bfloat16."""
 
 
 class Bound:
-    """The tensors of a session for one set of shapes. Fill `inputs` in place, then `run`.
+    """A session's tensors for one set of shapes. Fill `inputs` in place, then `run`.
 
-    Where the session allows it and all its shapes are fixed, the first run is captured in a CUDA graph, the only one of
-    that session; the following ones replay it.
+    If the session allows it and all its shapes are fixed, the first run is captured in a CUDA graph, the session's only
+    one; later runs replay it.
 
-    holds: whose values `inputs` were filled with last, for callers that take turns.
+    holds: owner of the values last written to `inputs`, for callers that take turns.
     """
 
     holds: object = None
@@ -53,7 +53,7 @@ class Bound:
                 self._options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "gpu:0")
         self._unprepared = place.stream is not None
         self._io = session.io_binding()
-        # ONNX Runtime copies what lies elsewhere than where the provider reads it, and does so when it is bound.
+        # ONNX Runtime copies inputs from another device at binding time.
         self._copied = place.device == HOST and session.get_providers()[0] != CPU_PROVIDER
         self._bind_inputs()
         if fixed:
@@ -61,11 +61,11 @@ class Bound:
 
     @property
     def session(self) -> onnxruntime.InferenceSession:
-        """The session that runs."""
+        """The bound session."""
         return self._session
 
     def run(self) -> dict[str, torch.Tensor]:
-        """Compute the outputs; on CUDA, queue that. The tensors are the same every time: copy what must last."""
+        """Compute the outputs; on CUDA, queue the run. The tensors are reused: copy results that must last."""
         if self.outputs:
             self._run()
         else:
@@ -92,19 +92,19 @@ class Bound:
             self._io.bind_input(name, *self._described(tensor))
 
     def _prepare(self) -> None:
-        """A run before the first one of these tensors on a device, in which cuDNN tries its algorithms. The workspaces
-        that they took go back to the device: what the arena holds when a run is captured stays."""
+        """Run once before the first real run on a device, so that cuDNN tries its algorithms. Their workspaces are
+        returned to the device; memory that the arena holds during capture would stay."""
         import onnxruntime
 
         self._unprepared = False
         trial = onnxruntime.RunOptions()
         trial.add_run_config_entry("gpu_graph_id", "-1")
         trial.add_run_config_entry("memory.enable_memory_arena_shrinkage", "gpu:0")
-        with small_workspaces():  # cuBLAS may make its handles only now
+        with small_workspaces():  # cuBLAS may create its handles here
             self._session.run_with_iobinding(self._io, trial)
 
     def _find_outputs(self) -> None:
-        """A run whose outputs ONNX Runtime allocates tells their shapes; on the CPU its results are taken over."""
+        """Run with outputs allocated by ONNX Runtime to learn their shapes; on the CPU, keep these results."""
         import torch
 
         names = [value.name for value in self._session.get_outputs()]
@@ -137,14 +137,14 @@ class Bound:
 
 
 def data_inputs(session: Any) -> list[Any]:
-    """The inputs of a session but for those that are its weights."""
+    """Return a session's inputs without live weights."""
     return [value for value in session.get_inputs() if value.name not in _live(session)]
 
 
 def empty_inputs(
     session: Any, device: str, known: Mapping[str, torch.Tensor] = MappingProxyType({})
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a session of fixed shapes by input: those that are known, zeros for the others."""
+    """Return the inputs of a session of fixed shapes: known tensors, zeros for others."""
     import torch
 
     return {
@@ -161,5 +161,5 @@ def _live(session: Any) -> Mapping[str, torch.Tensor]:
 
 
 def input_types(session: Any) -> dict[str, str]:
-    """Name -> numpy type name, of the same inputs."""
+    """Return input name -> numpy type name, without live weights."""
     return {value.name: numpy_type(value) for value in data_inputs(session)}

@@ -1,4 +1,4 @@
-"""What ONNX Runtime raises when a provider cannot run a graph, in words."""
+"""Convert ONNX Runtime's errors about unsupported graphs to readable messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from sdflow.errors import VerificationError
 
 MOST_SAID = 1000
-"""Characters of what ONNX Runtime says: names of a graph may be of any length."""
+"""Maximum length of quoted messages: names in a graph can have any length."""
 
 _NO_FLOAT16 = "requires f16 but the device does not support it"
 
@@ -25,14 +25,14 @@ def cannot_run(
     target: str | None = None,
     built_for: str | None = None,
 ) -> VerificationError:
-    """The failure of a session that could not be made or run.
+    """Return the error for a session that could not be created or run.
 
-    target: what it was loaded on; built_for: the target of the pipeline, where it is known.
+    target: the target it was loaded on. built_for: the pipeline's target, if known.
     """
     said = str(error)
     if _NO_FLOAT16 in said:
         return VerificationError(
-            f"{provider} cannot run this graph: the GPU's adapter has no float16 (WebGPU's shader-f16)",
+            f"{provider} cannot run this graph: the GPU adapter does not support float16 (WebGPU's shader-f16)",
             where=where,
             remedy="Build it in float32: `precision: float32` for each submodel of the workflow; see docs/targets.md.",
         )
@@ -52,8 +52,8 @@ def _remedy(target: str | None, built_for: str | None) -> str | None:
     if target is None or built_for is None:
         return None
     if target == built_for:
-        return "See what it lacks: sdflow verify PIPELINE; leave out the pass that makes this operator."
+        return "Run `sdflow verify PIPELINE` for details, and remove the pass that creates this operator."
     here = "the CPU" if target == "cpu" else target
     return (
-        f"The pipeline is built for {built_for}: run it there, or build it for {here} (sdflow run --target {target})."
+        f"The pipeline was built for {built_for}: run it there, or build it for {here} (sdflow run --target {target})."
     )

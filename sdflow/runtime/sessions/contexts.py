@@ -1,9 +1,9 @@
-"""Models that hold what a provider compiled: EPContext models, as ONNX Runtime calls them.
+"""Models with a provider's compiled form: ONNX Runtime's EPContext models.
 
-    ENGINES/<provider>-<machine>/<model>/context/model.onnx    the graph, whose nodes point to what was compiled beside it
+    ENGINES/<provider>-<machine>/<model>/context/model.onnx    the graph, whose nodes refer to compiled files next to it
 
-A provider that compiles ahead does so once for a graph with its weights, its shapes and a machine; later sessions load the
-result. It is made in a folder of its own and renamed, so that a process that is killed leaves nothing that looks whole.
+Providers that compile ahead of time do so once per graph with weights, shapes and machine; later sessions load the
+result. It is created in a temporary folder and renamed, so an interrupted process leaves no partial result.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from sdflow.runtime.sessions.engine_cache import FOLDER_VARIABLE
 
 CONTEXT = "context"
 REST_FILE = "rest.data"
-"""Holds the large weights of nodes that the provider left over."""
+"""Large weights of nodes that the provider did not compile."""
 
 
 def load_with_context(ort: Any, model: Path, engines: Path, options: Any, load: Callable[[str], Any]) -> Any:
-    """A session of what the provider compiled of `model`, compiled now if it is not kept; of `model` itself where the provider
-    compiles nothing ahead.
+    """Return a session of `model`'s compiled form, compiling it if not stored, or of `model` if the provider does not
+    compile ahead of time.
 
-    engines: the folder of this model on this machine. options: the session's, with the provider. load: makes the session of
-    a file.
-    What is kept and cannot be loaded is compiled again, and a warning says so. Raises what ONNX Runtime raises, for `model`.
+    engines: folder of this model on this machine. options: session options, with the provider. load: creates a session
+    from a file. A stored form that cannot be loaded is recompiled, with a warning. Raises ONNX Runtime's errors for
+    `model`.
     """
     kept = engines / CONTEXT / MODEL_FILE
     failures = onnxruntime_errors(ort)
@@ -40,7 +40,7 @@ def load_with_context(ort: Any, model: Path, engines: Path, options: Any, load: 
         try:
             return load(str(kept))
         except failures as error:
-            what = f"{kept.parent} cannot be loaded, so {model} is compiled again: {error}"
+            what = f"{kept.parent} cannot be loaded, so {model} is recompiled: {error}"
             warnings.warn(what, SlowerWarning, stacklevel=3)
             with writing("engines", engines, FOLDER_VARIABLE):
                 shutil.rmtree(kept.parent)
@@ -50,7 +50,7 @@ def load_with_context(ort: Any, model: Path, engines: Path, options: Any, load: 
 
 
 def _compile(ort: Any, model: Path, engines: Path, options: Any) -> bool:
-    """Whether the provider's compiled model is there now."""
+    """Compile the model; return whether the compiled form exists now."""
     kept = engines / CONTEXT / MODEL_FILE
     scratch = engines / f".{CONTEXT}-{os.getpid()}-{os.urandom(4).hex()}"
     try:
@@ -67,7 +67,7 @@ def _compile(ort: Any, model: Path, engines: Path, options: Any) -> bool:
         try:
             scratch.rename(kept.parent)
         except OSError as error:
-            if not kept.is_file():  # another process may have been first: theirs is as good
+            if not kept.is_file():  # another process may have been first
                 _warn_of_compiling(model, error)
     except onnxruntime_errors(ort) as error:
         _warn_of_compiling(model, error)
@@ -77,5 +77,5 @@ def _compile(ort: Any, model: Path, engines: Path, options: Any) -> bool:
 
 
 def _warn_of_compiling(model: Path, error: Exception) -> None:
-    what = f"nothing that is compiled of {model} can be kept, so it is compiled at every start: {error}"
+    what = f"the compiled form of {model} cannot be stored, so it is compiled at every start: {error}"
     warnings.warn(what, SlowerWarning, stacklevel=5)

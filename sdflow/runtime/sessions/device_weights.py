@@ -1,9 +1,9 @@
-"""A model's weights on a CUDA device, held once for all sessions that are made of the model.
+"""A model's weights on a CUDA device, shared by all sessions of the model.
 
-A session that loads weights itself takes them for itself alone, so that the sizes and the parts of a graph (`specialize`,
-`split`) each have their own, and asks the driver for every one of them, which gives 2 MB at a time: 0.5 GB too much
-for Stable Diffusion 1.5, measured. Sessions take values that are there already instead
-(`SessionOptions.add_initializer`); those that ONNX Runtime changes as it loads the graph, it still reads from the file.
+Sessions that load weights themselves each hold a copy, for each size and part of a graph (`specialize`, `split`), and
+request every weight from the driver, which allocates in units of 2 MB: 0.5 GB of overhead for Stable Diffusion 1.5.
+Instead, sessions use these values (`SessionOptions.add_initializer`); values that ONNX Runtime changes while loading
+are still read from the file.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     import torch
 
 ALIGNMENT = 256
-"""Bytes; as the driver's own allocations are aligned."""
+"""In bytes, as in the driver's own allocations."""
 
 
 class DeviceWeights:
-    """The external data of a model as one piece of a device's memory; copied there when first asked for.
+    """A model's external data in one block of device memory, copied on first use.
 
-    model: path of the ModelProto; its data file lies beside it and must stay as it is. residency: where they make room for
-    others; None: they stay.
+    model: path of the ModelProto; its data file is in the same folder and must not change. residency: manages weights
+    that take turns; None: they stay.
     """
 
     def __init__(self, model: Path, device: str, residency: Residency | None = None) -> None:
@@ -42,19 +42,20 @@ class DeviceWeights:
         self._values: dict[_Span, torch.Tensor] | None = None
         self._residency = residency
         self.resident: Resident | None = None
-        """What sessions that were given the weights must use them by; None where these stay."""
+        """Sessions must use the weights through this; None if the weights stay on the device."""
 
     def of(self, graph: onnx.ModelProto) -> dict[str, onnxruntime.OrtValue]:
-        """Initializer name -> its value on the device, for a graph whose initializers lie in the model's data file.
+        """Return initializer name -> device value, for a graph whose initializers are in the model's data file.
 
-        Raises VerificationError when the data file is missing or shorter than the model says.
+        Raises VerificationError if the data file is missing or too short.
         """
         import onnxruntime
 
         return {name: onnxruntime.OrtValue.from_dlpack(value) for name, value in self._of(graph).items()}
 
     def tensors(self, names: Collection[str]) -> dict[str, torch.Tensor]:
-        """The same memory as tensors, by the names that the model has for them. It is for reading only, and stays from now on."""
+        """Return the same memory as read-only tensors, by the model's names. The weights stay on the device from now
+        on."""
         found = {name: value for name, value in self._of(read_graph(self._model)).items() if name in names}
         if self.resident is not None:
             self.resident.residency.stay(self.resident.weights)
@@ -69,7 +70,7 @@ class DeviceWeights:
         return {name: values[span] for name, span in wanted.items() if span in values}
 
     def release(self) -> None:
-        """Let go of the memory; it is free when the sessions that were given it are gone too."""
+        """Release the memory, which is freed once its sessions are gone too."""
         with self._lock:
             self._values = None
             if self.resident is not None:
@@ -89,7 +90,7 @@ class DeviceWeights:
 
         def read(memory: torch.Tensor) -> None:
             for (location, offset, length), slot in zip(found, memory.split(list(sizes.values())), strict=True):
-                # Copy on write: torch wants memory that it may write to.
+                # Copy on write: torch requires writable memory.
                 data = np.memmap(self._model.parent / location, np.uint8, "c", offset, (length,))
                 slot[:length].copy_(torch.from_numpy(data))
 

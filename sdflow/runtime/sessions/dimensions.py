@@ -1,4 +1,4 @@
-"""The sizes of a graph's axes, and the shapes of its values, when its inputs have given shapes."""
+"""Sizes of a graph's axes and shapes of its values for given input shapes."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ if TYPE_CHECKING:
 
 
 def free_dimensions(model: onnx.ModelProto, shapes: Shapes, where: str) -> dict[str, int]:
-    """The sizes of the model's named dimensions when its inputs have these shapes. where: for errors, its path.
+    """Return the sizes of the model's named dimensions for these input shapes. where: its path, for errors.
 
-    Raises VerificationError when a dimension stays free, or two inputs want different sizes of one dimension.
+    Raises VerificationError if a dimension stays free, or two inputs disagree on its size.
     """
     sizes: dict[str, int] = {}
     for value in model.graph.input:
         axes = value.type.tensor_type.shape.dim
         shape = shapes.get(value.name)
         if shape is None and not any(axis.dim_param for axis in axes):
-            continue  # a part of a graph has inputs of its own, whose shapes are fixed
+            continue  # additional inputs of a graph's part have fixed shapes
         if shape is None or len(shape) != len(axes):
-            raise VerificationError(f"no shape is known for its input {value.name}", where=where)
+            raise VerificationError(f"no shape is given for its input {value.name}", where=where)
         for axis, size in zip(axes, shape, strict=True):
             if axis.HasField("dim_value") and axis.dim_value != size:
                 raise VerificationError(f"{value.name} has size {axis.dim_value}, not {size}", where=where)
             if axis.dim_param and sizes.setdefault(axis.dim_param, size) != size:
                 raise VerificationError(
-                    f"dimension {axis.dim_param} would be {sizes[axis.dim_param]} and {size} at once", where=where
+                    f"dimension {axis.dim_param} has conflicting sizes {sizes[axis.dim_param]} and {size}", where=where
                 )
     return sizes
 
 
 def folded(model: onnx.ModelProto, shapes: Shapes, where: str) -> onnx.ModelProto:
-    """The model for inputs of these shapes, without shape arithmetic. Raises VerificationError as `free_dimensions`, and where
-    its shapes cannot be followed."""
+    """Return the model for these input shapes, without shape arithmetic. Raises VerificationError like
+    `free_dimensions`, and if its shapes cannot be inferred."""
     try:
         return specialize(model, free_dimensions(model, shapes, where))
     except PassError as error:
@@ -45,11 +45,12 @@ def folded(model: onnx.ModelProto, shapes: Shapes, where: str) -> onnx.ModelProt
 
 
 def profile_of_graph(profile: Profile, model: onnx.ModelProto, where: str) -> Profile:
-    """What TensorRT's provider is told: the profile of the inputs that have a free axis, and of the values within.
+    """Return the profile for TensorRT's provider: of inputs with a free axis, and of inner values.
 
-    Where its parser takes only a part of the graph, the inputs of what it takes are values within, and the provider asks for the
-    shapes of each that has a free axis: "User needs to provide all the dynamic shape inputs with associated profiles". Which
-    those are it finds out itself, so it is told of all; it passes over those that are no inputs. profile: of the graph's inputs.
+    If its parser only accepts a part of the graph, that part's inputs are inner values, and the provider requires
+    shapes for each one with a free axis: "User needs to provide all the dynamic shape inputs with associated profiles".
+    Which values these are is unknown beforehand, so the profile includes all; the provider ignores the rest. profile:
+    of the graph's inputs.
     """
     inputs = profile.only(_with_free_axes(model))
     if not inputs.usual:
@@ -61,7 +62,7 @@ def profile_of_graph(profile: Profile, model: onnx.ModelProto, where: str) -> Pr
         if within is None:
             try:
                 within = _shapes_within(model, shapes, where)
-            except PassError:  # an operator whose shapes nobody knows: the provider names what it lacks, if anything
+            except PassError:  # an operator of unknown shape: the provider names missing profiles, if any
                 return inputs
             known.append((shapes, within))
         found[extreme] = within
@@ -75,7 +76,7 @@ def profile_of_graph(profile: Profile, model: onnx.ModelProto, where: str) -> Pr
 
 
 def _shapes_within(model: onnx.ModelProto, shapes: Shapes, where: str) -> dict[str, tuple[int, ...]]:
-    """Of the values that nodes make, but for scalars and those whose names the provider's options cannot hold."""
+    """Return the shapes of inner values, except scalars and names that the provider's options cannot express."""
     fixed = specialize(model, free_dimensions(model, shapes, where))
     return {
         item.name: tuple(axis.dim_value for axis in item.type.tensor_type.shape.dim)
@@ -85,7 +86,7 @@ def _shapes_within(model: onnx.ModelProto, shapes: Shapes, where: str) -> dict[s
 
 
 def _with_free_axes(model: onnx.ModelProto) -> set[str]:
-    """The inputs that have an axis without a size: the only ones that may be in a profile."""
+    """Return the inputs with an axis of unknown size; only these may be in a profile."""
     given = {tensor.name for tensor in model.graph.initializer}
     return {
         value.name

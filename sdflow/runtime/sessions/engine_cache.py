@@ -1,16 +1,16 @@
-"""Where providers keep what they compile for a device: engines of TensorRT, programs of MIGraphX.
+"""Storage of what providers compile for a device: TensorRT engines, MIGraphX programs.
 
-    ENGINES/<provider>-<machine>/machine.json            what the key of the machine is made of
-                                 timing/                 what TensorRT measured of kernels: for all models
-                                 <model>/                the engines of one graph with its weights, for some shapes
+    ENGINES/<provider>-<machine>/machine.json            what the machine's key is made of
+                                 timing/                 TensorRT's kernel timings, for all models
+                                 <model>/                engines of one graph with its weights, for some shapes
                                  <model>/context/        a model that holds them (`sdflow.runtime.sessions.contexts`)
 
-TensorRT's provider calls an engine by the model's file name and the names of its nodes (`TRTGenerateId`), not by its weights:
-in one folder the engine of a checkpoint would draw for another of the same architecture. Nor does it look at the driver or, in
-the name of the timing cache, at versions. So both are in the key here, and no two models share a folder.
+TensorRT's provider names engines by the model's file name and node names (`TRTGenerateId`), not by weights: in a shared
+folder, one checkpoint's engine would be used for another checkpoint of the same architecture. It also ignores the
+driver and, in the timing cache's name, versions. So all of these are in the key, and no two models share a folder.
 
-Its weight-stripped engines are no way around that: they are built for identical weights (`kREFIT_IDENTICAL` in
-tensorrt_execution_provider.cc), and written out again with them.
+Weight-stripped engines do not solve this: they are built for identical weights (`kREFIT_IDENTICAL` in
+tensorrt_execution_provider.cc), and written with the weights again.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ MACHINE_FILE = "machine.json"
 MODEL_FILE = "model.json"
 
 Shapes = Mapping[str, Sequence[int]]
-"""Input name -> its size along each axis."""
+"""Input name -> size of each axis."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """The shapes that one engine takes, input by input: the smallest, those that it is tuned for, the largest."""
+    """Range of shapes of one engine, by input: smallest, the one it is tuned for, largest."""
 
     smallest: Mapping[str, tuple[int, ...]]
     usual: Mapping[str, tuple[int, ...]]
@@ -52,13 +52,13 @@ class Profile:
 
     @classmethod
     def of(cls, shapes: Shapes) -> Profile:
-        """For these shapes alone."""
+        """Return the profile of exactly these shapes."""
         exact = {name: tuple(shape) for name, shape in shapes.items()}
         return cls(exact, exact, exact)
 
     def with_shapes(self, shapes: Shapes) -> Profile:
-        """Wide enough for these too; itself, where it is. A wider one is tuned for the largest: whichever sizes came first, those
-        that were drawn have one engine."""
+        """Return a profile that includes these shapes too; itself if it already does. A widened profile is tuned for
+        the largest, so the order of sizes does not matter and equal sets of sizes share an engine."""
 
         def each(extreme: Any, known: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
             return {name: tuple(map(extreme, known[name], shape)) for name, shape in shapes.items()}
@@ -67,11 +67,11 @@ class Profile:
         return self if (smallest, largest) == (self.smallest, self.largest) else Profile(smallest, largest, largest)
 
     def only(self, names: Container[str]) -> Profile:
-        """Of these inputs alone."""
+        """Return the profile restricted to these inputs."""
         return Profile(*({key: each[key] for key in each if key in names} for each in vars(self).values()))
 
     def options(self) -> dict[str, str]:
-        """As TensorRT's provider takes them: `sample:2x4x64x64,encoder_hidden_states:2x77x768`."""
+        """Return options of TensorRT's provider, such as `sample:2x4x64x64,encoder_hidden_states:2x77x768`."""
         named = {"min": self.smallest, "opt": self.usual, "max": self.largest}
         return {
             f"trt_profile_{word}_shapes": ",".join(
@@ -81,25 +81,25 @@ class Profile:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data: smallest, usual and largest -> input -> its shape."""
+        """Return smallest, usual and largest -> input -> shape, as plain data."""
         return {name: {key: list(sizes) for key, sizes in each.items()} for name, each in vars(self).items()}
 
 
 @dataclass(frozen=True)
 class EngineFolders:
-    """engines: of one model. timing: of all models on this machine."""
+    """engines: of one model. timing: shared by all models on this machine."""
 
     engines: Path
     timing: Path
 
     def filled(self, options: Mapping[str, str]) -> dict[str, str]:
-        """A provider's options with these folders in place of what stands for them."""
+        """Return a provider's options with placeholders replaced by these folders."""
         places = {CACHE_DIR: str(self.engines), TIMING_DIR: str(self.timing)}
         return {name: _replaced(value, places) for name, value in options.items()}
 
 
 def keeps_engines(target: Target) -> bool:
-    """Whether a provider of the target keeps what it compiles."""
+    """Whether a provider of the target stores what it compiles."""
     return any(CACHE_DIR in value for options in target.session.options.values() for value in options.values())
 
 
@@ -111,10 +111,11 @@ def engine_folders(
     profile: Profile | None = None,
     device: Any = None,
 ) -> EngineFolders:
-    """Made if they are not there. root: None for the user's. model: the digest of a graph with its weights. device: of a plugin.
+    """Return the folders, created if needed. root: default: the user's. model: digest of a graph with its weights.
+    device: of a plugin.
 
-    A folder of this name that says to be another machine's or model's is removed: it was put there by hand, or altered.
-    Raises UsageError for a folder that cannot be written.
+    A folder whose key file names another machine or model was copied or modified by hand, and is removed.
+    Raises UsageError if a folder is not writable.
     """
     machine = machine_key(provider, device)
     root = engine_root() if root is None else root
@@ -137,23 +138,23 @@ def engine_folders(
 
 
 def machine_folder(root: Path, machine: Mapping[str, Any]) -> Path:
-    """Where the engines of a machine lie, by its key."""
+    """Return the engine folder of a machine, by its key."""
     short = str(machine["provider"]).removesuffix("ExecutionProvider").lower()
     return root.absolute() / f"{short}-{digest_json(machine)[:16]}"
 
 
 def model_name(what: Mapping[str, Any]) -> str:
-    """The name of a model's folder in that, by its key."""
+    """Return the name of a model's folder, by its key."""
     return digest_json(what)[:32]
 
 
 def key_file(key: Mapping[str, Any]) -> bytes:
-    """The file that says what a folder's key is made of."""
+    """Return the content of a folder's key file."""
     return (json.dumps(key, indent=1, sort_keys=True) + "\n").encode()
 
 
 def read_key(path: Path) -> Any:
-    """The key that a folder says it has; None where it cannot be read."""
+    """Return the key in a folder's key file, or None if it cannot be read."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -161,12 +162,12 @@ def read_key(path: Path) -> Any:
 
 
 def engine_root() -> Path:
-    """The user's folder of engines; it may not exist yet. Raises UsageError when there is no such place."""
+    """Return the user's engine folder, which may not exist yet. Raises UsageError if there is no such place."""
     return user_folder("engines", FOLDER_VARIABLE)
 
 
 def machine_key(provider: str, device: Any = None) -> dict[str, Any]:
-    """What an engine depends on besides its model: device, driver, versions. device: of a plugin."""
+    """Return what an engine depends on besides its model: device, driver, versions. device: of a plugin."""
     if device is not None:
         packages = installed_versions(*ONNXRUNTIME_FLAVOURS)
         drivers = [driver for driver in (driver_version(), *display_drivers()) if driver is not None]
@@ -185,7 +186,7 @@ def machine_key(provider: str, device: Any = None) -> dict[str, Any]:
 
 
 def tensorrt_version() -> int | None:
-    """Of the library that the provider loads, as TensorRT counts: 101500 for 10.15.0. None where it is not found."""
+    """Return the version of the library that the provider loads, such as 101500 for 10.15.0; None if not found."""
     name = "nvinfer_10.dll" if sys.platform == "win32" else "libnvinfer.so.10"
     try:
         return int(ctypes.CDLL(name).getInferLibVersion())

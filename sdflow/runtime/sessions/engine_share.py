@@ -1,10 +1,11 @@
-"""Engines in a shared cache: what one machine has compiled, the next of its kind fetches in place of compiling it.
+"""Share engines through the remote cache, so machines of the same kind fetch them instead of compiling.
 
-An engine travels as an entry of the remote cache (`sdflow.store.remote`) whose action is its key: the machine (device, driver,
-versions) and the model (graph, weights, options, shapes). So no machine ever asks for another's. Digests of all files are
-checked on arrival, and signatures where signers are trusted.
+An engine is an entry of the remote cache (`sdflow.store.remote`) whose action is its key: the machine (device, driver,
+versions) and the model (graph, weights, options, shapes). Machines therefore never request each other's incompatible
+engines. All digests are verified on arrival, and signatures if signers are trusted.
 
-An engine is code that the driver runs. A process fetches engines by itself only where $SDFLOW_ENGINES_TRUST names whose to take.
+Engines are code that the driver executes. A process only fetches them automatically if $SDFLOW_ENGINES_TRUST names
+trusted signers.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ from sdflow.targets import TARGETS
 
 TRUST_VARIABLE = "SDFLOW_ENGINES_TRUST"
 ANYBODY = "anybody"
-"""In that variable: also engines that nobody has signed."""
+"""Value of the variable that also accepts unsigned engines."""
 ON_THE_WAY = "on-the-way"
-"""The folder, beside the machines', that engines pass through."""
+"""Folder, next to the machines', for engines in transfer."""
 _KIND = "engine"
 _FORMAT = 1
 
@@ -58,7 +59,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Moved:
-    """engines: how many were copied. there: were on the other side already. others: of other machines, and left alone."""
+    """engines: number copied. there: already on the other side. others: of other machines, skipped."""
 
     engines: int
     there: int
@@ -66,25 +67,25 @@ class Moved:
 
 
 def engine_action(machine: Mapping[str, Any], model: Mapping[str, Any]) -> Action:
-    """The key of a machine's engines of one model."""
+    """Return the key of a machine's engines of one model."""
     return Action({_KIND: _FORMAT, "machine": dict(machine), "model": dict(model)})
 
 
 def has_engines(folder: Path) -> bool:
-    """Whether a provider has kept anything in a model's folder."""
+    """Whether a provider has stored anything in a model's folder."""
     return folder.is_dir() and any(_compiled(folder))
 
 
 def remote_of_engines(environment: Mapping[str, str] = os.environ) -> RemoteSpec | None:
-    """The remote cache that engines are fetched from as they are needed; None where the environment does not say whose to
-    take."""
+    """Return the remote cache to fetch engines from automatically, or None if the environment names no trusted
+    signers."""
     trust = trust_from_environment(environment)
     spec = None if trust is None else remote_from_environment(None, environment)
     return None if spec is None or trust is None else replace(spec, trust=trust)
 
 
 def trust_from_environment(environment: Mapping[str, str] = os.environ) -> tuple[str, ...] | None:
-    """Whose engines to take, as `RemoteSpec.trust`: empty for anybody's. None where the environment does not say."""
+    """Return the trusted signers, as in `RemoteSpec.trust` (empty: anybody), or None if the environment names none."""
     said = environment.get(TRUST_VARIABLE, "").split()
     if not said:
         return None
@@ -92,14 +93,14 @@ def trust_from_environment(environment: Mapping[str, str] = os.environ) -> tuple
 
 
 def passing_through(root: Path, remote: RemoteSpec) -> Cache:
-    """The cache that engines pass through on their way."""
+    """Return the cache that engines pass through in transfer."""
     return Cache(root / ON_THE_WAY, remote=remote, signer=signer_from_environment())
 
 
 def fetch_engines(folder: Path, remote: RemoteSpec) -> bool:
-    """Bring the engines of a model's folder from the remote, if it has them and the folder has none.
+    """Fetch the engines of a model's folder from the remote, if it has them and the folder is empty.
 
-    Never fails: the provider compiles what is not to be had, and the log says why.
+    Never fails: the provider compiles what is missing, and the log gives the reason.
     """
     key = _key_of(folder)
     if key is None or has_engines(folder):
@@ -112,26 +113,26 @@ def fetch_engines(folder: Path, remote: RemoteSpec) -> bool:
                 _settle(record, root)
                 log.info("%s: engines fetched from %s", folder.name, remote.shown)
     except SdflowError as error:
-        log.warning("engines are not fetched from %s: %s", remote.shown, error)
+        log.warning("cannot fetch engines from %s: %s", remote.shown, error)
         return False
     return has_engines(folder)
 
 
 def push_folder(folder: Path, remote: RemoteSpec) -> bool:
-    """Send the engines of a model's folder, where pushing was asked for. Never fails, as `fetch_engines`."""
+    """Push the engines of a model's folder if pushing is enabled. Never fails, like `fetch_engines`."""
     if not remote.push or not has_engines(folder):
         return False
     try:
         return push_engines(folder.parent.parent, remote, [folder]).engines > 0
     except SdflowError as error:
-        log.warning("engines are not pushed to %s: %s", remote.shown, error)
+        log.warning("cannot push engines to %s: %s", remote.shown, error)
         return False
 
 
 def push_engines(root: Path, remote: RemoteSpec, only: Sequence[Path] | None = None) -> Moved:
-    """Send what is kept under `root` to the remote, whatever machine's it is. only: these models' folders.
+    """Push all engines under `root` to the remote, of any machine. only: restrict to these models' folders.
 
-    Raises CacheError when the remote cannot be used, UsageError where nothing can be written.
+    Raises CacheError if the remote is unusable, UsageError if a folder is not writable.
     """
     cache = passing_through(root, remote)
     folders = (
@@ -144,7 +145,7 @@ def push_engines(root: Path, remote: RemoteSpec, only: Sequence[Path] | None = N
             continue
         stop.check()
         action = engine_action(*key)
-        # Of two processes that send the same engine, the second waits: each forgets it at the end.
+        # If two processes push the same engine, the second waits, since each one removes its copy at the end.
         with _passage(cache), cache.lock(action, meanwhile=stop.check):
             with cache.staging(action) as staging:
                 for name in _compiled(folder):
@@ -153,7 +154,7 @@ def push_engines(root: Path, remote: RemoteSpec, only: Sequence[Path] | None = N
             try:
                 if copy_entries(cache, [action], up=True).sent.results:
                     moved += 1
-                elif cache.lookup(action) is not None:  # so it was not damaged on the way
+                elif cache.lookup(action) is not None:  # so it was not damaged in transfer
                     there += 1
             finally:
                 cache.forget(action)
@@ -161,7 +162,7 @@ def push_engines(root: Path, remote: RemoteSpec, only: Sequence[Path] | None = N
 
 
 def pull_engines(root: Path, remote: RemoteSpec, machines: Sequence[Mapping[str, Any]]) -> Moved:
-    """Bring all that the remote has for these machines, by their keys. Raises as `push_engines`."""
+    """Fetch all engines that the remote has for these machine keys. Raises like `push_engines`."""
     cache = passing_through(root, remote)
     with answering(cache.remote) as there:
         entries = [entry for each in listed(there.share, stop.check) if _is_engine(entry := each.entry)]
@@ -177,14 +178,13 @@ def pull_engines(root: Path, remote: RemoteSpec, machines: Sequence[Mapping[str,
 
 
 def clear_on_the_way(root: Path) -> None:
-    """Remove what killed processes have left on the way. What is being moved now stays. Raises CacheError where it cannot be
-    removed."""
+    """Remove leftovers of killed processes; transfers in progress are unaffected. Raises CacheError if that fails."""
     if (root / ON_THE_WAY).is_dir():
         Cache(root / ON_THE_WAY).gc(0)
 
 
 def machines_here() -> list[dict[str, Any]]:
-    """The keys of this machine, one for each provider here that keeps engines."""
+    """Return this machine's keys, one for each available provider that stores engines."""
     found = []
     for target in filter(keeps_engines, TARGETS.values()):
         with suppress(TargetUnavailableError):
@@ -210,7 +210,7 @@ def _folder(root: Path, action: Action) -> Path:
 
 
 def _key_of(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The machine's key and the model's, of a model's folder in its own place; None for any other."""
+    """Return machine key and model key of a model's folder, or None if it is not at the place its keys determine."""
     machine, model = read_key(folder.parent / MACHINE_FILE), read_key(folder / MODEL_FILE)
     if not isinstance(machine, dict) or not isinstance(model, dict) or "provider" not in machine:
         return None
@@ -219,14 +219,14 @@ def _key_of(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
 
 
 def _compiled(folder: Path) -> list[str]:
-    """The files that a provider has kept, relative to the folder; not what is half made."""
+    """Return a provider's files relative to the folder, without unfinished ones."""
     found = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink())
     names = [path.relative_to(folder).as_posix() for path in found]
     return [name for name in names if _is_compiled(name)]
 
 
 def when_built(folder: Path) -> dict[str, Any]:
-    """What an entry says of its making, of which only the time is known here."""
+    """Return an entry's build record, of which only the time is known."""
     last = max((folder / name).stat().st_mtime for name in _compiled(folder))
     return {
         "seconds": 0.0,
@@ -240,7 +240,7 @@ def _is_compiled(name: str) -> bool:
 
 
 def _settle(record: Record, root: Path) -> None:
-    """Put what was fetched in its place. A folder that came to be there meanwhile stays."""
+    """Move a fetched entry into place. Files that another process created meanwhile are kept."""
     folder = _folder(root, record.action)
     with writing("engines", root, FOLDER_VARIABLE):
         scratch = folder.parent / f".{folder.name}-{os.getpid()}-{os.urandom(4).hex()}"
@@ -255,7 +255,7 @@ def _settle(record: Record, root: Path) -> None:
                 if not path.exists():
                     write_whole(path, key_file(content))
             for each in scratch.iterdir():
-                with suppress(OSError):  # it came to be there meanwhile
+                with suppress(OSError):  # another process was first
                     each.rename(folder / each.name)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -268,12 +268,12 @@ def _copy(source: Path, target: Path) -> None:
 
 @contextmanager
 def _passage(cache: Cache) -> Iterator[None]:
-    """An engine's whole way through the cache, in which no other process removes it. Then, however it ends, it is removed."""
+    """Protect an engine's transfer through the cache from other processes, and remove it at the end in any case."""
     try:
         with cache.lease():
             yield
     except BaseException:
-        with suppress(SdflowError):  # what went wrong first is told
+        with suppress(SdflowError):  # the first error is raised
             cache.gc(0)
         raise
     cache.gc(0)

@@ -1,5 +1,4 @@
-"""What `sdflow cache engines` lists and removes: the engines that providers have kept
-(`sdflow.runtime.sessions.engine_cache`)."""
+"""List and remove stored engines, for `sdflow cache engines` (`sdflow.runtime.sessions.engine_cache`)."""
 
 from __future__ import annotations
 
@@ -16,8 +15,9 @@ from sdflow.runtime.sessions.engine_cache import MACHINE_FILE, MODEL_FILE
 
 @dataclass(frozen=True)
 class KeptEngines:
-    """Of one provider on one device with one set of versions. models: graphs with their weights, each size apart.
-    bytes: of all files, with the timings. used: when the last file was written, in seconds of the epoch."""
+    """Engines of one provider on one device with one set of versions. models: number of graphs with weights, per set of
+    shapes.
+    bytes: of all files, with timings. used: when the last file was written, in seconds since the epoch."""
 
     folder: Path
     provider: str
@@ -29,15 +29,15 @@ class KeptEngines:
 
 
 def kept_engines(root: Path) -> list[KeptEngines]:
-    """All that are kept in a folder, the last used first. What is none of ours is passed over."""
+    """Return all engines in a folder, last used first. Foreign folders are ignored."""
     found = [_read(each) for each in root.iterdir()] if root.is_dir() else []
     return sorted((each for each in found if each is not None), key=lambda each: -each.used)
 
 
 def clear_engines(kept: Iterable[KeptEngines]) -> None:
-    """Remove them. A provider builds them again when they are needed. Raises UsageError for what cannot be removed."""
+    """Remove engines; providers rebuild them when needed. Raises UsageError for folders that cannot be removed."""
     for each in kept:
-        remedy = "End the programs that draw with it, or fix the permissions."
+        remedy = "Stop the programs that use it, or fix the permissions."
         with os_errors_as("cannot be removed", each.folder, remedy):
             shutil.rmtree(each.folder)
 
@@ -51,7 +51,7 @@ def _read(folder: Path) -> KeptEngines | None:
         return None
     if not isinstance(machine, dict) or "provider" not in machine:
         return None
-    # Of plugins' devices, Windows tells a description and ONNX Runtime a vendor; the versions are those of all drivers.
+    # For plugin devices, Windows reports a description and ONNX Runtime a vendor; versions are those of all drivers.
     device = str(machine.get("device") or machine.get("Description") or machine.get("vendor") or "")
     drivers = machine.get("driver") or machine.get("drivers") or ""
     driver = ", ".join(map(str, drivers)) if isinstance(drivers, list) else str(drivers)

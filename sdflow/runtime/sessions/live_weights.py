@@ -1,7 +1,7 @@
-"""Weights of a submodel that may be written between two runs: its sessions read them from memory of ours.
+"""Weights that can be overwritten between runs: a submodel's sessions read them from sdflow's memory.
 
-They are inputs of the graphs. What is an input is neither folded nor packed by ONNX Runtime, so what is written is what the next
-run reads; in a captured CUDA graph too, whose addresses stay.
+They are graph inputs. ONNX Runtime neither folds nor packs inputs, so the next run reads what was written, also in
+captured CUDA graphs, whose addresses are fixed.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
 
 class LiveWeights:
-    """Some weights of one model. Not for several threads at once."""
+    """Some weights of one model. Not thread-safe."""
 
     def __init__(self, own: Mapping[str, torch.Tensor]) -> None:
-        """own: the values that the model has, by the names of its initializers, on the device. They are left as they are."""
+        """own: the model's own values by initializer name, on the device. They are not modified."""
         self._own = dict(own)
         self._slots = {name: value.clone() for name, value in own.items()}
         self._held = {name: weakref.ref(value) for name, value in own.items()}
 
     @property
     def size(self) -> int:
-        """Of the memory that is written, in bytes."""
+        """Size of the writable memory in bytes."""
         return sum(slot.nbytes for slot in self._slots.values())
 
     def open(self, graph: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, torch.Tensor]]:
-        """A copy of a graph, or of a part of it, that takes these as inputs; and what they are to be bound to."""
+        """Return a copy of a graph, or of a part of it, with these weights as inputs, and the tensors to bind."""
         from onnx import ModelProto, helper
 
         live = [tensor for tensor in graph.graph.initializer if tensor.name in self._slots]
@@ -56,7 +56,8 @@ class LiveWeights:
         return opened, slots
 
     def hold(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Let the next runs read these, and the model's own where there are none. On a GPU, queued on the current stream."""
+        """Set the values for the next runs; missing ones revert to the model's own. On a GPU, queued on the current
+        stream."""
         for name, slot in self._slots.items():
             wanted = values.get(name, self._own[name])
             if self._held[name]() is not wanted:
@@ -65,9 +66,9 @@ class LiveWeights:
 
 
 def _as_products(model: onnx.ModelProto, live: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
-    """Change NhwcConv of a live weight into a product of matrices, in place; the shapes that those weights have then.
+    """Replace NhwcConv nodes with a live weight by matrix products, in place; return these weights' new shapes.
 
-    ONNX Runtime's CUDA provider takes no NhwcConv whose weight is an input. Over single pixels it is that product: (images, rows,
+    ONNX Runtime's CUDA provider does not support NhwcConv with a weight input. For 1x1 kernels it equals (images, rows,
     columns, channels) times the transpose of (filters, 1, 1, channels).
     """
     from onnx import helper
@@ -93,7 +94,7 @@ def _as_products(model: onnx.ModelProto, live: Mapping[str, tuple[int, ...]]) ->
 
 
 def over_single_pixels(node: onnx.NodeProto) -> bool:
-    """Whether a convolution is a product of matrices."""
+    """Whether a convolution equals a matrix product."""
     from onnx import helper
 
     attributes = {item.name: helper.get_attribute_value(item) for item in node.attribute}
@@ -107,8 +108,8 @@ def over_single_pixels(node: onnx.NodeProto) -> bool:
 
 
 def own_values(model: Path, names: Collection[str], device: str) -> dict[str, torch.Tensor]:
-    """Weights of a model's data file by their names. On the CPU they stay in the file until they are read, which must stay as
-    it is."""
+    """Return weights from a model's data file by name. On the CPU they are memory-mapped, so the file must not
+    change."""
     import numpy as np
     import torch
 
@@ -116,7 +117,7 @@ def own_values(model: Path, names: Collection[str], device: str) -> dict[str, to
     for tensor in read_graph(model).graph.initializer:
         if tensor.name in names and is_external(tensor):
             location, offset, _ = data_span(tensor)
-            # Copy on write: torch wants memory that it may write to. As bytes: numpy has no bfloat16 of torch's.
+            # Copy on write: torch requires writable memory. As bytes: numpy lacks torch's bfloat16.
             data = np.memmap(model.parent / location, np.uint8, "c", offset, (tensor_bytes(tensor),))
             values = torch.from_numpy(data).view(getattr(torch, dtype_name(tensor.data_type)))
             found[tensor.name] = values.view(tuple(tensor.dims)).to(device)

@@ -1,4 +1,4 @@
-"""Values on a CUDA device that can leave it for the host's memory, or be read anew, and come back to the same addresses."""
+"""Device memory that can be moved to the host, or dropped and reread, and restored at the same addresses."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     import torch
 
 HOST_SHARE = 0.5
-"""Of the host's free memory, what values that left a device may take."""
+"""Maximum fraction of the host's free memory for values that left a device."""
 
 
 class MovingMemory:
-    """size: bytes. device: as torch calls it. read: writes all of the values, which never change, into a tensor of uint8 of that
-    size on the device."""
+    """size: bytes. device: in torch's notation. read: writes all values, which never change, into a uint8 tensor of
+    that size on the device."""
 
     def __init__(self, size: int, device: str, read: Callable[[torch.Tensor], None]) -> None:
         import torch
@@ -32,15 +32,15 @@ class MovingMemory:
 
     @property
     def present(self) -> bool:
-        """Whether the values lie on the device."""
+        """Whether the values are on the device."""
         return self._range.filled
 
     def bytes(self) -> torch.Tensor:
-        """The values, uint8. Only while they are present."""
+        """The values as uint8; only valid while present."""
         return self._range.bytes()[: self._values]
 
     def bring(self) -> None:
-        """Put the values on the device: queued on torch's current stream where they wait in page-locked memory."""
+        """Load the values onto the device; queued on torch's current stream if they are in page-locked memory."""
         import torch
 
         self._range.fill()
@@ -49,14 +49,14 @@ class MovingMemory:
                 self._read(self.bytes())
             else:
                 self.bytes().copy_(self._host, non_blocking=True)
-        except BaseException:  # else what lies there would count as the values
+        except BaseException:  # do not treat partial content as the values
             torch.cuda.synchronize()
             self._range.empty()
             raise
 
     def remove(self) -> None:
-        """Give the device's memory back. The first time, the values are copied to page-locked memory of the host, if there is
-        enough; else they are read anew."""
+        """Free the device memory. The first time, values are copied to page-locked host memory if there is enough;
+        otherwise they are reread later."""
         if self._host is None and self._values < HOST_SHARE * available_bytes():
             self._host = _page_locked(self._values)
             if self._host is not None:
@@ -67,18 +67,19 @@ class MovingMemory:
         if self._host is not None and not sys.is_finalizing():
             import torch
 
-            torch.cuda.synchronize()  # it may be read yet
+            torch.cuda.synchronize()  # a copy may still be reading it
             torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr())
 
 
 def _page_locked(size: int) -> torch.Tensor | None:
-    """Memory of exactly this size (torch's own allocator takes the next power of two); None where the system gives none."""
+    """Return page-locked memory of exactly this size (torch's allocator rounds up to a power of two), or None if
+    unavailable."""
     import torch
 
     memory = torch.empty(size, dtype=torch.uint8)
     status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)
     if int(status) == 0:
         return memory
-    with suppress(RuntimeError):  # the next launch reports the failure, and clears it
+    with suppress(RuntimeError):  # the next launch reports and clears the failure
         torch.zeros(1, device="cuda").add_(1)
     return None

@@ -1,4 +1,4 @@
-"""Where tensors lie, and the one stream of the work there."""
+"""A device and the single stream of its work."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Place:
-    """Where tensors lie. device: "cpu" or "cuda". stream: the one stream of all work on it, None on the CPU."""
+    """A device. device: "cpu" or "cuda". stream: the single stream for all work on it, None on the CPU."""
 
     device: str
     stream: Any = None
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Torch queues its work on the stream in here, behind what was queued before; what follows waits for it."""
+        """Make torch queue its work on the stream, after earlier work; later work waits for it."""
         import torch
 
         if self.stream is None:
@@ -39,14 +39,14 @@ class Place:
         outer.wait_stream(self.stream)
 
     def put(self, target: torch.Tensor, value: torch.Tensor) -> None:
-        """Copy a value of the processor's memory, of any type and with one row for all, into a tensor that lies here. On a
-        GPU that is queued: a copy from memory that may be moved would wait for all that was queued before."""
+        """Copy a host value, of any type and possibly with one row for all, into a tensor on this device. On a GPU this
+        is queued: a copy from pageable memory would wait for all earlier work."""
         if self.stream is not None:
             value = value.to(target.dtype).expand_as(target).contiguous().pin_memory()
         target.copy_(value, non_blocking=True)
 
     def placed(self, value: torch.Tensor) -> torch.Tensor:
-        """The same value here. Queued as with `put`, where it is not on the device already."""
+        """Return the value on this device; queued like `put`, unless it is already there."""
         if self.stream is None or value.device.type != "cpu":
             return value.to(self.device)
         return value.pin_memory().to(self.device, non_blocking=True)
@@ -57,8 +57,8 @@ _placing = threading.Lock()
 
 
 def place(device: str) -> Place:
-    """The place of this name; there is one of each in a process, also when several threads ask first: two streams would
-    not wait for each other. Raises TargetUnavailableError without a device."""
+    """Return the process's only place for this device, also if several threads ask first: two streams would not wait
+    for each other. Raises TargetUnavailableError without a device."""
     with _placing:
         if device not in _places:
             _places[device] = _make_place(device)
@@ -72,6 +72,6 @@ def _make_place(device: str) -> Place:
         return Place(device)
     if not torch.cuda.is_available():
         raise TargetUnavailableError(
-            "torch sees no CUDA device", where=device, remedy="Install a CUDA build of torch, and the driver it wants."
+            "torch sees no CUDA device", where=device, remedy="Install a CUDA build of torch and a matching driver."
         )
     return Place(device, torch.cuda.Stream())

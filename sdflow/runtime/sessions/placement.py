@@ -1,7 +1,7 @@
-"""Which execution provider took each node of a session, and whether that is what the target promises.
+"""Check which execution provider runs each node of a session, and whether the target's runs all.
 
-Nodes that only compute shapes are told apart: GPU providers leave them to the CPU on purpose, because a shape is known
-there first. They cost a device no transfer that it would not have anyway, and are reported, not held against a target.
+Nodes that only compute shapes are counted separately: GPU providers deliberately leave them to the CPU, where shapes
+are known first. They cause no additional transfers, so they are reported but not counted as fallback.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     import onnxruntime
 
 SMALL_INITIALIZER = 100
-"""Elements; as kSmallInitializerThreshold in ONNX Runtime's core/framework/fallback_cpu_capability.cc."""
+"""Number of elements; as kSmallInitializerThreshold in ONNX Runtime's core/framework/fallback_cpu_capability.cc."""
 
 _SHAPE_SOURCES = frozenset({"Shape", "Size"})
 
 
 @dataclass(frozen=True)
 class PlacedNode:
-    """A node and the provider that runs it. One that a provider fused from several counts as its parts."""
+    """A node and the provider that runs it. A fused node counts as its parts."""
 
     name: str
     op_type: str
@@ -47,10 +47,10 @@ class PlacedNode:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a submodel's nodes run.
+    """Placement of a submodel's nodes.
 
-    nodes: provider -> number of nodes. shapes_on_cpu: how many of the CPU's only compute shapes. fallen: the other
-    nodes that the target's provider did not take. own_kernels: how many run in `sdflow.runtime.kernels`.
+    nodes: provider -> number of nodes. shapes_on_cpu: number of CPU nodes that only compute shapes. fallen: other nodes
+    that the target's provider did not take. own_kernels: number of nodes that run in `sdflow.runtime.kernels`.
     """
 
     provider: str
@@ -60,7 +60,7 @@ class Placement:
     own_kernels: int = 0
 
     def require_complete(self, where: str, name_at_most: int = 8) -> None:
-        """Raises VerificationError, naming the first nodes, when part of the graph fell to another provider."""
+        """Raise VerificationError naming the first nodes if any fell back to another provider."""
         if self.fallen:
             named = "".join(f"\n    {node}" for node in self.fallen[:name_at_most])
             more = len(self.fallen) - name_at_most
@@ -73,13 +73,13 @@ class Placement:
 
 
 def placement(session: onnxruntime.InferenceSession, model: Path) -> Placement:
-    """Where ONNX Runtime put the nodes of `model` when it made this session, whose first provider is the target's.
+    """Return where ONNX Runtime placed `model`'s nodes for this session, whose first provider is the target's.
 
-    `sdflow.runtime.sessions.session` has ONNX Runtime record it. Nodes count before the fusions that happen afterwards.
-    Raises VerificationError when this ONNX Runtime does not tell; `placement_by_profile` always can.
+    `sdflow.runtime.sessions.session` enables the recording. Nodes are counted before later fusions.
+    Raises VerificationError if this ONNX Runtime does not record it; `placement_by_profile` always works.
     """
     if not hasattr(session, "get_provider_graph_assignment_info"):
-        raise VerificationError("this ONNX Runtime does not tell which provider took a node", where=str(model))
+        raise VerificationError("this ONNX Runtime does not report which provider runs a node", where=str(model))
     placed = [
         PlacedNode(node.name, node.op_type, node.domain, part.ep_name)
         for part in session.get_provider_graph_assignment_info()
@@ -95,7 +95,7 @@ def placement_by_profile(
     options: LoadOptions = PLAIN,
     shapes: Shapes | None = None,
 ) -> Placement:
-    """The same from the profile of one run, in a session of its own: the kernels that ran, after all fusions."""
+    """Like `placement`, from the profile of one run in a separate session: the kernels that ran, after all fusions."""
     with tempfile.TemporaryDirectory() as folder:
         session = create_session(model, target, replace(options, profile=Path(folder) / "run"), shapes=shapes)
         session.run(None, dict(inputs))
@@ -110,7 +110,7 @@ def placement_by_profile(
 
 
 def judge(placed: Iterable[PlacedNode], provider: str, shape_nodes: Collection[str]) -> Placement:
-    """Sort the nodes of a session. shape_nodes: names of the nodes that may be on the CPU whatever the target."""
+    """Classify a session's nodes. shape_nodes: names of nodes that may run on the CPU with any target."""
     nodes = list(placed)
     others = [node for node in nodes if node.provider != provider]
     shapes = [node for node in others if node.provider == CPU_PROVIDER and node.name and node.name in shape_nodes]
@@ -124,21 +124,21 @@ def judge(placed: Iterable[PlacedNode], provider: str, shape_nodes: Collection[s
 
 
 def shape_computation(model: Path) -> set[str]:
-    """The names of the nodes of a model file that compute nothing but shapes."""
+    """Return the names of a model file's nodes that only compute shapes."""
     return {node.name for node in shape_nodes(load_graph(model).graph)}
 
 
 def shape_nodes(graph: Any) -> list[Any]:
-    """The nodes of a graph that compute nothing but shapes.
+    """Return the nodes of a graph that only compute shapes.
 
-    Shape and Size do; and every node with an input from such a node whose other inputs are from such nodes, too, or are
-    constants or initializers of at most 100 elements. That is the rule of ONNX Runtime's GetCpuPreferredNodes without
-    its allowance for graph inputs, which are data: what it moves beyond this is reported as fallen.
+    These are Shape and Size, and nodes with an input from such a node whose other inputs are from such nodes too,
+    constants, or initializers of at most 100 elements. This is the rule of ONNX Runtime's GetCpuPreferredNodes without
+    its allowance for graph inputs, which are data: nodes that ONNX Runtime moves beyond it count as fallen.
     """
     known = {tensor.name for tensor in graph.initializer if _elements(tensor.dims) <= SMALL_INITIALIZER}
     from_shapes: set[str] = set()
     found = []
-    for node in graph.node:  # in topological order, as ONNX demands
+    for node in graph.node:  # in topological order, as ONNX requires
         inputs = [name for name in node.input if name]
         if node.op_type == "Constant":
             known.update(node.output)

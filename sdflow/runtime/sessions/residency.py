@@ -1,7 +1,7 @@
-"""Whose weights lie on a device: all that fit; where not all do, those that were not used for the longest time make room.
+"""Keep weights on a device as far as they fit; evict the least recently used.
 
-Weights that leave wait in the host's memory, page-locked where there is enough of it, else in their file. Their addresses on the
-device stay (`sdflow.machine.cuda_memory`), so that sessions and captured graphs last.
+Evicted weights are kept in host memory, page-locked if there is enough, or reread from their file. Their device
+addresses stay reserved (`sdflow.machine.cuda_memory`), so sessions and captured graphs remain valid.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from typing import Literal, Protocol
 from sdflow.machine.memory import available_bytes
 
 Keep = Literal["all", "fit"]
-"""Whether all weights stay on a device, or take turns there where they do not fit together."""
+"""Whether all weights stay on a device, or take turns if they do not fit together."""
 
 HEADROOM = 1 << 29
-"""Bytes that stay free on the device when weights come: for a session's first run, and what the driver takes beside it."""
+"""Bytes kept free on the device when weights are loaded: for a session's first run, and the driver's own use."""
 
 
 class Movable(Protocol):
-    """Weights that can leave a device and come back. size: bytes of the device."""
+    """Weights that can leave a device and come back. size: in device bytes."""
 
     size: int
 
     @property
     def present(self) -> bool:
-        """Whether they lie on the device."""
+        """Whether they are on the device."""
 
     def bring(self) -> None:
-        """Put them there; queued work that comes later finds them."""
+        """Load them; work queued later finds them there."""
 
     def remove(self) -> None:
-        """Take them away. All queued work is done."""
+        """Evict them. All queued work is done."""
 
 
 class Residency:
     """The movable weights of one device.
 
-    limit: bytes that the process may take there; None: all that is free. free: bytes that are, without a limit. wait: returns
-    when all queued work is done.
+    limit: bytes that this process may use there; None: all free memory. free: returns the free bytes. wait: waits until
+    all queued work is done.
     """
 
     def __init__(self, free: Callable[[], int], wait: Callable[[], None], limit: int | None = None) -> None:
@@ -53,13 +53,13 @@ class Residency:
         self.limit, self._at_first = limit, free()
 
     def room(self) -> int:
-        """Bytes that can still be taken."""
+        """Return the bytes that are still available."""
         free = self._free()
         return free if self.limit is None else min(free, self.limit - (self._at_first - free))
 
     @contextmanager
     def using(self, weights: Movable) -> Iterator[None]:
-        """They are on the device in here, and stay until the work is done that is queued in here."""
+        """Keep the weights on the device inside, and until the work queued inside is done."""
         with self._lock:
             if not weights.present:
                 self.make_room(weights.size + HEADROOM, weights)
@@ -70,7 +70,7 @@ class Residency:
             yield
 
     def make_room(self, wanted: int, user: Movable | None = None) -> None:
-        """Let weights leave, but those of `user`, until so many bytes are free, or there is nothing left to leave."""
+        """Evict weights, except `user`'s, until this many bytes are free or nothing is left to evict."""
         with self._lock:
             for each in [each for each in self._present if each is not user]:
                 if self.room() >= wanted:
@@ -80,13 +80,13 @@ class Residency:
                 del self._present[each]
 
     def stay(self, weights: Movable) -> None:
-        """They are brought, and never leave again: somebody reads them without `using`."""
+        """Load weights and never evict them: they are read without `using`."""
         with self._lock, self.using(weights):
             self._present.pop(weights, None)
             self._staying.add(weights)
 
     def forget(self, weights: Movable) -> None:
-        """They are of no use any more."""
+        """Stop managing weights that are no longer needed."""
         with self._lock:
             self._present.pop(weights, None)
             self._staying.discard(weights)
@@ -94,13 +94,13 @@ class Residency:
 
 @dataclass(frozen=True)
 class Resident:
-    """Weights that a session reads, and who sees that they are there when it does."""
+    """Weights that a session reads, and the Residency that manages them."""
 
     residency: Residency
     weights: Movable
 
     def using(self) -> AbstractContextManager[None]:
-        """As of `Residency`."""
+        """See `Residency.using`."""
         return self.residency.using(self.weights)
 
 
@@ -109,7 +109,7 @@ _making = threading.Lock()
 
 
 def residency(device: str, limit: int | None = None) -> Residency:
-    """That of a device, of which there is one in a process. limit: from now on, if it is given."""
+    """Return the process's Residency of a device. limit: set from now on, if given."""
     with _making:
         if device not in _residencies:
             _residencies[device] = Residency(lambda: available_bytes(device), lambda: _synchronize(device), limit)

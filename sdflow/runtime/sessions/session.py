@@ -1,4 +1,4 @@
-"""ONNX Runtime sessions: one submodel on one target's execution provider, or an error; never on another instead."""
+"""ONNX Runtime sessions: a submodel runs on the target's execution provider or fails; there is no fallback."""
 
 from __future__ import annotations
 
@@ -48,22 +48,22 @@ if TYPE_CHECKING:
     import onnxruntime
     import torch
 
-# What ONNX Runtime says when a node is not on the provider or the graph has control flow.
+# ONNX Runtime's message if a node is not on the provider or the graph has control flow.
 _NOT_CAPTURED = "cannot use the graph capture feature"
 
-DAMAGED = "The folder is damaged: build the pipeline again, sdflow run."
+DAMAGED = "The folder is damaged: rebuild the pipeline with sdflow run."
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How sessions are made, the same for all of a pipeline.
+    """Session settings shared by all submodels of a pipeline.
 
-    engine_cache: where a provider may keep what it compiles; None: in the user's folder (`sdflow.runtime.sessions.engine_cache`).
-    threads: of the CPU, for one operator; None leaves it to the tuning, then to ONNX Runtime.
+    engine_cache: folder for a provider's compiled files; None: the user's (`sdflow.runtime.sessions.engine_cache`).
+    threads: CPU threads per operator; None: as in the tuning, else ONNX Runtime's default.
     tuning: choices on top of the target's settings.
-    stream: the CUDA stream that everything is queued on, as an address; None: one of the session's own.
+    stream: address of the CUDA stream to use; None: the session's own.
     profile: prefix of a profile that `end_profiling` writes.
-    built_for: the target of the pipeline's folder, which may be another; for messages.
+    built_for: the pipeline folder's target, for messages.
     """
 
     engine_cache: Path | None = None
@@ -92,18 +92,17 @@ def create_session(
 ) -> onnxruntime.InferenceSession:
     """Load `model` on the target's provider.
 
-    shapes: the inputs' shapes in use; needed by targets with static shapes, and fixed there.
-    graph: to load in its place; its large weights lie beside `model`. On CUDA, `sdflow.runtime.kernels` compute what of
-    it they can; its shapes must be fixed for that.
-    weights: initializers that are there already and are taken instead of those in the model's data file.
-    live: weights that are inputs of the graph (`sdflow.runtime.sessions.live_weights`), and where they lie.
-    artifact: the digest of the model and its weights; without it, a provider keeps nothing of what it compiles. Nor does it
-    where `graph` takes the model's place.
-    profile: between which shapes the inputs will be; for targets that want to know.
-    capture: allow CUDA graphs (run option `gpu_graph_id`), where the provider has them and every node is on it; the
-    session's provider options tell. A graph that cannot be captured runs without, and a warning says so.
-    Raises TargetUnavailableError when the provider is missing or cannot be loaded, VerificationError when it cannot
-    run this graph.
+    shapes: input shapes; required by targets with static shapes, and fixed there.
+    graph: loaded instead; its large weights are next to `model`. On CUDA, `sdflow.runtime.kernels` replace what they
+    can, which requires fixed shapes.
+    weights: existing initializers, used instead of those in the model's data file.
+    live: weights that are graph inputs (`sdflow.runtime.sessions.live_weights`), and their memory.
+    artifact: digest of the model and its weights; without it, or with `graph`, the provider stores no compiled files.
+    profile: range of input shapes, for targets that need it.
+    capture: allow CUDA graphs (run option `gpu_graph_id`) if the provider supports them and runs every node; the
+    session's provider options tell. A graph that cannot be captured runs without, with a warning.
+    Raises TargetUnavailableError if the provider is missing or cannot be loaded, and VerificationError if it cannot run
+    this graph.
     """
     ort, provider = onnxruntime_for(target)
     if target.session.needs_cuda:
@@ -111,9 +110,9 @@ def create_session(
     if provider == TENSORRT:
         _load_tensorrt()
     session_options = _session_options(ort, target, options)
-    # Before ONNX Runtime has it, which would wait for a pipe, fill the memory, or crash.
+    # Check the file before ONNX Runtime reads it: a pipe, an oversized or a broken file would make it hang or crash.
     read = read_graph(model) if graph is None else graph
-    if provider == CUDA_PROVIDER and has_float8(read):  # they need our operators, whatever the tuning says
+    if provider == CUDA_PROVIDER and has_float8(read):  # float8 requires sdflow's operators with any tuning
         session_options.register_custom_ops_library(str(float8_library()))
         read = graph = with_float8(read, hopper=on_hopper())
     devices = plugins_of(ort, target).devices.get(provider, [])
@@ -161,7 +160,7 @@ def create_session(
     had = engines is None or has_engines(engines.engines)
 
     def load() -> Any:
-        # The CPU is not listed where the target is another: ONNX Runtime appends it anyway, for what is left over.
+        # The CPU provider is not listed for other targets: ONNX Runtime appends it anyway, for leftover nodes.
         source = str(model) if graph is None else graph.SerializeToString()
         if devices and engines is not None and target.session.contexts and not weights:
             make = partial(ort.InferenceSession, sess_options=session_options, enable_fallback=0)
@@ -183,7 +182,7 @@ def create_session(
     except onnxruntime_errors(ort) as error:
         if provider != CUDA_PROVIDER and has_float8(read):
             raise TargetUnavailableError(
-                f"{provider} has no products of float8: they take an NVIDIA GPU of compute capability 8.9 or newer",
+                f"{provider} does not support float8, which requires an NVIDIA GPU of compute capability 8.9 or newer",
                 where=str(model),
                 remedy=NEEDS,
             ) from error
@@ -194,21 +193,21 @@ def create_session(
         raise TargetUnavailableError(
             f"{provider} could not be loaded; the session came up on {session.get_providers()[0]}",
             where=target.name,
-            remedy="Its libraries or its device are missing: see `sdflow targets`.",
+            remedy="Its libraries or device are missing; see `sdflow targets`.",
         )
     if target.session.needs_cuda:
         _require_cudnn(target)
     if engines is not None and remote is not None and not had:
         push_folder(engines.engines, remote)
-    session.weights, session.live = weights, live  # they must outlive it
+    session.weights, session.live = weights, live  # must outlive the session
     session.loaded_on, session.built_for = target.name, options.built_for
     return session
 
 
 def _session_options(ort: Any, target: Target, options: LoadOptions) -> Any:
-    """ONNX Runtime's own options, as far as they are the same for every model."""
+    """Return the ONNX Runtime options that are the same for every model."""
     made = ort.SessionOptions()
-    made.log_severity_level = 4  # errors are raised; what matters of the warnings is checked afterwards
+    made.log_severity_level = 4  # errors are raised; relevant warnings are checked afterwards
     made.enable_mem_pattern = target.session.memory_pattern
     made.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
     made.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
@@ -220,14 +219,14 @@ def _session_options(ort: Any, target: Target, options: LoadOptions) -> Any:
 
 
 def _with_own_kernels(graph: onnx.ModelProto, session_options: Any) -> onnx.ModelProto:
-    """The graph with our kernels for what they can do, those that are right on this GPU."""
+    """Return the graph with sdflow's kernels, as far as they pass their tests on this GPU."""
     without: frozenset[str] = frozenset()
     while (replaced := with_own_kernels(graph, hopper=on_hopper(), without=without)) is not None:
         ready = kernel_library(parts_in(replaced.graph.node))
         if ready is None:
             break
         if ready.wrong.keys() <= without:
-            if all(node.domain != DOMAIN for node in graph.graph.node):  # else float8 has registered it
+            if all(node.domain != DOMAIN for node in graph.graph.node):  # otherwise registered for float8
                 session_options.register_custom_ops_library(str(ready.library))
             return replaced
         without |= ready.wrong.keys()
@@ -235,38 +234,40 @@ def _with_own_kernels(graph: onnx.ModelProto, session_options: Any) -> onnx.Mode
 
 
 def read_graph(model: Path) -> onnx.ModelProto:
-    """The model without its external data. Raises VerificationError when there is none, or not all of its data, when it
-    would take too much to read, and where ONNX Runtime would crash on it."""
+    """Return the model without its external data. Raises VerificationError if it or its data is missing, if it is too
+    large to read, or if ONNX Runtime would crash on it."""
     from sdflow.onnx_model.files import decode_errors, missing_data
 
     try:
         read = load_graph(model)
-        lacking = missing_data(read, model.parent) if read.graph.node else "is no ONNX model"
+        lacking = missing_data(read, model.parent) if read.graph.node else "is not an ONNX model"
         lacking = lacking or _crashing(read.graph)
     except FileNotFoundError:
         lacking = "there is no such file"
     except OSError as error:
         lacking = f"cannot be read: {error.strerror or error}"
     except decode_errors():
-        lacking = "is no ONNX model"
+        lacking = "is not an ONNX model"
     if lacking:
         raise VerificationError(lacking, where=str(model), remedy=DAMAGED)
     return read
 
 
 def _crashing(graph: onnx.GraphProto) -> str | None:
-    """What in a graph ends the process in place of an error. ONNX 17 allows it; seen with ONNX Runtime 1.31.1."""
+    """Return why a graph would crash ONNX Runtime (1.31.1) instead of raising an error. ONNX 17 allows such graphs."""
     for node in graph.node:
         if node.op_type == "LayerNormalization" and len(node.input) == 3 and not node.input[2]:
-            return f"ONNX Runtime crashes on {node.name[:MOST_SAID]}: the name of its bias is empty, where it may be left out"
+            return (
+                f"ONNX Runtime crashes on {node.name[:MOST_SAID]}: its bias has an empty name instead of being omitted"
+            )
     return None
 
 
 def has_planar_bias(graph: onnx.ModelProto) -> bool:
     """Whether a convolution of channels-first values has a bias.
 
-    With `fuse_conv_bias`, ONNX Runtime 1.31.1 asks cuDNN (9.19) for a convolution and a bias in one kernel whose result has its
-    channels first, and for float16 on an H200 there is none: HEURISTIC_QUERY_FAILED at the first run. NhwcConv has one.
+    With `fuse_conv_bias`, ONNX Runtime 1.31.1 requests a fused convolution and bias with channels-first output from
+    cuDNN (9.19), which has none for float16 on an H200: HEURISTIC_QUERY_FAILED at the first run. NhwcConv has one.
     """
     return any(
         node.op_type == "Conv" and node.domain in ("", "ai.onnx") and len(node.input) > 2 and node.input[2]
@@ -275,8 +276,8 @@ def has_planar_bias(graph: onnx.ModelProto) -> bool:
 
 
 def provider_options(target: Target, provider: str, engines: EngineFolders | None) -> dict[str, str]:
-    """The options of one of the target's providers, with the engines' folders filled in or left out, and with them the
-    switches of what would be kept there."""
+    """Return the options of one of the target's providers, with the engine folders filled in; without folders, the
+    options that use them are omitted."""
     options = target.session.options.get(provider, {})
     if engines is not None:
         return engines.filled(options)
@@ -286,7 +287,7 @@ def provider_options(target: Target, provider: str, engines: EngineFolders | Non
 
 
 def _load_cuda(ort: Any) -> None:
-    """Load CUDA and cuDNN from torch's or NVIDIA's wheels: the provider's library then finds them in the process."""
+    """Load CUDA and cuDNN from torch's or NVIDIA's wheels, so the provider's library finds them in the process."""
     import torch  # noqa: F401
 
     if hasattr(ort, "preload_dlls"):
@@ -294,8 +295,8 @@ def _load_cuda(ort: Any) -> None:
 
 
 def _load_tensorrt() -> None:
-    """Load TensorRT from its Python package, if that is how it is installed: the provider's library then finds it in the
-    process. Otherwise it is looked for as any library of the system."""
+    """Load TensorRT from its Python package, if installed, so the provider's library finds it in the process. Otherwise
+    the system looks for it."""
     with suppress(ImportError, OSError):
         import tensorrt  # noqa: F401
 
@@ -308,5 +309,5 @@ def _require_cudnn(target: Target) -> None:
         raise TargetUnavailableError(
             f"cuDNN 9 cannot be loaded: {error}",
             where=target.name,
-            remedy="Install a CUDA build of torch (its wheels bring cuDNN) or the nvidia-cudnn package of its CUDA.",
+            remedy="Install a CUDA build of torch, which includes cuDNN, or the matching nvidia-cudnn package.",
         ) from error

@@ -1,8 +1,7 @@
-"""A graph for fixed sizes: shape arithmetic is computed here, ahead of time, and leaves the graph.
+"""Fix a graph's sizes and fold its shape arithmetic ahead of time.
 
-What is left has static shapes throughout and no node that ONNX Runtime's CUDA provider would place on the CPU for the
-sake of a shape, so that a CUDA graph can capture it. The artifact on disk stays general; weights stay where they are,
-in its data file, unread.
+The result has static shapes throughout and no node that ONNX Runtime's CUDA provider would place on the CPU for a
+shape, so a CUDA graph can capture it. The artifact on disk is unchanged; its weights are not read.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ from sdflow.onnx_model.float8 import FLOAT8_MATMUL
 from sdflow.onnx_model.nodes import copied, in_order
 
 FOLDED_ELEMENTS = 1 << 14
-"""Values with more elements than this are computed by the graph: only shapes, masks and indices are folded."""
+"""Larger values stay in the graph: only shapes, masks and indices are folded."""
 
 _Shape = tuple[int, ...]
 
 
 def specialize(model: Any, sizes: Mapping[str, int], outputs: Collection[str] | None = None) -> Any:
-    """A copy of a ModelProto with its inputs' named axes fixed, and everything folded that does not depend on data.
+    """Return a copy of a ModelProto with its inputs' named axes fixed, and everything folded that does not depend on
+    data.
 
-    sizes: axis name -> size; each named axis of the inputs must be there. outputs: those that are wanted, all by
-    default. CLIP's pooled output, which Stable Diffusion 1 and 2 do not use, takes an ArgMax of integers: it has no CUDA
-    kernel, so with that output the text encoder cannot be captured. Folded values become initializers under their own
-    names; all values have their shapes in `value_info`.
-    Raises PassError for an axis without a size, an output that is not there, an operator whose output shape is not
-    known, or a graph that onnx cannot follow.
+    sizes: axis name -> size, for all named axes of the inputs. outputs: the wanted ones, default all. CLIP's pooled
+    output, unused in Stable Diffusion 1 and 2, needs an integer ArgMax without a CUDA kernel, which prevents capturing
+    the text encoder. Folded values become initializers with their own names; all values have shapes in `value_info`.
+    Raises PassError for an axis without a size, a missing output, an operator of unknown output shape, or a graph that
+    onnx cannot process.
     """
     import onnx
     from onnx.shape_inference import InferenceError
@@ -49,23 +48,23 @@ def specialize(model: Any, sizes: Mapping[str, int], outputs: Collection[str] | 
                     raise PassError(
                         f"the axis {axis.dim_param!r} of {item.name} has no size",
                         where="specialize",
-                        remedy=f"Give a size for each axis; known: {', '.join(sorted(sizes)) or 'none'}.",
+                        remedy=f"Pass a size for each axis; known: {', '.join(sorted(sizes)) or 'none'}.",
                     )
                 axis.dim_value = sizes[axis.dim_param]
     try:
         _Folding(result).run()
     except (InferenceError, ValueError, LookupError, TypeError, ArithmeticError, RuntimeError) as error:
-        # What onnx raises of a graph that is none: sizes beyond all bounds, values that nothing gives, nodes without inputs.
+        # onnx's exceptions for invalid graphs: excessive sizes, missing values, nodes without inputs.
         raise PassError(
-            f"its shapes cannot be followed: {type(error).__name__}: {error}",
+            f"its shapes cannot be inferred: {type(error).__name__}: {error}",
             where="specialize",
-            remedy="The graph is damaged: build the pipeline again, sdflow run.",
+            remedy="The graph is damaged: rebuild the pipeline with sdflow run.",
         ) from error
     return result
 
 
 class _Folding:
-    """One walk over the nodes, in order: each is computed, if it can be, or its output shapes are found."""
+    """One walk over the nodes in order, which computes each node if possible, or else infers its output shapes."""
 
     def __init__(self, model: Any) -> None:
         import onnx
@@ -76,9 +75,9 @@ class _Folding:
         self.types: dict[str, Any] = {item.name: item.type for item in self.graph.input}
         self.known: dict[str, Any] = {}
         self.cut: dict[str, tuple[str, int, int, int]] = {}
-        """Slice's output -> of what it is a part, along which axis, from where to where."""
+        """Output of a Slice -> (its source, axis, start, end)."""
         self.same: dict[str, str] = {}
-        """Value that is put together of all parts of another -> that one."""
+        """Value reassembled from all parts of another -> that value."""
         for tensor in self.graph.initializer:
             self.types[tensor.name] = onnx.helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims))
             if tensor.data_location != onnx.TensorProto.EXTERNAL:
@@ -122,7 +121,8 @@ class _Folding:
                 self.graph.value_info.add(name=name).type.CopyFrom(self.types[name])
 
     def _rejoined(self, node: Any) -> str | None:
-        """What was cut into the parts that this node puts together again, as FLUX.1's single blocks do with text and image."""
+        """Return the value whose parts this node reassembles, as FLUX.1's single blocks do with text and image, or
+        None."""
         if node.domain != "":
             return None
         if node.op_type == "Slice" and all(name in self.known for name in node.input[1:] if name):
@@ -145,7 +145,7 @@ class _Folding:
         return whole if in_turn and self._shape(whole) == shape else None
 
     def _wanted(self, kept: Sequence[Any]) -> list[Any]:
-        """Copies of the nodes that the outputs come from."""
+        """Return copies of the nodes that the outputs depend on."""
         wanted = {item.name for item in self.graph.output}
         nodes = []
         for node in reversed(kept):
@@ -155,7 +155,7 @@ class _Folding:
         return nodes[::-1]
 
     def _computed(self, node: Any) -> dict[str, Any] | None:
-        """The values of a node's outputs, or None if they depend on data or are many."""
+        """Return the values of a node's outputs, or None if they depend on data or are large."""
         import numpy as np
         from onnx.reference import ReferenceEvaluator
 
@@ -244,7 +244,7 @@ def _half_of_last(node: Any, inputs: Sequence[_Shape]) -> Sequence[_Shape]:
 
 
 def _nhwc_conv(node: Any, inputs: Sequence[_Shape]) -> Sequence[_Shape]:
-    """Input (N, H, W, C), weight (M, kH, kW, C): the rule of Conv in another order of axes."""
+    """Input (N, H, W, C), weight (M, kH, kW, C): as for Conv, with another axis order."""
     image, kernel = inputs[0], inputs[1]
     pads = _attribute(node, "pads", [0, 0, 0, 0])
     strides, dilations = _attribute(node, "strides", [1, 1]), _attribute(node, "dilations", [1, 1])
@@ -284,7 +284,7 @@ def _integer_product(node: Any, inputs: Sequence[_Shape]) -> Sequence[_Shape]:
 
 
 def _packed_product(node: Any, inputs: Sequence[_Shape]) -> Sequence[_Shape]:
-    """x (..., K), weight in an order of its own."""
+    """x (..., K), weight packed."""
     return [(*inputs[0][:-1], _attribute(node, "N", 0))]
 
 
@@ -308,8 +308,8 @@ CONTRIB_SHAPES: Mapping[str, _Rule] = {
     "SkipLayerNormalization": _same,
     "SkipSimplifiedLayerNormalization": _same,
 }
-"""Operators of com.microsoft and of sdflow -> output shapes; and LayerNormalization, which ONNX has from opset 17 on and ONNX
-Runtime's fusions write into graphs of any opset. The means and deviations that norms can put out are never asked for."""
+"""Output shapes of operators of com.microsoft and sdflow, and of LayerNormalization, which is standard from opset 17 on
+and which ONNX Runtime's fusions insert at any opset. Optional outputs of norms (means, deviations) are never used."""
 
 TYPED_BY: Mapping[str, int] = {"MatMulIntegerToFloat": 2, "SimplifiedLayerNormalization": 1}
-"""Of those whose output is not of their first input's element type: the input whose it is of."""
+"""For operators whose output type differs from their first input's: the input that has the output's type."""

@@ -1,7 +1,7 @@
-"""A submodel on a device: its inputs and outputs are torch tensors that stay where they are, one set for each shape.
+"""A submodel on a device, with torch tensors as inputs and outputs that are reused per set of shapes.
 
-The CPU and the GPU run the same code. On CUDA everything is queued on one stream, shared with torch, and no run waits;
-a run of a graph for fixed shapes is captured (CUDA graph) and replayed.
+CPU and GPU use the same code. On CUDA, everything is queued on one stream shared with torch, and no run synchronizes;
+runs of graphs with fixed shapes are captured (CUDA graphs) and replayed.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ if TYPE_CHECKING:
     import onnxruntime
 
 KEPT = 4
-"""For how many shapes a submodel keeps its tensors; on CUDA with each a session and a captured graph of it."""
+"""Number of shape sets whose tensors a submodel keeps; on CUDA, each has its own session and captured graph."""
 
 LoadSession = Callable[..., "onnxruntime.InferenceSession"]
-"""Shapes (for targets that want them static, else None) and, for a part of the graph, its ModelProto and whether it may
-be captured, to a session; `edits` of the whole graph."""
+"""Creates a session from shapes (for targets with static shapes, else None) and, for a part of the graph, its
+ModelProto and whether it may be captured; `edits`: changes of the whole graph."""
 
 Edit = Callable[["onnx.ModelProto"], None]
-"""Changes a graph in place, before a session is made of it."""
+"""Changes a graph in place before a session is created from it."""
 
 
 class Submodel:
-    """One ONNX graph of a pipeline. The session is loaded when it is first needed. Not for several threads at once.
+    """An ONNX graph of a pipeline. The session is created on first use. Not thread-safe.
 
-    load: makes the session. part: of the family. static_shapes: the target wants one for each set of shapes. profiles: it wants
-    to know between which shapes they will be. path: of the model. fixed: a session is made of that for each set of shapes, its
-    shape arithmetic folded (`specialize`), which can be captured. outputs: those that are wanted of it, None for all. weights:
-    what its sessions share on the device. edits: what is changed in the graph as it is loaded. residency: where weights leave
-    the device when others, or what a run works in, need their room; None: none do.
+    load: creates the session. part: the family's. static_shapes: the target needs a session per set of shapes.
+    profiles: the target needs the range of shapes. path: of the model. fixed: create a session per set of shapes, with
+    shape arithmetic folded (`specialize`), which allows capturing. outputs: the wanted ones, None for all. weights:
+    shared by its sessions on the device.
+    edits: changes to the graph when it is loaded. residency: manages weights that take turns on the device; None: they
+    stay.
     """
 
     def __init__(
@@ -78,15 +79,15 @@ class Submodel:
         self._profile: Profile | None = None
         self._bound: OrderedDict[tuple[Any, ...], Bound] = OrderedDict()
         self.reached = 0
-        """Bytes that its largest run so far was expected to take: its session holds them."""
+        """Estimated memory of the largest run so far, in bytes; its session retains it."""
 
     @property
     def session(self) -> onnxruntime.InferenceSession:
-        """The session of the whole graph; loaded if it is not."""
+        """Session of the whole graph; created on first use."""
         return self.load()
 
     def load(self, shapes: Shapes | None = None) -> onnxruntime.InferenceSession:
-        """Load the session unless it is there; for these shapes, where the target wants them static."""
+        """Create the session if needed; for these shapes if the target needs static ones."""
         if self.profiles and shapes is not None:
             return self._load_profiled(shapes)
         wanted = shapes if self.static_shapes else None
@@ -96,12 +97,12 @@ class Submodel:
         return self._session
 
     def _load_profiled(self, shapes: Shapes) -> onnxruntime.InferenceSession:
-        """The session for these shapes and for those that came before."""
+        """Return a session for these shapes and all earlier ones."""
         profile = Profile.of(shapes) if self._profile is None else self._profile.with_shapes(shapes)
         if self._session is None or profile != self._profile:
             if self._profile not in (None, profile):
                 warnings.warn(
-                    f"{self.part.name}: an engine is built for further sizes, which takes minutes the first time",
+                    f"{self.part.name}: building an engine for more sizes, which takes minutes the first time",
                     SlowerWarning,
                     stacklevel=3,
                 )
@@ -110,12 +111,12 @@ class Submodel:
         return self._session
 
     def graph(self) -> onnx.ModelProto:
-        """The model of a pipeline folder without its external data, as it is loaded."""
-        assert self.path is not None, "only a submodel of a pipeline folder has a graph"
+        """Return the ModelProto as loaded, without external data."""
+        assert self.path is not None, "only submodels of a pipeline folder have a graph"
         return read_edited(self.path, self.edits)
 
     def changed(self, edit: Edit | None = None, config: Mapping[str, Any] | None = None) -> Submodel:
-        """The same submodel with one more change of its graph, or read by another config; it loads sessions of its own."""
+        """Return the submodel with one more edit, or with another config; it creates its own sessions."""
         config = self.config if config is None else config
         return Submodel(
             self._load,
@@ -133,7 +134,7 @@ class Submodel:
         )
 
     def unload(self) -> None:
-        """Give the sessions' memory and all bound tensors back."""
+        """Free the sessions' memory and all bound tensors."""
         self._bound.clear()
         self._session = None
         self.reached = 0
@@ -141,15 +142,16 @@ class Submodel:
             self.weights.release()
 
     def part_session(self, graph: Any, *, capture: bool = True) -> onnxruntime.InferenceSession:
-        """A session for a part of the graph, a ModelProto, with the same options. capture: its shapes are fixed."""
+        """Create a session for a part of the graph (a ModelProto) with the same options. capture: whether shapes are
+        fixed."""
         return self._load(None, graph, capture)
 
     def port(self, role: Role) -> str:
-        """The name of the only input or output with this role."""
+        """Return the name of the only input or output with this role."""
         return self.part.ports(self.config).of(role)
 
     def shapes(self, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-        """Input name -> shape where the graph's axes have these sizes, by name."""
+        """Return input name -> shape for these axis sizes by name."""
         return {port.name: port.shape(sizes) for port in self.part.model.ports(self.config).inputs}
 
     @property
@@ -163,9 +165,9 @@ class Submodel:
         return {item.name: tensor_dtype_to_np_dtype(item.type.tensor_type.elem_type).name for item in inputs}
 
     def bound(self, **shapes: tuple[int, ...]) -> Bound:
-        """The tensors for inputs of these shapes, zero at first.
+        """Return the tensors for inputs of these shapes, initially zero.
 
-        Raises VerificationError when the graph has other inputs.
+        Raises VerificationError if the graph has other inputs.
         """
         import torch
 
@@ -178,7 +180,7 @@ class Submodel:
         if shapes.keys() != types.keys():
             raise VerificationError(
                 f"the graph takes {', '.join(types)}, not {', '.join(shapes)}",
-                remedy="The graph and its config.json belong to different models: build the pipeline again, sdflow run.",
+                remedy="The graph and its config.json do not match: rebuild the pipeline with sdflow run.",
             )
         while len(self._bound) >= KEPT:
             self._bound.popitem(last=False)
@@ -191,7 +193,7 @@ class Submodel:
         return self._bound[key]
 
     def _session_for(self, shapes: Shapes) -> Any:
-        """A session of the graph for these shapes alone, or the one of the whole graph."""
+        """Return a session of the graph for exactly these shapes, or that of the whole graph."""
         from sdflow.runtime.sessions.specialize import specialize
 
         if not self._fixed or self.path is None:
@@ -201,11 +203,11 @@ class Submodel:
             sizes = free_dimensions(graph, shapes, str(self.path))
             return self.part_session(specialize(graph, sizes, self._outputs))
         except PassError as error:
-            warnings.warn(f"{self.path} runs with shapes worked out at every run: {error}", SlowerWarning, stacklevel=2)
+            warnings.warn(f"{self.path} runs with dynamic shapes: {error}", SlowerWarning, stacklevel=2)
             return self.load(shapes)
 
     def __call__(self, **inputs: np.ndarray) -> dict[str, np.ndarray]:
-        """Arrays to arrays, cast to the types that the graph declares, by way of the bound tensors."""
+        """Run on arrays, cast to the graph's input types, through the bound tensors."""
         import torch
 
         bound = self.bound(**{name: value.shape for name, value in inputs.items()})
@@ -217,7 +219,8 @@ class Submodel:
 
 
 def read_edited(model: Path, edits: Sequence[Edit]) -> onnx.ModelProto:
-    """The model without its external data, changed. Raises VerificationError as `read_graph`, and what the edits raise."""
+    """Return the edited model without its external data. Raises VerificationError like `read_graph`, and the edits'
+    errors."""
     graph = read_graph(model)
     for edit in edits:
         edit(graph)

@@ -1,4 +1,4 @@
-"""Choices that do not change what is computed, only how fast: what `sdflow tune` tries and a session takes."""
+"""Session settings that affect speed but not results: what `sdflow tune` tries and a session uses."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Tuning:
-    """How sessions are made, on top of the target's own settings. Without arguments: nothing changes.
+    """Session settings on top of the target's own. The defaults change nothing.
 
     provider: options of the target's execution provider. session: ONNX Runtime's session configuration entries.
-    threads: of the CPU, for one operator; None leaves it to ONNX Runtime. optimization: a name of its
-    `GraphOptimizationLevel`. memory_arena, memory_pattern: of the CPU's allocator. cuda_graphs: whether runs are captured.
-    own_kernels: whether `sdflow.runtime.kernels` are used, on CUDA.
+    threads: CPU threads per operator; None: ONNX Runtime's default. optimization: a name of `GraphOptimizationLevel`.
+    memory_arena, memory_pattern: of the CPU's allocator. cuda_graphs: whether runs are captured. own_kernels: whether
+    to use `sdflow.runtime.kernels` on CUDA.
     """
 
     provider: Mapping[str, str] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class Tuning:
     own_kernels: bool = True
 
     def apply(self, options: Any, provider_options: dict[str, str], ort: Any) -> None:
-        """Set what is chosen here on ONNX Runtime's `SessionOptions` and on the options of the provider."""
+        """Set these choices on ONNX Runtime's `SessionOptions` and the provider's options."""
         provider_options.update(self.provider)
         for name, value in self.session.items():
             options.add_session_config_entry(name, value)
@@ -39,14 +39,16 @@ class Tuning:
         options.enable_mem_pattern = options.enable_mem_pattern and self.memory_pattern
 
     def __str__(self) -> str:
-        """What differs from the target's own settings: `threads=2, sdpa_kernel=8`."""
+        """Differences from the target's own settings, such as `threads=2, sdpa_kernel=8`."""
         flat = {**self.provider, **self.session}
         chosen = {name: value for name, value in vars(self).items() if name not in ("provider", "session")}
         flat |= {name: value for name, value in chosen.items() if value != getattr(UNTUNED, name)}
-        return ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in flat.items()) or "as the target has it"
+        return (
+            ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in flat.items()) or "the target's defaults"
+        )
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data, the fields by name."""
+        """Return the fields as plain data."""
         return asdict(self)
 
 

@@ -1,10 +1,10 @@
-"""Attention on WebGPU where the provider's own kernel is wrong.
+"""Replace fused attention on WebGPU adapters where the provider's kernel is wrong.
 
-From 32 rows on, with a head size that is a multiple of 4, `Attention` and `MultiHeadAttention` run a flash kernel whose source
-(flash_attention.wgsl.template) takes every subgroup of up to 8 for one of 8. An adapter with subgroups of 4, such as
-SwiftShader, counts keys twice and reads lanes that are not there: values are off by a tenth and more, without an error. So it is
-tried once in a process; where it is wrong, those nodes become products and a softmax. benchmarks/providers/webgpu_attention.md
-has the details.
+From 32 rows on, with a head size that is a multiple of 4, `Attention` and `MultiHeadAttention` run a flash kernel whose
+source (flash_attention.wgsl.template) treats every subgroup of up to 8 as one of 8. Adapters with subgroups of 4, such
+as SwiftShader, count keys twice and read invalid lanes: values are off by a tenth or more, without an error. So the
+kernel is tested once per process; if it is wrong, these nodes become products and a softmax. Details:
+benchmarks/providers/webgpu_attention.md.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ _trying = threading.Lock()
 
 
 def with_right_attention(model: Any, ort: Any, target: Target, devices: list[Any]) -> None:
-    """Replace the fused attention of a ModelProto whose shapes are all known (`specialize`), in place, where this adapter
-    computes it wrongly. devices: of the provider, from `sdflow.machine.plugins`.
+    """Replace the fused attention of a ModelProto with known shapes (`specialize`), in place, if this adapter computes
+    it wrongly.
+    devices: the provider's, from `sdflow.machine.plugins`.
 
-    Raises TargetUnavailableError when there is no adapter, VerificationError for attention of a form that is not known.
+    Raises TargetUnavailableError if there is no adapter, VerificationError for unsupported forms of attention.
     """
     if not any(_is_fused(node) for node in model.graph.node) or _is_right(ort, target, devices):
         return
@@ -46,7 +47,7 @@ def with_right_attention(model: Any, ort: Any, target: Target, devices: list[Any
 
 
 def _is_right(ort: Any, target: Target, devices: list[Any]) -> bool:
-    """Whether this adapter computes attention as it should: tried at the first call."""
+    """Whether this adapter computes attention correctly; tested on the first call."""
     with _trying:
         if not _verdicts:
             try:
@@ -83,9 +84,9 @@ def _try(ort: Any, devices: list[Any]) -> bool:
 
 
 def without_fused_attention(model: Any) -> None:
-    """Replace the fused nodes of a ModelProto whose shapes are all known (`specialize`), in place.
+    """Replace the fused nodes of a ModelProto with known shapes (`specialize`), in place.
 
-    Raises VerificationError for a node of a form that is not known.
+    Raises VerificationError for unsupported forms.
     """
     graph = model.graph
     made = _Made(graph)
@@ -106,7 +107,7 @@ def _is_fused(node: Any) -> bool:
 
 
 class _Made:
-    """Nodes in the making, and the shapes and types that are known."""
+    """Nodes under construction, and known shapes and types."""
 
     def __init__(self, graph: Any) -> None:
         self.graph = graph
@@ -186,7 +187,7 @@ def _expand(node: Any, made: _Made) -> None:
 def _projected(
     node: Any, inputs: Mapping[int, str], settings: Mapping[str, Any], made: _Made, name: str
 ) -> tuple[str, str, str]:
-    """q, k and v of Attention: a product with all three matrices at once."""
+    """Return q, k and v of Attention, from one product with all three matrices."""
     import numpy as np
 
     packed = made.node("MatMul", [inputs[0], inputs[1]], f"{name}_packed")
@@ -202,7 +203,7 @@ def _projected(
 
 
 def _biased(inputs: Mapping[int, str], made: _Made, name: str) -> tuple[str, str, str]:
-    """q, k and v of MultiHeadAttention, with their parts of its bias."""
+    """Return q, k and v of MultiHeadAttention, with their biases added."""
     import numpy as np
 
     given = [inputs.get(index, "") for index in range(3)]
@@ -224,6 +225,6 @@ _REMEDY = "Build with enable_attention: false in OrtTransformersOptimization's o
 
 def _unknown(node: Any) -> VerificationError:
     return VerificationError(
-        f"this adapter computes {node.op_type} wrongly, and {node.name or node.output[0]} is of a form that cannot be replaced",
+        f"this adapter computes {node.op_type} wrongly, and {node.name or node.output[0]} cannot be replaced",
         remedy=_REMEDY,
     )

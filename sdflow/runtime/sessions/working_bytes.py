@@ -1,4 +1,4 @@
-"""What a run of a network takes in memory beside its weights, estimated from its config (`Model.working_values`)."""
+"""Estimate a network's working memory besides its weights from its config (`Model.working_values`)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from sdflow.machine.memory import HOST
 from sdflow.models.base import Config, Model
 
 BYTES = 4
-"""Of a value. float16 graphs keep some in float32; theirs are estimated too high."""
+"""Bytes per value. float16 graphs keep some values in float32; their estimates are too high."""
 
 
 def row_bytes(model: Model, config: Config, size: tuple[int, int], device: str) -> int:
-    """For one row of latents with these rows and columns."""
+    """Return the working memory in bytes for one row of latents of this size (rows, columns)."""
     return BYTES * model.working_values(config, *size, scores=device == HOST)
