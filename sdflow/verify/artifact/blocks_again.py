@@ -1,7 +1,7 @@
-"""Weights quantized by blocks once more, by torch, from the definition: see the text of `sdflow.weights.blockwise`.
+"""Quantize weights blockwise again, in torch, from the definition in `sdflow.weights.blockwise`.
 
-Nothing here is what the recipes use. Every step is one operation of IEEE 754 on single values, and sums are taken in the order
-that the definition names, so that both come to the same bits.
+This shares no code with the recipes. Every step is a single IEEE 754 operation, and sums follow the order of the
+definition, so both give the same bits.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 RANGES = (1.0, 0.94, 0.88, 0.82, 0.76)
 AT_ONCE = 1 << 17
-"""Values that are computed at a time, by one thread each: they stay in the processor's cache, and no operation waits for the
-threads of the one before."""
+"""Values per chunk, each computed by one thread: they stay in the processor's cache, and no operation waits for another
+one's threads."""
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def one_thread() -> Iterator[int]:
 def blocks_again(exact: NDArray[Any], how: Format, threads: int) -> dict[str, NDArray[Any]]:
     """Float32 values (N, K) -> the bits of `values`, `scales` and `zeros`, as unsigned integers.
 
-    threads: how many work at once, each on rows of its own: torch is to have one for itself (`one_thread`).
+    threads: number of concurrent workers, each on its own rows; torch must be limited to one thread (`one_thread`).
     """
     import torch
 
