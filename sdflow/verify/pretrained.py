@@ -81,7 +81,7 @@ def reader(submodel: str, part: Part, load: Mapping[str, Any], expected: Shapes)
 
 
 def in_low_bits(load: Mapping[str, Any]) -> bool:
-    """Whether a submodel's files hold quantized weights, or are no safetensors."""
+    """Whether a submodel's files hold quantized weights, or are not safetensors."""
     if load["kind"] != "files" or load["pickled"]:
         return False
     return any(open_weights(file).format is not None for file, _ in files_of(load))
@@ -104,7 +104,7 @@ def _of_library(
 
 
 def _stored_type(files: Iterable[Mapping[str, Any]]) -> torch.dtype:
-    """The type that all tensors of these files have; float32 where they have several, or are pickled."""
+    """The common type of all tensors of these files; float32 if they have several, or are pickled."""
     import torch
 
     paths = [Path(each["path"]) for each in files]
@@ -119,16 +119,16 @@ def _stored_type(files: Iterable[Mapping[str, Any]]) -> torch.dtype:
 
 
 def pretrained(model: Model, folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The state_dict, in this type, of what `from_pretrained` makes of a component's folder.
+    """The state_dict, in this type, of what `from_pretrained` loads from a component's folder.
 
-    A folder without weights for the plain call is read as a user would go on: with each variant, then without safetensors.
+    If the plain call finds no weights, each variant is tried, then pickled files.
     """
     import torch
 
     cls, argument = model.library_class(), "dtype" if model.of_transformers else "torch_dtype"
     if (
         dtype != torch.float32
-    ):  # some classes keep modules in float32, which would copy what is to stay a map of the file
+    ):  # some classes keep modules in float32, which would copy weights that should stay mapped
         cls = type(model.class_name, (cls,), {"_keep_in_fp32_modules": None})
     refusals = []
     variants: list[dict[str, Any]] = [{}, *({"variant": variant} for variant in VARIANTS)]
@@ -166,7 +166,7 @@ def _refusals(model: Model, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without progress bars, and without what the libraries log of files that are not there."""
+    """Silence progress bars and the libraries' warnings about missing files."""
     from diffusers.utils import logging as of_diffusers
     from transformers.utils import logging as of_transformers
 
