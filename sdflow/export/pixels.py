@@ -1,4 +1,4 @@
-"""Latents to pixels, and the checker that sees them, as a graph."""
+"""Latents to pixels, and the safety checker, as a graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sdflow.models.base import Ports, Role
 
 
 def add_decoder(graph: Builder, model: Any, name: str, ports: Ports, latents: str, what: Latents) -> str:
-    """Images, float32 (images, height, width, 3) in [0, 1], as of a decoder's ModelProto with these ports, and latents."""
+    """Images, float32 (images, height, width, 3) in [0, 1], from a decoder's ModelProto with these ports."""
     scaled = graph.add("Div", latents, graph.constant(what.factor, "float32"))
     if what.shift:
         scaled = graph.add("Add", scaled, graph.constant(what.shift, "float32"))
@@ -77,7 +77,7 @@ def _to_bytes(graph: Builder, pixels: str, most: str) -> str:
 
 
 def _weights(graph: Builder, size: str, to: str) -> str:
-    """(to, size): how much each old pixel counts for each new one. Pillow's bicubic (src/libImaging/Resample.c,
+    """(to, size): the weight of each old pixel in each new one. Pillow's bicubic (src/libImaging/Resample.c,
     `bicubic_filter` with a = -0.5, `precompute_coeffs`)."""
 
     def number(value: float) -> str:
