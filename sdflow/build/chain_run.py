@@ -116,7 +116,9 @@ class ChainRun:
         if cached is not None:
             return self._accept(step, action, cached, before)
         with self.cache.lock(
-            action, waiting=lambda: self.listener.phase(step, "another process is building it"), meanwhile=self.group.check
+            action,
+            waiting=lambda: self.listener.phase(step, "another process is building it"),
+            meanwhile=self.group.check,
         ):
             fresh = fresh and action.digest not in self.anew  # another pipeline may have built it by now
             cached = None if fresh else self.cache.lookup(action)

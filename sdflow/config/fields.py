@@ -134,9 +134,9 @@ class ImageFields(_Fields):
 
     prompt: Annotated[str, Field(description="Prompt.")] = ImageSpec.prompt
     negative_prompt: str | None = field_of(COMMON["negative_prompt"], ImageSpec.negative_prompt)
-    steps: Annotated[
-        Steps | None, Field(description="Denoising steps; null: 20, or the model's own if fewer.")
-    ] = ImageSpec.steps
+    steps: Annotated[Steps | None, Field(description="Denoising steps; null: 20, or the model's own if fewer.")] = (
+        ImageSpec.steps
+    )
     guidance_scale: float | None = field_of(COMMON["guidance_scale"], ImageSpec.guidance_scale)
     seed: int = field_of(COMMON["seed"], ImageSpec.seed)
     height: Annotated[Pixels | None, Field(description="In pixels; null: the native size.")] = ImageSpec.height
@@ -241,9 +241,7 @@ class CacheFields(_Fields):
 
     remote: Annotated[
         Annotated[str, Field(min_length=1)] | RemoteFields | None,
-        Field(
-            description="Source of finished steps: a URL, a folder, or a map with `url`. null: none."
-        ),
+        Field(description="Source of finished steps: a URL, a folder, or a map with `url`. null: none."),
     ] = None
     push: Annotated[bool, Field(description="Also upload steps built here.")] = False
 

@@ -90,7 +90,9 @@ def read_json(path: Path, limit: int = TEXT_LIMIT, *, finite: bool = True) -> An
 def parse_json(content: bytes | str, *, finite: bool = True) -> Any:
     """Parse JSON like `read_json`. Raises ValueError."""
     try:
-        text = content if isinstance(content, str) else content.decode("utf-8-sig")  # json alone would accept UTF-16 too
+        text = (
+            content if isinstance(content, str) else content.decode("utf-8-sig")
+        )  # json alone would accept UTF-16 too
         value = json.loads(text, parse_constant=_no_number if finite else float, parse_float=_finite, parse_int=_whole)
         require_shallow(value)
         if "\\u" in text:

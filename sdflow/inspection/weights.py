@@ -100,7 +100,9 @@ def _component(contents: Contents, found: Recognized) -> Description:
         )
     if lines is None:
         exchangeable = ", ".join(family_of_architecture(architecture).exchangeable)
-        notes.append(f"It is not a whole model. sdflow takes whole checkpoints, and as separate components: {exchangeable}.")
+        notes.append(
+            f"It is not a whole model. sdflow takes whole checkpoints, and as separate components: {exchangeable}."
+        )
     elif len(titles) > 1:
         notes.append(
             "Models of several generations have one of these shapes; their configurations scale latents differently."
@@ -150,9 +152,7 @@ def _ip_adapter(contents: Contents, titles: tuple[str, ...]) -> Description:
         if architecture is not None and family_of_architecture(architecture).prompter is not None:
             entry = f"ip_adapters:\n  - {{file: {quoted(path)}}}"
             lines = workflow([base_of(architecture)], entry, pickled=contents.pickled)
-            notes.append(
-                "It needs its image encoder: the folder next to it where diffusers looks, or `encoder`."
-            )
+            notes.append("It needs its image encoder: the folder next to it where diffusers looks, or `encoder`.")
     return Description(path, IP_ADAPTER, titles, None, contents.precision, (), details, tuple(notes), lines)
 
 

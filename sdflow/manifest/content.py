@@ -138,9 +138,7 @@ class Origin:
         where: of the manifest, for the message. Raises UsageError if it is missing.
         """
         if self.model is None:
-            raise UsageError(
-                "does not name the pipeline's model: 'model' is missing", where=where, remedy=REBUILD
-            )
+            raise UsageError("does not name the pipeline's model: 'model' is missing", where=where, remedy=REBUILD)
         return _pinned(self.model, self.checkpoint or {})
 
     def pinned_components(self) -> dict[str, str | None]:

@@ -192,9 +192,7 @@ def _prepare_to_fork() -> str:
     gc.freeze()  # keeps workers' collections from unsharing the packages' pages
     if not (child := os.fork()):
         os._exit(0)
-    os.waitpid(
-        child, 0
-    )  # OpenBLAS starts threads on import, ends them at a fork, restarts them on use
+    os.waitpid(child, 0)  # OpenBLAS starts threads on import, ends them at a fork, restarts them on use
     end = time.monotonic() + 1
     while thread_count() > 1:  # ended threads may linger
         if time.monotonic() > end:

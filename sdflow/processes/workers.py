@@ -336,7 +336,9 @@ def deny_network() -> None:
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event in ("socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr"):
-            raise PassError(f"a pass tried to look up the host {arguments[0]!r}", remedy="Passes must work without network.")
+            raise PassError(
+                f"a pass tried to look up the host {arguments[0]!r}", remedy="Passes must work without network."
+            )
         if event == "socket.connect" and isinstance(arguments[1], tuple):
             raise PassError(f"a pass tried to connect to {arguments[1]!r}", remedy="Passes must work without network.")
 

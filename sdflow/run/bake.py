@@ -171,9 +171,7 @@ def workflow_of(path: Path, origin: Origin, loras: Sequence[LoraSpec], name: str
 def _require_passes(submodel: str, chain: tuple[StepSpec, ...]) -> None:
     """Raises UsageError for a chain without passes, or with an unavailable one: a manifest may contain anything."""
     if not chain:
-        raise UsageError(
-            f"does not list the passes of {submodel}", remedy="Run the pipeline's workflow again."
-        )
+        raise UsageError(f"does not list the passes of {submodel}", remedy="Run the pipeline's workflow again.")
     for step in chain:
         try:
             registry.tried_pass(step.pass_name, step.folder)

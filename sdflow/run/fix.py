@@ -39,6 +39,7 @@ ROUNDS = 4
 class Fix:
     """Nodes of a submodel to leave unconverted, and the number of builds tried to find them. by, option: the pass and
     its option that list them. beside: the option's existing entries."""
+
     submodel: str
     nodes: tuple[str, ...]
     tried: int

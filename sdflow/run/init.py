@@ -44,7 +44,9 @@ def write_workflow(request: InitRequest) -> Path:
     find_target(request.target, "--target")
     if request.out.exists() and not request.force:
         raise UsageError(
-            "already exists", where=str(request.out), remedy="Name another file with --out, or overwrite it with --force."
+            "already exists",
+            where=str(request.out),
+            remedy="Name another file with --out, or overwrite it with --force.",
         )
     if request.out.exists() and not is_regular(request.out):
         raise UsageError(

@@ -236,7 +236,9 @@ def import_structures(where: str | Path, cache: Cache, trust: Sequence[str] = ()
     """
     if not cache.writable:
         raise CacheError(
-            "the cache cannot be written", where=str(cache.root), remedy="Make it writable, or name another with --cache."
+            "the cache cannot be written",
+            where=str(cache.root),
+            remedy="Make it writable, or name another with --cache.",
         )
     where, said = str(where), list[str]()
     if "://" not in where and not Path(where).exists():

@@ -126,9 +126,7 @@ def pretrained(model: Model, folder: Path, dtype: torch.dtype) -> dict[str, torc
     import torch
 
     cls, argument = model.library_class(), "dtype" if model.of_transformers else "torch_dtype"
-    if (
-        dtype != torch.float32
-    ):  # some classes keep modules in float32, which would copy weights that should stay mapped
+    if dtype != torch.float32:  # some classes keep modules in float32, which would copy weights that should stay mapped
         cls = type(model.class_name, (cls,), {"_keep_in_fp32_modules": None})
     refusals = []
     variants: list[dict[str, Any]] = [{}, *({"variant": variant} for variant in VARIANTS)]

@@ -175,7 +175,9 @@ def _file(adapter: AdapterReference, download: bool) -> tuple[Path, dict[str, An
             "kind": "hub", "repository": parsed.repository, "revision": parsed.revision, "commit": commit,
         }  # fmt: skip
     if not isinstance(parsed, LocalReference) or parsed.architecture is not None:
-        raise CheckpointError("is not an IP-Adapter", where=adapter.file, remedy="Name its file, or synthetic:ip-adapter.")
+        raise CheckpointError(
+            "is not an IP-Adapter", where=adapter.file, remedy="Name its file, or synthetic:ip-adapter."
+        )
     path = parsed.path / adapter.weight_name if adapter.weight_name else parsed.path
     if not path.is_file() or path.suffix.lower() not in (".safetensors", *PICKLE_SUFFIXES):
         raise CheckpointError(

@@ -119,9 +119,7 @@ def _pieces(path: Path, header: Header) -> list[tuple[str, TensorEntry]]:
             raise invalid(path, f"rows of {width} values of {info.name} are not whole blocks of {kind.name}")
         begin = header.data_begin + info.offset
         if begin != position:
-            raise invalid(
-                path, f"tensor {info.name} is at byte {begin}, but the previous one ends at {position}"
-            )
+            raise invalid(path, f"tensor {info.name} is at byte {begin}, but the previous one ends at {position}")
         end = begin + count // kind.block * kind.size
         found.append((info.name, TensorEntry(kind.name, info.shape, begin, end)))
         position = -(-end // header.alignment) * header.alignment

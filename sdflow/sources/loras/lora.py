@@ -41,7 +41,9 @@ def find_lora(reference: str, weight_name: str | None = None, *, download: bool)
         path = path / choose_file(names, weight_name, str(path))
     elif weight_name is not None:
         raise CheckpointError(
-            f"is not a folder, so it cannot contain {weight_name}", where=str(path), remedy="Name only the file, or its folder."
+            f"is not a folder, so it cannot contain {weight_name}",
+            where=str(path),
+            remedy="Name only the file, or its folder.",
         )
     elif not is_regular(path):
         raise CheckpointError(no_file(path), where=str(path), remedy="Check the path of the LoRA.")

@@ -53,9 +53,7 @@ Exact = MutableMapping[str, "NDArray[Any]"]
 
 STILL_QUANTIZED = "its quantization could not be removed: it has unknown operators or recipes"
 DAMAGED = "its recipes are damaged, so it could not run without rounding"
-OTHER_GRAPH = (
-    "The graph does not compute what the model computes, even without rounding. Build it again with --clean_cache; if that does "
-)
+OTHER_GRAPH = "The graph does not compute what the model computes, even without rounding. Build it again with --clean_cache; if that does "
 OTHER_GRAPH += "not help, take passes and fusions out one by one (--set) until it passes."
 
 

@@ -125,7 +125,9 @@ def scores_of(graph: Any) -> str | None:
     while waiting:
         node = producers.get(waiting.pop(0))
         before = producers.get(node.input[0]) if node is not None and node.op_type == "Greater" else None
-        if before is not None and not before.op_type.startswith("Reduce"):  # `any` is exported as a sum greater than 0, too
+        if before is not None and not before.op_type.startswith(
+            "Reduce"
+        ):  # `any` is exported as a sum greater than 0, too
             return str(before.output[0])
         waiting += node.input if node is not None else []
     return None

@@ -59,7 +59,9 @@ def _submodels(manifest: Manifest, source: Source) -> Iterator[Finding]:
         if name in manifest.parts or name in (left_out or ()):
             continue
         if left_out is None:
-            what = f"{name} is in the checkpoint and not in the folder; an earlier sdflow did not record what was left out"
+            what = (
+                f"{name} is in the checkpoint and not in the folder; an earlier sdflow did not record what was left out"
+            )
             yield Finding("", CHECK, "warning", MANIFEST_FILE, what, REBUILD)
         else:
             yield _error(

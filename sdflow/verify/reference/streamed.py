@@ -61,9 +61,7 @@ class StreamedWeights:
         self.wide: dict[int, torch.Tensor] = {}
         self._inside: dict[tuple[str, ...], int] = {}
         names = module.state_dict().keys()
-        own = {
-            name for name in names if "." not in name
-        }  # of the module itself, whose forward may be bypassed
+        own = {name for name in names if "." not in name}  # of the module itself, whose forward may be bypassed
         self._names = [name for name in names if name not in own]
         for name in own:
             self._put(name, read(name))
@@ -228,9 +226,7 @@ class RowsOnce:
         from torch.utils._pytree import tree_unflatten
 
         given = self._signature.bind(*args, **kwargs)
-        if (
-            CACHES in self._signature.parameters
-        ):  # key-value caches serve only generation of text
+        if CACHES in self._signature.parameters:  # key-value caches serve only generation of text
             given.arguments[CACHES] = False
         tensors = {name: value for name, value in given.arguments.items() if isinstance(value, torch.Tensor)}
         flags = {name: value for name, value in _flat(given.arguments) if name not in tensors}
