@@ -18,8 +18,11 @@ SAMPLE_SECONDS = 0.01
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes in use. host: resident, by this process. device: on the device, by everybody. process: on the device, by
-    this process. None: the driver does not tell, or there is no such device."""
+    """Bytes in use; None if the driver does not report them or there is no such device.
+
+    host: resident memory of this process. device: device memory of all processes. process: device memory of this
+    process.
+    """
 
     host: int | None = None
     device: int | None = None

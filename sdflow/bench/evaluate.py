@@ -97,7 +97,7 @@ class EvaluationResult:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> EvaluationResult:
-        """The result that `to_json` wrote. Raises ValueError for another format."""
+        """Read the output of `to_json`. Raises ValueError for another format."""
         content = dict(value)
         if content.pop("format_version", None) != FORMAT_VERSION:
             raise ValueError("not an evaluation result of a known format")

@@ -51,11 +51,12 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """folder: of the pipeline. engines: names, none for what suits the machine. check: verify the models' files against the
-    digests of the build, and compare every image with PyTorch's float32.
+    """folder: the pipeline's. engines: names; none for the default ones of this machine. check: verify the model files
+    against the digests of the build, and compare every image with PyTorch's in float32.
 
-    fewer: what approximations leave out, each beside the engine that is exact.
-    first_limit: seconds that an engine may take to load, and again to draw the first image of a case; None: no limit.
+    fewer: approximations, each measured next to the exact engine.
+    first_limit: seconds in which an engine must load, and again in which it must generate the first image of a case;
+    None: no limit.
     """
 
     folder: Path
@@ -246,7 +247,7 @@ class _Runner:
 
     @contextmanager
     def _reported(self, running: _Running, beside: str) -> Iterator[None]:
-        """An engine's failure is a line of the result; the others go on. It takes no further part."""
+        """Report an engine's failure in the result and drop the engine; the others continue."""
         interrupted = False
         try:
             yield

@@ -56,9 +56,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate that was tried. ratio: its time over that of the best so far; None when it did not run. distance: of the
-    submodel that differs most from the untuned one. verdict: taken, no gain, unsteady (faster in the median, but not in enough
-    turns), WRONG or failed; reason: of the last three."""
+    """A tried candidate. ratio: its time relative to the best so far; None if it did not run. distance: of the submodel
+    that differs most from the untuned one. verdict: taken, no gain, unsteady (faster in the median, but not in enough
+    turns), WRONG or failed. reason: for the last three."""
 
     option: str
     value: str
@@ -81,7 +81,7 @@ def verdict_of(ratios: Sequence[float]) -> str:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """tuning: what was chosen. ratio: its time over the untuned pipeline's. file: where it is kept."""
+    """tuning: the chosen options. ratio: time relative to the untuned pipeline. file: where the tuning is stored."""
 
     target: str
     tuning: Tuning

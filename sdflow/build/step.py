@@ -44,8 +44,7 @@ class Step:
     weights: "carried" with the graph; "symbolic": the graph has recipes in their place; "bound": added by this step.
     script_stamps: of user scripts, taken before they were read.
     lacks: distributions that its pass needs and this machine lacks, so that it cannot run here. `uses` then has the
-    versions
-        that its structure was made with elsewhere, or only the known ones.
+        versions that its structure was made with elsewhere, or only the known ones.
     """
 
     pipeline: str

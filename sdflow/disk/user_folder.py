@@ -27,6 +27,6 @@ def user_folder(name: str, variable: str) -> Path:
 
 @contextmanager
 def writing(what: str, where: Path, variable: str) -> Iterator[None]:
-    """Raises UsageError in place of an OSError. what: is written there, in the plural. variable: names another folder."""
+    """Raise UsageError in place of an OSError. what: the plural of what is written. variable: sets another folder."""
     with os_errors_as(f"no {what} can be stored there", where, f"Name another folder: {variable}=FOLDER."):
         yield

@@ -29,8 +29,8 @@ MOST = 7
 
 @dataclass(frozen=True)
 class Cut:
-    """model: a ModelProto of the denoiser that reads `time_values` in place of a timestep, and with guidance the latents once.
-    timestep: a ModelProto from timesteps, its input `given`, to the time values, a row for each."""
+    """model: ModelProto of the denoiser that takes `time_values` in place of a timestep, and with guidance the latents once.
+    timestep: ModelProto from timesteps, its input `given`, to the time values, one row per timestep."""
 
     model: Any
     timestep: Any

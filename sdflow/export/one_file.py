@@ -33,11 +33,14 @@ EMBEDDED = 2_000_000_000
 
 @dataclass(frozen=True)
 class Wanted:
-    """scheduler: by name; None: the pipeline's. steps, guidance_scale: None for the pipeline's; a scale up to 1 makes a graph
-    without guidance. negative: token ids of negative prompts are an input. open_schedule: the scheduler's table is one. checker:
-    put the safety checker in, where the pipeline has one. text: put the tokenizers in. height, width, images: of the only size
-    that the graph then draws; without any of them it draws all sizes. Those that are not given: the model's own size, one.
-    embed: the weights in the graph, up to EMBEDDED bytes."""
+    """Options of the exported graph.
+
+    scheduler: by name; default: the pipeline's. steps, guidance_scale: default: the pipeline's; a scale up to 1 makes a
+    graph without guidance. negative: token ids of negative prompts are an input. open_schedule: the scheduler's table is
+    an input. checker: include the safety checker if the pipeline has one. text: include the tokenizers. height, width,
+    images: fix the size; the missing ones default to the native size and one image. Without any, the graph generates all
+    sizes. embed: store the weights in the graph, up to EMBEDDED bytes.
+    """
 
     scheduler: str | None = None
     steps: int | None = None

@@ -60,7 +60,8 @@ def into_buffers(model: Any, name: str, most: int, *, buffer: int = BUFFER) -> t
         span = Span(file, offset, length)
         if length > LARGEST:
             raise UsageError(
-                f"{tensor.name} has {spell_bytes(length)} of weights, but a browser holds at most {spell_bytes(LARGEST)} in one buffer",
+                f"{tensor.name} has {spell_bytes(length)} of weights, but a browser holds at most "
+                f"{spell_bytes(LARGEST)} in one buffer",
                 where=name,
                 remedy="Build the pipeline in float16.",
             )

@@ -28,9 +28,9 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class Coefficients:
-    """timesteps: of each run of the denoiser, float32 (runs,). table: float32 (runs + 1, 1 + draws + runs): a row for what
-    goes into each run, and one for the result; a column for the first noise, for each noise that the scheduler draws, and for
-    each output of the denoiser. scheduler, steps, eta: what it is made of."""
+    """timesteps: one per run of the denoiser, float32 (runs,). table: float32 (runs + 1, 1 + draws + runs): one row per
+    run for its input, and one for the result; columns are the first noise, each noise that the scheduler draws, and each
+    output of the denoiser. scheduler, steps, eta: its origin."""
 
     scheduler: str
     steps: int

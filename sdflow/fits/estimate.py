@@ -1,9 +1,9 @@
 """Estimate the device memory for one image of a pipeline's native size, before it is built.
 
-    weights of the submodels      by architecture and passes (`sdflow.fits.weights`)
-        working memory of runs        `Model.working_values` in the graph's own type, times a measured factor
-        (`Model.device_factor`) LIBRARIES                     cuBLAS, cuDNN, captured graphs, running text encoders:
-        measured CONTEXT                       CUDA's context: an assumption, since it varies by card and driver
+    weights of the submodels   by architecture and passes (`sdflow.fits.weights`)
+    working memory of runs     `Model.working_values` in the graph's own type, times the measured `Model.device_factor`
+    LIBRARIES                  measured: cuBLAS, cuDNN, captured graphs, running text encoders
+    CONTEXT                    CUDA's context: an assumption, since it varies by card and driver
 
 Compared with measured peaks in tests/fits/test_measured_peaks.py; see docs/device_memory.md.
 """

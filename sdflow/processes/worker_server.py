@@ -134,7 +134,7 @@ class _ForkedWorker:
 
 @dataclass(frozen=True)
 class _Child:
-    """A worker, seen from its server. ended: a descriptor that is readable when the process has ended."""
+    """A worker, as its server sees it. ended: a descriptor that becomes readable when the process has ended."""
 
     pid: int
     ended: int

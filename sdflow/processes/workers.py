@@ -70,7 +70,7 @@ _ENDED = b"ended\n"
 
 @dataclass(frozen=True)
 class WorkerResult:
-    """What a worker returned, the seconds it took from start to end, and its peak resident memory in bytes."""
+    """A worker's return value, run time in seconds, and peak resident memory in bytes."""
 
     value: Any
     seconds: float
@@ -116,8 +116,7 @@ def run_worker(
 
     log: file for everything the worker prints. environment: additional variables, unless the user set them.
     on_phase: called with each phase the worker announces; on_memory: with its resident bytes, a few times a second,
-    from
-        another thread. on_start: called with the process; if it raises, the worker is ended. start: `spawn` by default.
+        from another thread. on_start: called with the process; if it raises, the worker is ended. start: `spawn` by default.
 
     Raises the worker's SdflowError, OSError if the disk is full, or PassError if it crashed or was killed. The worker
     process is gone on return, however this call ends.
@@ -225,7 +224,7 @@ def _started(
 
 @contextmanager
 def _watched(worker: Worker, on_memory: Callable[[int], None], ended: int) -> Iterator[None]:
-    """Looks at a worker's memory a few times a second, and writes to `ended` when it is no more."""
+    """Poll a worker's memory a few times a second, and write to `ended` when the process is gone."""
     import psutil
 
     done = threading.Event()

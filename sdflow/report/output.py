@@ -100,7 +100,7 @@ def print_table(
 def table_lines(
     columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str], below: Sequence[str], room: int | None
 ) -> list[str]:
-    """The lines of a table, none of them longer than `room` unless a single word is."""
+    """Format a table in lines of at most `room` characters, unless a single word is longer."""
     widths = [max(map(_length, each)) for each in zip(columns, *rows, strict=True)]
     kept, wrapped = list(range(len(columns))), None
     first = [columns.index(name) for name in below if name in columns]

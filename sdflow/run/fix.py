@@ -142,7 +142,7 @@ def smallest(needed: Sequence[str], suspects: Sequence[str], passes: Callable[[S
 
 @dataclass(frozen=True)
 class _Trials:
-    """Builds of single submodels of a pipeline, each verified. workflow: that it was built by, as its manifest says."""
+    """Verified builds of single submodels of a pipeline. workflow: the one in the pipeline's manifest."""
 
     subject: Subject
     spec: VerifySpec

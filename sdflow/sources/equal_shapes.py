@@ -18,12 +18,12 @@ Spelled = Callable[[str], str]
 def choose(
     path: Path, fitting: Sequence[str], said: Sequence[Said], wanted: str | None, spelled: Spelled | None = None
 ) -> tuple[str, tuple[str, ...]]:
-    """One of the architectures that a file's shapes fit, and what the user should hear of the choice.
+    """Choose one of the architectures that a file's shapes fit; also returns notes on the choice for the user.
 
-    said: what the file says of how it predicts; where it says nothing, the first is taken. wanted: what the user wrote. spelled:
-    None: `FILE#NAME`.
-    Raises CheckpointError where it is none of them, and where the file says that it predicts in another way, or contradicts
-    itself.
+    said: prediction types that the file states; if it states none, the first architecture is chosen. wanted: the user's
+    choice. spelled: defaults to `FILE#NAME`.
+
+    Raises CheckpointError if the file fits none of them, states another prediction type, or contradicts itself.
     """
     spelled = spelled or f"{path.name}#{{}}".format
     predicts = {name: _prediction(name) for name in fitting}

@@ -169,7 +169,7 @@ def _empty_module(model: Model, config: Config, where: str) -> torch.nn.Module:
 def _fitted(
     part: Part, load: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]], where: str
 ) -> dict[str, torch.Tensor]:
-    """The files' tensors under the module's names, in float32."""
+    """Return the files' tensors by the module's names, in float32."""
     import torch
 
     prefix = load.get("prefix")

@@ -58,7 +58,7 @@ def unheard(phrase: str) -> None:
 
 @dataclass(frozen=True)
 class Verified:
-    """A verification, and its images: file name -> PNG."""
+    """A verification with its images: file name -> PNG."""
 
     result: Verification
     images: Mapping[str, bytes]

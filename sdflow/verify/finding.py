@@ -18,7 +18,7 @@ _NAMED = re.compile(r"\d|\w[./]\w|^/")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a check has to say.
+    """One result of a check.
 
     submodel: "unet"; empty for the whole pipeline. check: the check in one word ("kernel", "digest").
     level: "error" fails the verification; "warning" is an open question or may be slow; "note" is neither.

@@ -46,7 +46,7 @@ AMPLIFIED = 10
 
 @dataclass(frozen=True)
 class Drawn:
-    """The image, (rows, columns, 3), and those of the sample's cases, (cases, rows, columns, 3), in [0, 1]."""
+    """The image, (rows, columns, 3), and the images of the sample's cases, (cases, rows, columns, 3), in [0, 1]."""
 
     image: np.ndarray
     sample: np.ndarray | None

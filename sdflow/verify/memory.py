@@ -41,7 +41,7 @@ COPIES = 4
 
 @dataclass(frozen=True)
 class Size:
-    """Of a submodel: how many parameters it has, and how many the largest of them all has by itself."""
+    """A submodel's number of parameters, and the size of the largest one."""
 
     parameters: int
     largest: int
@@ -54,8 +54,10 @@ class Size:
 
 @dataclass(frozen=True)
 class GraphSize:
-    """Of an artifact: its parameters, bytes of its weights, and what it takes with all of them in a session. quantized: its file
-    says nothing of that, as a session has its weights in float32."""
+    """An artifact's parameters, bytes of its weights, and memory with all of them in a session.
+
+    quantized: the file's size says nothing, since a session holds the weights in float32.
+    """
 
     size: Size
     file: int

@@ -45,8 +45,8 @@ _PROCESSORS = ("sd15", "sd15-tiny")
 
 @dataclass(frozen=True)
 class _Adapter:
-    """An opened adapter. projection: with its sizes. content: identity of its tensors by prefix, or of the whole. load: how to
-    load what begins with a prefix."""
+    """An opened adapter. projection: with its sizes. content: identity of its tensors by prefix, or of the whole file.
+    load: how to load the tensors with a prefix."""
 
     projection: Mapping[str, Any]
     content: Mapping[str, Mapping[str, Any]]

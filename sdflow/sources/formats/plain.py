@@ -38,9 +38,8 @@ class PlainTensor(StoredTensor):
         stored = self.as_stored(rows)
         if self.dtype != "BF16":
             return stored
-        return (stored.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(
-            np.float32
-        )  # bfloat16 is the upper half of float32
+        # bfloat16 is the upper half of float32
+        return (stored.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
 
     def as_stored(self, rows: slice = ALL) -> NDArray[Any]:
         import numpy as np

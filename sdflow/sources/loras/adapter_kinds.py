@@ -26,8 +26,8 @@ USE_A_LORA = "Use a plain LoRA instead."
 
 @dataclass(frozen=True)
 class PeftType:
-    """A kind of adapter of PEFT's. merges: whether its merge_and_unload puts it into the weights of a model. read: sdflow merges
-    it."""
+    """A kind of adapter in PEFT. merges: whether its merge_and_unload can merge it into a model. read: whether sdflow
+    merges it."""
 
     title: str
     merges: bool = True

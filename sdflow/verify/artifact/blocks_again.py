@@ -26,8 +26,10 @@ one's threads."""
 
 @contextmanager
 def one_thread() -> Iterator[int]:
-    """While this is open torch has one thread in an operation; how many it had before. The number is the whole process's: nobody
-    may change it from threads that run side by side."""
+    """Limit torch to one thread per operation; yields the previous number.
+
+    The setting is global to the process, so concurrent threads must not change it.
+    """
     import torch
 
     before = torch.get_num_threads()

@@ -53,15 +53,15 @@ Exact = MutableMapping[str, "NDArray[Any]"]
 
 STILL_QUANTIZED = "its quantization could not be removed: it has unknown operators or recipes"
 DAMAGED = "its recipes are damaged, so it could not run without rounding"
-OTHER_GRAPH = "The graph does not compute what the model computes, even without rounding. Build it again with --clean_cache; if that does "
-OTHER_GRAPH += "not help, take passes and fusions out one by one (--set) until it passes."
+OTHER_GRAPH = "The graph does not compute what the model computes, even without rounding. Build it again with "
+OTHER_GRAPH += "--clean_cache; if that does not help, take passes and fusions out one by one (--set) until it passes."
 
 
 @dataclass(frozen=True)
 class Proof:
-    """findings: of recipes and stored weights. weights: how many were computed again. outputs: of the exact run; none for
-    a float32 artifact, whose own run is exact. problems: why the graph does not pass. missing: why it was not run. block: where
-    it goes wrong."""
+    """findings: on recipes and stored weights. weights: number of weights recomputed. outputs: of the exact run; none for
+    a float32 artifact, whose own run is exact. problems: why the graph fails. missing: why it was not run. block: where
+    it deviates."""
 
     findings: Sequence[Finding]
     weights: int

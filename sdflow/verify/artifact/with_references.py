@@ -33,7 +33,7 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Referring:
-    """Inputs of a recorded case, and the latents of reference images, each (1, channels, rows, columns)."""
+    """Inputs of a recorded case, with the latents of reference images, each (1, channels, rows, columns)."""
 
     name: str
     inputs: Arrays

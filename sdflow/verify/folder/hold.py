@@ -33,7 +33,7 @@ class FolderRequest:
 
 @dataclass(frozen=True)
 class Held:
-    """findings: what is otherwise than it should be. coverage: what was looked at, in words."""
+    """findings: deviations from the checkpoint. coverage: what was compared, in words."""
 
     findings: tuple[Finding, ...]
     coverage: str

@@ -144,8 +144,7 @@ class Row:
     """An intended difference.
 
     file: in the folder. key: of its JSON, an fnmatch pattern; empty for the whole file. Words in <> stand for names of
-    the
-    pipeline: <submodel> for each of its submodels, <companion> for each companion, <scheduler> for the one with the
+    the pipeline: <submodel> for each of its submodels, <companion> for each companion, <scheduler> for the one with the
     steps, <absent> for optional components that are missing, <option> for entries that its family reads, <set> for
     entries that its family sets. value: `Expected.allowed`'s result, from Expected, file, key and the checkpoint's
     value. why: the reason.

@@ -31,7 +31,7 @@ READERS = 2
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive nodes of a graph as a model of their own.
+    """Consecutive nodes of a graph as a model.
 
     inputs: values read from the graph's inputs and earlier pieces. outputs: values read later. weights: names of their
     initializers.

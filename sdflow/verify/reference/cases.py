@@ -17,7 +17,7 @@ Kind = Literal["inputs", "float32", "float16"]
 
 @dataclass(frozen=True)
 class Case:
-    """One run of a submodel: what it is part of, and where on the way it stands.
+    """One run of a submodel.
 
     group: "trajectory", "edge", "shape", "prompt", ... step: index of the denoising step. timestep: the scheduler's.
     """
