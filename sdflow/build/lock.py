@@ -71,9 +71,9 @@ def read_lock(workflow: Path) -> Lock:
         what = "there is no lock" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
         raise UsageError(what, where=str(path), remedy=remedy) from error
     except ValidationError as error:
-        raise UsageError(f"is not a valid lock:  {first_problem(error)}", where=str(path), remedy=remedy) from error
+        raise UsageError(f"is not a valid lock: {first_problem(error)}", where=str(path), remedy=remedy) from error
     except ValueError as error:
-        raise UsageError(f"is not a valid lock:  {error}", where=str(path), remedy=remedy) from error
+        raise UsageError(f"is not a valid lock: {error}", where=str(path), remedy=remedy) from error
 
 
 def pin(workflow: Workflow, lock: Lock) -> Workflow:

@@ -122,7 +122,7 @@ def _phrase(message: str) -> str:
     """Turn pydantic's message into the end of a sentence: "must be a valid integer"."""
     for prefix in ("Value error, ", "Assertion failed, "):
         if message.startswith(prefix):
-            return f"is invalid:  {message.removeprefix(prefix)}"
+            return f"is invalid: {message.removeprefix(prefix)}"
     if message.startswith("Input should be "):
         kind = message.removeprefix("Input should be ")
         return f"must be {_WORDS.get(kind, kind)}"

@@ -78,7 +78,7 @@ def print_verification(result: Verification, *, verbose: bool = False) -> None:
                 f"  {name}: {len(part.block.gone)} blocks before the first that differs lack their ends in the graph: fused"
             )
         if part.unproved:
-            put(f"  {name}: not proved without roundings:  {part.unproved}")
+            put(f"  {name}: not proved without roundings: {part.unproved}")
         if part.left_out:
             put(f"  {name}: its fixed shapes leave out {', '.join(part.left_out)}")
 

@@ -198,7 +198,7 @@ def _read_files(files: list[tuple[Path, str]], pickled: bool, prefix: str) -> di
         part = {f"{begin}{name}": tensor for name, tensor in held.items()}
         twice = sorted(set(part) & set(tensors))
         if twice:
-            raise CheckpointError(f"holds tensors that are also in another shard:  {listing(twice)}", where=str(file))
+            raise CheckpointError(f"holds tensors that are also in another shard: {listing(twice)}", where=str(file))
         tensors |= part
     return tensors
 
@@ -268,7 +268,7 @@ def unpickled(file: Path, device: str) -> Any:
     with os_errors_as("cannot be read", file, kind=CheckpointError):
         foreign = foreign_content(file)
     if foreign:
-        raise CheckpointError(f"not a pickle of only weights:  {foreign}", where=str(file))
+        raise CheckpointError(f"not a pickle of only weights: {foreign}", where=str(file))
     try:
         zipped = zipfile.is_zipfile(file)
         if zipped:
@@ -277,7 +277,7 @@ def unpickled(file: Path, device: str) -> Any:
         return torch.load(file, map_location=device, weights_only=True, mmap=zipped and device == "cpu")
     except (pickle.UnpicklingError, zipfile.BadZipFile, EOFError, MemoryError, struct.error, *_REJECTIONS) as error:
         raise CheckpointError(
-            f"not a pickle of only weights:  {_refusal(error)}",
+            f"not a pickle of only weights: {_refusal(error)}",
             where=str(file),
             remedy="It may be damaged, or run code when loaded. Use a .safetensors file of these weights.",
         ) from error
@@ -291,7 +291,7 @@ def _require_stored(file: Path) -> None:
         unpacked = sum(part.file_size for part in archive.infolist())
     if unpacked > file.stat().st_size:
         raise CheckpointError(
-            f"not a pickle of only weights:  {file.stat().st_size} bytes that unpack to {unpacked}",
+            f"not a pickle of only weights: {file.stat().st_size} bytes that unpack to {unpacked}",
             where=str(file),
             remedy="torch does not compress. Use a .safetensors file of these weights.",
         )

@@ -116,7 +116,7 @@ def fitting_architectures(path: Path, shapes: Shapes) -> list[str]:
     if fitting := [name for name in ARCHITECTURES if _holds(there, _fingerprint(name))]:
         return fitting
     raise CheckpointError(
-        f"not a supported architecture:  {_what_instead(path, shapes)}",
+        f"not a supported architecture: {_what_instead(path, shapes)}",
         where=str(path),
         remedy=f"Supported in one file: {', '.join(family.title for family in FAMILIES.values())}, each with its VAE and "
         "its text encoders. Other checkpoints may work as a diffusers folder.",

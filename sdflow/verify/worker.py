@@ -59,7 +59,7 @@ def _judged(request: JudgeRequest, held: Held, phase: Callable[[str], None]) -> 
             raise
         # The folder's other files are wrong, so no image can be generated.
         stopped = Finding(
-            "", "source", "error", error.where or "", f"no image can be generated:  {error.what}", error.remedy or ""
+            "", "source", "error", error.where or "", f"no image can be generated: {error.what}", error.remedy or ""
         )
         return Verification(request.name, request.target, request.level, {}, None, None, (*held.findings, stopped))
     merged = read_description(request.reference)["merged"]  # how the reference merged its LoRAs

@@ -159,7 +159,7 @@ JARGON = ("mapping", "block", "flow", "scalar", "token", "expected", "indicator"
 @pytest.mark.parametrize(
     ("text", "place", "says"),
     [
-        ("extends: a.yaml\n  model: x\n", "2:8", "this line is indented deeper than line 1, which has a value already"),
+        ("extends: a.yaml\n  model: x\n", "2:8", "this line is indented deeper than line 1, which already has a value"),
         (
             "submodels:\n    unet: 1\n   vae: 2\n",
             "3:4",

@@ -239,10 +239,15 @@ WRONG = {
     "in a list": (
         "[{pass: OnnxConversion}, {pass: SubpixelConv, insert_after: OnnxConversion}]",
         "insert_after",
-        "a step of a list stands where it is written",
+        "steps of a list run in the order written",
         "leave it out",
     ),
-    "another pass": ("{SubpixelConv: {insert_after: OnnxConversion, pass: NhwcResize}}", "pass:", "another pass", None),
+    "another pass": (
+        "{SubpixelConv: {insert_after: OnnxConversion, pass: NhwcResize}}",
+        "pass:",
+        "cannot replace a step's pass",
+        None,
+    ),
 }
 
 

@@ -110,7 +110,7 @@ def test_the_file_tells_the_image_and_the_mask_and_every_step_is_told(pipeline_f
         (["-p", "a", "--out", "file"], "file: this is not a folder"),
         (["-p", "a", "--prompt-syntax", "a111"], "--prompt-syntax: it is 'a111'"),
         (["-p", "a", "--embedding", "missing.pt"], "missing.pt: no such file"),
-        (["-p", "a", "--embedding", "file"], "file of the unknown kind"),
+        (["-p", "a", "--embedding", "file"], "the file type '' is unknown"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_with_place_and_remedy(
@@ -185,7 +185,7 @@ def _written_over(file: str, content: str) -> Callable[[Path], None]:
     ("damage", "what"),
     [
         (_tokenizer_is_gone, r"tokenizer/\S+ is missing"),
-        (_sdflow_json(target=None), "does not say how the pipeline was built: target: field required"),
+        (_sdflow_json(target=None), "is not a valid manifest: target: field required"),
         (_sdflow_json(target="cudda"), "sdflow.json: no target is named cudda"),
         (_written_over("model_index.json", "{"), "model_index.json: cannot be read"),
         (_written_over("unet/config.json", "{}"), "has no entry 'block_out_channels'"),

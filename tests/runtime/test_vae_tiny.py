@@ -206,13 +206,13 @@ def test_a_half_for_another_familys_latents_is_none_of_it(tmp_path: Path) -> Non
 def test_one_half_alone_is_told(tmp_path: Path) -> None:
     halves = original_halves()
     save_file(halves["decoder"].state_dict(), tmp_path / "taesd_decoder.safetensors")
-    with pytest.raises(CheckpointError, match=r"taesd_encoder\.safetensors is not beside it"):
+    with pytest.raises(CheckpointError, match=r"taesd_encoder\.safetensors is not next to it"):
         opened(str(tmp_path / "taesd_decoder.safetensors"))
     save_file(halves["decoder"].state_dict(), tmp_path / "taesd_encoder.safetensors")
     with pytest.raises(CheckpointError, match=r"not the (en|de)coder that belongs to"):
         opened(str(tmp_path / "taesd_decoder.safetensors"))
     (tmp_path / "taesd_decoder.safetensors").rename(tmp_path / "small.safetensors")
-    with pytest.raises(CheckpointError, match="its name does not tell"):
+    with pytest.raises(CheckpointError, match="cannot be derived from its name"):
         opened(str(tmp_path / "small.safetensors"))
 
 

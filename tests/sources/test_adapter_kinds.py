@@ -119,9 +119,7 @@ def test_the_configuration_is_read_before_the_names(kind: str, tmp_path: Path) -
     made.save_pretrained(tmp_path)
     config = tmp_path / "adapter_config.json"
     config.write_text(json.dumps({"peft_type": kind, "some_field_of_its_own": [1]}))
-    title = (
-        PEFT_TYPES[kind].title if kind in PEFT_TYPES else "TOMORROW, a kind that this version of sdflow does not know,"
-    )
+    title = PEFT_TYPES[kind].title if kind in PEFT_TYPES else "TOMORROW, which this version of sdflow does not know,"
     with pytest.raises(CheckpointError) as caught:
         lora_submodels(tmp_path / FILE)
     assert caught.value.what == f"{title} is not supported (peft_type in its adapter_config.json)"

@@ -260,7 +260,7 @@ def test_a_missing_file_is_named(file: str, folder: Path) -> None:
         ("text_encoder/config.json", {"architectures": ["T5EncoderModel"]}, "of T5EncoderModel, not of CLIPTextModel"),
         ("vae/config.json", {"_class_name": "AsymmetricAutoencoderKL"}, "of AsymmetricAutoencoderKL"),
         ("unet/config.json", {"sample_size": None}, "its sample_size is None"),
-        ("vae/config.json", {"block_out_channels": None}, "lack something"),
+        ("vae/config.json", {"block_out_channels": None}, "are incomplete"),
     ],
 )
 def test_another_class_or_an_unusable_configuration_is_an_error(

@@ -140,7 +140,7 @@ def without_encoder(folder: Path) -> None:
 INDEX, SCHEDULER, WORDS = "model_index.json", "scheduler/scheduler_config.json", "tokenizer/vocab.json"
 
 FAULTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
-    "a merge missing": (drop_merge, ('tokenizer/merges.txt: entry 101 is missing, where "s e</w>" belongs',)),
+    "a merge missing": (drop_merge, ('tokenizer/merges.txt: entry 101 is missing, expected "s e</w>"',)),
     "two words' ids exchanged": (
         exchange_ids,
         (f"{WORDS}: dog</w> is 2368, where 1929", f"{WORDS}: cat</w> is 1929, where 2368"),
@@ -267,7 +267,7 @@ def test_schedules_tell_two_schedulers_apart(folder: Path, checkpoint: Checkpoin
 def test_coefficients_tell_where_timesteps_do_not(folder: Path, checkpoint: Checkpoint) -> None:
     entry(SCHEDULER, "beta_end", 0.0121)(folder)
     *_, finding = found_in(folder, checkpoint)
-    assert "what the denoiser is fed in run 2 is" in finding.what
+    assert "the denoiser's input in run 2 is" in finding.what
 
 
 def with_scheduler(folder: Path, scheduler: Any, *without: str) -> Checkpoint:
@@ -336,7 +336,7 @@ def test_a_scheduler_that_nobody_chose_is_a_note_and_is_refused_when_it_is_chose
     folder = described_folder(read, tmp_path)
     (finding,) = found_in(folder, read)
     assert finding.level == "note" and finding.node == SCHEDULER
-    assert finding.what.startswith("ddim, ddim_trailing cannot draw as diffusers does with this checkpoint: ")
+    assert finding.what.startswith("ddim, ddim_trailing differ from diffusers with this checkpoint: ")
     own = diffusers.PNDMScheduler.from_pretrained(folder / "scheduler")
     with pytest.raises(UsageError, match="does not act linearly") as refused:
         trace(named_scheduler("ddim", own.config, DIFFUSION), 4, FAMILIES["stable_diffusion_xl"].scheduler_config)

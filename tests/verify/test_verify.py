@@ -469,7 +469,7 @@ def test_a_read_only_cache_is_verified_with_and_keeps_nothing(subject: Subject, 
         said: list[str] = []
         found = verify(subject, SPEC, Cache(cache.root), submodels=["text_encoder"], threads=1, progress=said.append)
         assert found.result.passed
-        assert "the cache is read-only: what was found is not kept" in said
+        assert "the cache is read-only: the result is not saved" in said
 
     assert in_process(run)
     assert cache.entries() == []

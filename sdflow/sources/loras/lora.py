@@ -180,14 +180,14 @@ def read_lora(
     if problems:
         others = " or ".join(made_for(names, header.entries))
         raise CheckpointError(
-            f"{len(problems)} of its parts do not match the model:  {listing(problems)}",
+            f"{len(problems)} of its parts do not match the model: {listing(problems)}",
             where=str(path),
             remedy=f"Use a LoRA made for this architecture ({FAMILIES[family].title})."
             + (f" This one was made for {others}." if others else ""),
         )
     if ranks:  # diffusers rejects such a file too, and its alphas may be equally wrong
         raise CheckpointError(
-            f"{len(ranks)} of its tensors differ in rank from its {METADATA_KEY}:  {listing(ranks)}",
+            f"{len(ranks)} of its tensors differ in rank from its {METADATA_KEY}: {listing(ranks)}",
             where=str(path),
             remedy="Correct r and rank_pattern there; the first pattern that matches a module applies.",
         )

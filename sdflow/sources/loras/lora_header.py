@@ -115,7 +115,7 @@ def _require_lora(path: Path, entries: Mapping[str, TensorEntry], names: Mapping
     if unmerged:
         parts = ", ".join(sorted(part_of_unmerged(unmerged)))
         raise CheckpointError(
-            f"also changes a part whose LoRAs are not merged ({parts}):  {listing(unmerged)}",
+            f"also changes a part whose LoRAs are not merged ({parts}): {listing(unmerged)}",
             where=str(path),
             remedy="Use a copy without these tensors.",
         )
@@ -129,7 +129,7 @@ def _require_lora(path: Path, entries: Mapping[str, TensorEntry], names: Mapping
     strange = [name for name in entries if name not in names]
     if strange or not names:
         raise CheckpointError(
-            f"tensors that do not belong to a LoRA:  {listing(strange)}" if strange else "holds no tensors",
+            f"tensors that do not belong to a LoRA: {listing(strange)}" if strange else "holds no tensors",
             where=str(path),
             remedy="Supported are LoRA, LoHa, LoKr and DoRA in diffusers' (peft), kohya's and LyCORIS' key styles.",
         )

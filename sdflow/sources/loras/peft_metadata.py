@@ -116,7 +116,7 @@ def read_peft_configs(path: Path, submodels: Sequence[str], own: Collection[str]
     if metadata and not any(key.startswith(f"{submodel}.") for key in metadata for submodel in submodels):
         if len(own) != 1 or any("." in key for key in metadata):
             raise CheckpointError(
-                f"its {METADATA_KEY} does not name its submodel:  {', '.join(sorted(metadata)[:3])}",
+                f"its {METADATA_KEY} does not name its submodel: {', '.join(sorted(metadata)[:3])}",
                 where=str(path),
                 remedy=f"Prefix each field with {' or '.join(submodels)}, as in {submodels[0]}.r.",
             )

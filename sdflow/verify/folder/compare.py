@@ -117,7 +117,7 @@ def _json_file(folder: Path, file: str, wanted: Any, expected: Expected, submode
     try:
         content = parse_json(found, finite=False)
     except ValueError as error:
-        yield _error(file.removeprefix(f"{submodel}/"), f"is not JSON:  {error}", submodel)
+        yield _error(file.removeprefix(f"{submodel}/"), f"is not JSON: {error}", submodel)
         return
     if (
         not isinstance(content, dict)

@@ -257,7 +257,7 @@ def _operators(result: Verification) -> str:
 
 def _not_covered(result: Verification) -> list[str]:
     parts = result.submodels.values()
-    unproved = [f"{part.name}: not proved without roundings:  {part.unproved}" for part in parts if part.unproved]
+    unproved = [f"{part.name}: not proved without roundings: {part.unproved}" for part in parts if part.unproved]
     return unproved + [
         f"{part.name}: its fixed shapes leave out {', '.join(part.left_out)}" for part in parts if part.left_out
     ]
