@@ -81,8 +81,7 @@ FLOAT8_ROWS_LIMIT = 2e-3
 """Limit for float8 rows from their definition: another summation order may move a value to its neighbour, 1/16 off."""
 FLOAT8_ACTIVATION_LIMIT = 4e-3
 """Limit for a float16 activation. A sum with a bias often lies halfway between two numbers, and float32 rounds one in
-170
-to the other one: 1.7e-3; with another error in the last place of float32, 2.6e-3."""
+170 to the other one: 1.7e-3; with another error in the last place of float32, 2.6e-3."""
 FLOAT8_PRODUCT_LIMIT = 4e-3
 """Limit for a float8 product from the same numbers in float64: Hopper accumulates below float32 precision, 1.5e-3 off
 for 5120 summands."""

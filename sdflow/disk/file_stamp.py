@@ -1,8 +1,7 @@
 """Detect changes of a file by its stat: size, mtime, inode and ctime.
 
 A stamp is taken before a file is first read, and compared after the last read; the content read in between then belongs
-to
-the stamp: ctime cannot be set back, and a replaced file has another inode. Stamps cannot detect a write through a
+to the stamp: ctime cannot be set back, and a replaced file has another inode. Stamps cannot detect a write through a
 memory map whose time the kernel has not updated yet, nor a folder that is swapped for another and back between the two
 checks.
 """

@@ -1,8 +1,7 @@
 """Kill all descendants of a process, even in other sessions or reparented.
 
 On Linux a process can adopt orphans below it (prctl(2), PR_SET_CHILD_SUBREAPER). Nothing below such a process escapes
-by
-double forking or a new session: everything remains its descendant while it lives.
+by double forking or a new session: everything remains its descendant while it lives.
 """
 
 from __future__ import annotations

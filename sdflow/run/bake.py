@@ -90,9 +90,8 @@ def parse_lora(text: str) -> LoraSpec:
     """Parse REFERENCE or REFERENCE#NAME, optionally with :SCALE.
 
     REFERENCE: a file, a folder, or hf:owner/name[@revision]; NAME: a file in the folder or repository. The scale
-    follows the
-    last colon, if it is a number: C:\\ink.safetensors has none. An existing path that contains such signs takes
-    precedence. Raises UsageError if there is no such file or folder, or something other than a number follows it.
+    follows the last colon, if it is a number: C:\\ink.safetensors has none. An existing path that contains such signs
+    takes precedence. Raises UsageError if there is no such file or folder, or something other than a number follows it.
     """
     mark = Mark(f"--lora {text}", 0, 0)
     reference, colon, number = text.rpartition(":")

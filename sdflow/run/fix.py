@@ -3,8 +3,7 @@ not to quantize so that a quantized one meets the workflow's limit.
 
 For float16, suspects are nodes whose values leave its range along the trajectory, and the nodes that read them, since
 an unrepresentable value must not be stored in between. For a quantized artifact, suspects are all its quantized layers.
-The
-result is minimal: without any one of its nodes, the artifact fails.
+The result is minimal: without any one of its nodes, the artifact fails.
 """
 
 from __future__ import annotations

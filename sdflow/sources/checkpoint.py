@@ -68,8 +68,7 @@ class SubmodelCheckpoint:
     """One submodel of a checkpoint.
 
     identity: JSON for the cache key: digests of content, never a path or name. vae_encoder and vae_decoder are one
-    module
-        with equal identities, so keys must include the submodel's name.
+        module with equal identities, so keys must include the submodel's name.
     load: JSON for `load_module`, valid in any process on this machine; contains paths and the family, so it must not be
         part of a key. adapters: for an `adapted` part, how to load the parameters in each adapter's file.
     """

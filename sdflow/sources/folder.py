@@ -90,8 +90,8 @@ def open_folder(
 
     origin: JSON that joins the provenance and, except "kind" and "repository", every identity (the hub's commit).
     left_out: optional components to skip, as if model_index.json did not name them. replaced: components from other
-    sources,
-        whose weights may be missing.
+        sources, whose weights may be missing.
+
     Raises CheckpointError naming the file for anything missing, damaged or unsupported.
     """
     origin = {"kind": "folder", "path": str(folder.absolute())} if origin is None else dict(origin)

@@ -44,8 +44,9 @@ def open_checkpoint(
     """Find a checkpoint and identify its submodels.
 
     components: component -> the source that replaces it; None leaves it out. nets: the pipeline's names of ControlNets
-    ->
-        their sources. adapters: IP-Adapters. download: whether the hub may be used; otherwise only its local cache is.
+        -> their sources. adapters: IP-Adapters. download: whether the hub may be used; otherwise only its local cache
+        is.
+
     Raises CheckpointNotLocal for a missing hub checkpoint that must not be downloaded, CheckpointError for anything
     else missing, damaged or unsupported.
     """

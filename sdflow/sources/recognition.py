@@ -62,8 +62,7 @@ class Recognized:
     """kind: CHECKPOINT, whole or partial, another kind of this module, or the name of a network outside all families.
     architectures: the shipped ones with these shapes; for an embedding, those whose text encoders read its vectors.
     components: those in the file. half: the half of its only component, if it is not whole. also: further components
-    that it
-    matches, each with an architecture: FLUX.1 and Stable Diffusion 3 share a T5."""
+    that it matches, each with an architecture: FLUX.1 and Stable Diffusion 3 share a T5."""
 
     kind: str
     architectures: tuple[str, ...] = ()

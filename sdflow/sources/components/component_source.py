@@ -3,8 +3,8 @@
 A source is a component's folder or repository, as written by save_pretrained; a pipeline with the component; a
 synthetic checkpoint or a sample; or one file of tensors, with diffusers' or the original names. A file has no
 configuration: the checkpoint's own is used, adjusted to the file's tensors, whose shapes must match. The first TAESD
-files hold one half
-each, in the original names: one is named, and the other one is next to it, with the other half in its name.
+files hold one half each, in the original names: one is named, and the other one is next to it, with the other half in
+its name.
 """
 
 from __future__ import annotations

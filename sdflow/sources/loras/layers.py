@@ -32,9 +32,8 @@ class Magnitude:
     """DoRA's norms of the merged weight. values: one per row (axis 0) or per column, which is an input (axis 1).
 
     blends: the meaning of a scale other than 1. True for `dora_scale` of LyCORIS and OneTrainer, as applied by ComfyUI
-    and
-    A1111: W + scale * (merged at 1 - W). False for PEFT's `lora_magnitude_vector`: the product is scaled before it is
-    normalized.
+    and A1111: W + scale * (merged at 1 - W). False for PEFT's `lora_magnitude_vector`: the product is scaled before it
+    is normalized.
     """
 
     values: Floats

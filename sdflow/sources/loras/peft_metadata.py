@@ -105,8 +105,8 @@ def read_peft_configs(path: Path, submodels: Sequence[str], own: Collection[str]
     """The configurations in a file's header, by submodel; empty without PEFT's header.
 
     own: the submodels of the file's tensors. diffusers' save_lora_adapter, for one model, writes fields without a
-    submodel;
-        they belong to the only one.
+        submodel; they belong to the only one.
+
     Raises CheckpointError for an invalid configuration, and for a kind of adapter that is not merged.
     """
     text = read_metadata(path).get(METADATA_KEY)
