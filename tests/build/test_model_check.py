@@ -182,7 +182,7 @@ def test_a_component_that_the_family_needs_cannot_be_left_out(tmp_path: Path) ->
         "extends: base/sdxl.yaml\nmodel: synthetic:sdxl-tiny\ntarget: cpu\ncomponents: {text_encoder_3: null}\n"
     )
     (problem,) = input_problems(load_workflow(path, catalog=catalog()))
-    assert "has no component 'text_encoder_3' that can be left out" in problem.message and problem.line == 2
+    assert "has no component 'text_encoder_3' that can be omitted" in problem.message and problem.line == 2
 
 
 def test_a_file_without_text_encoders_says_what_it_lacks(tmp_path: Path) -> None:

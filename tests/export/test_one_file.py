@@ -222,7 +222,7 @@ def test_weights_may_be_in_the_graph(
     assert drawing.told["data"] == []
     assert_same(drawing.graph()[0], drawing.pipeline(STEPS))
     monkeypatch.setattr("sdflow.export.one_file.EMBEDDED", 1000)
-    with pytest.raises(UsageError, match="and a graph holds 1"):
+    with pytest.raises(UsageError, match="but a graph holds at most 1"):
         exported(tiny_pipeline, tmp_path / "tiny.onnx", embed=True)
 
 

@@ -280,7 +280,9 @@ def test_every_file_that_it_names_is_in_its_folder(folder: Path, path: str) -> N
     ):
         before = (folder / MANIFEST_FILE).read_bytes()
         edit(folder, change)
-        with pytest.raises(UsageError, match="is no file in its folder|is no folder's name|holds characters") as raised:
+        with pytest.raises(
+            UsageError, match="is not a file in its folder|is not a folder name|holds characters"
+        ) as raised:
             read_manifest(folder)
         assert len(str(raised.value)) < 500
         (folder / MANIFEST_FILE).write_bytes(before)

@@ -88,9 +88,9 @@ STRANGE: dict[str, tuple[dict[str, Any] | bytes, str]] = {
     "of none": (changed(provider=None), "which is not a provider of cpu"),
     "that did not run": (changed(verdict="unavailable", reason="no GPU"), "nothing ran: unavailable"),
     "without images": (changed(images=[]), "without an image"),
-    "that claims too much": (with_image(png=drawn(image(20))["png"]), "it says passed, and by its images"),
-    "that claims too little": (changed(verdict="failed"), "it says failed, and by its images"),
-    "with other figures": (with_image(decibels=80.0), "it says 80.0 dB of an image that is 200.0 dB"),
+    "that claims too much": (with_image(png=drawn(image(20))["png"]), "it claims passed, but by its images"),
+    "that claims too little": (changed(verdict="failed"), "it claims failed, but by its images"),
+    "with other figures": (with_image(decibels=80.0), "it claims 80.0 dB for an image that is 200.0 dB"),
     "whose nodes are elsewhere": (
         changed(submodels={"unet": {**to_json(GOOD)["submodels"]["unet"], "fallen": [["n", "Conv", "CPU"]]}}),
         "by its images and nodes it is failed",

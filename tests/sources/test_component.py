@@ -200,7 +200,7 @@ REFUSED: dict[str, tuple[Callable[[str], object], str, str]] = {
     ),
     "other latents": (
         lambda folder: edit_config(folder, latent_channels=16),
-        r"latent_sample of its vae_encoder is \(batch, 16, .*, and that of synthetic:sd15-tiny is \(batch, 4,",
+        r"latent_sample of its vae_encoder is \(batch, 16, .*, but that of synthetic:sd15-tiny is \(batch, 4,",
         "made for Stable Diffusion 1.x",
     ),
     "no latents": (
@@ -251,7 +251,7 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path: Path, vae: Any) -> None:
     wide = torch.zeros(tensors["decoder.conv_in.weight"].shape[0], 16, 3, 3)
     save_file({**tensors, "decoder.conv_in.weight": wide}, path)
     with pytest.raises(
-        CheckpointError, match=r"decoder\.conv_in\.weight is \[\d+, 16, 3, 3\], and that of synthetic:sd15"
+        CheckpointError, match=r"decoder\.conv_in\.weight is \[\d+, 16, 3, 3\], but that of synthetic:sd15"
     ):
         with_vae(str(path))
     save_file({name: tensor for name, tensor in tensors.items() if name != "decoder.mid.attn_1.q.bias"}, path)
@@ -343,7 +343,9 @@ def test_a_vae_that_has_changed_since_is_told(tmp_path: Path, vae: Any, other: C
     assert reopen_checkpoint(origin, "here", digests=PlainDigests()).submodels == built.submodels
     save_file(contiguous({name: tensor + 1 for name, tensor in vae.state_dict().items()}),
               tmp_path / "mended/diffusion_pytorch_model.safetensors")  # fmt: skip
-    says = rf"here: the checkpoint {MODEL}, vae .*mended differs from the one that this pipeline was built from\n  Put back"
+    says = (
+        rf"here: the checkpoint {MODEL}, vae .*mended differs from the one that this pipeline was built from\n  Restore"
+    )
     with pytest.raises(UsageError, match=says):
         reopen_checkpoint(origin, "here", digests=PlainDigests())
     with pytest.raises(UsageError, match="differs from the one that this pipeline was built from"):

@@ -182,7 +182,7 @@ def remove(name: str) -> Any:
         (lambda tensors: tensors.update(stray=torch.zeros(1)), "unexpected: stray"),
         (
             lambda tensors: tensors.update({"conv_in.bias": torch.zeros(3)}),
-            r"conv_in\.bias is \[3\] where \[32\] belongs",
+            r"conv_in\.bias is \[3\], expected \[32\]",
         ),
     ],
 )

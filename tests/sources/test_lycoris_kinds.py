@@ -338,7 +338,7 @@ def test_a_damaged_tensor_is_named(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dora_scale": torch.ones(3, 1)}, r"dora_scale: \[3, 1\] where \[64, 1\] or \[1, 64\] belongs"),
+        ({"dora_scale": torch.ones(3, 1)}, r"dora_scale: \[3, 1\], expected \[64, 1\] or \[1, 64\]"),
         ({"dora_scale": torch.full((64, 1), torch.inf)}, "dora_scale: not all of its values are finite"),
         ({"hada_w1_a": torch.ones(64, 2)}, "one module has tensors of LoHa and LoKr"),
         ({"lokr_w1": torch.ones(7, 7)}, "lokr_w1: 7 x 7, which does not divide a weight of 64 x 64"),

@@ -154,7 +154,7 @@ class AdapterModule:
             self._alone("lokr_w1", "lokr_w1_a", "lokr_w1_b")
             whole = self.values["lokr_w1"]
             if whole.ndim != 2:
-                raise Unfit(f"{self.names['lokr_w1']}: {list(whole.shape)} expected a matrix")
+                raise Unfit(f"{self.names['lokr_w1']}: {list(whole.shape)}, expected a matrix")
             return whole
         first, second = self._pair("lokr_w1")
         if first.ndim != 2 or second.ndim != 2 or first.shape[1] != len(second) or not len(second):

@@ -92,7 +92,7 @@ def _apart(ours: Any, theirs: Any, steps: int, family: Family) -> str | None:
     timesteps = schedule.timesteps[:, 0].to(torch.float64)
     wanted = wanted.to(torch.float64)
     if timesteps.shape != wanted.shape:
-        return f"there are {len(timesteps)} timesteps of {steps} steps, where {len(wanted)} belong"
+        return f"there are {len(timesteps)} timesteps of {steps} steps, expected {len(wanted)}"
     for index, (have, want) in enumerate(zip(timesteps.tolist(), wanted.tolist(), strict=True)):
         if abs(have - want) > 1e-3:
             return f"timestep {index + 1} of {steps} steps is {have:g}, expected {want:g}"

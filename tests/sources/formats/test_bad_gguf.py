@@ -54,7 +54,7 @@ DATA = bytes(64)
 BAD: dict[str, tuple[bytes, str]] = {
     "of nothing": (b"", "it is empty"),
     "of another kind": (b"<html>login</html>", "it is a web page"),
-    "version 1": (gguf(TWO, DATA, version=1), "version 1, where 2 and 3 are read"),
+    "version 1": (gguf(TWO, DATA, version=1), "version 1; 2 and 3 are supported"),
     "big-endian": (gguf(TWO, DATA, version=3 << 24), "it is big-endian"),
     "truncated": (gguf(TWO, DATA[:-1]), "its tensors end at byte"),
     "truncated header": (gguf(TWO, DATA)[:60], "bytes at byte"),

@@ -204,7 +204,7 @@ DAMAGED = {
     "a.weight has 0 scales": int8(weight_scale=None, comfy_quant=DESCRIBED),
     "a.weight has 2 scales": int8(scale_weight=torch.ones(1), comfy_quant=DESCRIBED),
     "holds no a.weight": int8(weight=None, comfy_quant=DESCRIBED),
-    "is of dtype F32 where int8_tensorwise is said": int8(weight=torch.ones(4, 8), comfy_quant=DESCRIBED),
+    "is of dtype F32, but described as int8_tensorwise": int8(weight=torch.ones(4, 8), comfy_quant=DESCRIBED),
     "without a description of its quantization": int8(),
     "which is not a power of 4": int8(
         comfy_quant=described(format="int8_tensorwise", convrot=True, convrot_groupsize=8)
