@@ -1,6 +1,6 @@
-"""The tensors of a component's folder as diffusers or transformers load them: what a proof starts from.
+"""Read a component's tensors with diffusers or transformers, as the reference for a proof.
 
-Which files are read is left to `from_pretrained`, so that a wrong choice of a build (`sdflow.sources.weight_files`) shows.
+`from_pretrained` selects the files, so that a wrong choice by a build (`sdflow.sources.weight_files`) shows.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ if TYPE_CHECKING:
 
 
 def read_by_library(part: Part, load: Mapping[str, Any], expected: Shapes) -> Mapping[str, torch.Tensor]:
-    """The parameters of these names, in float32: of a component's folder as its library loads them, of files in low bits as
-    `sdflow.verify.low_bits` reads them, and of other single files as sdflow does.
+    """Return these parameters in float32.
 
-    Raises CheckpointError where the library cannot load the folder, or finds other parameters there.
+    A component's folder is loaded by its library, files in low bits by `sdflow.verify.low_bits`, and other single files
+    by sdflow.
+
+    Raises CheckpointError if the library cannot load the folder, or finds other parameters there.
     """
     import torch
 
@@ -48,9 +50,10 @@ def read_by_library(part: Part, load: Mapping[str, Any], expected: Shapes) -> Ma
 
 
 def reader(submodel: str, part: Part, load: Mapping[str, Any], expected: Shapes) -> Callable[[str], torch.Tensor]:
-    """What gives a parameter of these names in float32 when it is asked for, from where `read_by_library` reads it.
+    """Return a function that reads one of these parameters in float32, from the same source as `read_by_library`.
 
-    What a library loads it maps from the files, in the type that they have. Raises CheckpointError as `read_by_library` does.
+    Parameters that a library loads are mapped from the files, in their stored type. Raises CheckpointError as
+    `read_by_library` does.
     """
     import torch
 

@@ -57,7 +57,7 @@ def blocks_again(exact: NDArray[Any], how: Format, threads: int) -> dict[str, ND
 
 
 def _rows(blocks: torch.Tensor, how: Format) -> Sequence[torch.Tensor]:
-    """The three parts of weights (N, blocks, size)."""
+    """Return values, scales and zeros of weights (N, blocks, size)."""
     import torch
 
     low, high = blocks.amin(-1).clamp(max=0), blocks.amax(-1).clamp(min=0)
@@ -90,7 +90,7 @@ def _from_range(low: torch.Tensor, high: torch.Tensor, how: Format) -> tuple[tor
 
 
 def _stored_numbers(blocks: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, how: Format) -> torch.Tensor:
-    """To nearest, halves up: in float64, where adding 0.5 loses nothing."""
+    """Round to nearest, halves up, in float64, where adding 0.5 is exact."""
     import torch
 
     per_scale = torch.where(scale == 0, torch.zeros_like(scale), torch.ones_like(scale) / scale)
@@ -101,7 +101,8 @@ def _stored_numbers(blocks: torch.Tensor, scale: torch.Tensor, zero: torch.Tenso
 def _nearest_range(
     blocks: torch.Tensor, low: torch.Tensor, high: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, how: Format
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The range with the smallest squared error, the first of those that are equal; then the scale that fits its numbers best."""
+    """Return the range with the smallest squared error (the first of equal ones), with the scale that best fits its
+    numbers."""
     import torch
 
     tried = [(scale, zero)]
