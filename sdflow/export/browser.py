@@ -182,8 +182,8 @@ def _require_operators(model: Any, name: str) -> None:
 
 @dataclass(frozen=True)
 class _Schedules:
-    """own: the default schedule. tables: steps -> runs, draws, and offset of its numbers in `content`: the timesteps, then
-    the rows of the table, all little-endian float32."""
+    """own: the default schedule. tables: steps -> runs, draws, and offset of its numbers in `content`: the timesteps,
+    then the rows of the table, all little-endian float32."""
 
     own: Coefficients
     tables: Mapping[int, Mapping[str, int]]

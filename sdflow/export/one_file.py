@@ -36,10 +36,10 @@ class Wanted:
     """Options of the exported graph.
 
     scheduler: by name; default: the pipeline's. steps, guidance_scale: default: the pipeline's; a scale up to 1 makes a
-    graph without guidance. negative: token ids of negative prompts are an input. open_schedule: the scheduler's table is
-    an input. checker: include the safety checker if the pipeline has one. text: include the tokenizers. height, width,
-    images: fix the size; the missing ones default to the native size and one image. Without any, the graph generates all
-    sizes. embed: store the weights in the graph, up to EMBEDDED bytes.
+    graph without guidance. negative: token ids of negative prompts are an input. open_schedule: the scheduler's table
+    is an input. checker: include the safety checker if the pipeline has one. text: include the tokenizers. height,
+    width, images: fix the size; the missing ones default to the native size and one image. Without any, the graph
+    generates all sizes. embed: store the weights in the graph, up to EMBEDDED bytes.
     """
 
     scheduler: str | None = None

@@ -59,8 +59,8 @@ OTHER_GRAPH += "--clean_cache; if that does not help, take passes and fusions ou
 
 @dataclass(frozen=True)
 class Proof:
-    """findings: on recipes and stored weights. weights: number of weights recomputed. outputs: of the exact run; none for
-    a float32 artifact, whose own run is exact. problems: why the graph fails. missing: why it was not run. block: where
+    """findings: on recipes and stored weights. weights: number of weights recomputed. outputs: of the exact run; none
+    for a float32 artifact, whose own run is exact. problems: why the graph fails. missing: why it was not run. block: where
     it deviates."""
 
     findings: Sequence[Finding]
