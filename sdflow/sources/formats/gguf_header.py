@@ -29,7 +29,7 @@ _USUAL_ALIGNMENT = 32
 _LARGEST_ALIGNMENT = 1 << 16
 _MOST_TENSORS = 50_000
 _MOST_ENTRIES = 100_000
-"""Of the metadata. ComfyUI-GGUF writes one entry per reshaped tensor."""
+"""Limit of metadata entries. ComfyUI-GGUF writes one entry per reshaped tensor."""
 _MOST_TEXTS = 4_000_000
 """Total of all lists. A tokenizer has some 150,000 tokens, and as many merges."""
 _MOST_AXES = 4
