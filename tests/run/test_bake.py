@@ -43,8 +43,8 @@ def test_a_lora_its_scale_and_which_of_several(
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("D/ink.safetensors:abc", r"the scale 'abc' is no number\n  Write .*ink\.safetensors:0\.8, or leave it out"),
-        ("hf:a/b:abc", "the scale 'abc' is no number"),
+        ("D/ink.safetensors:abc", r"the scale 'abc' is not a number\n  Write .*ink\.safetensors:0\.8, or leave it out"),
+        ("hf:a/b:abc", "the scale 'abc' is not a number"),
         ("D:1e999", "too large"),
         ("D/gone.safetensors:0.5", "there is no file or folder '.*gone.safetensors'"),
         ("D/gone#ink.safetensors", "there is no file or folder"),

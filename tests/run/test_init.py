@@ -145,7 +145,7 @@ def test_a_model_of_the_hub_is_known_by_the_shipped_workflows_or_told(tmp_path: 
         ({"loras": [str(STRIPES)]}, "does not identify the models it is for"),
         ({"model": "synthetic:sdxl", "loras": ["LORA"]}, "is a LoRA for .*1.x, but the model is .*XL"),
         ({"model": "synthetic:sd15", "loras": ["EMBEDDING"]}, "is not a LoRA but: embedding"),
-        ({"model": "synthetic:taesd"}, "is a vae alone"),
+        ({"model": "synthetic:taesd"}, "is only a vae"),
         ({"model": "synthetic:ip-adapter"}, "is an IP-Adapter"),
         ({"target": "cudda"}, "no target is named cudda"),
         ({"base": "sdxxl", "model": "hf:a/b"}, "no workflow base/sdxxl.yaml ships with sdflow"),

@@ -145,7 +145,7 @@ def test_prompts_with_weights_learned_words_and_clip_skip_are_drawn_and_told(
     with pytest.raises(UsageError, match="no prompt names 'my-style'"):
         generate(again)
     twice = [str(tmp_path / "my-style.safetensors"), f"{tmp_path / 'my-style.safetensors'}:MY-STYLE"]
-    with pytest.raises(UsageError, match="stands for .*my-style.safetensors already"):
+    with pytest.raises(UsageError, match="already stands for .*my-style.safetensors"):
         generate(replace(again, prompts=["my-style"], embeddings=twice))
 
 

@@ -199,7 +199,7 @@ def test_a_half_for_another_familys_latents_is_none_of_it(tmp_path: Path) -> Non
     encoder = original_halves()["encoder"]
     save_file(torch.nn.Sequential(*encoder[:-1], conv(64, 16)).state_dict(), tmp_path / "taesd3_encoder.safetensors")
     assert inspect(tmp_path / "taesd3_encoder.safetensors")[0].kind == "unknown"
-    with pytest.raises(CheckpointError, match="this is no vae"):
+    with pytest.raises(CheckpointError, match="this is not a vae"):
         opened(str(tmp_path / "taesd3_encoder.safetensors"))
 
 
@@ -224,7 +224,7 @@ def test_other_families_take_it_too(model: str) -> None:
 
 
 def test_it_is_no_model_alone_and_no_other_component() -> None:
-    with pytest.raises(CheckpointError, match="is a vae alone"):
+    with pytest.raises(CheckpointError, match="is only a vae"):
         open_checkpoint("synthetic:taesd", digests=PlainDigests(), download=False)
 
 

@@ -54,7 +54,7 @@ def test_an_image_that_is_another_fails_and_says_by_how_much() -> None:
     assert found.verdict == "failed"
     assert found.reason is not None
     assert "'a large red circle' is" in found.reason
-    assert "60 are wanted" in found.reason
+    assert "60 are required" in found.reason
 
 
 def test_in_float16_an_image_of_the_same_shape_may_be_elsewhere_and_another_shape_may_not() -> None:

@@ -280,7 +280,7 @@ def test_what_is_not_there_or_not_allowed_is_told(
 
 
 def test_only_networks_are_exchanged() -> None:
-    says = r"no component 'scheduler' that can be exchanged\n  Known: vae, unet, text_encoder"
+    says = r"no component 'scheduler' that can be replaced\n  Known: vae, unet, text_encoder"
     with pytest.raises(CheckpointError, match=says):
         opened(components={"scheduler": OTHER})
 

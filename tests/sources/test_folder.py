@@ -119,7 +119,7 @@ def test_shards_load_like_one_file(tiny: Checkpoint, folder: Path) -> None:
     assert len(checkpoint.submodels["unet"].identity["weights"]) > 1
     assert_same_modules(tiny, checkpoint)
     next((folder / "unet").glob("*-00002-of-*")).unlink()
-    with pytest.raises(CheckpointError, match=r"the shard .*-00002-of-.* is not there"):
+    with pytest.raises(CheckpointError, match=r"the shard .*-00002-of-.* is missing"):
         opened(folder)
 
 

@@ -143,7 +143,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "a merge missing": (drop_merge, ('tokenizer/merges.txt: entry 101 is missing, expected "s e</w>"',)),
     "two words' ids exchanged": (
         exchange_ids,
-        (f"{WORDS}: dog</w> is 2368, where 1929", f"{WORDS}: cat</w> is 1929, where 2368"),
+        (f"{WORDS}: dog</w> is 2368, expected 1929", f"{WORDS}: cat</w> is 1929, expected 2368"),
     ),
     "steps_offset": (entry(SCHEDULER, "steps_offset", 0), (f"{SCHEDULER}: steps_offset is 0, expected 1",)),
     "num_train_timesteps": (

@@ -271,7 +271,7 @@ def _rank(value: Any, field: str, at: _Where) -> int:
 
 def _alpha(value: Any, field: str, at: _Where) -> float:
     if type(value) not in (int, float) or not -_LARGEST < value < _LARGEST:
-        raise at.bad(field, "not a valid alpha")
+        raise at.bad(field, "not a finite number")
     return float(value)
 
 

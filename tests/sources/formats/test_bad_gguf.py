@@ -84,7 +84,7 @@ BAD: dict[str, tuple[bytes, str]] = {
         gguf(TWO, DATA, [entry("comfy.gguf.orig_shape.a", 9, struct.pack("<IQ2i", 5, 2, 3, 3))]),
         r"a is \[8\], but its original shape is given as \(3, 3\)",
     ),
-    "a part": (gguf(TWO, DATA, [entry("split.count", 2, struct.pack("<H", 3))]), "it is one of 3 files"),
+    "a part": (gguf(TWO, DATA, [entry("split.count", 2, struct.pack("<H", 3))]), "it is one of 3 parts"),
 }  # fmt: skip
 
 
