@@ -1,4 +1,4 @@
-"""What a step produces: a directory of real files, named by its content, and the facts that were measured on it."""
+"""The output of a step: a directory of regular files, named by its content, and the facts measured on it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ CONFIG_FILE = "config.json"
 INDEX_FILE = "model_index.json"
 
 Facts = Mapping[str, Any]
-"""Small JSON that a pass measured on its output: `nodes`, `operators` (type -> count), `dtypes`, `bytes`, ..."""
+"""Small JSON that a pass measures on its output: `nodes`, `operators` (type -> count), `dtypes`, `bytes`, ..."""
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """A directory of files in the cache. `path` is the directory that holds them; `digest` is their tree digest."""
+    """A directory of files in the cache. `path` is that directory, `digest` its tree digest."""
 
     digest: str
     path: Path
@@ -35,7 +35,7 @@ class Artifact:
 class Action:
     """Everything that determines a step's output, as JSON. Its digest is the cache key.
 
-    `content` holds no path, no file name outside the artifact, no date: only digests, options and versions.
+    `content` holds digests, options and versions only: no paths, no file names outside the artifact, no dates.
     """
 
     content: Mapping[str, Any]
@@ -46,13 +46,13 @@ class Action:
 
     @property
     def of_step(self) -> bool:
-        """Whether it is a step of a build: no verdict, and nothing that a verdict rests on. Those are each machine's own."""
+        """Whether this is a build step, not a verdict or the basis of one: those are specific to the machine."""
         return "user_scripts" in self.content
 
 
 @dataclass(frozen=True)
 class Record:
-    """What the cache knows of a finished action: its output, the facts, and how it was built (seconds, bytes)."""
+    """The cache's entry for a finished action: its output, the facts, and how it was built (seconds, bytes)."""
 
     action: Action
     artifact: Artifact

@@ -18,13 +18,13 @@ from sdflow.disk.input_file import open_input
 _BLOCK = 1 << 20
 
 LONGEST_NAME, LONGEST_PATH = 255, 1024
-"""Bytes of a file's name, characters of its path: no system takes longer ones everywhere."""
+"""Bytes of a file name and characters of a path: the longest that every supported system accepts."""
 
 
 def canonical_json(value: Any) -> bytes:
-    """The one UTF-8 encoding of `value`: keys sorted, no white space, no NaN or infinity.
+    """Return the canonical UTF-8 encoding of `value`: sorted keys, no white space, no NaN or infinity.
 
-    Raises ValueError for NaN and infinities, TypeError for what JSON cannot hold (paths, sets, bytes).
+    Raises ValueError for NaN and infinities, TypeError for values without a JSON form (paths, sets, bytes).
     """
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
@@ -35,7 +35,7 @@ def digest_json(value: Any) -> str:
 
 
 def digest_file(path: Path) -> str:
-    """SHA-256 of a file's content, read in blocks. Ends early, with Stopped, when the process is told to end."""
+    """SHA-256 of a file's content, read in blocks. Raises Stopped if the process is asked to end meanwhile."""
     digest, block = hashlib.sha256(), bytearray(_BLOCK)
     view = memoryview(block)
     with open_input(path) as stream:
@@ -47,7 +47,7 @@ def digest_file(path: Path) -> str:
 
 @dataclass(frozen=True, order=True)
 class FileEntry:
-    """A file of a tree: POSIX path relative to the tree's root, size in bytes, SHA-256 of the content."""
+    """A file of a tree: POSIX path relative to the root, size in bytes, SHA-256 of the content."""
 
     path: str
     size: int
@@ -55,7 +55,7 @@ class FileEntry:
 
 
 def inside(path: str) -> bool:
-    """Whether a POSIX path is that of a file within a tree, on any system."""
+    """Whether a POSIX path stays inside its tree on every system, and is short enough for each."""
     posix, windows = PurePosixPath(path), PureWindowsPath(path)
     plain = bool(path) and "\0" not in path and "\\" not in path and str(posix) == path
     short = (
@@ -65,5 +65,5 @@ def inside(path: str) -> bool:
 
 
 def digest_tree(entries: Iterable[FileEntry]) -> str:
-    """SHA-256 over the sorted (path, size, sha256) list: equal trees have equal digests, wherever they lie."""
+    """SHA-256 of the sorted (path, size, sha256) list: equal trees have equal digests, wherever they are stored."""
     return digest_json([[entry.path, entry.size, entry.sha256] for entry in sorted(entries)])

@@ -1,4 +1,4 @@
-"""How far two results are apart: relative L2 for tensors; PSNR, SSIM and the largest difference for images."""
+"""Distances between two results: relative L2 for tensors; PSNR, SSIM and the largest difference for images."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ SSIM_C1, SSIM_C2 = 0.01**2, 0.03**2
 
 
 def relative_l2(value: np.ndarray, reference: np.ndarray) -> float:
-    """|value - reference| / |reference|, in float64; infinite where a value is not finite or the shapes differ.
+    """|value - reference| / |reference|, in float64; infinite if a value is not finite or the shapes differ.
 
-    Against a reference of zeros it is 0 for zeros, and infinite for anything else.
+    If the reference is all zeros: 0 for zeros, infinite otherwise.
     """
     import numpy as np
 
@@ -29,13 +29,13 @@ def relative_l2(value: np.ndarray, reference: np.ndarray) -> float:
 
 
 def root_mean_square(values: Iterable[float]) -> float:
-    """The root of the mean of the squares; 0 of nothing."""
+    """The root mean square; 0 for no values."""
     every = list(values)
     return math.sqrt(sum(value * value for value in every) / len(every)) if every else 0.0
 
 
 def largest_difference(image: np.ndarray, reference: np.ndarray) -> float:
-    """Of any one value; images are in [0, 1]. Infinite where a value is not finite."""
+    """The largest absolute difference of images in [0, 1]; infinite if a value is not finite."""
     import numpy as np
 
     if not np.isfinite(image).all():
@@ -44,8 +44,7 @@ def largest_difference(image: np.ndarray, reference: np.ndarray) -> float:
 
 
 def psnr(image: np.ndarray, reference: np.ndarray) -> float:
-    """Peak signal-to-noise ratio in decibels of images in [0, 1]; infinite where they are equal, 0 where a value is not
-    finite."""
+    """Peak signal-to-noise ratio in dB of images in [0, 1]; infinite if they are equal, 0 if a value is not finite."""
     import numpy as np
 
     if not np.isfinite(image).all():
@@ -55,11 +54,11 @@ def psnr(image: np.ndarray, reference: np.ndarray) -> float:
 
 
 def ssim(image: np.ndarray, reference: np.ndarray) -> float:
-    """Mean structural similarity of two images, (rows, columns, channels) in [0, 1]; 1 where they are equal, 0 where a
-    value is not finite.
+    """Mean structural similarity of two images, (rows, columns, channels) in [0, 1]; 1 if they are equal, 0 if a value
+    is not finite.
 
-    Wang et al. 2004, https://doi.org/10.1109/TIP.2003.819861: an 11x11 Gaussian window of deviation 1.5, K1 = 0.01,
-    K2 = 0.03; each channel by itself, windows that lie wholly inside. Raises ValueError for less than 11 pixels a side.
+    Wang et al. 2004, https://doi.org/10.1109/TIP.2003.819861: an 11x11 Gaussian window with standard deviation 1.5,
+    K1 = 0.01, K2 = 0.03; per channel, over windows wholly inside. Raises ValueError below 11 pixels a side.
     """
     import numpy as np
 
@@ -78,7 +77,7 @@ def ssim(image: np.ndarray, reference: np.ndarray) -> float:
 
 
 def _blurred(values: np.ndarray) -> np.ndarray:
-    """The Gaussian window's mean around each inner pixel: along the rows, then along the columns."""
+    """The Gaussian-weighted mean around each inner pixel: along the rows, then along the columns."""
     import numpy as np
 
     offsets = np.arange(-SSIM_REACH, SSIM_REACH + 1)

@@ -1,6 +1,6 @@
-"""Error classes, one per kind of failure, each with the exit status of the command line.
+"""Error classes, one per kind of failure, each with its exit status.
 
-Every message answers three questions: where it happened, what was wrong, what to do about it.
+Every message says where it happened, what was wrong, and what to do about it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 MOST_PLACE = 1000
-"""Characters of a place or a remedy: a path of any length may be in it."""
+"""Maximum characters of a place or a remedy: either may quote a path of any length."""
 MOST_PROBLEMS = 50
-"""Of a workflow, that are told one by one."""
+"""Maximum number of problems that a WorkflowError prints."""
 
 
 def _shortened(text: str, most: int) -> str:
@@ -28,9 +28,9 @@ def _shortened(text: str, most: int) -> str:
 
 
 class SdflowError(Exception):
-    """A failure that sdflow foresaw. `str()` gives the whole message; no traceback is owed to the user.
+    """A failure that sdflow foresees. `str()` gives the whole message; users need no traceback.
 
-    What it quotes of an input may be of any length: a message is cut off at `longest`."""
+    Quotes from an input may be of any length, so the message is cut off at `longest` characters."""
 
     exit_code = 1
     longest = 2000
@@ -53,7 +53,7 @@ class UsageError(SdflowError):
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first complaint of pydantic's, behind its place: `submodels.unet.files.0.bytes: input should be ...`."""
+    """pydantic's first complaint, prefixed with its place: `submodels.unet.files.0.bytes: input should be ...`."""
     first = error.errors(include_url=False)[0]
     place = ".".join(f"{part!s:.60}" for part in first["loc"])
     found = "" if first["type"] == "missing" else f", found {first['input']!r:.60}"
@@ -62,7 +62,7 @@ def first_problem(error: ValidationError) -> str:
 
 
 def require_utf8(text: str, where: str) -> None:
-    """Raises UsageError for a name whose bytes are not UTF-8: workflows, pipelines and the cache could not write it down."""
+    """Raises UsageError for a name that is not UTF-8: workflows, pipelines and the cache could not store it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -78,9 +78,9 @@ def os_errors_as(
     *,
     of_many: bool = False,
 ) -> Iterator[None]:
-    """An OSError in here is raised as one of ours: what could not be done ("cannot be written"), and the system's reason.
+    """Raise an OSError of the block as `kind`: `what` could not be done ("cannot be written"), and the system's reason.
 
-    of_many: `where` is many files, and the one that the system names is told in its place."""
+    of_many: `where` stands for many files; the message names the one that the system reports."""
     try:
         yield
     except OSError as error:
@@ -90,7 +90,7 @@ def os_errors_as(
 
 @dataclass(frozen=True, order=True)
 class Problem:
-    """One thing wrong in a workflow file. Lines and columns count from 1; 0 means that no place is known."""
+    """One mistake in a workflow file. Lines and columns count from 1; line 0 means that the place is unknown."""
 
     file: str
     line: int
@@ -105,7 +105,7 @@ class Problem:
 
 
 class WorkflowError(SdflowError):
-    """A workflow is not valid. Carries every problem that was found, not just the first, and tells MOST_PROBLEMS."""
+    """An invalid workflow. Carries every problem found and prints the first MOST_PROBLEMS."""
 
     exit_code = 2
     longest = MOST_PROBLEMS * 2000
@@ -119,29 +119,29 @@ class WorkflowError(SdflowError):
 
 
 class CheckpointError(SdflowError):
-    """A checkpoint or a LoRA cannot be found, read, or used for what was asked."""
+    """A checkpoint or a LoRA cannot be found, read, or used as requested."""
 
     exit_code = 2
 
 
 class InputChanged(CheckpointError):
-    """A file that is read is no longer the one that was looked at before: what came of it would lie under a wrong key."""
+    """An input file changed while in use: its results would be stored under a wrong key."""
 
 
 class PassError(SdflowError):
-    """A pass failed, or its result does not keep what the pass or the workflow promises. It may end in a traceback of the
-    user's own script."""
+    """A pass failed, or its result breaks a promise of the pass or the workflow. May include a traceback of a user
+    script."""
 
     exit_code = 3
     longest = 10_000
 
 
 class WeightValueRead(PassError):
-    """A pass that ran without weights looked at the values of one: its result may depend on them."""
+    """A pass running without weights read a weight's values: its result may depend on them."""
 
 
 class DamagedBase(PassError):
-    """A model of the cache that another was to be made from is not what was published."""
+    """A cached model that another is derived from no longer matches what was published."""
 
 
 class CacheError(SdflowError):
@@ -151,20 +151,20 @@ class CacheError(SdflowError):
 
 
 class VerificationError(SdflowError):
-    """An artifact does not compute what the PyTorch model computes, or does not fit its target."""
+    """An artifact does not compute what the PyTorch model computes, or does not suit its target."""
 
     exit_code = 4
 
 
 class TargetUnavailableError(SdflowError):
-    """The target's execution provider is not on this machine and was required."""
+    """The target's execution provider is required and not available on this machine."""
 
     exit_code = 5
 
 
 class TiledWarning(UserWarning):
-    """A VAE works in tiles, since the memory would not do for the whole image: the image is a little different."""
+    """A VAE runs in tiles because the whole image does not fit in memory; the image differs slightly."""
 
 
 class SlowerWarning(UserWarning):
-    """It runs, and right, but not as fast as it should: the message says why."""
+    """The result is right but slower than it should be; the message says why."""

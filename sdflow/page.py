@@ -1,6 +1,6 @@
-"""The look that all reports share: one self-contained HTML page, readable on a phone and on paper.
+"""The common look of all reports: one self-contained HTML page, readable on a phone and on paper.
 
-Parts that are texts are escaped here; parts that are called `html` are HTML already.
+Plain text is escaped here; arguments named `html` are HTML already.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def document(
     *,
     date: str | None = None,
 ) -> str:
-    """The whole page. verdict: its word, and "good", "bad" or "warn". sentence: what it means. facts: what it holds for.
+    """Return the whole page. verdict: its word, and "good", "bad" or "warn". sentence: its meaning. facts: its scope.
 
-    html: the sections, of `section`. date: in place of now.
+    html: the sections, from `section`. date: replaces the current time.
     """
     word, kind = verdict
     shown = [("date", date or time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())), *facts]
@@ -83,7 +83,7 @@ def document(
 
 
 def section(title: str, *html: str) -> str:
-    """A heading, which may be HTML, and what is below; nothing where that is empty."""
+    """A heading, which may be HTML, with its content; empty if the content is."""
     return f"<h2>{title}</h2>{''.join(html)}" if any(html) else ""
 
 
@@ -94,8 +94,8 @@ def table(
     wide: Sequence[str] = (),
     rows: Mapping[int, str] | None = None,
 ) -> str:
-    """A table of cells that are HTML. numbers: columns that end at the right. wide: those that hold text, and share the room.
-    rows: number of a row -> its class."""
+    """A table of HTML cells. numbers: right-aligned columns. wide: text columns that share the remaining width.
+    rows: row number -> class."""
     kind = [' class="number"' if column in numbers else ' class="wide"' if column in wide else "" for column in columns]
     head = "".join(f"<th{each}>{escape(column)}</th>" for column, each in zip(columns, kind, strict=True))
     lines = []
@@ -109,17 +109,18 @@ def table(
 
 
 def text_table(columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[str] = ()) -> str:
-    """The same of plain texts."""
+    """A table of plain text cells."""
     return table(columns, [[escape(cell) for cell in row] for row in rows], numbers)
 
 
 def plot(svg: str) -> str:
-    """A plot that is scrolled where the window is narrower than its texts can be read."""
+    """A plot that scrolls in windows too narrow for its labels."""
     return f'<div class="scrolls">{svg}</div>'
 
 
 def images(shown: Iterable[tuple[str, bytes | str]], *, large: bool = False) -> str:
-    """PNGs beside one another, each with its caption: (caption, file or base64). large: in their own size, as far as it fits."""
+    """PNGs side by side, each with a caption: (caption, file or base64). large: at their own size, as far as it
+    fits."""
     figures = []
     for caption, png in shown:
         data = png if isinstance(png, str) else base64.b64encode(png).decode()
@@ -131,11 +132,11 @@ def images(shown: Iterable[tuple[str, bytes | str]], *, large: bool = False) -> 
 
 
 def listed(html: Iterable[str]) -> str:
-    """A list; nothing where it is empty."""
+    """A list; empty if there are no items."""
     items = "".join(f"<li>{each}</li>" for each in html)
     return f"<ul>{items}</ul>" if items else ""
 
 
 def folded(summary: str, html: str) -> str:
-    """What is shown after a click."""
+    """Content that a click unfolds."""
     return f"<details><summary>{escape(summary)}</summary>{html}</details>"

@@ -1,6 +1,7 @@
-"""Parameters that users set, declared once: on the field of a dataclass (`Annotated[int, Parameter(...)]`), or by a family.
+"""Parameters that users set, each declared once: on a dataclass field (`Annotated[int, Parameter(...)]`), or by a
+family.
 
-The options of commands, the fields of HTTP requests, the keys of workflows and the check of values are derived from them.
+Command options, fields of HTTP requests, keys of workflows and value checks are derived from them.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ Needs = Literal["image", "mask"]
 
 @dataclass(frozen=True)
 class Parameter:
-    """What people are told of a parameter, and the values that it takes.
+    """The documentation of a parameter and its allowed values.
 
     about: one line. kind: its type, as an annotation: bool, int, float, str, Path, a Literal, `tuple[int, int]`, `list[int]`
-    or another that `read` makes; of a dataclass's field that of the field, without None. least, most: of a number, both
-    included; above: excluded. default, otherwise: what applies where nothing is given, as a value and in words.
-    options: on the command line, where they are not `--NAME`. metavar: of the option's value. read: makes the value of a text.
-    call: the keyword of `Pipeline.__call__`, where it is not the name. webui: the field of A1111's API, if it has one.
-    infotext, invokeai: what the text of a PNG calls it, as A1111's webui and InvokeAI write it (`sdflow.families.image_text`).
-    many: whether the option is repeatable, and the value a sequence of what each gives. needs: what must be given for it to
-    mean anything. recorded: whether the text of a PNG has it under its name. served: whether a server takes it. workflow:
-    whether a workflow's `generate` does.
+    or another that `read` makes; for a dataclass field, the field's type without None. least, most: inclusive limits of
+    a number; above: exclusive lower limit. default, otherwise: the default, as a value and in words. options: its
+    flags, if not `--NAME`. metavar: of the option's value. read: parses the value from text. call: the keyword of
+    `Pipeline.__call__`, if it is not the name. webui: the field of A1111's API, if any. infotext, invokeai: its name in
+    PNG text by A1111's webui and by InvokeAI (`sdflow.families.image_text`). many: whether the option is repeatable and
+    the value a sequence.
+    needs: the input without which it has no effect. recorded: whether PNG text records it under its name. served:
+    whether servers accept it. workflow: whether a workflow's `generate` accepts it.
     """
 
     about: str
@@ -54,15 +55,15 @@ class Parameter:
 
     @property
     def described(self) -> str:
-        """The line, with what applies where nothing is given."""
+        """The description, with the default in words."""
         return f"{self.about} Default: {self.otherwise}." if self.otherwise else self.about
 
     def option(self, name: str) -> str:
-        """What the command line calls the parameter of this name."""
+        """The command-line option for the parameter of this name."""
         return next((each for each in self.options if each.startswith("--")), f"--{name.replace('_', '-')}")
 
     def require(self, where: str, value: Any) -> None:
-        """Raises UsageError for a value that it cannot have. None stands for none. where: what the user calls it."""
+        """Raises UsageError for a value out of range. None means unset. where: the user's name for the parameter."""
         if value is not None and not self._allows(value):
             raise UsageError(f"it is {value!r:.40}", where=where, remedy=f"Give {self._values()}.")
 
@@ -93,7 +94,7 @@ class Parameter:
         )
 
     def _values(self) -> str:
-        """In words, the values that it takes."""
+        """The allowed values, in words."""
         if get_origin(self.kind) is Literal:
             return f"one of {', '.join(map(str, get_args(self.kind)))}"
         limits = {"at least": self.least, "above": self.above, "at most": self.most}
@@ -105,7 +106,7 @@ class Parameter:
 
 
 def parameters(cls: type) -> dict[str, Parameter]:
-    """The parameters of a dataclass by name, those of its bases first, each with the kind and the default of its field."""
+    """The parameters of a dataclass by name, base classes first, each with its field's type and default."""
     hints = get_type_hints(cls, include_extras=True)
     found = {}
     for field in fields(cls):
@@ -124,13 +125,13 @@ def _without_none(hint: Any) -> Any:
 
 
 def require_values(declared: Mapping[str, Parameter], given: Mapping[str, Any]) -> None:
-    """Raises UsageError, `where` the parameter's option, for a value that one cannot have."""
+    """Raises UsageError for an invalid value; `where` is the parameter's option."""
     for name, value in given.items():
         declared[name].require(declared[name].option(name), value)
 
 
 def pair(text: str) -> tuple[int, int]:
-    """Two whole numbers, written 1024x768. Raises ValueError for a text of another form."""
+    """Parse two whole numbers written as 1024x768. Raises ValueError."""
     found = re.fullmatch(r"(\d{1,6})x(\d{1,6})", text)
     if found is None:
         raise ValueError(f"{text!r} is not of the form 1024x768")
@@ -138,7 +139,7 @@ def pair(text: str) -> tuple[int, int]:
 
 
 def numbers(text: str) -> list[int]:
-    """Whole numbers, written 7,8,9. Raises ValueError for a text of another form."""
+    """Parse whole numbers written as 7,8,9. Raises ValueError."""
     if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", text):
         raise ValueError(f"{text!r} is not of the form 7,8,9")
     return [int(each) for each in text.split(",")]

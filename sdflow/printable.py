@@ -1,4 +1,4 @@
-"""Text of others, as it may be shown on a terminal."""
+"""Make untrusted text safe for terminals, and wrap it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import textwrap
 from typing import IO
 
 _COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters but for tabs and line ends, what turns the direction of the text, and halves of characters, which no
-terminal is given: names of files that are no UTF-8 have them."""
+"""Control characters other than tabs and line ends, characters that change the text's direction, and lone surrogates,
+which stand for bytes of file names that are not UTF-8."""
 
 
 def printable(text: str) -> str:
-    """The text with what a terminal takes for commands spelled as Python does: \\x1b for the escape character."""
+    """Return the text with terminal control characters escaped as in Python: \\x1b for the escape character."""
     return _COMMANDS.sub(lambda found: ascii(found.group())[1:-1], text)
 
 
 def in_one_line(text: str) -> str:
-    """The same, with line ends and tabs spelled too: for a path, which may have any character in it."""
+    """Like `printable`, with line ends and tabs escaped too: for paths, which may contain any character."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
@@ -26,8 +26,8 @@ _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[kMGT]?B|ms|min|s)\b)")
 
 
 def fitted(text: str, columns: int, hang: int = 2) -> list[str]:
-    """The text in lines of a terminal, those that go on indented by `hang` more. No word is broken, nor a number parted from
-    its unit; a word that is longer than a line has one to itself, which the terminal wraps."""
+    """Wrap text for a terminal, with continuation lines indented by `hang` more. Words are not broken, numbers stay
+    with their units; a word longer than a line gets one of its own, which the terminal wraps."""
     lines = []
     for line in text.split("\n"):
         own = len(line) - len(line.lstrip(" "))
@@ -44,14 +44,14 @@ def fitted(text: str, columns: int, hang: int = 2) -> list[str]:
 
 
 def takes_colour(file: IO[str]) -> bool:
-    """Whether a file is a terminal that shows colours, and its user wants them (https://no-color.org)."""
+    """Whether a file is a terminal that supports colours, and the user wants them (https://no-color.org)."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not file.isatty():
         return False
     return os.name != "nt" or any(name in os.environ for name in ("WT_SESSION", "ANSICON", "TERM"))
 
 
 def columns_of(file: IO[str]) -> int | None:
-    """The width of the terminal that a file is; None for any other file."""
+    """The width of the terminal that a file is connected to; None if it is not a terminal."""
     if not file.isatty():
         return None
     said = os.environ.get("COLUMNS", "")

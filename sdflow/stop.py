@@ -1,7 +1,7 @@
-"""Whether this process was told to end (Ctrl-C, SIGTERM).
+"""Cooperative shutdown of this process (Ctrl-C, SIGTERM).
 
-The signal raises Stopped in the main thread. Other threads cannot be interrupted: what takes long looks here now and then.
-Processes that a library started, and that nobody here knows, are ended first (`end_children_when_told`).
+The signal raises Stopped in the main thread. Other threads cannot be interrupted, so long work calls `check` now and
+then. Processes that a library started on its own are ended first (`end_children_when_told`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import threading
 from contextlib import suppress
 
 SECONDS_TO_CLEAR = 1.0
-"""That a child has to remove its temporary files, before it is killed."""
+"""Time for a child to remove its temporary files before it is killed."""
 
 
 class Stopped(BaseException):
-    """The process was told to end. Not a KeyboardInterrupt: typer would end that one by itself, without a word."""
+    """The process was asked to end. Not a KeyboardInterrupt, on which typer would exit without a message."""
 
 
 _told = threading.Event()
@@ -24,7 +24,7 @@ _ending = threading.Lock()
 
 
 def tell() -> None:
-    """From now on `check` raises, in every thread."""
+    """Make `check` raise in every thread from now on."""
     _told.set()
 
 
@@ -33,25 +33,26 @@ def requested() -> bool:
 
 
 def check() -> None:
-    """Raise Stopped if the process was told to end."""
+    """Raise Stopped if the process was asked to end."""
     if _told.is_set():
         raise Stopped
 
 
 def end_children_when_told() -> None:
-    """From now on all processes below this one end with it: torch's compile workers outlive it by a minute, and a compiler
-    by as long as it compiles. Not for workers of our own, which their group ends."""
+    """Make `end_children` end all processes below this one: torch's compile workers would outlive it by a minute, and a
+    compiler until it is done. Not for our own workers, which their group ends."""
     _children_end.set()
 
 
 def end_children(seconds_to_clear: float = SECONDS_TO_CLEAR) -> None:
-    """End them, if that was asked for. Each is held first, so that none starts another while it is looked at; then each gets
-    SIGTERM, at which a compiler removes what it wrote; what is there after `seconds_to_clear` is killed. One thread at a time."""
+    """End all child processes, if `end_children_when_told` was called. Each is suspended first, so that none starts
+    another meanwhile, then gets SIGTERM, on which a compiler removes its output; the rest are killed after
+    `seconds_to_clear`."""
     if not _children_end.is_set():
         return
     import psutil
 
-    logging.disable(logging.CRITICAL)  # torch tells in a traceback that its workers are gone
+    logging.disable(logging.CRITICAL)  # torch logs a traceback when its workers are gone
     with _ending:
         held: list[psutil.Process] = []
         while new := [each for each in psutil.Process().children(recursive=True) if each not in held]:

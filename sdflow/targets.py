@@ -1,6 +1,6 @@
-"""The targets: which ONNX Runtime execution provider runs each, from which package, and with which session options.
+"""The targets: each one's ONNX Runtime execution provider, its package, and its session options.
 
-What is built for a target, its fusions above all, is for workflows to say: `targets` in a family's `workflows/base/`.
+Workflows define what is built for a target, such as fusions: `targets` in a family's `workflows/base/`.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ ONNXRUNTIME_FLAVOURS = (
     "onnxruntime-directml",
     "onnxruntime-windowsml",
 )
-"""The packages that bring ONNX Runtime: one per environment, since they overwrite each other's files."""
+"""Packages that contain ONNX Runtime. An environment can have one only: they overwrite each other's files."""
 
 CUDA_PROVIDER = "CUDAExecutionProvider"
 WEBGPU_PROVIDER = "WebGpuExecutionProvider"
 
 CPU_PROVIDER = "CPUExecutionProvider"
-"""ONNX Runtime adds it to every session; what no other provider takes runs there."""
+"""ONNX Runtime adds it to every session, for nodes that no other provider takes."""
 
 CACHE_DIR = "{cache}"
-"""Stands in an option's value for the directory where a provider keeps what it compiles; see `SessionSettings`."""
+"""Placeholder in an option's value for the directory of a provider's compiled models; see `SessionSettings`."""
 
 TIMING_DIR = "{timing}"
-"""The same for what TensorRT measured of kernels, which does not depend on the model."""
+"""Placeholder for the directory of TensorRT's kernel timings, which do not depend on the model."""
 
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """What a provider wants of a session.
+    """Session settings of a provider.
 
     options: provider -> its options, as ONNX Runtime takes them. An option whose value holds `{cache}` or `{timing}` is set
-        only where it is known what the engine is of; see `sdflow.runtime.sessions.engine_cache`.
-    entries: of its configuration (onnxruntime_session_options_config_keys.h).
-    with_providers: providers that may take what the target's own leaves over, before the CPU does.
+        only if the identity of the engine is known; see `sdflow.runtime.sessions.engine_cache`.
+    entries: session configuration (onnxruntime_session_options_config_keys.h).
+    with_providers: providers that may take nodes which the target's own leaves over, before the CPU does.
     memory_pattern: whether ONNX Runtime may plan memory ahead (`SessionOptions.enable_mem_pattern`).
-    static_shapes: every input's shape must be fixed when the session is created.
-    folded: shape arithmetic is computed before ONNX Runtime has the graph, so that none of it is left for the CPU.
-    profiles: the session is told between which shapes its inputs will be, and is made anew for others.
-    contexts: the provider compiles a model into one whose nodes hold what it compiled (EPContext); `CACHE_DIR` is where such
-        models lie, too.
-    needs_cuda: CUDA's libraries must be found, cuDNN too, which is otherwise missed only at the first convolution.
+    static_shapes: whether every input's shape must be fixed when the session is created.
+    folded: whether shape arithmetic is folded before ONNX Runtime loads the graph, so that none runs on the CPU.
+    profiles: whether the session needs the range of its input shapes, and is recreated for shapes outside.
+    contexts: whether the provider compiles a model into one with EPContext nodes; these are stored in `CACHE_DIR`, too.
+    needs_cuda: whether CUDA's libraries must be found, including cuDNN, whose absence shows only at the first
+    convolution.
     """
 
     options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -65,13 +65,13 @@ class SessionSettings:
 class Target:
     """A target that workflows can name.
 
-    providers: (execution provider, first ORT version or None, last ORT version or None), the best first.
-    package: the distribution that brings the provider; for a machine that lacks it.
-    platform: the one `sys.platform` that the provider exists for, or None.
+    providers: (execution provider, first ORT version or None, last ORT version or None), the preferred one first.
+    package: the distribution that contains the provider; suggested on machines without it.
+    platform: the only `sys.platform` that has the provider, or None.
     bfloat16: whether the provider runs transformers in bfloat16.
-    plugins: provider -> the module that has its library, for providers that ONNX Runtime loads as plugins; "windowsml": the
-        library is the one that Windows ML's catalogue has for this machine. See `sdflow.machine.plugins`.
-    requires: what a plugin needs of the system, in words.
+    plugins: provider -> the module that contains its library, for providers that ONNX Runtime loads as plugins;
+        "windowsml" means the library in Windows ML's catalogue for this machine. See `sdflow.machine.plugins`.
+    requires: a plugin's system requirements, in words.
     """
 
     name: str
@@ -85,10 +85,10 @@ class Target:
     requires: str = ""
 
 
-# EXHAUSTIVE is ONNX Runtime's own default; written down because DEFAULT is 12 times slower on a UNet (85 ms instead of
-# 7, measured). kSameAsRequested keeps the arena from doubling, as in onnxruntime.transformers.models.stable_diffusion.
-# fuse_conv_bias has cuDNN add the bias in the convolution, not in a kernel of its own: 4 % of a UNet and 10 % of a VAE
-# decoder, measured, even behind ConvBiasFusion; the first run then takes up to 6 seconds more, for cuDNN to compile them.
+# EXHAUSTIVE is ONNX Runtime's own default, set explicitly because DEFAULT is 12 times slower on a UNet (85 ms
+# instead of 7, measured). kSameAsRequested keeps the arena from doubling, as onnxruntime.transformers does for SD.
+# fuse_conv_bias lets cuDNN add the bias inside the convolution: it saves 4 % of a UNet and 10 % of a VAE decoder,
+# measured, even after ConvBiasFusion; the first run takes up to 6 seconds more, while cuDNN compiles.
 # https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html
 _CUDA = {
     "cudnn_conv_algo_search": "EXHAUSTIVE",
@@ -96,8 +96,8 @@ _CUDA = {
     "fuse_conv_bias": "1",
 }
 
-# TensorRT chooses precision and fusions itself. An engine takes minutes to build. Its options, as the library of
-# onnxruntime-gpu 1.31.1 holds them, are in tests/runtime/tensorrt_options.json.
+# TensorRT chooses precision and fusions itself. Building an engine takes minutes. tests/runtime/tensorrt_options.json
+# lists its options, as found in the library of onnxruntime-gpu 1.31.1.
 # https://onnxruntime.ai/docs/execution-providers/TensorRT-ExecutionProvider.html
 _TENSORRT = {
     "trt_fp16_enable": "1",
@@ -107,20 +107,20 @@ _TENSORRT = {
     "trt_timing_cache_path": TIMING_DIR,
 }
 
-# MIGraphX compiles anew for every shape it meets.
+# MIGraphX compiles again for every new shape.
 # https://onnxruntime.ai/docs/execution-providers/MIGraphX-ExecutionProvider.html
 _MIGRAPHX = {"migraphx_model_cache_dir": CACHE_DIR}
 
-# TensorRT for RTX compiles twice: the graph into an engine for a family of GPUs, which an EPContext model holds, and at the first
-# run its kernels for this GPU, which it keeps in a folder when the session ends. It takes precisions as the graph has them. Its
-# options, as the wheel's tensorrt_rtx_provider_options.h lists them, are in tests/runtime/rtx_options.json.
+# TensorRT for RTX compiles twice: the graph into an engine for a family of GPUs, stored in an EPContext model, and at
+# the first run its kernels for this GPU, which it writes to a folder when the session ends. It keeps the graph's
+# precisions. tests/runtime/rtx_options.json lists its options, from the wheel's tensorrt_rtx_provider_options.h.
 _TENSORRT_RTX = {"nv_runtime_cache_path": CACHE_DIR}
 
 _RTX_PROVIDER = "NvTensorRTRTXExecutionProvider"
-"""By the name that NVIDIA's library has; Windows ML's catalogue spells it NvTensorRtRtxExecutionProvider."""
+"""The spelling of NVIDIA's library; Windows ML's catalogue has NvTensorRtRtxExecutionProvider."""
 
-# The providers of Windows ML's catalogue, by which machine has which: NVIDIA RTX, AMD Radeon, Intel, Qualcomm, AMD Ryzen AI. At
-# most one or two are offered on a machine.
+# The providers in Windows ML's catalogue: for NVIDIA RTX, AMD Radeon, Intel, Qualcomm, AMD Ryzen AI. A machine is
+# offered one or two of them.
 # https://learn.microsoft.com/windows/ai/new-windows-ml/supported-execution-providers
 _WINDOWS_ML = (
     _RTX_PROVIDER,
@@ -129,11 +129,11 @@ _WINDOWS_ML = (
     "QNNExecutionProvider",
     "VitisAIExecutionProvider",
 )
-# Without it, whatever computes with token ids falls to the CPU.
+# Without it, operators on token ids fall back to the CPU.
 _WEBGPU = {"enableInt64": "1"}
 
-# Each session has threads of its own. Those that wait for work spin, and by themselves go on for a while after a run: then they
-# take the cores from the next submodel's.
+# Each session has its own threads. Idle ones spin, by default for a while after a run too, and would take cores from
+# the next submodel.
 # https://onnxruntime.ai/docs/performance/tune-performance/threading.html
 _CPU = {"session.force_spinning_stop": "1"}
 
@@ -168,7 +168,7 @@ TARGETS: Mapping[str, Target] = {
             "onnxruntime-migraphx",
             SessionSettings({"MIGraphXExecutionProvider": _MIGRAPHX}, static_shapes=True),
         ),
-        # Memory patterns and parallel execution are not supported there, and operators compile for fixed shapes.
+        # DirectML supports neither memory patterns nor parallel execution, and compiles operators for fixed shapes.
         # https://onnxruntime.ai/docs/execution-providers/DirectML-ExecutionProvider.html
         Target(
             "directml",
@@ -199,7 +199,7 @@ TARGETS: Mapping[str, Target] = {
             platform="win32",
             plugins=dict.fromkeys(_WINDOWS_ML, "windowsml"),
         ),
-        # Vulkan, Direct3D 12 or Metal, on any vendor's GPU. The provider turns convolutions to NHWC by itself.
+        # Vulkan, Direct3D 12 or Metal, on any vendor's GPU. The provider converts convolutions to NHWC itself.
         # https://github.com/microsoft/onnxruntime/tree/main/plugin-ep-webgpu
         Target(
             "webgpu",
@@ -215,7 +215,7 @@ TARGETS: Mapping[str, Target] = {
 
 
 def find_target(name: str, where: str) -> Target:
-    """The target of this name, which stands at `where`. Raises UsageError when there is none."""
+    """Return the target of this name. Raises UsageError at `where` if there is none."""
     if name not in TARGETS:
         raise UsageError(f"no target is named {name:.100}", where=where, remedy=f"Known: {', '.join(TARGETS)}.")
     return TARGETS[name]

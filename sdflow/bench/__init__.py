@@ -1,1 +1,1 @@
-"""Engines side by side on one pipeline (`sdflow bench`), and the options that suit a machine (`sdflow tune`)."""
+"""Compare engines on one pipeline (`sdflow bench`), and find the best options for a machine (`sdflow tune`)."""

@@ -1,4 +1,4 @@
-"""The PyTorch modules that a built pipeline came from, by its manifest: those that it is verified against."""
+"""Load the PyTorch modules of a built pipeline, by its manifest: those that it is verified against."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def torch_modules(folder: Path, read: list[Stamp] | None = None) -> dict[str, torch.nn.Module]:
-    """Component -> its module in float32 on the CPU, with the LoRAs of the pipeline merged; of its refiner, where it has one,
-    `refiner/COMPONENT`. What is equal is one module.
+    """Component -> its module in float32 on the CPU, with the pipeline's LoRAs merged; the refiner's, if any, as
+    `refiner/COMPONENT`. Equal components share a module.
 
-    read: gets the stamps of the files. Weights may be read from them as long as the modules are in use (they are mapped).
-    Raises UsageError when the manifest does not say what the pipeline was built from, or when that has changed since;
-    CheckpointError when it cannot be read.
+    read: receives stamps of the files, whose weights may be mapped as long as the modules are in use.
+    Raises UsageError if the manifest does not describe the build's inputs, or they have changed; CheckpointError if
+    they cannot be read.
     """
     subject = subject_with(folder, PlainDigests())
     stamps, modules = subject.stamps, _modules_of(subject)

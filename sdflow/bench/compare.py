@@ -1,4 +1,4 @@
-"""Two runs beside each other: only if they were made on the same machine with the same versions and settings."""
+"""Compare two runs, which must have the same machine, versions and settings."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from sdflow.bench.result import read_result
 from sdflow.errors import UsageError
 
 COMPARED = ("machine", "versions", "settings")
-"""What must be equal. The pipeline may differ: that is what one compares."""
+"""Parts that must be equal. The pipelines may differ, as the subject of the comparison."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A field, `machine.processor`, and what each run has there."""
+    """A field, such as `machine.processor`, with each run's value."""
 
     field: str
     before: Any
@@ -28,7 +28,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Compared:
-    """An engine in a case of both runs: median milliseconds a call, and whether the image was right."""
+    """An engine in a case of both runs: median milliseconds per call, and whether the image was right."""
 
     engine: str
     case: str
@@ -44,7 +44,8 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """differences: of machine, versions and settings, there only when forced. pipeline: of what was measured."""
+    """differences: of machine, versions and settings, non-empty only if forced. pipeline: differences of the
+    pipelines."""
 
     rows: tuple[Compared, ...]
     differences: tuple[Difference, ...]
@@ -52,7 +53,8 @@ class Comparison:
 
 
 def compare(before: Path, after: Path, *, force: bool = False) -> Comparison:
-    """Raises UsageError naming every field that differs, unless forced, and when no engine and case is in both."""
+    """Compare two results. Raises UsageError naming every differing field, unless forced, and if no engine and case is
+    in both."""
     first, second = read_result(before), read_result(after)
     differences = tuple(
         each for part in COMPARED for each in _differences(part, first.get(part, {}), second.get(part, {}))
@@ -85,7 +87,7 @@ def _medians(result: Mapping[str, Any]) -> dict[tuple[str, str], tuple[float, st
 
 
 def _differences(where: str, before: Any, after: Any) -> list[Difference]:
-    """The leaves that differ."""
+    """The differing leaves."""
     if isinstance(before, Mapping) and isinstance(after, Mapping):
         keys = dict.fromkeys([*before, *after])
         return [each for key in keys for each in _differences(f"{where}.{key}", before.get(key), after.get(key))]

@@ -1,4 +1,4 @@
-"""The device under the engines: waiting for it, its memory, its energy."""
+"""The device that engines run on: synchronization, memory, energy."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ SAMPLE_SECONDS = 0.01
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes in use. host: resident, by this process. device: on the device, by everybody. process: on the device, by
-    this process. None: the driver does not tell, or there is no such device."""
+    """Bytes in use; None if the driver does not report them or there is no such device.
+
+    host: resident memory of this process. device: device memory of all processes. process: device memory of this
+    process.
+    """
 
     host: int | None = None
     device: int | None = None
@@ -39,14 +42,14 @@ class Device:
         self.kind = kind
 
     def wait(self) -> None:
-        """Until all that is queued is done."""
+        """Wait until all queued work is done."""
         import torch
 
         if self.kind == "cuda":
             torch.cuda.synchronize()
 
     def release(self) -> None:
-        """Give memory that PyTorch keeps for later back to the driver."""
+        """Return PyTorch's cached memory to the driver."""
         import torch
 
         gc.collect()
@@ -67,10 +70,10 @@ class Device:
 
     @contextmanager
     def peak_memory(self) -> Iterator[list[Memory]]:
-        """The highest memory in here, as the one element of the list when the block is left.
+        """Yield a list whose only element is, after the block, the highest memory use within it.
 
-        Sampled every 10 ms, on the device too where NVML tells. Without it the device is asked at the end alone (a call
-        of CUDA from another thread would break the capture of a graph): allocators keep what they had at their peak.
+        Samples every 10 ms, on the device only with NVML. Without NVML the device is queried only at the end, since a
+        CUDA call from another thread would break the capture of a graph; allocators keep their peak memory.
         """
         found = [self.memory()]
         done = threading.Event()
@@ -90,7 +93,7 @@ class Device:
             found[0] = found[0].peak(self.memory())
 
     def free(self) -> int:
-        """Bytes that can still be had where the weights go."""
+        """Free bytes where the weights go."""
         if self.kind == "cuda":
             import torch
 
@@ -98,7 +101,7 @@ class Device:
         return int(psutil.virtual_memory().available)
 
     def energy(self) -> float | None:
-        """Joules that the device has used since its driver was loaded; None when it does not tell."""
+        """Joules used by the device since its driver was loaded; None if unknown."""
         if self._nvml is None:
             return None
         nvml, handle = self._nvml
@@ -109,7 +112,7 @@ class Device:
 
     @cached_property
     def _nvml(self) -> tuple[Any, Any] | None:
-        """NVML and the device's handle, if the package nvidia-ml-py is there."""
+        """NVML and the device's handle, if the package nvidia-ml-py is installed."""
         if self.kind != "cuda":
             return None
         try:

@@ -1,4 +1,4 @@
-"""An engine made ready to draw: sdflow's runtime, or diffusers' pipeline on PyTorch."""
+"""Prepare an engine to generate: sdflow's runtime, or diffusers' pipeline on PyTorch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     import torch
 
 Mark = Callable[[], None]
-"""Called when the text is encoded, and after every step."""
+"""Called after the text is encoded, and after every step."""
 
 Draw = Callable[[SweepPoint, Mark | None], "np.ndarray"]
 """Images of a case, float32 (batch, height, width, 3) in [0, 1]."""
@@ -55,7 +55,7 @@ def ignore() -> None:
 
 
 def onnxruntime_draw(folder: Path, engine: Engine, settings: Settings) -> tuple[Draw, str]:
-    """sdflow's pipeline on one target, and a note on how it was tuned and whose kernels run."""
+    """sdflow's pipeline on one target, with a note on its tuning and kernels."""
     target = TARGETS[engine.target]
     recorded = recorded_tuning(folder, target) if settings.tuning else Recorded(UNTUNED)
     pipeline = Ensemble.of_folder(
@@ -72,7 +72,7 @@ def onnxruntime_draw(folder: Path, engine: Engine, settings: Settings) -> tuple[
 def pipeline_draw(
     pipeline: Pipeline | Ensemble, folder: Path, settings: Settings, fewer: Approximation = EXACT
 ) -> Draw:
-    """sdflow's pipeline of a folder, or its ensemble, as it is called. fewer: what it leaves out."""
+    """Generate with sdflow's pipeline of a folder, or its ensemble. fewer: an approximation."""
     import torch
 
     base = pipeline.base if isinstance(pipeline, Ensemble) else pipeline
@@ -96,20 +96,20 @@ def pipeline_draw(
 def torch_draw(
     folder: Path, modules: Mapping[str, torch.nn.Module], engine: Engine, settings: Settings, device: str, dtype: str
 ) -> Draw:
-    """diffusers' pipeline over copies of these modules, with the tokenizer and the scheduler of the folder; and that of its
-    refiner, whose modules are `refiner/COMPONENT`.
+    """diffusers' pipeline over copies of these modules, with the folder's tokenizer and scheduler; and its refiner's,
+    whose modules are `refiner/COMPONENT`.
 
-    On a GPU, and wherever it compiles, convolutions are laid out channels last; plain eager is as diffusers loads it.
+    On a GPU, and when compiling, convolutions use channels last; plain eager stays as diffusers loads it.
     """
     import torch
 
     element = getattr(torch, dtype)
-    # torch's own `to`: diffusers' has something to say about modules kept in float32, of which there are none here.
+    # Uses torch's own `to`: diffusers' warns about modules kept in float32, which do not occur here.
     moved: dict[Any, Any] = {}
     parts: dict[str, Any] = {}
     convolutional, begins = _convolutional(folder_family(folder)), f"{REFINER}/"
     for name, module in modules.items():
-        # What both have is one, but for what engines change: each pipeline its own.
+        # Shared modules stay shared, except those that engines change: each pipeline gets its own.
         key = id(module), name.removeprefix(begins) in convolutional and name.startswith(begins)
         if key not in moved:
             moved[key] = torch.nn.Module.to(_own(module), device, element)
@@ -153,7 +153,7 @@ def torch_draw(
             both |= family.references.of_diffusers(references(settings.references, case.height, case.width))
         place = hand_over(case.steps)
         ends = {"output_type": "np"} if refining is None else {"output_type": "latent", "denoising_end": place}
-        # Convolutions of float32 without TensorFloat-32, which rounds to 10 bits; the rest of PyTorch has it off.
+        # Disable TensorFloat-32, which rounds to 10 bits, for float32 convolutions; elsewhere PyTorch has it off.
         with patched(torch.backends.cudnn, allow_tf32=False):
             given = canvas(task, case.height, case.width)
             start = torch_start(pipeline, noise, case.steps, pack=family.packed, scale=what.scale, **given)
@@ -167,7 +167,7 @@ def torch_draw(
 
 
 def _torch_pipeline(folder: Path, parts: dict[str, Any], engine: Engine, settings: Settings, device: str) -> Any:
-    """One of diffusers' pipelines. parts: its modules, by component."""
+    """One of diffusers' pipelines. parts: component -> module."""
     import torch
 
     family = folder_family(folder)
@@ -181,10 +181,10 @@ def _torch_pipeline(folder: Path, parts: dict[str, Any], engine: Engine, setting
     pipeline = family.torch_pipeline(parts, companions, read_options(folder))
     pipeline.set_progress_bar_config(disable=True)
     if adapters := folder_adapters(folder):
-        if engine.attention != "sdpa" or engine.fused_qkv:  # put in the place of what reads image prompts
+        if engine.attention != "sdpa" or engine.fused_qkv:  # would replace the image prompts' attention
             raise UsageError(
                 f"{engine.name} has no attention for IP-Adapters",
-                remedy="Take torch-sdpa, or torch-compile: theirs has.",
+                remedy="Use torch-sdpa or torch-compile.",
             )
         pipeline.set_ip_adapter_scale([1.0] * adapters)
     _specialize(pipeline, family, engine)
@@ -192,7 +192,7 @@ def _torch_pipeline(folder: Path, parts: dict[str, Any], engine: Engine, setting
 
 
 def _negatives(pipeline: Any, settings: Settings, count: int) -> dict[str, Any]:
-    """Arguments for the negative prompt. Raises UsageError for one that diffusers' pipeline does not take."""
+    """Arguments for the negative prompt. Raises UsageError if diffusers' pipeline does not support it."""
     if "negative_prompt" in inspect.signature(pipeline.__call__).parameters:
         return {"negative_prompt": None if settings.negative_prompt is None else [settings.negative_prompt] * count}
     if settings.negative_prompt is None:
@@ -203,7 +203,8 @@ def _negatives(pipeline: Any, settings: Settings, count: int) -> dict[str, Any]:
 
 
 def with_float32_noise(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A scheduler's step, whose noise is drawn in float32 whatever the model's type: else engines would draw other images."""
+    """A scheduler's step that draws noise in float32 whatever the model's type; otherwise engines' images would
+    differ."""
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -214,7 +215,7 @@ def with_float32_noise(step: Callable[..., Any]) -> Callable[..., Any]:
                 return function(*args, **given)
             return function(*args, **{**given, "dtype": torch.float32}).to(given.get("dtype") or torch.float32)
 
-    @wraps(step)  # diffusers looks at its parameters
+    @wraps(step)  # diffusers inspects its parameters
     def stepped(*arguments: Any, **options: Any) -> Any:
         with Float32():
             return step(*arguments, **options)
@@ -223,7 +224,7 @@ def with_float32_noise(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _own(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy that can be changed, its parameters in the memory of the first until something is written there."""
+    """A copy that can be changed, sharing the parameters' memory until they are written."""
     import torch
 
     shared = {
@@ -233,12 +234,12 @@ def _own(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _convolutional(family: Family) -> list[str]:
-    """The components that work on images and latents: those of denoiser and decoder."""
+    """The components that process images and latents: denoiser and decoder."""
     return [family.part(name).component for name in (family.denoiser, family.decoder)]
 
 
 def _specialize(pipeline: Any, family: Family, engine: Engine) -> None:
-    """What the table says of the engine, done to diffusers' pipeline."""
+    """Apply the engine's settings to diffusers' pipeline."""
     import torch
 
     denoiser, decoder = _convolutional(family)
@@ -266,7 +267,7 @@ def _specialize(pipeline: Any, family: Family, engine: Engine) -> None:
         module.decode = torch.compile(module.decode, **compiled)
 
 
-# The linear layers that gain nothing: https://github.com/huggingface/diffusion-fast, utils/pipeline_utils.py
+# Linear layers without a gain: https://github.com/huggingface/diffusion-fast, utils/pipeline_utils.py
 _NOT_QUANTIZED = {
     (1280, 640), (1920, 1280), (1920, 640), (2048, 1280), (2048, 2560), (2560, 1280), (256, 128), (2816, 1280),
     (320, 640), (512, 1536), (512, 256), (512, 512), (640, 1280), (640, 1920), (640, 320), (640, 5120), (640, 640),
@@ -275,7 +276,7 @@ _NOT_QUANTIZED = {
 
 
 def _quantize(modules: Sequence[Any]) -> None:
-    """Linear layers to int8 by torchao, and the 1x1 convolutions that can be one, as diffusion-fast does."""
+    """Quantize linear layers to int8 with torchao, and 1x1 convolutions that can be one, as in diffusion-fast."""
     import torch
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
     from torchao.quantization.quant_api import swap_conv2d_1x1_to_linear

@@ -1,4 +1,4 @@
-"""The engines: one table of what each is, what it needs, and whether it takes part unless asked."""
+"""The table of engines: their settings, requirements, and whether they run by default."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Engine:
-    """One way to draw the image.
+    """One way to generate the image.
 
-    target: of sdflow's runtime on ONNX Runtime. Without it: diffusers' pipeline on PyTorch, of which the rest speaks.
-    attention: how diffusers computes it: "plain" matrix products, PyTorch's scaled_dot_product_attention, or xFormers.
-    compile_mode: of torch.compile. flags: of its compiler, beyond the mode's. fused_qkv: projections as one product.
-    int8: linear layers in int8, their inputs quantized as they come. needs: packages. cuda: only with a CUDA device.
-    slow: compiles for minutes, so it takes part only when asked. fewer: what it leaves out, as no engine of the table does;
-    exact: the engine that it is an approximation of.
+    target: of sdflow's runtime on ONNX Runtime. Without it: diffusers' pipeline on PyTorch, which the other fields
+    describe.
+    attention: diffusers' implementation: "plain" matrix products, PyTorch's scaled_dot_product_attention, or xFormers.
+    compile_mode: of torch.compile. flags: of its compiler, in addition to the mode's. fused_qkv: projections as one
+    product.
+    int8: linear layers in int8, with dynamically quantized inputs. needs: packages. cuda: requires a CUDA device.
+    slow: compiles for minutes, so it only runs on request. fewer: its approximation; none in the table has one;
+    exact: the engine that it approximates.
     """
 
     name: str
@@ -93,19 +95,19 @@ ENGINES: Mapping[str, Engine] = {
 }
 
 BASELINES = ("torch-sdpa", "torch-eager")
-"""What ratios are taken to: the first of them that ran, and right."""
+"""Baselines for ratios: the first one that ran with the right image."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """An engine of the table and why it does not take part; None when it does."""
+    """An engine of the table, and why it does not run; None if it does."""
 
     engine: Engine
     skipped: str | None = None
 
 
 def choose(names: Sequence[str], built_for: str, device: str) -> list[Chosen]:
-    """Every engine of the table, or those named, each with the reason to leave it out.
+    """Every engine of the table, or the named ones, each with the reason to skip it.
 
     built_for: the pipeline's target. device: "cuda" or "cpu", where PyTorch runs.
     Raises UsageError for a name that is not in the table.
@@ -126,7 +128,7 @@ def choose(names: Sequence[str], built_for: str, device: str) -> list[Chosen]:
 
 
 def with_approximations(chosen: Sequence[Chosen], fewer: Approximation) -> list[Chosen]:
-    """The engines, each of sdflow's that takes part followed by itself as an approximation; unchanged without one."""
+    """Follow each of sdflow's running engines by its approximation; unchanged without one."""
     found = []
     for each in chosen:
         found.append(each)
@@ -137,7 +139,7 @@ def with_approximations(chosen: Sequence[Chosen], fewer: Approximation) -> list[
 
 
 def missing(engine: Engine, device: str) -> str | None:
-    """What this machine lacks for the engine: `needs torchao`."""
+    """The missing requirements of an engine on this machine: `needs torchao`."""
     if engine.target:
         target = TARGETS[engine.target]
         try:
@@ -151,7 +153,7 @@ def missing(engine: Engine, device: str) -> str | None:
 
 
 def not_by_default(engine: Engine, built_for: str, device: str) -> str | None:
-    """Why the engine takes part only when `--engine` names it."""
+    """Why the engine runs only if `--engine` names it."""
     if engine.target and engine.target != built_for:
         return f"the pipeline was built for {built_for}"
     if engine.slow:
@@ -161,11 +163,11 @@ def not_by_default(engine: Engine, built_for: str, device: str) -> str | None:
     return None
 
 
-# The weights that an engine takes
+# The weights of engines
 
 
 def dtype_of(folder: Path, engine: Engine, device: Device) -> str:
-    """What the denoiser's weights are in: PyTorch's float16 on a GPU; a graph's as built; TensorRT makes its own float16."""
+    """The type of the denoiser's weights: PyTorch's float16 on a GPU; a graph's own; TensorRT makes its own float16."""
     if not engine.target:
         return "float16" if device.kind == "cuda" else "float32"
     if engine.target == "tensorrt":
@@ -177,7 +179,8 @@ def dtype_of(folder: Path, engine: Engine, device: Device) -> str:
 
 
 def quantized_of(folder: Path, engine: Engine) -> str:
-    """What weights are quantized to and in which submodels, "int8 in unet"; "" where none is. PyTorch's are as they were."""
+    """The quantized types and submodels, such as "int8 in unet"; "" if there are none. PyTorch's weights are
+    unquantized."""
     found: dict[str, list[str]] = {}
     for name, to in read_manifest(folder).origin.quantized.items() if engine.target else ():
         found.setdefault(to, []).append(name)
@@ -185,7 +188,7 @@ def quantized_of(folder: Path, engine: Engine) -> str:
 
 
 def weight_bytes(folder: Path, engine: Engine, device: Device, modules: Mapping[str, torch.nn.Module]) -> int:
-    """What loading an engine adds, in bytes. modules: PyTorch's, which are in memory already."""
+    """Bytes that loading an engine adds. modules: PyTorch's, which are already in memory."""
     if engine.target:
         refiner = refiner_of(folder)
         folders = {(folder / name).resolve() for name in folder_family(folder).drawing}

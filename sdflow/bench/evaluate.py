@@ -1,6 +1,6 @@
-"""What an assembled pipeline does on its target: where its nodes run, how fast, with how much memory, and an image.
+"""Evaluate an assembled pipeline on its target: node placement, speed, memory, and an image.
 
-The end of `sdflow run`: a benchmark of one engine, whose images nothing is compared with (`sdflow verify` did that).
+The last stage of `sdflow run`: a benchmark of one engine without image comparison, which `sdflow verify` has done.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class Request:
-    """What to evaluate. image: the PNG file to write, if the spec has an image. threads: of the CPU, None: all."""
+    """An evaluation request. image: the PNG file to write, if the spec has an image. threads: of the CPU, None: all."""
 
     folder: Path
     name: str
@@ -46,9 +46,9 @@ REQUEST = TypeAdapter(Request)
 
 @dataclass(frozen=True)
 class SubmodelResult:
-    """One submodel. inputs: name -> shape and type of what it was timed with, e.g. "2x4x64x64 float16".
+    """One submodel. inputs: name -> shape and type of the timed inputs, e.g. "2x4x64x64 float16".
 
-    load_seconds: from the file to a session that is ready, the provider's own compilation included.
+    load_seconds: from the file to a ready session, including the provider's own compilation.
     """
 
     inputs: Mapping[str, str]
@@ -59,12 +59,12 @@ class SubmodelResult:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """An evaluated pipeline; `measured` is false, with `reason` and `remedy`, when its target is not on this machine.
+    """An evaluated pipeline; `measured` is false, with `reason` and `remedy`, if its target is not available.
 
-    settings: of the image that was drawn and timed: prompt, steps, guidance_scale, seed, height and width in pixels,
-    denoiser_batch. pipeline: one whole image, from the prompt to pixels, safety checker included. peak_memory_bytes: of the
-    process that did it all, everything loaded at once; host memory. failure: why the result does not pass, although it was
-    measured. notes: where the runtime used slower paths than intended, and why.
+    settings: of the timed image: prompt, steps, guidance_scale, seed, height and width in pixels, denoiser_batch.
+    pipeline: one whole image, from the prompt to pixels, including the safety checker. peak_memory_bytes: host memory
+    of the process with everything loaded. failure: why the result fails although it was measured. notes: where and why
+    the runtime used slower paths than intended.
     """
 
     name: str
@@ -87,7 +87,7 @@ class EvaluationResult:
     remedy: str | None = None
 
     def raise_for_failure(self) -> None:
-        """Raises VerificationError when the result does not pass."""
+        """Raises VerificationError if the result fails."""
         if self.failure is not None:
             raise VerificationError(self.failure)
 
@@ -97,7 +97,7 @@ class EvaluationResult:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> EvaluationResult:
-        """The result that `to_json` wrote. Raises ValueError for another format."""
+        """Read the output of `to_json`. Raises ValueError for another format."""
         content = dict(value)
         if content.pop("format_version", None) != FORMAT_VERSION:
             raise ValueError("not an evaluation result of a known format")
@@ -108,7 +108,7 @@ _ADAPTER = TypeAdapter(EvaluationResult)
 
 
 def append_result(path: Path, result: EvaluationResult) -> None:
-    """Add the result as one line of JSON; lines of processes that write at once do not mix."""
+    """Append the result as one line of JSON; concurrent writers' lines do not mix."""
     path.parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps(result.to_json(), sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
@@ -130,13 +130,13 @@ def evaluate(
     engine_cache: Path | None = None,
     progress: Callable[[str], None] = lambda phrase: None,
 ) -> EvaluationResult:
-    """Evaluate a pipeline folder in a process of its own, anew each time.
+    """Evaluate a pipeline folder in a new process.
 
-    results: the folder where `<name>.jsonl` gets one more line, and where `<name>.png` is written.
-    required: a target that this machine cannot run is an error; otherwise the result says so and nothing is recorded.
-    engine_cache: where the provider keeps compiled engines. progress: called with a short phrase for each phase.
-    Raises TargetUnavailableError when required; VerificationError when the provider cannot run a graph; PassError
-    when the process dies. Nodes that fell to another provider are the result's `failure`.
+    results: the folder for a new line in `<name>.jsonl` and for `<name>.png`.
+    required: an unavailable target is an error; otherwise the result says so and nothing is recorded.
+    engine_cache: folder for the provider's compiled engines. progress: called with a short phrase for each phase.
+    Raises TargetUnavailableError if required; VerificationError if the provider cannot run a graph; PassError if the
+    process dies. Nodes on other providers are the result's `failure`.
     """
     name = name or folder.name
     image = None if results is None else results / f"{name}.png"
@@ -174,7 +174,7 @@ def _in_worker(request: Request, progress: Callable[[str], None]) -> EvaluationR
 
 
 def _kernels() -> dict[str, str]:
-    """Where this user's compiled kernels are: the worker has a home of its own, for a while."""
+    """Point the worker, which gets a temporary home, to this user's compiled kernels."""
     try:
         return {FOLDER_VARIABLE: str(kernel_folder().absolute())}
     except UsageError:

@@ -1,7 +1,7 @@
-"""The process that evaluates: `python -m sdflow.bench.evaluate_worker`, started by `sdflow.bench.evaluate`.
+"""The evaluating process, `python -m sdflow.bench.evaluate_worker`, started by `sdflow.bench.evaluate`.
 
-It measures one engine, sdflow's own on one target, more closely than a run of `sdflow bench` does: where each node runs, and
-the latency of each submodel besides that of a whole image.
+It measures sdflow's own engine on one target in more detail than `sdflow bench`: the placement of each node, and the
+latency of each submodel besides a whole image's.
 """
 
 from __future__ import annotations
@@ -55,30 +55,30 @@ Progress = Callable[[str], None]
 
 
 def run(request: Request, progress: Progress) -> EvaluationResult:
-    """`evaluated`, with what was slower than it should be, and why, as the result's notes."""
+    """Run `evaluated`, and add reasons for slower execution to the result's notes."""
     with warnings.catch_warnings(record=True) as caught:
         for kind in (SlowerWarning, TiledWarning):
             warnings.simplefilter("always", kind)
         try:
             result = evaluated(request, progress)
         finally:
-            for each in caught:  # the log has them as ever
+            for each in caught:  # keep them in the log
                 print(warnings.formatwarning(each.message, each.category, each.filename, each.lineno), file=sys.stderr)
     slower = [str(each.message) for each in caught if issubclass(each.category, (SlowerWarning, TiledWarning))]
     return replace(result, notes=tuple(dict.fromkeys(slower)))
 
 
 def evaluated(request: Request, progress: Progress) -> EvaluationResult:
-    """Load every submodel, see where its nodes are, time it, then draw the image.
+    """Load every submodel, find its nodes' placement, time it, then generate the image.
 
-    Each submodel is timed at its batch in the pipeline: the denoiser 2 with guidance and 1 without; text encoders 2, a pair of
-    prompts; the others 1. Times include copies between host and device.
-    Raises TargetUnavailableError when the provider is not there, VerificationError when it cannot run a graph.
+    Each submodel is timed at its batch in the pipeline: the denoiser 2 with guidance and 1 without; text encoders 2, a
+    pair of prompts; the others 1. Times include copies between host and device.
+    Raises TargetUnavailableError if the provider is missing, VerificationError if it cannot run a graph.
     """
     target = TARGETS[request.target]
     artifacts = every_artifact(request.folder)
     progress(f"{target.title}: trying a tiny model")
-    try_target(target)  # from here on, what fails is the graph's fault, not the machine's
+    try_target(target)  # later failures are the graph's fault, not the machine's
     if missing := [name for name in folder_needed(request.folder) if name not in onnx_submodels(request.folder)]:
         raise UsageError(
             f"no image can be timed without {' and '.join(missing)}",
@@ -99,7 +99,7 @@ def evaluated(request: Request, progress: Progress) -> EvaluationResult:
     denoiser = folder_family(request.folder).denoiser
     for name in (denoiser, f"{REFINER}/{denoiser}"):
         if name in loaded and loaded[name].path is not None:
-            loaded[name].unload()  # the image is drawn with parts of it: its weights would be there twice
+            loaded[name].unload()  # the pipeline loads parts of it: avoid its weights twice
     pipeline_latency, flagged = _evaluate_pipeline(request, loaded, image, artifacts, progress)
     return EvaluationResult(
         name=request.name,
@@ -121,24 +121,24 @@ def evaluated(request: Request, progress: Progress) -> EvaluationResult:
 
 
 def _folders(folder: Path) -> dict[str, Path]:
-    """The folders that draw the image, the refiner's second, by what the names of their submodels begin with."""
+    """Prefix of submodel names -> folder; the refiner's second."""
     refiner = refiner_of(folder)
     return {"": folder} if refiner is None else {"": folder, f"{REFINER}/": refiner}
 
 
 def as_the_model_draws(folder: Path, image: ImageSpec) -> ImageSpec:
-    """The image with the model's own height and width in pixels, steps and guidance where the spec names none."""
+    """Fill in the model's native height and width in pixels, steps and guidance where the spec has none."""
     own = folder_latents(folder).image_size
     settled = image.settled(folder_defaults(folder)["text"])
     return replace(settled, height=image.height or own, width=image.width or own)
 
 
 def pipeline_inputs(folder: Path, image: ImageSpec) -> dict[str, dict[str, np.ndarray]]:
-    """Submodel -> random inputs at the shapes of a pipeline that draws one such image."""
+    """Submodel -> random inputs with the shapes of a pipeline that generates one such image."""
     family, latents = folder_family(folder), folder_latents(folder)
     configs = {name: submodel_config(folder, name) for name in onnx_submodels(folder)}
     stepped = (family.denoiser, *family.nets(configs).values())
-    pairs = (*family.text_of(configs), *family.prompters(configs))  # which run two rows at a time
+    pairs = (*family.text_of(configs), *family.prompters(configs))  # these run two rows at a time
     batches = {**dict.fromkeys(pairs, 2), **dict.fromkeys(stepped, _denoiser_batch(folder, image))}
     sizes = Sizes(
         height=image.height or latents.image_size,
@@ -166,7 +166,7 @@ def _evaluate_submodel(
     shapes = {key: value.shape for key, value in inputs.items()}
     options = LoadOptions(request.engine_cache, request.threads)
     submodel = load_submodel(folder, name, target, shapes=shapes, options=options)
-    session = submodel.bound(**shapes).session  # what runs: on CUDA, of the graph for these shapes
+    session = submodel.bound(**shapes).session  # the running one: on CUDA, for these shapes
     load_seconds = time.perf_counter() - begin
     model = (folder / name / MODEL_FILE).resolve()
     cast = {key: value.astype(submodel.input_types[key]) for key, value in inputs.items()}
@@ -186,7 +186,7 @@ def _evaluate_submodel(
 def _evaluate_pipeline(
     request: Request, loaded: Mapping[str, Submodel], image: ImageSpec, artifacts: Mapping[str, str], progress: Progress
 ) -> tuple[Latency | None, bool | None]:
-    """The latency of a whole image, and whether the safety checker objected; writes the image."""
+    """The latency of a whole image, and whether the safety checker flagged it; writes the image."""
     import torch
 
     if request.spec.latency is None and request.spec.image is None:
@@ -226,7 +226,7 @@ def _evaluate_pipeline(
 
 
 def _pipeline(folder: Path, loaded: Mapping[str, Submodel], begins: str) -> Pipeline:
-    """begins: of the names of its submodels."""
+    """begins: prefix of its submodels' names."""
     own = {name: loaded[f"{begins}{name}"] for name in onnx_submodels(folder)}
     return Pipeline(folder_family(folder), own, load_companions(folder), read_options(folder))
 
@@ -238,7 +238,7 @@ def _sheet(image: ImageSpec, draw: Callable[[str, int], Any]) -> Any:
 
 
 def failure_of(parts: Mapping[str, SubmodelResult]) -> str | None:
-    """What to say of the nodes that fell to another provider; None where none did."""
+    """Describe nodes on other providers; None if there are none."""
     messages = []
     for name, part in parts.items():
         try:

@@ -1,4 +1,4 @@
-"""The files of a run: bench.json, bench.csv, bench.md, bench.html."""
+"""Write a run's files: bench.json, bench.csv, bench.md, bench.html."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sdflow.bench.timing import STAGES
 from sdflow.disk.atomic_write import write_whole
 from sdflow.errors import os_errors_as
 
-# Those of onnxruntime.transformers.models.stable_diffusion.benchmark, in its order and its units: seconds, MB.
+# Columns of onnxruntime.transformers.models.stable_diffusion.benchmark, in its order and units: seconds, MB.
 THEIR_COLUMNS = (
     "model_name", "directory", "engine", "version", "provider", "disable_safety_checker", "height", "width", "steps",
     "batch_size", "batch_count", "num_prompts", "average_latency", "median_latency", "first_run_memory_MB",
@@ -30,11 +30,11 @@ COLUMNS = (
     "host_peak_MB", "device_MB", "device_peak_MB", "process_device_peak_MB", "energy_J", "distance", "psnr_dB",
     "tolerance", "tolerance_source", "accelerator", "processor",
 )  # fmt: skip
-"""Times of whole calls are seconds, of stages milliseconds. device_MB, host_MB: what the engine added."""
+"""Times of whole calls are in seconds, of stages in milliseconds. device_MB, host_MB: added by the engine."""
 
 
 def write_files(result: BenchResult, out: Path) -> list[Path]:
-    """Write all four; each is whole or as it was. Raises UsageError when that is not possible."""
+    """Write all four files, each atomically. Raises UsageError if that fails."""
     contents = {
         "bench.json": json.dumps(result.to_json(), indent=2, allow_nan=False) + "\n",
         "bench.csv": to_csv(result),
@@ -48,7 +48,7 @@ def write_files(result: BenchResult, out: Path) -> list[Path]:
 
 
 def to_csv(result: BenchResult) -> str:
-    """A line for each engine and case; one for an engine that did not run."""
+    """A line per engine and case; one for an engine that did not run."""
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, restval="")
     writer.writeheader()
@@ -138,7 +138,7 @@ def _cell(value: Any) -> str:
 
 
 def to_markdown(result: BenchResult) -> str:
-    """A table for each case, the engines that did not run, and what it was measured on."""
+    """A table per case, the engines that did not run, and the scope of the figures."""
     lines = [f"# {result.pipeline['name']}: engines side by side", ""]
     if result.wrong:
         lines += [f"**WRONG images:** {', '.join(result.wrong)}.", ""]

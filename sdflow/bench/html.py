@@ -1,4 +1,4 @@
-"""The run as one page that needs nothing else: tables and plots (inline SVG)."""
+"""A run as one self-contained page: tables and plots (inline SVG)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def page(result: BenchResult) -> str:
 
 
 def _verdict(result: BenchResult) -> tuple[tuple[str, str], str]:
-    """Whether images are right, and which engine is the fastest of those whose are, in the first case."""
+    """Whether images are right, and the fastest engine with a right image in the first case."""
     medians = {engine.name: found.image.median_ms for engine, found in by_median(result, 0) if found.verdict != "WRONG"}
     sentence = "No engine was measured."
     if medians:
@@ -51,7 +51,7 @@ def _verdict(result: BenchResult) -> tuple[tuple[str, str], str]:
 
 
 def _table(result: BenchResult, index: int) -> str:
-    """The engines, the fastest first: what one looks at, and all figures after a click."""
+    """The engines, fastest first: a summary, with all figures folded."""
     rows = list(table(result, index))
     wrong = {number: "wrong" for number, row in enumerate(rows) if "WRONG" in row}
 
@@ -63,7 +63,7 @@ def _table(result: BenchResult, index: int) -> str:
 
 
 def latencies(result: BenchResult, index: int) -> str:
-    """A bar for each engine: its median, made of text, steps and decoder; the line goes to p90."""
+    """A bar per engine: its median, split into text, steps and decoder; the line extends to p90."""
     found = [(engine.name, measured) for engine, measured in by_median(result, index)]
     if not found:
         return "<p>No engine was measured.</p>"
@@ -96,7 +96,7 @@ def latencies(result: BenchResult, index: int) -> str:
 
 
 def _widths(measured: Measurement) -> Iterator[tuple[str, float]]:
-    """Milliseconds of the median image: stages measured apart are scaled down where they come to more than it."""
+    """Stages of the median image in milliseconds, scaled down if separately measured ones exceed it."""
     stages = {
         stage: latency.mean_ms * (latency.runs / measured.stages["text"].runs)
         for stage in STAGES
@@ -109,7 +109,7 @@ def _widths(measured: Measurement) -> Iterator[tuple[str, float]]:
 
 
 def throughput(result: BenchResult) -> str:
-    """Images per second of each engine, case by case; wrong ones as crosses."""
+    """Images per second of each engine by case; wrong ones as crosses."""
     points = {
         each.name: [(place, found) for place, found in enumerate(each.cases) if found is not None]
         for each in result.measured

@@ -1,4 +1,4 @@
-"""Latency statistics: what each figure of a latency table is, exactly."""
+"""Latency statistics, with exact definitions."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Latency:
-    """Wall-clock times of one thing done again and again, in milliseconds.
+    """Wall-clock times of a repeated operation, in milliseconds.
 
-    first_ms: the very first run, apart from all others: it compiles, allocates, tunes. warmup: runs after it that are
-    not counted. runs: the counted ones; all other figures are of these.
+    first_ms: the very first run, which compiles, allocates and tunes. warmup: uncounted runs after it. runs: the
+    counted ones, to which all other figures refer.
     median_ms: the middle value, or the mean of the two middle ones.
-    p90_ms, p99_ms: nearest rank: the smallest measured value that at least 90 % (99 %) of the runs did not exceed. With
-    fewer than 10 (100) runs that is the slowest run.
+    p90_ms, p99_ms: nearest rank: the smallest measured value that at least 90 % (99 %) of the runs do not exceed. With
+    fewer than 10 (100) runs, the slowest run.
     """
 
     first_ms: float
@@ -31,7 +31,7 @@ class Latency:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The nearest-rank percentile: the value of rank ceil(percent / 100 x n) in ascending order; always one of them.
+    """The nearest-rank percentile: the value of rank ceil(percent / 100 x n) in ascending order.
 
     Raises ValueError without values, or unless 0 < percent <= 100.
     """
@@ -41,7 +41,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def summarize(first_ms: float, warmup: int, times_ms: Sequence[float]) -> Latency:
-    """The statistics of the counted runs' times. Raises ValueError when there are none."""
+    """The statistics of the counted runs' times. Raises ValueError if there are none."""
     return Latency(
         first_ms=first_ms,
         warmup=warmup,

@@ -1,4 +1,4 @@
-"""What a run found: plain data, and its JSON."""
+"""The result of a run: plain data and JSON."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ KIND = "bench"
 
 @dataclass(frozen=True)
 class Check:
-    """An image against PyTorch's in float32. distance: relative L2 of the pixels. psnr: dB; None: no difference at all.
+    """An image compared with PyTorch's in float32. distance: relative L2 of the pixels. psnr: dB; None: no difference.
 
-    tolerance: the largest distance that is right. source: where that figure comes from.
+    tolerance: the largest right distance. source: of that figure.
     """
 
     distance: float
@@ -40,14 +40,14 @@ class Check:
 class Measurement:
     """An engine in a case.
 
-    first_ms: the first image of this case, whatever is compiled or loaded for its sizes included; compile_ms: how much
-    longer it took than the median. image: of one call, `batch` images. stages: "text": from the call to the encoded
-    prompt; "step": from one step's end to the next, scheduler included; "decoder": from the last step to pixels on the
-    host. On a GPU these are of runs of their own, which wait for the device at every mark. images_per_second: batch over the
-    median. memory, memory_second: the highest in the first and the second call. energy: joules an image.
-    check: None when no reference was wanted. approximates: the engine whose image it was compared with, in place of PyTorch's;
-    empty: it is exact, or should be. quantized: what weights are quantized to ("int8 in unet"); the image is compared with
-    PyTorch's, and neither right nor wrong.
+    first_ms: the first image of this case, including compilation and loading for its sizes; compile_ms: its excess over
+    the median. image: of one call, `batch` images. stages: "text": from the call to the encoded prompt; "step": between
+    the ends of steps, including the scheduler; "decoder": from the last step to pixels on the host. On a GPU stages
+    have their own runs, which synchronize at every mark. images_per_second: batch over the median. memory,
+    memory_second: the peak in the first and the second call. energy: joules per image.
+    check: None without a reference. approximates: the engine whose image replaces PyTorch's as the reference; empty for
+    an exact engine. quantized: the quantized types ("int8 in unet"); the distance from PyTorch's image is then reported
+    without a verdict.
     """
 
     first_ms: float
@@ -75,11 +75,11 @@ class Measurement:
 
 @dataclass(frozen=True)
 class EngineResult:
-    """status: "failed" when it could not be loaded, or in one case at least; then `reason` says why.
+    """status: "failed" if it could not be loaded, or in at least one case; `reason` says why.
 
     provider: what computes. dtype: of weights and activations. load_seconds: until it could be called. host_bytes,
-    device_bytes: how much more memory was in use when it was loaded and had drawn its first image than before.
-    cases: None where it failed. trace: the whole error of what failed.
+    device_bytes: memory added by loading it and generating its first image.
+    cases: None where it failed. trace: the whole error of a failure.
     """
 
     name: str
@@ -98,8 +98,8 @@ class EngineResult:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """A run. machine: device, driver. settings: what engines were told, the cases included. pipeline: name, model,
-    LoRAs, target, artifacts."""
+    """A run. machine: device, driver. settings: of the engines, including the cases. pipeline: name, model, LoRAs,
+    target, artifacts."""
 
     pipeline: Mapping[str, Any]
     machine: Mapping[str, Any]
@@ -115,7 +115,7 @@ class BenchResult:
         return [engine for engine in self.engines if any(engine.cases)]
 
     def baseline(self, index: int) -> EngineResult | None:
-        """The engine that ratios of this case are taken to, if it ran and drew the right image."""
+        """The baseline engine of this case's ratios, if it ran with the right image."""
         found = {engine.name: engine for engine in self.measured if engine.cases[index] is not None}
         for name in BASELINES:
             measurement = found[name].cases[index] if name in found else None
@@ -149,7 +149,7 @@ class BenchResult:
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """The JSON of a run. Raises UsageError when it is something else."""
+    """Read a run's JSON. Raises UsageError if it is something else."""
     try:
         content = read_json(path)
         found = (content["format_version"], content["kind"])
@@ -163,7 +163,7 @@ def read_result(path: Path) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Without what JSON does not have: a distance that is no number is a string."""
+    """Replace values that JSON lacks: a non-finite distance becomes a string."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

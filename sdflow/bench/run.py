@@ -1,7 +1,7 @@
-"""`sdflow bench`: load the engines, let them take turns, compare every image with PyTorch's in float32.
+"""`sdflow bench`: load the engines, run them in turns, and compare every image with PyTorch's in float32.
 
-All engines are in one process at a time: turns that alternate are what makes a comparison fair on a machine that gets
-warm or busy. It costs memory; an engine that does not fit beside the others is reported as such, with what to do.
+All engines share one process: alternating turns make the comparison fair on a machine that gets warm or busy. It costs
+memory; an engine that does not fit with the others is reported, with a remedy.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """folder: of the pipeline. engines: names, none for what suits the machine. check: verify the models' files against the
-    digests of the build, and compare every image with PyTorch's float32.
+    """folder: the pipeline's. engines: names; none for the default ones of this machine. check: verify the model files
+    against the digests of the build, and compare every image with PyTorch's in float32.
 
-    fewer: what approximations leave out, each beside the engine that is exact.
-    first_limit: seconds that an engine may take to load, and again to draw the first image of a case; None: no limit.
+    fewer: approximations, each measured next to the exact engine.
+    first_limit: seconds in which an engine must load, and again in which it must generate the first image of a case;
+    None: no limit.
     """
 
     folder: Path
@@ -69,7 +70,7 @@ class BenchRequest:
 
 @dataclass
 class _Running:
-    """An engine in the run; `result` is replaced as more is known. quantized: as `quantized_of` has it."""
+    """An engine in the run; `result` is replaced as more is known. quantized: see `quantized_of`."""
 
     engine: Engine
     result: EngineResult
@@ -80,8 +81,8 @@ class _Running:
 
 
 def bench(request: BenchRequest, say: Say) -> BenchResult:
-    """Measure. Raises UsageError when the folder is no pipeline, no engine can run, or its checkpoint is not here,
-    VerificationError when a model's file is not what was built."""
+    """Measure. Raises UsageError if the folder is not a pipeline, no engine can run, or its checkpoint is missing,
+    VerificationError if a model's file differs from the build."""
     manifest = read_manifest(request.folder)
     origin = manifest.origin
     built_for = find_target(origin.target, str(request.folder / MANIFEST_FILE))
@@ -137,13 +138,13 @@ def bench(request: BenchRequest, say: Say) -> BenchResult:
 
 
 def here(built_for: str, names: Sequence[str]) -> Device:
-    """The GPU, if there is one and the pipeline or an engine asked for is for one."""
+    """The GPU, if there is one and the pipeline or a requested engine is for it."""
     targets = {built_for, *(ENGINES[name].target for name in names if name in ENGINES)} - {"", "cpu"}
     return Device("cuda" if targets and has_cuda() else "cpu")
 
 
 class _Runner:
-    """What the engines of a run share."""
+    """The state that engines of a run share."""
 
     def __init__(self, request: BenchRequest, device: Device, say: Say) -> None:
         self.request, self.device, self.say = request, device, say
@@ -154,7 +155,7 @@ class _Runner:
         self.torch_state = TorchState.now()
 
     def load_references(self, active: Sequence[_Running]) -> None:
-        """PyTorch's modules and images, as far as they are needed."""
+        """Load PyTorch's modules and images, as far as needed."""
         if not self.request.check and all(each.engine.target for each in active):
             return
         self.say("loading the checkpoint")
@@ -171,7 +172,7 @@ class _Runner:
         return drawn
 
     def load(self, running: _Running, others: Sequence[_Running]) -> None:
-        """Make an engine ready; what it lacks goes into its result."""
+        """Load an engine; its result records what is missing."""
         engine, request = running.engine, self.request
         self.say(f"loading {engine.name}")
         beside = ", ".join(other.engine.name for other in others)
@@ -182,7 +183,7 @@ class _Runner:
                 running.result,
                 status="failed",
                 reason=f"its weights take {spell_bytes(needed)}, {spell_bytes(free)} are free"
-                + (f" beside {beside}: measure it alone, with --engine {engine.name}" if beside else ""),
+                + (f" with {beside} loaded: measure it alone, with --engine {engine.name}" if beside else ""),
             )
             return
         self.device.release()
@@ -202,8 +203,8 @@ class _Runner:
             running.result = replace(running.result, load_seconds=time.perf_counter() - begun, note=note)
 
     def measure(self, index: int, case: SweepPoint, active: Sequence[_Running]) -> None:
-        """One case with everyone who can: first images, warm-up, then turns. In the first case engines are loaded, each
-        right before its first image, so that what it adds to the memory in use is its own."""
+        """Measure one case with every available engine: first images, warm-up, then turns. In the first case engines
+        are loaded right before their first image, so that the added memory is their own."""
         turns: list[tuple[_Running, Turns]] = []
         for each in active:
             each.cases.append(None)
@@ -238,15 +239,15 @@ class _Runner:
     def _turns(
         self, running: _Running, draw: Draw, case: SweepPoint, before: Sequence[tuple[_Running, Turns]]
     ) -> Turns:
-        """before: those that have drawn their first images of this case: among them the engine that an approximation is one of,
-        unless it failed."""
+        """before: engines with first images of this case, among them the one that an approximation approximates, unless
+        it failed."""
         exact = next((own.drawn for each, own in before if each.engine.name == running.engine.exact), None)
         yardstick = self.references.yardstick(running.engine, running.result.dtype, running.quantized, case, exact)
         return Turns(draw, case, self.device, yardstick)
 
     @contextmanager
     def _reported(self, running: _Running, beside: str) -> Iterator[None]:
-        """An engine's failure is a line of the result; the others go on. It takes no further part."""
+        """Report an engine's failure in the result and drop the engine; the others continue."""
         interrupted = False
         try:
             yield
@@ -263,7 +264,7 @@ class _Runner:
             )
             self.say(f"{running.engine.name} failed: {reason}")
             self.device.release()
-        if interrupted:  # not before the exception is gone, with all that its frames hold
+        if interrupted:  # after the exception and its frames are freed
             self.torch_state.restore()
 
     def _note_memory(self, running: _Running) -> None:
@@ -277,7 +278,7 @@ class _Runner:
 
 @contextmanager
 def _threads(count: int | None) -> Iterator[None]:
-    """PyTorch with so many threads in here."""
+    """Limit PyTorch to this many threads."""
     import torch
 
     before = torch.get_num_threads()

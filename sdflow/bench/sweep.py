@@ -1,4 +1,4 @@
-"""What every engine of a run draws alike: the sizes that are swept, and the settings that are not."""
+"""The inputs common to all engines of a run: swept sizes, and fixed settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One point of the sweep. batch: images drawn at once. height, width: pixels."""
+    """One point of the sweep. batch: images per call. height, width: pixels."""
 
     batch: int
     height: int
@@ -30,11 +30,11 @@ class SweepPoint:
 
 @dataclass(frozen=True)
 class Settings:
-    """The same for all cases. seed: of the latents. scheduler: a name of `SCHEDULERS`; None: the pipeline's own.
+    """Settings common to all cases. seed: of the latents. scheduler: a name of `SCHEDULERS`; None: the pipeline's own.
 
-    warmup: images drawn, after the first, before the counted ones. rounds: how often every engine has its turn.
-    threads: of the CPU, for every engine; None: as each engine has it. tuning: whether `sdflow tune`'s choice is used.
-    references: how many reference images are drawn with.
+    warmup: uncounted images after the first. rounds: number of turns per engine. threads: of the CPU, for every engine;
+    None: each engine's default. tuning: whether to use the choice of `sdflow tune`. references: number of reference
+    images.
     """
 
     prompt: str = "a photo of an astronaut riding a horse on mars"
@@ -50,7 +50,7 @@ class Settings:
 
 
 def sweep(batches: Sequence[int], sizes: Sequence[int], steps: Sequence[int]) -> Iterator[SweepPoint]:
-    """Every combination; a size is of both sides."""
+    """Every combination; a size applies to both sides."""
     for batch, size, count in product(batches, sizes, steps):
         yield SweepPoint(batch, size, size, count)
 
@@ -64,7 +64,7 @@ def latents(case: SweepPoint, seed: int, what: Latents) -> torch.Tensor:
 
 
 def call_options(pipeline: Pipeline | Ensemble, case: SweepPoint, settings: Settings) -> dict[str, Any]:
-    """What a pipeline of sdflow's is called with to draw a case; the first latents, or what draws them, come beside it."""
+    """The call arguments of sdflow's pipeline for a case, without the initial latents or their generator."""
     from sdflow.samples.canvas import canvas, references
 
     base = pipeline.base if isinstance(pipeline, Ensemble) else pipeline

@@ -1,4 +1,4 @@
-"""A run as a table, for the screen, bench.md and bench.html: a row for each engine, and what the figures hold for."""
+"""A run as a table, for the terminal, bench.md and bench.html: a row per engine, and the figures' scope."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ HEADS = tuple(f"{name} {_UNITS[name]}" if name in _UNITS else name for name in T
 """The columns of `TABLE` with their units."""
 SHORT = ("engine", "type", "median ms", "of fastest", "images/s", "memory MB", "image")
 TEXTS = ("engine", "type", "image")
-"""The columns that are no numbers."""
+"""The columns with text."""
 
 
 def table(result: BenchResult, index: int) -> Iterator[list[str]]:
-    """A row of `TABLE` for every engine that was measured in this case, the fastest first.
+    """A row of `TABLE` for every engine measured in this case, fastest first.
 
-    memory: what the engine added, on the device if there is one, else of the host.
+    memory: added by the engine, on the device if there is one, otherwise on the host.
     """
     for engine, measured in by_median(result, index):
         image, check, ratio = measured.image, measured.check, result.ratio(engine, index)
@@ -47,7 +47,7 @@ def table(result: BenchResult, index: int) -> Iterator[list[str]]:
 
 
 def short_table(result: BenchResult, index: int) -> Iterator[list[str]]:
-    """The same of `SHORT`: what one looks at."""
+    """The same for `SHORT`, the summary."""
     found = by_median(result, index)
     for engine, measured in found:
         median = measured.image.median_ms
@@ -63,13 +63,13 @@ def short_table(result: BenchResult, index: int) -> Iterator[list[str]]:
 
 
 def by_median(result: BenchResult, index: int) -> list[tuple[EngineResult, Measurement]]:
-    """The engines that were measured in a case, the fastest first."""
+    """The engines measured in a case, fastest first."""
     found = [(each, measured) for each in result.measured if (measured := each.cases[index]) is not None]
     return sorted(found, key=lambda pair: pair[1].image.median_ms)
 
 
 def about(result: BenchResult) -> Iterator[tuple[str, str]]:
-    """What the figures hold for, as lines."""
+    """The figures' scope, as lines."""
     yield "device", ", ".join(f"{name} {value}" for name, value in result.machine.items() if value is not None)
     yield "versions", ", ".join(f"{name} {value}" for name, value in result.versions.items())
     shown = {name: value for name, value in result.settings.items() if name != "cases"}

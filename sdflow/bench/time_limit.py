@@ -1,8 +1,8 @@
-"""A limit on the time that an engine takes until it draws: torch.compile's max-autotune may take an hour.
+"""A time limit for an engine until its first image: torch.compile's max-autotune may take an hour.
 
-An exception that comes at any instruction may come between a mode's entry and the `with` that would leave it, or leave a
-suspended generator that enters the mode again when it is collected. What runs afterwards would then compute with fake tensors:
-so what torch keeps for a thread between calls is put back.
+An asynchronous exception may strike between entering a mode and the `with` that would leave it, or leave a suspended
+generator that re-enters the mode when collected. Later code would then compute with fake tensors, so torch's per-thread
+state is restored.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ AGAIN_SECONDS = 5.0
 
 
 class TooLong(BaseException):
-    """No `Exception`: a compiler that tries one kernel after the other goes on after those."""
+    """Not an `Exception`: compilers that try kernels one by one swallow those."""
 
 
 @contextmanager
 def within(seconds: float | None) -> Iterator[None]:
-    """Raises TooLong in here, in the main thread, when the time is over; at the next Python instruction, and again every 5
-    seconds where a library swallowed it. None: no limit. Raises UsageError on Windows, which has no such timer.
+    """Raise TooLong in the main thread when the time is over; at the next Python instruction, and again every 5 seconds
+    if a library swallowed it. None: no limit. Raises UsageError on Windows, which has no such timer.
     """
     if seconds is None:
         yield
         return
     if not hasattr(signal, "setitimer"):
-        raise UsageError("Windows has no timer that could end it", where="--first-limit", remedy="Leave it out.")
+        raise UsageError("Windows has no timer for this", where="--first-limit", remedy="Leave it out.")
     over = False
 
     def stop(*_: Any) -> None:
@@ -54,7 +54,8 @@ def within(seconds: float | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TorchState:
-    """modes: how many are entered, that see operators and that see functions. keys: of the dispatcher, included and excluded."""
+    """modes: number of entered modes, for operators and for functions. keys: of the dispatcher, included and
+    excluded."""
 
     modes: tuple[int, int]
     keys: tuple[torch._C.DispatchKeySet, torch._C.DispatchKeySet]
@@ -62,7 +63,7 @@ class TorchState:
 
     @classmethod
     def now(cls) -> TorchState:
-        """Of this thread."""
+        """The state of this thread."""
         import torch
 
         return cls(
@@ -72,10 +73,10 @@ class TorchState:
         )
 
     def restore(self) -> None:
-        """Leave what was entered since and not left, and forget what was compiled: it may be half made."""
+        """Leave modes entered since, and drop compiled code, which may be incomplete."""
         import torch
 
-        gc.collect()  # suspended generators run to their ends now, not in the middle of what follows
+        gc.collect()  # finish suspended generators now, not during later code
         operators, functions = self.modes
         while torch._C._len_torch_dispatch_stack() > operators:
             torch._C._pop_torch_dispatch_stack(None)

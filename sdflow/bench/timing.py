@@ -1,4 +1,4 @@
-"""One engine under the clock: whole images, their stages, memory and energy, every image checked."""
+"""Time one engine: whole images, their stages, memory and energy, with every image checked."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from sdflow.bench.result import Check, Measurement
 from sdflow.bench.sweep import SweepPoint
 
 SETTLE_SECONDS = 0.2
-"""Between two engines' turns on a CPU: the threads of the one before still wait for work by spinning."""
+"""Pause between turns of engines on a CPU, until the previous one's threads stop spinning."""
 
 STAGES = ("text", "step", "decoder")
 
 
 class Turns:
-    """An engine's turns in one case; the caller decides who is next."""
+    """An engine's turns in one case; the caller schedules them."""
 
     def __init__(self, draw: Draw, case: SweepPoint, device: Device, yardstick: Yardstick) -> None:
         self.drawn: np.ndarray | None = None
@@ -35,7 +35,7 @@ class Turns:
         self.first_ms = 0.0
 
     def first(self) -> None:
-        """The first and the second image, their memory watched."""
+        """Generate the first and second image, recording memory."""
         for index in range(2):
             with self._device.peak_memory() as peak:
                 took = self._timed(lambda: self._draw(self._case, None))
@@ -47,7 +47,7 @@ class Turns:
         self._timed(lambda: self._draw(self._case, None))
 
     def counted(self) -> None:
-        """A turn that counts; on a GPU, the stages in an image of their own."""
+        """Run a counted turn; on a GPU, stages have a separate image."""
         if self._device.kind == "cpu":
             time.sleep(SETTLE_SECONDS)
             self._images.append(self._staged())
@@ -60,7 +60,7 @@ class Turns:
         self._staged()
 
     def result(self, warmup: int) -> Measurement:
-        """Raises ValueError when nothing was counted."""
+        """The measurement. Raises ValueError if nothing was counted."""
         image = summarize(self.first_ms, warmup, self._images)
         stages = {name: summarize(times[0], 0, times) for name, times in self._stages.items() if times}
         images = len(self._images) * self._case.batch
@@ -80,7 +80,7 @@ class Turns:
         )
 
     def _timed(self, draw: Callable[[], np.ndarray]) -> float:
-        """Milliseconds until the images are there; they are compared after that."""
+        """Milliseconds until the images are ready; they are compared afterwards."""
         self._device.wait()
         begun = time.perf_counter()
         drawn = draw()

@@ -1,8 +1,8 @@
-"""`sdflow tune`: the options that suit this machine, one after the other, each measured against the best so far.
+"""`sdflow tune`: try options one by one, each measured against the best so far on this machine.
 
-An option is taken when images come at least 2 % faster, in turns with the best so far and in three quarters of the
-turns, and when every submodel still computes what it did untuned. On an H200, `sdpa_kernel=1` was fast and silently
-wrong: 0.069 from the right result.
+An option is kept if images are at least 2 % faster, in alternation with the best so far and in three quarters of the
+turns, and every submodel computes what it did untuned. On an H200, `sdpa_kernel=1` was fast and silently wrong: 0.069
+off.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import torch
 
 GAIN = 0.98
-"""A candidate is taken when it takes at most this part of the time."""
+"""Maximum relative time of a kept candidate."""
 
 Say = Callable[[str], None]
 Change = Callable[[Tuning], Tuning]
@@ -47,7 +47,7 @@ Change = Callable[[Tuning], Tuning]
 
 @dataclass(frozen=True)
 class Candidate:
-    """An option with one value to try, as a change of what was chosen so far."""
+    """An option with one value to try, as a change of the current choice."""
 
     option: str
     value: str
@@ -56,9 +56,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate that was tried. ratio: its time over that of the best so far; None when it did not run. distance: of the
-    submodel that differs most from the untuned one. verdict: taken, no gain, unsteady (faster in the median, but not in enough
-    turns), WRONG or failed; reason: of the last three."""
+    """A tried candidate. ratio: its time relative to the best so far; None if it did not run. distance: of the submodel
+    that differs most from the untuned one. verdict: taken, no gain, unsteady (faster in the median, but not in enough
+    turns), WRONG or failed. reason: for the last three."""
 
     option: str
     value: str
@@ -72,8 +72,8 @@ UNSTEADY = "faster in the median, but not in three quarters of the turns: close 
 
 
 def verdict_of(ratios: Sequence[float]) -> str:
-    """Of a candidate whose times over those of the best so far, turn by turn, are these. Faster is one that is so in the
-    median, and in three quarters of the turns: else it may be chance."""
+    """The verdict on a candidate from its times relative to the best so far, turn by turn. It must be faster in the
+    median and in three quarters of the turns; otherwise it may be chance."""
     if statistics.median(ratios) > GAIN:
         return "no gain"
     return "taken" if percentile(list(ratios), 75) < 1 else "unsteady"
@@ -81,7 +81,7 @@ def verdict_of(ratios: Sequence[float]) -> str:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """tuning: what was chosen. ratio: its time over the untuned pipeline's. file: where it is kept."""
+    """tuning: the chosen options. ratio: time relative to the untuned pipeline. file: where the tuning is stored."""
 
     target: str
     tuning: Tuning
@@ -96,7 +96,7 @@ class TuneResult:
 
 
 def candidates(target: Target, cores: int) -> list[Candidate]:
-    """What matters on a target, the most telling first.
+    """The options that matter on a target, most effective first.
 
     https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html,
     https://onnxruntime.ai/docs/performance/tune-performance/threading.html
@@ -127,7 +127,7 @@ def candidates(target: Target, cores: int) -> list[Candidate]:
 
 
 def _entry(field: str, name: str, value: str) -> Candidate:
-    """An entry of a field of `Tuning` that is a map."""
+    """An entry of a `Tuning` field that is a map."""
     return _of(name, value, lambda tuning: {field: {**getattr(tuning, field), name: value}})
 
 
@@ -153,12 +153,13 @@ def tune(
     only: Sequence[str] = (),
     tried: Sequence[Candidate] | None = None,
 ) -> TuneResult:
-    """Try the candidates and keep the choice for this device and these versions.
+    """Try the candidates and store the choice for this device and these versions.
 
-    case: what is drawn; by default one image of the model's own size in 4 steps. only: the names of options to try.
-    tried: in place of `candidates`.
-    Raises UsageError when the folder is no pipeline, an option is not there, or its target has nothing to choose;
-    TargetUnavailableError when its provider is not here.
+    case: the images to generate; default: one image of the model's native size in 4 steps. only: names of options to
+    try.
+    tried: replaces `candidates`.
+    Raises UsageError if the folder is not a pipeline, an option is unknown, or its target has no options;
+    TargetUnavailableError if its provider is missing.
     """
     built_for = read_manifest(folder).origin.target
     wanted = find_target(target, "--target") if target else find_target(built_for, str(folder / MANIFEST_FILE))
@@ -188,7 +189,7 @@ def tune(
         say("comparing with the pipeline as it is")
         ratio = statistics.median(tuner.ratios(best, tuner.load(UNTUNED)))
         if ratio > GAIN:
-            say(f"all in all no gain, {ratio:.3f} of the time: nothing is chosen")
+            say(f"no overall gain, {ratio:.3f} of the time: nothing is chosen")
             chosen, ratio = UNTUNED, 1.0
     evidence = {
         "trials": [asdict(trial) for trial in trials],
@@ -201,7 +202,7 @@ def tune(
 
 
 def _parts(pipeline: Pipeline | Ensemble) -> dict[str, Pipeline]:
-    """The pipelines that draw, by what the names of their submodels begin with."""
+    """Prefix of submodel names -> pipeline."""
     if isinstance(pipeline, Ensemble):
         return {"": pipeline.base, f"{REFINER}/": pipeline.refiner}
     return {"": pipeline}
@@ -225,7 +226,7 @@ class _Tuner:
         return self._case
 
     def load(self, tuning: Tuning) -> Pipeline | Ensemble:
-        """The pipeline, with its refiner where it has one: they are tuned together."""
+        """Load the pipeline with its refiner, if any: they are tuned together."""
         pipeline = Ensemble.of_folder(self.folder, self.target, checker=False, tuning=tuning)
         if self._case is None:
             own = _parts(pipeline)[""].latents.image_size
@@ -249,7 +250,7 @@ class _Tuner:
         return time.perf_counter() - begun
 
     def ratios(self, one: Pipeline | Ensemble, other: Pipeline | Ensemble) -> list[float]:
-        """Time of the one over that of the other, in each of the rounds in which both draw."""
+        """Time of the first relative to the second, in each round."""
         for pipeline in (one, other):
             self.draw(pipeline)
         found = []
@@ -262,12 +263,12 @@ class _Tuner:
         return found
 
     def outputs(self, pipeline: Pipeline | Ensemble) -> dict[str, torch.Tensor]:
-        """As `_outputs`, of the pipeline and of its refiner."""
+        """`_outputs` of the pipeline and its refiner."""
         parts = _parts(pipeline)
         return {f"{name}{of}": each for name, part in parts.items() for of, each in self._outputs(part).items()}
 
     def _outputs(self, pipeline: Pipeline) -> dict[str, torch.Tensor]:
-        """What each submodel gives for the case, at the first, a middle and the last timestep; float32, on the host."""
+        """Each submodel's results for the case, at the first, a middle and the last timestep; float32, on the host."""
         import torch
 
         case, settings = self.case, self.settings
@@ -296,7 +297,7 @@ class _Tuner:
     def attempt(
         self, candidate: Candidate, chosen: Tuning, best: Pipeline | Ensemble, expected: Mapping[str, torch.Tensor]
     ) -> tuple[Trial, Pipeline | Ensemble | None]:
-        """Try one; the pipeline with it, if it is taken."""
+        """Try a candidate. Returns the pipeline with it, if it is kept."""
         about, tuning = (candidate.option, candidate.value), candidate.change(chosen)
         errors: tuple[type[Exception], ...] = (SdflowError, *onnxruntime_errors(import_onnxruntime(self.target)))
         try:

@@ -1,1 +1,1 @@
-"""From a checked workflow to a pipeline folder: plan, steps, their execution, assembly."""
+"""Build a pipeline folder from a validated workflow: plan, run the steps, assemble."""

@@ -1,8 +1,8 @@
-"""Artifacts to a pipeline folder in the diffusers layout.
+"""Assemble artifacts into a pipeline folder in the diffusers layout.
 
-A submodel's folder is a *directory* symlink to its artifact (onnx refuses weight files that are links themselves), or
-a copy. The folder is built beside its final place and exchanged with what is there in one step, so that a reader, or
-whoever comes after a crash, finds the old pipeline or the new one.
+A submodel's folder is a *directory* symlink to its artifact (onnx refuses weight files that are links), or a copy. The
+folder is built next to its final place and swapped in atomically: readers find the old pipeline or the new one, even
+after a crash.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from sdflow.sources.checkpoint import FileDigests, PlainDigests
 from sdflow.sources.companions import companion_files
 
 COPIED_AT_ONCE = 1 << 26
-"""Bytes, between two looks whether the run was ended."""
+"""Bytes copied between two checks for cancellation."""
 
 
 @dataclass(frozen=True)
 class Assembled:
-    """A pipeline folder. changed: false when it already was what was asked for, and nothing was written.
-    pinned: what `Pinning.pin` said. mended: what was wrong with the sdflow.json that was there, if anything."""
+    """A pipeline folder. changed: false if it was already up to date and nothing was written. pinned: the result of
+    `Pinning.pin`. mended: the problem of the previous sdflow.json, if any."""
 
     path: Path
     changed: bool
@@ -45,7 +45,7 @@ class Assembled:
 
 
 class Pinning(Protocol):
-    """Protects what a pipeline links to, and remembers where pipelines are put together (`sdflow.store.Cache`)."""
+    """Protects the targets of a pipeline's links, and remembers output folders (`sdflow.store.Cache`)."""
 
     def pin(self, name: str, digests: Iterable[str], folder: Path, described: Path, files: Iterable[str]) -> bool: ...
 
@@ -71,14 +71,14 @@ def assemble(
 ) -> Assembled:
     """Make `out` the pipeline of these artifacts.
 
-    parts, companions, origin, options, changed: as of `Content`. refiner: what lies in the folder of that name in it. copy: real
-    copies in place of links; always so on Windows. check: called now and then, and when everything is there, right before it
-    takes its place: what it raises leaves `out` as it was. keeper: of what the folder links to, from before it takes its place;
-    None: the folder is for the moment, and need not outlive a power cut. digests: of files, to tell whether `out` is current.
-    provenance: the content of provenance.json; one that names the same files is left as it is, whenever it was written.
-    Raises UsageError when `out` is something else than a pipeline made here, CacheError when it cannot be written.
+    parts, companions, origin, options, changed: see `Content`. refiner: the content of the folder of that name in it.
+    copy: copies instead of links; always on Windows. check: called now and then, and once right before the swap; if it
+    raises, `out` stays unchanged. keeper: protects the targets of links, from before the swap; None for a temporary
+    folder, which need not survive a power failure. digests: of files, to find whether `out` is up to date. provenance:
+    the content of provenance.json; an existing one with the same files is kept, whatever its date.
+    Raises UsageError if `out` is anything but a pipeline made by sdflow, CacheError if it cannot be written.
     """
-    out = out.parent.resolve() / out.name  # a link at `out` itself is somebody's, and refused below
+    out = out.parent.resolve() / out.name  # a link at `out` itself is not ours, and is refused below
     copy = copy or sys.platform == "win32"
     layout = lay_out(Content(parts, companions, origin, options or {}, changed or {}), refiner, copy=copy)
 
@@ -88,7 +88,7 @@ def assemble(
         if not copy:
             used = [artifact.digest for artifact in layout.parts.values()]
             return keeper.pin(origin.name, used, out, folder, layout.manifest.files)
-        with suppress(CacheError):  # it uses nothing; the pin only says what was put there
+        with suppress(CacheError):  # it links to nothing; the pin only records its files
             keeper.pin(origin.name, [], out, folder, layout.manifest.files)
         return True
 
@@ -96,7 +96,7 @@ def assemble(
     with os_errors_as("the pipeline cannot be written", out, remedy, CacheError, of_many=True):
         out.parent.mkdir(parents=True, exist_ok=True)
         remove_stale(out)
-        with alone_in(out.parent, check):  # another run's exchange must not come between two looks
+        with alone_in(out.parent, check):  # no other run may swap between two checks
             mended = _refuse_foreign(out, layout, keeper)
             statement = None if provenance is None else provenance(layout)
             if _is_current(out, layout, digests or PlainDigests()) and (
@@ -117,12 +117,12 @@ def assemble(
                 pinned = pin(staging)
                 swap(staging, out)
                 if keeper is not None:
-                    sync_directory(out.parent)  # before what was there goes
+                    sync_directory(out.parent)  # before the old folder is removed
                     sync_directory(out.parent.parent)
     return Assembled(out, changed=True, pinned=pinned, mended=mended)
 
 
-# What goes in
+# Contents
 
 
 def _fill(staging: Path, out: Path, layout: Layout, check: Callable[[], None]) -> None:
@@ -147,10 +147,10 @@ def _link(place: Path, target: Path) -> None:
 
 
 def link_target(out: Path, artifact: Path) -> Path:
-    """Where a link in the folder `out` points to reach `artifact`.
+    """The target of a link in the folder `out` to `artifact`.
 
-    Relative when both lie in one project, so that the project can be moved or mounted elsewhere as a whole. Absolute
-    when all they share is the home directory or something above it: then each may move without the other.
+    Relative if both are in one project, so that the project can be moved or mounted elsewhere as a whole. Absolute if
+    they share only the home directory or a folder above it, so that each can move alone.
     """
     place, target = out.parent.resolve() / out.name, artifact.resolve()
     home = Path(os.environ.get("HOME") or os.environ.get("USERPROFILE") or os.sep).resolve()
@@ -164,7 +164,7 @@ def link_target(out: Path, artifact: Path) -> Path:
 
 
 def copy_file(source: Path, destination: Path, check: Callable[[], None] = lambda: None) -> None:
-    """Copy the content; share the blocks where the file system can (btrfs, XFS, NFS 4.2, APFS)."""
+    """Copy a file's content, sharing blocks where the file system can (btrfs, XFS, NFS 4.2, APFS)."""
     check()
     destination.parent.mkdir(parents=True, exist_ok=True)
     if not hasattr(os, "copy_file_range"):
@@ -180,21 +180,21 @@ def copy_file(source: Path, destination: Path, check: Callable[[], None] = lambd
         shutil.copyfile(source, destination)
 
 
-# What is there already
+# Existing folders
 
 
 def require_replaceable(out: Path, keeper: Pinning | None) -> None:
-    """Raises UsageError where it is known before anything is built that `assemble` would refuse `out`."""
+    """Raises UsageError before the build if `assemble` would refuse `out`."""
     out = out.parent.resolve() / out.name
     with os_errors_as("the pipeline cannot be written", out, kind=CacheError, of_many=True):
         _refuse_foreign(out, None, keeper)
 
 
 def _refuse_foreign(out: Path, layout: Layout | None, keeper: Pinning | None) -> str | None:
-    """Raises UsageError when `out` holds anything that `assemble` did not put there.
+    """Raises UsageError if `out` holds anything that `assemble` did not put there.
 
-    Returns what is wrong with its sdflow.json, where the keeper knows without it what was put there. layout: None where it is not
-    known yet.
+    Returns the problem of its sdflow.json, if the keeper knows the folder's files without it. layout: None before it is
+    known.
     """
     if not os.path.lexists(out):
         return None
@@ -220,7 +220,7 @@ def _refuse_foreign(out: Path, layout: Layout | None, keeper: Pinning | None) ->
     if foreign := sorted(found - known - {PROVENANCE_FILE}):
         names = ", ".join(foreign[:5]) + (" ..." if len(foreign) > 5 else "")
         raise UsageError(
-            f"this pipeline folder holds files that sdflow did not put there, and is not replaced: {names}",
+            f"this pipeline folder holds files that sdflow did not put there, so it is not replaced: {names}",
             where=str(out),
             remedy="Move them elsewhere, then run again.",
         )
@@ -228,12 +228,12 @@ def _refuse_foreign(out: Path, layout: Layout | None, keeper: Pinning | None) ->
 
 
 def files_of_sdflow(out: Path) -> set[str]:
-    """Every file that sdflow may have put into a pipeline folder. Raises UsageError for a folder that is none."""
+    """Every file that sdflow may have put into a pipeline folder. Raises UsageError if it is not a pipeline."""
     return {*read_manifest(out).files, *_pulled(out), PROVENANCE_FILE}
 
 
 def _pulled(out: Path) -> set[str]:
-    """The files of a pipeline whose submodels were links where it was pushed from, and are copies where it was pulled to."""
+    """The files of a pulled pipeline: submodels that were links when pushed are copies."""
     manifest = read_manifest(out)
     files = {f"{name}/{entry.path}" for name, part in manifest.parts.items() for entry in part.files}
     if manifest.origin.refiner == REFINER and (out / REFINER / MANIFEST_FILE).is_file():
@@ -242,23 +242,23 @@ def _pulled(out: Path) -> set[str]:
 
 
 def _not_ours(out: Path, error: UsageError) -> UsageError:
-    """The error for a folder that nothing proves to be a pipeline. error: of its sdflow.json."""
+    """The error for a folder that is not provably a pipeline. error: of its sdflow.json."""
     remedy = "Name another output folder, or move it away."
     if not os.path.lexists(out / MANIFEST_FILE):
         return UsageError(
-            "this folder has no sdflow.json, so it is not a pipeline made by sdflow, and is not replaced",
+            "this folder has no sdflow.json, so it is not an sdflow pipeline, and is not replaced",
             where=str(out),
             remedy=remedy,
         )
     return UsageError(
-        f"the folder is not replaced, as its sdflow.json does not say what sdflow put there: {error.what}",
+        f"the folder is not replaced, because its sdflow.json does not list its files: {error.what}",
         where=str(out / MANIFEST_FILE),
         remedy="If the folder is a pipeline, delete it and run again. Otherwise, name another output folder.",
     )
 
 
 def _entries(folder: Path) -> set[str]:
-    """Every file and link below `folder`, as POSIX paths; links are not followed."""
+    """Every file and link below `folder`, as POSIX paths, without following links."""
     found: set[str] = set()
     for directory, folders, files in os.walk(folder):
         links = [name for name in folders if (Path(directory) / name).is_symlink()]
@@ -267,7 +267,7 @@ def _entries(folder: Path) -> set[str]:
 
 
 def _names_the_same(out: Path, statement: bytes) -> bool:
-    """Whether the provenance that is there names these files with these digests."""
+    """Whether the existing provenance lists the same files with the same digests."""
     try:
         found = read_provenance(out)
     except UsageError:
@@ -276,11 +276,11 @@ def _names_the_same(out: Path, statement: bytes) -> bool:
 
 
 def _is_current(out: Path, layout: Layout, digests: FileDigests) -> bool:
-    """Whether `out` already is this pipeline: every file is there with the content that it would be given, every link
-    leads to its artifact, and there is nothing else."""
+    """Whether `out` is already this pipeline: every file has the right content, every link leads to its artifact, and
+    there is nothing else."""
 
     def same(name: str, path: str) -> bool:
-        if f"{name}/{path}" in layout.described:  # in place of the companion's own
+        if f"{name}/{path}" in layout.described:  # replaces the companion's own
             return True
         return digests.digest(out / name / path) == digests.digest(layout.companions[name] / path)
 

@@ -1,10 +1,10 @@
-"""The steps of one submodel, and whether they carry its weights.
+"""The steps of one submodel, with or without its weights.
 
-Where a chain's passes only move weights, they run without any: the first step's key holds the architecture in place of
-the checkpoint, so that all checkpoints and LoRAs share the graph, and BindWeights, the last step, fills it. Other
-chains carry their weights through every pass, and the plan's notes say why.
+If a chain's passes only move weights, they run without any: the first step's key holds the architecture instead of the
+checkpoint, so that all checkpoints and LoRAs share the graph, and the last step, BindWeights, fills it. Other chains
+carry their weights through every pass, and the plan's notes say why.
 
-What is known of a step before anything runs: whether the cache or the remote cache has it, and if not, why not (`look_up`).
+`look_up` finds a step's state before anything runs: in the cache, in the remote cache, or the reason to build it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from sdflow.store import Cache, Failure
 from sdflow.weights.structure import NEEDS
 
 MOST_SHOWN = 100
-"""Characters of an error, where a step has a line."""
+"""Maximum characters of an error in a step's line."""
 
 BIND_PASS = "BindWeights"
 
 
 @dataclass(frozen=True)
 class Chain:
-    """The steps of one submodel. `ready`: its checkpoint and its LoRAs are on this machine.
+    """The steps of one submodel. ready: whether its checkpoint and LoRAs are on this machine.
 
-    carried: the same passes with the weights carried, for when one looks at a weight; empty if `steps` carry them.
+    carried: the same passes with weights, used when one reads a weight; empty if `steps` carry them already.
     """
 
     submodel: str
@@ -54,7 +54,7 @@ def make_chain(
     loras: Sequence[LoraFile],
     cache: Cache,
 ) -> tuple[Chain, str | None]:
-    """The chain, and why it carries its weights, if it does."""
+    """Return the chain, and the reason if it carries its weights."""
 
     def make(index: int, spec: StepSpec) -> Step:
         return _step(pipeline, submodel, index, spec, source, loras, cache)
@@ -92,7 +92,7 @@ def _step(
     cache: Cache,
 ) -> Step:
     scripts = user_script_files(spec.pass_name, spec.folder) if is_user_pass(spec.pass_name) else ()
-    script_stamps = tuple(file_stamp(path) for path in scripts)  # before the pass is loaded and the digests are taken
+    script_stamps = tuple(file_stamp(path) for path in scripts)  # before loading the pass and computing digests
     implementation = registry.tried_pass(spec.pass_name, spec.folder)
     return Step(
         pipeline=pipeline.name,
@@ -112,8 +112,8 @@ def _step(
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step with what is known of it now. `action` is None while its input has yet to be built. "remote": it comes from the
-    remote cache. failure: how it failed since it was last built, or found in the cache."""
+    """A step with its current state. action: None until its input is built. "remote": available in the remote cache.
+    failure: its failure since it was last built or found in the cache."""
 
     step: Step
     state: Literal["cached", "remote", "to run"]
@@ -123,7 +123,7 @@ class PlannedStep:
     failure: Failure | None = None
 
     def seconds(self, cache: Cache) -> float | None:
-        """That the pass took when this step was last built, if that result is still in the cache."""
+        """Seconds that the pass took when this step was last built, if that result is still cached."""
         record = self.record
         if record is None and (action := cache.notes.last_action(self.step.id)) is not None:
             record = cache.lookup(action)
@@ -131,7 +131,7 @@ class PlannedStep:
 
 
 def look_up(chain: Chain, cache: Cache) -> list[PlannedStep]:
-    """A chain's steps, as the cache has them now; those that carry the weights, where one without is known to look at them."""
+    """Look up a chain's steps in the cache; the carried ones if a step without weights is known to read them."""
     planned = list(_each(chain.steps, chain.ready, cache))
     if any(each.action and each.state == "to run" and reads_weights(each.action, cache) for each in planned):
         return list(_each(chain.carried, chain.ready, cache))
@@ -165,22 +165,22 @@ def _each(steps: Sequence[Step], ready: bool, cache: Cache) -> Iterator[PlannedS
 
 
 def _why_not_cached(step: Step, action: Action, failure: Failure | None, cache: Cache) -> tuple[str, ...]:
-    """In words: that it failed, or what differs from the last build of the same step, or from its last attempt."""
+    """The failure, or the differences from the step's last build or last attempt, in words."""
     if failure is not None:
         begins = next(iter(failure.error.splitlines()), "")
         failed = f"failed {failure.at}: {begins if len(begins) <= MOST_SHOWN else begins[: MOST_SHOWN - 3] + '...'}"
         return (failed, *(f"changed since: {line}" for line in explain(failure.action, action)))
     last = cache.notes.last_action(step.id)
     if last is not None and last.digest == action.digest:
-        return ("its cached result is gone from the cache",)
+        return ("its result was removed from the cache",)
     return explain(last, action)
 
 
 def remember_reading(action: Action, cache: Cache) -> None:
-    """Note that a pass that ran without weights looked at one: the next run goes on with the weights at once."""
+    """Record that a pass without weights read one: the next run carries the weights from the start."""
     cache.notes.remember_step(f"reads weights/{action.digest}", action)
 
 
 def reads_weights(action: Action, cache: Cache) -> bool:
-    """Whether that is noted of this action."""
+    """Whether that is recorded for this action."""
     return cache.notes.last_action(f"reads weights/{action.digest}") == action

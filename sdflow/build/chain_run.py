@@ -1,16 +1,15 @@
-"""One chain's way through an execution: every step that is not cached runs in a process of its own.
+"""Runs one chain: every step that is not cached runs in its own process.
 
-From its first step on:
+For each step, from the first:
 
     action = the step's key, now that its input is known
-    if the cache has the action: go on with its artifact
-    else, holding the action's lock: look again (another process may just have built it); fetch it from the remote cache;
+    if the cache has the action: continue with its artifact
+    else, holding the action's lock: look again (another process may have built it); fetch it from the remote cache;
         check the input's content; run the pass into staging; check the pass's and the workflow's promises; publish
 
-A corrupt artifact that is about to be read goes to quarantine, and the chain starts again from its first step: all that
-is sound is found in the cache. A pass that was to run without weights and looked at one makes the chain start again
-with the weights carried, and the output says so. A checkpoint, LoRA or script that has changed since its digest was
-taken ends the run. A failure publishes nothing.
+A corrupt artifact found on reading is quarantined, and the chain restarts from its first step; intact results are still
+cached. If a pass without weights reads one, the chain restarts with the weights carried, and a note says so. A
+checkpoint, LoRA or script that changed after it was hashed ends the run. A failure publishes nothing.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ WORKER = "sdflow.passes.worker"
 
 @dataclass
 class ChainRun:
-    """One chain's way. Everything here happens in the chain's own thread.
+    """One run of a chain, in a thread of its own.
 
-    rebuild, check, keep_failed: see `sdflow.build.execute.Executor`. anew: the actions that either has built anew in this
-    execution; all its chains share the set. targets: pipeline -> its target. arrived: set once the chain builds, waits for
-    its turn, or has ended.
+    rebuild, check, keep_failed: see `sdflow.build.execute.Executor`. anew: the actions that rebuild or check has
+    already built in this execution, shared by all its chains. targets: pipeline -> its target. arrived: set once the
+    chain builds, waits for its turn, or has ended.
     """
 
     cache: Cache
@@ -59,7 +58,7 @@ class ChainRun:
     check: bool = False
     keep_failed: bool = False
     arrived: threading.Event = field(default_factory=threading.Event)
-    _left: int = field(default=0, init=False)  # how many of its steps are not finished
+    _left: int = field(default=0, init=False)  # number of unfinished steps
 
     def run(self, chain: Chain) -> tuple[FinishedStep, ...]:
         try:
@@ -81,7 +80,7 @@ class ChainRun:
             try:
                 return self._try_steps(steps)
             except CorruptArtifactError as corrupt:
-                if mended == len(steps):  # each artifact once; what is damaged more often has a cause that stays
+                if mended == len(steps):  # once per artifact; more points to a lasting cause
                     raise
                 mended += 1
                 self.listener.phase(steps[0], f"{corrupt.what}: building it again")
@@ -98,7 +97,7 @@ class ChainRun:
             try:
                 result = self._run_step(step, action, before)
             except (PassError, CheckpointError) as error:
-                if not isinstance(error, WeightValueRead | DamagedBase | InputChanged):  # those say nothing of the step
+                if not isinstance(error, WeightValueRead | DamagedBase | InputChanged):  # not the step's fault
                     said = str(error).removeprefix(f"{step.id} {step.name}").lstrip(": ")
                     self.cache.notes.remember_failure(step.id, action, said)
                 raise
@@ -117,9 +116,11 @@ class ChainRun:
         if cached is not None:
             return self._accept(step, action, cached, before)
         with self.cache.lock(
-            action, waiting=lambda: self.listener.phase(step, "it is being built already"), meanwhile=self.group.check
+            action,
+            waiting=lambda: self.listener.phase(step, "another process is building it"),
+            meanwhile=self.group.check,
         ):
-            fresh = fresh and action.digest not in self.anew  # another pipeline may have built it meanwhile
+            fresh = fresh and action.digest not in self.anew  # another pipeline may have built it by now
             cached = None if fresh else self.cache.lookup(action)
             if cached is not None:
                 return self._accept(step, action, cached, before)
@@ -132,7 +133,7 @@ class ChainRun:
         return FinishedStep(step, "built", record)
 
     def _fetch(self, step: Step, action: Action) -> Record | None:
-        """The result from the remote cache, if it has one that keeps what the workflow expects."""
+        """The result from the remote cache, if there is one that meets the workflow's `expect`."""
         record = self.cache.fetch(action, self.group.check)
         if record is None:
             return None
@@ -154,7 +155,7 @@ class ChainRun:
 
     def _build(self, step: Step, action: Action, before: Record | None, *, compare_with: Record | None) -> Record:
         if step.weights == "symbolic" and not self.rebuild and reads_weights(action, self.cache):
-            raise WeightValueRead("it looks at weights, an earlier run found", where=f"{step.id} {step.name}")
+            raise WeightValueRead("it reads weights, as an earlier run found", where=f"{step.id} {step.name}")
         if step.lacks:
             raise not_here([step], self.targets)
         with (
@@ -178,21 +179,21 @@ class ChainRun:
     def _run_pass(
         self, step: Step, action: Action, before: Record | None, base: ComparedBase | None, staging: Staging
     ) -> WorkerResult:
-        """Fill `staging`; the pass's promises and the workflow's are kept. A PassError says which step failed."""
+        """Fill `staging` and check the promises of the pass and the workflow. A PassError names the step."""
         try:
             worker = self._run_worker(step, before, base, staging)
             check_expectations(step, worker.value["facts"])
-            if step.name not in OWN | APPENDED:  # of others a pass is not trusted
+            if step.name not in OWN | APPENDED:  # other people's passes are not trusted
                 require_model(staging.files, step.name)
         except DamagedBase:
             assert base is not None
-            base.remember(None, self.cache.stat)  # if it is sound, what was noted is not
-            self.cache.check(base.record.artifact)  # puts it aside: the next attempt does without
+            base.remember(None, self.cache.stat)  # if the file is intact, the recorded sums are wrong
+            self.cache.check(base.record.artifact)  # quarantines it: the next attempt runs without it
             raise
         except PassError as error:
             if isinstance(error, WeightValueRead):
                 remember_reading(action, self.cache)
-            kept = f"\n  what it wrote is kept in {staging.path}-failed" if self.keep_failed else ""
+            kept = f"\n  its output is kept in {staging.path}-failed" if self.keep_failed else ""
             place = f"{step.id} {step.name}" + (f" at {error.where}" if error.where else "")
             raise type(error)(error.what, where=place, remedy=(error.remedy or "") + kept or None) from error
         return worker
@@ -206,7 +207,7 @@ class ChainRun:
         }
         if step.weights != "bound":
             return staging.publish(facts, built)
-        # BindWeights is sdflow's own: what it hashed and summed up while writing is not read again.
+        # BindWeights hashes its output while writing; it is not read again.
         sums, base_sums = worker.value["sums"]
         if base is not None and base_sums:
             base.remember(base_sums, self.cache.stat)
@@ -214,7 +215,7 @@ class ChainRun:
         return staging.publish(facts, built, worker.value["digests"], noted)
 
     def _bound_without_loras(self, step: Step, before: Record | None) -> ComparedBase | None:
-        """The same model without LoRAs, if it is cached: what they do not touch is copied from there."""
+        """The same model without LoRAs, if cached: parts that the LoRAs leave unchanged are copied from it."""
         if step.weights != "bound" or not step.loras or before is None:
             return None
         record = self.cache.lookup(step.without_loras().action(before.artifact.digest, self.cache.salt))
@@ -254,9 +255,9 @@ class ChainRun:
             except (PassError, CheckpointError) as error:
                 if self.keep_failed and isinstance(error, PassError):
                     shutil.copy(log, staging.path)
-                check_stamps(step.stamps)  # what it failed of may be just that
+                check_stamps(step.stamps)  # a change may be the cause of the failure
                 raise
-        check_stamps(step.stamps)  # to the last byte it read what the key says
+        check_stamps(step.stamps)  # the files stayed unchanged until the end
         if base is not None:
             base.check()
         return result
@@ -272,12 +273,12 @@ def _beyond_float16(step: Step, facts: Facts) -> str | None:
 
 
 def _weights(record: Record | None) -> int:
-    """Bytes of the weights of an artifact's graph, there or not."""
+    """Bytes of the weights of an artifact's graph, whether stored or not."""
     return sum(each["bytes"] for each in record.facts.get("dtypes", {}).values()) if record else 0
 
 
 def _memory(step: Step, before: Record | None) -> int:
-    """Bytes that a step takes at its peak, by what was measured: a pass that carries weights holds them up to four times."""
+    """Estimated peak memory of a step in bytes: a pass that carries weights was measured to hold up to four copies."""
     if step.weights != "carried":
         return MEMORY_PER_WORKER // (2 if step.weights == "bound" else 1)
     return MEMORY_PER_WORKER + 4 * (_weights(before) or sum(stamp["size"] for stamp in step.stamps))
@@ -286,7 +287,7 @@ def _memory(step: Step, before: Record | None) -> int:
 def _compare(step: Step, again: str, cached: Record) -> None:
     if again != cached.artifact.digest:
         raise VerificationError(
-            f"built again it gives {again[:12]}, the cache has {cached.artifact.digest[:12]}",
+            f"the rebuild gives {again[:12]}, the cache has {cached.artifact.digest[:12]}",
             where=f"{step.id} {step.name}",
             remedy="The pass is not deterministic, or other code built the cached result; --clean_cache replaces it.",
         )
@@ -295,7 +296,7 @@ def _compare(step: Step, again: str, cached: Record) -> None:
 def check_expectations(step: Step, facts: Facts) -> None:
     """Compare the workflow's `expect` with the operators that the pass counted.
 
-    Raises PassError that lists every count that differs.
+    Raises PassError with every count that differs.
     """
     operators: Mapping[str, int] = facts.get("operators", {})
     wrong = [

@@ -1,7 +1,7 @@
-"""What the model that a bind copies from is compared with while it is copied.
+"""Integrity check of the base model that BindWeights copies from, while it copies.
 
-Its data file is hashed, unless the sums of its pages are known: they were noted beside its digest, and hold while the file's
-stat is the same (`sdflow.store.stat_cache`). Then each byte that is read is compared all the same, at a twentieth of the cost.
+The data file is hashed, unless page sums are recorded for its digest; these hold while the file's stat is unchanged
+(`sdflow.store.stat_cache`). Sums still check every byte read, at a twentieth of the cost.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from sdflow.weights.stream import PAGE_SUMS
 
 @dataclass(frozen=True)
 class ComparedBase:
-    """A base, and what its data file must have: sha256 and, if they are known, the sums. stamp: from before they were
-    looked up. All three are None for a model without a data file."""
+    """A base, and the expected sha256 and, if known, sums of its data file. stamp: of the file, taken before the
+    lookup. All three are None for a model without a data file."""
 
     record: Record
     stamp: Stamp | None = None
@@ -25,19 +25,19 @@ class ComparedBase:
     sums: str | None = None
 
     def check(self) -> None:
-        """Once it was read. Raises InputChanged if the file is no longer the one that the sums or the digest are of."""
+        """Check after reading. Raises InputChanged if the file changed since the lookup."""
         if self.stamp is not None:
             check_stamps([self.stamp])
 
     def remember(self, sums: str | None, stats: StatCache) -> None:
-        """Note the sums of the file that was found to have its digest. None: those that were noted were wrong."""
+        """Record the sums of a file whose digest was verified. None: the recorded ones were wrong."""
         if self.stamp is not None:
             path = self.record.artifact.path / WEIGHTS_FILE
             stats.remember([Known(path, PAGE_SUMS, stamp_identity(self.stamp), sums or "")])
 
 
 def compared_base(record: Record, stats: StatCache) -> ComparedBase | None:
-    """How a base is compared; None if its file is gone by now."""
+    """How to check a base; None if its file is gone."""
     artifact = record.artifact
     sha256 = next((entry.sha256 for entry in artifact.files if entry.path == WEIGHTS_FILE), None)
     if sha256 is None:

@@ -1,6 +1,6 @@
-"""Runs a Plan: its pipelines, and the chains of each, side by side in threads; `sdflow.build.chain_run` is one chain's way.
+"""Run a Plan: its pipelines and their chains in parallel threads; `sdflow.build.chain_run` runs one chain.
 
-The first failure, or an interrupt, ends all workers at once, and is what is raised.
+The first failure or interrupt ends all workers and is raised.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from sdflow.store import Cache
 T = TypeVar("T")
 
 ARRIVAL_SECONDS = 0.3
-"""How long other chains wait at most for a longer one to look up what it has, and to be the first to build."""
+"""Maximum time that other chains wait for a longer one to finish its lookups, so that it can build first."""
 
 
 @dataclass
 class Executor:
     """How to run steps.
 
-    rebuild: build every step anew, once per run, and replace its entry (`--clean_cache`).
+    rebuild: build every step again, once per run, and replace its entry (`--clean_cache`).
     check: build cached steps again and compare digests, without replacing anything (`--check`).
-    keep_failed: leave the staging folder of a failed pass for inspection.
-    jobs: how many steps may run at a time; None: see `sdflow.processes.worker_group`.
-    workers: makes the group that runs them, of `jobs` and of what takes notes.
+    keep_failed: keep the staging folder of a failed pass for inspection.
+    jobs: maximum number of concurrent steps; None: see `sdflow.processes.worker_group`.
+    workers: creates the worker group from `jobs` and a function that receives notes.
     """
 
     cache: Cache
@@ -42,17 +42,17 @@ class Executor:
     keep_failed: bool = False
     jobs: int | None = None
     workers: Callable[[int | None, Callable[[str], None]], WorkerGroup] = WorkerGroup
-    _anew: set[str] = field(default_factory=set, init=False)  # the actions that `rebuild` or `check` have built
+    _anew: set[str] = field(default_factory=set, init=False)  # actions built by `rebuild` or `check`
 
     def __post_init__(self) -> None:
         if self.cache.remote is not None:
             self.cache.remote.tell = self.listener.note
 
     def run(self, plan: PipelinePlan) -> Steps:
-        """Run every chain of a pipeline; returns submodel -> its finished steps.
+        """Run every chain of a pipeline. Returns submodel -> its finished steps.
 
-        Raises PassError when a pass fails, CacheError when the cache cannot be written, VerificationError when
-        `check` finds a step that does not give the same bytes again.
+        Raises PassError if a pass fails, CacheError if the cache cannot be written, VerificationError if `check` finds
+        a step that does not reproduce its bytes.
         """
         with self._group() as group:
             return self._run_pipeline(plan, group)
@@ -60,11 +60,11 @@ class Executor:
     def run_all(
         self, plans: Sequence[PipelinePlan], then: Callable[[PipelinePlan, Steps, float, WorkerGroup], T]
     ) -> list[T]:
-        """Run pipelines, as many side by side as there may be steps; `then` is called with each that is
-        finished, with when it began (`time.perf_counter`), and with the group, for workers of its own: it ends with them.
+        """Run pipelines, as many in parallel as steps may run. `then` is called for each finished one with its start
+        (`time.perf_counter`) and the worker group, for more workers, which end with the group.
 
-        What several pipelines share is built once. Returns what `then` gave, in order. Raises as `run` does; the others
-        end with the first that fails.
+        Shared steps are built once. Returns the results of `then`, in order. Raises as `run` does; the first failure
+        ends all others.
         """
 
         def run(plan: PipelinePlan) -> T:
@@ -85,8 +85,8 @@ class Executor:
         return self.workers(self.jobs, self.listener.note)
 
     def _run_pipeline(self, plan: PipelinePlan, group: WorkerGroup) -> Steps:
-        # The group lets the longest chain go first of those that wait: it must not come when others have begun, though it has
-        # the most cached steps to look up.
+        # The group gives the longest waiting chain precedence. It has the most cached steps to look up, and must not
+        # arrive after others have begun.
         chains = plan.together
         longest_first = sorted(chains.items(), key=lambda named: -len(named[1].steps))
         futures: dict[str, Future[tuple[FinishedStep, ...]]] = {}
@@ -113,7 +113,7 @@ class Executor:
 
 
 def _wait(futures: Sequence[Future[Any]]) -> None:
-    """Wait for all, or until one fails: raises its error."""
+    """Wait for all, or until one fails; raises its error."""
     waiting = set(futures)
     while waiting:
         stop.check()

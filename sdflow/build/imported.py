@@ -1,7 +1,7 @@
-"""Structures that were made elsewhere and imported, on a machine that lacks what makes them (torch, olive-ai, diffusers).
+"""Imported structures, for machines without the packages that make them (torch, olive-ai, diffusers).
 
-The key of such a step holds the versions of packages that are not here. It takes them from the imported structure of the same
-architecture, pass and options: made with other versions it would be another structure, and the plan says with which.
+A step's key holds package versions, which are unknown here. They are taken from the imported structure of the same
+architecture, pass and options: other versions would make another structure. The plan names them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from sdflow.store import Cache
 
 
 def as_imported(steps: Sequence[Step], cache: Cache) -> tuple[Step, ...]:
-    """The steps of a structure, in order; where one of them cannot run here, each with the versions of the imported one.
+    """Return the steps of a structure, in order; if one cannot run here, each gets the imported structure's versions.
 
-    From the first that was not imported on, they stay without a key.
+    From the first step that was not imported on, steps have no key.
     """
     if not any(step.lacks for step in steps):
         return tuple(steps)
@@ -37,15 +37,15 @@ def as_imported(steps: Sequence[Step], cache: Cache) -> tuple[Step, ...]:
             break
         found.append(replace(step, uses=made.content["uses"]))
         record = cache.lookup(made)
-        if record is None:  # it was removed since
+        if record is None:  # it was removed meanwhile
             break
         before = record.artifact.digest
     return (*found, *steps[len(found) :])
 
 
 def _as_written_there(steps: Sequence[Step], cache: Cache) -> Sequence[Step]:
-    """The steps, with the config.json of an imported structure in place of the checkpoint's where both say the same and only
-    that was imported: entries that have their default values may be there or not."""
+    """The steps, with an imported structure's config.json in place of the checkpoint's, if both are equivalent and only
+    that one was imported: entries with default values may be present or absent."""
     first = steps[0]
     assert first.source is not None, "a step whose checkpoint is not here is not looked up"
     config = first.source.load["config"]
@@ -63,8 +63,8 @@ def _as_written_there(steps: Sequence[Step], cache: Cache) -> Sequence[Step]:
 
 
 def _choose(step: Step, candidates: Sequence[Action], cache: Cache) -> Action | None:
-    """Of structures that were made with other versions, one that is still here, then the one whose versions are most like
-    those of this machine, then the last that was imported."""
+    """Choose among structures made with other versions: one that is still cached, then the closest versions to this
+    machine's, then the last import."""
 
     def fit(candidate: Action) -> tuple[bool, int]:
         same = sum(candidate.content["uses"].get(name) == version for name, version in step.uses.items())
@@ -75,7 +75,7 @@ def _choose(step: Step, candidates: Sequence[Action], cache: Cache) -> Action | 
 
 
 def notes_for(chains: Mapping[str, Sequence[Step]]) -> list[str]:
-    """What the plan says of chains with steps that cannot run here: submodel -> steps."""
+    """The plan's notes on chains with steps that cannot run here. chains: submodel -> steps."""
     lacking = {name: [step for step in steps if step.lacks] for name, steps in chains.items()}
     imported = {name: steps for name, steps in lacking.items() if steps and all(step.has_key for step in steps)}
     if not imported:
@@ -106,14 +106,14 @@ def why_not_here(step: Step) -> str:
 
 
 def not_here(steps: Sequence[Step], targets: Mapping[str, str]) -> UsageError:
-    """What to tell of steps that are not cached and cannot run here, one or more. targets: pipeline -> its target."""
+    """The error for steps that are not cached and cannot run here. targets: pipeline -> its target."""
     missing = sorted({package for step in steps for package in step.lacks})
     structures = [step for step in steps if step.weights == "symbolic"]
     install = how_to_install(*missing)
     if len(structures) < len(steps):
         carried = next(step for step in steps if step.weights != "symbolic")
         return lacks(
-            f"{carried.id} {carried.name} is not cached, it works on the weights themselves, and so",
+            f"{carried.id} {carried.name} is not cached. It reads the weights themselves, and",
             missing,
             f"Build it on a machine that has them ({install}). `sdflow plan` says why the chain carries its weights.",
         )
@@ -135,7 +135,7 @@ def not_here(steps: Sequence[Step], targets: Mapping[str, str]) -> UsageError:
 
 
 def _architecture(step: Step) -> str | None:
-    """The shipped architecture whose submodel has this step's config; None where none has."""
+    """The shipped architecture whose submodel has this step's config; None if there is none."""
     assert step.source is not None, "a step whose checkpoint is not here was not looked up"
     config = step.source.load["config"]
     part = part_of(step.source.load, step.submodel)

@@ -1,4 +1,4 @@
-"""What a pipeline is built from, besides sdflow: the files that a lock pins and that its provenance names."""
+"""The inputs of a pipeline other than sdflow: the files that a lock pins and that its provenance names."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ LORA = "LoRA"
 
 @dataclass(frozen=True)
 class Input:
-    """role: "model", "component NAME", "ControlNet NAME", "IP-Adapter 1", "LoRA". reference: as in the workflow. origin: what
-    identifies its content: kind, commit, path, files. place: where its files are, if that is known."""
+    """role: "model", "component NAME", "ControlNet NAME", "IP-Adapter 1", "LoRA". reference: as in the workflow.
+    origin:
+    identifies the content: kind, commit, path, files. place: the folder or file, if known."""
 
     role: str
     reference: str
@@ -29,7 +30,7 @@ class Input:
 
     @property
     def commit(self) -> str | None:
-        """Of the hub's repository."""
+        """The commit of the hub repository, if any."""
         return self.origin.get("commit")
 
 
@@ -61,14 +62,14 @@ def _path(origin: Mapping[str, Any]) -> Path | None:
 
 
 def scripts_of(plan: PipelinePlan) -> list[Path]:
-    """The user's scripts that its passes are in, and the files that these import."""
+    """The user scripts of the pipeline's passes, with the files that they import."""
     chains = plan.together.values()
     steps = (step for chain in chains for step in (*chain.steps, *chain.carried))
     return sorted({Path(stamp["path"]) for step in steps for stamp in step.script_stamps})
 
 
 def packages_of(plan: PipelinePlan) -> dict[str, str]:
-    """Distribution -> version, of those that are part of its keys."""
+    """Distribution -> version, for those in the pipeline's keys."""
     return dict(
         sorted({(k, v) for chain in plan.together.values() for step in chain.steps for k, v in step.uses.items()})
     )

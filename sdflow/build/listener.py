@@ -1,4 +1,4 @@
-"""What is told of an execution: to whom, while it goes on; and each step, when it has ended."""
+"""Events of an execution for listeners, and the result of a finished step."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Outcome = Literal["cached", "fetched", "built", "checked"]
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """A step after execution. "fetched": from the remote cache. "checked": built again beside the cached result, with an
-    equal digest."""
+    """A step after execution. "fetched": from the remote cache. "checked": built again, with the digest of the cached
+    result."""
 
     step: Step
     outcome: Outcome
@@ -33,15 +33,15 @@ Steps = Mapping[str, tuple[FinishedStep, ...]]
 
 @dataclass(frozen=True)
 class Expected:
-    """What is about to run. chains: (pipeline, submodel) -> the ids of its steps. cached: of those, the steps that the cache has;
-    None where that is not known. seconds: step -> how long it took when it last ran."""
+    """The upcoming work. chains: (pipeline, submodel) -> step ids. cached: the steps in the cache; None if unknown.
+    seconds: step -> its last duration."""
 
     chains: Mapping[tuple[str, str], tuple[str, ...]]
     cached: frozenset[str] | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     def nothing_to_build(self) -> str | None:
-        """What is said first of a run whose steps are all cached."""
+        """The message if all steps are cached."""
         every = [step for steps in self.chains.values() for step in steps]
         if not every or self.cached is None or not self.cached.issuperset(every):
             return None
@@ -49,12 +49,12 @@ class Expected:
 
 
 class Listener(Protocol):
-    """Observes an execution; decides nothing. `note` is for what concerns no single step and should stay on the screen;
-    `doing` for work that is no step, such as a verification: what it is, and its phase, which is "" when it ends.
-    `expected` comes before anything runs, where that is known.
+    """Observes an execution. `expected` comes before anything runs, if known. `note` is for lasting messages that
+    belong to no single step; `doing` for work outside steps, such as a verification: its name, and its phase, "" at the
+    end.
 
-    Several steps may run at a time, each reported from a thread of its own. `started`: the step runs from now on; one
-    that comes from the cache is only `finished`.
+    Steps may run concurrently, each reported from its own thread. `started`: the step runs from now on; a cached one is
+    only reported as `finished`.
     """
 
     def expected(self, expected: Expected) -> None: ...

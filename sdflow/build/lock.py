@@ -1,7 +1,7 @@
-"""`WORKFLOW.lock`: the inputs that a workflow was locked to, so that a build takes those or none.
+"""`WORKFLOW.lock`: pins a workflow's inputs, so that builds use exactly those or fail.
 
-What a repository of the hub was when the lock was written is loaded by its commit. Everything else is compared: the content of
-files, the user's scripts, the versions of the packages that are part of cache keys, and the steps.
+Hub repositories are loaded at their locked commit. Everything else is compared: file content, user scripts, package
+versions in cache keys, and the steps.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from sdflow.sources.reference import HubReference, LocalReference, parse_referen
 from sdflow.store import Cache
 
 MOST_TOLD = 5
-"""Differences that a message names."""
+"""Maximum differences that a message names."""
 
 
 def lock_path(workflow: Path) -> Path:
-    """Beside the workflow; in the working directory for one that ships with sdflow."""
+    """The lock's path: next to the workflow; in the working directory for a shipped workflow."""
     lock = Path(f"{workflow.name}.lock")
     return lock if _ships(workflow) else _shown(workflow.with_name(lock.name))
 
@@ -43,17 +43,17 @@ def _ships(workflow: Path) -> bool:
 
 
 def _shown(path: Path) -> Path:
-    """From the working directory where it lies in that: messages name it."""
+    """The path for messages: relative if it is in the working directory."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _command(workflow: Path) -> str:
-    """What writes the lock of a workflow."""
+    """The command that writes the lock of a workflow."""
     return f"sdflow lock {workflow.stem if _ships(workflow) else shlex.quote(str(_shown(workflow)))}"
 
 
 def write_lock(workflow: Workflow, cache: Cache) -> tuple[Path, Lock]:
-    """Lock a workflow to its inputs as they are now; what is on the hub is downloaded."""
+    """Lock a workflow to its current inputs, downloading those on the hub."""
     path = lock_path(workflow.path)
     lock = lock_of(make_plan(workflow, cache, download=True), path.parent)
     with os_errors_as("the lock cannot be written", path):
@@ -62,7 +62,7 @@ def write_lock(workflow: Workflow, cache: Cache) -> tuple[Path, Lock]:
 
 
 def read_lock(workflow: Path) -> Lock:
-    """The lock of a workflow. Raises UsageError where it is missing or is none."""
+    """Read the lock of a workflow. Raises UsageError if it is missing or invalid."""
     path = lock_path(workflow)
     remedy = f"Write it: {_command(workflow)}"
     try:
@@ -71,14 +71,14 @@ def read_lock(workflow: Path) -> Lock:
         what = "there is no lock" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
         raise UsageError(what, where=str(path), remedy=remedy) from error
     except ValidationError as error:
-        raise UsageError(f"is no lock: {first_problem(error)}", where=str(path), remedy=remedy) from error
+        raise UsageError(f"is not a valid lock: {first_problem(error)}", where=str(path), remedy=remedy) from error
     except ValueError as error:
-        raise UsageError(f"is no lock: {error}", where=str(path), remedy=remedy) from error
+        raise UsageError(f"is not a valid lock: {error}", where=str(path), remedy=remedy) from error
 
 
 def pin(workflow: Workflow, lock: Lock) -> Workflow:
-    """The workflow with its references to the hub at the locked commits. Raises UsageError for one that is not in the lock:
-    nothing of it is downloaded."""
+    """Pin the workflow's hub references to the locked commits. Raises UsageError, before any download, for a reference
+    that is not in the lock."""
     commits = lock.commits()
 
     def at(reference: str) -> str:
@@ -86,7 +86,7 @@ def pin(workflow: Workflow, lock: Lock) -> Workflow:
             return commits[reference]
         try:
             unknown = isinstance(parse_reference(reference), HubReference)
-        except CheckpointError:  # it is told when it is opened
+        except CheckpointError:  # reported when it is opened
             unknown = False
         if unknown:
             raise _refused(workflow.path, [f"{reference} is not in the lock"])
@@ -110,7 +110,7 @@ def pin(workflow: Workflow, lock: Lock) -> Workflow:
 
 
 def locked_plan(workflow: Workflow, cache: Cache, *, download: bool = False) -> Plan:
-    """The plan of a workflow from the inputs in its lock. Raises UsageError, naming what differs, where they are not those."""
+    """Plan a workflow with its locked inputs. Raises UsageError with the differences if the inputs do not match."""
     lock = read_lock(workflow.path)
     plan = make_plan(pin(workflow, lock), cache, download=download)
     require_locked(plan, lock)
@@ -118,14 +118,14 @@ def locked_plan(workflow: Workflow, cache: Cache, *, download: bool = False) -> 
 
 
 def require_locked(plan: Plan, lock: Lock) -> None:
-    """Raises UsageError, naming what differs, where a plan, made of a pinned workflow, is not what is locked."""
+    """Raises UsageError with the differences if the plan of a pinned workflow does not match its lock."""
     path = lock_path(plan.workflow.path)
     if found := list(differences(lock_of(plan, path.parent), lock.at_commits())):
         raise _refused(plan.workflow.path, found)
 
 
 def lock_of(plan: Plan, folder: Path) -> Lock:
-    """What a plan would be locked to. folder: of the lock. Raises CheckpointError for a model that is not on this machine."""
+    """The lock of a plan. folder: of the lock. Raises CheckpointError if a model is not on this machine."""
     inputs: dict[str, LockedInput] = {}
     scripts: dict[str, str] = {}
     packages: dict[str, str] = {}
@@ -172,9 +172,9 @@ def _step(step: Step, folder: Path) -> str:
 def _refused(workflow: Path, found: list[str]) -> UsageError:
     more = [f"and {len(found) - MOST_TOLD} more"] if len(found) > MOST_TOLD else []
     return UsageError(
-        "\n".join(["not what is locked:", *(f"  {each}" for each in (*found[:MOST_TOLD], *more))]),
+        "\n".join(["does not match the lock:", *(f"  {each}" for each in (*found[:MOST_TOLD], *more))]),
         where=str(lock_path(workflow)),
-        remedy=f"Put back what is locked, or renew the lock: {_command(workflow)}",
+        remedy=f"Restore the locked inputs, or renew the lock: {_command(workflow)}",
     )
 
 
@@ -186,7 +186,7 @@ def _spelled(reference: str, folder: Path) -> str:
 
 
 def _relative(path: Path, folder: Path) -> str:
-    """Relative where it can be: the project is then the same in another place."""
+    """A relative path if possible, so that the project can be moved."""
     try:
         return Path(os.path.relpath(path.resolve(), folder.resolve())).as_posix()
     except ValueError:  # Windows: two drives

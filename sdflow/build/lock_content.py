@@ -1,4 +1,4 @@
-"""What a lock says, and how two of them differ, in words."""
+"""The content of a lock, and the differences between two, in words."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class LockedInput(_Form):
 
 
 class LockedChain(_Form):
-    """What a submodel is made of and by."""
+    """The checkpoint and the steps of a submodel."""
 
-    checkpoint: Annotated[Digest, Field(description="SHA-256 of what identifies its weights and configuration.")]
+    checkpoint: Annotated[Digest, Field(description="SHA-256 that identifies its weights and configuration.")]
     steps: Annotated[list[str], Field(description="Pass, its version, and SHA-256 of its options with all defaults.")]
 
 
@@ -49,11 +49,11 @@ class Lock(_Form):
     pipelines: dict[str, LockedPipeline]
 
     def commits(self) -> dict[str, str]:
-        """Reference to the hub -> the same at its commit."""
+        """Hub reference -> the same reference at its commit."""
         return {name: _at(name, each.commit) for name, each in self.inputs.items() if each.commit is not None}
 
     def at_commits(self) -> Lock:
-        """The same with every reference to the hub at its commit, as a pinned workflow has it."""
+        """The lock with every hub reference at its commit, as in a pinned workflow."""
         commits = self.commits()
         inputs: dict[str, LockedInput] = {}
         for name, each in self.inputs.items():
@@ -75,14 +75,14 @@ class Lock(_Form):
 
 
 def differences(found: Lock, locked: Lock) -> Iterator[str]:
-    """What is otherwise than locked, in words. What is locked and not asked for is no difference: one target of several."""
+    """Differences from the lock, in words. Locked entries that were not requested, such as other targets, are none."""
     for name, one in found.inputs.items():
         other = locked.inputs.get(name)
         if other is None:
             yield f"{name} is not in the lock"
             continue
         if one.commit != other.commit:
-            yield f"{name} is at commit {one.commit}, and locked at {other.commit}"
+            yield f"{name} is at commit {one.commit}, but locked at {other.commit}"
         for file, sha256 in one.files.items():
             if file not in other.files:
                 yield f"{name}: the file {file} is not in the lock"
@@ -94,7 +94,7 @@ def differences(found: Lock, locked: Lock) -> Iterator[str]:
             if name not in there:
                 yield f"the {what} {name} is not in the lock"
             elif there[name] != value:
-                yield f"the {what} {name} is {value}, and locked as {there[name]}"
+                yield f"the {what} {name} is {value}, but locked as {there[name]}"
     for name, pipeline in found.pipelines.items():
         if name not in locked.pipelines:
             yield f"the pipeline {name} is not in the lock, only {', '.join(locked.pipelines)}"
@@ -106,21 +106,21 @@ def _of_pipeline(name: str, found: LockedPipeline, locked: LockedPipeline) -> It
     for key in ("target", "model", "loras", "lora_files"):
         here, there = getattr(found, key), getattr(locked, key)
         if here != there:
-            yield f"{name}: {key} {_words(here)}, and locked as {_words(there)}"
+            yield f"{name}: {key} {_words(here)}, but locked as {_words(there)}"
     if [*found.submodels] != [*locked.submodels] and {*found.submodels} != {*locked.submodels}:
-        yield f"{name}: it builds {', '.join(found.submodels)}, and locked are {', '.join(locked.submodels)}"
+        yield f"{name}: it builds {', '.join(found.submodels)}, but the lock has {', '.join(locked.submodels)}"
     for submodel in found.submodels.keys() & locked.submodels.keys():
         one, other = found.submodels[submodel], locked.submodels[submodel]
         if one.checkpoint != other.checkpoint:
-            yield f"{name}/{submodel}: its weights or its configuration have changed"
+            yield f"{name}/{submodel}: its weights or its configuration changed"
         for index, (step, before) in enumerate(zip(one.steps, other.steps, strict=False)):
             if step != before:
                 same = step.split()[:-1] == before.split()[:-1]
                 yield f"{name}/{submodel}/{index}: {step.rpartition(' ')[0]}" + (
-                    " has other options than are locked" if same else f", and locked is {before.rpartition(' ')[0]}"
+                    " has options that differ from the lock" if same else f", but locked as {before.rpartition(' ')[0]}"
                 )
         if len(one.steps) != len(other.steps):
-            yield f"{name}/{submodel}: {len(one.steps)} steps, and locked are {len(other.steps)}"
+            yield f"{name}/{submodel}: {len(one.steps)} steps, but the lock has {len(other.steps)}"
 
 
 def _words(value: str | list[str]) -> str:
@@ -128,7 +128,7 @@ def _words(value: str | list[str]) -> str:
 
 
 def add_input(inputs: dict[str, LockedInput], name: str, found: LockedInput) -> None:
-    """A reference may stand in several places, and another part of its files be read for each."""
+    """Add an input; a reference may occur several times, with different files each."""
     known = inputs.get(name, found)
     inputs[name] = LockedInput(commit=found.commit, files={**known.files, **found.files})
 

@@ -1,4 +1,4 @@
-"""Whether a workflow's model is one that its chains can build: what `sdflow validate` and `sdflow plan` refuse alike."""
+"""Check whether a workflow's chains can build its model, for `sdflow validate` and `sdflow plan`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from sdflow.families import any_family
 
 
 def input_problems(workflow: Workflow) -> list[Problem]:
-    """What is wrong with the models and the LoRAs of a workflow that are on this machine, from their headers and configurations
-    alone."""
+    """Problems of a workflow's local models and LoRAs, found from headers and configurations alone."""
     found: dict[Problem, None] = {}
     for pipeline in _with_refiners(workflow):
         try:
@@ -40,8 +39,8 @@ def _problem(mark: Mark, error: CheckpointError | UsageError) -> Problem:
 
 
 def require_buildable_model(pipeline: PipelineSpec, checkpoint: sources.Checkpoint) -> None:
-    """Raises CheckpointError for a checkpoint of another family than the workflow's chains are for, UsageError for one that
-    they are not enough for."""
+    """Raises CheckpointError if the checkpoint's family is not the one of the workflow's chains, UsageError if
+    submodels are missing from it."""
     known, family = (*any_family.optional_submodels(), *checkpoint.family.lacks), checkpoint.family
     absent = [name for name in pipeline.submodels if name not in checkpoint.submodels and name not in known]
     if others := [name for name in absent if name not in family.submodels]:
@@ -61,7 +60,7 @@ def require_buildable_model(pipeline: PipelineSpec, checkpoint: sources.Checkpoi
 
 
 def _remedy(pipeline: PipelineSpec, checkpoint: sources.Checkpoint) -> str:
-    """Where what a checkpoint lacks may come from: a file's components may be put into a whole model."""
+    """Suggest a source for missing submodels: a file's components can replace those of a whole model."""
     family = checkpoint.family
     held = [name for name in family.exchangeable if family.components[name][0].name in checkpoint.submodels]
     if checkpoint.provenance.get("kind") != "single_file" or len(held) < len(family.exchangeable):
@@ -81,7 +80,7 @@ def _with_refiners(workflow: Workflow) -> Iterator[PipelineSpec]:
 
 
 class _HeadersAlone:
-    """FileDigests that reads no weights: what is opened with it has no identity."""
+    """FileDigests that reads no weights; checkpoints opened with it have no identity."""
 
     def digest(self, path: Path) -> str:
         return ""
@@ -91,13 +90,13 @@ class _HeadersAlone:
 
 
 def _require_parts(pipeline: PipelineSpec, checkpoint: sources.Checkpoint) -> None:
-    """Raises UsageError when the workflow draws or verifies, and has no chain for a submodel that this takes."""
+    """Raises UsageError if the workflow generates or verifies images without a chain for a required submodel."""
     family = checkpoint.family
     configs = {name: part.load["config"] for name, part in checkpoint.submodels.items()}
     family.require_nets_fit(configs)
     built = set(pipeline.submodels)
     missing = [name for name in family.needed(configs) if name not in built]
-    # A workflow of a few submodels verifies each of them, and draws with none.
+    # A workflow of only a few submodels verifies each of them, and generates with none.
     draws = pipeline.verify is not None and {family.denoiser, family.decoder} <= built
     if missing and (draws or pipeline.evaluate.image is not None):
         raise UsageError(
@@ -116,8 +115,8 @@ def _require_parts(pipeline: PipelineSpec, checkpoint: sources.Checkpoint) -> No
 
 
 def _require_sizes(pipeline: PipelineSpec, checkpoint: sources.Checkpoint) -> None:
-    """Raises UsageError for a size of an image that the model's graphs cannot have."""
-    multiple = checkpoint.facts.get("granularity", 1)  # a checkpoint of a few submodels has no facts, and draws nothing
+    """Raises UsageError for an image size that the model's graphs do not support."""
+    multiple = checkpoint.facts.get("granularity", 1)  # a checkpoint of only a few submodels has no facts
     for key, spec in (("evaluate.image", pipeline.evaluate.image), ("verify", pipeline.verify)):
         for name in ("height", "width"):
             pixels = getattr(spec, name, None)

@@ -1,7 +1,7 @@
-"""What lies where in a pipeline folder, before any of it is written.
+"""The layout of a pipeline folder, before any of it is written.
 
-A refiner lies within its base's folder, as a pipeline folder of its own. What of it is the base's, down to the bytes, is a
-link to that: it is there once, in copies too.
+A refiner is a pipeline folder within its base's folder. Artifacts that both share byte for byte are links there, even
+in copies, and stored once.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Content:
-    """What a pipeline is made of.
+    """The content of a pipeline.
 
-    parts: submodel -> artifact. companions: as of the family -> folder; small, always copied. origin: what they were built
-    from, for sdflow.json. options: as of the family, for model_index.json. changed: JSON in place of companions' files, by
-    companion/file.
+    parts: submodel -> artifact. companions: the family's -> folder; small, always copied. origin: how they were built,
+    for sdflow.json. options: the family's, for model_index.json. changed: companion/file -> JSON that replaces the
+    file.
     """
 
     parts: Mapping[str, Artifact]
@@ -60,8 +60,9 @@ class Content:
 
 @dataclass(frozen=True)
 class Layout:
-    """What lies where, by POSIX path. parts: the artifacts, each a folder. links: to folders of the same pipeline, by what the
-    link says. companions: the folders that are copied. described: files, by their content."""
+    """What goes where, by POSIX path. parts: artifacts, each a folder. links: to folders of the same pipeline -> link
+    target.
+    companions: copied folders. described: files -> their content."""
 
     manifest: Manifest
     parts: Mapping[str, Artifact]
@@ -71,7 +72,7 @@ class Layout:
 
 
 def lay_out(content: Content, refiner: Content | None, *, copy: bool) -> Layout:
-    """The layout of a pipeline's folder, and of its refiner's in it. copy: submodels are copied, not linked."""
+    """The layout of a pipeline's folder, including its refiner's. copy: submodels are copied, not linked."""
     if refiner is None:
         return _one(content, copy)
     inside = _one(refiner, copy, {} if sys.platform == "win32" else _shared(content, refiner))
@@ -86,7 +87,7 @@ def lay_out(content: Content, refiner: Content | None, *, copy: bool) -> Layout:
 
 
 def _shared(content: Content, refiner: Content) -> dict[str, str]:
-    """What of the refiner is the base's -> where that lies, from the refiner's folder."""
+    """Submodels that the refiner shares with the base -> their path from the refiner's folder."""
     return {
         name: f"../{name}"
         for name, artifact in refiner.parts.items()
@@ -101,7 +102,7 @@ def _within(found: Mapping[str, T]) -> dict[str, T]:
 def _one(
     content: Content, copy: bool, links: Mapping[str, str] | None = None, more: Mapping[str, Any] | None = None
 ) -> Layout:
-    """One pipeline's. more: files beside it."""
+    """The layout of one pipeline. more: additional files."""
     links = links or {}
     parts = {name: artifact for name, artifact in content.parts.items() if name not in links}
     files = [INDEX_FILE, MANIFEST_FILE, *links, *(more or {})]
@@ -121,7 +122,7 @@ def _one(
 
 
 def _index(family: Family, content: Content) -> bytes:
-    """model_index.json: by it diffusers knows the folder."""
+    """model_index.json, by which diffusers recognizes the folder."""
     components: dict[str, Any] = {
         "_class_name": family.assembled_as[_task(family, content.parts)],
         "_diffusers_version": _diffusers_version(content.origin),
@@ -137,7 +138,7 @@ def _index(family: Family, content: Content) -> bytes:
     if family.checker is not None:
         components["requires_safety_checker"] = family.checker in content.parts
     for name, folder in content.companions.items():
-        # Old checkpoints name classes that transformers 5 no longer has.
+        # Old checkpoints name classes that transformers 5 has removed.
         companion = family.companions[name]
         config = content.changed.get(f"{name}/{companion.file}")
         named = companion.class_name or (
@@ -149,7 +150,7 @@ def _index(family: Family, content: Content) -> bytes:
 
 
 def _diffusers_version(origin: Origin) -> str:
-    """The installed one; where there is none, the one that its graphs were made with."""
+    """The installed version, or else the one that made the graphs."""
     made_with = (step.uses.get("diffusers") for chain in origin.chains.values() for step in chain.steps)
     return found_version("diffusers") or next(filter(None, made_with), None) or distribution_version("diffusers")
 
@@ -159,7 +160,7 @@ def _json(content: Mapping[str, Any]) -> bytes:
 
 
 def _task(family: Family, parts: Mapping[str, Artifact]) -> Task:
-    """As far as the configs can be read: what is wrong with one is told when it is verified or loaded."""
+    """The task, from the readable configs: verifying or loading reports broken ones."""
     configs = {}
     for name, artifact in parts.items():
         with suppress(OSError, ValueError):
@@ -173,14 +174,14 @@ def _named_class(file: Path) -> str:
 
 
 def of_refiner(steps: Steps) -> Steps:
-    """The steps of a pipeline's refiner, by its own submodels."""
+    """The steps of a pipeline's refiner, by the refiner's submodel names."""
     begins = f"{REFINER}/"
     return {name.removeprefix(begins): chain for name, chain in steps.items() if name.startswith(begins)}
 
 
 def content_of(plan: PipelinePlan, steps: Steps, *, verified: str | None) -> Content:
-    """What goes into the folder of a pipeline whose steps are finished. verified: the level that it passed, or is held to before
-    it takes its place; None: not verified."""
+    """The content of a pipeline folder whose steps are finished. verified: the level that it passed, or must pass
+    before it is published; None: not verified."""
     assert plan.checkpoint is not None, "planned with download=True"
     return Content(
         {chain.submodel: steps[chain.submodel][-1].record.artifact for chain in plan.chains},
@@ -192,7 +193,7 @@ def content_of(plan: PipelinePlan, steps: Steps, *, verified: str | None) -> Con
 
 
 def origin_of(plan: PipelinePlan, steps: Steps) -> Origin:
-    """Where every file of a pipeline came from, and what was measured on it."""
+    """Where each file of a pipeline comes from, with the facts measured on it."""
     pipeline = plan.pipeline
     loras = (
         MergedLora(lora.reference, spec.weight_name, lora.sha256, lora.scale, lora.commit)
@@ -227,7 +228,7 @@ def origin_of(plan: PipelinePlan, steps: Steps) -> Origin:
 
 
 def _as_written(spec: StepSpec) -> WrittenPass:
-    """A step as the workflow has it, for `sdflow.run.bake`; the path of a user's pass made absolute."""
+    """A step as the workflow has it, for `sdflow.run.bake`; the path of a user's pass is made absolute."""
     name = str((spec.folder / spec.pass_name).absolute()) if is_user_pass(spec.pass_name) else spec.pass_name
     return WrittenPass(name, dict(spec.options))
 

@@ -1,11 +1,10 @@
-"""Workflow to Plan: for every step of every chain its action (the cache key), whether it is cached, and why not.
+"""Plan a workflow: for every step of every chain its action (the cache key), whether it is cached, and if not, why.
 
-Planning reads the workflow, the checkpoint's and the LoRAs' digests (cached by file stat) and the cache's index. It
-imports neither torch nor onnx nor olive, and nothing leaves the machine.
+Planning reads the workflow, the digests of checkpoints and LoRAs (cached by file stat) and the cache's index. It
+imports neither torch nor onnx nor olive, and sends nothing to the network.
 
-A step's key holds the digest of its *input's content*. So the key of a step is known only once the step before has been
-built; until then the plan says so. It also means that a step which gives the same bytes as last time ends the rebuild
-there.
+A step's key holds the digest of its *input's content*, so it is known only once the previous step is built; until then
+the plan says so. It also means that a rebuild stops at a step which reproduces its bytes.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from sdflow.store import Cache
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """One pipeline: its chains, where its checkpoint comes from, and what was left out and why. few_steps: what the names of
-    the model and the LoRAs say of how it draws, and `because`. refiner: what is built with it."""
+    """One pipeline: its chains, its checkpoint, and notes on what was left out. few_steps: defaults for generating that
+    the names of model and LoRAs imply, and the reason, `because`. refiner: the plan of its refiner."""
 
     pipeline: PipelineSpec
     checkpoint: sources.Checkpoint | None
@@ -47,7 +46,7 @@ class PipelinePlan:
 
     @property
     def together(self) -> dict[str, Chain]:
-        """All chains that are built for it: submodel -> chain, and `refiner/SUBMODEL`."""
+        """All its chains: submodel -> chain, with the refiner's as `refiner/SUBMODEL`."""
         own = {chain.submodel: chain for chain in self.chains}
         return own if self.refiner is None else own | {
             f"{REFINER}/{name}": chain for name, chain in self.refiner.together.items()
@@ -55,42 +54,42 @@ class PipelinePlan:
 
     @property
     def targets(self) -> dict[str, str]:
-        """Pipeline -> its target: its own, and its refiner's."""
+        """Pipeline name -> target, including the refiner's."""
         more = self.refiner.targets if self.refiner is not None else {}
         return {self.pipeline.name: self.pipeline.target, **more}
 
     @property
     def every_note(self) -> tuple[str, ...]:
-        """Its notes, and those of its refiner."""
+        """Its notes, including its refiner's."""
         more = self.refiner.notes if self.refiner is not None else ()
         return (*self.notes, *(f"{REFINER}: {note}" for note in more))
 
     def steps(self, cache: Cache) -> Iterator[PlannedStep]:
-        """Each step as cached or to run, looked up in `cache` now."""
+        """Look up each step in `cache` now."""
         for chain in self.chains:
             yield from look_up(chain, cache)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a workflow asks for, in order."""
+    """All pipelines of a workflow, in order."""
 
     workflow: Workflow
     pipelines: tuple[PipelinePlan, ...]
 
     @property
     def every(self) -> Iterator[PipelinePlan]:
-        """The pipelines, each refiner behind its base."""
+        """The pipelines, each followed by its refiner."""
         for pipeline in self.pipelines:
             yield from (pipeline,) if pipeline.refiner is None else (pipeline, pipeline.refiner)
 
     def steps(self, cache: Cache) -> list[PlannedStep]:
-        """Each step of them all as cached or to run, looked up in `cache` now."""
+        """Look up each step of every pipeline in `cache` now."""
         return [step for pipeline in self.every for step in pipeline.steps(cache)]
 
     def require_buildable(self, cache: Cache, *, rebuild: bool = False) -> None:
-        """Raises UsageError, naming all of them, for steps that are to run and whose packages (torch, olive-ai, ...) are not
-        installed. rebuild: steps that are cached are run, too."""
+        """Raises UsageError naming all steps to run whose packages (torch, olive-ai, ...) are not installed. rebuild:
+        cached steps run, too."""
         lacking = [each for each in self.steps(cache) if each.step.lacks]
         missing = [each.step for each in lacking if rebuild or each.state == "to run"]
         if missing and rebuild:
@@ -101,8 +100,8 @@ class Plan:
             raise not_here(missing, targets)
 
     def expected(self, cache: Cache, *, anew: bool = False) -> Expected:
-        """What a run is about to do, as far as the cache knows. anew: cached steps run as well. A remote cache is not asked: then
-        what is cached is not known."""
+        """The upcoming work, as far as the cache knows. anew: cached steps run, too. With a remote cache, which is not
+        queried, the cached steps are unknown."""
         chains = {
             (step.pipeline, step.submodel): tuple(each.id for each in chain.steps)
             for pipeline in self.every
@@ -120,10 +119,10 @@ class Plan:
 def make_plan(workflow: Workflow, cache: Cache, *, download: bool = False) -> Plan:
     """Plan a workflow against a cache.
 
-    download: fetch hub checkpoints and LoRAs that are not on this machine yet. Without it they are planned as
-        "to run: not downloaded yet".
+    download: fetch hub checkpoints and LoRAs that are missing here. Without it, their steps are planned as "to run: not
+        downloaded yet".
 
-    Raises CheckpointError for a checkpoint or LoRA that cannot be used.
+    Raises CheckpointError for an unusable checkpoint or LoRA.
     """
     opened: dict[tuple[str, str], sources.Checkpoint | None] = {}
     loras: dict[tuple[str, str | None], LoraFile | None] = {}
@@ -186,7 +185,7 @@ def _plan_pipeline(
             notes.append(
                 f"the workflow leaves out {submodel}"
                 if parts.get(submodel) in left_out
-                else f"the checkpoint has no {submodel}: it is left out"
+                else f"the checkpoint has no {submodel}: it is not built"
             )
             continue
         chain, why = make_chain(pipeline, submodel, specs, source, loras, cache)
@@ -196,7 +195,7 @@ def _plan_pipeline(
         if why is not None:
             carried.setdefault(why, []).append(submodel)
     for why, submodels in carried.items():
-        notes.append(f"{', '.join(submodels)}: the weights are carried through every pass: {why}")
+        notes.append(f"{', '.join(submodels)}: every pass carries the weights: {why}")
     notes += notes_for({chain.submodel: chain.steps for chain in chains})
     few_steps: dict[str, Any] = {}
     if checkpoint is not None:
@@ -212,26 +211,26 @@ def _plan_pipeline(
             said["scheduler"] = known_scheduler(said["scheduler"], "generate.scheduler", schedulers)
         checkpoint = replace(checkpoint, said=said)
         if few_steps:
-            notes.append(f"{few_steps['because']}: it draws with {spelled(said)}, where nobody says otherwise")
+            notes.append(f"{few_steps['because']}: default settings: {spelled(said)}")
     return PipelinePlan(pipeline, checkpoint, tuple(loras), tuple(chains), tuple(notes), few_steps)
 
 
 def _require_merge(lora: LoraFile, spec: LoraSpec, pipeline: PipelineSpec) -> None:
-    """A LoRA's tensors must not be left out in silence because a chain has no step for them."""
+    """Raises WorkflowError if a chain has no step for the LoRA's tensors, which would otherwise be dropped silently."""
     for submodel in lora.submodels:
         steps = pipeline.submodels.get(submodel, ())
         if submodel in pipeline.submodels and not any(
             registry.tried_pass(step.pass_name, step.folder).takes_loras for step in steps
         ):
             problem = f"the LoRA {spec.reference} changes the {submodel}, whose chain has no step that merges LoRAs"
-            remedy = f"add {{pass: LoraMerge}} behind OnnxConversion in submodels.{submodel}.passes"
+            remedy = f"add {{pass: LoraMerge}} after OnnxConversion in submodels.{submodel}.passes"
             raise WorkflowError([spec.mark.problem(problem, remedy)])
 
 
 def _open_lora(spec: LoraSpec, cache: Cache, download: bool) -> LoraFile | None:
     try:
         path = sources.find_lora(spec.reference, spec.weight_name, download=download)
-        stamp = file_stamp(path)  # before the digest: a file that changes in between is then refused when it is read
+        stamp = file_stamp(path)  # before the digest, so that a change in between is found on reading
         submodels = sources.lora_submodels(path)
         digest = sources.lora_digest(path, cache.stat)
     except sources.CheckpointNotLocal:

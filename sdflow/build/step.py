@@ -1,4 +1,4 @@
-"""A step of a plan: a pass with its options and its part of the input, and the key that all of it makes."""
+"""A step of a plan: a pass with its options and its share of the input, and the key made from them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ ACTION_FORMAT = 2
 
 @dataclass(frozen=True)
 class LoraFile:
-    """A LoRA on disk: the digest of its content, its scale, how the workflow calls it, and the submodels it changes.
+    """A LoRA on disk: its content's digest, its scale, its reference in the workflow, and the submodels it changes.
 
-    stamp: of the file, from before it was read. commit: of the hub's repository that it is from.
+    stamp: of the file, taken before it was read. commit: of its hub repository.
     """
 
     reference: str
@@ -38,13 +38,13 @@ class LoraFile:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of one pipeline. `id` is stable between runs: `explain` compares the step with its last build by it.
+    """One step of one pipeline. `id` is stable between runs: `explain` uses it to find the step's last build.
 
     source: the submodel's checkpoint; None while it is not on this machine.
-    weights: "carried" with the graph; "symbolic": the graph has recipes in their place; "bound": put in by this step.
-    script_stamps: of the user's scripts, from before they were read.
-    lacks: distributions that its pass needs and this machine does not have: it cannot run here. `uses` then has the versions
-        that its structure was made with elsewhere, or those alone that are known.
+    weights: "carried" with the graph; "symbolic": the graph has recipes in their place; "bound": added by this step.
+    script_stamps: of user scripts, taken before they were read.
+    lacks: distributions that its pass needs and this machine lacks, so that it cannot run here. `uses` then has the
+        versions that its structure was made with elsewhere, or only the known ones.
     """
 
     pipeline: str
@@ -63,7 +63,7 @@ class Step:
 
     @property
     def has_key(self) -> bool:
-        """Whether all the versions are known that are part of its key."""
+        """Whether all versions in its key are known."""
         return set(self.uses) >= set(self.implementation.uses)
 
     @property
@@ -81,11 +81,11 @@ class Step:
 
     @property
     def imported(self) -> tuple[tuple[str, ...], ...]:
-        """What the step's process has imported when it starts. A user's script gets a process that is new throughout."""
+        """Modules that the step's process may have imported at its start. A user script gets a new process."""
         return () if is_user_pass(self.name) else self.implementation.imports
 
     def action(self, before: str | None, salt: str) -> Action:
-        """The step's action. before: the tree digest of the step before; None for the first step."""
+        """The step's action. before: tree digest of the previous step's artifact; None for the first step."""
         assert self.source is not None, "a step whose checkpoint is not here has no key"
         inputs: dict[str, Any] = {"model": before}
         if before is None and self.weights == "symbolic":
@@ -119,7 +119,7 @@ class Step:
 
     @property
     def stamps(self) -> list[Stamp]:
-        """Of every file that the pass reads and its key holds the content of, but for what lies in the cache."""
+        """Stamps of every file outside the cache that the pass reads and its key covers."""
         return [*sources.stamps_of(self.load), *(lora.stamp for lora in self.loras), *self.script_stamps]
 
     @property
@@ -129,5 +129,5 @@ class Step:
         return str(self.source.load["family"])
 
     def without_loras(self) -> Step:
-        """The same step for the checkpoint alone."""
+        """The same step for the checkpoint without LoRAs."""
         return replace(self, loras=())

@@ -1,4 +1,4 @@
-"""The command line. `main` turns every foreseen failure into a message on standard error and its exit status."""
+"""The command line. `main` turns foreseen failures into a message on standard error and an exit status."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from sdflow.errors import SdflowError, UsageError, require_utf8
 INTERRUPTED = 130
 AS_JSON = "--json"
 ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
-"""Ctrl-C, a polite kill, and the terminal that is closed."""
+"""Ctrl-C, a plain kill, and a closed terminal."""
 SECONDS_TO_END = 2.5
 _GOODBYE = "interrupted: nothing was left half-written; the next run goes on from here"
 
 
 def main() -> NoReturn:
-    """Entry point of the `sdflow` command. Exit status: see the README, "Commands"."""
+    """Entry point of the `sdflow` command. The README, "Commands", lists its exit statuses."""
     try:
         _main()
     finally:
@@ -47,7 +47,7 @@ def _main() -> NoReturn:
             _require_utf8()
             app()
         except SystemExit:
-            sys.stdout.flush()  # a full disk shows here, where it can be told
+            sys.stdout.flush()  # a full disk shows here, where it can be reported
             raise
     except SdflowError as error:
         _fail(error)
@@ -59,24 +59,24 @@ def _main() -> NoReturn:
             raise
         _fail(told)
     except stop.Stopped:
-        for number in ENDING:  # at the interpreter's end they would kill it again
+        for number in ENDING:  # while the interpreter exits they would kill it again
             signal.signal(number, signal.SIG_IGN)
         say(_GOODBYE)
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output has gone: nobody to tell
+        sys.stderr.close()  # the reader of our output has gone
         sys.exit(0)
     except OSError as error:
         if not _output_fails():
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest of the output
         say(f"error: standard output cannot be written: {error.strerror}")
         sys.exit(UsageError.exit_code)
     sys.exit(0)
 
 
 def _fail(error: SdflowError) -> NoReturn:
-    """Ends with the message on standard error, and with --json as a document on standard output too."""
+    """Print the message on standard error, and with --json a document on standard output too, and exit."""
     say(f"error: {error}")
     if AS_JSON in sys.argv[1:]:
         from sdflow.report.output import print_error
@@ -88,24 +88,25 @@ def _fail(error: SdflowError) -> NoReturn:
 
 
 def _open_standard_streams() -> None:
-    """Those that the caller closed: a file that is opened would take the number of one, and what a library prints go into it."""
+    """Open standard streams that the caller closed: another file would get their numbers, and with it library
+    output."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(number)
     if sys.stdin is None:
-        sys.stdin = Path(os.devnull).open()  # noqa: SIM115 - it is open as long as the process lives
+        sys.stdin = Path(os.devnull).open()  # noqa: SIM115 - open for the life of the process
     if sys.stdout is None:
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     if sys.stderr is None:
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
     if isinstance(
         sys.stdout, io.TextIOWrapper
-    ):  # what its encoding lacks is spelled \\xe9: no reason to fail after the work
+    ):  # escape characters that the encoding lacks instead of failing after the work
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _require_utf8() -> None:
-    """Raises UsageError for arguments, settings, and a current folder that could not be written down when all is done."""
+    """Raises UsageError for arguments, settings or a current folder that are not UTF-8, before any work is done."""
     arguments = sys.argv[1:]
     if "--help" in arguments:
         return
@@ -119,7 +120,7 @@ def _require_utf8() -> None:
 
 
 def _give_up_unwritable() -> None:
-    """What is left to print to a closed terminal is nothing to fail for: Python would make it exit status 120."""
+    """Drop remaining output if the terminal is closed: Python would exit with status 120."""
     for stream in (sys.stdout, sys.stderr):
         if stream.closed:
             continue
@@ -130,7 +131,7 @@ def _give_up_unwritable() -> None:
 
 
 def _output_fails() -> bool:
-    """Whether nothing more can be printed. A line end is tried: of what failed nothing is left in a buffer to try again."""
+    """Whether printing fails. Writes a line end directly: a failed buffered write would be tried again."""
     try:
         os.write(sys.stdout.fileno(), b"\n")
     except OSError:
@@ -139,25 +140,25 @@ def _output_fails() -> bool:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """One of ENDING: the first ends all in order, others change nothing."""
+    """Handle a signal of ENDING: the first one ends everything in order, later ones change nothing."""
     if stop.requested():
         return
     stop.tell()
-    stop.end_children()  # before anything here sees them end, or lets go of them
+    stop.end_children()  # before our code sees them end, or drops them
     raise stop.Stopped
 
 
 def _watch_signals() -> None:
-    """End all at the latest SECONDS_TO_END after a signal that `_interrupt` is there for, as a kill ends it: workers die with
-    this process, and the next run clears their folders away.
+    """End the process SECONDS_TO_END after a signal of `_interrupt` at the latest, as a kill would: workers die with
+    it, and the next run removes their folders.
 
-    A handler runs in the main thread, between two of its Python instructions; a library's one may last for seconds. So a
-    thread of its own is told by the system, through a socket, and ends what a library started at once.
+    A handler runs in the main thread, between two Python instructions; a library call may last for seconds. So the
+    system notifies a separate thread through a socket, and that thread ends a library's child processes at once.
     """
     here, told = socket.socketpair()
     told.setblocking(False)
     signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
-    if hasattr(os, "register_at_fork"):  # a signal to a child that was forked is not one to this process
+    if hasattr(os, "register_at_fork"):  # a signal to a forked child is not for this process
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
     def watch() -> None:
@@ -174,7 +175,7 @@ def _watch_signals() -> None:
 
 def _end_now() -> None:
     stop.end_children(seconds_to_clear=0)
-    below = "\n" if os.isatty(2) else ""  # of a line that is drawn again and again
+    below = "\n" if os.isatty(2) else ""  # below a live progress line
     with suppress(OSError):
         os.write(2, f"{below}{_GOODBYE}\n".encode())
     os._exit(INTERRUPTED)

@@ -1,4 +1,4 @@
-"""The commands and their options. Each body imports what it needs, so that `--help` is quick."""
+"""The commands and their options. Each body imports what it needs, to keep `--help` fast."""
 
 from __future__ import annotations
 

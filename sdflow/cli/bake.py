@@ -1,4 +1,4 @@
-"""`sdflow bake`: LoRAs into a pipeline that was built before."""
+"""`sdflow bake`: merge LoRAs into an existing pipeline."""
 
 from __future__ import annotations
 

@@ -179,8 +179,8 @@ def tune(
 
 
 def hold_to_pytorch(pipeline: Path, target: Target, cache: Path) -> None:
-    """Verify the submodels with what was chosen. Where that does not pass, or cannot be done, nothing stays chosen: raises
-    what the verification raises, VerificationError where a submodel fails."""
+    """Verify the submodels with the chosen options, and drop the choice unless they pass. Raises VerificationError if a
+    submodel fails, or whatever the verification raises."""
     from sdflow.config.workflow import VerifySpec
     from sdflow.errors import SdflowError, VerificationError
     from sdflow.runtime.files.recorded_tuning import record_tuning
@@ -230,7 +230,7 @@ def _require_references(pipeline: Path, count: int) -> None:
 
 
 def _own(pipeline: Path) -> Defaults:
-    """What an image from text takes where the caller says nothing."""
+    """The defaults of text-to-image generation."""
     from sdflow.manifest import read_manifest
     from sdflow.runtime.files.folder import folder_defaults
 
@@ -239,7 +239,7 @@ def _own(pipeline: Path) -> Defaults:
 
 
 def _own_size(pipeline: Path) -> int:
-    """Pixels of the model's own images."""
+    """The model's native image size in pixels."""
     from sdflow.manifest import read_manifest
     from sdflow.runtime.files.folder import folder_latents
 

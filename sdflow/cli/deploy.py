@@ -1,4 +1,4 @@
-"""`sdflow deploy`, `query`, `status`, `terminate`: servers in the background."""
+"""`sdflow deploy`, `query`, `status`, `terminate`: servers that run in the background."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Name = Annotated[str, typer.Argument(help="Name of the deployment.", metavar="NA
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 picks a free one.")]
 
 OWN = ("name", "pipeline", "api_key_file", "json")
-"""What `deploy` itself does something with; all else goes to the server as it was said."""
+"""Options that `deploy` handles itself; all others are passed to the server."""
 
 TEXTS = {name: each if each.read is None else replace(each, kind=str, read=None) for name, each in SERVED.items()}
-"""The settings that `query` takes; the server reads them."""
+"""The settings of `query`, passed as text; the server parses them."""
 
 
 @needs("DRAWS", "SERVES")
@@ -42,7 +42,7 @@ def deploy(context: typer.Context, name: Name, json: AsJson = False, **said: Any
     from sdflow.serve.http.server import access_of
     from sdflow.serve.on_ray.spread import read_spread
 
-    # what can be told at once is told here, and not in the log
+    # Check early, so that mistakes show here instead of in the log.
     access_of(said["host"], said["api_key_file"], (), no_auth=said["no_auth"], admin_key_file=said["admin_key_file"])
     Models(
         read_all_served(said["pipeline"], require_verified=said["require_verified"], check=False),  # the server checks
@@ -65,7 +65,7 @@ def deploy(context: typer.Context, name: Name, json: AsJson = False, **said: Any
 
 
 def _given_options(context: typer.Context) -> list[str]:
-    """The options that were said, or stand in the environment, as `serve` takes them; paths from the root."""
+    """Options set on the command line or in the environment, as arguments for `serve`, with absolute paths."""
     spelled = []
     for option in context.command.params:
         name = option.name or ""
@@ -134,7 +134,7 @@ def query(
 
 
 def _lora(text: str) -> dict[str, Any]:
-    """NAME or NAME:SCALE, as a request has it. Raises UsageError."""
+    """Parse NAME or NAME:SCALE into a request's form. Raises UsageError."""
     from sdflow.errors import UsageError
 
     name, scale = text.rsplit(":", 1) if ":" in text else (text, "1")

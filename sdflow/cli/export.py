@@ -1,4 +1,4 @@
-"""`sdflow export`: a built pipeline for other programs."""
+"""`sdflow export`: export a built pipeline for other programs."""
 
 from __future__ import annotations
 

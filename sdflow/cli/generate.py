@@ -1,4 +1,4 @@
-"""`sdflow generate`: images from a built pipeline."""
+"""`sdflow generate`: generate images with a built pipeline."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def generate(
     from sdflow.report.generate import print_generate
     from sdflow.runtime.generate import generate as draw
 
-    read_manifest(pipeline)  # a folder that is none is told before a bar is drawn
+    read_manifest(pipeline)  # report an invalid folder before the progress bar appears
     wanted = [*(prompt or ()), *(read_prompts(prompts) if prompts is not None else ())]
     values, notes = read_options(OPTIONS, given), tuple[str, ...]()
     if settings_from is not None:
@@ -72,7 +72,7 @@ def generate(
 
 
 def _on_a_page(context: typer.Context, pipeline: Path) -> None:
-    """Serve the pipeline to this machine alone, and open the page. Raises UsageError for options that the page has."""
+    """Serve the pipeline on this machine only, and open the page. Raises UsageError for options set on the page."""
     from sdflow.cli.serve import serve
 
     given = [name for name in context.params if name not in ("pipeline", "interactive") and _is_said(context, name)]
@@ -86,7 +86,7 @@ def _on_a_page(context: typer.Context, pipeline: Path) -> None:
 
 @contextmanager
 def image_progress() -> Iterator[Progress]:
-    """What is told of the drawing, for this standard error."""
+    """Yield a progress display for this standard error."""
     from sdflow.runtime.generate import Progress
 
     console = live_console()
@@ -113,7 +113,7 @@ class _Lines:
         self._said = 0.0
 
     def step(self, label: str, done: int, total: int) -> None:
-        """The last step of an image is always told."""
+        """Print a step at most once per SECONDS_BETWEEN, and always an image's last one."""
         now = time.perf_counter()
         if done == total or now - self._said >= self.SECONDS_BETWEEN:
             self._said = now
@@ -121,15 +121,15 @@ class _Lines:
 
 
 ANY_OF: Mapping[str, tuple[str, ...]] = {"embeddings": ("embeddings", "embedding_folder")}
-"""The options that give an input, where it is not the one of its name."""
+"""Options that provide an input, where several do."""
 
 
 def with_settings_of(
     path: Path, context: typer.Context, options: Mapping[str, Parameter], given: Mapping[str, Any], prompts: list[str]
 ) -> tuple[list[str], dict[str, Any], tuple[str, ...]]:
-    """The prompts and the values of options, with the image's where the command line has none; and what cannot be taken over.
+    """Return prompts and option values, taken from an image unless the command line sets them, and notes on the rest.
 
-    Raises UsageError for an image that was drawn from files which are not named again.
+    Raises UsageError if the image was generated from files that the command line does not name.
     """
     from sdflow.families.image_text_reading import read_image_settings
 

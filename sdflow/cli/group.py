@@ -1,4 +1,4 @@
-"""Commands by name; one that is not there is answered with the one that was meant."""
+"""Command lookup by name, with a suggestion for unknown ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SYNONYMS = {
     "providers": "targets", "list": "cache ls", "ls": "cache ls", "clean": "cache clean", "gc": "cache gc",
     "version": "--version", "help": "--help",
 }  # fmt: skip
-"""What other programs call it."""
+"""Names that other programs use -> our commands."""
 CACHE_SYNONYMS = {
     "list": "ls", "show": "ls", "check": "verify", "prune": "gc", "shrink": "gc", "clear": "clean", "purge": "clean",
     "rm": "clean", "remove": "clean", "upload": "push", "download": "pull", "fetch": "pull", "keygen": "key",
@@ -28,7 +28,7 @@ CACHE_SYNONYMS = {
 
 
 _TYPERS: Any = typer.BadParameter.__mro__[1]
-"""click's UsageError, which typer exports under no name."""
+"""click's UsageError, which typer does not export by name."""
 
 
 class Commands(GroupedCommands):
@@ -37,7 +37,7 @@ class Commands(GroupedCommands):
     synonyms = SYNONYMS
 
     def invoke(self, ctx: Any) -> Any:
-        """What typer says of options goes to standard error; with --json it is a document on standard output too."""
+        """Report typer's usage errors on standard error; with --json as a document on standard output too."""
         try:
             return super().invoke(ctx)
         except _TYPERS as error:
@@ -51,7 +51,7 @@ class Commands(GroupedCommands):
             raise
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Raises UsageError for a command that is not there, with the nearest."""
+        """Raises UsageError for an unknown command, and suggests the nearest."""
         if not args or args[0] in self.commands:
             return super().resolve_command(ctx, args)
         from sdflow.errors import UsageError
@@ -71,7 +71,7 @@ class Commands(GroupedCommands):
         return self.synonyms.get(close[0], close[0]) if close else None
 
     def _for_file(self, name: str) -> str | None:
-        """The command that takes what is given in a command's place."""
+        """The command for a file or folder given in a command's place."""
         suffix = Path(name).suffix.lower()
         if suffix in (".yaml", ".yml"):
             return f"run {name}"
@@ -81,7 +81,7 @@ class Commands(GroupedCommands):
 
 
 class CacheCommands(Commands):
-    """Those of `sdflow cache`."""
+    """The commands of `sdflow cache`."""
 
     synonyms = CACHE_SYNONYMS
 

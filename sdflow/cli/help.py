@@ -1,7 +1,6 @@
-"""`--help`: commands and options in groups, an example for each command, no text cut off.
+"""`--help`: commands and options in groups, an example for each command, nothing truncated.
 
-A command's group and example are in `GROUPS`, an option's group is in `PANELS`: one table each, so that a new command or option
-needs no more than its name there.
+`GROUPS` holds each command's group and example, `PANELS` each option's group. Add new names there.
 """
 
 from __future__ import annotations
@@ -104,12 +103,12 @@ PANELS: Mapping[str, str] = {
     "Output": "out overwrite results html report collect sheet preview previews log_prompts traces interactive quiet verbose "
     "json",
 }
-"""Group of options -> names of parameters, in the order in which they are shown. What is in none is under "Options"."""
+"""Group of options -> parameter names, in display order. All others appear under "Options"."""
 
 _PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names.split()}
 _ORDER = [*_PANEL_OF]
 _FEW = 6
-"""So many options need no groups."""
+"""Up to this many options need no groups."""
 _TYPES = {"int": "N", "float": "X", "str": "TEXT", "Path": "PATH", "path": "PATH"}
 EXIT_STATUS = (
     "0 done; 1 `doctor` found a problem; 2 bad usage or workflow; 3 a pass failed; 4 verification failed; 5 the target is "
@@ -131,7 +130,7 @@ def arrange(app: typer.Typer, groups: Mapping[str, Mapping[str, str]]) -> None:
 
 
 def first_sentence(command: Any) -> str:
-    """What the list of commands says of one."""
+    """A command's summary in the list of commands."""
     text = " ".join((command.help or "").split("\n\n")[0].split())
     return re.split(r"\.(?:\s|$)", text)[0]
 
@@ -204,5 +203,5 @@ def _typed(option: str) -> str:
 
 
 def _switch(text: str) -> str:
-    """The default of a switch as "on" or "off": click has the option's name."""
+    """Show the default of a switch as "on" or "off", where click shows the option's name."""
     return re.sub(r"\[default: (no-)?[\w-]+\]", lambda found: f"[default: {'off' if found[1] else 'on'}]", text)

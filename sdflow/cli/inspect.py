@@ -1,4 +1,4 @@
-"""`sdflow inspect`: what a file or folder is; `sdflow init`: a workflow for it."""
+"""`sdflow inspect`: identify a file or folder; `sdflow init`: write a workflow for it."""
 
 from __future__ import annotations
 

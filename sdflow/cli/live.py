@@ -1,6 +1,6 @@
-"""The live view: a line for each submodel that is being built, a bar over all steps, and what is done besides.
+"""The live view: a line per submodel being built, one per other activity, and a bar over all steps.
 
-A submodel whose steps are finished becomes one line above, which stays.
+A finished submodel becomes a permanent line above.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Chain = tuple[str, str]
 """Pipeline and submodel."""
 
 WORTH_ESTIMATING = 5.0
-"""Seconds: an estimate of less is not shown."""
+"""Estimates below this many seconds are not shown."""
 BAR = 24
 
 
 class LiveView:
-    """Draws frames of what runs now; `end` prints what was left of it."""
+    """Renders frames of the current activity; `end` prints what remains."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -68,7 +68,7 @@ class LiveView:
         self._besides[what] = phase, begun, spinner
 
     def started(self, step: Step) -> None:
-        # A chain runs one step at a time: a step takes the place of what its submodel did before.
+        # A chain runs one step at a time: a new step replaces the submodel's previous one.
         ids = self._expected.chains.get((step.pipeline, step.submodel), ())
         seconds = self._expected.seconds.get(step.id)
         self._running[step.pipeline, step.submodel] = _Running(step, len(ids), seconds, self._unicode)
@@ -85,30 +85,31 @@ class LiveView:
         chain = result.step.pipeline, result.step.submodel
         self._running.pop(chain, None)
         with self._lock:
-            done = [each for each in self._done.get(chain, []) if each.step.index < result.step.index]  # it began anew
+            # A restarted chain drops its earlier results.
+            done = [each for each in self._done.get(chain, []) if each.step.index < result.step.index]
             self._done[chain] = [*done, result]
             if len(self._done[chain]) >= len(self._expected.chains.get(chain, ())):
                 self._collapse(chain)
 
     def _collapse(self, chain: Chain) -> None:
-        """The line of a submodel whose steps are finished, unless it came from the cache and another pipeline has told of it."""
+        """Print a finished submodel's line, unless it is cached and another pipeline's line covers it."""
         steps = self._done[chain]
         ran = [each for each in steps if each.ran]
         known = self._told.issuperset(each.record.action.digest for each in steps)
         self._told.update(each.record.action.digest for each in steps)
-        every = self._expected.nothing_to_build() is not None  # that was said of all
+        every = self._expected.nothing_to_build() is not None  # announced for all of them
         if (known or every) and not ran:
             return
         self._say(f"{'✓' if self._unicode else '+'} {' '.join(chain)}: {_words(steps, ran)}", style="green")
 
     def end(self) -> None:
-        """Tell of submodels that had another number of steps than was expected."""
+        """Print submodels whose number of steps differed from the expected one."""
         for chain, steps in self._done.items():
             if not self._told.issuperset(each.record.action.digest for each in steps):
                 self._collapse(chain)
 
     def frame(self) -> Group:
-        """What is on the screen now: as many lines as fit, none of them wrapped."""
+        """The current screen: as many lines as fit, none of them wrapped."""
         from rich.console import Group
         from rich.text import Text
 
@@ -127,7 +128,8 @@ class LiveView:
         return Group(*lines, *([] if bar is None else [bar]))
 
     def _bar(self, now: float, room: int) -> Text | None:
-        """ "━━━━──── 5 of 11 steps, 32.1 s, up to 41 s left", once it is known how many there are, until all are done."""
+        """ "━━━━──── 5 of 11 steps, 32.1 s, up to 41 s left"; None before the total is known and
+        after the last step."""
         from rich.text import Text
 
         total = sum(map(len, self._expected.chains.values()))
@@ -148,7 +150,7 @@ class LiveView:
         return line
 
     def _left(self, now: float) -> float | None:
-        """Seconds that the steps to come took last time, one after the other; None where one of them never ran."""
+        """Seconds that the remaining steps took last time, in sequence; None if one of them never ran."""
         cached, seconds = self._expected.cached, self._expected.seconds
         if cached is None:
             return None
@@ -178,14 +180,14 @@ def _spinner(unicode: bool) -> Spinner:
 
 
 def _one_line(line: object, heads: Sequence[str], phrase: str, room: int, unicode: bool) -> Text:
-    """A spinner, the longest head that fits, and the phrase where there is room: at most `room` columns less one."""
+    """A spinner, the longest head that fits, and the phrase if there is room: at most `room` - 1 columns."""
     from rich.cells import cell_len
     from rich.text import Text
 
     assert isinstance(line, Text)
     overflow: OverflowMethod = "ellipsis" if unicode else "crop"
     heads = [in_one_line(each) for each in heads]
-    room -= 2  # the spinner, and the column where a terminal would go to the next line
+    room -= 2  # the spinner, and the column where a terminal would wrap
     text = next((head for head in heads if cell_len(head) <= room), heads[-1])
     if room - cell_len(text) >= LEAST_PHRASE:
         text += f": {in_one_line(phrase)}"
@@ -196,11 +198,11 @@ def _one_line(line: object, heads: Sequence[str], phrase: str, room: int, unicod
 
 
 LEAST_PHRASE = 12
-"""Columns: where fewer are left, the phase is not shown."""
+"""The phase is hidden if fewer columns are left."""
 
 
 class _Running:
-    """What is shown of a step that runs. steps: of its submodel, 0 where that is not known. seconds: it took last time."""
+    """The display of a running step. steps: of its submodel, 0 if unknown. seconds: the last duration."""
 
     def __init__(self, step: Step, steps: int, seconds: float | None, unicode: bool) -> None:
         self.step = step
@@ -211,7 +213,7 @@ class _Running:
         self._spinner = _spinner(unicode)
 
     def line(self, now: float, room: int) -> Text:
-        """At most `room` columns. Where they are few, whole words are left out; what is cut off is at the line's end."""
+        """The line in at most `room` columns: narrow terminals drop whole words first, then cut off the end."""
         step = self.step
         took = f"{spell_seconds(now - self.begun):>8}"
         if self._seconds is not None and self._seconds >= WORTH_ESTIMATING:

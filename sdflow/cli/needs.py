@@ -1,4 +1,4 @@
-"""What commands need to be installed: told before they do anything else. Importing this imports nothing."""
+"""Package requirements of commands, checked before anything else. Importing this module imports nothing."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ R = TypeVar("R")
 def needs(
     *what: Literal["DRAWS", "REFERENCE", "SERVES"], unless: tuple[str, ...] = ()
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Of a command that needs these of `sdflow.machine.packages`: it raises UsageError where one is not installed.
+    """Decorate a command to raise UsageError unless these packages of `sdflow.machine.packages` are installed.
 
-    unless: parameters with which it only reads files of results.
+    unless: parameters that make the command read result files only, without the packages.
     """
 
     def decorate(command: Callable[P, R]) -> Callable[P, R]:
-        @wraps(command)  # typer reads the options off its signature
+        @wraps(command)  # typer reads the options from its signature
         def checked(*arguments: P.args, **options: P.kwargs) -> R:
             from sdflow.machine import packages
 

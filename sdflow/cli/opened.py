@@ -1,4 +1,4 @@
-"""The workflow and the cache that a command works with, and the remote that goes with it."""
+"""Open the workflow and the cache of a command, with the cache's remote."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def load(path: Path, overrides: Sequence[str] | None, targets: Sequence[str] | None) -> Workflow:
-    """A workflow file, or one that ships with sdflow, by name. Raises WorkflowError."""
+    """Load a workflow by path, or a shipped one by name. Raises WorkflowError."""
     from sdflow.config import load_workflow
     from sdflow.passes.registry import catalog
 
@@ -22,7 +22,7 @@ def load(path: Path, overrides: Sequence[str] | None, targets: Sequence[str] | N
 
 
 def cache_folder(given: Path | None) -> Path:
-    """The folder that `--cache` or $SDFLOW_CACHE names, or the default one."""
+    """The folder from `--cache` or $SDFLOW_CACHE, or the default one."""
     if given is not None:
         return given
     from sdflow.store.default import default_cache
@@ -31,7 +31,7 @@ def cache_folder(given: Path | None) -> Path:
 
 
 def made_here(given: Path | None) -> str | None:
-    """What to say of a cache that is about to be made where nobody named a folder; None where it is there, or was named."""
+    """The notice that the default cache will be created; None if it exists, or the user named a folder."""
     root = cache_folder(given)
     if given is not None or root.exists():
         return None
@@ -41,11 +41,11 @@ def made_here(given: Path | None) -> str | None:
 def open_cache(
     given: Path | None, workflows: Sequence[Workflow] = (), *, rehash: bool = False, url: str | None = None
 ) -> Cache:
-    """The cache in a folder, None: the default one, with the remote of these workflows, or the one that `url` or
-    $SDFLOW_REMOTE_CACHE names.
+    """Open the cache in a folder (None: the default one) with the remote of these workflows, of `url` or of
+    $SDFLOW_REMOTE_CACHE.
 
-    Raises UsageError for workflows that name different ones, a URL that nothing knows, a key that is none, and for a root
-    that is a file.
+    Raises UsageError for workflows with different remotes, an unsupported URL, an invalid key, and a root that is a
+    file.
     """
     from sdflow.errors import UsageError, require_utf8
     from sdflow.onnx_model.tensor_offsets import tensor_offsets

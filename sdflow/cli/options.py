@@ -1,4 +1,4 @@
-"""Options of commands from declared parameters (`sdflow.parameter`)."""
+"""Command options from declared parameters (`sdflow.parameter`)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Command = Callable[..., Any]
 
 
 def takes(declared: Mapping[str, Parameter]) -> Callable[[Command], Command]:
-    """A command takes these parameters as options, in place of its last argument, `**given`."""
+    """Decorate a command: add these parameters as options in place of its last argument, `**given`."""
     return _with([_option(name, each) for name, each in declared.items()])
 
 
 def with_options_of(command: Command, **others: inspect.Parameter) -> Callable[[Command], Command]:
-    """A command takes the options of another in place of its last argument, except that those in `others`, by name, are as
-    given there."""
+    """Decorate a command: add another command's options in place of its last argument, with those in `others`
+    replaced."""
     taken = inspect.signature(command, eval_str=True).parameters.values()
     return _with([others.get(each.name, each) for each in taken])
 
@@ -31,7 +31,7 @@ def _with(options: Sequence[inspect.Parameter]) -> Callable[[Command], Command]:
     def taking(function: Command) -> Command:
         own = list(inspect.signature(function, eval_str=True).parameters.values())[:-1]
         ordered = sorted([*own[:2], *options, *own[2:]], key=lambda each: each.default is not each.empty)
-        function.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]  # which typer reads
+        function.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]  # read by typer
         return function
 
     return taking
@@ -58,8 +58,8 @@ _TYPED = (bool, int, float, str, Path)
 
 
 def read_options(declared: Mapping[str, Parameter], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of options by parameter, those that are texts read. Raises UsageError for a text that cannot be read, or a
-    value that a parameter cannot have."""
+    """Return option values by parameter, parsed from text where needed. Raises UsageError for values that cannot be
+    parsed or are not allowed."""
     from sdflow.errors import UsageError
 
     found = {}
@@ -79,7 +79,7 @@ def read_options(declared: Mapping[str, Parameter], given: Mapping[str, Any]) ->
 
 @contextmanager
 def errors_name_options(declared: Mapping[str, Parameter]) -> Iterator[None]:
-    """Errors that name an argument of a call in Python name the option that the user typed."""
+    """Rewrite errors that name a Python argument to name the option that the user typed."""
     import re
 
     from sdflow.errors import UsageError

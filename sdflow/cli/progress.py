@@ -1,4 +1,4 @@
-"""What one sees while steps run: a live view on a terminal, plain lines otherwise. Both go to standard error."""
+"""Progress while steps run: a live view on a terminal, plain lines otherwise. Both go to standard error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from sdflow.units import spell_bytes, spell_seconds
 
 @contextmanager
 def progress_view(*, quiet: bool = False, verbose: bool = False) -> Iterator[Listener]:
-    """The listener for this standard error. quiet: one that says nothing. verbose: every phase and step keeps a line."""
+    """Yield the listener for this standard error. quiet: print nothing. verbose: keep a line for every phase and
+    step."""
     if quiet:
         yield Silent()
         return
@@ -34,7 +35,7 @@ def progress_view(*, quiet: bool = False, verbose: bool = False) -> Iterator[Lis
 
 
 class Silent:
-    """Says nothing: errors and results are printed elsewhere."""
+    """Prints nothing: errors and results are printed elsewhere."""
 
     def expected(self, expected: Expected) -> None:
         pass
@@ -59,9 +60,9 @@ class Silent:
 
 
 class PlainLines:
-    """A line for each phase of a step and one when it ends: for CI logs and files.
+    """A line for each phase of a step, and one when it ends: for CI logs and files.
 
-    A phase that tells how far it is ("weights: 0.4 of 1.7 GB") is said again every few seconds only.
+    A phase that reports its progress ("weights: 0.4 of 1.7 GB") is repeated every AGAIN_SECONDS at most.
     """
 
     AGAIN_SECONDS = 5.0
@@ -105,7 +106,7 @@ class PlainLines:
         known = result.record.action.digest in self._told
         self._told.add(result.record.action.digest)
         if not result.ran:
-            if known:  # many pipelines share it: once is enough
+            if known:  # several pipelines share it
                 return
             self._say(f"{step.pipeline} {step.submodel} {step.name}: {result.outcome}")
             return

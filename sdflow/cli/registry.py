@@ -1,4 +1,4 @@
-"""`sdflow provenance`, `sdflow push` and `sdflow pull`: pipelines that are passed on."""
+"""`sdflow provenance`, `sdflow push` and `sdflow pull`: share pipelines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sdflow selftest`: whether the sample pipeline draws on this machine what it should."""
+"""`sdflow selftest`: check whether this machine generates the sample pipeline's images correctly."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def selftest(
     from sdflow.selftest import selftest as run_selftest
     from sdflow.selftest.page import report_files, write_report
 
-    files = () if report is None else report_files(report)  # a name that cannot be written is told before the work
+    files = () if report is None else report_files(report)  # report an unwritable name before the work
     with progress_view() as listener:
         found = run_selftest(target, open_cache(cache), listener, pipeline=pipeline, engine_cache=engine_cache)
     if files:

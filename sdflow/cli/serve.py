@@ -1,4 +1,4 @@
-"""`sdflow serve`: a server of built pipelines."""
+"""`sdflow serve`: serve built pipelines."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def serve(
 
     spread = read_spread(on, port, replicas, gpus, queue, take_over)
     if spread is not None:
-        threads = threads or 1  # it asks Ray for so many cores
+        threads = threads or 1  # the number of cores requested from Ray
     limits = Limits(
         images=max_images,
         pixels=max_pixels,
@@ -295,7 +295,7 @@ def serve(
         traces=traces,
     )
     if embedding_folder is not None:
-        embeddings_in(embedding_folder)  # one that is none is told before anything is loaded
+        embeddings_in(embedding_folder)  # report an invalid one before loading anything
 
     for name, model in models.items():
         if model.left_aside:
@@ -314,7 +314,7 @@ def serve(
 
 
 def _open(url: str) -> None:
-    """Show the page; where there is no browser, its address is what can be told."""
+    """Open the page in a browser; without one, print its address."""
     import webbrowser
 
     from sdflow.cli.quiet import say
@@ -324,11 +324,11 @@ def _open(url: str) -> None:
 
 
 def read_sizes(text: str | None) -> tuple[int, ...] | None:
-    """The sizes of batches; 1 is always one of them. Raises UsageError."""
+    """Parse batch sizes; 1 is always included. Raises UsageError."""
     from sdflow.errors import UsageError
 
     if text is None:
         return None
     if not all(part.isdigit() and 0 < int(part) <= 64 for part in text.split(",")):
-        raise UsageError(f"{text!r} are no sizes", where="--batch-sizes", remedy="Numbers from 1 to 64, as 1,2,4.")
+        raise UsageError(f"{text!r} is no list of sizes", where="--batch-sizes", remedy="Write --batch-sizes 1,2,4.")
     return tuple(sorted({1, *map(int, text.split(","))}))

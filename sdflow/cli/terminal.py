@@ -1,4 +1,4 @@
-"""Standard error, where it is a terminal that can redraw lines."""
+"""A console on standard error, if it is a terminal that can redraw lines."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 
 
 def live_console() -> Console | None:
-    """A console for lines that are drawn again and again on standard error; None for a file, a pipe, or TERM=dumb."""
+    """A console for live displays on standard error; None for a file, a pipe, or TERM=dumb."""
     if not sys.stderr.isatty():
         return None
     from rich.console import Console
 
     class SteadyConsole(Console):
         def show_cursor(self, show: bool = True) -> bool:
-            """The cursor stays as it is: a process that is killed or suspended could not bring it back."""
+            """Leave the cursor visible: a process that is killed or suspended could not restore it."""
             return False
 
     console = SteadyConsole(file=cast(IO[str], _UntilClosed(sys.stderr)))
@@ -25,7 +25,7 @@ def live_console() -> Console | None:
 
 
 class _UntilClosed:
-    """A terminal that may be closed while the command runs, which goes on: what it shows then is lost."""
+    """A terminal that may close while the command runs: further output is dropped, and the command continues."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file

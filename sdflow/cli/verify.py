@@ -1,4 +1,4 @@
-"""`sdflow verify`: pipeline folders, or what workflows built; several reports go beside one another."""
+"""`sdflow verify`: verify pipeline folders, or the pipelines of workflows; several reports get numbered names."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def verify(
                     fixes[each.name] = find_fixes(each, spec, verified.result, store, view)
             done.append(verified)
     print_verifications([each.result for each in done], as_json=json, fixes=fixes, quiet=quiet, verbose=verbose)
-    if html is not None:  # after the verdicts: they must not be lost where a report cannot be written
+    if html is not None:  # after the verdicts, which must survive a failed write
         for index, verified in enumerate(done):
             write_html(verified, html if len(done) == 1 else html.with_stem(f"{html.stem}-{index + 1}"))
     failed = [each for each in done if not each.result.passed]

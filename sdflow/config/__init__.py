@@ -1,6 +1,6 @@
-"""Workflows: YAML in, checked frozen data out.
+"""Workflows: YAML in, validated frozen data out.
 
-`load_workflow` is imported when it is first asked for: it brings pydantic and PyYAML, which the data does not need.
+`load_workflow` is imported on first access: it needs pydantic and PyYAML, which the data does not.
 """
 
 from __future__ import annotations

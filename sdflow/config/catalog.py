@@ -1,4 +1,4 @@
-"""What validation needs to know about passes. The passes themselves live a floor above and are handed in."""
+"""The interface to passes that validation needs. Passes live in a higher layer and are handed in."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pydantic import BaseModel
 
 
 class PassNotFound(LookupError):
-    """No pass of that name can be used; `str()` is the reason, in words for the user."""
+    """No usable pass has that name; `str()` is the reason, in words for the user."""
 
 
 @dataclass(frozen=True)
 class PassInfo:
-    """A pass as a workflow sees it.
+    """A pass as workflows see it.
 
     accepts: "checkpoint" for a pass that starts a chain, "onnx" for one that continues it.
-    takes_loras: the pass merges the workflow's LoRAs.
-    options: the pydantic model of its options; unknown options must be errors in it.
-    quantizes: the type that it makes of weights with such options; None: it leaves them floating-point numbers.
+    takes_loras: whether the pass merges the workflow's LoRAs.
+    options: the pydantic model of its options; it must reject unknown ones.
+    quantizes: maps options to the type that the pass quantizes weights to; None leaves them floating-point.
     """
 
     name: str
@@ -35,12 +35,12 @@ class PassCatalog(Protocol):
     """The passes that workflows can name."""
 
     def names(self) -> Sequence[str]:
-        """Every name that `find` knows without a path, for suggestions and for the schema."""
+        """Every name that `find` accepts without a path, for suggestions and the schema."""
         ...
 
     def find(self, name: str, folder: Path) -> PassInfo:
-        """The pass called `name`, or written at a path like `user_scripts/foo.py:ClassName`.
+        """Return the pass called `name`, or defined at a path like `user_scripts/foo.py:ClassName`.
 
-        folder: of the file that names the pass; paths are looked up from there. Raises PassNotFound.
+        folder: of the file that names the pass; relative paths start there. Raises PassNotFound.
         """
         ...

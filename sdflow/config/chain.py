@@ -1,4 +1,4 @@
-"""Checks the chains of passes of a workflow, and the changes that targets make to them."""
+"""Check the chains of passes of a workflow, and the changes that targets make to them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Chain = tuple[tuple[StepSpec, PassInfo], ...]
 
 
 class Chains:
-    """Turns the trees of chains into steps. One per workflow, so that no pass is looked up twice."""
+    """Turns the YAML of chains into steps. One per workflow, so that each pass is looked up once."""
 
     def __init__(self, catalog: PassCatalog, files: Files, problems: Problems) -> None:
         self.catalog = catalog
@@ -30,7 +30,7 @@ class Chains:
         self._passes: dict[tuple[str, str], PassInfo | PassNotFound] = {}
 
     def submodels(self, node: Node, target: str) -> dict[str, Chain]:
-        """The chain of every submodel that is not switched off, in the order of the families'. target: "" for none."""
+        """The chain of every submodel that is not switched off, in the families' order. target: "" for none."""
         submodels = self._submodels(node)
         return {
             name: self._in_precision(name, submodels[name], self._chain(name, submodels[name]), target)
@@ -46,7 +46,7 @@ class Chains:
         return written.entries
 
     def overlays(self, node: Node) -> None:
-        """Checks every target's changes as far as they can be without the chains that they change."""
+        """Check every target's changes as far as possible without the chains that they change."""
         targets = as_map(node, "a map from target to what is different for it", "`targets`", self.problems)
         if targets is None:
             return
@@ -88,9 +88,9 @@ class Chains:
                 self._step(info, without_places(options), options.mark, partial=True)
 
     def _in_precision(self, submodel: str, node: Node, chain: Chain, target: str) -> Chain:
-        """The chain as the submodel's `precision` has it; as written where none is named.
+        """Apply the submodel's `precision` to its chain; unchanged if there is none.
 
-        What converts is a pass with an option of that name.
+        A pass with an option of that name does the conversion.
         """
         written = node.entries.get("precision") if isinstance(node, YamlMap) else None
         precision = self._precision(written)
@@ -113,7 +113,7 @@ class Chains:
         return tuple(found)
 
     def _precision(self, node: Node | None) -> str | None:
-        """The value of a submodel's `precision`; None where it says nothing, or nothing that is known, which is reported."""
+        """The submodel's `precision`; None if missing, or unknown, which is reported."""
         if node is None or is_null(node):
             return None
         if (value := text_of(node)) in PRECISIONS:
@@ -172,7 +172,7 @@ class Chains:
         named = node.entries.get("pass")
         for key in INSERTING:
             if key in node.entries:
-                text = f"`{key}` is for a map over an inherited chain; a step of a list stands where it is written"
+                text = f"`{key}` is for a map over an inherited chain; steps of a list run in the order written"
                 self.problems.add(node.keys[key], text, "leave it out")
         options = {key: value for key, value in node.entries.items() if key not in ("pass", "expect", *INSERTING)}
         tree = YamlMap(options, node.keys, mark)
@@ -234,10 +234,9 @@ class Chains:
         return None
 
     def _folder_of(self, name: str, mark: Mark) -> Path:
-        """The folder from which a pass is looked up: for one at a path, the nearest that has its file.
-
-        That is the folder of the YAML file that names it, those above, or the current one. A path written in
-        `workflows/` can so begin with `user_scripts/`.
+        """The folder to look a pass up from. For a pass at a path, the nearest one that contains the file: the folder
+        of the YAML file that names it, one above it, or the current folder. So a path written in `workflows/` can begin
+        with `user_scripts/`.
         """
         folder = self.files.folder(mark)
         script, separator, _ = name.rpartition(":")
@@ -245,7 +244,7 @@ class Chains:
             return folder
         try:
             return next(above for above in (folder, *folder.parents, Path.cwd()) if (above / script).is_file())
-        except (OSError, StopIteration):  # a name too long; no such file
+        except (OSError, StopIteration):  # the name is too long; no such file
             return folder
 
 
@@ -255,7 +254,7 @@ def is_off(node: Node) -> bool:
 
 
 def unknown_keys(node: YamlMap, known: Mapping[str, object], what: str, problems: Problems) -> None:
-    """Reports the keys of the map that are not known."""
+    """Report unknown keys of the map."""
     for key in node.entries:
         if key not in known:
             problems.add(node.keys[key], f"unknown {what} {key!r}", nearest(key, known))

@@ -1,4 +1,4 @@
-"""The keys of a workflow, with what they mean. Validation, suggestions and the JSON Schema all read them from here."""
+"""The keys of a workflow with their descriptions, shared by validation, suggestions and the JSON Schema."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ WORKFLOW: Mapping[str, str] = {
     "base/NAME.yaml is the one that ships with sdflow. Maps are merged, lists and values replaced; later files override earlier "
     "ones, and this file overrides all of them, including their `targets`.",
     "name": "The name of the pipeline and its folder. Default: the name of the workflow's file.",
-    "model": "The checkpoint: a diffusers folder, a .safetensors or .gguf file, FILE#ARCHITECTURE for one that does not say "
-    "what it is, or contradicts itself (model.safetensors#sdxl-v), hf:owner/name[@revision], hf:owner/name/FILE, "
+    "model": "The checkpoint: a diffusers folder, a .safetensors or .gguf file, FILE#ARCHITECTURE if the "
+    "architecture is missing or contradictory (model.safetensors#sdxl-v), hf:owner/name[@revision], hf:owner/name/FILE, "
     "synthetic:sd15[?seed=N], synthetic:sd15-tiny[?seed=N], or sample:shapes. Paths are relative to this file.",
-    "components": "Components from elsewhere instead of the model's own. null: its own; for an optional component: none.",
+    "components": "Components that replace the model's own. null: the model's own, or none for an optional component.",
     "controlnets": "ControlNets for the model: a map from a name to each net, written like `model`.",
-    "ip_adapters": "IP-Adapters, for image prompts: a list of them. Each reads the image encoder of the first.",
+    "ip_adapters": "A list of IP-Adapters, for image prompts. All use the image encoder of the first.",
     "refiner": "A model that takes over for the last steps, built into the folder `refiner` of the "
     "pipeline, without the LoRAs. A map of `extends`, its own workflow, and `model`; or written like `model`, which "
     "uses the same chains without the counts of `expect`. null: none.",
     "target": "The target, or a list of targets, to build for.",
     "targets": "Changes for each target, applied when that target is built.",
-    "loras": "LoRAs that LoraMerge merges into the submodels that they change. Each must be made for the model's family.",
+    "loras": "LoRAs that LoraMerge merges into the submodels they change. Each must be for the model's family.",
     "matrix": "Lists of models, LoRAs and targets; every combination is a pipeline of its own.",
     "submodels": "The chain of passes for each submodel. A submodel that is left out, null or false is not built.",
-    "evaluate": "What is measured after the build. null: nothing.",
+    "evaluate": "Measurements after the build. null: none.",
     "generate": "Defaults for generating. They override those of the model and its LoRAs.",
-    "verify": "How the artifacts are verified against the PyTorch model before the pipeline is assembled: `quick` (the default), "
+    "verify": "Verification against the PyTorch model before the pipeline is assembled: `quick` (the default), "
     "`full`, a map of options, or false, null or `off`: not at all.",
     "carry_weights": "Run every pass with the weights instead of building the graph without them and filling it in at "
     "the end. Slower; the result is the same, byte for byte.",
     "allow_pickle": "Accept pickled weights (.bin, .ckpt), loaded with weights_only=True.",
-    "cache": "A cache that is shared with other machines. null: none. $SDFLOW_REMOTE_CACHE names another.",
+    "cache": "A cache shared with other machines. null: none. $SDFLOW_REMOTE_CACHE names another.",
 }
 REFINER: Mapping[str, str] = {
     "extends": "The workflow of the refiner: its chains, with their counts of `expect`, for the same target.",
     "model": "The checkpoint, instead of that workflow's.",
 }
 NET_NAME = "[a-z0-9][a-z0-9_-]{0,31}"
-"""A ControlNet's name, a regular expression: it becomes a part of a folder's name."""
+"""Regular expression for a ControlNet's name, which becomes part of a folder name."""
 OVERLAY: Mapping[str, str] = {
-    "passes": "Changes to the steps of these passes in every submodel that has them. null removes them; insert_before and "
-    "insert_after add a step to every chain that has the one they name.",
+    "passes": "Changes to steps of these passes in all submodels. null removes them; insert_before and "
+    "insert_after add a step to every chain that contains the named one.",
     "submodels": "Changes to single submodels, after those of `passes`.",
     "evaluate": "Changes to `evaluate`.",
     "verify": "Changes to `verify`.",
@@ -80,10 +80,10 @@ class _Fields(BaseModel):
 
 
 MOST_NETS, MOST_ADAPTERS, MOST_LORAS = 16, 16, 100
-"""That a pipeline may have: each ControlNet and IP-Adapter is in memory beside the denoiser when it draws."""
+"""Limits per pipeline: each ControlNet and IP-Adapter is in memory together with the denoiser."""
 
 Steps = Annotated[int, Field(ge=1, le=10_000)]
-"""At most: the memory that is free may allow fewer (`sdflow.runtime.denoiser.schedule`)."""
+"""Upper bound; free memory may allow fewer (`sdflow.runtime.denoiser.schedule`)."""
 Pixels = Annotated[int, Field(ge=8, le=8192, multiple_of=8)]
 
 
@@ -95,7 +95,7 @@ class LoraFields(_Fields):
         1.0
     )
     weight_name: Annotated[
-        str | None, Field(description="The .safetensors file within a folder or a repository of several.")
+        str | None, Field(description="The .safetensors file, if the folder or repository has several.")
     ] = None
 
 
@@ -112,12 +112,12 @@ class AdapterFields(_Fields):
     weight_name: Annotated[
         str | None, Field(description="The file within a folder or a repository: models/ip-adapter_sd15.safetensors.")
     ] = None
-    encoder: Annotated[str | None, Field(description="An image encoder from elsewhere, written like `model`.")] = None
+    encoder: Annotated[str | None, Field(description="Another image encoder, written like `model`.")] = None
     encoder_folder: Annotated[
         str | None,
         Field(
             description="The image encoder's folder: next to the file, or, with a slash, in the folder or repository. null: the "
-            "one that diffusers looks for, which is called as the submodel is."
+            "one that diffusers looks for, named like the submodel."
         ),
     ] = None
 
@@ -130,57 +130,57 @@ class LatencyFields(_Fields):
 
 
 class ImageFields(_Fields):
-    """The image to draw."""
+    """The image to generate."""
 
     prompt: Annotated[str, Field(description="Prompt.")] = ImageSpec.prompt
     negative_prompt: str | None = field_of(COMMON["negative_prompt"], ImageSpec.negative_prompt)
-    steps: Annotated[
-        Steps | None, Field(description="Denoising steps; null: 20, or the model's where it needs fewer.")
-    ] = ImageSpec.steps
+    steps: Annotated[Steps | None, Field(description="Denoising steps; null: 20, or the model's own if fewer.")] = (
+        ImageSpec.steps
+    )
     guidance_scale: float | None = field_of(COMMON["guidance_scale"], ImageSpec.guidance_scale)
     seed: int = field_of(COMMON["seed"], ImageSpec.seed)
-    height: Annotated[Pixels | None, Field(description="Pixels; null: the model's own size.")] = ImageSpec.height
-    width: Annotated[Pixels | None, Field(description="Pixels; null: the model's own size.")] = ImageSpec.width
+    height: Annotated[Pixels | None, Field(description="In pixels; null: the native size.")] = ImageSpec.height
+    width: Annotated[Pixels | None, Field(description="In pixels; null: the native size.")] = ImageSpec.width
     prompts: Annotated[
-        list[str], Field(max_length=1000, description="Draw a sheet of all of these; the seed counts up from `seed`.")
+        list[str], Field(max_length=1000, description="Generate a sheet of all of these; seeds count up from `seed`.")
     ] = list(ImageSpec.prompts)
     references: Annotated[
         int,
         Field(
             ge=0,
             le=MOST_REFERENCES,
-            description="Reference images of the image's size (FLUX.2-klein); always the same.",
+            description="Number of reference images of the image's size (FLUX.2-klein), with fixed content.",
         ),
     ] = ImageSpec.references
 
 
 class EvaluateFields(_Fields):
-    """What is measured after the build."""
+    """Measurements after the build."""
 
     latency: Annotated[LatencyFields | None, Field(description="Timed runs; null: none.")] = LatencyFields()
     image: Annotated[ImageFields | None, Field(description="The image to generate; null: none.")] = ImageFields()
     allow_fallback: Annotated[
-        bool, Field(description="Nodes may run on another execution provider than the target's.")
+        bool, Field(description="Allow nodes on execution providers other than the target's.")
     ] = EvaluateSpec.allow_fallback
 
 
 class VerifyFields(_Fields):
-    """How the artifacts are verified against the PyTorch model."""
+    """Verification of the artifacts against the PyTorch model."""
 
     level: Annotated[
         Literal["quick", "full"],
-        Field(description="quick: few steps and shapes; full: more, one at the model's own size."),
+        Field(description="quick: few steps and shapes; full: more, one at the model's native size."),
     ] = VerifySpec.level
     steps: Annotated[Steps | None, Field(description="Denoising steps; null: 3 for quick, 10 for full.")] = None
-    height: Annotated[Pixels | None, Field(description="Of the image denoised, in pixels; null: small.")] = None
-    width: Annotated[Pixels | None, Field(description="Of the image denoised, in pixels; null: small.")] = None
+    height: Annotated[Pixels | None, Field(description="Height of the test image in pixels; null: small.")] = None
+    width: Annotated[Pixels | None, Field(description="Width of the test image in pixels; null: small.")] = None
 
 
 class IntervalFields(_Fields):
-    """A part of the steps, from 0 to 1."""
+    """A range of the steps, from 0 to 1."""
 
-    begin: Annotated[float, Field(ge=0, lt=1, alias="from", description="Where it begins.")] = Interval.begin
-    end: Annotated[float, Field(gt=0, le=1, alias="to", description="Where it ends.")] = Interval.end
+    begin: Annotated[float, Field(ge=0, lt=1, alias="from", description="Start of the range.")] = Interval.begin
+    end: Annotated[float, Field(gt=0, le=1, alias="to", description="End of the range.")] = Interval.end
 
     @model_validator(mode="after")
     def _forward(self) -> Self:
@@ -190,25 +190,25 @@ class IntervalFields(_Fields):
 
 
 class ReuseFields(IntervalFields):
-    """Deep features of the denoiser are kept over some steps."""
+    """Reuse of the denoiser's deep features across steps."""
 
-    every: Annotated[int, Field(ge=2, le=MOST_EVERY, description="One run in so many is whole.")] = Reuse.every
+    every: Annotated[int, Field(ge=2, le=MOST_EVERY, description="Run the whole denoiser every N steps.")] = Reuse.every
     layers: Annotated[
-        int, Field(ge=1, le=MOST_LAYERS, description="How many of the outermost layers run in every step.")
+        int, Field(ge=1, le=MOST_LAYERS, description="Number of outermost layers that run in every step.")
     ] = Reuse.layers
 
 
 @with_fields({name: each for name, each in COMMON.items() if each.workflow})
 class GenerateFields(_Fields):
-    """Defaults of drawing. null, or left out: as the model and its LoRAs say."""
+    """Defaults for generating. null or missing: those of the model and its LoRAs."""
 
     reuse: Annotated[
         ReuseFields | None,
-        Field(description="An approximation: deep features of the denoiser are kept over some steps. null: none are."),
+        Field(description="An approximation: reuse the denoiser's deep features across steps. null: off."),
     ] = None
     guidance_interval: Annotated[
         IntervalFields | None,
-        Field(description="An approximation: the part of the steps that have guidance. null: all have it."),
+        Field(description="An approximation: the range of steps with guidance. null: all steps."),
     ] = None
 
 
@@ -224,32 +224,30 @@ class RemoteFields(_Fields):
     ]
     timeout: Annotated[
         Annotated[float, Field(gt=0, le=3600)] | None,
-        Field(description="Seconds without any answer after which it counts as gone for the run; null: 30."),
+        Field(description="Seconds without an answer before the remote is disabled for the run; null: 30."),
     ] = None
     trust: Annotated[
         list[Annotated[str, Field(pattern=f"^({SIGNER.pattern})$", max_length=1000)]],
         Field(
             max_length=1000,
             description="Public keys of `sdflow cache key`, PEM files of keys or root certificates, or "
-            "`sigstore:IDENTITY ISSUER`: what none of them has signed counts as not there. []: any.",
+            "`sigstore:IDENTITY ISSUER`: entries without a signature by one of them are ignored. []: accept all.",
         ),
     ] = []
 
 
 class CacheFields(_Fields):
-    """A cache that is shared with other machines."""
+    """A cache shared with other machines."""
 
     remote: Annotated[
         Annotated[str, Field(min_length=1)] | RemoteFields | None,
-        Field(
-            description="Where finished steps are fetched from: a URL, a folder, or a map with `url`. null: nowhere."
-        ),
+        Field(description="Source of finished steps: a URL, a folder, or a map with `url`. null: none."),
     ] = None
-    push: Annotated[bool, Field(description="Send what is built here there as well.")] = False
+    push: Annotated[bool, Field(description="Also upload steps built here.")] = False
 
 
 def evaluate_spec(fields: EvaluateFields) -> EvaluateSpec:
-    """The checked fields as the plain dataclass that the rest of the program uses."""
+    """Convert the validated fields to the dataclass used elsewhere."""
     return EvaluateSpec(
         latency=LatencySpec(**fields.latency.model_dump()) if fields.latency else None,
         image=ImageSpec(**fields.image.model_dump() | {"prompts": tuple(fields.image.prompts)})

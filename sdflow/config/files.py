@@ -1,4 +1,4 @@
-"""Reads a workflow file and everything that it extends."""
+"""Read a workflow file and all files that it extends."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from sdflow.manifest import MANIFEST_FILE
 from sdflow.sources.reference import FILE_SUFFIXES, PICKLE_SUFFIXES
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w][\w./-]*)?", re.ASCII)
-"""owner/name, as the hub names a repository."""
+"""owner/name, as on the hub."""
 
 _ZIP = b"PK\x03\x04"
 
-_MAX_EXTENDS = 32  # files above one another
+_MAX_EXTENDS = 32  # depth of a chain of `extends`
 _SUFFIXES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
 class _Source:
-    """One file: what is written in it, and the files that it extends."""
+    """One file: its own content, and the files that it extends."""
 
     bases: tuple[Path, ...]
     own: YamlMap
@@ -40,15 +40,15 @@ class _Source:
 class Files:
     """The files of one workflow, and the trees that they merge to.
 
-    A file wins over everything that it extends, the changes for targets included: what a file says for all targets and
-    then what it says for one is laid upon what its bases say for that one.
+    A file overrides everything that it extends, including their changes for targets: its general settings and then its
+    settings for a target are merged over its bases' tree for that target.
 
-    folders: for each file, as it is named in marks, the folder that relative paths in it start from.
+    folders: file name as in marks -> folder that relative paths in the file start from.
     read: every file that was read, in order, resolved.
     """
 
     def __init__(self, problems: Problems, beside: Files | None = None) -> None:
-        """beside: those of another workflow, of which nothing is read again."""
+        """beside: the files of another workflow, which are not read again."""
         self.problems = problems
         self.folders: dict[str, Path] = {} if beside is None else beside.folders
         self.read: list[Path] = []
@@ -58,9 +58,9 @@ class Files:
         self._trees: dict[tuple[Path, str | None], YamlMap] = {}
 
     def load(self, path: Path, asked: Mark | None = None) -> YamlMap:
-        """The workflow at `path` for no target. asked: where a workflow names it; None: the command line does.
+        """The workflow at `path` without a target. asked: the place that names it; None for the command line.
 
-        Raises WorkflowError if any file of it cannot be read.
+        Raises WorkflowError if any of its files cannot be read.
         """
         self._root = self._read(path, asked or Mark(str(path), 0, 0), ())
         self.problems.check()
@@ -69,11 +69,13 @@ class Files:
         return tree
 
     def for_target(self, target: str) -> YamlMap:
-        """The loaded workflow with the changes for one target. Steps that a target removes cannot be changed there."""
+        """The loaded workflow with one target's changes. It is an error there to change a step that the target
+        removes."""
         return self._tree(self._loaded(), target)
 
     def check_targets(self) -> Problems:
-        """What the workflow's own `targets` change that is not there. What it extends may say more than it has chains for."""
+        """Problems in the workflow's own `targets`: changes to steps that do not exist. Files that it extends may have
+        more."""
         found, path = Problems(), self._loaded()
         targets = self._sources[path].own.entries.get("targets")
         gone = {name: names_of(chain) for name, chain in chains_of(self._tree(path, None)).items()}
@@ -87,7 +89,7 @@ class Files:
         return self._root
 
     def _tree(self, path: Path, target: str | None) -> YamlMap:
-        """A file's tree, with its changes for a target. What is wrong with it for every target is told once."""
+        """A file's tree with its changes for a target. Problems common to all targets are reported once."""
         key = (path, target)
         if key not in self._trees:
             tree = self._layered(path, target)
@@ -99,7 +101,7 @@ class Files:
         return self._trees[key]
 
     def _layered(self, path: Path, target: str | None) -> YamlMap:
-        """What a file extends, for a target, and what it says for all targets."""
+        """A file merged over its bases for a target, without the file's own changes for that target."""
         source = self._sources[path]
         tree: Node = YamlMap({}, {}, source.own.mark)
         for layer in (*(self._tree(base, target) for base in source.bases), source.own):
@@ -110,19 +112,19 @@ class Files:
         return tree
 
     def _problems_of(self, target: str | None) -> Problems:
-        """Where problems of a target's tree go: those of the tree for none are not told again."""
+        """The collector for a target's tree; problems of the tree without a target are not reported again."""
         return self.problems if target is None or self._sound else Problems()
 
     def folder(self, mark: Mark) -> Path:
-        """Where relative paths written at this place start from: the file's folder, or the current one for `--set`."""
+        """The folder that relative paths at this place start from: the file's, or the current one for `--set`."""
         return self.folders.get(mark.file) or Path.cwd()
 
     def found(self, reference: str, mark: Mark) -> Path:
-        """The workflow that is named so at this place, as `extends` finds it."""
+        """The workflow that a reference at this place names, resolved as for `extends`."""
         return _found(self.folder(mark), reference)
 
     def _read(self, path: Path, asked: Mark, above: tuple[Path, ...]) -> Path | None:
-        """Reads the file and those that it extends, unless that was done. None when one cannot be read."""
+        """Read the file and those that it extends, unless already read. None if one cannot be read."""
         try:
             resolved = path.resolve()
             if resolved in above:
@@ -156,8 +158,8 @@ class Files:
         return resolved
 
     def _parse(self, data: bytes, path: Path, asked: Mark) -> YamlMap | None:
-        """The tree of a file. What is wrong within it is told only where it is a workflow, or is named on the command line: any
-        other file is somebody's, and a message must not quote it."""
+        """The tree of a file. Problems within it are reported only if it is a workflow or named on the command line:
+        messages must not quote other files."""
         found = Problems()
         text = decode(data, str(path), found)
         root = parse(text, str(path), found) if text is not None else None
@@ -192,12 +194,12 @@ class Files:
 
 
 def _for(target: str | None) -> str:
-    """Behind a noun, in messages."""
+    """A suffix for nouns in messages."""
     return f" for {target}" if target is not None else ""
 
 
 def _has_key(data: bytes) -> bool:
-    """Whether a line begins with a workflow's key, in whatever encoding."""
+    """Whether a line begins with a key of workflows, in any encoding."""
     lines = data.replace(b"\0", b"").splitlines()
     return any(
         line.partition(b":")[0].strip(b" \"'").decode("ascii", "replace") in WORKFLOW for line in lines if b":" in line
@@ -210,7 +212,7 @@ def _found(folder: Path, reference: str) -> Path:
 
 
 def workflow_file(path: Path) -> Path:
-    """The file that a command's argument names: a path, or the name of a workflow that ships with sdflow, as sd15."""
+    """The file that a command's argument names: a path, or the name of a shipped workflow such as sd15."""
     if path.suffix or is_regular(path):
         return path
     name = path.as_posix()
@@ -218,9 +220,9 @@ def workflow_file(path: Path) -> Path:
 
 
 def nearest_sibling(path: Path, *, workflow: bool = False) -> str | None:
-    """A remedy for a path that does not exist: the most similar name in its folder, or the folder that is missing.
+    """A remedy for a missing path: the most similar name in its folder, or the missing folder.
 
-    workflow: the path was to be a workflow's; it may be meant for one that ships with sdflow.
+    workflow: the path should name a workflow, possibly a shipped one.
     """
     try:
         if path.parent.name == "base" and (shipped := nearest(f"base/{path.name}", shipped_workflows())):
@@ -239,7 +241,7 @@ def nearest_sibling(path: Path, *, workflow: bool = False) -> str | None:
 
 
 def not_a_file(path: Path) -> tuple[str, str] | None:
-    """What a command's argument is where it is no file that could be read, and what to do with it."""
+    """Why a command's argument is not a readable workflow file, and what to do with it instead; None if unknown."""
     written = shlex.quote(str(path))
     if path.is_dir():
         if (path / MANIFEST_FILE).is_file():
@@ -251,12 +253,13 @@ def not_a_file(path: Path) -> tuple[str, str] | None:
             return "this is a model, not a workflow", _init(written)
         return None
     if not is_there(path) and not is_there(path.parent) and (repository := hub_repository(path.as_posix())):
-        return "this is no file, and a repository of the hub is not a workflow", _init(f"hf:{repository}")
+        return "this is not a file, and a hub repository is not a workflow", _init(f"hf:{repository}")
     return None
 
 
 def weights(path: Path, start: bytes) -> tuple[str, str] | None:
-    """The same for a file of weights: by its ending, or by how safetensors, GGUF and PyTorch's archives begin."""
+    """The same for a weight file, recognized by its suffix or the magic bytes of safetensors, GGUF and PyTorch
+    archives."""
     length = int.from_bytes(start[:8], "little")
     begins = start.startswith((_ZIP, b"GGUF")) or (start[8:9] == b"{" and 2 <= length < 1 << 40)
     if not begins and path.suffix.lower() not in (*FILE_SUFFIXES, *PICKLE_SUFFIXES):
@@ -269,7 +272,7 @@ def _init(model: str) -> str:
 
 
 def hub_repository(text: str) -> str | None:
-    """The repository that a text is meant for: hf:owner/name, or without the hf: where it looks like no file."""
+    """The hub repository that a text names: hf:owner/name, or without hf: unless it looks like a file."""
     name = text.removeprefix("hf:")
     if REPOSITORY.fullmatch(name) is None:
         return None

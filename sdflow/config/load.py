@@ -1,7 +1,7 @@
-"""A workflow file to a checked Workflow.
+"""Load a workflow file into a validated Workflow.
 
-Every target has a tree of its own: the files with their changes for it (`sdflow.config.files`), then `--set`. From it
-come the submodels and `evaluate`; everything else is the same for all targets.
+Every target has its own tree: the files with their changes for it (`sdflow.config.files`), then `--set`. The submodels,
+`evaluate` and `verify` come from it; everything else is common to all targets.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from sdflow.families import any_family
 def load_workflow(
     path: str | PathLike[str], *, catalog: PassCatalog, overrides: Sequence[str] = (), targets: Sequence[str] = ()
 ) -> Workflow:
-    """Read, merge and check a workflow.
+    """Read, merge and validate a workflow.
 
-    path: a file, or the name of a workflow that ships with sdflow, as sd15. overrides: `key=value`, as given to `--set`.
-    targets: what to build for, in place of what the workflow says.
-    Raises WorkflowError with every problem that was found.
+    path: a file, or the name of a shipped workflow such as sd15. overrides: `key=value`, as for `--set`.
+    targets: replace the workflow's own.
+    Raises WorkflowError with all problems.
     """
     problems = Problems()
     files = Files(problems)
@@ -46,7 +46,7 @@ def load_workflow(
     loader.check_document()
     combinations = cells(document, path.stem, targets, problems)
     if not combinations and "matrix" not in document.entries:
-        # Without a target there is no pipeline; this one is only there to find what else is wrong.
+        # Without a target there is no pipeline; this one only serves to find other problems.
         combinations = [Cell("", document.entries.get("model"), document.entries.get("loras"), "")]
     pipelines = [each for cell in combinations if (each := loader.pipeline(cell)) is not None]
     remote = loader.named.remote()
@@ -55,8 +55,8 @@ def load_workflow(
 
 
 def _with_types(name: str, chains: Mapping[str, Chain]) -> str:
-    """The name with the types behind it that passes quantize weights to, those that it does not say itself: a folder is not
-    taken for one of float16 or float32."""
+    """Append the types that passes quantize weights to, unless the name has them: the folder should not look like one
+    of float16 or float32."""
     found = (info.quantizes(spec.options) for chain in chains.values() for spec, info in chain)
     types = dict.fromkeys(each for each in found if each is not None)
     return "_".join([name, *(each for each in types if each.partition("_")[0] not in name)])
@@ -64,7 +64,7 @@ def _with_types(name: str, chains: Mapping[str, Chain]) -> str:
 
 @dataclass(frozen=True)
 class _ForTarget:
-    """What all pipelines for one target have in common."""
+    """The parts that all pipelines for one target share."""
 
     chains: dict[str, Chain]
     evaluate: EvaluateSpec
@@ -84,7 +84,7 @@ class _Loader:
         self._targets: dict[str, _ForTarget] = {}
 
     def check_document(self) -> None:
-        """What does not depend on the target."""
+        """Check the parts that do not depend on the target."""
         unknown_keys(self.document, WORKFLOW, "key", self.problems)
         if "targets" in self.document.entries:
             self.chains.overlays(self.document.entries["targets"])
@@ -131,9 +131,9 @@ class _Loader:
         return replace(pipeline, refiner=self._refiner(pipeline))
 
     def _refiner(self, pipeline: PipelineSpec) -> PipelineSpec | None:
-        """The refiner of a pipeline, where the workflow names one: by the same chains, for the same target.
+        """The pipeline of the workflow's refiner, if any: the same chains, for the same target.
 
-        The counts of `expect` are those of the model's own graphs. Where the refiner's are equal, they are the same steps.
+        `expect` is dropped, since its counts describe the model's own graphs.
         """
         node = self.document.entries.get("refiner")
         if node is None or is_null(node):
@@ -160,7 +160,7 @@ class _Loader:
         )
 
     def _refiner_of_workflow(self, node: YamlMap, pipeline: PipelineSpec) -> PipelineSpec | None:
-        """A refiner with a workflow of its own: its chains, with what they promise, for the target of the pipeline."""
+        """A refiner with its own workflow: that workflow's chains with their `expect`, for the pipeline's target."""
         unknown_keys(node, REFINER, "key of `refiner`", self.problems)
         written = node.entries.get("extends")
         reference = text_of(written)
@@ -192,17 +192,17 @@ class _Loader:
         )  # fmt: skip
 
     def _with_prompter(self, chains: Mapping[str, Chain]) -> Mapping[str, Chain]:
-        """The chains with that of what reads image prompts only where there are IP-Adapters."""
+        """Drop the chains of the image prompt encoder unless there are IP-Adapters."""
         prompters = any_family.prompter_chains()
         if not self.named.ip_adapters:
             return {name: chain for name, chain in chains.items() if name not in prompters}
         if not prompters & chains.keys():
-            text = f"no chain for what reads image prompts: `submodels` has no {' or '.join(sorted(prompters))}"
+            text = f"no chain for image prompts: `submodels` has no {' or '.join(sorted(prompters))}"
             self.problems.add(self.document.mark, text, "extend a file that has it")
         return chains
 
     def _with_nets(self, chains: Mapping[str, Chain], nets: Mapping[str, str]) -> dict[str, Chain]:
-        """The chains with that of the ControlNets once for each of them."""
+        """Repeat the chains of ControlNets for each of them."""
         kinds = any_family.net_chains()
         others = {name: chain for name, chain in chains.items() if name not in kinds}
         if nets and not kinds & chains.keys():

@@ -1,4 +1,4 @@
-"""The pipelines of one workflow: models x LoRAs x targets, each with a name of its own."""
+"""The pipelines of one workflow: models x LoRAs x targets, each with its own name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_LABEL = 48
 
 @dataclass(frozen=True)
 class Choice:
-    """One value of an axis, None where the workflow has none, and what names of pipelines call it, if anything."""
+    """One value of an axis (None if the workflow has none), and its label in pipeline names, if any."""
 
     label: str = ""
     value: Node | None = None
@@ -30,7 +30,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination: the model (None where the workflow has none), the list of LoRAs and the target."""
+    """One combination: the model (None if the workflow has none), the list of LoRAs and the target."""
 
     name: str
     model: Node | None
@@ -62,7 +62,7 @@ def cells(workflow: YamlMap, stem: str, targets: Sequence[str], problems: Proble
 
 
 def _unique(name: str, taken: set[str]) -> str:
-    """The name, with a number where another pipeline has it already, on file systems that ignore case too."""
+    """The name, with a number appended if another pipeline has it; case is ignored, as on some file systems."""
     candidate, number = name, 1
     while candidate.casefold() in taken:
         number += 1
@@ -72,7 +72,7 @@ def _unique(name: str, taken: set[str]) -> str:
 
 
 def slug(text: str) -> str:
-    """The text as a part of a folder's name."""
+    """Turn text into a part of a folder name."""
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", text)[:_MAX_LABEL].strip("-.")
 
 
@@ -87,7 +87,7 @@ def _name(node: Node | None, stem: str, problems: Problems) -> str:
 
 
 def _axis(axes: YamlMap, axis: str, single: Node | None, problems: Problems) -> list[Choice]:
-    """The choices of an axis; without the axis, the workflow's one value."""
+    """The choices of an axis; without it, the workflow's single value."""
     node = axes.entries.get(axis)
     if node is None:
         return [Choice("", single)]
@@ -101,7 +101,7 @@ def _axis(axes: YamlMap, axis: str, single: Node | None, problems: Problems) -> 
         expect_kind(node, "a list, or a map from a short name to each value", what, problems)
         return []
     if not labelled:
-        problems.add(node.mark, f"{what} is empty, which leaves no pipeline", "leave the axis out")
+        problems.add(node.mark, f"{what} is empty, so there is no pipeline", "leave the axis out")
     first: dict[str, Mark] = {}
     for _, value in labelled:
         content = repr(to_data(value))
@@ -112,7 +112,7 @@ def _axis(axes: YamlMap, axis: str, single: Node | None, problems: Problems) -> 
 
 
 def model_label(reference: object) -> str:
-    """A short name for a model: `hf:owner/name@x` -> name, `models/a.safetensors` -> a, `synthetic:sd15` -> sd15."""
+    """A short name of a model: `hf:owner/name@x` -> name, `models/a.safetensors` -> a, `synthetic:sd15` -> sd15."""
     text = reference if isinstance(reference, str) else ""
     scheme, separator, rest = text.partition(":")
     if separator and len(scheme) > 1:
@@ -123,7 +123,7 @@ def model_label(reference: object) -> str:
 
 
 def loras_label(loras: object) -> str:
-    """A short name for a list of LoRAs: their files, with the scales that are not 1; "plain" for none."""
+    """A short name of a list of LoRAs: their files, with scales other than 1; "plain" for none."""
     names = []
     for lora in loras if isinstance(loras, list) else ():
         fields = lora if isinstance(lora, dict) else {}
@@ -134,7 +134,7 @@ def loras_label(loras: object) -> str:
 
 
 def _targets(node: Node | None, where: Mark, chosen: Sequence[str], problems: Problems) -> list[tuple[str, str]]:
-    """The targets, each with what names of pipelines call it: nothing for the only one that the workflow names."""
+    """The targets, each with its label in pipeline names: empty for the only target of a workflow."""
     written: list[str] = []
     for item in node.items if isinstance(node, YamlList) else (node,) if node is not None else ():
         if not (isinstance(item, YamlScalar) and isinstance(item.value, str)):

@@ -1,7 +1,7 @@
-"""What a workflow names beside its chains: the same for every target, but for `evaluate` and `verify`.
+"""The parts of a workflow other than its chains, all but `evaluate` and `verify` common to every target.
 
-Models, LoRAs, components from elsewhere, ControlNets, IP-Adapters, what `generate` takes, the cache of others. What is wrong is
-told to `Problems`, and left out.
+Models, LoRAs, replaced components, ControlNets, IP-Adapters, `generate`, and the shared cache. Invalid values are
+reported to `Problems` and skipped.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Kind = TypeVar("Kind", YamlMap, YamlList)
 
 
 class Named:
-    """What a document names. Attributes: the keys of the same names, checked."""
+    """The validated parts of a document. Attributes are named like the keys."""
 
     def __init__(self, document: YamlMap, files: Files, problems: Problems) -> None:
         self._entries = document.entries
@@ -56,20 +56,20 @@ class Named:
         self.generate = self._generate()
 
     def nets(self, model: str) -> dict[str, str]:
-        """The ControlNets that the workflow names, and those in the model's folder that it says nothing of."""
+        """The ControlNets of the workflow, and those in the model's folder that the workflow does not mention."""
         node = self._entries.get("controlnets")
         said = node.entries if isinstance(node, YamlMap) else {}
         own = {name: reference for name, reference in nets_in_folder(model).items() if name not in said}
         return {**own, **self.controlnets}
 
     def model(self, node: Node) -> str | None:
-        """The reference of a model; None where it is none, which is then said."""
+        """The reference of a model; None if it is invalid, which is reported."""
         if id(node) not in self._models:
             self._models[id(node)] = self._reference(node, "`model`")
         return self._models[id(node)]
 
     def loras(self, node: Node | None) -> tuple[LoraSpec, ...]:
-        """A list of LoRAs, but for those that are none, which are then said."""
+        """A list of LoRAs without invalid ones, which are reported."""
         written = self._written(node, YamlList, "a list of LoRAs like {file: …, scale: 1.0}", "`loras`")
         if written is None:
             return ()
@@ -80,7 +80,7 @@ class Named:
         return self._loras[id(written)]
 
     def remote(self) -> RemoteSpec | None:
-        """The cache of others that it takes artifacts from, if it names one; a folder's path made absolute."""
+        """The shared cache, if the workflow names one; a folder's path is made absolute."""
         node = self._map("cache", "a map like {remote: s3://bucket/prefix}, or null")
         fields = None if node is None else check(CacheFields, node, "cache", self._problems)
         if node is None or fields is None or fields.remote is None:
@@ -88,7 +88,7 @@ class Named:
         remote = RemoteFields(url=fields.remote) if isinstance(fields.remote, str) else fields.remote
         place = node.entries["remote"]
         if (remedy := unknown_scheme(remote.url)) is not None:
-            self._problems.add(place.mark, f"{without_secrets(remote.url)!r} is no URL of a remote cache", remedy)
+            self._problems.add(place.mark, f"{without_secrets(remote.url)!r} is not the URL of a remote cache", remedy)
             return None
         url = remote.url
         if not is_url(url):
@@ -100,7 +100,7 @@ class Named:
         return RemoteSpec(url, push=fields.push, timeout=timeout, trust=trust)
 
     def _written(self, node: Node | None, kind: type[Kind], words: str, what: str) -> Kind | None:
-        """What is written there; None for nothing, and for what is of another kind, which is then said."""
+        """The node if it is of this kind; None for null, and for other kinds, which are reported."""
         if node is None or is_null(node):
             return None
         if isinstance(node, kind):
@@ -124,7 +124,7 @@ class Named:
         return False
 
     def _components(self) -> dict[str, str | None]:
-        """Component -> where it comes from; None: it is left out. Of one that no model can lack, null says nothing."""
+        """Component -> its source, or None to leave it out. For a required component, null means the model's own."""
         exchangeable, omittable = any_family.exchangeable_components(), any_family.omittable_components()
         node = self._map("components", f"a map like {{{next(iter(exchangeable))}: hf:owner/name}}, or null")
         if node is None:
@@ -136,7 +136,7 @@ class Named:
             if name in omittable and is_null(each):
                 found[name] = None
             elif name in omittable and name not in exchangeable:
-                expect_kind(each, "null, which leaves it out: it comes with the model", what, self._problems)
+                expect_kind(each, "null, which leaves it out: only the model can bring it", what, self._problems)
             elif name in exchangeable and not is_null(each) and (reference := self._reference(each, what)) is not None:
                 found[name] = reference
         return found
@@ -163,9 +163,9 @@ class Named:
         return tuple(each for each in found if each is not None)
 
     def _within(self, what: str, marks: Sequence[Mark], most: int) -> bool:
-        """Whether there are at most so many; more are said at the first that is too many."""
+        """Whether the limit is kept; otherwise the first excess item is reported."""
         if len(marks) > most:
-            self._problems.add(marks[most], f"{len(marks):,} {what}", f"at most {most} go into a pipeline")
+            self._problems.add(marks[most], f"{len(marks):,} {what}", f"at most {most} per pipeline")
         return len(marks) <= most
 
     def _generate(self) -> dict[str, Any]:
@@ -179,7 +179,7 @@ class Named:
 
 
 def evaluate_of(node: Node | None, problems: Problems) -> EvaluateSpec:
-    """What is measured once a pipeline is built; null: nothing. What is wrong is told to `problems`."""
+    """Parse the measurements after the build; null is none. Mistakes are reported to `problems`."""
     if node is None:
         return EvaluateSpec()
     if is_null(node):
@@ -190,7 +190,7 @@ def evaluate_of(node: Node | None, problems: Problems) -> EvaluateSpec:
 
 
 def verify_of(node: Node | None, problems: Problems) -> VerifySpec | None:
-    """How the pipeline is proved; None: it is not."""
+    """Parse the verification; None turns it off."""
     if node is None:
         return VerifySpec()
     if isinstance(node, YamlScalar):

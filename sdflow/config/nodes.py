@@ -1,10 +1,10 @@
-"""YAML text to a tree in which every value knows the place it was written at.
+"""Parse YAML text into a tree in which every value knows where it was written.
 
-The scalars are those of YAML 1.2's core schema (https://yaml.org/spec/1.2.2/#103-core-schema), as in editors: true and
-false are the only booleans, so that yes, no, on and off stay text; 1e-7 is a number; dates and 1:30 are text.
-A number with a leading zero (010) is an error, since it means 8 to some readers of YAML and 10 to others. Keys are
-always text. Tags (`!!python/...`), merge keys (`<<`) and several documents in one file are errors. Anchors and aliases
-work; the tree that they unfold to is bounded.
+Scalars follow YAML 1.2's core schema (https://yaml.org/spec/1.2.2/#103-core-schema), as in editors: only true and false
+are booleans, so yes, no, on and off stay text; 1e-7 is a number; dates and 1:30 are text. A number with a leading zero
+(010) is an error, since YAML readers disagree whether it means 8 or 10. Keys are always text. Tags (`!!python/...`),
+merge keys (`<<`) and several documents in one file are errors. Anchors and aliases work; the size of the expanded tree
+is limited.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def plain(text: str, mark: Mark, problems: Problems) -> YamlScalar:
-    """The value of an unquoted scalar."""
+    """Parse an unquoted scalar."""
     if text in _WORDS:
         return YamlScalar(_WORDS[text], mark)
     if text[0] not in "+-.0123456789":
@@ -69,7 +69,7 @@ def plain(text: str, mark: Mark, problems: Problems) -> YamlScalar:
 
 
 def decode(data: bytes, file: str, problems: Problems) -> str | None:
-    """The text of a file, or None (and a problem) when it is not printable UTF-8."""
+    """The text of a file; None, with a problem, if it is not printable UTF-8."""
     if len(data) > MAX_BYTES:
         problems.add(Mark(file, 1, 1), f"{len(data)} bytes: too large for a workflow (at most {MAX_BYTES})")
         return None
@@ -93,12 +93,12 @@ def _place(file: str, before: str) -> Mark:
 
 
 def parse(text: str, file: str, problems: Problems, *, at: Mark | None = None, loader: Any = None) -> Node | None:
-    """The tree of one YAML document, or None (and problems) when it is not YAML.
+    """The tree of one YAML document; None, with problems, if it is not YAML.
 
-    file: stands in the marks. at: a place that replaces every mark, for text that is in no file.
+    file: name in the marks. at: replaces every mark, for text outside a file.
     """
     builder = _Builder(file, problems, at)
-    # Events, not yaml.compose: composing recurses in C without a bound, and unfolds neither tags nor duplicate keys.
+    # Events, not yaml.compose, which recurses in C without limit, and hides tags and duplicate keys.
     try:
         for event in yaml.parse(text, Loader=loader or _Loader):
             if not builder.take(event):
@@ -113,7 +113,7 @@ def parse(text: str, file: str, problems: Problems, *, at: Mark | None = None, l
         problems.add(mark, f"not valid YAML: {said.message}", said.remedy)
         return None
     except (yaml.YAMLError, ValueError, OverflowError) as error:
-        # The readers and PyYAML's scanner in Python, on escapes and directives that mean no character or number.
+        # Raised by PyYAML's readers and Python scanner for escapes and directives without a valid character or number.
         problems.add(builder.mark(None), f"not valid YAML: {' '.join(str(error).split())}")
         return None
     if builder.root is None:
@@ -122,7 +122,8 @@ def parse(text: str, file: str, problems: Problems, *, at: Mark | None = None, l
 
 
 def _is_tab(text: str, error: yaml.MarkedYAMLError) -> bool:
-    """Whether the parser stopped at a tab that indents, or stands where a word begins. It does not always say so."""
+    """Whether the parser stopped at a tab used as indentation or at the start of a word. Its message often does not say
+    so."""
     place = error.problem_mark
     lines = text.splitlines()
     if "tab character" in (error.problem or ""):
@@ -132,7 +133,7 @@ def _is_tab(text: str, error: yaml.MarkedYAMLError) -> bool:
 
 @dataclass
 class _Frame:
-    """A list or map that is still open, and how much it holds so far."""
+    """A list or map that is still open, with its size so far."""
 
     is_map: bool
     mark: Mark
@@ -146,7 +147,7 @@ class _Frame:
 
 
 class _Builder:
-    """Builds the tree from the parser's events, without recursion."""
+    """Builds the tree from parser events, without recursion."""
 
     def __init__(self, file: str, problems: Problems, at: Mark | None) -> None:
         self.file = file
@@ -162,14 +163,14 @@ class _Builder:
         return Mark(self.file, mark.line + 1, mark.column + 1) if mark else Mark(self.file, 1, 1)
 
     def take(self, event: yaml.Event) -> bool:
-        """Returns False when there is no use in going on."""
+        """Process an event. Returns False if parsing should stop."""
         mark = self.mark(event.start_mark)
         if isinstance(event, yaml.ScalarEvent):
             return self._scalar(event, mark)
         if isinstance(event, yaml.CollectionStartEvent):
             self._refuse_tag(event.tag, mark)
             if event.anchor:
-                self.anchors[event.anchor] = None  # open: an alias inside would have no end
+                self.anchors[event.anchor] = None  # still open: an alias inside would be endless
             if len(self.stack) >= MAX_DEPTH:
                 self.problems.add(mark, f"nested deeper than {MAX_DEPTH} levels")
                 return False
@@ -189,7 +190,7 @@ class _Builder:
             known = self.anchors.get(str(event.anchor))
             if known is None:
                 inside = event.anchor in self.anchors
-                reason = "stands inside what it refers to" if inside else "refers to nothing above it"
+                reason = "is inside the value it refers to" if inside else "refers to nothing above it"
                 self.problems.add(mark, f"the alias *{event.anchor} {reason}")
                 return False
             if self._awaits_key():
@@ -234,10 +235,10 @@ class _Builder:
         frame.size += size
         frame.height = max(frame.height, height + 1)
         if frame.size > MAX_NODES:
-            self.problems.add(node.mark, f"more than {MAX_NODES} values, aliases unfolded")
+            self.problems.add(node.mark, f"more than {MAX_NODES} values, aliases expanded")
             return False
         if frame.height > MAX_DEPTH:
-            self.problems.add(node.mark, f"nested deeper than {MAX_DEPTH} levels, aliases unfolded")
+            self.problems.add(node.mark, f"nested deeper than {MAX_DEPTH} levels, aliases expanded")
             return False
         if not frame.is_map:
             frame.items.append(node)

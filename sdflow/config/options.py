@@ -1,4 +1,4 @@
-"""Checks a YAML tree against a pydantic model and puts every complaint where the value is written."""
+"""Validate a YAML tree against a pydantic model and report every problem at its place in the file."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _WORDS = {"a valid string": "text", "a valid array": "a list", "an object": "a m
 def check(
     model: type[M], node: YamlMap, what: str, problems: Problems, *, known: Collection[str] = (), partial: bool = False
 ) -> M | None:
-    """The tree as an instance of the model, or None and problems.
+    """Return the tree as an instance of the model, or None with problems.
 
-    Types are strict: the text "no" is not a boolean and "3" is no number. what: how messages call the map.
-    known: keys that are allowed beside the model's, for suggestions. partial: required fields may be missing.
+    Types are strict: the text "no" is not a boolean and "3" is not a number. what: the map's name in messages.
+    known: other allowed keys, for suggestions. partial: required fields may be missing.
     """
     data = to_data(node)
     try:
-        # As JSON: in strict mode pydantic takes a list for a tuple, and text for a path or an enum, only from there.
+        # Validated as JSON: only then does strict mode accept a list for a tuple, and text for a path or an enum.
         return model.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as failure:
         errors = failure.errors(include_url=False)
-    # Below a Mapping or a validator of its own, though, pydantic forgets that the input was JSON.
+    # Below a Mapping or a custom validator, pydantic forgets that the input was JSON.
     remaining = [error for error in errors if not (error["type"] in _TYPES and isinstance(error["input"], (list, str)))]
     if len(remaining) < len(errors):
         try:
@@ -77,7 +77,7 @@ def _complaints(
 def _follow(node: Node, loc: tuple[int | str, ...]) -> tuple[list[str], Node, list[Mark]]:
     """The keys, the value and the places of the keys at pydantic's `loc`.
 
-    A loc also names branches of unions and validators, which are not in the tree and are passed over.
+    A loc also names branches of unions and validators; these are skipped.
     """
     path: list[str] = []
     keys: list[Mark] = []
@@ -94,14 +94,14 @@ def _follow(node: Node, loc: tuple[int | str, ...]) -> tuple[list[str], Node, li
 
 
 def _blamed(node: YamlMap, message: str) -> tuple[str, ...]:
-    """The option that a check of the whole model complains about, when its message begins with the option's name."""
+    """The option that a model validator complains about, if its message begins with the option's name."""
     words = message.removeprefix("Value error, ").split(maxsplit=1)
     name = words[0].strip("`'\":,") if words else ""
     return (name,) if name in node.entries else ()
 
 
 def _field_names(model: type[BaseModel], path: list[str]) -> list[str]:
-    """The fields of the model within `model` at this path of keys, if there is one."""
+    """The fields of the nested model at this path of keys, if there is one."""
     for key in path:
         field = model.model_fields.get(key)
         if field is None:
@@ -119,10 +119,10 @@ def _flat(annotation: Any) -> list[Any]:
 
 
 def _phrase(message: str) -> str:
-    """Pydantic's message as the end of a sentence: "must be a valid integer"."""
+    """Turn pydantic's message into the end of a sentence: "must be a valid integer"."""
     for prefix in ("Value error, ", "Assertion failed, "):
         if message.startswith(prefix):
-            return f"is not right: {message.removeprefix(prefix)}"
+            return f"is invalid: {message.removeprefix(prefix)}"
     if message.startswith("Input should be "):
         kind = message.removeprefix("Input should be ")
         return f"must be {_WORDS.get(kind, kind)}"

@@ -1,7 +1,7 @@
 """`--set key=value`: one value of a workflow, given on the command line.
 
-The value is read as YAML: in quotes, brackets or braces it is YAML's flow style, and otherwise one plain scalar to its
-end, so that `prompt=a cat: sitting` needs no more quoting than the shell's.
+The value is YAML flow style if it begins with a quote, bracket or brace; otherwise the whole text is one plain scalar,
+so that `prompt=a cat: sitting` needs only the shell's quoting.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sdflow.families import any_family
 
 @dataclass(frozen=True)
 class Override:
-    """A value and the keys that lead to it from the top of the workflow."""
+    """A value and its path of keys from the top of the workflow."""
 
     path: tuple[str, ...]
     value: Node
@@ -28,19 +28,19 @@ class Override:
 
     @property
     def after_overlay(self) -> bool:
-        """Whether it changes what a target's overlay changes too, and so comes after it."""
+        """Whether targets can change the same keys; the override then applies after their changes."""
         return self.path[0] in ("submodels", "evaluate", "verify")
 
 
 def parse_overrides(texts: Sequence[str], problems: Problems) -> list[Override]:
-    """The overrides in order. Their marks name the option itself as the file."""
+    """Parse overrides, in order. Their marks name the option as the file."""
     overrides = []
     for text in texts:
         mark = Mark(f"--set {text}", 0, 0)
         key, separator, written = text.partition("=")
         path = tuple(part.strip() for part in key.split("."))
         if not separator or not all(path) or len(path) > MAX_DEPTH // 2:
-            problems.add(mark, "not of the form key=value", "for example unet.passes.OnnxConversion.target_opset=16")
+            problems.add(mark, "not in the form key=value", "for example unet.passes.OnnxConversion.target_opset=16")
             continue
         if path[0] in any_family.submodels():
             path = ("submodels", *path)
@@ -66,7 +66,7 @@ def _value(written: str, mark: Mark, problems: Problems) -> Node | None:
 
 
 def apply(workflow: YamlMap, overrides: Sequence[Override], problems: Problems) -> YamlMap:
-    """The workflow with the overrides put in, in order."""
+    """Apply the overrides to the workflow, in order."""
     result: Node = workflow
     for override in overrides:
         result = _put(result, override, 0, problems)
@@ -75,7 +75,7 @@ def apply(workflow: YamlMap, overrides: Sequence[Override], problems: Problems) 
 
 
 def _put(node: Node | None, override: Override, depth: int, problems: Problems) -> Node:
-    """`node` with the override's value placed at `path[depth:]` below it."""
+    """Return `node` with the override's value placed at `path[depth:]` below it."""
     path, mark = override.path, override.mark
     if depth == len(path):
         if node is not None and depth == 3 and path[0] == "submodels":
@@ -112,9 +112,9 @@ def _put(node: Node | None, override: Override, depth: int, problems: Problems) 
 
 
 def _chosen(node: YamlList, path: tuple[str, ...]) -> tuple[set[int], int]:
-    """Which items the path's first parts mean, by index or as steps by pass name, and how many parts that took.
+    """The items that the path's first parts select, by index or by pass name, and the number of parts used.
 
-    A pass at a path has dots in its name, so that a name may take several parts.
+    A pass given by its path has dots in its name, so a name may span several parts.
     """
     if path[0].isascii() and path[0].isdigit():
         index = int(path[0][:9])

@@ -1,4 +1,4 @@
-"""Fields of pydantic models from declared parameters (`sdflow.parameter`)."""
+"""Fields of pydantic models, made from declared parameters (`sdflow.parameter`)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def _encodable(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_encodable)]
-"""A text that a tokenizer can read: JSON can spell half a surrogate pair, which is none."""
+"""Text without lone surrogates, which JSON can contain and tokenizers cannot encode."""
 
 
 def field_of(parameter: Parameter, default: Any) -> Any:
-    """A field with the parameter's limits and description, for an annotation of its kind."""
+    """A field with the parameter's limits and description; the annotation must match its kind."""
     about = parameter.described if default == parameter.default else parameter.about
     return Field(default, description=about, **(_limits(parameter) if parameter.kind in (int, float) else {}))
 
@@ -39,7 +39,7 @@ def _limits(parameter: Parameter) -> dict[str, Any]:
 
 
 def with_fields(declared: Mapping[str, Parameter]) -> Callable[[type[Model]], type[Model]]:
-    """A model has a field for each of these parameters too. null stands for what applies where nothing is given."""
+    """Decorate a model: add a field for each of these parameters. null stands for the default."""
 
     def extended(model: type[Model]) -> type[Model]:
         fields: dict[str, tuple[Any, FieldInfo]] = {
@@ -61,7 +61,7 @@ def _annotation(parameter: Parameter) -> Any:
         return kind | None
 
     def value_of(given: Any) -> Any:
-        """Of a text, as in a form, what it spells: in JSON, or as an option."""
+        """Parse a text, as from a form, as JSON or like an option; return other values unchanged."""
         if not isinstance(given, str):
             return given
         return parse_json(given) if given.startswith("[") else read(given)

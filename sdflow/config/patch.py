@@ -1,9 +1,9 @@
-"""How one workflow is laid over another, and the changes for a target over a workflow: as any YAML tree, but for one place.
+"""Merge one workflow over another, and a target's changes over a workflow: like any YAML trees, with one exception.
 
-Over the `passes` of a submodel, a list of steps, a map from pass name to options changes single steps, removes them and inserts
-new ones, so that neither a workflow nor a target need repeat a chain to change one option. Insertions come first, so that a step
-can be inserted beside one that the same map removes: that replaces it. They may refer to one another, in any order. Several at
-the same place stand in the order in which they are written.
+Over a submodel's `passes`, a list of steps, a map from pass name to options changes, removes or inserts single steps,
+so that nobody repeats a chain to change one option. Insertions are applied first, so a step can be inserted next to one
+that the same map removes, which replaces it. Insertions may refer to one another, in any order; several at the same
+place keep the order in which they are written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INSERTING = (BEFORE, AFTER)
 
 @dataclass(frozen=True)
 class Insertion:
-    """A step that is not in the chain yet, and the step that it is put beside."""
+    """A step to add to a chain, and the step that it goes next to."""
 
     name: str
     step: YamlMap
@@ -38,12 +38,12 @@ class Insertion:
 
 
 def pass_name(step: Node) -> str | None:
-    """The pass that a step names, or None where it is not written as it should be."""
+    """The name of a step's pass; None if the step is malformed."""
     return text_of(step.entries.get("pass")) if isinstance(step, YamlMap) else None
 
 
 def names_of(chain: YamlList) -> list[str]:
-    """The passes of a chain, as far as its steps name them."""
+    """The names of the passes of a chain, without malformed steps."""
     return [name for name in map(pass_name, chain.items) if name]
 
 
@@ -56,10 +56,11 @@ def patch_chain(
     where: str = "",
     gone: Collection[str] = (),
 ) -> YamlList:
-    """The chain with new steps inserted, and the options of `patch` merged into the steps of their names; null removes those.
+    """Return the chain with new steps inserted and the options of `patch` merged into the named steps; null removes a
+    step.
 
-    lenient: a change to a step that the chain does not have changes nothing. An insertion always needs its anchor. where: " for
-    cuda", for messages. gone: steps that may be removed although the chain does not have them.
+    lenient: ignore changes to missing steps; an insertion always needs its anchor. where: " for cuda", for messages.
+    gone: steps that may be removed even if missing.
     """
     insertions, changes = [], {}
     for name, options in patch.entries.items():
@@ -84,9 +85,9 @@ def patch_chain(
 def patch_each(
     chains: Mapping[str, YamlList], patch: YamlMap, problems: Problems, *, where: str = "", gone: Collection[str] = ()
 ) -> dict[str, YamlList]:
-    """Every chain with what of `patch` applies to it: changes to the steps that it has, insertions beside them.
+    """Apply to every chain the parts of `patch` that match it: changes to its steps, insertions next to them.
 
-    What applies to none is a problem, as of `patch_chain`.
+    Parts that match no chain are problems.
     """
     found = {name: _applicable(chain, patch) for name, chain in chains.items()}
     used = {key for each in found.values() for key in each.entries}
@@ -105,13 +106,13 @@ def patch_each(
 
 
 def check_change(name: str, options: Node, problems: Problems) -> None:
-    """Reports what is wrong with a change to a step, or with an insertion, whatever the chain."""
+    """Report mistakes in a change to a step or in an insertion that do not depend on the chain."""
     if not isinstance(options, YamlMap):
         if not is_null(options):
             expect_kind(options, "a map of options, or null", f"the change to {name}", problems)
         return
     if "pass" in options.entries:
-        problems.add(options.keys["pass"], "a change cannot make a step another pass", "replace the list of passes")
+        problems.add(options.keys["pass"], "a change cannot replace a step's pass", "replace the list of passes")
     given = _places(options)
     for key in given:
         anchor = options.entries[key]
@@ -124,13 +125,13 @@ def check_change(name: str, options: Node, problems: Problems) -> None:
 
 
 def _places(options: Node) -> list[str]:
-    """Those of INSERTING that say something, right or wrong."""
+    """The keys of INSERTING with a value, valid or not."""
     entries = options.entries if isinstance(options, YamlMap) else {}
     return [key for key in INSERTING if key in entries and not is_null(entries[key])]
 
 
 def insertion_of(name: str, options: Node, mark: Mark) -> Insertion | None:
-    """The step that an entry of the map inserts, if it inserts one. mark: of its name."""
+    """The step that an entry of the map inserts, if any. mark: of its name."""
     if not isinstance(options, YamlMap):
         return None
     for place in INSERTING:
@@ -144,14 +145,14 @@ def insertion_of(name: str, options: Node, mark: Mark) -> Insertion | None:
 
 
 def without_places(options: YamlMap) -> YamlMap:
-    """The options of a step alone, without the place that it is inserted at."""
+    """The options of a step without the insertion keys."""
     return YamlMap(
         {key: each for key, each in options.entries.items() if key not in INSERTING}, options.keys, options.mark
     )
 
 
 def _insert(steps: list[Node], insertions: list[Insertion], problems: Problems, where: str) -> list[Node]:
-    """The steps with the new ones among them."""
+    """Return the steps with the new ones inserted."""
     waiting = []
     for each in insertions:
         there = next((step for step in steps if pass_name(step) == each.name), None)
@@ -160,9 +161,9 @@ def _insert(steps: list[Node], insertions: list[Insertion], problems: Problems, 
         else:
             instead = f"to change its options, leave out {each.place}; for a second one, write the chain as a list"
             problems.add(
-                each.step.mark, f"the chain{where} has a step {each.name!r} already, from {there.mark}", instead
+                each.step.mark, f"the chain{where} already has a step {each.name!r}, from {there.mark}", instead
             )
-    behind: dict[str, Node] = {}  # anchor -> what this map has inserted after it last
+    behind: dict[str, Node] = {}  # anchor -> the step that this map inserted after it last
     while ready := [each for each in waiting if each.anchor in map(pass_name, steps)]:
         each = ready[0]
         waiting.remove(each)
@@ -196,7 +197,7 @@ def _tell_missing(name: str, options: Node, mark: Mark, steps: list[Node], probl
 
 
 def _applicable(chain: YamlList, patch: YamlMap) -> YamlMap:
-    """What of a patch finds its step, or its anchor, in a chain."""
+    """The parts of a patch whose step or anchor is in the chain."""
     known = set(names_of(chain))
     insertions = [
         found for name, options in patch.entries.items() if (found := insertion_of(name, options, patch.keys[name]))
@@ -225,7 +226,7 @@ def merge_documents(
     gone: Mapping[str, Collection[str]] = MappingProxyType({}),
     path: Path = (),
 ) -> Node:
-    """`over` laid upon `base`, workflows or parts of them at `path`. lenient, where: as of `patch_chain`; gone too, by
+    """Merge `over` over `base`: workflows, or parts of them at `path`. lenient, where: see `patch_chain`; gone: by
     submodel."""
     if _is_chain(path) and isinstance(base, YamlList) and isinstance(over, YamlMap):
         return patch_chain(base, over, problems, lenient=lenient, where=where, gone=gone.get(path[-2], ()))
@@ -257,10 +258,11 @@ def overlay(
     where: str = "",
     gone: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> YamlMap:
-    """The workflow with the changes for a target: `passes` in every submodel that has them first, then the rest.
+    """Apply a target's changes to the workflow: first `passes` in every submodel that has them, then the rest.
 
-    inherited: a base's changes are for many chains: those to steps that a chain does not have change nothing. In the workflow
-    itself they are problems. where, gone: as of `merge_documents`.
+    inherited: ignore changes to missing steps, since a base's changes are for many chains; a workflow's own are
+    problems.
+    where, gone: see `merge_documents`.
     """
     result: Node = workflow
     everywhere = changes.entries.get("passes")
@@ -279,7 +281,7 @@ def overlay(
 
 
 def chains_of(workflow: YamlMap) -> dict[str, YamlList]:
-    """The chains that are written as lists, by submodel."""
+    """The chains written as lists, by submodel."""
     submodels = workflow.entries.get("submodels")
     named = submodels.entries if isinstance(submodels, YamlMap) else {}
     found = {name: each.entries.get("passes") for name, each in named.items() if isinstance(each, YamlMap)}

@@ -1,4 +1,4 @@
-"""Collects what is wrong with a workflow, so that everything comes at once, and finds the nearest known name."""
+"""Collect the problems of a workflow, to report all at once, and suggest the nearest known name."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from sdflow.config.workflow import Mark
 from sdflow.errors import Problem, WorkflowError
 
 MOST_SAID = 500
-"""Characters of a message: it may quote what a file has."""
+"""Maximum characters of a message, which may quote a file."""
 
-_LISTED = 12  # more known names than this are not spelled out
+_LISTED = 12  # longer lists of known names are left out
 
 
 class Problems:
@@ -28,7 +28,7 @@ class Problems:
         self._found.append(mark.problem(shown, remedy))
 
     def extend(self, others: Problems, *, elsewhere: bool = False) -> None:
-        """elsewhere: only those at places where none was found yet."""
+        """Add others' problems. elsewhere: only those at places without one so far."""
         places = {(each.file, each.line, each.column) for each in self._found} if elsewhere else set()
         self._found += [each for each in others._found if (each.file, each.line, each.column) not in places]
 
@@ -39,7 +39,7 @@ class Problems:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """A remedy for a name that is not known: the most similar known one, or the list of them if it is short."""
+    """A remedy for an unknown name: the most similar known one, or all of them if they are few."""
     names = list(dict.fromkeys(known))
     folded = {candidate.casefold(): candidate for candidate in reversed(names)}
     close = get_close_matches(name[:200].casefold(), folded, n=1, cutoff=0.6)

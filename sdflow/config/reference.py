@@ -1,4 +1,4 @@
-"""References to models and LoRAs: what can be known about them without opening a checkpoint or asking the network."""
+"""References to models and LoRAs: checks that need neither the checkpoint nor the network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sdflow.sources.reference import FILE_SUFFIXES, PICKLE_SUFFIXES, AdapterRefe
 
 SAMPLES = ("shapes", "shapes-klein")
 _SCHEMES = ("hf", "synthetic", "sample")
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+-]+):(.*)", re.DOTALL)  # two letters at least: C: is a drive
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+-]+):(.*)", re.DOTALL)  # at least two letters, since C: is a drive
 _HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w][\w./-]*)?", re.ASCII)
 _HUB_FILE = re.compile(
     rf"[\w-][\w.-]*/[\w-][\w.-]*(/[\w][\w. ()+-]*)+(?i:{'|'.join(map(re.escape, FILE_SUFFIXES))})"
@@ -30,9 +30,9 @@ _SEEDED = re.compile(r"([^?]*)(?:\?seed=([0-9]{1,18}))?", re.ASCII)
 def model_reference(
     node: Node, folder: Path, allow_pickle: bool, problems: Problems, what: str = "`model`"
 ) -> str | None:
-    """The checked reference with its path made absolute, or None and a problem.
+    """Return the checked reference with an absolute path, or None with a problem.
 
-    folder: where the path starts. what: the key that it stands at, for messages.
+    folder: base of a relative path. what: the reference's key, for messages.
     """
     text, mark = text_of(node), node.mark
     if text is None:
@@ -63,7 +63,7 @@ def model_reference(
 
 
 def _synthetic_names(what: str) -> tuple[str, ...]:
-    """The architectures that may stand at this key: of a component, also those that are that component alone."""
+    """The architectures allowed at this key; for a component, also those of that component alone."""
     if what.startswith("`ip_adapters."):
         return tuple(ADAPTER_ARCHITECTURES)
     alone = (name for name, component in COMPONENT_ARCHITECTURES.items() if what == f"`components.{component}`")
@@ -73,7 +73,7 @@ def _synthetic_names(what: str) -> tuple[str, ...]:
 def adapter_reference(
     node: Node, folders: Callable[[Mark], Path], allow_pickle: bool, problems: Problems
 ) -> AdapterReference | None:
-    """The checked IP-Adapter with its paths made absolute, or None and problems. folders: where the path at a mark starts."""
+    """Return the checked IP-Adapter with absolute paths, or None with problems. folders: base folder for a mark."""
     written = as_map(node, "a map like {file: …}", "an IP-Adapter", problems)
     fields = None if written is None else check(AdapterFields, written, "IP-Adapter", problems)
     if written is None or fields is None:
@@ -89,14 +89,14 @@ def adapter_reference(
     assert file is not None
     if fields.weight_name is None and (file.startswith("hf:") or Path(file).is_dir()):
         problems.add(
-            mark, "it does not say which file", "add weight_name: models/ip-adapter_sd15.safetensors, or another"
+            mark, "the file name is missing", "add weight_name: models/ip-adapter_sd15.safetensors, or another"
         )
         return None
     return AdapterReference(file, fields.weight_name, found.get("encoder"), fields.encoder_folder)
 
 
 def lora_spec(node: Node, folder: Path, problems: Problems) -> LoraSpec | None:
-    """The checked LoRA with its path made absolute, or None and problems. folder: where the path starts."""
+    """Return the checked LoRA with an absolute path, or None with problems. folder: base of a relative path."""
     written = as_map(node, "a map like {file: …, scale: 1.0}", "a LoRA", problems)
     fields = None if written is None else check(LoraFields, written, "LoRA", problems)
     if written is None or fields is None:
@@ -129,7 +129,7 @@ def _hub(text: str, rest: str, mark: Mark, problems: Problems) -> str | None:
 
 
 def _resolve(text: str, folder: Path, mark: Mark, problems: Problems) -> Path | None:
-    """The absolute path of something that exists, links within it not followed, or None and a problem."""
+    """The absolute path of an existing file or folder, symbolic links in it kept; None with a problem."""
     try:
         path = folder / Path(text).expanduser()
         if path.exists():
@@ -144,7 +144,7 @@ def _resolve(text: str, folder: Path, mark: Mark, problems: Problems) -> Path | 
 
 
 def _is_known(architecture: str | None, mark: Mark, problems: Problems) -> bool:
-    """Whether an architecture behind # is one, or none is said."""
+    """Whether the architecture after # is known or omitted."""
     if architecture is None or architecture in ARCHITECTURES:
         return True
     problems.add(
@@ -163,7 +163,7 @@ def _model_path(text: str, folder: Path, allow_pickle: bool, mark: Mark, problem
     suffix = path.suffix.lower()
     if path.is_dir() and architecture is not None:
         problems.add(
-            mark, f"{path.name!r} is a folder, which names its architecture itself", f"leave out #{architecture}"
+            mark, f"{path.name!r} is a folder, whose config names the architecture", f"leave out #{architecture}"
         )
         return None
     if path.is_dir():
@@ -191,7 +191,7 @@ def _lora_path(fields: LoraFields, folder: Path, mark: Mark, problems: Problems)
             problems.add(mark, f"{path.name!r} is not a LoRA that can be read", "LoRAs come as .safetensors")
             return None
         if fields.weight_name is not None:
-            problems.add(mark, "`weight_name` goes with a folder or a repository, and this is a file", "leave it out")
+            problems.add(mark, "`weight_name` is for folders and repositories, and this is a file", "leave it out")
             return None
         return str(path)
     if fields.weight_name is not None:
@@ -203,7 +203,7 @@ def _lora_path(fields: LoraFields, folder: Path, mark: Mark, problems: Problems)
         remedy = f"weight_name: one of {', '.join(found[:12])}"
         problems.add(mark, f"{path.name!r} holds several .safetensors files", remedy)
     elif below := sorted(file.relative_to(path).as_posix() for file in path.glob("*/*.safetensors")):
-        # Several adapters that PEFT saved together, or one for each part of a model.
+        # Several adapters that PEFT saved together, or one per part of a model.
         folders = dict.fromkeys(name.split("/")[0] for name in below)
         problems.add(
             mark,

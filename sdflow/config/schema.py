@@ -41,9 +41,9 @@ _ONCE: Schema = {"not": {"$ref": "#/$defs/inserted_twice"}}
 
 
 def json_schema(catalog: PassCatalog) -> Schema:
-    """The schema of a workflow file, with every pass of the catalog and its options.
+    """Return the schema of a workflow file, with every pass of the catalog and its options.
 
-    Nothing is required at the top, and a pass may lack options: the files that a workflow extends can bring them.
+    No top-level key or pass option is required: the files that a workflow extends can supply them.
     """
     defs: Schema = {}
     lora = _model(LoraFields, "lora", defs, partial=False)
@@ -174,7 +174,7 @@ class _Untitled(GenerateJsonSchema):
 
 
 def _model(model: type[BaseModel], name: str, defs: Schema, *, partial: bool = True) -> Schema:
-    """The schema of a pydantic model; the models within it go to `defs`, under names of their own.
+    """The schema of a pydantic model; nested models go to `defs` under their own names.
 
     partial: no field is required.
     """
@@ -187,5 +187,5 @@ def _model(model: type[BaseModel], name: str, defs: Schema, *, partial: bool = T
 
 
 def _change(options: Schema, more: Schema) -> Schema:
-    """Options of which any may be missing."""
+    """A schema for changed options: any may be missing."""
     return _or_null({**options, **_ONCE, "properties": {**more, **options["properties"]}})

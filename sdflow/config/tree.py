@@ -1,4 +1,4 @@
-"""The tree of a YAML file: what a value is, in code and in words, and how one tree is laid over another."""
+"""The tree of a YAML file: conversion of values to Python and to words, and merging of trees."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class YamlList:
 
 @dataclass(frozen=True, slots=True)
 class YamlMap:
-    """A map. `keys` holds the place of each key; the place of its value is in the value."""
+    """A map. `keys` holds the place of each key; each value holds its own."""
 
     entries: Mapping[str, Node]
     keys: Mapping[str, Mark]
@@ -41,17 +41,17 @@ Node: TypeAlias = "YamlScalar | YamlList | YamlMap"
 
 
 def is_null(node: Node | None) -> bool:
-    """Whether nothing is written there, or null."""
+    """Whether the node is missing or null."""
     return node is None or (isinstance(node, YamlScalar) and node.value is None)
 
 
 def text_of(node: Node | None) -> str | None:
-    """The text that is written there; None for an empty one, and for anything else."""
+    """The node's text; None if it is empty or not text."""
     return node.value if isinstance(node, YamlScalar) and isinstance(node.value, str) and node.value else None
 
 
 def as_map(node: Node, kind: str, what: str, problems: Problems) -> YamlMap | None:
-    """The map that is written there; None for anything else, which is reported as by `expect_kind`."""
+    """The node if it is a map; otherwise None, reported by `expect_kind`."""
     if isinstance(node, YamlMap):
         return node
     expect_kind(node, kind, what, problems)
@@ -59,12 +59,12 @@ def as_map(node: Node, kind: str, what: str, problems: Problems) -> YamlMap | No
 
 
 def expect_kind(node: Node, kind: str, what: str, problems: Problems) -> None:
-    """Reports that `what` should have been written as `kind`."""
+    """Report that `what` must be `kind`."""
     problems.add(node.mark, f"{what} must be {kind}, found {describe(node)}")
 
 
 def merge(base: Node, over: Node) -> Node:
-    """`over` laid upon `base`: maps merge at every depth, lists and scalars (null too) replace."""
+    """Merge `over` over `base`: maps at every depth; lists and scalars, including null, replace."""
     if not (isinstance(base, YamlMap) and isinstance(over, YamlMap)):
         return over
     entries = dict(base.entries)
@@ -83,7 +83,7 @@ def to_data(node: Node) -> Any:
 
 
 def describe(node: Node) -> str:
-    """What a value is, in words for a message."""
+    """Name a value's kind in a message."""
     if isinstance(node, YamlMap):
         return "a map"
     if isinstance(node, YamlList):
@@ -98,5 +98,5 @@ def describe(node: Node) -> str:
 
 
 def shortened(text: str) -> str:
-    """Text that fits into a message."""
+    """Shorten text for a message."""
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,4 +1,4 @@
-"""A checked workflow: plain frozen data, every path resolved, every value with the place it was written at."""
+"""A validated workflow: plain frozen data with resolved paths; every value knows where it was written."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ class Mark:
         return f"{self.file}:{self.line}:{self.column}" if self.line else self.file
 
     def problem(self, message: str, remedy: str | None = None) -> Problem:
-        """Something that is wrong there."""
+        """A problem at this place."""
         return Problem(self.file, self.line, self.column, message, remedy)
 
 
 @dataclass(frozen=True)
 class StepSpec:
-    """One step of a chain: a pass and its options as written (defaults are filled in when the plan is made).
+    """One step of a chain: a pass and its options as written (the plan fills in defaults).
 
-    expect: operator type -> count that the output must have. Not part of the cache key: it changes nothing.
-    folder: where a pass at a path (`user_scripts/foo.py:ClassName`) is looked up from.
+    expect: operator type -> count required in the output. Not part of the cache key, since it does not change the
+    output.
+    folder: base of a pass's path (`user_scripts/foo.py:ClassName`).
     """
 
     pass_name: str
@@ -46,7 +47,7 @@ class StepSpec:
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """A LoRA as written: a file, a folder or `hf:owner/name[@revision]`, the file's name within, and its scale."""
+    """A LoRA as written: a file, a folder or `hf:owner/name[@revision]`, the file's name in it, and its scale."""
 
     reference: str
     scale: float
@@ -56,24 +57,24 @@ class LoraSpec:
 
 @dataclass(frozen=True)
 class LatencySpec:
-    """Timed runs per submodel and for the whole pipeline. Counts of runs."""
+    """Numbers of timed runs, per submodel and for the whole pipeline."""
 
     warmup: int = 2
     runs: int = 10
 
 
 STEPS = 20
-"""Of an evaluation's image, where the model needs no fewer."""
+"""Default for an evaluation's image, unless the model needs fewer."""
 
 
 @dataclass(frozen=True)
 class ImageSpec:
-    """The image that an evaluation draws. Height and width in pixels; None: the model's own size. Steps and guidance scale:
-    None: the model's, of the steps at most STEPS.
+    """The image of an evaluation. height, width: pixels; None is the model's native size. steps, guidance_scale: None
+    is the model's own, with at most STEPS steps.
 
-    prompts: when there are any, the image is a sheet of them all, the seed counting up from `seed`; `prompt` is then
-        only what is timed.
-    references: how many reference images it is drawn with.
+    prompts: if given, the image is a sheet of them all, with seeds counting up from `seed`; `prompt` is then only
+    timed.
+    references: number of reference images.
     """
 
     prompt: str = "a photo of an astronaut riding a horse on mars"
@@ -87,7 +88,7 @@ class ImageSpec:
     references: int = 0
 
     def settled(self, own: Defaults) -> ImageSpec:
-        """With the model's own steps and guidance scale where none are named."""
+        """Fill in the model's own steps and guidance scale where none are set."""
         steps = min(STEPS, own.steps) if self.steps is None else self.steps
         guidance_scale = own.guidance_scale if self.guidance_scale is None else self.guidance_scale
         return replace(self, steps=steps, guidance_scale=guidance_scale)
@@ -95,7 +96,7 @@ class ImageSpec:
 
 @dataclass(frozen=True)
 class EvaluateSpec:
-    """What happens after assembly. `allow_fallback`: nodes may run on another provider than the target's."""
+    """Measurements after assembly. `allow_fallback`: nodes may run on providers other than the target's."""
 
     latency: LatencySpec | None = field(default_factory=LatencySpec)
     image: ImageSpec | None = field(default_factory=ImageSpec)
@@ -104,7 +105,7 @@ class EvaluateSpec:
 
 @dataclass(frozen=True)
 class VerifySpec:
-    """How the artifacts are verified against the PyTorch model after the build. Sizes in pixels; None: as the level has it."""
+    """Verification against the PyTorch model after the build. Sizes in pixels; None is the level's default."""
 
     level: Literal["quick", "full"] = "quick"
     steps: int | None = None
@@ -114,12 +115,12 @@ class VerifySpec:
 
 @dataclass(frozen=True)
 class PipelineSpec:
-    """One cell of a workflow: one model with its LoRAs for one target. `name` is also its output folder's name.
+    """One cell of a workflow: one model with its LoRAs for one target. `name` also names its output folder.
 
-    components: those that are not the model's own, and the references that they come from. controlnets: name -> reference.
+    components: those that replace the model's own -> their references. controlnets: name -> reference.
     ip_adapters: in the order of their inputs.
-    refiner: what refines its images; it lies in the same folder. verify: None: the artifacts are not verified.
-    generate: what is said of how it draws, of `sdflow.manifest.form.Said`.
+    refiner: the refiner's pipeline, built into the same folder. verify: None skips verification.
+    generate: defaults for generating; see `sdflow.manifest.form.Said`.
     """
 
     name: str
@@ -140,7 +141,7 @@ class PipelineSpec:
 
     @property
     def opening(self) -> dict[str, Any]:
-        """What `open_checkpoint` takes besides the model."""
+        """Arguments of `open_checkpoint` other than the model."""
         return {
             "allow_pickle": self.allow_pickle,
             "components": self.components,
@@ -151,8 +152,8 @@ class PipelineSpec:
 
 @dataclass(frozen=True)
 class Workflow:
-    """A workflow file with everything it extends. `files`: every YAML file that was read, in order. remote: the cache that is
-    shared with other machines; no part of any key."""
+    """A workflow file with all it extends. files: every YAML file that was read, in order. remote: the shared cache,
+    which is not part of any key."""
 
     path: Path
     files: tuple[Path, ...]

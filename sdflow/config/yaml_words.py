@@ -1,5 +1,4 @@
-"""What is wrong with text that is no YAML, in a writer's words: the parsers (PyYAML's, and libyaml's through it) say it in
-those of their grammar."""
+"""Explain invalid YAML in a writer's words: PyYAML and libyaml report errors in terms of their grammar."""
 
 from __future__ import annotations
 
@@ -10,12 +9,12 @@ from typing import Any
 import yaml
 
 _QUOTE_IT = "put the text in quotes"
-_INDENT = "give it the indentation of the keys that it belongs to"
+_INDENT = "indent it like the keys that it belongs to"
 
 
 @dataclass(frozen=True)
 class Said:
-    """message and remedy of a problem; mark: the parser's mark of the place."""
+    """message and remedy of a problem; mark: the parser's position."""
 
     message: str
     remedy: str | None
@@ -23,7 +22,7 @@ class Said:
 
 
 def in_words(text: str, error: yaml.MarkedYAMLError) -> Said:
-    """The parser's complaint about a text. One that is not known is given as the parser says it."""
+    """Explain the parser's complaint about a text; an unknown one is passed on unchanged."""
     problem, context = error.problem or "", error.context or ""
     here, opened = error.problem_mark or error.context_mark, error.context_mark
     if here is None:
@@ -37,7 +36,7 @@ def in_words(text: str, error: yaml.MarkedYAMLError) -> Said:
         return Said("the quote that opens here is not closed", "close it, in the same line", opened)
     if "escape" in problem or "hexdecimal" in problem or "hexadecimal" in problem:
         return Said(
-            "a backslash in double quotes begins an escape, which this is not",
+            "a backslash in double quotes begins an escape, and this is not a valid one",
             r"put a path in single quotes, 'C:\models\x.safetensors', or write its backslashes twice",
             here,
         )
@@ -47,7 +46,7 @@ def in_words(text: str, error: yaml.MarkedYAMLError) -> Said:
         return Said("a list cannot begin on the line of its key", "begin it on the next line, or write [a, b]", here)
     if "parsing a block collection" in context and opened is not None:
         first = opened.line + 1
-        message = f"this line is no item of the list that begins in line {first}, and is indented like one"
+        message = f"this line is indented like an item of the list that begins in line {first}, but is not one"
         return Said(message, f"begin it with '- ', or {_INDENT}", here)
     if "parsing a block mapping" in context:
         return Said(*_key(place), here)
@@ -56,7 +55,7 @@ def in_words(text: str, error: yaml.MarkedYAMLError) -> Said:
 
 @dataclass(frozen=True)
 class _Place:
-    """Counted from 0."""
+    """A position, counted from 0."""
 
     lines: list[str]
     line: int
@@ -75,7 +74,7 @@ class _Place:
         return self.own[self.column :]
 
     def above(self) -> tuple[int, str]:
-        """Number, from 1, and text of the last line above that holds anything but a comment."""
+        """Number, from 1, and text of the last line above that is neither empty nor a comment."""
         for number in range(self.line, 0, -1):
             text = self.lines[number - 1]
             if text.strip() and not text.lstrip().startswith("#"):
@@ -90,12 +89,12 @@ def _colon(place: _Place) -> tuple[str, str]:
     number, above = place.above()
     if place.indent > len(above) - len(above.lstrip(" ")) and re.search(r":\s+\S", above):
         return (
-            f"this line is indented deeper than line {number}, which has a value already",
+            f"this line is indented deeper than line {number}, which already has a value",
             "indent it like that line, or leave that line without a value",
         )
     if glued := re.match(r"\s*([\w.-]+):\S", above):
         return f"line {number} has no space after '{glued[1]}:'", f"write '{glued[1]}: ...'"
-    return f"a ':' where none can be: line {number} is not finished", "write every key as 'key: value'"
+    return f"unexpected ':': line {number} is not finished", "write every key as 'key: value'"
 
 
 def _no_colon(place: _Place) -> tuple[str, str]:
@@ -108,7 +107,7 @@ def _no_colon(place: _Place) -> tuple[str, str]:
 def _bracket(place: _Place, context: str, line: int) -> tuple[str, str]:
     opening, closing = "{}" if "mapping" in context else "[]"
     if "node" in context:
-        return "a value is missing here", "remove the comma that is one too many"
+        return "a value is missing here", "remove the extra comma"
     if place.rest[:1] in ("]", "}") and place.rest[:1] != closing:
         return f"{place.rest[0]!r} where '{closing}' closes what '{opening}' opened", f"write '{closing}'"
     return f"the '{opening}' of line {line} is not closed before this", f"close it with '{closing}', or add a comma"

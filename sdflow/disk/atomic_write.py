@@ -1,4 +1,4 @@
-"""Files that are whole: a reader finds the old content or the new, whatever is killed when."""
+"""Atomic file writes: a reader finds the old content or the new, even after a kill."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from pathlib import Path
 from sdflow.disk.locked_folder import alone_in
 
 UNFINISHED = ".unfinished"
-"""The suffix of a file that is being written. A process that is killed leaves it behind."""
+"""Suffix of a file being written, which a killed process leaves behind."""
 
 
 def unfinished(folder: Path) -> Path:
-    """A new path in `folder` for a file that is being written."""
+    """A new path in `folder` for a file being written."""
     return folder / f".{os.urandom(8).hex()}{UNFINISHED}"
 
 
 @contextmanager
 def replacing(path: Path, *, staging: Path | None = None, durable: bool = False) -> Iterator[Path]:
-    """A path to write the new content of `path` to. At the end it takes the place of `path`, whose folder is made.
+    """Yield a path for the new content of `path`, which it then replaces. Creates the folder of `path`.
 
-    staging: a folder on the same file system to write in, by default that of `path`. durable: wait until the disk has
-    the content, so that it is whole after a power cut too.
-    When the writing fails, `path` is as it was and nothing is left. Raises OSError.
+    staging: a folder on the same file system to write in; default: that of `path`. durable: sync to disk, so that the
+    content survives a power failure.
+    If writing fails, `path` is unchanged and nothing is left behind. Raises OSError.
     """
     temporary = unfinished(path.parent if staging is None else staging)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -40,34 +40,35 @@ def replacing(path: Path, *, staging: Path | None = None, durable: bool = False)
 
 
 def sync_file(path: Path) -> None:
-    """Wait until the disk has a file's content. Windows wants it open for writing. Raises OSError."""
+    """Sync a file's content to disk. Windows requires it to be open for writing. Raises OSError."""
     with path.open("rb" if sys.platform != "win32" else "r+b") as stream:
         os.fsync(stream.fileno())
 
 
 def require_makable(folder: Path) -> None:
-    """Raises OSError when a folder is not there and cannot be made. To know it, it is made, and removed again."""
+    """Raises OSError if a missing folder cannot be created. Tests it by creating and removing the folder."""
     missing = [path for path in (folder.absolute(), *folder.absolute().parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     finally:
         for path in missing:
-            with suppress(OSError):  # somebody else is using it already
+            with suppress(OSError):  # another process already uses it
                 path.rmdir()
 
 
 def write_whole(path: Path, content: bytes, *, staging: Path | None = None, durable: bool = False) -> None:
-    """Give `path` this content in one step, as `replacing` does."""
+    """Give `path` this content atomically; see `replacing`."""
     with replacing(path, staging=staging, durable=durable) as temporary:
         temporary.write_bytes(content)
 
 
 @contextmanager
 def replacing_all(paths: Sequence[Path]) -> Iterator[Mapping[Path, Path]]:
-    """`paths`, all in one folder, which is made -> new paths to write their contents to. At the end these take their places.
+    """Yield a map from `paths`, all in one folder, which is created, to new paths for their contents, which then
+    replace them.
 
-    The first of `paths` is the one that names the others. Several processes may do this at once: the last one's files stay.
-    When the writing fails, `paths` are as they were and nothing is left. Raises OSError, at once where one of them is a folder.
+    The first of `paths` names the others. Several processes may do this at once: the last one's files stay. If writing
+    fails, `paths` are unchanged and nothing is left behind. Raises OSError, immediately if one of them is a folder.
     """
     folder = paths[0].parent
     for path in paths:
@@ -83,19 +84,19 @@ def replacing_all(paths: Sequence[Path]) -> Iterator[Mapping[Path, Path]]:
     except BaseException:
         _remove(written.values())
         for each in missing:
-            with suppress(OSError):  # it was not made, or somebody else uses it already
+            with suppress(OSError):  # it was not created, or another process already uses it
                 each.rmdir()
         raise
 
 
 def _exchange(written: Mapping[Path, Path]) -> None:
-    """Raises OSError; then everything is as before."""
+    """Replace the files. Raises OSError with everything unchanged."""
     old = {path: unfinished(path.parent) for path in written}
     try:
-        for path, aside in old.items():  # the one that names the others goes first
+        for path, aside in old.items():  # the one that names the others is moved first
             if os.path.lexists(path):
                 path.rename(aside)
-        for path in reversed([*written]):  # and comes last
+        for path in reversed([*written]):  # and replaced last
             written[path].rename(path)
     except BaseException:
         for path, new in written.items():

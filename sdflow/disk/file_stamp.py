@@ -1,9 +1,9 @@
-"""Whether a file is still the one that was looked at, by its stat: size, mtime, inode and ctime.
+"""Detect changes of a file by its stat: size, mtime, inode and ctime.
 
-A stamp is taken before a file is read for the first time, and compared after it was read for the last time. What was read in
-between is then what the stamp stands for: ctime cannot be set back, and a file that another was put in the place of has
-another inode. What no stamp shows: a write through a memory map of a file whose time the kernel has not renewed yet, and
-a folder that is exchanged for another and back between two looks.
+A stamp is taken before a file is first read, and compared after the last read; the content read in between then belongs
+to the stamp: ctime cannot be set back, and a replaced file has another inode. Stamps cannot detect a write through a
+memory map whose time the kernel has not updated yet, nor a folder that is swapped for another and back between the two
+checks.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from typing import Any
 from sdflow.errors import InputChanged
 
 Stamp = Mapping[str, Any]
-"""JSON: path, size in bytes, mtime_ns and ctime_ns (0 on Windows, where it means something else), inode."""
+"""JSON: path, size in bytes, mtime_ns and ctime_ns (0 on Windows, where it differs in meaning), inode."""
 
 TICK_NS = 20_000_000
-"""Two writes within one tick of the kernel's clock, at most 10 ms, leave one time. Twice that, to be sure."""
+"""Two writes within one tick of the kernel's clock, at most 10 ms, have the same time. Twice that, for safety."""
 COARSE_TICK_NS = 2_000_000_000
-"""That of file systems that keep whole seconds; FAT has every second one."""
+"""The same for file systems with whole seconds; FAT has two-second steps."""
 
 
 def identity(stat: os.stat_result) -> tuple[int, int, int, int]:
-    """What of a file's stat must be the same for its content to count as the same: size, mtime, inode, ctime."""
+    """The stat fields that identify a file's content: size, mtime, inode, ctime."""
     return stat.st_size, stat.st_mtime_ns, stat.st_ino, 0 if sys.platform == "win32" else stat.st_ctime_ns
 
 
 def changed_ns(stat: os.stat_result) -> int:
-    """When the file changed last, as far as its stat tells, in nanoseconds since 1970."""
+    """The file's last change according to its stat, in nanoseconds since 1970."""
     return stat.st_mtime_ns if sys.platform == "win32" else stat.st_ctime_ns
 
 
 def file_stamp(path: Path) -> Stamp:
-    """The stamp of a file. Waits some milliseconds for one that was written this moment: a later write must show.
+    """The stamp of a file. Waits some milliseconds if it was just written, so that a later write changes the stamp.
 
     Raises OSError.
     """
@@ -53,7 +53,7 @@ def file_stamp(path: Path) -> Stamp:
 
 
 def folder_stamps(folder: Path) -> list[Stamp]:
-    """The stamps of all files in a folder, also of those that are reached through links. Raises OSError."""
+    """The stamps of all files in a folder, following links. Raises OSError."""
     found: list[Stamp] = []
     for place in sorted(folder.iterdir()):
         if place.is_dir():
@@ -64,7 +64,7 @@ def folder_stamps(folder: Path) -> list[Stamp]:
 
 
 def check_stamps(stamps: Iterable[Stamp], since: str = "the build was planned") -> None:
-    """Raise InputChanged when a file is no longer the one that its stamp was taken of. since: what it was taken for."""
+    """Raise InputChanged if a file no longer matches its stamp. since: when the stamp was taken, for the message."""
     for stamp in stamps:
         path = Path(stamp["path"])
         try:
@@ -73,7 +73,7 @@ def check_stamps(stamps: Iterable[Stamp], since: str = "the build was planned") 
             raise InputChanged(f"cannot be read any more: {error.strerror}", where=str(path)) from error
         if not same:
             raise InputChanged(
-                f"has changed since {since}", where=str(path), remedy="Nothing of it was kept. Start the command again."
+                f"has changed since {since}", where=str(path), remedy="Nothing was saved. Run the command again."
             )
 
 

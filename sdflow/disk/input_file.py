@@ -1,7 +1,7 @@
-"""Files that others wrote: opened only where they are regular files, and read within a limit.
+"""Read untrusted files: only regular files are opened, and only up to a limit.
 
-A pipe would never end, a device may do anything, a file of gigabytes in place of a config fills the memory. Whatever is
-wrong with a file is an OSError whose `strerror` says it in words, or a ValueError for its content.
+A pipe might never end, a device may do anything, and gigabytes in place of a config would fill the memory. Problems are
+an OSError with a readable `strerror`, or a ValueError for the content.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from pathlib import Path, PurePath
 from typing import Any, NoReturn
 
 TEXT_LIMIT = 16 << 20
-"""Bytes of the largest config, index or script that is read. A tokenizer's vocabulary has one or two million."""
+"""Maximum bytes of a config, index or script. A tokenizer's vocabulary has one or two million."""
 
 
 DEEPEST = 100
-"""Levels of JSON. A tokenizer's have a dozen."""
+"""Maximum nesting of JSON. A tokenizer's has a dozen levels."""
 
 
 def is_regular(path: Path) -> bool:
-    """Whether there is a regular file, or a link to one. A name that no file can have is none."""
+    """Whether it is a regular file, or a link to one; false for invalid names."""
     with suppress(OSError, ValueError):
         return stat.S_ISREG(path.stat().st_mode)
     return False
 
 
 def is_there(path: Path) -> bool:
-    """Whether there is anything of this name. A name that nothing can have is none."""
+    """Whether anything exists under this name; false for invalid names."""
     with suppress(OSError, ValueError):
         path.stat()
         return True
@@ -41,7 +41,7 @@ def is_there(path: Path) -> bool:
 
 
 def no_file(path: Path) -> str:
-    """What to say of a name that is neither a regular file nor a folder."""
+    """Describe a name that is neither a regular file nor a folder."""
     return "a pipe, a socket or a device, not a file" if is_there(path) else "no such file or folder"
 
 
@@ -57,7 +57,7 @@ def require_regular(path: Path) -> os.stat_result:
 
 def open_input(path: Path) -> BufferedReader:
     """Open a regular file for reading. Raises OSError for anything else, and never waits for a writer."""
-    require_regular(path)  # opening a device may be enough to do something
+    require_regular(path)  # opening a device may already have an effect
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     descriptor = os.open(path, flags)
     try:
@@ -78,19 +78,21 @@ def read_input(path: Path, limit: int = TEXT_LIMIT) -> bytes:
 
 
 def read_json(path: Path, limit: int = TEXT_LIMIT, *, finite: bool = True) -> Any:
-    """What the JSON of a file holds.
+    """Parse the JSON of a file.
 
-    finite: refuse NaN and Infinity, which JSON does not have. False: accept them as Python's json writes them, which is how
-    diffusers saves some schedulers' configs (`"lambda_min_clipped": -Infinity`).
-    Raises OSError as `read_input` does, ValueError for a content that is no JSON.
+    finite: reject NaN and Infinity, which JSON lacks. False: accept Python's spelling, as in some schedulers' configs
+    saved by diffusers (`"lambda_min_clipped": -Infinity`).
+    Raises OSError as `read_input` does, ValueError for content other than JSON.
     """
     return parse_json(read_input(path, limit), finite=finite)
 
 
 def parse_json(content: bytes | str, *, finite: bool = True) -> Any:
-    """As `read_json`. Raises ValueError."""
+    """Parse JSON like `read_json`. Raises ValueError."""
     try:
-        text = content if isinstance(content, str) else content.decode("utf-8-sig")  # by itself json takes UTF-16 too
+        text = (
+            content if isinstance(content, str) else content.decode("utf-8-sig")
+        )  # json alone would accept UTF-16 too
         value = json.loads(text, parse_constant=_no_number if finite else float, parse_float=_finite, parse_int=_whole)
         require_shallow(value)
         if "\\u" in text:
@@ -105,8 +107,8 @@ def parse_json(content: bytes | str, *, finite: bool = True) -> Any:
 
 
 def require_shallow(value: Any) -> None:
-    """Raises ValueError for JSON that is nested more than DEEPEST levels: not every release of Python's reader refuses it, and
-    whoever walks through it would be out of levels."""
+    """Raises ValueError for JSON nested deeper than DEEPEST: not every Python release rejects it, and recursive code
+    would fail on it."""
     level = [value]
     for _ in range(DEEPEST):
         level = [inner for each in level for inner in _within(each)]
@@ -116,7 +118,7 @@ def require_shallow(value: Any) -> None:
 
 
 def _within(value: Any) -> list[Any]:
-    """What of a list or a map holds something itself."""
+    """The lists and maps directly within a list or map."""
     held = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [each for each in held if isinstance(each, dict | list)]
 
@@ -131,11 +133,11 @@ def _whole(text: str) -> int:
 
 
 def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"{text:.20} is no number of JSON, or beyond what a computer holds")
+    raise ValueError(f"{text:.20} is not a JSON number, or out of range")
 
 
 def foreign_content(path: Path) -> str | None:
-    """What lies in place of weights, if it is one of the things that often do. Raises OSError."""
+    """Describe a file that commonly appears in place of weights; None for any other. Raises OSError."""
     with open_input(path) as stream:
         start = stream.read(512)
     if not start:
@@ -155,9 +157,9 @@ def _refuse_others(mode: int, path: Path) -> None:
 
 
 def alike(name: str, known: Iterable[str]) -> str | None:
-    """The file name that is most similar to one that is not there, endings aside; None where none is similar.
+    """The known file name most similar to a missing one, ignoring suffixes; None if none is similar.
 
-    An ending that two names share says nothing about them: m9.yaml is not what nope.yaml was meant to be.
+    A common suffix says nothing: nope.yaml does not stand for m9.yaml.
     """
     others = [each for each in dict.fromkeys(known) if each != name]
     stems = {PurePath(each).stem.casefold(): each for each in reversed(others)}

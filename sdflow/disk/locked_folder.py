@@ -1,7 +1,7 @@
-"""Folders that are in use for as long as their process lives, and are known as rubbish afterwards.
+"""Folders in use while their process lives, and recognizable as abandoned afterwards.
 
-Each is locked before it gets its name, so that whoever finds it unlocked knows that its process has ended, however young it
-is. Not on Windows, nor on file systems without locks: there, what a killed process leaves must be removed by hand.
+Each is locked before it gets its name, so an unlocked one belongs to an ended process, however new it is. Without
+locks, on Windows and some file systems, leftovers of killed processes must be removed by hand.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _SCRATCH = ".scratch"
 
 @contextlib.contextmanager
 def locked_folder(folder: Path, mode: int = 0o700) -> Iterator[Path]:
-    """The new folder `folder`, locked while in use, removed afterwards with whatever it then holds.
+    """Create `folder`, locked while in use, and remove it with its content afterwards.
 
-    mode: before the umask. The default keeps other users out: for folders among the system's temporary ones, not for one that
-    is renamed to a result.
+    mode: before the umask. The default excludes other users: for folders among the system's temporary ones, not for one
+    that is renamed to a result.
     """
     making = folder.with_name(f"{folder.name}{_MAKING}")
     lock = None
@@ -44,13 +44,13 @@ def locked_folder(folder: Path, mode: int = 0o700) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def scratch_folder(kind: str, parent: Path | None = None) -> Iterator[Path]:
-    """A folder in `parent`, or among the system's temporary ones; `sdflow-KIND-` begins its name."""
+    """A folder named `sdflow-KIND-...` in `parent`, or among the system's temporary ones."""
     with locked_folder((parent or _temporary()) / f"sdflow-{kind}-{uuid.uuid4().hex[:12]}{_SCRATCH}") as folder:
         yield folder
 
 
 def remove_abandoned_scratch(parent: Path | None = None) -> int:
-    """Remove what `scratch_folder` made there for this user's processes that were killed; returns how many there were."""
+    """Remove `scratch_folder`s of this user's killed processes. Returns their number."""
     return remove_abandoned(parent or _temporary(), f"sdflow-*{_SCRATCH}")
 
 
@@ -59,13 +59,13 @@ def _temporary() -> Path:
 
 
 def remove_abandoned(parent: Path, pattern: str) -> int:
-    """Remove the folders of killed processes whose name is like `pattern`; returns how many there were."""
+    """Remove folders of killed processes that match `pattern`. Returns their number."""
     return sum(remove_if_abandoned(folder) for folder in [*parent.glob(pattern), *parent.glob(f"{pattern}{_MAKING}")])
 
 
 def remove_if_abandoned(folder: Path) -> bool:
-    """Remove a folder that `locked_folder` made, if its process has ended; returns whether it had."""
-    with contextlib.suppress(OSError):  # it is somebody else's, or gone
+    """Remove a folder from `locked_folder` if its process has ended. Returns whether it had."""
+    with contextlib.suppress(OSError):  # it belongs to somebody else, or is gone
         found = folder.lstat()
         if folder.is_symlink() or not folder.is_dir() or (sys.platform != "win32" and found.st_uid != os.getuid()):
             return False
@@ -82,7 +82,7 @@ def remove_if_abandoned(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def alone_in(folder: Path, meanwhile: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Hold a folder's lock, where there are locks. meanwhile: called while another has it; what it raises ends the waiting."""
+    """Hold a folder's lock, if locks are supported. meanwhile: called while waiting; an exception ends the wait."""
     lock = None
     while True:
         try:
@@ -99,7 +99,7 @@ def alone_in(folder: Path, meanwhile: Callable[[], None] = lambda: None) -> Iter
 
 
 def try_lock(folder: Path) -> int | None:
-    """A descriptor that holds a folder's lock until it is closed; None when another has it, or where there are no locks."""
+    """A descriptor that holds a folder's lock until closed; None if it is taken, or locks are not supported."""
     try:
         return _lock(folder)
     except BlockingIOError:
@@ -107,7 +107,7 @@ def try_lock(folder: Path) -> int | None:
 
 
 def _lock(folder: Path) -> int | None:
-    """Raises BlockingIOError when another has it."""
+    """Raises BlockingIOError if the lock is taken."""
     if sys.platform == "win32":
         return None
     import fcntl

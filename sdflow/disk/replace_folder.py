@@ -1,4 +1,4 @@
-"""Replaces a folder by another in one step: a reader finds the old one or the new, whatever is killed when."""
+"""Replace a folder atomically: a reader finds the old one or the new one, even after a kill."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _STAGING = ".sdflow-staging"
 
 
 def staging_place(out: Path) -> Path:
-    """A new path beside `out` for what will take its place."""
+    """A new path next to `out` for its replacement."""
     return out.parent / f".{out.name}.{uuid.uuid4().hex}{_STAGING}"
 
 
 def remove_stale(out: Path) -> None:
-    """Remove what killed runs left beside `out`."""
+    """Remove leftovers of killed runs next to `out`."""
     remove_abandoned(out.parent, f".{glob.escape(out.name)}.*{_STAGING}")
 
 
 def sync_tree(folder: Path) -> None:
-    """Wait until the disk has every file in a folder, and then the names; links are not followed."""
+    """Sync every file in a folder to disk, then the names, without following links."""
     for directory, _, files in os.walk(folder, topdown=False):
         for name in files:
             path = Path(directory) / name
@@ -37,7 +37,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync_directory(folder: Path) -> None:
-    """Wait until the disk has the names in a folder. Windows cannot, and journals them itself."""
+    """Sync the names in a folder to disk. Windows cannot, and journals them itself."""
     if sys.platform == "win32":
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -48,7 +48,7 @@ def sync_directory(folder: Path) -> None:
 
 
 def swap(staging: Path, out: Path) -> None:
-    """Put `staging` in the place of `out`; what was there is then in `staging`."""
+    """Replace `out` by `staging`, which then holds the previous folder."""
     while True:
         if not out.exists() or not any(out.iterdir()):
             try:
@@ -66,7 +66,7 @@ def swap(staging: Path, out: Path) -> None:
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-        # Without an exchange (Windows, some network file systems) there is a moment with no pipeline at `out`.
+        # Without an atomic exchange (Windows, some network file systems), `out` is briefly missing.
         old = staging.with_name(staging.name + ".old")
         out.rename(old)
         try:
@@ -79,7 +79,7 @@ def swap(staging: Path, out: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> None:
-    """Exchange two folders in one step: renameat2(2) on Linux, renamex_np(2) on macOS. Raises OSError."""
+    """Exchange two folders atomically: renameat2(2) on Linux, renamex_np(2) on macOS. Raises OSError."""
     at_working_directory, exchange = -100, 2  # AT_FDCWD; RENAME_EXCHANGE and RENAME_SWAP
     library = None if sys.platform == "win32" else ctypes.CDLL(None, use_errno=True)
     if library is not None and hasattr(library, "renameat2"):

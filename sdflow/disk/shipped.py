@@ -1,4 +1,4 @@
-"""Files that come with sdflow: sample checkpoints, and what the families' folders hold."""
+"""Files shipped with sdflow: sample checkpoints, and the data of the families' folders."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from sdflow.disk.input_file import is_regular
 from sdflow.errors import CheckpointError
 
 _FAMILY_PACKAGES = ("sdflow.families", "sdflow_families")
-"""Where families are found: those that ship, and a namespace package of others, which tests define. The import path
-(PYTHONPATH) is the one setting that every process that sdflow starts inherits already. There is no promise to users: what a
-family has to offer changes from release to release."""
+"""Packages that contain families: the shipped ones, and a namespace package for others, which tests define. The import
+path (PYTHONPATH) is the only setting that every process started by sdflow inherits. Not a public API: the interface of
+families changes between releases."""
 
 
 @cache
 def _folders() -> tuple[tuple[str, Path], ...]:
-    """The packages in these by their full names, and their folders, in the order of their names."""
+    """Full names of the subpackages, with their folders, sorted by name."""
     found = []
     for package in _FAMILY_PACKAGES:
         spec = find_spec(package)
@@ -30,40 +30,40 @@ def _folders() -> tuple[tuple[str, Path], ...]:
 
 
 def family_modules() -> tuple[str, ...]:
-    """The modules that have a `FAMILY` each."""
+    """The modules that each define a `FAMILY`."""
     return tuple(f"{package}.family" for package, folder in _folders() if (folder / "family.py").is_file())
 
 
 def family_data(name: str) -> tuple[Path, ...]:
-    """The folders of this name ("architectures", "workflows") of the families, and of what they share."""
+    """The families' folders of this name ("architectures", "workflows"), including shared ones."""
     return tuple(place for _, folder in _folders() if (place := folder / name).is_dir())
 
 
 def sample_folders() -> tuple[Path, ...]:
-    """Where samples may be: beside the package in a checkout, and in the distribution sdflow-samples."""
+    """Possible sample folders: next to the package in a checkout, and in the distribution sdflow-samples."""
     spec = find_spec("sdflow_samples")
     installed = () if spec is None else tuple(spec.submodule_search_locations or ())
     return Path(sdflow.__file__).parents[1] / "samples", *map(Path, installed)
 
 
 def _bases() -> Iterator[tuple[str, Path]]:
-    """Every workflow that ships to be extended, named as in `extends`."""
+    """Every shipped base workflow, named as in `extends`."""
     for folder in family_data("workflows"):
         yield from ((f"base/{path.name}", path) for path in (folder / "base").glob("*.yaml"))
 
 
 def shipped_workflow(reference: str) -> Path | None:
-    """A workflow that ships with sdflow, named as `base/sd15.yaml`; None where there is none of that name."""
+    """A shipped workflow, named as in `base/sd15.yaml`; None if there is none."""
     return next((path for name, path in _bases() if name == reference and is_regular(path)), None)
 
 
 def shipped_workflows() -> tuple[str, ...]:
-    """The names of all workflows that ship with sdflow to be extended."""
+    """The names of all shipped base workflows."""
     return tuple(sorted(name for name, _ in _bases()))
 
 
 def sample_folder(name: str) -> Path:
-    """The folder of a sample: beside the package in a checkout, or in the installed distribution sdflow-samples."""
+    """The folder of a sample: next to the package in a checkout, or in the installed distribution sdflow-samples."""
     indexes = [index for place in sample_folders() for index in place.glob("*/model_index.json")]
     found = {index.parent.name: index.parent for index in indexes}
     if name not in found:

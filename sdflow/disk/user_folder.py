@@ -1,4 +1,4 @@
-"""Where sdflow keeps what belongs to a user and a machine, not to a pipeline or its cache."""
+"""Folders for data of a user and machine, not of a pipeline or its cache."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from sdflow.errors import UsageError, os_errors_as
 
 
 def user_folder(name: str, variable: str) -> Path:
-    """The folder that the environment variable names, else `sdflow/<name>` in the user's cache folder; it may not exist yet.
+    """The folder in the environment variable, otherwise `sdflow/<name>` in the user's cache folder; it may not exist
+    yet.
 
-    Raises UsageError when there is neither.
+    Raises UsageError if neither is available.
     """
     if named := os.environ.get(variable):
         return Path(named)
     try:
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError as error:  # a user without an entry and without HOME, as containers have them
+    except RuntimeError as error:  # a user without a passwd entry and HOME, as in containers
         raise UsageError(f"no folder for {name}: {error}", remedy=f"Name one: {variable}=FOLDER.") from error
     return caches / "sdflow" / name
 
 
 @contextmanager
 def writing(what: str, where: Path, variable: str) -> Iterator[None]:
-    """Raises UsageError in place of an OSError. what: is written there, in the plural. variable: names another folder."""
-    with os_errors_as(f"no {what} can be kept there", where, f"Name another folder: {variable}=FOLDER."):
+    """Raise UsageError in place of an OSError. what: the plural of what is written. variable: sets another folder."""
+    with os_errors_as(f"no {what} can be stored there", where, f"Name another folder: {variable}=FOLDER."):
         yield

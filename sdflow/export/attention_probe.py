@@ -1,7 +1,7 @@
-"""A graph of one fused attention, with which a page finds out whether the visitor's device computes it as it should.
+"""A graph of one fused attention, with which a page tests whether the visitor's device computes it correctly.
 
-ONNX Runtime's kernel for WebGPU takes subgroups of up to 8 for subgroups of 8: where they are of 4, values are off by a tenth and
-more, without an error. It is chosen from 32 rows on, for head sizes that are multiples of 4.
+ONNX Runtime's WebGPU kernel treats subgroups of up to 8 as subgroups of 8: with subgroups of 4, values are off by a
+tenth and more, without an error. It applies from 32 rows on, for head sizes that are multiples of 4.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SIZES = {"rows": 64, "keys": 40, "heads": 2, "size": 8}
 
 
 def has_fused_attention(model: Any) -> bool:
-    """Whether a ModelProto has nodes that such a kernel runs."""
+    """Whether a ModelProto has nodes for such a kernel."""
     return any(node.op_type in FUSED and node.domain == CONTRIB for node in model.graph.node)
 
 

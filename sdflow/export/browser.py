@@ -1,6 +1,7 @@
-"""`sdflow export --browser`: a folder that a web server serves as it is, whose page draws on the visitor's GPU.
+"""`sdflow export --browser`: a static folder for a web server, whose page generates on the visitor's GPU.
 
-pipeline.json names all other files with their sizes and digests; the page (`sdflow/export/page`) fetches each once and keeps it.
+pipeline.json names all other files with sizes and digests; the page (`sdflow/export/page`) fetches and stores each
+once.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ FORMAT_VERSION = 1
 INDEX, TOKENIZERS, SCHEDULES, PROBE = "pipeline.json", "tokenizers.json", "schedules.bin", "attention.onnx"
 PAGE = Path(__file__).parent / "page"
 STEPS = 50
-"""Schedules of up to so many steps are exported, and that of the default."""
+"""Schedules of up to this many steps are exported, and the default's."""
 FILE_BYTES = 64_000_000
-"""Of weights in a file; hosts of static files take 25 MB (Cloudflare Pages), 100 MB (GitHub) and more."""
+"""Maximum bytes of weights per file; static hosts accept 25 MB (Cloudflare Pages), 100 MB (GitHub) and more."""
 LEAST_FILE = 1_000_000
 WEB_OPERATORS = frozenset(
     (
@@ -48,13 +49,14 @@ WEB_OPERATORS = frozenset(
         *("SimplifiedLayerNormalization", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization"),
     )
 )
-"""Of the domain com.microsoft: those that ONNX Runtime Web has for WebGPU."""
+"""Operators of com.microsoft that ONNX Runtime Web supports on WebGPU."""
 
 
 @dataclass(frozen=True)
 class BrowserWanted:
-    """scheduler, steps, guidance_scale: what the page begins with; None: the pipeline's. checker: with the safety checker, where
-    there is one. height, width: what the page begins with; None: the model's. file_bytes: the most weights in a file."""
+    """scheduler, steps, guidance_scale: the page's initial settings; None: the pipeline's. checker: include the safety
+    checker, if any. height, width: the page's initial size; None: the model's. file_bytes: maximum bytes of weights per
+    file."""
 
     runtime: Runtime
     scheduler: str | None = None
@@ -68,8 +70,8 @@ class BrowserWanted:
 
 @dataclass(frozen=True)
 class BrowserExport:
-    """weights: bytes that a visitor fetches once, of `files` files. page: the files that draw. schedule: that it begins with.
-    float16: WebGPU then needs shader-f16. left_out: as of `Exported`."""
+    """weights: a visitor's download in bytes, in `files` files. page: the page's files. schedule: the initial one.
+    float16: whether WebGPU needs shader-f16. left_out: see `Exported`."""
 
     folder: Path
     weights: int
@@ -81,10 +83,10 @@ class BrowserExport:
 
 
 def export_browser(folder: Path, out: Path, wanted: BrowserWanted) -> BrowserExport:
-    """Write the pipeline of a folder, and the page that draws with it, to the folder `out`.
+    """Write the pipeline of a folder, with a page that runs it, to the folder `out`.
 
-    Raises UsageError for a pipeline that does not draw from text alone, whose tokenizer is not CLIP's, or with operators that
-    ONNX Runtime Web lacks; CacheError when it cannot be written. Then what was there before is as it was.
+    Raises UsageError for a pipeline that needs more than text, has a tokenizer other than CLIP's, or operators that
+    ONNX Runtime Web lacks; CacheError if it cannot be written. An existing folder then stays unchanged.
     """
     if wanted.file_bytes < LEAST_FILE:
         raise UsageError(f"{wanted.file_bytes:,} bytes", where="--file-size", remedy="Take 1MB or more.")
@@ -160,7 +162,7 @@ def export_browser(folder: Path, out: Path, wanted: BrowserWanted) -> BrowserExp
 def _require_clip(tokenizers: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
     if others := [name for name, table in tokenizers.items() if "merges" not in table]:
         raise UsageError(
-            f"the page reads prompts with CLIP's tokenizer, and {', '.join(others)} are of another one",
+            f"the page has only CLIP's tokenizer, but {', '.join(others)} differ",
             where=str(folder),
             remedy="Stable Diffusion 1, 2 and XL can be exported for browsers; others as one graph: --one-file.",
         )
@@ -182,8 +184,8 @@ def _require_operators(model: Any, name: str) -> None:
 
 @dataclass(frozen=True)
 class _Schedules:
-    """own: what the page begins with. tables: steps -> runs, draws, and where its numbers begin in `content`: the timesteps, then
-    the rows of the table, all float32, the least significant byte first."""
+    """own: the default schedule. tables: steps -> runs, draws, and offset of its numbers in `content`: the timesteps,
+    then the rows of the table, all little-endian float32."""
 
     own: Coefficients
     tables: Mapping[int, Mapping[str, int]]
@@ -191,7 +193,7 @@ class _Schedules:
 
 
 def _schedules(source: Source, wanted: BrowserWanted) -> _Schedules:
-    """Raises UsageError where the scheduler cannot make the steps that the page begins with."""
+    """The schedules. Raises UsageError if the scheduler cannot make the initial number of steps."""
     family, scheduler = source.family, source.companions[SCHEDULER]
     defaults = folder_defaults(source.folder)["text"]
     steps = defaults.steps if wanted.steps is None else wanted.steps
@@ -204,7 +206,7 @@ def _schedules(source: Source, wanted: BrowserWanted) -> _Schedules:
     for count in (*range(1, STEPS + 1), *([steps] if steps > STEPS else [])):
         try:
             found = own if count == steps else made(count)
-        except UsageError:  # of some numbers of steps, which the page then does not offer
+        except UsageError:  # the page does not offer these numbers of steps
             continue
         tables[count] = {"runs": len(found.timesteps), "draws": found.draws, "begin": len(content)}
         content += _little(found.timesteps) + _little(found.table)
@@ -224,7 +226,7 @@ def _graph(model: Any, buffers: tuple[Buffer, ...]) -> dict[str, Any]:
 
 
 def _table(name: str) -> str:
-    """The input whose table of the tokenizer it takes."""
+    """The input whose tokenizer table it shares."""
     return name.removeprefix("negative_")
 
 
@@ -245,7 +247,7 @@ def _largest(model: Any) -> int:
 
 
 def _names_of(out: Path) -> set[str]:
-    """The files that an earlier export put there; none, where there was none."""
+    """The files of an earlier export; empty if there was none."""
     try:
         found = json.loads((out / INDEX).read_bytes())["files"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""Nodes of a graph that is put together: each is given a name, and gives the name of what it makes."""
+"""Build nodes of a graph: each is named, and its output's name returned."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 EXTENSIONS, EXTENSIONS_VERSION = "ai.onnx.contrib", 1
-"""The operators of onnxruntime-extensions. A program registers its library before it makes a session."""
+"""The operators of onnxruntime-extensions, whose library a program registers before it creates a session."""
 
 
 class Builder:
-    """Collects nodes and initializers. prefix: of all names that it makes up."""
+    """Collects nodes and initializers. prefix: of all generated names."""
 
     def __init__(self, prefix: str) -> None:
         self.nodes: list[Any] = []
@@ -19,7 +19,7 @@ class Builder:
         self._count = 0
 
     def add(self, kind: str, *inputs: str, to: str | None = None, **attributes: Any) -> str:
-        """A node of ONNX's own operators with one output, which is named `to`; its output's name."""
+        """Add a standard ONNX node with one output, named `to`. Returns the output's name."""
         from onnx import helper
 
         made = self._name(kind) if to is None else to
@@ -27,7 +27,7 @@ class Builder:
         return made
 
     def constant(self, value: Any, dtype: str) -> str:
-        """An initializer of these values; its name."""
+        """Add an initializer with these values. Returns its name."""
         import numpy as np
         from onnx import numpy_helper
 
@@ -36,7 +36,7 @@ class Builder:
         return name
 
     def text(self, value: str) -> str:
-        """An initializer of one string."""
+        """Add an initializer with one string. Returns its name."""
         from onnx import TensorProto, helper
 
         name = self._name("constant")
@@ -44,7 +44,7 @@ class Builder:
         return name
 
     def extension(self, kind: str, inputs: Sequence[str], outputs: int, **attributes: Any) -> list[str]:
-        """A node of onnxruntime-extensions; its outputs' names. More of them may be there behind these."""
+        """Add a node of onnxruntime-extensions. Returns the names of its first outputs."""
         from onnx import helper
 
         made = [self._name(kind) for _ in range(outputs)]
@@ -53,11 +53,11 @@ class Builder:
         return made
 
     def whole(self, *values: int) -> str:
-        """A vector of whole numbers."""
+        """Add a vector of integers."""
         return self.constant(values, "int64")
 
     def cast(self, value: str, element: int, to: str | None = None) -> str:
-        """The same values as elements of this type (TensorProto's number)."""
+        """Cast values to this element type (TensorProto's number)."""
         from onnx import helper
 
         made = self._name("Cast") if to is None else to
@@ -65,21 +65,21 @@ class Builder:
         return made
 
     def size(self, value: str, axis: int) -> str:
-        """How long a value is along an axis: a vector of one number."""
+        """The size of a value along an axis, as a vector of one number."""
         return self.add("Shape", value, start=axis, end=axis + 1)
 
     def joined(self, *values: str, axis: int = 0, to: str | None = None) -> str:
-        """Values one behind the other."""
+        """Concatenate values."""
         return self.add("Concat", *values, to=to, axis=axis)
 
     def split(self, value: str, to: Sequence[str], axis: int) -> None:
-        """Cut into equal parts of these names."""
+        """Split into equal parts with these names."""
         from onnx import helper
 
         self.nodes.append(helper.make_node("Split", [value], list(to), name=f"{to[0]}/node", axis=axis))
 
     def part(self, value: str, begin: Sequence[int] | str, end: Sequence[int] | str, axes: Sequence[int]) -> str:
-        """From `begin` up to `end` along these axes."""
+        """Slice from `begin` to `end` along these axes."""
         bounds = [each if isinstance(each, str) else self.whole(*each) for each in (begin, end)]
         return self.add("Slice", value, *bounds, self.whole(*axes))
 

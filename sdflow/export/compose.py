@@ -1,4 +1,4 @@
-"""A pipeline folder as one graph: token ids, latents and guidance scale to pixels."""
+"""Compose a pipeline folder into one graph: token ids, latents and guidance scale to pixels."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ IMAGES, FLAGS = "images", "nsfw_content_detected"
 
 @dataclass(frozen=True)
 class Form:
-    """What the graph takes. text: prompts as strings, not token ids. guided: the guidance scale, and negative prompts.
-    negative: token ids of these; else they are what the family takes where none are given. schedule: baked in; where it is
-    `open`, its table and the noises are inputs. size: the only one; None for any."""
+    """The graph's inputs. text: prompts as strings instead of token ids. guided: the guidance scale, and negative
+    prompts.
+    negative: whether these are inputs; otherwise the family's default is used. schedule: baked in, unless
+    `open_schedule` makes its table and the noises inputs. size: the only one; None for any."""
 
     guided: bool
     negative: bool
@@ -62,8 +63,9 @@ class Form:
 
 @dataclass(frozen=True)
 class Composed:
-    """model: a ModelProto. ids: its inputs of token ids -> the companion that makes them, and whether they are the negative
-    prompts'. lengths: of these companions -> tokens of a text. templates: of these companions: halves of a chat template."""
+    """model: a ModelProto. ids: its token id inputs -> the companion that makes them, and whether they are negative
+    prompts'.
+    lengths: companion -> tokens per text. templates: companion -> both halves of its chat template."""
 
     model: onnx.ModelProto
     ids: Mapping[str, tuple[str, bool]]
@@ -72,13 +74,13 @@ class Composed:
 
 
 def compose(source: Source, form: Form, data_files: Mapping[str, str]) -> Composed:
-    """The whole pipeline as one graph. data_files: submodel -> how the file with its weights is called beside the graph.
+    """Compose the whole pipeline into one graph. data_files: submodel -> name of its weight file next to the graph.
 
-    Inputs, as far as the form has them: texts (images), or token ids (images, tokens) int32; latents (images, channels, rows,
-    columns) and noises (draws, images, channels, rows, columns), standard normal, guidance_scale (1), timesteps (runs) and
-    coefficients (runs + 1, terms), float32. Outputs: images (images, height, width, 3) in [0, 1]; with a checker, flags
-    (images).
-    Raises PassError for submodels of different versions of ONNX's operators.
+    Inputs, depending on the form: texts (images), or token ids (images, tokens) int32; latents (images, channels, rows,
+    columns) and noises (draws, images, channels, rows, columns), standard normal, guidance_scale (1), timesteps (runs)
+    and coefficients (runs + 1, terms), float32. Outputs: images (images, height, width, 3) in [0, 1]; with a checker,
+    flags (images).
+    Raises PassError for submodels with different opsets.
     """
     from onnx import helper
 
@@ -150,13 +152,13 @@ def compose(source: Source, form: Form, data_files: Mapping[str, str]) -> Compos
 
 
 def _axes(source: Source, size: Size, scale: int) -> dict[str, int]:
-    """The submodels' axes, by name, but for `batch`."""
+    """The submodels' axes by name, except `batch`."""
     axes = Sizes(1, size.rows * scale, size.columns * scale, scale).axes()
     return {**axes, **source.family.token_sizes(source.configs)}
 
 
 def read_part(path: Path, data_file: str | None) -> onnx.ModelProto:
-    """The graph of a submodel. data_file: how the file with its weights is called there."""
+    """The graph of a submodel. data_file: name of its weight file."""
     model = read_graph(path)
     for tensor in model.graph.initializer:
         if is_external(tensor):
@@ -167,7 +169,7 @@ def read_part(path: Path, data_file: str | None) -> onnx.ModelProto:
 
 
 def common_opsets(models: Mapping[str, onnx.ModelProto]) -> dict[str, int]:
-    """Domain of operators -> version. Raises PassError for submodels of different ones."""
+    """Operator domain -> version. Raises PassError if submodels differ."""
     found: dict[str, int] = {}
     of: dict[str, str] = {}
     for name, model in models.items():
@@ -185,7 +187,7 @@ def common_opsets(models: Mapping[str, onnx.ModelProto]) -> dict[str, int]:
 
 
 def _ids(graph: Builder, source: Source, traced: Traced, *, text: bool) -> dict[str, str]:
-    """The token ids -> inputs of the graph, or what is made of texts that are."""
+    """The token ids: inputs of the graph, or the outputs of its tokenizers."""
     if not text:
         return {name: name for name in traced.ids}
     return {
@@ -195,7 +197,7 @@ def _ids(graph: Builder, source: Source, traced: Traced, *, text: bool) -> dict[
 
 
 def _pixels(graph: Builder, scale: int) -> dict[str, str]:
-    """Height and width of the image, of the size of the latents."""
+    """Height and width of the image, from the latents' size."""
     sizes = {}
     for axis, name in ((2, HEIGHT), (3, WIDTH)):
         pixels = graph.add("Mul", graph.size(LATENTS, axis), graph.whole(scale))
@@ -210,8 +212,8 @@ def add_conditions(
     traced: Traced,
     given: Mapping[str, str],
 ) -> dict[str, str]:
-    """What the denoiser reads beside latents and timestep: its inputs -> values. given: token ids, and height and width in
-    pixels -> values; the guidance scale is read by its own name."""
+    """The denoiser's inputs other than latents and timestep -> values. given: token ids, and height and width in pixels
+    -> values; the guidance scale is read by its own name."""
     given = {**given, SCALE: SCALE}
     names = condition_names(traced)
     if not reads_scale(traced):

@@ -1,8 +1,9 @@
-"""How a prompt becomes what the denoiser reads, as a graph: the family's own `condition`, traced.
+"""Prompts to the denoiser's inputs, as a graph: the family's own `condition`, traced.
 
-In the trace the tokenizers give the graph's inputs, and a text encoder is one node, `sdflow.Run`, for which its graph is put in
-afterwards. So a family needs nothing besides what it needs for drawing. The mask of a text is computed from its ids. A chat
-template stays outside: programs put its two halves around the text.
+In the trace, tokenizers return the graph's inputs, and a text encoder is a node `sdflow.Run`, later replaced by its
+graph. So a family needs no code of its own for exports. The mask of a text is computed from its ids. Chat templates
+stay
+outside: programs put both halves around the text.
 """
 
 from __future__ import annotations
@@ -20,19 +21,20 @@ if TYPE_CHECKING:
     import torch
 
 RUN, PART = "Run", "part"
-"""The node for a text encoder, and its attribute that says which."""
+"""The placeholder node of a text encoder, and its attribute with the submodel."""
 HEIGHT, WIDTH, SCALE = "height", "width", "guidance_scale"
 _PROMPT, _NEGATIVE = "the prompts", "the negative prompts"
 TOKENIZER = "tokenizer"
-"""How the names of companions that read texts begin."""
+"""Prefix of companions that read texts."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """model: a ModelProto whose inputs are of `ids`, height and width of the image in pixels, and the guidance scale, numbers;
-    its outputs are the denoiser's inputs. ids: of the token ids, an input each -> the companion that makes them, and whether
-    they are the negative prompts'. lengths: companion -> the tokens of a text that the family has it make. templates: companion
-    -> what its chat template puts before and behind a text, if it has one. tokens: sizes of the denoiser's token axes."""
+    """model: a ModelProto with inputs `ids`, height and width of the image in pixels, and the guidance scale; its
+    outputs are the denoiser's inputs. ids: token id input -> the companion that makes it, and whether it is the
+    negative prompts'.
+    lengths: companion -> tokens per text. templates: companion -> prefix and suffix of its chat template, if any.
+    tokens: sizes of the denoiser's token axes."""
 
     model: Any
     ids: Mapping[str, tuple[str, bool]]
@@ -51,8 +53,8 @@ def trace_conditions(
     negative: bool,
     opset: int,
 ) -> Traced:
-    """guided: a row for the negative prompt, and one for the prompt. negative: it is an input; else what the family takes where
-    the caller names none. configs: by part. companions: loaded. opset: of the graph."""
+    """guided: a row for the negative prompt, and one for the prompt. negative: whether it is an input; otherwise the
+    family's default is used. configs: by part. companions: loaded. opset: of the graph."""
     import onnx
     import torch
 
@@ -94,7 +96,7 @@ def trace_conditions(
     rows = [torch.zeros(2, lengths[name], dtype=torch.int32) for name, _ in ids.values()]
     module, stream = Conditions(), io.BytesIO()
     with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # of constants that are meant to be, and of the exporter's age
+        warnings.simplefilter("ignore")  # about intended constants, and the exporter's deprecation
         torch.onnx.export(
             module,
             (*sizes.values(), *rows),
@@ -124,20 +126,21 @@ def _input(companion: str, of_negative: bool) -> str:
 
 
 class _Encoded(dict[str, Any]):
-    """What a tokenizer gives: entries that are attributes too, as transformers has it."""
+    """A tokenizer's result, whose entries are also attributes, as in transformers."""
 
     __getattr__ = dict.__getitem__
 
 
 class _Tokenizer:
-    """Gives the graph's inputs for the texts that stand for them, for others what the real one gives, a row for each image."""
+    """Returns the graph's inputs for placeholder texts, and the real tokenizer's result for others, repeated per
+    image."""
 
     def __init__(self, real: Any, blocks: Mapping[str, torch.Tensor]) -> None:
         self._real, self._blocks = real, blocks
         self.model_max_length = real.model_max_length
 
     def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> str:
-        """The ids of a text that stands for an input are of the whole chat."""
+        """A placeholder's ids cover the whole chat."""
         (message,) = messages
         text = message["content"]
         return text if text in self._blocks else str(self._real.apply_chat_template(messages, **options))
@@ -159,7 +162,7 @@ class _Tokenizer:
 
 
 def _mask(ids: torch.Tensor, pad: int) -> torch.Tensor:
-    """1 up to the last token that is not the one for padding, 0 behind it; int32. Texts are padded on the right."""
+    """1 up to the last token other than padding, then 0; int32. Texts are padded on the right."""
     import torch
 
     places = torch.arange(ids.shape[1], dtype=torch.int32)
@@ -168,7 +171,7 @@ def _mask(ids: torch.Tensor, pad: int) -> torch.Tensor:
 
 
 class _MeasuringTokenizer:
-    """Gives zeros. length: the tokens of a text that it was asked for. template: what its chat template puts around a text."""
+    """Returns zeros, and records the requested length and the chat template's prefix and suffix."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
@@ -192,7 +195,7 @@ class _MeasuringTokenizer:
 
 
 def _runner(family: Family, configs: Mapping[str, Mapping[str, Any]]) -> Any:
-    """A `Run` whose trace is one node. What it gives has the right names and shapes, and no values."""
+    """A `Run` that is traced as one node. Its results have the right names and shapes, without values."""
     import torch
 
     def run(name: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""A model as a part of a larger graph: its names get a prefix, its inputs and outputs are cast at the border."""
+"""Inline a model into a larger graph: its names get a prefix, its inputs and outputs are cast at the border."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sdflow.onnx_model.nodes import copied, in_order
 
 @dataclass(frozen=True)
 class Inlined:
-    """Nodes in order, and the initializers that they read. outputs: of the model, by its own names -> in the larger graph."""
+    """Nodes in order, and the initializers that they read. outputs: the model's names -> names in the larger graph."""
 
     nodes: list[Any]
     initializers: list[Any]
@@ -23,11 +23,11 @@ class Inlined:
 def inlined(
     model: Any, name: str, given: Mapping[str, str], wanted: Iterable[str] | None = None, *, widened: bool = True
 ) -> Inlined:
-    """A ModelProto as nodes. name: the prefix of all its names. given: its inputs -> what they read, of any type that can be
-    cast; what has the input's own name behind the prefix is read as it is. wanted: the outputs; what only others need is left
-    out. None: all. widened: outputs of a floating-point type are given as float32.
+    """Turn a ModelProto into nodes. name: prefix of all its names. given: its inputs -> values to read, of any castable
+    type; a value with the input's own name after the prefix is read without a cast. wanted: outputs, without nodes that
+    only others need; None: all. widened: cast floating-point outputs to float32.
 
-    Raises UsageError for a model with other inputs.
+    Raises UsageError if the model has other inputs.
     """
     from onnx.compose import add_prefix_graph
 
@@ -36,7 +36,7 @@ def inlined(
     inputs = {item.name: item.type.tensor_type.elem_type for item in graph.input if item.name not in names}
     if inputs.keys() - given.keys():
         raise UsageError(
-            f"the graph takes {', '.join(inputs)}, and only {', '.join(given)} are known",
+            f"the graph takes {', '.join(inputs)}, but only {', '.join(given)} are known",
             where=name,
             remedy="The graph and its config.json belong to different models: build the pipeline again, sdflow run.",
         )
@@ -69,7 +69,7 @@ def needed(nodes: Sequence[Any], results: Iterable[str]) -> list[Any]:
 
 
 def read_by(nodes: Iterable[Any]) -> set[str]:
-    """The names of all values that nodes read, also within the graphs in their attributes."""
+    """The names of all values that nodes read, including graphs in their attributes."""
     found: set[str] = set()
     for node in nodes:
         found.update(name for name in node.input if name)
@@ -81,7 +81,7 @@ def read_by(nodes: Iterable[Any]) -> set[str]:
 
 @dataclass(frozen=True)
 class Parted:
-    """Nodes that run once, in front of a loop, and those of its body; each with the initializers that it reads."""
+    """Nodes that run once before a loop, and those of its body, each with its initializers."""
 
     before: list[Any]
     before_initializers: list[Any]
@@ -90,8 +90,9 @@ class Parted:
 
 
 def parted(part: Inlined, moving: Iterable[str], steady: Iterable[str]) -> Parted:
-    """What depends on none of `moving`, which change from round to round, but on `steady`, runs once. Constants stay with
-    who reads them: in the body ONNX Runtime folds them; those that both read are there twice."""
+    """Separate nodes that run once, because they depend only on `steady`, from those that depend on `moving`, which
+    changes each round. Constants stay with their readers: ONNX Runtime folds them in the body; shared ones are
+    duplicated."""
     changes, once = set(moving), set(steady)
     body, before, constants = [], [], []
     for node in part.nodes:

@@ -1,4 +1,4 @@
-"""The steps as one ONNX `Loop`: a scheduler's step is a product with a row of its table (`sdflow.export.schedule`)."""
+"""The steps as an ONNX `Loop`: a scheduler's step is a product with a row of its table (`sdflow.export.schedule`)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ BODY = "denoising"
 
 @dataclass(frozen=True)
 class Loop:
-    """model: the denoiser's ModelProto; moving, output: of it. conditions: its inputs beside latents and timestep -> values, a
-    row for each image or one for all; with guidance a row for each negative prompt in front. draws: the scheduler draws noises.
-    shape: of the latents, where it is always the same; sizes: then of all of the model's axes. With them no shape is worked out
-    in a round, and nothing is computed twice (`sdflow.export.once`). offset: added to the guidance scale."""
+    """model: the denoiser's ModelProto; moving, output: its names. conditions: its inputs other than latents and
+    timestep -> values, with a row per image or one for all; with guidance the negative prompts' rows come first. draws:
+    whether the scheduler draws noises. shape: of the latents, if fixed; sizes: then of all of the model's axes, which
+    avoids shape arithmetic and repeated work per round (`sdflow.export.once`). offset: added to the guidance scale."""
 
     model: Any
     name: str
@@ -37,8 +37,8 @@ class Loop:
 
 
 def add_loop(graph: Builder, loop: Loop) -> str:
-    """The finished latents, of the shape of `latents`. It reads `latents`, `timesteps`, `coefficients`, and as the loop is
-    made, `noises` and `guidance_scale`."""
+    """The final latents, shaped like `latents`. Reads `latents`, `timesteps`, `coefficients`, and depending on the loop
+    `noises` and `guidance_scale`."""
     from onnx import TensorProto, helper
 
     shape = graph.add("Shape", LATENTS)
@@ -63,7 +63,7 @@ def add_loop(graph: Builder, loop: Loop) -> str:
     places = graph.add("Reshape", graph.cast(every, TensorProto.INT32), graph.whole(-1, 1))
     if loop.guided:
         weight = graph.add("Add", SCALE, graph.constant(loop.offset, "float32")) if loop.offset else SCALE
-        scale = graph.add("Max", weight, graph.constant(1.0, "float32"))  # up to 1 there is no guidance
+        scale = graph.add("Max", weight, graph.constant(1.0, "float32"))  # no guidance up to 1
         rows = graph.add("Mul", images, graph.whole(2))
     else:
         scale, rows = "", images
@@ -97,7 +97,7 @@ def add_loop(graph: Builder, loop: Loop) -> str:
         output = body.add("Add", negative, body.add("Mul", scale, body.add("Sub", positive, negative)))
     place = body.add("Add", body.add("Reshape", ROUND, body.whole(1)), first)
     output = body.add("Reshape", output, one_row)
-    # By a comparison: ScatterND of ONNX Runtime's CUDA provider copies a row with one thread, 0.6 ms of each step.
+    # Uses a comparison: the CUDA provider's ScatterND copies a row with one thread, which takes 0.6 ms per step.
     here = body.add("Equal", places, body.cast(place, TensorProto.INT32))
     body.add("Where", here, output, "terms", to="more_terms")
     body.add("Identity", "go_on", to="still_going_on")
@@ -123,6 +123,6 @@ def add_loop(graph: Builder, loop: Loop) -> str:
 
 
 def _for_rows(graph: Builder, value: str, rows: str) -> str:
-    """A value with so many rows, where it has one."""
+    """Expand a value with one row to this many."""
     rest = graph.add("Shape", value, start=1)
     return graph.add("Expand", value, graph.joined(rows, rest))

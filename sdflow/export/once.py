@@ -1,7 +1,7 @@
-"""A denoiser for one size in a loop, so that no round computes what another one did (`sdflow.runtime.denoiser.split`).
+"""Prepare a fixed-size denoiser for a loop, so that rounds repeat no work (`sdflow.runtime.denoiser.split`).
 
-What depends on the text alone is computed in front of the loop, and what depends on the timestep alone for all rounds at once.
-With guidance, what does not depend on the text is computed for one half of the batch.
+Parts that depend only on the text run before the loop, and parts that depend only on the timestep run for all rounds at
+once. With guidance, parts independent of the text run for half of the batch.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from sdflow.runtime.denoiser.split import split
 
 TIMESTEPS = "timesteps"
 ROUND = "round"
-"""Of the loop: its number."""
+"""The loop's round number."""
 
 
 MOST = 7
-"""Outputs of a Split: with its input they are the 8 buffers that a kernel of WebGPU may read and write."""
+"""Outputs of a Split: with its input they make the 8 buffers that a WebGPU kernel may access."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """model: a ModelProto of the denoiser that reads `time_values` in place of a timestep, and with guidance the latents once.
-    timestep: a ModelProto from timesteps, its input `given`, to the time values, a row for each."""
+    """model: ModelProto of the denoiser that takes `time_values` in place of a timestep, and with guidance the latents
+    once. timestep: ModelProto from timesteps, its input `given`, to the time values, one row per timestep."""
 
     model: Any
     timestep: Any
@@ -39,7 +39,7 @@ class Cut:
 
 
 def cut(model: Any, sizes: Mapping[str, int], *, moving: Moving, guided: bool) -> Cut | None:
-    """None for a graph that cannot be taken apart; a SlowerWarning says why. sizes: of all axes."""
+    """Split the denoiser; None, with a SlowerWarning, if that is not possible. sizes: of all axes."""
     try:
         parts = split(model, sizes, moving=moving, guidance=guided)
     except PassError as error:
@@ -59,8 +59,8 @@ def cut(model: Any, sizes: Mapping[str, int], *, moving: Moving, guided: bool) -
 
 
 def time_rows(graph: Builder, body: Builder, found: Cut, name: str) -> dict[str, str]:
-    """The time values of a round: input of the model -> what it reads in the body, `name/input`. In front of the loop those of
-    one shape are put side by side for all rounds, MOST at a time, so that a round takes them out by one Gather and one Split."""
+    """The time values of a round: the model's input -> the value to read in the body, `name/input`. Values of one shape
+    are stacked for all rounds before the loop, MOST at a time, so that a round needs one Gather and one Split."""
     times = inlined(found.timestep, f"{name}/{found.given}", {found.given: TIMESTEPS}, widened=False)
     graph.nodes.extend(times.nodes)
     graph.initializers.extend(times.initializers)

@@ -1,6 +1,6 @@
-"""`sdflow export --one-file`: the graph, and beside it the weights of each submodel in a file of its own.
+"""`sdflow export --one-file`: the graph, and each submodel's weights in a separate file next to it.
 
-Nothing is computed with the weights: the files are those of the artifacts, copied (a file system that can shares the blocks).
+Weights are not changed: the files are copies of the artifacts' (sharing blocks where the file system can).
 """
 
 from __future__ import annotations
@@ -26,18 +26,21 @@ from sdflow.runtime.files.folder import SCHEDULER, folder_defaults, folder_famil
 from sdflow.units import spell_bytes
 
 MOST_IMAGES = 1024
-"""At once, in a graph that draws one size alone."""
+"""Maximum batch size of a fixed-size graph."""
 EMBEDDED = 2_000_000_000
-"""Bytes of weights within a graph: a protobuf message ends at 2 GiB."""
+"""Maximum bytes of weights within a graph: protobuf messages end at 2 GiB."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """scheduler: by name; None: the pipeline's. steps, guidance_scale: None for the pipeline's; a scale up to 1 makes a graph
-    without guidance. negative: token ids of negative prompts are an input. open_schedule: the scheduler's table is one. checker:
-    put the safety checker in, where the pipeline has one. text: put the tokenizers in. height, width, images: of the only size
-    that the graph then draws; without any of them it draws all sizes. Those that are not given: the model's own size, one.
-    embed: the weights in the graph, up to EMBEDDED bytes."""
+    """Options of the exported graph.
+
+    scheduler: by name; default: the pipeline's. steps, guidance_scale: default: the pipeline's; a scale up to 1 makes a
+    graph without guidance. negative: token ids of negative prompts are an input. open_schedule: the scheduler's table
+    is an input. checker: include the safety checker if the pipeline has one. text: include the tokenizers. height,
+    width, images: fix the size; the missing ones default to the native size and one image. Without any, the graph
+    generates all sizes. embed: store the weights in the graph, up to EMBEDDED bytes.
+    """
 
     scheduler: str | None = None
     steps: int | None = None
@@ -54,8 +57,9 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Exported:
-    """files: the graph, those with weights, and the JSON that tells of it -> bytes. inputs, outputs: of the graph, with their
-    types and shapes. left_out: what `sdflow generate` does with this pipeline besides, and its option that leaves it out too."""
+    """files: the graph, weights, and the JSON that describes it -> bytes. inputs, outputs: the graph's, with types and
+    shapes.
+    left_out: parts of `sdflow generate` that the export lacks, with the equivalent option."""
 
     files: Mapping[Path, int]
     inputs: tuple[str, ...]
@@ -69,7 +73,7 @@ class Exported:
 
 
 def folder_schedule(folder: Path, wanted: Wanted) -> Coefficients:
-    """The table of a pipeline folder's scheduler. Raises UsageError as `coefficients`."""
+    """The table of a pipeline folder's scheduler. Raises UsageError like `coefficients`."""
     scheduler = load_companions(folder)[SCHEDULER]
     own, what = folder_defaults(folder)["text"], folder_latents(folder)
     steps = own.steps if wanted.steps is None else wanted.steps
@@ -81,8 +85,8 @@ def folder_schedule(folder: Path, wanted: Wanted) -> Coefficients:
 def export_one_file(folder: Path, out: Path, wanted: Wanted) -> Exported:
     """Write the pipeline of a folder as one graph.
 
-    Raises UsageError for a pipeline that does not draw from text alone, CacheError when it cannot be written. Then what was
-    there before is as it was.
+    Raises UsageError for a pipeline that needs more than text, CacheError if it cannot be written. Existing files then
+    stay unchanged.
     """
     source = open_source(folder, out.parent, checker=wanted.checker)
     family, configs, there = source.family, source.configs, source.submodels
@@ -122,12 +126,12 @@ def export_one_file(folder: Path, out: Path, wanted: Wanted) -> Exported:
 
 
 def _embed(model: Any, files: Mapping[str, Path]) -> None:
-    """Put the weights into the graph. files: by the names that they have in it. Raises UsageError for too many."""
+    """Store the weights in the graph. files: by their names in it. Raises UsageError for too many."""
     if (size := sum(path.stat().st_size for path in files.values())) > EMBEDDED:
         raise UsageError(
-            f"the weights are {spell_bytes(size)}, and a graph holds {spell_bytes(EMBEDDED)}",
+            f"the weights take {spell_bytes(size)}, but a graph holds at most {spell_bytes(EMBEDDED)}",
             where="--embed",
-            remedy="Leave it out: the weights are then beside the graph.",
+            remedy="Leave it out: the weights then go into files next to the graph.",
         )
     opened = {name: path.read_bytes() for name, path in files.items()}
     for tensor, _ in initializers_and_constants(model):
@@ -140,7 +144,7 @@ def _embed(model: Any, files: Mapping[str, Path]) -> None:
 
 
 def _size(wanted: Wanted, what: Latents) -> Size | None:
-    """Raises UsageError for one that the model cannot draw."""
+    """The fixed size, if any. Raises UsageError for a size that the model does not support."""
     if wanted.height is None and wanted.width is None and wanted.images is None:
         return None
     height, width = (what.image_size if each is None else each for each in (wanted.height, wanted.width))

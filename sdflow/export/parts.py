@@ -1,6 +1,6 @@
-"""A pipeline as separate graphs, for programs that step the denoiser themselves: text, denoiser, decoder, and checker.
+"""A pipeline as separate graphs, for programs that run the steps themselves: text, denoiser, decoder, and checker.
 
-Each takes and gives float32 whatever it computes in, so that a program needs no other type.
+All inputs and outputs are float32, whatever the computation uses, so that programs need no other floating-point type.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ TIMESTEP, PREDICTION = "timestep", "prediction"
 
 @dataclass(frozen=True)
 class Parts:
-    """models: by the names above, ModelProtos whose external data is `SUBMODEL/model.onnx.data` of the pipeline folder.
-    conditions: outputs of the text that are inputs of the denoiser. traced: how prompts become these. guided: each has a row
-    for the negative prompt in front."""
+    """models: name above -> ModelProto, whose external data is `SUBMODEL/model.onnx.data` of the pipeline folder.
+    conditions: the text graph's outputs that the denoiser reads. traced: how prompts become these. guided: whether each
+    has a row for the negative prompt first."""
 
     models: Mapping[str, Any]
     conditions: tuple[str, ...]
@@ -39,10 +39,11 @@ class Parts:
 def make_parts(source: Source, *, guided: bool) -> Parts:
     """The graphs, for one image at a time, of any size.
 
-    text: token ids (1, tokens) int32, and where they are read height and width, int64 numbers, and guidance_scale (1) ->
-    conditions. denoiser: latents (rows, channels, rows, columns), timestep (1), conditions -> prediction. decoder: latents ->
-    images (1, height, width, 3) in [0, 1]. checker: images -> images, flags (1). Raises PassError for text encoders of
-    different versions of ONNX's operators.
+    text: token ids (1, tokens) int32, and if needed height and width, int64 scalars, and guidance_scale (1) ->
+    conditions.
+    denoiser: latents (rows, channels, rows, columns), timestep (1), conditions -> prediction. decoder: latents ->
+    images (1, height, width, 3) in [0, 1]. checker: images -> images, flags (1). Raises PassError for text encoders
+    with different opsets.
     """
     family, configs = source.family, source.configs
     models = {name: _read(source, name) for name in source.submodels}
@@ -83,7 +84,7 @@ def _read(source: Source, name: str) -> Any:
 
 
 def _text(source: Source, encoders: Mapping[str, Any], traced: Traced, *, rows: int) -> tuple[Any, tuple[str, ...]]:
-    """Each condition has `rows` rows."""
+    """The text graph; each condition has `rows` rows."""
     from onnx import TensorProto, helper
 
     builder = Builder(TEXT)

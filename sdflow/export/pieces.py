@@ -1,4 +1,4 @@
-"""Weights in buffers and files that are nowhere too large: a program joins files to buffers, a graph refers to buffers."""
+"""Weights in buffers and files of limited size: programs join files into buffers, graphs refer to buffers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from sdflow.onnx_model.files import data_span, initializers_and_constants, is_ex
 from sdflow.units import spell_bytes
 
 BUFFER = 1 << 28
-"""Bytes of weights that a program holds in one piece. A larger tensor has a buffer of its own."""
+"""Bytes of weights per buffer. A larger tensor gets its own buffer."""
 LARGEST = (1 << 31) - 1
-"""Bytes of a tensor: browsers make no larger buffers."""
+"""Maximum bytes of a tensor: browsers allow no larger buffers."""
 ALIGNED = 16
 _BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
 class Span:
-    """Where bytes lie in a file."""
+    """A byte range of a file."""
 
     file: str
     offset: int
@@ -31,7 +31,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Buffer:
-    """path: how the graph calls it. spans: what it holds, each filled up to ALIGNED. files: names and bytes of what is joined."""
+    """path: its name in the graph. spans: its content, each padded to ALIGNED. files: names and sizes of the files to
+    join."""
 
     path: str
     spans: tuple[Span, ...]
@@ -43,7 +44,8 @@ class Buffer:
 
 
 def into_buffers(model: Any, name: str, most: int, *, buffer: int = BUFFER) -> tuple[Buffer, ...]:
-    """The buffers of a graph, which then refers to them. Tensors of the same bytes lie there once. most: bytes of a file.
+    """Assign a graph's weights to buffers, and make the graph refer to them. Equal byte ranges are stored once. most:
+    bytes per file.
 
     Raises UsageError for a tensor that no buffer can hold.
     """
@@ -58,7 +60,8 @@ def into_buffers(model: Any, name: str, most: int, *, buffer: int = BUFFER) -> t
         span = Span(file, offset, length)
         if length > LARGEST:
             raise UsageError(
-                f"{tensor.name} has {spell_bytes(length)} of weights, and a browser holds {spell_bytes(LARGEST)} in one buffer",
+                f"{tensor.name} has {spell_bytes(length)} of weights, but a browser holds at most "
+                f"{spell_bytes(LARGEST)} in one buffer",
                 where=name,
                 remedy="Build the pipeline in float16.",
             )
@@ -81,7 +84,7 @@ def into_buffers(model: Any, name: str, most: int, *, buffer: int = BUFFER) -> t
 
 
 def write_buffer(buffer: Buffer, folder: Path, place: Callable[[str], Path]) -> dict[str, str]:
-    """Write the files of a buffer; their SHA-256. folder: of the spans' files. place: of a file by its name."""
+    """Write the files of a buffer. Returns their SHA-256. folder: of the spans' files. place: maps a name to a path."""
     content = _content(buffer.spans, folder)
     rest, digests = b"", {}
     for name, size in buffer.files.items():

@@ -1,4 +1,4 @@
-"""Latents to pixels, and the checker that sees them, as a graph."""
+"""Latents to pixels, and the safety checker, as a graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sdflow.models.base import Ports, Role
 
 
 def add_decoder(graph: Builder, model: Any, name: str, ports: Ports, latents: str, what: Latents) -> str:
-    """Images, float32 (images, height, width, 3) in [0, 1], as of a decoder's ModelProto with these ports, and latents."""
+    """Images, float32 (images, height, width, 3) in [0, 1], from a decoder's ModelProto with these ports."""
     scaled = graph.add("Div", latents, graph.constant(what.factor, "float32"))
     if what.shift:
         scaled = graph.add("Add", scaled, graph.constant(what.shift, "float32"))
@@ -28,8 +28,10 @@ def add_decoder(graph: Builder, model: Any, name: str, ports: Ports, latents: st
 def add_checker(
     graph: Builder, model: Any, name: str, ports: Ports, images: str, reader: Mapping[str, Any]
 ) -> tuple[str, str]:
-    """The images with those blackened that the checker flags, and the flags, an image each. ports: of the ModelProto. reader:
-    the config of the feature extractor beside it, which reads images of 8 bits."""
+    """Return the images with flagged ones blackened, and one flag per image.
+
+    ports: of the ModelProto. reader: config of the checker's feature extractor, which reads images of 8 bits.
+    """
     seen = add_reader(graph, images, reader)
     given = {ports.of(Role.SEEN): seen, ports.of(Role.PIXELS): images}
     checked, flags = ports.of(Role.CHECKED), ports.of(Role.FLAGS)
@@ -40,10 +42,10 @@ def add_checker(
 
 
 def add_reader(graph: Builder, images: str, reader: Mapping[str, Any]) -> str:
-    """What CLIP's image processor makes of images in [0, 1], (images, height, width, 3): (images, 3, side, side).
+    """Preprocess images in [0, 1], (images, height, width, 3), as CLIP's image processor: (images, 3, side, side).
 
-    They are resized as Pillow does, bicubic with a filter that widens where the image shrinks, rounded to 8 bits behind each
-    of the two ways; the short side gets the wanted length, and the middle is cut out.
+    The short side is resized to the config's size, and the center is cropped. Resizing matches Pillow: bicubic, with a
+    filter that widens when the image shrinks, and rounded to 8 bits after each axis.
     """
     wanted, cut = _side(reader["size"], "shortest_edge"), _side(reader["crop_size"], "height")
     bytes_ = graph.constant(255.0, "float32")
@@ -77,8 +79,10 @@ def _to_bytes(graph: Builder, pixels: str, most: str) -> str:
 
 
 def _weights(graph: Builder, size: str, to: str) -> str:
-    """(to, size): how much each old pixel counts for each new one. Pillow's bicubic (src/libImaging/Resample.c,
-    `bicubic_filter` with a = -0.5, `precompute_coeffs`)."""
+    """Weights (to, size) of the old pixels in each new one.
+
+    Pillow's bicubic (src/libImaging/Resample.c, `bicubic_filter` with a = -0.5, `precompute_coeffs`).
+    """
 
     def number(value: float) -> str:
         return graph.constant(value, "float32")

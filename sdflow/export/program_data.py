@@ -1,4 +1,4 @@
-"""What a program needs to know beside the graph, as one JSON file: sizes, the schedule, and how texts become token ids."""
+"""Data that a program needs besides the graph, as one JSON file: sizes, the schedule, and tokenizer tables."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ FORMAT_VERSION = 1
 
 
 def clip_table(tokenizer: Any, name: str) -> dict[str, Any]:
-    """A CLIP tokenizer as plain data: byte-pair encoding over words. alone: texts that are words wherever they stand -> ids.
+    """A CLIP tokenizer as plain data: byte-pair encoding over words. alone: texts that are always separate words ->
+    ids.
 
-    Raises UsageError for a tokenizer of another kind.
+    Raises UsageError for another kind of tokenizer.
     """
     found = _clip_table(tokenizer)
     if found is None:
         raise UsageError(
-            "its tokenizer is not CLIP's, and a graph has no operators for others",
+            "its tokenizer is not CLIP's, and graphs support no other",
             where=name,
             remedy="Export without --text: the graph then takes token ids.",
         )
@@ -33,7 +34,7 @@ def _clip_table(tokenizer: Any) -> dict[str, Any] | None:
         return None
     merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in backend["merges"]]
     marks = (tokenizer.bos_token_id, tokenizer.eos_token_id)
-    # SDXL's second tokenizer fills with "!", and so takes each "!" of a text for itself.
+    # SDXL's second tokenizer pads with "!", and therefore treats each "!" in a text as padding.
     alone = {each["content"]: each["id"] for each in read["added_tokens"] if each["id"] not in marks}
     return {
         "length": tokenizer.model_max_length,
@@ -53,9 +54,9 @@ def tokenizer_tables(
     lengths: Mapping[str, int],
     templates: Mapping[str, tuple[str, str]],
 ) -> dict[str, Any]:
-    """Input of the graph -> the table of its tokenizer; the negative prompts' inputs take that of the prompts'. One that is not
-    CLIP's is given as the tokenizers library reads it, with what a program puts before and behind a text, if there is a chat
-    template. lengths: companion -> tokens of a text. templates: companion -> what is put there."""
+    """Input of the graph -> its tokenizer's table; negative prompts share the prompts'. A tokenizer other than CLIP's
+    is given in the tokenizers library's format, with the prefix and suffix of its chat template, if any. lengths:
+    companion -> tokens per text. templates: companion -> prefix and suffix."""
 
     def table(companion: str) -> dict[str, Any]:
         tokenizer = companions[companion]
@@ -69,5 +70,5 @@ def tokenizer_tables(
 
 
 def compact(content: Mapping[str, Any]) -> bytes:
-    """As JSON on few bytes."""
+    """Compact JSON."""
     return (json.dumps(content, ensure_ascii=False, separators=(",", ":")) + "\n").encode()

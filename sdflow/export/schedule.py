@@ -1,9 +1,8 @@
-"""A scheduler as a small table: with it the loop needs no scheduler.
+"""A scheduler as a small table, so that the loop needs no scheduler.
 
-The latents in front of each run of the denoiser, and behind the last one, are a sum of the first noise, the noises that the
-scheduler draws on the way, and what the denoiser gave so far, each times a number (`sdflow.runtime.denoiser.schedule`).
-The table holds
-these numbers. It is computed by running diffusers' own scheduler on unit vectors; one that is not linear is refused.
+The latents before each run of the denoiser, and after the last one, are linear combinations of the initial noise, the
+noises that the scheduler draws, and the denoiser's outputs so far (`sdflow.runtime.denoiser.schedule`). The table holds
+the coefficients. It is computed by running diffusers' own scheduler on unit vectors; a nonlinear one is rejected.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class Coefficients:
-    """timesteps: of each run of the denoiser, float32 (runs,). table: float32 (runs + 1, 1 + draws + runs): a row for what
-    goes into each run, and one for the result; a column for the first noise, for each noise that the scheduler draws, and for
-    each output of the denoiser. scheduler, steps, eta: what it is made of."""
+    """timesteps: one per run of the denoiser, float32 (runs,). table: float32 (runs + 1, 1 + draws + runs): one row per
+    run for its input, and one for the result; columns are the first noise, each noise that the scheduler draws, and
+    each output of the denoiser. scheduler, steps, eta: its origin."""
 
     scheduler: str
     steps: int
@@ -41,7 +40,7 @@ class Coefficients:
     table: np.ndarray
 
     def to_json(self) -> dict[str, Any]:
-        """For programs: as it is, in lists."""
+        """The table as JSON, with lists."""
         return {
             "scheduler": self.scheduler,
             "steps": self.steps,
@@ -52,14 +51,14 @@ class Coefficients:
         }
 
     def write(self, path: Path) -> None:
-        """As a JSON file, in one step."""
+        """Write the table as a JSON file, atomically."""
         content = {"format_version": FORMAT_VERSION, **self.to_json()}
         with os_errors_as("cannot be written", path):
             write_whole(path, (json.dumps(content) + "\n").encode())
 
 
 def parse_schedule(text: str) -> tuple[str, int | None]:
-    """`NAME` or `NAME,STEPS`. Raises UsageError for a name that is not known, and for steps that are none."""
+    """Parse `NAME` or `NAME,STEPS`. Raises UsageError for an unknown name or invalid steps."""
     name, comma, steps = text.partition(",")
     name = known_scheduler(name, "--schedule")
     if not comma:
@@ -80,11 +79,11 @@ def coefficients(
     given: Mapping[str, Any],
     tokens: int | None = None,
 ) -> Coefficients:
-    """The table of the pipeline's scheduler, or of the one of this name with its noise schedule. given: the scheduler's config.
-    tokens: image tokens (`Latents.tokens`) of the only size that is drawn; None: of any size.
+    """The table of the pipeline's scheduler, or of the named one with its noise schedule. given: the scheduler's
+    config. tokens: image tokens (`Latents.tokens`) of a fixed size; None: any size.
 
-    Raises UsageError for a scheduler that is not known, not linear, or that cannot make so many steps, and for one whose steps
-    depend on the size where there are several.
+    Raises UsageError for a scheduler that is unknown, nonlinear, or cannot make this many steps, and without a fixed
+    size for one whose steps depend on it.
     """
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""What an export reads of a pipeline folder, and which pipelines it takes: those that draw from text alone."""
+"""Read a pipeline folder for export. Only pipelines that generate from text alone are supported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sdflow.runtime.files.folder import (
 
 @dataclass(frozen=True)
 class Source:
-    """What a pipeline folder holds. submodels: those that are wanted, in order. configs: of these. options: of
+    """The content of a pipeline folder. submodels: the exported ones, in order. configs: of these. options: of
     model_index.json, as the family reads them. companions: loaded."""
 
     folder: Path
@@ -40,7 +40,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Size:
-    """How many images, of how many rows and columns of latents."""
+    """The number of images, and the rows and columns of latents."""
 
     images: int
     rows: int
@@ -48,16 +48,16 @@ class Size:
 
 
 def open_source(folder: Path, place: Path, *, checker: bool) -> Source:
-    """place: the folder that the export is written to. checker: with the safety checker, where the pipeline has one.
+    """place: the export's folder. checker: include the safety checker, if any.
 
-    Raises UsageError for a pipeline that does not draw from text alone, and for a place within it.
+    Raises UsageError for a pipeline that needs more than text, and for a place within it.
     """
     family, there = folder_family(folder), onnx_submodels(folder)
     if (task := folder_task(folder)) != "text" or not set(family.drawing) <= set(there):
         raise UsageError(
-            "this pipeline goes on from an image" if task != "text" else "the pipeline is not complete",
+            "this pipeline starts from an image" if task != "text" else "the pipeline is not complete",
             where=str(folder),
-            remedy="Exports draw from text alone: give a pipeline for text to image.",
+            remedy="Exports generate from text alone: use a text-to-image pipeline.",
         )
     kinds = {"ControlNets": family.nets(there), "IP-Adapters": folder_adapters(folder)}
     if images := [kind for kind, found in kinds.items() if found]:
@@ -73,38 +73,38 @@ def open_source(folder: Path, place: Path, *, checker: bool) -> Source:
 
 
 def _require_outside(place: Path, folder: Path, submodels: Sequence[str]) -> None:
-    """Raises UsageError for the pipeline's own folders, where a file may take the place of a model."""
+    """Raises UsageError for the pipeline's own folders, where a file could replace a model."""
     own = {folder.resolve(), *((folder / name).resolve() for name in submodels)}
     if own & {place.resolve(), *place.resolve().parents}:
         raise UsageError("it lies within the pipeline", where=str(place), remedy="Name a place outside of it.")
 
 
 def guidance_of(folder: Path, scale: float | None) -> float:
-    """A guidance scale; None: the pipeline's default. Raises UsageError for one that is none."""
+    """A guidance scale; None: the pipeline's default. Raises UsageError for an invalid one."""
     if scale is None:
         return float(folder_defaults(folder)["text"].guidance_scale)
     if not math.isfinite(scale):
-        raise UsageError(f"{scale} is no scale", where="--guidance-scale", remedy="Around 7.5 is usual.")
+        raise UsageError(f"{scale} is not a guidance scale", where="--guidance-scale", remedy="Around 7.5 is usual.")
     return scale
 
 
 def left_out(folder: Path) -> tuple[str, ...]:
-    """What `sdflow generate` does with a pipeline that an export does not, and the option that leaves it out there too."""
+    """Parts of `sdflow generate` that an export lacks, each with the option that disables it there."""
     if not (folder / MANIFEST_FILE).exists():
         return ()
     origin = read_manifest(folder).origin
     found = [
-        f"{Approximation.of(**{name: value}).spelled()}: it draws as with --{name.replace('_', '-')} off"
+        f"{Approximation.of(**{name: value}).spelled()}: the result is as with --{name.replace('_', '-')} off"
         for name, value in Approximation.chosen(origin.said, None, None).settings().items()
     ]
     if origin.refiner is not None:
-        found.append("the refiner: it draws as with --refiner-start 1")
+        found.append("the refiner: the result is as with --refiner-start 1")
     return tuple(found)
 
 
 def latents_data(what: Latents, size: Size | None = None) -> dict[str, int]:
-    """For programs: of the only size, or the model's own; pixels: of an image for one of the latents, along each axis;
-    multiple: as of `Latents`."""
+    """Latents for programs: the fixed size, or the model's own; pixels: per latent along each axis; multiple: see
+    `Latents`."""
     rows, columns = (what.size, what.size) if size is None else (size.rows, size.columns)
     sizes = {"rows": rows, "columns": columns, "multiple": what.multiple}
     return {"channels": what.channels, **sizes, "pixels": what.scale}

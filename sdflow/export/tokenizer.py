@@ -1,7 +1,7 @@
-"""Texts to token ids within the graph, by the operators of onnxruntime-extensions.
+"""Tokenize texts within the graph, with the operators of onnxruntime-extensions.
 
-Its CLIPTokenizer (0.15) is not quite CLIP's: it keeps digits together, knows no whitespace but blanks, neither cuts long texts
-nor ends them, and fills with the end token whatever the model fills with. Nodes around it make up for that.
+Its CLIPTokenizer (0.15) differs from CLIP's: it keeps digits together, knows only blanks as whitespace, neither
+truncates long texts nor ends them, and pads with the end token, whatever the model uses. Nodes around it correct that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def add_tokenizer(graph: Builder, texts: str, table: Mapping[str, Any]) -> str:
         2,
         vocab=json.dumps(vocabulary, ensure_ascii=False),
         merges="#version: 0.2\n" + "\n".join(" ".join(pair) for pair in table["merges"]),
-        padding_length=-1,  # as long as the longest: shorter, it lets a long text run into the next one's row
+        padding_length=-1,  # the longest: with less, a long text runs into the next row
     )
     ids, there = (_cut(graph, each, length) for each in (ids, there))
     for word, own in table["alone"].items():
@@ -41,12 +41,12 @@ def add_tokenizer(graph: Builder, texts: str, table: Mapping[str, Any]) -> str:
 
 
 def _cut(graph: Builder, rows: str, length: int) -> str:
-    """Rows of this length: zeros behind short ones, long ones cut off."""
+    """Rows of this length: short ones padded with zeros, long ones cut."""
     longer = graph.add("Pad", rows, graph.whole(0, 0, 0, length))
     return graph.part(longer, [0], [length], [1])
 
 
 def _replaced(graph: Builder, texts: str, pattern: str, by: str) -> str:
-    """Texts with what RE2 finds replaced."""
+    """Replace matches of an RE2 pattern."""
     (made,) = graph.extension("StringRegexReplace", [texts, graph.text(pattern), graph.text(by)], 1)
     return made

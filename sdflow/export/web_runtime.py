@@ -1,4 +1,4 @@
-"""ONNX Runtime Web for a page: its files from npm beside the page, or a public CDN."""
+"""ONNX Runtime Web for a page: npm's files next to the page, or a public CDN."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from sdflow.errors import UsageError
 
 VERSION = "1.30.0"
-"""The one that the page was tested with."""
+"""The version that the page was tested with."""
 PACKAGE = "onnxruntime-web"
 CDN = f"https://cdn.jsdelivr.net/npm/{PACKAGE}@{VERSION}/dist/"
 CDN_WORD = "cdn"
@@ -21,13 +21,13 @@ FILES = (
     "ort-wasm-simd-threaded.mjs",
     "ort-wasm-simd-threaded.wasm",
 )
-"""What the page loads: three for WebGPU, three for the processor."""
+"""The page's files: three for WebGPU, three for the CPU."""
 INSTALL = f"npm install --ignore-scripts {PACKAGE}@{VERSION}"
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """url: the folder that the page loads it from, as the page sees it. files: that belong beside the page."""
+    """url: of the folder that the page loads it from. files: to copy next to the page."""
 
     url: str
     files: tuple[Path, ...] = ()
@@ -35,9 +35,9 @@ class Runtime:
 
 
 def find_runtime(place: str | None, folder: Path) -> Runtime:
-    """place: a package's folder from npm, `cdn`, or None: node_modules in `folder`.
+    """Find ONNX Runtime Web. place: a package folder from npm, `cdn`, or None: node_modules in `folder`.
 
-    Raises UsageError where there is none, one of another version, or one with files missing.
+    Raises UsageError if it is missing, incomplete or of another version.
     """
     if place == CDN_WORD:
         return Runtime(CDN)

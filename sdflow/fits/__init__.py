@@ -1,1 +1,1 @@
-"""Whether a pipeline fits a device's memory, by arithmetic, before anything is built."""
+"""Estimate whether a pipeline fits a device's memory, before anything is built."""

@@ -1,4 +1,4 @@
-"""Which quantization and way of sharing the device fit a memory size: the least loss first, then all weights resident."""
+"""Choose quantization and weight placement for a memory size: least loss first, then all weights resident."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sdflow.units import spell_bytes
 
 @dataclass(frozen=True)
 class Quantized:
-    """A pass for a submodel, behind the last of its chain. options: with `insert_after`."""
+    """A pass for a submodel, appended to its chain. options: including `insert_after`."""
 
     choosable: Choosable
     options: Mapping[str, Any]
@@ -28,7 +28,7 @@ class Quantized:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen. quantized: submodel -> pass; others keep their precision. loss: of the passes, summed."""
+    """A choice. quantized: submodel -> pass; others keep their precision. loss: sum over the passes."""
 
     need: MemoryNeed
     way: Way
@@ -36,19 +36,20 @@ class Choice:
 
     @property
     def loss(self) -> int:
-        """How much exactness it gives up, to compare choices."""
+        """The loss of exactness, for comparing choices."""
         return sum(each.choosable.loss for each in self.quantized.values())
 
     @property
     def peak(self) -> int:
-        """Bytes at most, as estimated."""
+        """Estimated peak in bytes."""
         return self.need.peak(self.way)
 
 
 def choices(pipeline: PipelineSpec, checkpoint: Checkpoint, choosable: Sequence[Choosable] = CHOOSABLE) -> list[Choice]:
-    """Every combination that the target has passes for, the preferred ones first: exact before quantized, resident before turns.
+    """Every combination that the target supports, in order of preference: exact before quantized, resident before
+    turns.
 
-    choosable: the passes that may be chosen. Raises UsageError where the arithmetic does not cover a submodel.
+    choosable: the passes to choose from. Raises UsageError if a submodel's size cannot be estimated.
     """
     per_submodel = [
         [(name, each) for each in (None, *_quantizations(pipeline, checkpoint, name, choosable))]
@@ -61,7 +62,7 @@ def choices(pipeline: PipelineSpec, checkpoint: Checkpoint, choosable: Sequence[
         need = memory_need(_with(pipeline, quantized), checkpoint)
         if need.unknown:
             raise UsageError(
-                f"how large its {', '.join(need.unknown)} will be is not known before it is built",
+                f"the size of its {', '.join(need.unknown)} is unknown before the build",
                 where=checkpoint.reference,
                 remedy="Leave out --fits.",
             )
@@ -75,9 +76,9 @@ def choose(
     available: int,
     choosable: Sequence[Choosable] = CHOOSABLE,
 ) -> tuple[Choice, tuple[Choice, ...]]:
-    """The first choice that fits in so many bytes, and those behind it that would be quicker: with all weights resident.
+    """The first choice that fits into this many bytes, and a faster one after it, with all weights resident, if any.
 
-    Raises UsageError, naming the nearest that there is, where none fits.
+    Raises UsageError, naming the nearest choice, if none fits.
     """
     every = choices(pipeline, checkpoint, choosable)
     found = first_fitting(every, available)
@@ -85,7 +86,7 @@ def choose(
         least = min(every, key=lambda each: each.peak)
         wanted = math.ceil(least.peak * (1 + ERROR) / 1e8) / 10
         largest = max(least.need.submodels.items(), key=lambda item: item[1].weights)
-        elsewhere = "" if pipeline.target == HOST else ", or draw on the CPU: --target cpu"
+        elsewhere = "" if pipeline.target == HOST else ", or generate on the CPU: --target cpu"
         raise UsageError(
             f"the smallest build of {pipeline.model} for {pipeline.target} takes {spell_bytes(least.peak)} "
             f"({in_words(least)}); its {largest[0]} alone has {spell_bytes(largest[1].weights)} of weights",
@@ -96,7 +97,7 @@ def choose(
 
 
 def first_fitting(every: Sequence[Choice], available: int) -> tuple[Choice, tuple[Choice, ...]] | None:
-    """What `choose` gives, of choices in their order; None where none fits."""
+    """The result of `choose` for ordered choices; None if none fits."""
     fitting = [each for each in every if each.need.fits(each.way, available)]
     if not fitting:
         return None
@@ -106,7 +107,7 @@ def first_fitting(every: Sequence[Choice], available: int) -> tuple[Choice, tupl
 
 
 def in_words(choice: Choice) -> str:
-    """What a choice does, in a phrase."""
+    """Describe a choice in a phrase."""
     shared = {"resident": "all weights resident", "turns": "submodels take turns"}[choice.way]
     parts = [f"{name} with {_pass_in_words(each)}" for name, each in choice.quantized.items()]
     return f"{' and '.join(parts)}, {shared}" if parts else shared
@@ -120,7 +121,7 @@ def _pass_in_words(each: Quantized) -> str:
 def _quantizations(
     pipeline: PipelineSpec, checkpoint: Checkpoint, name: str, choosable: Sequence[Choosable]
 ) -> Iterator[Quantized]:
-    """Those that there are for a submodel. None where its chain quantizes it already."""
+    """The quantizations available for a submodel; none if its chain already quantizes it."""
     family, config = checkpoint.family, checkpoint.submodels[name].load["config"]
     steps = pipeline.submodels[name]
     if not steps or any(step.pass_name in LOW_BITS for step in steps):

@@ -1,4 +1,4 @@
-"""Whether a planned pipeline fits a device, in words: for `sdflow plan` and `sdflow doctor`."""
+"""Describe whether a planned pipeline fits a device, for `sdflow plan` and `sdflow doctor`."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from sdflow.sources import Checkpoint
 from sdflow.units import spell_bytes
 
 _USUAL = ("sd15", "sdxl", "sd35_medium", "flux2_klein", "z_image_turbo", "flux1_schnell")
-"""Shipped workflows, one of each family, that the doctor tells of."""
+"""Shipped workflows, one per family, for the doctor."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """Memory to draw in. given: bytes that the user named; else those of `card`, and for the CPU the machine's own."""
+    """Memory for generating. given: bytes from the user; otherwise those of `card`, or for the CPU the machine's."""
 
     given: int | None
     card: Card | None
 
     def bytes_for(self, target: str) -> int | None:
-        """None: not known."""
+        """Bytes of memory; None if unknown."""
         if self.given is not None:
             return self.given
         if target == HOST:
@@ -41,17 +41,17 @@ class Device:
         return None if self.card is None else self.card.memory
 
     def words_for(self, target: str) -> str:
-        """Whose memory it is, and how much."""
+        """The memory's owner and size, in words."""
         size = self.bytes_for(target)
         if size is None:
-            return "this machine's card is not known"
+            return "this machine's card is unknown"
         whose = "" if self.given is not None else "this machine's " if target == HOST else f"{self.card.name}'s "  # type: ignore[union-attr]
         return f"{whose}{spell_bytes(size)}"
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A pipeline on a device. need: None where the model's size is not known; why: in that case, why."""
+    """A pipeline on a device. need: None if the model's size is unknown; why: the reason."""
 
     need: MemoryNeed | None
     device: Device
@@ -60,25 +60,25 @@ class Fit:
 
     @property
     def way(self) -> Way | None:
-        """How it fits; None: not at all, or not known."""
+        """How it fits; None if it does not, or is unknown."""
         available = self.device.bytes_for(self.target)
         return None if self.need is None or available is None else self.need.way(available)
 
     @property
     def words(self) -> str:
-        """In one line."""
+        """The fit, in one line."""
         kind = "memory" if self.target == HOST else "device memory"
         if self.need is None:
-            return f"{kind}: not known, {self.why}"
+            return f"{kind}: unknown, {self.why}"
         resident, turns = (spell_bytes(self.need.peak(way)) for way in ("resident", "turns"))
         size = f"{self.need.size}x{self.need.size}"
         option = "--low-memory" if self.need.low_memory else "--keep fit"
         says = f"{kind}: about {resident} for {size} with all weights resident, {turns} with {option}"
         if self.need.unknown:
-            says += f", without {', '.join(self.need.unknown)}, whose size is not known"
+            says += f", without {', '.join(self.need.unknown)}, whose size is unknown"
         available, whose = self.device.bytes_for(self.target), self.device.words_for(self.target)
         if available is None:
-            return f"{says}; {whose}: --device-memory SIZE tells whether it fits"
+            return f"{says}; {whose}: use --device-memory SIZE to check whether it fits"
         return f"{says}; {self._verdict(available, whose)}"
 
     def _verdict(self, available: int, whose: str) -> str:
@@ -93,7 +93,7 @@ class Fit:
         return f"does not fit in {whose}; `sdflow init --fits` chooses smaller weights"
 
     def as_json(self) -> dict[str, Any]:
-        """For `plan --json`: bytes, None where not known."""
+        """JSON for `plan --json`: bytes, None if unknown."""
         need = self.need
         return {
             "resident": None if need is None else need.peak("resident"),
@@ -105,26 +105,26 @@ class Fit:
 
 
 def device_for(given: int | None) -> Device:
-    """The device that the user means: so many bytes, or this machine's card."""
+    """The requested device: this many bytes, or this machine's card."""
     return Device(given, None if given is not None else card())
 
 
 def fit_of(plan: PipelinePlan, device: Device) -> Fit:
-    """Of a planned pipeline, with its refiner."""
+    """The fit of a planned pipeline with its refiner."""
     target = plan.pipeline.target
     checkpoint = plan.checkpoint or estimated_by(plan.pipeline)
     if checkpoint is None:
-        return Fit(None, device, target, "as the model is not downloaded yet")
+        return Fit(None, device, target, "since the model is not downloaded yet")
     need = _need(plan.pipeline, checkpoint)
     if need is not None and plan.refiner is not None:
         refiner = plan.refiner.checkpoint or estimated_by(plan.refiner.pipeline)
         added = None if refiner is None else _need(plan.refiner.pipeline, refiner)
         need = None if added is None else with_refiner(need, added)
-    return Fit(need, device, target, "as a config of the model lacks entries")
+    return Fit(need, device, target, "since a config of the model lacks entries")
 
 
 def usual_fits(device: Device) -> Iterator[tuple[str, Fit]]:
-    """Shipped workflows, one of each family, on a device: name and fit."""
+    """Name and fit of shipped workflows, one per family, on a device."""
     for name in _USUAL:
         pipeline = _shipped(name)
         checkpoint = estimated_by(pipeline)

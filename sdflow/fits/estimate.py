@@ -1,9 +1,9 @@
-"""How much of a device's memory a pipeline takes to draw one image of its model's own size: arithmetic, before it is built.
+"""Estimate the device memory for one image of a pipeline's native size, before it is built.
 
-    weights of the submodels      by architecture and passes (`sdflow.fits.weights`)
-    what runs work in             `Model.working_values` in the graph's own type, times what was measured (`Model.device_factor`)
-    LIBRARIES                     cuBLAS, cuDNN, captured graphs, text encoders at work: measured
-    CONTEXT                       CUDA's context: assumed, it differs between cards and drivers
+    weights of the submodels   by architecture and passes (`sdflow.fits.weights`)
+    working memory of runs     `Model.working_values` in the graph's own type, times the measured `Model.device_factor`
+    LIBRARIES                  measured: cuBLAS, cuDNN, captured graphs, running text encoders
+    CONTEXT                    CUDA's context: an assumption, since it varies by card and driver
 
 Compared with measured peaks in tests/fits/test_measured_peaks.py; see docs/device_memory.md.
 """
@@ -27,19 +27,19 @@ from sdflow.sources import Checkpoint
 LIBRARIES = 430_000_000
 CONTEXT = 500_000_000
 HOST_PROCESS = 700_000_000
-"""Of the processor's memory: Python, torch and ONNX Runtime."""
+"""Host memory of Python, torch and ONNX Runtime."""
 ERROR = 0.05
-"""How far the estimate is from what was measured, at most; so much more must be there."""
+"""Maximum relative error of the estimate compared with measurements; that much more must be available."""
 
 Way = Literal["resident", "turns"]
-"""Whether all weights stay on the device, or the submodels' take turns there: with `--keep fit` on CUDA, with `--low-memory`
+"""Whether all weights stay on the device, or the submodels' take turns: with `--keep fit` on CUDA, with `--low-memory`
 elsewhere."""
 WAYS: tuple[Way, ...] = ("resident", "turns")
 
 
 @dataclass(frozen=True)
 class SubmodelMemory:
-    """Bytes of a submodel's weights, and of what one run works in beside them."""
+    """Bytes of a submodel's weights, and of one run's working memory."""
 
     weights: int
     working: int
@@ -47,9 +47,10 @@ class SubmodelMemory:
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """What a pipeline takes to draw one image from a text. submodels: those that this needs. unknown: those whose size the
-    arithmetic does not cover, counted as nothing. size: height and width of the image. planned: what `--keep fit` counts beside
-    the weights. whole_decoder: what the VAE's decoder is expected to work in when it is not tiled."""
+    """Memory for one text-to-image generation. submodels: those it needs. unknown: submodels of unknown size, counted
+    as zero.
+    size: height and width of the image. planned: memory that `--keep fit` counts besides the weights. whole_decoder:
+    expected working memory of the untiled VAE decoder."""
 
     target: str
     submodels: dict[str, SubmodelMemory]
@@ -62,7 +63,7 @@ class MemoryNeed:
 
     @property
     def beside(self) -> int:
-        """Bytes that are no pipeline's: of libraries and the context, or of the process."""
+        """Bytes outside the pipeline: of libraries and the context, or of the process."""
         return HOST_PROCESS if self.target == HOST else CONTEXT + LIBRARIES
 
     @property
@@ -71,7 +72,7 @@ class MemoryNeed:
         return sum(each.weights for each in self.submodels.values())
 
     def peak(self, way: Way) -> int:
-        """Bytes at most."""
+        """Peak in bytes."""
         found = self.submodels
         if way == "resident":
             return self.beside + self.weights + sum(each.working for each in found.values())
@@ -79,24 +80,24 @@ class MemoryNeed:
         return self.beside + max(
             each.weights + each.working + (0 if name == self.denoiser else kept)
             for name, each in found.items()
-            if self.low_memory or name != self.decoder  # which works in tiles, where it must
+            if self.low_memory or name != self.decoder  # the decoder works in tiles if necessary
         )
 
     @property
     def low_memory(self) -> bool:
-        """Whether weights take turns with `--low-memory`, which ends each session, and not with `--keep fit`."""
+        """Whether weights take turns by `--low-memory`, which ends each session, instead of `--keep fit`."""
         return self.target != "cuda"
 
     def fits(self, way: Way, available: int) -> bool:
-        """Whether it does, the estimate's error included. available: bytes of the device, CUDA's context included."""
+        """Whether it fits, including the estimate's error. available: bytes of the device, including CUDA's context."""
         return int(self.peak(way) * (1 + ERROR)) <= available
 
     def way(self, available: int) -> Way | None:
-        """The first way that fits; None: none does."""
+        """The first way that fits; None if none does."""
         return next((way for way in WAYS if self.fits(way, available)), None)
 
     def keeps_all(self, available: int) -> bool:
-        """Whether all weights stay by themselves, as `--keep fit` counts, which counts more than was measured."""
+        """Whether all weights stay by default: `--keep fit` counts more than was measured."""
         return self.weights + self.planned + HEADROOM <= available - CONTEXT
 
     def tiled(self, way: Way, available: int) -> bool:
@@ -109,8 +110,8 @@ class MemoryNeed:
 
 
 def memory_need(pipeline: PipelineSpec, checkpoint: Checkpoint) -> MemoryNeed:
-    """Of a pipeline of this checkpoint, without its refiner (`with_refiner`). Raises KeyError or TypeError for configs that lack
-    entries."""
+    """The memory of a pipeline with this checkpoint, without its refiner (`with_refiner`). Raises KeyError or TypeError
+    for incomplete configs."""
     family = checkpoint.family
     configs = {
         name: source.load["config"] for name, source in checkpoint.submodels.items() if name in pipeline.submodels
@@ -140,14 +141,15 @@ def memory_need(pipeline: PipelineSpec, checkpoint: Checkpoint) -> MemoryNeed:
 
 
 def with_refiner(need: MemoryNeed, refiner: MemoryNeed) -> MemoryNeed:
-    """A base and its refiner, which has the base's text encoder and VAE: its denoiser is what is added."""
+    """The memory of a base with its refiner, which shares the base's text encoder and VAE, so only its denoiser is
+    added."""
     name = f"{REFINER}/{refiner.denoiser}"
     submodels = {**need.submodels, name: refiner.submodels[refiner.denoiser]}
     return replace(need, submodels=submodels, unknown=(*need.unknown, *refiner.unknown))
 
 
 def _working(family: Family, name: str, configs: dict[str, Config], pipeline: PipelineSpec) -> int:
-    """Bytes of one row."""
+    """Working memory for one row, in bytes."""
     model, side = family.part(name).of(configs[name]).model, family.latents(configs).size
     whole = working_bytes(family, name, configs[name], side, HOST if pipeline.target == HOST else "cuda")
     if pipeline.target == HOST:

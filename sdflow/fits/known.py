@@ -1,4 +1,4 @@
-"""The checkpoint that a pipeline's memory is estimated by: its own, or the shipped architecture of one that is not downloaded."""
+"""The checkpoint for a pipeline's estimate: its own, or the shipped architecture if it is not downloaded."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from sdflow.sources import Checkpoint, CheckpointNotLocal, open_checkpoint
 
 
 def architecture_of(reference: str) -> str | None:
-    """The shipped architecture of a model that a shipped workflow names: the one with the workflow's name, or whose name begins
-    so."""
+    """The shipped architecture of a model in a shipped workflow: the one with the workflow's name, or with that
+    prefix."""
     wanted = reference.partition("@")[0]
     for base in shipped_workflows():
         if model_of(base) == wanted:
@@ -26,19 +26,20 @@ def architecture_of(reference: str) -> str | None:
 
 
 class UnreadFiles:
-    """FileDigests that reads no weights: an estimate needs configs alone. What is no digest is computed."""
+    """FileDigests that reads no weights, since an estimate only needs configs. Values other than digests are
+    computed."""
 
     def digest(self, path: Path) -> str:
-        """The same of every file."""
+        """The same dummy digest for every file."""
         return "0" * 64
 
     def value(self, path: Path, what: str, compute: Callable[[Path], str]) -> str:
-        """The same of all tensors; else `compute(path)`."""
+        """A dummy value for tensors; otherwise `compute(path)`."""
         return "0" * 64 if what.startswith("tensors") else compute(path)
 
 
 def estimated_by(pipeline: PipelineSpec) -> Checkpoint | None:
-    """None where its configs are not known without downloading it. Raises CheckpointError as of `open_checkpoint`."""
+    """The checkpoint; None if its configs require a download. Raises CheckpointError like `open_checkpoint`."""
     try:
         return open_checkpoint(pipeline.model, digests=UnreadFiles(), download=False, **pipeline.opening)
     except CheckpointNotLocal:

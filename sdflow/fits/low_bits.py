@@ -1,4 +1,4 @@
-"""The passes that make weights smaller, as data: which weights they take, how large these become, where they may be chosen."""
+"""Quantizing passes as data: the weights they take, the resulting sizes, and where `init --fits` may choose them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from sdflow.passes.registry import OWN
 EMBEDDED = re.compile(
     r"embed_tokens|token_embedding|shared\.|position|pos_embed|class_embedding|relative_attention_bias"
 )
-"""Names of tables that rows are looked up in: no pass takes those."""
+"""Names of lookup tables, which no pass quantizes."""
 OF_IMAGE = re.compile(
     r"modulation|time|(?:^|\.)t_embedder|norm\w*\.linear\.|add_embedding|guidance_in|vector_in|text_embedder"
 )
-"""Names of products with one row for an image, of timesteps and pooled embeddings."""
+"""Names of products with one row per image, of timesteps and pooled embeddings."""
 _BLOCK = 32
 _INDEX = re.compile(r"\.(?=\d+(?:\.|$))")
 
@@ -27,14 +27,14 @@ Shape = Sequence[int]
 
 
 def node_path(parameter: str) -> str:
-    """How names of the nodes of a parameter's layer begin in a graph: `/up_blocks.0/resnets.1/conv1` for
+    """Prefix of the graph nodes of a parameter's layer: `/up_blocks.0/resnets.1/conv1` for
     `up_blocks.0.resnets.1.conv1.weight`."""
     module = parameter.rpartition(".")[0]
     return "/" + _INDEX.sub("\0", module).replace(".", "/").replace("\0", ".")
 
 
 def is_named(parameter: str, patterns: Sequence[str]) -> bool:
-    """Whether a pattern for nodes matches one that reads this parameter."""
+    """Whether a node pattern matches a node that reads this parameter."""
     path = node_path(parameter)
     return any(
         fnmatchcase(f"{path}/{operator}", pattern) for operator in ("MatMul", "Gemm", "Conv") for pattern in patterns
@@ -45,15 +45,15 @@ def is_named(parameter: str, patterns: Sequence[str]) -> bool:
 class LowBits:
     """A pass that quantizes weights.
 
-    takes(name, shape, options): whether it takes a parameter (a matrix in a product, not kept). size(shape, held, options):
-    bytes of the quantized weight with its scales; held: bytes of one of its values before.
+    takes(name, shape, options): whether it quantizes a parameter (a matrix of a product that is not kept). size(shape,
+    held, options): bytes of the quantized weight with its scales; held: bytes per value before.
     """
 
     takes: Callable[[str, Shape, Options], bool]
     size: Callable[[Shape, int, Options], int]
 
     def taken(self, name: str, shape: Shape, options: Options) -> bool:
-        """Whether the pass with these options takes this parameter."""
+        """Whether the pass quantizes this parameter with these options."""
         matrix = len(shape) == 2 and name.endswith(".weight") and not EMBEDDED.search(name)
         return matrix and not is_named(name, options.get("keep", ())) and self.takes(name, shape, options)
 
@@ -81,15 +81,17 @@ LOW_BITS: Mapping[str, LowBits] = {
     "QuantizeInt8": LowBits(lambda *_: True, lambda shape, held, options: prod(shape) + 4 * shape[0]),
     "QuantizeInt4": LowBits(_blocks_take, _block_size),
 }
-"""By name: one byte and a float32 scale a row; or blocks with a scale and a zero point each."""
+"""Pass name -> its arithmetic: one byte per value and a float32 scale per row; or blocks with a scale and zero point
+each."""
 
 
 @dataclass(frozen=True)
 class Choosable:
-    """A pass that `sdflow init --fits` may choose, of those with the least loss first.
+    """A pass that `sdflow init --fits` may choose, ordered by loss.
 
-    of: for the denoiser, only where its family was measured with the pass (`Family.quantizing`, whose options come before these);
-    or for text encoders of at least `least` parameters. targets: that have kernels for what it makes. note: for the comment.
+    of: for the denoiser, only if its family was measured with the pass (`Family.quantizing`, whose options take
+    precedence); or for text encoders with at least `least` parameters. targets: those with kernels for the result.
+    note: for the comment.
     """
 
     name: str
@@ -108,7 +110,7 @@ class Choosable:
 
 _LARGE = 10**9
 _BY_BLOCKS = ("cpu", "cuda", "directml", "webgpu")
-_BY_8, _BY_4 = "8 bits for each weight", "4 bits for each weight"
+_BY_8, _BY_4 = "8 bits per weight", "4 bits per weight"
 
 CHOOSABLE: tuple[Choosable, ...] = (
     Choosable("QuantizeInt4", "text", _BY_BLOCKS, 1, _BY_8, {"bits": 8, "limit": 0.05}, _LARGE),

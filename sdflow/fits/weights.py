@@ -1,4 +1,4 @@
-"""Bytes of the weights of a graph that is yet to be built: by its architecture and the chain of passes."""
+"""Bytes of a graph's weights before it is built, from its architecture and chain of passes."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from sdflow.models.base import Config, Model
 FLOAT32, HALF = 4, 2
 _TO_HALF = "OnnxFloatToFloat16"
 _UPSAMPLED = 16, 9
-"""A convolution of 3x3 behind an upsampling becomes four of 2x2 (SubpixelConv)."""
+"""A 3x3 convolution after an upsampling becomes four of 2x2 (SubpixelConv)."""
 
 
 def is_half(steps: Sequence[StepSpec]) -> bool:
-    """Whether a chain makes a graph of 16 bits."""
+    """Whether a chain makes a 16-bit graph."""
     return any(step.pass_name == _TO_HALF for step in steps)
 
 
 def parameter_count(model: Model, config: Config) -> int | None:
-    """Parameters that its graph holds; None where the arithmetic does not cover the config."""
+    """Number of parameters in its graph; None if the config is not covered."""
     found = model.graph_parameters(config)
     return None if found is None else sum(map(prod, found.values()))
 
 
 def weight_bytes(model: Model, config: Config, steps: Sequence[StepSpec]) -> int | None:
-    """Bytes of the weights of a submodel's graph behind these passes; None where the arithmetic does not cover its config.
+    """Bytes of the weights of a submodel's graph after these passes; None if its config is not covered.
 
-    Left out: constants, and what norms keep in float32 (below 1 % at full size).
+    Ignores constants, and norms kept in float32 (below 1 % at full size).
     """
     parameters = model.graph_parameters(config)
     if parameters is None:

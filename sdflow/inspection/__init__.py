@@ -1,4 +1,4 @@
-"""What a file or folder is: `inspect`. Reads headers and configurations, no weights."""
+"""Identify a file or folder: `inspect`. Reads headers and configurations, no weights."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["Description", "inspect"]
 
 
 def inspect(path: Path) -> list[Description]:
-    """What a file or folder is; of a folder of files, what each of them is.
+    """Identify a file or folder; for a folder of files, each of them.
 
-    Raises CheckpointError and UsageError for what is missing or damaged.
+    Raises CheckpointError or UsageError if it is missing or damaged.
     """
     if not path.is_dir():
         return [inspect_file(path)]
@@ -34,11 +34,11 @@ def inspect(path: Path) -> list[Description]:
     if (path / CONFIG_FILE).is_file():
         return [inspect_component(path)]
     files = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES and file.is_file())
-    # Of several adapters PEFT makes folders.
+    # PEFT saves several adapters as folders.
     files = files or sorted(path.glob(f"*/{PEFT_FILE}.safetensors"))
     if not files:
         raise CheckpointError(
-            f"holds neither {INDEX_FILE} nor {CONFIG_FILE}, and no file of weights",
+            f"holds neither {INDEX_FILE} nor {CONFIG_FILE} nor weight files",
             where=str(path),
             remedy=f"Name a folder in diffusers' layout, or files of {', '.join(SUFFIXES)}.",
         )
@@ -46,7 +46,7 @@ def inspect(path: Path) -> list[Description]:
 
 
 def _or_damaged(file: Path) -> Description:
-    """One of several: that it cannot be read hides none of the others."""
+    """Identify one of several files; an unreadable one does not hide the others."""
     try:
         return inspect_file(file)
     except SdflowError as error:
@@ -54,7 +54,7 @@ def _or_damaged(file: Path) -> Description:
 
 
 def inspect_file(path: Path) -> Description:
-    """What a file of weights is. Raises CheckpointError for what is missing or damaged."""
+    """Identify a weight file. Raises CheckpointError if it is missing or damaged."""
     contents = read_contents(path)
     found = recognize(path, contents.shapes)
     described = inspect_adapter(contents) if found.kind == LORA else inspect_weights(contents, found)
@@ -62,7 +62,7 @@ def inspect_file(path: Path) -> Description:
 
 
 def _with_format(described: Description, opened: WeightsFile) -> Description:
-    """With the format and the types of what is no plain safetensors file; without a workflow for one that is not read."""
+    """Add format and types unless it is plain safetensors; remove the workflow if the format is not supported."""
     if opened.format is None:
         return described
     types = ", ".join(f"{name} ({count})" for name, count in opened.types.items())

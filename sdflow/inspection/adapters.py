@@ -1,4 +1,4 @@
-"""LoRAs and their relatives: algorithm, rank, alpha, layers, what they were made for, and what their training tells."""
+"""Describe LoRAs and related adapters: algorithm, rank, alpha, layers, base models, and training metadata."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from sdflow.sources.loras.lora_names import LoraName, parse_name
 from sdflow.sources.recognition import LORA
 from sdflow.sources.safetensors_file import TensorEntry, read_numbers
 
-# The factors whose first axis is the rank, by role.
+# Factors whose first axis is the rank, by role.
 _FACTORS = ("down", "hada_w1_b", "hada_w2_b", "lokr_w1_b", "lokr_w2_b")
-# Training programs' own words for themselves and their settings, in the order in which they are listed.
+# Metadata keys of training programs, in display order.
 _SAID = {
     "training base": ("ss_base_model_version", "modelspec.architecture"),
     "base model": ("ss_sd_model_name",),
@@ -40,7 +40,7 @@ MOST_TAGS = 12
 
 
 def inspect_adapter(contents: Contents) -> Description:
-    """What a LoRA's header and metadata tell."""
+    """Describe a LoRA from its header and metadata."""
     names = {name: parsed for name in contents.shapes if (parsed := _parsed(name)) is not None}
     entries = {name: TensorEntry("F32", shape, 0, 0) for name, shape in contents.shapes.items()}
     modules: dict[str, set[str]] = {}
@@ -59,9 +59,9 @@ def inspect_adapter(contents: Contents) -> Description:
     notes, lines = [], None
     architecture = architecture_for(titles)
     if not titles:
-        notes.append("Nothing in it says which generation of models it is for.")
+        notes.append("It does not identify the models it is for.")
     if contents.pickled:
-        notes.append("sdflow does not read pickled LoRAs: save it as .safetensors.")
+        notes.append("sdflow does not support pickled LoRAs: save it as .safetensors.")
     else:
         try:
             lora_submodels(contents.path)
@@ -74,7 +74,7 @@ def inspect_adapter(contents: Contents) -> Description:
 
 
 def _parsed(name: str) -> LoraName | None:
-    """As a LoRA's name; of kinds that are not merged, without what says how wide its module is."""
+    """Parse as a LoRA's name; for kinds that are not merged, without the module's width."""
     parsed = parse_name(name)
     if parsed is not None or (module := module_of_tensor(name)) is None:
         return parsed
@@ -104,7 +104,7 @@ def _ranks(contents: Contents) -> list[int]:
 
 
 def _alphas(contents: Contents) -> list[float]:
-    """The values of the alphas, a number each. Those of pickles are not read."""
+    """The values of the alphas. Those of pickles are not read."""
     names = [name for name, shape in contents.shapes.items() if name.endswith("alpha") and shape in ((), (1,))]
     if contents.pickled or not names:
         return []
@@ -115,7 +115,7 @@ def _alphas(contents: Contents) -> list[float]:
 
 
 def _spread(values: Iterable[float]) -> str | None:
-    """One number, or the usual one with the least and the most."""
+    """One number, or the most common one with the range."""
     count = Counter(values)
     if not count:
         return None
@@ -124,7 +124,7 @@ def _spread(values: Iterable[float]) -> str | None:
 
 
 def details_from_metadata(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """What the metadata of kohya's sd-scripts (`ss_*`) and of ModelSpec say of the training, and its trigger words.
+    """Training details and trigger words from the metadata of kohya's sd-scripts (`ss_*`) and ModelSpec.
 
     https://github.com/kohya-ss/sd-scripts/blob/main/library/train_util.py, https://github.com/Stability-AI/ModelSpec
     """
@@ -142,7 +142,7 @@ def details_from_metadata(metadata: Mapping[str, str]) -> dict[str, Any]:
 
 
 def trigger_words(metadata: Mapping[str, str]) -> list[str]:
-    """What a prompt says so that the LoRA shows: its trigger words, else the tags that most of its captions had."""
+    """Words that activate the LoRA in a prompt: its trigger words, otherwise the tags of most captions."""
     said = details_from_metadata(metadata)
     if "trigger words" in said:
         return [word.strip() for word in said["trigger words"].split(",") if word.strip()]
@@ -151,7 +151,7 @@ def trigger_words(metadata: Mapping[str, str]) -> list[str]:
 
 
 def _tags(text: str) -> dict[str, int]:
-    """Tag -> in how many captions it stands: `{"folder": {"tag": count}}`, all folders together."""
+    """Tag -> number of captions with it: `{"folder": {"tag": count}}`, summed over folders."""
     try:
         folders = json.loads(text) if text else {}
     except (ValueError, RecursionError):

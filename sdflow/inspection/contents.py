@@ -1,4 +1,4 @@
-"""What a file of weights says of itself without its values: names, shapes and types of its tensors, and its metadata."""
+"""A weight file's metadata, and its tensors' names, shapes and types, without values."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _TITLES = {
     "F8_E5M2": "float8",
 }
 _NESTED = ("state_dict", "string_to_param")
-"""Where pickles keep their tensors, beside plain data."""
+"""Keys under which pickles store their tensors."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """A file's tensors by name: shapes and types ("float16"). opened: what is no pickle."""
+    """A file's tensors by name: shapes and types ("float16"). opened: unless it is a pickle."""
 
     path: Path
     shapes: Mapping[str, tuple[int, ...]]
@@ -40,14 +40,14 @@ class Contents:
 
     @property
     def precision(self) -> str | None:
-        """The types of the values, the most frequent first: "float16", "float16 (98 %), float32 (2 %)"."""
+        """The types of the values, most frequent first: "float16", "float16 (98 %), float32 (2 %)"."""
         return precision_of([self])
 
 
 def read_contents(path: Path) -> Contents:
-    """From the header alone; a pickle is read with weights_only=True, its values left where they are.
+    """Read only the header; a pickle is read with weights_only=True, without its values.
 
-    Raises CheckpointError for what is missing, damaged, or no file of weights.
+    Raises CheckpointError if the file is missing, damaged, or not a weight file.
     """
     if not is_regular(path):
         raise CheckpointError(no_file(path), where=str(path), remedy="Check the path.")
@@ -63,12 +63,12 @@ def read_contents(path: Path) -> Contents:
     if path.suffix.lower() in PICKLE_SUFFIXES:
         return _of_pickle(path)
     raise CheckpointError(
-        f"a file of the unknown kind {path.suffix!r}", where=str(path), remedy=f"Known are {', '.join(SUFFIXES)}."
+        f"the file type {path.suffix!r} is unknown", where=str(path), remedy=f"Known: {', '.join(SUFFIXES)}."
     )
 
 
 def _title(tensor: StoredTensor) -> str:
-    """The type of a tensor; GGUF's own keep their names."""
+    """A tensor's type; GGUF types keep their names."""
     return _TITLES.get(tensor.dtype, tensor.dtype if tensor.low_bits else tensor.dtype.lower())
 
 
@@ -97,7 +97,7 @@ def _of_pickle(path: Path) -> Contents:
 
 
 def precision_of(files: Iterable[Contents]) -> str | None:
-    """The types of the values in all files together, by their share of the numbers; None without tensors."""
+    """The types of the values in all files, by share; None without tensors."""
     count: Counter[str] = Counter()
     for each in files:
         for name, shape in each.shapes.items():

@@ -1,4 +1,4 @@
-"""What `sdflow inspect` found of a file or folder."""
+"""The result of `sdflow inspect` for a file or folder."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ PIPELINE, BUILT = "pipeline folder", "built pipeline"
 """Kinds of folders; those of files are in `sdflow.sources.recognition`."""
 
 DRAWS_WITH = "draws with"
-"""The detail that says the defaults of what draws in few steps."""
+"""The detail with the default settings of a few-step model."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """kind: what it is, in words. of: titles of the models that it is of or for. architecture: the shipped one of its shapes.
-    precision: of its weights. missing: what a pipeline needs besides. details: what else is known, by name. notes: for the
-    user to hear of. workflow: lines of a workflow that takes it; command: a command that does.
+    """kind: in words. of: titles of the models that it is of or for. architecture: the shipped one with its shapes.
+    precision: of its weights. missing: what a pipeline needs besides. details: further facts by name. notes: for the
+    user. workflow: lines of a workflow that uses it. command: a command that uses it.
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""Folders: a pipeline of diffusers, a component of one, a pipeline that sdflow built."""
+"""Describe folders: diffusers pipelines, their components, and pipelines built by sdflow."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from sdflow.sources.weight_files import find_weights, read_config
 
 
 def inspect_built(folder: Path) -> Description:
-    """A pipeline that sdflow built. Raises UsageError for a damaged one."""
+    """Describe a pipeline built by sdflow. Raises UsageError if it is damaged."""
     manifest = read_manifest(folder)
     origin = manifest.origin
     details = {"name": origin.name, "target": origin.target, "family": origin.family}
@@ -47,7 +47,7 @@ def inspect_built(folder: Path) -> Description:
 
 
 def inspect_pipeline(folder: Path) -> Description:
-    """A folder with a model_index.json. Raises CheckpointError where that is damaged."""
+    """Describe a folder with a model_index.json. Raises CheckpointError if that file is damaged."""
     index = read_config(folder / INDEX_FILE)
     family = family_of_index(index)
     if family is None:
@@ -92,9 +92,9 @@ def inspect_pipeline(folder: Path) -> Description:
 
 
 def inspect_repository(folder: Path, reference: str) -> Description:
-    """A pipeline of the hub by its configurations alone, which lie in the folder: its weights were not looked at.
+    """Describe a hub pipeline by its configurations in a local folder, without its weights.
 
-    Raises CheckpointError where they are damaged.
+    Raises CheckpointError if they are damaged.
     """
     index = read_config(folder / INDEX_FILE)
     family = family_of_index(index)
@@ -118,7 +118,7 @@ def inspect_repository(folder: Path, reference: str) -> Description:
 
 @dataclass(frozen=True)
 class _Known:
-    """What the configurations of a pipeline say that it is. bases: the workflows with its chains."""
+    """A pipeline's identity by its configurations. bases: the workflows with its chains."""
 
     title: str
     architecture: str | None
@@ -126,7 +126,7 @@ class _Known:
     notes: list[str]
 
     def workflow(self, model: str, *, pickled: bool = False) -> str | None:
-        """Lines for the model, all of which is there."""
+        """Workflow lines for the complete model."""
         return workflow(self.bases, "", model=quoted(model), pickled=pickled) if self.bases else None
 
 
@@ -139,7 +139,7 @@ def _known(family: Family, configs: Mapping[str, Any], predicted: str | None, *,
         title, base = title_of(architecture), base_of(architecture)
     elif whole:
         title, base = family.title_of(by_part(family, configs)), chains_of(family, configs)
-        notes.append("Its configurations are those of none of the architectures that sdflow ships; none is needed.")
+        notes.append("Its configurations match no architecture that sdflow ships; none is needed.")
     others = classes_of_others(family, configs)
     more: dict[str, str] = {
         name: fitting for name in others if (fitting := architecture_alone(name, configs[name])) is not None
@@ -160,7 +160,7 @@ def _of_no_family(path: str, index: Mapping[str, Any], precision: str | None) ->
 
 
 def inspect_component(folder: Path) -> Description:
-    """A folder with a config.json: one network. Raises CheckpointError where that is damaged."""
+    """Describe a folder with a config.json: one network. Raises CheckpointError if that file is damaged."""
     config = read_config(folder / CONFIG_FILE)
     contents = list(_every(folder))
     details = {"class": ", ".join(class_names(config)), "parameters": _count(contents)}
@@ -182,7 +182,8 @@ def inspect_component(folder: Path) -> Description:
 
 
 def _every(folder: Path) -> Iterator[Contents]:
-    """The files of weights in a folder and those below: no second copy of any, safetensors before pickles."""
+    """The readable weight files in a folder and its subfolders: safetensors if there are any, else pickles; no variants
+    next to plain files."""
     for place in (folder, *sorted(path for path in folder.iterdir() if path.is_dir())):
         files = sorted(place.glob("*.safetensors")) or sorted(place.glob("*.bin"))
         plain = [file for file in files if "." not in file.stem] or files[:1]
@@ -194,7 +195,7 @@ def _every(folder: Path) -> Iterator[Contents]:
 
 
 def _prediction(folder: Path) -> str | None:
-    """How the scheduler of a pipeline's folder says that the denoiser predicts; None where it is damaged or missing."""
+    """The prediction type in the scheduler's config of a pipeline folder; None if it is damaged or missing."""
     try:
         return prediction(read_config(folder / "scheduler" / "scheduler_config.json", finite=False))
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""A file of weights that is no adapter: a checkpoint, a part of one, another network that is known, or unknown."""
+"""Identify weight files other than adapters: a checkpoint, a part of one, another known network, or unknown."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from sdflow.sources.recognition import (
     fitting_architectures,
 )
 
-# What reads text in them: the width of its input tells for which models they are.
+# Layers that read text; their input width identifies the models they are for.
 _READS_TEXT = ("attn2.to_k.weight", "to_k_ip.weight")
 
 
 def inspect_weights(contents: Contents, found: Recognized) -> Description:
-    """What a file that was recognized as this is, and the lines of a workflow that takes it."""
+    """Describe a recognized file, with workflow lines that use it."""
     path = str(contents.path)
     if found.kind == CHECKPOINT:
         return _checkpoint(contents, found)
@@ -76,9 +76,9 @@ def _checkpoint(contents: Contents, found: Recognized) -> Description:
     held, lines = [name for name in family.exchangeable if name in found.components], None
     if not missing:
         lines = workflow([base_of(architecture)], "", model=quoted(path), pickled=contents.pickled)
-    elif held and held == [*family.exchangeable]:  # a workflow takes all of them from one place
+    elif held and held == [*family.exchangeable]:  # a workflow takes all of them from one source
         lines = partial_lines(architecture, held, path, pickled=contents.pickled)
-        notes += (f"Its {' and '.join(held)} can be taken from it, in place of those of a folder or repository.",)
+        notes += (f"Its {' and '.join(held)} can replace those of a folder or repository.",)
     few = known_model([contents.path.name])
     details = {} if few is None else {DRAWS_WITH: f"{spelled(few.changes())} ({few.what})"}
     return Description(
@@ -87,20 +87,22 @@ def _checkpoint(contents: Contents, found: Recognized) -> Description:
 
 
 def _component(contents: Contents, found: Recognized) -> Description:
-    """A part of a checkpoint, or a component that has an architecture alone: a whole one or one of its halves."""
+    """Describe a part of a checkpoint, or a component with its own architecture, whole or half."""
     path, architecture = str(contents.path), found.architectures[0]
     titles = () if found.alone else titles_of(found.architectures)
     lines, notes = lines_for_component(found, path, contents.pickled), list[str]()
     if found.half is not None:
-        notes.append(f"It is its {found.half}; the file of the other half must lie beside it.")
+        notes.append(f"It is its {found.half}; the file of the other half must be next to it.")
     for other, component in found.also:
         notes.append(
-            f"It is the {component} of {title_of(other)} too: `components: {{{component}: {quoted(path)}}}` beside "
+            f"It is the {component} of {title_of(other)} too: `components: {{{component}: {quoted(path)}}}` with "
             f"{base_of(other)}."
         )
     if lines is None:
         exchangeable = ", ".join(family_of_architecture(architecture).exchangeable)
-        notes.append(f"Alone it is no model. sdflow takes whole checkpoints, and from elsewhere only: {exchangeable}.")
+        notes.append(
+            f"It is not a whole model. sdflow takes whole checkpoints, and as separate components: {exchangeable}."
+        )
     elif len(titles) > 1:
         notes.append(
             "Models of several generations have one of these shapes; their configurations scale latents differently."
@@ -123,13 +125,13 @@ def _embedding(contents: Contents, found: Recognized) -> Description:
             "width": " and ".join(str(width) for _, width in words.values()),
             **details_from_metadata(contents.metadata),
         },
-        notes=() if found.architectures else ("No model that sdflow knows reads vectors of this width.",),
+        notes=() if found.architectures else ("No supported model reads vectors of this width.",),
         command=command if found.architectures else None,
     )
 
 
 def _ip_adapter(contents: Contents, titles: tuple[str, ...]) -> Description:
-    """Its kind, how many tokens it makes of an image, and lines of a workflow if it is one that sdflow takes."""
+    """Its kind, its number of tokens per image, and workflow lines if it is supported."""
     path, architecture = str(contents.path), architecture_for(titles)
     details, notes, lines = {}, [], None
     try:
@@ -143,21 +145,19 @@ def _ip_adapter(contents: Contents, titles: tuple[str, ...]) -> Description:
             path,
         )
     except CheckpointError as error:
-        notes.append(f"sdflow does not take it: {error.what}.")
+        notes.append(f"sdflow does not support it: {error.what}.")
     else:
         details = {"projection": projection["_class_name"], "tokens of an image": token_count(projection)}
         details["reads embeddings of width"] = read_width(projection)
         if architecture is not None and family_of_architecture(architecture).prompter is not None:
             entry = f"ip_adapters:\n  - {{file: {quoted(path)}}}"
             lines = workflow([base_of(architecture)], entry, pickled=contents.pickled)
-            notes.append(
-                "It is read with its image encoder: the folder that diffusers looks for beside it, or `encoder`."
-            )
+            notes.append("It needs its image encoder: the folder next to it where diffusers looks, or `encoder`.")
     return Description(path, IP_ADAPTER, titles, None, contents.precision, (), details, tuple(notes), lines)
 
 
 def _by_width(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-    """The generations whose denoisers read text of the width that a network beside them reads."""
+    """The generations whose denoisers read text of the same width as this network."""
     widths = {shape[1] for name, shape in shapes.items() if name.endswith(_READS_TEXT) and len(shape) == 2}
     found = []
     for architecture in ARCHITECTURES:
@@ -169,7 +169,7 @@ def _by_width(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
 
 
 def _net(titles: Sequence[str]) -> str | None:
-    """The architecture beside which such a net can stand; None where the family has none."""
+    """The architecture for a ControlNet; None if the family has none."""
     architecture = architecture_for(titles)
     if architecture is None or family_of_architecture(architecture).net is None:
         return None
@@ -177,7 +177,7 @@ def _net(titles: Sequence[str]) -> str | None:
 
 
 def _why(contents: Contents) -> str:
-    """What it is not, and the nearest, in words."""
+    """Why it is not a checkpoint, with the nearest architecture, in words."""
     try:
         fitting_architectures(contents.path, contents.shapes)
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""`sdflow.json`, which lies in every pipeline folder: what it says, and how it is written and read."""
+"""`sdflow.json`, the manifest in every pipeline folder: its content, writing and reading."""
 
 from sdflow.manifest.content import (
     NOT_SAID,

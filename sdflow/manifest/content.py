@@ -1,4 +1,4 @@
-"""What `sdflow.json` says: what a pipeline was built from, and what files it has."""
+"""The content of `sdflow.json`: a pipeline's origin and its files."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from sdflow.errors import UsageError
 from sdflow.families import DEFAULT
 
 REFINER = "refiner"
-"""The folder within a base's, and what its submodels' names begin with where both are spoken of: refiner/SUBMODEL."""
+"""The refiner's folder within a base's, and the prefix of its submodels' names: refiner/SUBMODEL."""
 NOT_SAID = ""
-"""`Origin.verified` of a manifest that says nothing of it."""
+"""`Origin.verified` of a manifest without this information."""
 REBUILD = "Another version of sdflow wrote it, or it is damaged: run the pipeline's workflow again."
 
 
 @dataclass(frozen=True)
 class WrittenPass:
-    """A pass as the workflow has it, without defaults. name: of a user's pass, the absolute path and the class."""
+    """A pass as in the workflow, without defaults. name: for a user's pass, the absolute path and the class."""
 
     name: str
     options: Mapping[str, Any]
@@ -28,7 +28,7 @@ class WrittenPass:
 
 @dataclass(frozen=True)
 class FinishedPass:
-    """A pass as it ran. action: the digest of its cache key. uses: distribution -> version. facts: what it measured."""
+    """A pass as it ran. action: the digest of its cache key. uses: distribution -> version. facts: its measurements."""
 
     name: str
     action: str
@@ -39,9 +39,9 @@ class FinishedPass:
 
 @dataclass(frozen=True)
 class Quantization:
-    """What a submodel's weights were quantized to ("int8"), and how far the workflow lets its outputs be from the fp32 PyTorch
-    model (relative L2); None where it does not say so. by: the pass. layers: how many are. kept: those that could be and are
-    not."""
+    """The quantization of a submodel's weights: the type ("int8"), and the workflow's limit for its outputs' distance
+    from the fp32 PyTorch model (relative L2), or None. by: the pass. layers: number of quantized ones. kept: layers
+    left unquantized on purpose."""
 
     to: str
     by: str
@@ -52,8 +52,8 @@ class Quantization:
 
 @dataclass(frozen=True)
 class Chain:
-    """What made a submodel. written: what `sdflow bake` runs again; None where the file does not say it. quantized: None for
-    floating-point numbers throughout."""
+    """How a submodel was made. written: the passes that `sdflow bake` repeats; None if missing. quantized: None for
+    floating-point weights."""
 
     written: tuple[WrittenPass, ...] | None
     steps: tuple[FinishedPass, ...]
@@ -61,7 +61,7 @@ class Chain:
 
     @property
     def precision(self) -> str:
-        """What most bits of its weights are in: "bfloat16", "float16" or "float32"; "" where no step says it."""
+        """The type of most of its weights: "bfloat16", "float16" or "float32"; "" if no step recorded it."""
         said = (step.facts["dtypes"] for step in reversed(self.steps) if "dtypes" in step.facts)
         found: Mapping[str, Any] = next(said, {})
         return next((name for name in ("bfloat16", "float16", "float32") if name in found), "")
@@ -69,7 +69,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class MergedLora:
-    """A LoRA of the pipeline. reference: as in the workflow. sha256: of the file that was merged. commit: of its repository."""
+    """A LoRA of the pipeline. reference: as in the workflow. sha256: of the merged file. commit: of its repository."""
 
     reference: str
     weight_name: str | None
@@ -79,21 +79,22 @@ class MergedLora:
 
     @property
     def pinned(self) -> str:
-        """The reference, a repository of the hub at the commit that was used."""
+        """The reference, with a hub repository at the commit that was used."""
         return _pinned(self.reference, {"commit": self.commit})
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What a pipeline was built from, and for what.
+    """The inputs and settings of a pipeline.
 
-    model: as the workflow has it; None where it is not said. components: those that are not the checkpoint's own, and
-    where they are from; None: it is left out. controlnets: name -> where it is from. ip_adapters: what the workflow says of
-    each. checkpoint: what identifies its content. chains: submodel -> what made it. verified: the level at which it passed
-    before it was put together; None: it was not verified; NOT_SAID: nothing is known. family: which submodels there are, and
-    how they draw. generate: what the workflow says of how it draws (`sdflow.manifest.form.Said`). few_steps: what the names of
-    the model and the LoRAs say, and `because`. refiner: the folder, from this one, of the pipeline that refines its images.
-    left_out: submodels of the checkpoint that the workflow does not build; None: it is not said.
+    model: as in the workflow; None if missing. components: replaced ones -> their source; None if left out.
+    controlnets: name -> source. ip_adapters: as in the workflow. checkpoint: identifies its content. chains: submodel
+    -> how it was made.
+    verified: the level passed before assembly; None: not verified; NOT_SAID: unknown. family: determines the submodels
+    and how images are generated. generate: the workflow's defaults (`sdflow.manifest.form.Said`). few_steps: defaults
+    implied by names of the model and the LoRAs, and the reason, `because`. refiner: relative folder of the refiner's
+    pipeline.
+    left_out: submodels of the checkpoint that the workflow does not build; None if missing.
     """
 
     name: str
@@ -116,43 +117,41 @@ class Origin:
 
     @property
     def quantized(self) -> dict[str, str]:
-        """Submodel -> what its weights were quantized to; those of floating-point numbers are not in it."""
+        """Submodel -> its quantized type, for quantized submodels only."""
         return {name: chain.quantized.to for name, chain in self.chains.items() if chain.quantized is not None}
 
     @property
     def low_bits(self) -> dict[str, str]:
-        """Component, or "model" -> the format and types of the file in low bits that its weights were dequantized from."""
+        """Component, or "model" -> format and types of the low-bit file from which its weights were dequantized."""
         found = self.checkpoint or {}
         files = {"model": found, **found.get("components", {}), **found.get("controlnets", {})}
         return {name: _types(each["quantized"]) for name, each in files.items() if "quantized" in each}
 
     @property
     def said(self) -> dict[str, Any]:
-        """What is said of how it draws besides what its configs tell: the workflow's word is the last."""
+        """Settings for generating that override the configs'; the workflow's take precedence."""
         return {**self.few_steps, **self.generate}
 
     def pinned_model(self, where: str) -> str:
-        """The model, a checkpoint of the hub at the commit that was used.
+        """The model, with a hub checkpoint at the commit that was used.
 
-        where: of the manifest, for the message. Raises UsageError when it is not said.
+        where: of the manifest, for the message. Raises UsageError if it is missing.
         """
         if self.model is None:
-            raise UsageError(
-                "does not say what the pipeline was built from: 'model' is missing", where=where, remedy=REBUILD
-            )
+            raise UsageError("does not name the pipeline's model: 'model' is missing", where=where, remedy=REBUILD)
         return _pinned(self.model, self.checkpoint or {})
 
     def pinned_components(self) -> dict[str, str | None]:
-        """The components that are not the checkpoint's own, those of the hub at the commit that was used; None: left out."""
+        """The replaced components, with hub repositories at the commit that was used; None: left out."""
         others = {name: reference for name, reference in self.components.items() if reference is not None}
         return {**self.components, **self._pinned(others, "components")}
 
     def pinned_nets(self) -> dict[str, str]:
-        """The ControlNets by name, those of the hub at the commit that was used."""
+        """The ControlNets by name, with hub repositories at the commit that was used."""
         return self._pinned(self.controlnets, "controlnets")
 
     def pinned_adapters(self) -> list[dict[str, str]]:
-        """The IP-Adapters, those of the hub at the commit that was used, and so their image encoder."""
+        """The IP-Adapters and their image encoder, with hub repositories at the commit that was used."""
         found = (self.checkpoint or {}).get("ip_adapters", {})
         pinned = []
         for index, each in enumerate(self.ip_adapters):
@@ -181,7 +180,7 @@ def _pinned(reference: str, provenance: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """A submodel as it lies in the folder. artifact: the tree digest of its files."""
+    """A submodel in the folder. artifact: the tree digest of its files."""
 
     artifact: str
     files: tuple[FileEntry, ...]
@@ -189,7 +188,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A pipeline folder. copied: its submodels are copies, no links. files: all, as POSIX paths; a link is one."""
+    """A pipeline folder. copied: whether submodels are copies instead of links. files: all, as POSIX paths; a link
+    counts as one."""
 
     origin: Origin
     parts: Mapping[str, Part]

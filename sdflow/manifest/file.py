@@ -1,5 +1,5 @@
-"""`sdflow.json`, as it is written and read: here alone. It holds no date and no path of the folder: equal pipelines have equal
-bytes.
+"""Write and read `sdflow.json`, only here. It contains no dates and no path of the folder, so equal pipelines have
+equal bytes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from sdflow.manifest.content import NOT_SAID, REBUILD, Chain, FinishedPass, Mani
 MANIFEST_FILE = "sdflow.json"
 FORMAT_VERSION = 1
 NO_CLASS = (
-    "diffusers and optimum have no class for a base with its refiner: each of the two folders is a pipeline, and the latents of "
-    "the base (denoising_end) go on in the refiner (denoising_start)"
+    "diffusers and optimum have no class for a base with its refiner: each of the two folders is a pipeline, and the base's "
+    "latents (denoising_end) are passed to the refiner (denoising_start)"
 )
 
 
@@ -28,11 +28,11 @@ _BESIDE: Mapping[str, Any] = {
     "verified": NOT_SAID, "family": DEFAULT, "refiner": None, "ip_adapters": (),
     "components": {}, "controlnets": {}, "generate": {}, "few_steps": {},
 }  # fmt: skip
-"""What is written where it is not the default."""
+"""Keys that are omitted at their default."""
 
 
 class NewerManifest(UsageError):
-    """A newer sdflow wrote it: nothing is wrong with it, and nothing is known of what it says."""
+    """A newer sdflow wrote it: it may be fine, but cannot be interpreted."""
 
 
 def as_json(manifest: Manifest) -> dict[str, Any]:
@@ -70,9 +70,9 @@ def as_bytes(manifest: Manifest) -> bytes:
 
 
 def from_json(value: Mapping[str, Any], where: str) -> Manifest:
-    """The manifest that `as_json` made, in this version or an earlier one. where: of the file, for messages.
+    """Parse `as_json`'s result, from this version or an earlier one. where: of the file, for messages.
 
-    Raises UsageError when it is of another format or lacks something.
+    Raises UsageError for another format or missing entries.
     """
     from sdflow.manifest.form import manifest_of
 
@@ -80,11 +80,11 @@ def from_json(value: Mapping[str, Any], where: str) -> Manifest:
     try:
         return manifest_of(value)
     except ValueError as error:
-        raise UsageError(f"does not say how the pipeline was built: {error}", where=where, remedy=REBUILD) from error
+        raise UsageError(f"is not a valid manifest: {error}", where=where, remedy=REBUILD) from error
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a pipeline folder. Raises UsageError when it is missing, damaged, or of another format."""
+    """The manifest of a pipeline folder. Raises UsageError if it is missing, damaged, or of another format."""
     path = folder / MANIFEST_FILE
     try:
         value = read_json(path)
@@ -103,8 +103,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _meant(folder: Path) -> Path | None:
-    """The pipeline that a folder which is none was meant to be: of this name in pipelines/, where `sdflow run` puts them, or of
-    a similar one there or beside it."""
+    """The pipeline probably meant by an invalid folder: of this name in pipelines/, where `sdflow run` puts them, or of
+    a similar name there or next to it."""
     built = Path("pipelines")
     try:
         if not folder.is_absolute() and (built / folder / MANIFEST_FILE).is_file():

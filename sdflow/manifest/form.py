@@ -1,6 +1,6 @@
-"""The form of `sdflow.json`: what may stand where, in this version and earlier ones. What a later version adds is passed over.
+"""Validate `sdflow.json` of this version and earlier ones. Entries of later versions are ignored.
 
-pydantic is imported with this module alone, where a manifest is read.
+Importing this module imports pydantic, which only readers of manifests need.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from sdflow.manifest.content import (
 from sdflow.printable import printable
 
 _OF_ANYBODY = ("config", "facts", "options", "uses")
-"""What passes say there may be any text; it is not printed."""
+"""Keys with arbitrary text from passes, which is never printed."""
 
 
 def _require_shown(value: Any) -> None:
-    """Raises ValueError for text, keys included, that a terminal takes for commands."""
+    """Raises ValueError for text, including keys, with terminal control characters."""
     if isinstance(value, str) and printable(value) != value:
         raise ValueError(f"{value!r:.60} holds characters that a terminal takes for commands")
     for each in value if isinstance(value, list | dict) else ():
@@ -54,8 +54,8 @@ def _that(accepts: Callable[[str], bool], otherwise: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-File = Annotated[str, _that(inside, "it is no file in its folder")]
-Folder = Annotated[str, _that(lambda name: inside(name) and "/" not in name, "it is no folder's name")]
+File = Annotated[str, _that(inside, "it is not a file in its folder")]
+Folder = Annotated[str, _that(lambda name: inside(name) and "/" not in name, "it is not a folder name")]
 FamilyName = Annotated[str, _that(FAMILIES.__contains__, f"known are {', '.join(FAMILIES)}")]
 Scheduler = Annotated[str, _that(SCHEDULERS.__contains__, f"known are {', '.join(SCHEDULERS)}")]
 Count = Annotated[float, Field(ge=0, lt=math.inf)]
@@ -96,7 +96,7 @@ class _Submodel(_Form):
         if self.steps is None:
             return None
         if self.quantized is not None and self.quantized.limit is not None and not 0 < self.quantized.limit < math.inf:
-            raise ValueError(f"quantized.limit: {self.quantized.limit} is no limit")
+            raise ValueError(f"quantized.limit: {self.quantized.limit} is not a valid limit")
         written = None if self.passes is None else tuple(WrittenPass(**dict(each)) for each in self.passes)
         return Chain(written, tuple(FinishedPass(**dict(each)) for each in self.steps), self.quantized)
 
@@ -120,7 +120,7 @@ class _Adapter(_Form):
 
 
 class _Checkpoint(_Form):
-    """What else identifies it is each kind's own."""
+    """A checkpoint; further keys depend on its kind."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -128,7 +128,7 @@ class _Checkpoint(_Form):
 
 
 class Said(_Form):
-    """What a workflow, or the names of the model and its LoRAs, may say of how it draws, and because of what."""
+    """Settings for generating from a workflow, or implied by names of the model and its LoRAs, with the reason."""
 
     steps: Annotated[int, Field(ge=1)] | None = None
     guidance_scale: Count | None = None
@@ -172,10 +172,10 @@ class _Manifest(_Form):
 
 
 def manifest_of(value: Mapping[str, Any]) -> Manifest:
-    """The manifest that a file's JSON says. Raises ValueError naming the key that is missing or of another kind."""
+    """The manifest of a file's JSON. Raises ValueError naming a missing or invalid key."""
     _require_shown(value)
     try:
-        # Strictly: lists are tuples, and maps are dataclasses, in JSON alone.
+        # In strict mode, only JSON may give lists for tuples, and maps for dataclasses.
         form = _Manifest.model_validate_json(json.dumps(value))
     except ValidationError as error:
         raise ValueError(first_problem(error)) from error

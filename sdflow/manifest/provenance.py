@@ -1,6 +1,6 @@
-"""`provenance.json` in a pipeline folder: an in-toto statement with SLSA's predicate, as it is read.
+"""Read `provenance.json` in a pipeline folder: an in-toto statement with SLSA's predicate.
 
-It names every file of the folder by its digest, `sdflow.json` among them. `sdflow.run.provenance` writes it.
+It names every file of the folder by digest, including `sdflow.json`. `sdflow.run.provenance` writes it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class _Predicate(_Form):
 def read_provenance(folder: Path) -> dict[str, Any] | None:
     """The statement of a pipeline folder; None for one of an earlier sdflow, which has none.
 
-    Raises UsageError for a file that is no such statement.
+    Raises UsageError if the file is not such a statement.
     """
     path = folder / PROVENANCE_FILE
     try:
@@ -90,18 +90,18 @@ def read_provenance(folder: Path) -> dict[str, Any] | None:
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
     except ValueError as error:
-        remedy = "Delete it, then run the pipeline's workflow again: it is written anew."
-        raise UsageError(f"is no statement of in-toto: {error}", where=str(path), remedy=remedy) from error
+        remedy = "Delete it, then run the pipeline's workflow again to restore it."
+        raise UsageError(f"is not an in-toto statement: {error}", where=str(path), remedy=remedy) from error
     return statement
 
 
 def require_provenance(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """The file and the statement in it. Raises UsageError where there is none, or one that another program wrote."""
+    """The file and its statement. Raises UsageError if it is missing, or another program wrote it."""
     path = folder / PROVENANCE_FILE
-    read_manifest(folder)  # says what is wrong with a folder that is no pipeline
+    read_manifest(folder)  # reports a folder that is not a pipeline
     statement = read_provenance(folder)
     if statement is None:
-        remedy = "An earlier sdflow built it: run its workflow again, and it is written."
+        remedy = "An earlier sdflow built it: run its workflow again to write it."
         raise UsageError("the pipeline has no provenance", where=str(path), remedy=remedy)
     try:
         _Predicate.model_validate(statement.get("predicate"))
@@ -111,7 +111,7 @@ def require_provenance(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def subjects_of(statement: Mapping[str, Any]) -> dict[str, str]:
-    """File -> SHA-256. Raises ValueError for what is no list of such subjects."""
+    """File -> SHA-256. Raises ValueError if the subjects are invalid."""
     return dict(_subjects(statement.get("subject")))
 
 
@@ -122,7 +122,7 @@ def _subjects(subjects: Any) -> Iterator[tuple[str, str]]:
         name = each.get("name") if isinstance(each, dict) else None
         digests = each.get("digest") if isinstance(each, dict) else None
         if not isinstance(name, str) or not inside(name):
-            raise ValueError(f"the subject {name!r:.60} is no file of the folder")
+            raise ValueError(f"the subject {name!r:.60} is not a file in the folder")
         if not isinstance(digests, dict) or not isinstance(digests.get("sha256"), str):
             raise ValueError(f"the subject {name:.60} has no SHA-256")
         yield name, digests["sha256"]

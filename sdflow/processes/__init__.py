@@ -1,1 +1,1 @@
-"""Worker processes: one for each step, forked from a server that has imported what they need; on Ray, on other nodes."""
+"""Worker processes: one per step, forked from a server that has imported their packages; with Ray, on other nodes."""

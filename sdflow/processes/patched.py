@@ -1,4 +1,4 @@
-"""Attributes of libraries replaced in this process, for a while."""
+"""Temporarily replace attributes of libraries in this process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def patched(owner: Any, **values: Any) -> Iterator[None]:
-    """While active, these attributes of a module or a class have these values; afterwards those of before."""
+    """Set these attributes of a module or class within the block, then restore them."""
     before = {name: getattr(owner, name) for name in values}
     try:
         for name, value in values.items():

@@ -1,7 +1,7 @@
-"""Ends every process that another one has started, whatever session or parent it has given itself.
+"""Kill all descendants of a process, even in other sessions or reparented.
 
-On Linux a process can take in the orphans below it (prctl(2), PR_SET_CHILD_SUBREAPER). Below one that does, nothing gets away by
-forking twice or by a session of its own: all of it is found as its descendants for as long as it lives.
+On Linux a process can adopt orphans below it (prctl(2), PR_SET_CHILD_SUBREAPER). Nothing below such a process escapes
+by double forking or a new session: everything remains its descendant while it lives.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from contextlib import suppress
 
 PR_SET_CHILD_SUBREAPER = 36
 PATIENCE = 5.0
-"""Seconds after which processes that start others faster than they are ended are left."""
+"""Seconds after which processes that spawn faster than they are killed are left."""
 
 
 def adopt_orphans() -> None:
-    """From now on what is orphaned below this process becomes its child. Linux only; elsewhere orphans go to init."""
+    """Make this process the parent of orphans below it from now on. Linux only; elsewhere init adopts them."""
     if sys.platform == "linux":
         import ctypes
 
@@ -26,7 +26,7 @@ def adopt_orphans() -> None:
 
 
 def kill_descendants(pid: int, spare: Collection[int] = ()) -> None:
-    """Kill all processes below `pid`, until there are none. spare: children of it that stay, with what is below them."""
+    """Kill all processes below `pid`. spare: its children that stay, with everything below them."""
     import psutil
 
     end = time.monotonic() + PATIENCE
@@ -50,8 +50,8 @@ def kill_descendants(pid: int, spare: Collection[int] = ()) -> None:
 
 
 def kill_session(pid: int) -> None:
-    """Kill a process that leads a session of its own, all that is below it, and what is left of its group. It must not have
-    been waited for yet: else its id may be another's."""
+    """Kill a session leader, everything below it, and the rest of its group. It must not have been waited for yet, or
+    its pid may belong to another process."""
     kill_descendants(pid)
     with suppress(ProcessLookupError, PermissionError):
         if sys.platform == "win32":
@@ -73,7 +73,7 @@ def _is_alive(process: object) -> bool:
 
 
 def _reap(spare: Collection[int]) -> None:
-    """Wait for the children of this process that have ended, so that they do not stay as zombies."""
+    """Wait for ended children of this process, which would otherwise stay as zombies."""
     import psutil
 
     for child in psutil.Process().children():

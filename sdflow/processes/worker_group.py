@@ -1,11 +1,11 @@
-"""Workers side by side: how many at a time, and all of them ended together.
+"""Concurrent workers: a limit on their number, and a common end.
 
-How many: at most `jobs`, by default two where there are two cores. A further worker starts only while the machine has
-2 GB of memory available for each, itself included; the first one always starts. A step that carries a model's weights
-needs several times the model's size, so by default it runs alone. The longest chain goes first, and of those that have as many
-steps left the one that has most to write: no run is shorter than it.
+At most `jobs` run, by default two with two cores. A further worker starts only while the machine has 2 GB of available
+memory for each, itself included; the first one always starts. A step that carries a model's weights needs several times
+the model's size, so by default it runs alone. The longest chain goes first, and among equals the one with most to
+write, since no run is shorter than that.
 
-Workers whose packages are known beforehand are forked from servers that have them (`sdflow.processes.worker_server`); a server
+Workers with known packages are forked from servers that have imported them (`sdflow.processes.worker_server`); a server
 starts with the first worker that needs it and ends with the group.
 """
 
@@ -29,15 +29,15 @@ DEFAULT_JOBS = min(2, os.cpu_count() or 1)
 LOOK_SECONDS = 0.5
 
 Layers = tuple[tuple[str, ...], ...]
-"""Modules that a worker has imported when it starts, in layers that workers of other kinds share from the first on."""
+"""Modules that a worker has imported at its start, in layers; workers of other kinds share the first layers."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a worker needs of the machine that it runs on, where that can be chosen.
+    """Requirements of a worker on its machine, where that can be chosen.
 
-    memory: bytes at its peak, estimated. versions: of the distributions that its result depends on. anywhere: it may run on
-    another machine, which sees the same files.
+    memory: estimated peak in bytes. versions: of distributions that determine its result. anywhere: whether it may run
+    on another machine that sees the same files.
     """
 
     memory: int = MEMORY_PER_WORKER
@@ -50,7 +50,7 @@ NEEDS_LITTLE = Needs()
 
 @dataclass(frozen=True)
 class Work:
-    """One worker's, as `WorkerGroup.run` was told."""
+    """One worker's task: the arguments of `WorkerGroup.run`."""
 
     module: str
     request: Mapping[str, Any]
@@ -63,13 +63,14 @@ class Work:
 
 
 class GroupEndedError(Exception):
-    """The group was ended while this was waiting or running. For threads only: whoever ended it knows why."""
+    """The group ended while this was waiting or running. Only for threads: whoever ended it knows why."""
 
 
 class WorkerGroup:
-    """The workers of one run, each driven by a thread; a context, at whose end none is left.
+    """The workers of one run, each driven by a thread; a context manager at whose end none is left.
 
-    jobs: how many at a time; None: the defaults above. say: called where workers start slower than they could.
+    jobs: maximum number of concurrent workers; None: the defaults above. say: called if workers start slower than
+    possible.
     """
 
     def __init__(self, jobs: int | None = None, say: Callable[[str], None] = lambda text: None) -> None:
@@ -99,10 +100,10 @@ class WorkerGroup:
     def turn(
         self, *, heavy: bool, left: int = 1, size: int = 0, arrived: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """Wait until one more worker may run. heavy: it carries weights. Raises GroupEndedError.
+        """Wait until another worker may run. heavy: whether it carries weights. Raises GroupEndedError.
 
-        left: how many workers will run one after the other, this one included; of those that wait, the most go first, and of
-        equals the one of the largest size, in bytes. arrived: called when this one is counted among those that wait.
+        left: number of workers that will run in sequence, including this one; the largest number goes first, and among
+        equals the largest size in bytes. arrived: called once this one is counted as waiting.
         """
         alone = heavy and self._heavy_run_alone
         rank = (left, size)
@@ -147,8 +148,8 @@ class WorkerGroup:
         imported: Layers = (),
         needs: Needs = NEEDS_LITTLE,
     ) -> WorkerResult:
-        """`run_worker`, as one of the group; `imported` before it starts. needs: for groups that choose a machine. Raises
-        GroupEndedError when the group is ended meanwhile."""
+        """`run_worker` as part of the group, with `imported` preloaded. needs: for groups that choose a machine. Raises
+        GroupEndedError if the group ends meanwhile."""
         return self._run(Work(module, request, log, on_phase, on_memory, environment, imported, needs))
 
     def _run(self, work: Work) -> WorkerResult:
@@ -170,15 +171,15 @@ class WorkerGroup:
                 on_start=add,
                 start=start,
             )
-        except Exception as error:  # whatever the worker ended in, an end of the group comes first
-            self.check(error)  # it was killed: what it died of says nothing
+        except Exception as error:  # the end of the group takes precedence over the worker's error
+            self.check(error)  # it was killed: its error is irrelevant
             raise
         finally:
             with self._changed:
                 self._running.difference_update(started)
 
     def _start(self, layers: Layers) -> Start:
-        """How a worker starts that has these layers imported. The first one starts the server for it, and waits."""
+        """How to start a worker with these layers imported. The first one starts the server for it, and waits."""
         with self._starting:
             if layers not in self._starts:
                 below = self._start(layers[:-1])
@@ -186,7 +187,7 @@ class WorkerGroup:
                     server = WorkerServer(layers[-1], below, self._add)
                 except NoServerError as error:
                     self.check(error)
-                    self._say(f"each step imports {', '.join(layers[-1])} anew: {error}")
+                    self._say(f"each step imports {', '.join(layers[-1])} again: {error}")
                     self._starts[layers] = below
                 else:
                     self._servers.append(server)
@@ -199,12 +200,12 @@ class WorkerGroup:
             self._running.add(worker)
 
     def check(self, cause: Exception | None = None) -> None:
-        """Raise GroupEndedError if the group was ended."""
+        """Raise GroupEndedError if the group has ended."""
         if self._ended:
             raise GroupEndedError from cause
 
     def end(self) -> None:
-        """Kill every worker at once. Nothing starts any more."""
+        """Kill every worker at once, and start no more."""
         with self._changed:
             self._ended = True
             for worker in self._running:

@@ -1,18 +1,18 @@
-"""Forks workers from a process that has their packages imported already. Linux only: elsewhere each worker is spawned.
+"""Fork workers from a process that has already imported their packages. Linux only: elsewhere each worker is spawned.
 
-torch, olive and diffusers take seconds to import, and every step of a build is a process of its own. A server imports
-what a kind of step needs, once for a run, and forks a worker for each step. What makes that as safe as a new process:
+torch, olive and diffusers take seconds to import, and every step of a build has its own process. A server imports a
+kind of step's packages once per run, and forks a worker for each step. This is as safe as a new process because:
 
-- The server only imports. It runs no pass, loads no script of a user's, and has one thread whenever it forks.
-- A worker has an environment, a home, a current folder, a session and descriptors of its own, as a spawned one.
-- A worker that is no longer wanted is killed: when its line closes, because the run ended or died; when the server dies.
+- The server only imports. It runs no pass, loads no user script, and has a single thread whenever it forks.
+- A worker has its own environment, home, current folder, session and descriptors, like a spawned one.
+- A worker is killed when its line closes, because the run ended or died, and when the server dies.
 
-Servers stand on one another: the packages come in layers, and a layer's server is forked from the one below it. So
-nothing is imported twice, and a worker holds the packages of its layer and those below, no others.
+Servers are stacked: packages come in layers, and a layer's server is forked from the one below. So nothing is imported
+twice, and a worker holds only the packages of its layer and those below.
 
-A server gets on standard input a socket, and over it a byte for each worker with four descriptors: the worker's
-standard input, output and error, and its line. On the line it finds what to run; the server answers there with the
-process id and, at its end, with the exit status.
+A server has a socket as standard input, and receives over it a byte per worker with four descriptors: the worker's
+standard input, output and error, and its line. The line carries the request; the server answers on it with the process
+id and, at the end, with the exit status.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ READY = "ready"
 
 
 class NoServerError(Exception):
-    """A server could not start; `str()` says why. Workers can start without it."""
+    """A server could not start; `str()` is the reason. Workers can start without it."""
 
 
 class WorkerServer:
-    """A server, seen from the run. `fork` starts a worker, and is a `Start` as `sdflow.processes.workers.spawn` is."""
+    """The run's side of a server. `fork` starts a worker, and is a `Start` like `sdflow.processes.workers.spawn`."""
 
     def __init__(self, modules: Sequence[str], start: Start, on_start: Callable[[Worker], None]) -> None:
-        """Start a server that has imported `modules`, by `start`: spawned, or forked from another server.
+        """Start a server that has imported `modules`, using `start`: spawned, or forked from another server.
 
-        on_start: called with its process; what it raises ends it. Raises NoServerError.
+        on_start: called with its process; if it raises, the server is ended. Raises NoServerError.
         """
         self._scratch = ExitStack()
         folder = self._scratch.enter_context(scratch_folder("server"))
@@ -84,7 +84,7 @@ class WorkerServer:
         home: Path,
         descriptors: Descriptors,
     ) -> Worker:
-        """Start `python -m module` in a fork of the server. Raises PassError when the server is gone."""
+        """Start `python -m module` in a fork of the server. Raises PassError if the server is gone."""
         line, theirs = socket.socketpair()
         request = {"module": module, "arguments": list(arguments), "environment": dict(environment), "home": str(home)}
         try:
@@ -96,7 +96,7 @@ class WorkerServer:
             raise PassError("the process that starts workers was killed", remedy="Run it again.") from cause
 
     def end(self) -> None:
-        """End it and the workers it has, and wait for that."""
+        """End the server with its workers, and wait for that."""
         self._control.close()
         self._process.kill()
         self._process.wait()
@@ -104,7 +104,8 @@ class WorkerServer:
 
 
 class _ForkedWorker:
-    """A worker that a server has forked. Only the server kills it: it alone knows whether the id is still its own."""
+    """A worker forked by a server. Only the server kills it, since only the server knows whether the pid is still its
+    own."""
 
     def __init__(self, line: socket.socket, request: str) -> None:
         self._line = line
@@ -120,12 +121,12 @@ class _ForkedWorker:
         try:
             self._line.shutdown(socket.SHUT_WR)
         except OSError:
-            return  # the other end is closed: it has ended
+            return  # the other end is closed, so it has ended
 
     def wait(self) -> int:
         if self._status is None:
             said = self._answers.readline()
-            self._status = int(said) if said else -signal.SIGKILL  # the server died, and took it along
+            self._status = int(said) if said else -signal.SIGKILL  # the server died, and the worker with it
             self._answers.close()
             self._line.close()
         return self._status
@@ -133,7 +134,7 @@ class _ForkedWorker:
 
 @dataclass(frozen=True)
 class _Child:
-    """A worker, seen from its server. ended: a descriptor that is readable when the process has ended."""
+    """A worker, as its server sees it. ended: a descriptor that becomes readable when the process has ended."""
 
     pid: int
     ended: int
@@ -141,11 +142,11 @@ class _Child:
 
 
 def serve(modules: Sequence[str]) -> NoReturn:
-    """The server's side: import the modules, then fork a worker for each request until the socket closes."""
+    """The server's loop: import the modules, then fork a worker for each request until the socket closes."""
     control = socket.socket(fileno=os.dup(0))
     deny_network()
     adopt_orphans()
-    importlib.import_module("psutil")  # here, so that no worker's end waits for it
+    importlib.import_module("psutil")  # import it now, so that no worker's end waits for it
     for module in modules:
         importlib.import_module(module)
     control.sendall(f"{_prepare_to_fork()}\n".encode())
@@ -154,7 +155,7 @@ def serve(modules: Sequence[str]) -> NoReturn:
     running: dict[int, _Child] = {}  # by the descriptor of its end
     wanted: dict[int, _Child] = {}  # by the descriptor of its line
     while True:
-        found = poller.poll()[0][0]  # one at a time: what is done about it may close others
+        found = poller.poll()[0][0]  # one at a time: handling it may close others
         if found == control.fileno():
             message, descriptors, _, _ = socket.recv_fds(control, 1, 4)
             if not message:
@@ -172,30 +173,28 @@ def serve(modules: Sequence[str]) -> NoReturn:
             poller.unregister(found)
             if wanted.pop(child.line.fileno(), None):
                 poller.unregister(child.line)
-            kill_session(child.pid)  # what it left in its group
+            kill_session(child.pid)  # remaining processes of its group
             _, status = os.waitpid(child.pid, 0)
             kill_descendants(
                 os.getpid(), spare=[each.pid for each in running.values()]
-            )  # and its orphans, which are ours now
+            )  # and its orphans, which this process adopted
             with child.line, suppress(BrokenPipeError):
                 child.line.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
             os.close(child.ended)
 
 
 def _prepare_to_fork() -> str:
-    """After the imports: READY, or why this process must not fork."""
+    """Prepare after the imports. Returns READY, or why this process must not fork."""
     home = Path.home()
     shutil.rmtree(home)
-    home.touch()  # a library that kept the path cannot leave anything there for the next worker
+    home.touch()  # so that a library that kept the path cannot leave files for the next worker
     gc.collect()
-    gc.freeze()  # a worker's collections leave the packages alone, and so their pages shared
+    gc.freeze()  # keeps workers' collections from unsharing the packages' pages
     if not (child := os.fork()):
         os._exit(0)
-    os.waitpid(
-        child, 0
-    )  # OpenBLAS starts threads when numpy loads it, ends them at a fork, starts them when used again
+    os.waitpid(child, 0)  # OpenBLAS starts threads on import, ends them at a fork, restarts them on use
     end = time.monotonic() + 1
-    while thread_count() > 1:  # the last traces of those that ended
+    while thread_count() > 1:  # ended threads may linger
         if time.monotonic() > end:
             return f"importing the packages started {thread_count() - 1} threads"
         time.sleep(0.01)
@@ -207,7 +206,7 @@ def _prepare_to_fork() -> str:
 
 
 def thread_count() -> int:
-    """How many threads this process has, those of libraries included."""
+    """Number of threads in this process, including libraries'."""
     return sum(1 for _ in Path("/proc/self/task").iterdir())
 
 
@@ -233,7 +232,7 @@ def _fork(descriptors: Sequence[int], control: socket.socket, others: Iterable[_
             status = 0
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else int(end.code is not None)
-        except BaseException:  # noqa: BLE001  (this is where the interpreter would end)
+        except BaseException:  # noqa: BLE001  (the interpreter would end here)
             sys.excepthook(*sys.exc_info())
         finally:
             os._exit(status)
@@ -245,14 +244,14 @@ def _fork(descriptors: Sequence[int], control: socket.socket, others: Iterable[_
 
 
 def _end_with(server: int) -> None:
-    """Have the system kill this process when the server dies."""
+    """Have the kernel kill this process when the server dies."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != server:
         os._exit(1)
 
 
 def _run(module: str, arguments: Sequence[str], environment: Mapping[str, str], home: str) -> None:
-    """`python -m module arguments`, as far as a process can do so that has packages imported already."""
+    """Run `python -m module arguments`, as far as a process with imported packages can."""
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)

@@ -1,10 +1,9 @@
-"""Runs a piece of work in a process of its own: clean environment, no network, ended with its parent.
+"""Run work in a separate process: clean environment, no network, ended with its parent.
 
-A pass or an evaluation may crash, leak, start threads or write into the home directory; whatever it does stays in its
-process, and its memory goes back to the machine. The parent sends one JSON request on standard input and keeps the
-pipe open: when it closes, because the parent finished or died, the worker ends at once. The worker answers with JSON
-lines: `{"phase": ...}` any number of times, then `{"result": ...}` or `{"error": ...}`. Whatever else it prints goes
-to the log file.
+A pass or an evaluation may crash, leak, start threads or write into the home directory; its effects stay in its
+process, and its memory is returned. The parent sends one JSON request on standard input and keeps the pipe open: when
+it closes, because the parent finished or died, the worker ends at once. The worker answers with JSON lines: any number
+of `{"phase": ...}`, then `{"result": ...}` or `{"error": ...}`. Everything else that it prints goes to the log file.
 """
 
 from __future__ import annotations
@@ -54,14 +53,14 @@ _KEPT_PREFIXES = (
     "ORT_WEBGPU_",
 )
 _SILENCED = {
-    "CI": "1",  # the one switch that stops all of olive-ai's telemetry
+    "CI": "1",  # the only switch that stops all of olive-ai's telemetry
     "DO_NOT_TRACK": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_OFFLINE": "1",
     "OLIVE_DISABLE_TELEMETRY": "1",
     "ORT_DISABLE_TELEMETRY": "1",  # also keeps ONNX Runtime from writing a device id into the home directory
     "PYTHONDONTWRITEBYTECODE": "1",
-    "PYTHONUNBUFFERED": "1",  # a log is read when its process was killed
+    "PYTHONUNBUFFERED": "1",  # logs of killed processes are read
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_OFFLINE": "1",
 }
@@ -71,7 +70,7 @@ _ENDED = b"ended\n"
 
 @dataclass(frozen=True)
 class WorkerResult:
-    """What a worker returned, the seconds it took from start to end, and its peak resident memory in bytes."""
+    """A worker's return value, run time in seconds, and peak resident memory in bytes."""
 
     value: Any
     seconds: float
@@ -86,7 +85,7 @@ class Worker(Protocol):
     def kill(self) -> None: ...
 
     def wait(self) -> int:
-        """Wait for its end. Returns its exit status; of one that was killed, minus the signal's number."""
+        """Wait for its end. Returns its exit status, or minus the signal's number if it was killed."""
 
 
 Descriptors = tuple[int, int, int]
@@ -97,9 +96,9 @@ Start = Callable[[str, Sequence[str], Mapping[str, str], Path, Descriptors], Wor
 
 
 SIDE_BY_SIDE = {"OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_NUM_THREADS": "1"}
-"""For workers that share the cores with others. Threads of torch that wait spin otherwise, and take a core from a worker
-that has work: two traces on two cores took 16 s, and take 9. Those of OpenBLAS wait for one another; a pass that computes
-much has threads of its own."""
+"""Environment for workers that share cores. torch's waiting threads otherwise spin, and take a core from a busy worker:
+two traces on two cores took 16 s, now 9. OpenBLAS's threads wait for one another; passes that compute a lot have their
+own threads."""
 
 
 def run_worker(
@@ -115,13 +114,12 @@ def run_worker(
 ) -> WorkerResult:
     """Run `python -m module` on a request and wait for its result.
 
-    log: file that takes everything the worker prints. environment: variables that this worker has
-    besides, unless the user set them.
+    log: file for everything the worker prints. environment: additional variables, unless the user set them.
     on_phase: called with each phase the worker announces; on_memory: with its resident bytes, a few times a second,
-        from another thread. on_start: called with the process; what it raises ends the worker. start: `spawn` by default.
+        from another thread. on_start: called with the process; if it raises, the worker is ended. start: `spawn` by default.
 
-    Raises the SdflowError that the worker raised, OSError when it met a full disk, or PassError when it crashed or was
-    killed. Whatever ends this call, the worker process is gone when it returns.
+    Raises the worker's SdflowError, OSError if the disk is full, or PassError if it crashed or was killed. The worker
+    process is gone on return, however this call ends.
     """
     started = time.perf_counter()
     with scratch_folder("home") as home, log.open("wb") as sink:
@@ -133,28 +131,28 @@ def run_worker(
                     requests.write(json.dumps(request).encode() + b"\n")
                     requests.flush()
                 except BrokenPipeError:
-                    pass  # it died at start: the empty answer below says so, with the log
+                    pass  # it died at start: the empty answer below reports it, with the log
                 for line in answers:
                     if line == _ENDED:
                         break
                     try:
                         message = json.loads(line)
                     except ValueError:
-                        continue  # killed while it wrote
+                        continue  # killed while writing
                     if "phase" in message:
                         on_phase(message["phase"])
                     elif "error" in message:
                         raise rebuilt_error(message["error"], log)
                     elif "result" in message:
                         return WorkerResult(message["result"], time.perf_counter() - started, message["peak_memory"])
-                worker.kill()  # what it left behind; before it is waited for, as its id is its own until then
+                worker.kill()  # its remaining processes; before waiting, while the pid is still its own
                 raise _death(worker.wait(), log)
 
 
 def spawn(
     module: str, arguments: Sequence[str], environment: Mapping[str, str], home: Path, descriptors: Descriptors
 ) -> Worker:
-    """Start a new Python process on a module of sdflow, in `home`."""
+    """Start a new Python process for a module of sdflow, in `home`."""
     stdin, stdout, stderr = descriptors
     return _Spawned(
         python_command(module, *arguments),
@@ -163,46 +161,46 @@ def spawn(
         stderr=stderr,
         env=environment,
         cwd=home,
-        start_new_session=True,  # Ctrl-C goes to the parent alone, which ends the worker in order
+        start_new_session=True,  # Ctrl-C reaches only the parent, which ends the worker in order
     )
 
 
 class _Spawned(subprocess.Popen[bytes]):
-    """A worker that is killed with everything that it has started."""
+    """A worker that is killed together with everything it started."""
 
     def kill(self) -> None:
-        if self.returncode is None:  # it was not waited for: the id is still its own
+        if self.returncode is None:  # not waited for yet: the pid is still its own
             kill_session(self.pid)
             super().kill()
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
-    """The command that runs a module of sdflow; nothing is imported from the current folder (-P)."""
+    """The command that runs a module of sdflow without importing from the current folder (-P)."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def clean_environment(home: Path) -> dict[str, str]:
-    """The environment of a worker: what finds programs, libraries and devices. No secrets, proxies or telemetry."""
+    """The environment of a worker: paths of programs, libraries and devices; no secrets, proxies or telemetry."""
 
     def is_kept(name: str) -> bool:
         return name.upper() in _KEPT or name.upper().startswith(_KEPT_PREFIXES)
 
     kept = {name: value for name, value in os.environ.items() if is_kept(name)}
     here = str(Path(sdflow.__file__).parents[1])
-    if "site-packages" not in Path(here).parts:  # a checkout: the new process must find it too
+    if "site-packages" not in Path(here).parts:  # a checkout, which the new process must find too
         kept["PYTHONPATH"] = os.pathsep.join(filter(None, [here, kept.get("PYTHONPATH")]))
     homes = dict.fromkeys(("HOME", "USERPROFILE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "HF_HOME"), str(home))
     return (
         kept | _SILENCED | homes | {"TORCHINDUCTOR_CACHE_DIR": str(home / "torchinductor")}
-    )  # else among the temporary ones
+    )  # otherwise in the system's temporary folder
 
 
 @contextmanager
 def _started(
     start: Start, module: str, environment: Mapping[str, str], home: Path, sink: IO[bytes]
 ) -> Iterator[tuple[Worker, IO[bytes], IO[bytes], int]]:
-    """A worker, the pipes to it and from it, and a descriptor to write to when it has ended: whatever it has started may hold its
-    end of the pipe, so that no end comes. It is gone at the end."""
+    """Yield a worker, the pipes to and from it, and a descriptor to write to when it has ended: processes that it
+    started may hold its end of the pipe open. The worker is gone at the end."""
     theirs, to_worker = os.pipe()
     from_worker, answers = os.pipe()
     requests = open(to_worker, "wb")  # noqa: SIM115, PTH123  (closing it may fail, below)
@@ -220,13 +218,13 @@ def _started(
             worker.kill()
             worker.wait()
             os.close(answers)
-            with suppress(BrokenPipeError):  # what it did not read
+            with suppress(BrokenPipeError):  # unread input
                 requests.close()
 
 
 @contextmanager
 def _watched(worker: Worker, on_memory: Callable[[int], None], ended: int) -> Iterator[None]:
-    """Looks at a worker's memory a few times a second, and writes to `ended` when it is no more."""
+    """Poll a worker's memory a few times a second, and write to `ended` when the process is gone."""
     import psutil
 
     done = threading.Event()
@@ -252,7 +250,7 @@ def _watched(worker: Worker, on_memory: Callable[[int], None], ended: int) -> It
 
 
 def error_message(error: BaseException) -> dict[str, Any]:
-    """What a worker sends of an error; `rebuilt_error` makes one of it."""
+    """An error as a message from a worker; `rebuilt_error` reverses it."""
     known = error if isinstance(error, SdflowError) else None
     return {
         "kind": type(error).__name__,
@@ -264,9 +262,9 @@ def error_message(error: BaseException) -> dict[str, Any]:
 
 
 def rebuilt_error(error: Mapping[str, Any], log: Path) -> Exception:
-    """The exception of an `error_message`. log: what the worker printed, for errors that are not sdflow's."""
+    """The exception of an `error_message`. log: the worker's output, for errors other than sdflow's."""
     if error["errno"] in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return OSError(error["errno"], os.strerror(error["errno"]))  # whoever owns the disk says what to do
+        return OSError(error["errno"], os.strerror(error["errno"]))  # the caller that owns the disk adds the remedy
     kind = getattr(errors, error["kind"], None)
     if isinstance(kind, type) and issubclass(kind, SdflowError):
         return kind(error["what"], where=error["where"], remedy=error["remedy"])
@@ -287,9 +285,9 @@ def _last_output(log: Path, lines: int = 25) -> str | None:
 
 
 def serve_request(work: Callable[[Mapping[str, Any], Callable[[str], None]], Any]) -> NoReturn:
-    """The worker's side: read the request, do `work(request, phase)`, answer, exit. Never returns."""
+    """The worker's side: read the request, run `work(request, phase)`, answer, exit. Never returns."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever libraries print belongs in the log, not between the answers
+    os.dup2(2, 1)  # library output goes to the log, not between the answers
     request = json.loads(sys.stdin.buffer.readline() or b"null")
     if request is None:
         os._exit(1)
@@ -303,7 +301,7 @@ def serve_request(work: Callable[[Mapping[str, Any], Callable[[str], None]], Any
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         kill_descendants(os.getpid())
-        with suppress(OSError):  # the log may lie on the disk that is full
+        with suppress(OSError):  # the log may be on the full disk
             traceback.print_exception(kind, error, trace)
             sys.stderr.flush()
         if isinstance(error, ImportError):
@@ -313,9 +311,9 @@ def serve_request(work: Callable[[Mapping[str, Any], Callable[[str], None]], Any
         answer(error=error_message(error))
         os._exit(1)
 
-    sys.excepthook = report  # the parent tells the user; this process has nobody else to tell
+    sys.excepthook = report  # the parent reports to the user
     result = work(request, lambda phrase: answer(phase=phrase))
-    kill_descendants(os.getpid())  # before the result counts: what it left could still write
+    kill_descendants(os.getpid())  # before the result counts: remaining processes could still write
     answer(result=result, peak_memory=peak_memory())
     with suppress(OSError):
         sys.stderr.flush()
@@ -333,20 +331,22 @@ def _end_with_parent() -> None:
 
 
 def deny_network() -> None:
-    """Make every host look-up and every connection of this process raise PassError, except to local sockets."""
+    """Make every host lookup and connection of this process raise PassError, except to local sockets."""
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event in ("socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr"):
-            raise PassError(f"a pass tried to look up the host {arguments[0]!r}", remedy="passes work without network")
+            raise PassError(
+                f"a pass tried to look up the host {arguments[0]!r}", remedy="Passes must work without network."
+            )
         if event == "socket.connect" and isinstance(arguments[1], tuple):
-            raise PassError(f"a pass tried to connect to {arguments[1]!r}", remedy="passes work without network")
+            raise PassError(f"a pass tried to connect to {arguments[1]!r}", remedy="Passes must work without network.")
 
     sys.addaudithook(hook)
 
 
 def limit_memory(most: int) -> None:
-    """From now on this process gets no more than `most` bytes of memory of its own: whoever asks for more is told so, by
-    MemoryError. What it maps from files does not count. Nothing on Windows, which has no such limit; on macOS it is not held."""
+    """Limit this process's own memory to `most` bytes: allocations beyond raise MemoryError. File mappings do not
+    count. Has no effect on Windows, which has no such limit, and is not enforced on macOS."""
     if sys.platform == "win32":
         return
     import resource
@@ -356,9 +356,9 @@ def limit_memory(most: int) -> None:
 
 
 def peak_memory() -> int:
-    """The highest resident memory of this process so far, in bytes."""
+    """The peak resident memory of this process so far, in bytes."""
     status = Path("/proc/self/status")
-    if status.exists():  # unlike ru_maxrss, VmHWM starts anew at exec
+    if status.exists():  # unlike ru_maxrss, VmHWM is reset by exec
         for line in status.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024

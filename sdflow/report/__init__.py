@@ -1,1 +1,1 @@
-"""Prints results: tables for people, JSON with a `format_version` for programs. Standard output only."""
+"""Print results on standard output: tables for people, JSON with a `format_version` for programs."""

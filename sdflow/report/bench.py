@@ -1,4 +1,4 @@
-"""What `sdflow bench` and `sdflow tune` print."""
+"""Output of `sdflow bench` and `sdflow tune`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sdflow.printable import columns_of
 from sdflow.report.output import GAP, print_json, print_table, put, put_verdict
 
 BARS = " "
-"""The head of their column."""
+"""Heading of the bars' column."""
 LEAST, MOST = 10, 40
 _EIGHTHS = "▏▎▍▌▋▊▉"
 
@@ -24,8 +24,8 @@ _EIGHTHS = "▏▎▍▌▋▊▉"
 def print_bench(
     result: BenchResult, files: Sequence[Path], *, as_json: bool = False, quiet: bool = False, verbose: bool = False
 ) -> None:
-    """A table for each case, then what did not run, what it holds for, and what is wrong. quiet: the tables alone. verbose: all
-    columns, and everything that it holds for."""
+    """A table per case, then skipped engines, the figures' scope, and wrong images. quiet: only the tables. verbose:
+    all columns, and the whole scope."""
     if as_json:
         content = result.to_json()
         print_json(content.pop("kind"), {**content, "files": [str(path) for path in files]})
@@ -51,10 +51,10 @@ def print_bench(
 
 
 def _print_case(result: BenchResult, index: int) -> None:
-    """The engines of a case, the fastest first, as it fits 80 columns; on a terminal with a bar for each."""
+    """The engines of a case, fastest first, within 80 columns; on a terminal with a bar each."""
     columns, rows = [*SHORT], list(short_table(result, index))
     room = room_beside(columns, rows)
-    if 0 < room < LEAST:  # a bar says more than the rate, which follows from the median
+    if 0 < room < LEAST:  # a bar is worth more than the rate, which follows from the median
         rate = columns.index("images/s")
         columns, rows = _without(columns, rate), [_without(row, rate) for row in rows]
         room = room_beside(columns, rows)
@@ -67,7 +67,7 @@ def _print_case(result: BenchResult, index: int) -> None:
 
 
 def room_beside(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
-    """The columns of a terminal that a table leaves; 0 for a file, and where no blocks can be printed."""
+    """The terminal columns that a table leaves free; 0 for a file, and if blocks cannot be printed."""
     room, encoding = columns_of(sys.stdout), (sys.stdout.encoding or "").lower()
     if room is None or not encoding.startswith("utf"):
         return 0
@@ -76,7 +76,7 @@ def room_beside(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
 
 
 def bars(values: Sequence[float], room: int) -> list[str] | None:
-    """A bar for each value, the longest one as long as there is room; None where that is too little."""
+    """A bar per value, the longest one filling the room; None if there is too little."""
     if not values or room < LEAST or max(values) <= 0:
         return None
     eighths = [max(1, round(value / max(values) * min(room, MOST) * 8)) for value in values]
@@ -88,7 +88,7 @@ def _without(cells: Sequence[str], index: int) -> list[str]:
 
 
 def print_engines(chosen: Sequence[Chosen], *, as_json: bool = False) -> None:
-    """The table of engines, and why some do not take part here."""
+    """The table of engines, and why some do not run here."""
     if as_json:
         engines = [{"name": each.engine.name, "title": each.engine.title, "skipped": each.skipped} for each in chosen]
         print_json("engines", {"engines": engines})
@@ -101,7 +101,7 @@ def print_engines(chosen: Sequence[Chosen], *, as_json: bool = False) -> None:
 
 
 def print_comparison(result: Comparison, *, as_json: bool = False) -> None:
-    """Median milliseconds of two runs, engine by engine, and how the runs differ."""
+    """Median milliseconds of two runs, by engine, and the runs' differences."""
     if as_json:
         rows = [{**asdict(row), "ratio": row.ratio} for row in result.rows]
         print_json("bench-comparison", {**asdict(result), "rows": rows})
@@ -142,4 +142,4 @@ def print_tune(result: TuneResult, *, as_json: bool = False) -> None:
     ]
     print_table("", ("option", "value", "time", "distance", ""), rows, ("time", "distance"))
     put(f"{result.target}: {result.described}; {result.ratio:.3f} of the untuned pipeline's time")
-    put(f"kept for this device and these versions in {result.file}")
+    put(f"stored for this device and these versions in {result.file}")

@@ -17,11 +17,11 @@ from sdflow.store import Cache
 from sdflow.store.remote.up import FROM
 
 MAKES = {"symbolic": "graph", "bound": "weights", "carried": "both"}
-"""What a step makes, by what it does with the weights."""
+"""The product of a step, by its handling of weights."""
 
 
 def print_validation(valid: Mapping[str, Sequence[str]], problems: Sequence[Problem], *, as_json: bool) -> None:
-    """The workflows that are valid, each with its pipelines; as JSON, also what is wrong with the others."""
+    """The valid workflows with their pipelines; as JSON, also the problems of the others."""
     if as_json:
         print_json(
             "validation",
@@ -36,7 +36,8 @@ def print_validation(valid: Mapping[str, Sequence[str]], problems: Sequence[Prob
 
 
 def print_plan(plans: Sequence[Plan], cache: Cache, device: Device, *, as_json: bool, verbose: bool = False) -> None:
-    """How many steps of each submodel are cached or to run, and why; whether the pipelines fit the device. verbose: each step."""
+    """The numbers of cached steps and steps to run per submodel, with reasons; and whether the pipelines fit the
+    device. verbose: each step."""
     planned = [(pipeline, list(pipeline.steps(cache))) for plan in plans for pipeline in plan.every]
     fits = {pipeline.pipeline.name: fit_of(pipeline, device) for plan in plans for pipeline in plan.pipelines}
     if as_json:
@@ -104,7 +105,7 @@ def _planned_json(planned: PlannedStep) -> dict[str, Any]:
 
 
 def print_locks(written: Sequence[tuple[Path, Lock]], *, as_json: bool, quiet: bool = False) -> None:
-    """Where the locks are, and what is in them."""
+    """The locks' paths and content."""
     if as_json:
         print_json("locks", {"locks": [{"file": str(path), **lock.model_dump()} for path, lock in written]})
         return
@@ -117,7 +118,7 @@ def print_locks(written: Sequence[tuple[Path, Lock]], *, as_json: bool, quiet: b
 
 
 def print_explanation(plans: Sequence[Plan], cache: Cache, *, only: str | None, as_json: bool) -> None:
-    """What changed in each step since its last build."""
+    """The changes in each step since its last build."""
     chosen = [
         step
         for plan in plans
@@ -143,7 +144,7 @@ def print_explanation(plans: Sequence[Plan], cache: Cache, *, only: str | None, 
 
 
 def _claims(steps: Sequence[PlannedStep], cache: Cache) -> dict[str, list[str]]:
-    """Of steps that came or will come from the remote cache: who says to have verified them."""
+    """For steps from the remote cache: who claims to have verified them."""
     if cache.remote is None:
         return {}
     objects = {}

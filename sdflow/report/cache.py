@@ -19,7 +19,7 @@ from sdflow.units import spell_bytes
 
 
 def print_entries(entries: Sequence[Entry], *, as_json: bool) -> None:
-    """Every finished step, the most recently used first."""
+    """Every finished step, most recently used first."""
     if as_json:
         print_json("cache entries", {"entries": [asdict(entry) for entry in entries]})
         return
@@ -45,7 +45,7 @@ def _date(moment: float) -> str:
 
 
 def print_cache_verification(report: VerifyReport, *, as_json: bool) -> None:
-    """What was read again, and what was damaged."""
+    """The counts of checked entries, and damaged files."""
     if as_json:
         damaged = [{"path": str(path), "what": what} for path, what in report.damaged]
         print_json(
@@ -59,7 +59,7 @@ def print_cache_verification(report: VerifyReport, *, as_json: bool) -> None:
 
 
 def print_collection(report: GcReport, *, dry_run: bool, as_json: bool) -> None:
-    """What was removed, or would be."""
+    """The entries removed, or to be removed."""
     if as_json:
         print_json("cache collection", {"dry_run": dry_run, **asdict(report)})
         return
@@ -71,13 +71,13 @@ def print_collection(report: GcReport, *, dry_run: bool, as_json: bool) -> None:
         f"{spell_bytes(report.bytes_freed)} freed, {spell_bytes(report.bytes_kept)} kept"
     )
     if report.over:
-        put(f"{spell_bytes(report.over)} above the limit are in use by pipelines or running builds and stay")
+        put(f"{spell_bytes(report.over)} above the limit are kept, since pipelines or running builds use them")
 
 
 def print_remote_entries(
     entries: Sequence[Listed], claims: Mapping[str, Sequence[Claim]], remote: str, *, as_json: bool
 ) -> None:
-    """Every finished step of a remote cache. claims: who says to have verified them, by object."""
+    """Every finished step of a remote cache. claims: object -> who claims to have verified it."""
     if as_json:
         print_json(
             "remote cache entries",
@@ -103,7 +103,7 @@ def print_remote_entries(
             each.entry.action.digest[:12],
             str(each.entry.action.content.get("submodel", "?")),
             _pass(each),
-            "its files are gone" if each.bytes is None else spell_bytes(each.bytes),
+            "files missing" if each.bytes is None else spell_bytes(each.bytes),
             "" if each.pushed is None else _date(each.pushed),
             ", ".join(_claimed(said) for said in claims.get(each.entry.object, ())),
         )
@@ -125,19 +125,19 @@ def _pass(listed: Listed) -> str:
 
 
 def print_pushed(sent: Sent, results: int, remote: str, *, as_json: bool) -> None:
-    """What went to a remote cache. results: how many there are here."""
+    """The entries sent to a remote cache. results: number of local ones."""
     if as_json:
         counts = {"cached": results, "pushed": sent.results, "bytes": sent.bytes, "there": sent.there}
         print_json("cache push", {"remote": remote, **counts})
         return
     put(
         f"{sent.results} of {results} results were new to {remote}: {spell_bytes(sent.bytes)} sent, "
-        f"{spell_bytes(sent.there)} were there in parts"
+        f"{spell_bytes(sent.there)} were already there"
     )
 
 
 def print_pulled(fetched: Sequence[Record], missing: int, remote: str, *, as_json: bool) -> None:
-    """What came from a remote cache. missing: how many it has that were not here."""
+    """The entries fetched from a remote cache. missing: number of remote entries that were not here."""
     size = sum({record.artifact.digest: record.artifact.bytes for record in fetched}.values())
     if as_json:
         actions = [record.action.digest for record in fetched]
@@ -147,7 +147,7 @@ def print_pulled(fetched: Sequence[Record], missing: int, remote: str, *, as_jso
 
 
 def print_swept(swept: Swept, remote: str, *, dry_run: bool, as_json: bool) -> None:
-    """What was removed from a remote cache, or would be."""
+    """The entries removed from a remote cache, or to be removed."""
     if as_json:
         print_json("remote cache collection", {"remote": remote, "dry_run": dry_run, **asdict(swept)})
         return
@@ -158,17 +158,17 @@ def print_swept(swept: Swept, remote: str, *, dry_run: bool, as_json: bool) -> N
 
 
 def print_moved_engines(moved: Moved, where: str, *, pushed: bool, as_json: bool) -> None:
-    """What was sent to a remote cache, or brought from it."""
+    """The engines sent to or fetched from a remote cache."""
     if as_json:
         print_json("moved engines", {"remote": where, "pushed": pushed, **asdict(moved)})
         return
-    there = f"{moved.there} were there"
-    others = f"; {moved.others} of other machines, drivers or versions are left alone" if moved.others else ""
+    there = f"{moved.there} were already there"
+    others = f"; {moved.others} of other machines, drivers or versions are ignored" if moved.others else ""
     put(f"{moved.engines} engines {'pushed to' if pushed else 'pulled from'} {where}, {there}{others}")
 
 
 def print_engines(kept: Sequence[KeptEngines], root: Path, *, removed: bool, as_json: bool) -> None:
-    """The engines that providers keep, or what was removed of them."""
+    """The engines stored by providers, or those removed."""
     if as_json:
         rows = [{**asdict(each), "folder": str(each.folder)} for each in kept]
         print_json("engines", {"folder": str(root), "removed": removed, "engines": rows})

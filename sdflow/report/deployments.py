@@ -1,4 +1,4 @@
-"""What `sdflow deploy` and `sdflow status` print."""
+"""Output of `sdflow deploy` and `sdflow status`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sdflow.serve.deployments import Deployment
 
 
 def print_deployments(found: Sequence[Deployment], *, as_json: bool = False) -> None:
-    """A table of them, or everything as JSON."""
+    """A table of deployments, or everything as JSON."""
     if as_json:
         listed = [{**asdict(each), "running": each.running, "state": each.state} for each in found]
         print_json("deployments", {"deployments": listed})

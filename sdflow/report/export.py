@@ -1,4 +1,4 @@
-"""What `sdflow export` prints."""
+"""Output of `sdflow export`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sdflow.units import spell_bytes
 
 
 def print_export(exported: Exported, *, as_json: bool = False) -> None:
-    """The files, and what goes in and out of the graph."""
+    """The files, and the graph's inputs and outputs."""
     if as_json:
         content = {
             "files": [str(path) for path in exported.files],
@@ -33,11 +33,11 @@ def print_export(exported: Exported, *, as_json: bool = False) -> None:
         put(f"  out  {value}")
     for each in exported.left_out:
         put(f"  without {each}")
-    put(f"{_words(exported.schedule)}. The files belong together: move them as one.")
+    put(f"{_words(exported.schedule)}. Keep the files together.")
 
 
 def print_browser(exported: BrowserExport, *, as_json: bool = False) -> None:
-    """The folder, what a visitor fetches, and how to serve it."""
+    """The folder, a visitor's download, and how to serve it."""
     if as_json:
         content = {
             "folder": str(exported.folder),
@@ -64,7 +64,7 @@ def print_browser(exported: BrowserExport, *, as_json: bool = False) -> None:
 
 
 def print_schedule(table: Coefficients, path: Path, *, as_json: bool = False) -> None:
-    """Where the table is, and of what."""
+    """The table's path and scheduler."""
     if as_json:
         print_json("schedule", {"file": str(path), "scheduler": table.scheduler, "steps": table.steps})
         return

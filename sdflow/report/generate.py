@@ -1,4 +1,4 @@
-"""What `sdflow generate` prints."""
+"""Output of `sdflow generate`."""
 
 from __future__ import annotations
 

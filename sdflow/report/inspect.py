@@ -1,4 +1,4 @@
-"""What `sdflow inspect` prints."""
+"""Output of `sdflow inspect`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sdflow.report.output import print_json, put
 
 
 def print_inspection(described: Sequence[Description], *, as_json: bool = False) -> None:
-    """Each as lines of a name and a value, then lines for a workflow; or everything as JSON."""
+    """Each description as lines of name and value, then workflow lines; or everything as JSON."""
     if as_json:
         print_json("inspect", {"findings": [each.to_json() for each in described]})
         return

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def print_diagnoses(diagnoses: Sequence[Diagnosis], *, as_json: bool) -> None:
-    """What the doctor found, the remedies below the table."""
+    """The doctor's findings, with remedies below the table."""
     if as_json:
         print_json("doctor", {"findings": [asdict(each) for each in diagnoses]})
         return
@@ -48,13 +48,13 @@ def print_targets(found: Sequence[Availability], *, as_json: bool) -> None:
             )
         )
     print_table("", ("target", "", "execution provider", "runs here", "why not, and what would help"), rows)
-    put("Every target can be built here, whether it runs here or not.")
+    put("Every target can be built here, even if it does not run here.")
 
 
 def print_passes(name: str | None, *, olive: bool, as_json: bool) -> None:
     """The passes with a line each, or one pass with its options.
 
-    Raises UsageError for a name that is no pass.
+    Raises UsageError for an unknown pass.
     """
     if name is not None:
         _print_pass(name, as_json=as_json)
@@ -66,8 +66,8 @@ def print_passes(name: str | None, *, olive: bool, as_json: bool) -> None:
         return
     rows = [(each.name, each.origin, each.accepts, each.summary) for each in described]
     print_table("", ("pass", "from", "reads", "what it does"), rows)
-    put("sdflow passes NAME shows the options of one; --olive lists every other pass of olive-ai that chains can name.")
-    put("A pass of your own: pass: user_scripts/FILE.py (see the README).")
+    put("sdflow passes NAME shows a pass's options; --olive also lists the other passes of olive-ai.")
+    put("Your own pass: write pass: user_scripts/FILE.py (see the README).")
 
 
 def _print_pass(name: str, *, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""The two forms of output: text, of which tables are a part, and JSON."""
+"""The two forms of output: text, including tables, and JSON."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from sdflow.printable import columns_of, fitted, in_one_line, takes_colour
 
 FORMAT_VERSION = 1
 LEAST_WRAPPED = 24
-"""Columns of a terminal: a cell is not wrapped into fewer."""
+"""Minimum width of a wrapped cell."""
 GAP = 2
-"""Columns between those of a table, and before the first."""
+"""Columns between a table's cells, and before the first."""
 
 
 _printed: list[str] = []
 
 
 def print_json(kind: str, content: Mapping[str, Any]) -> None:
-    """One JSON document with its format version and what it is."""
+    """Print a JSON document with its format version and kind."""
     _printed.append(kind)
     print(json.dumps({"format_version": FORMAT_VERSION, "kind": kind, **content}, indent=2))
 
 
 def print_error(error: SdflowError) -> None:
-    """The failure of a command as its JSON document, unless it has printed one already: a verification that fails, for one, is
-    in its own."""
+    """Print a failed command's JSON document, unless it has already printed one, such as a failed verification's."""
     if _printed:
         return
     content: dict[str, Any] = {"where": error.where, "what": error.what, "remedy": error.remedy}
@@ -42,24 +41,24 @@ def print_error(error: SdflowError) -> None:
 
 
 VERDICTS = ("", "image", "verdict", "state")
-"""Columns whose cells are verdicts, and coloured as such."""
+"""Columns of verdicts, which are coloured."""
 COLOURS = {
     **dict.fromkeys(("passed", "right", "within", "running", "built"), "32"),
     **dict.fromkeys(("FAILED", "failed", "WRONG", "broken", "died"), "1;31"),
     **dict.fromkeys(("missed", "skipped", "unavailable", "unsteady", "approximation"), "33"),
 }
-"""First word of a verdict -> its colour, as a terminal takes it: green, red and yellow."""
+"""First word of a verdict -> ANSI code of its colour: green, red or yellow."""
 
 
 def coloured(text: str) -> str:
-    """A verdict in its colour, where standard output is a terminal that shows colours."""
+    """Colour a verdict if standard output is a terminal with colours."""
     words = text.split(maxsplit=1)
     colour = COLOURS.get(words[0].rstrip(":,")) if words else None
     return f"\x1b[{colour}m{text}\x1b[0m" if colour and takes_colour(sys.stdout) else text
 
 
 def put_verdict(text: str, verdict: str) -> None:
-    """A line as `put` prints it that ends in a verdict."""
+    """Print a line like `put`, with a coloured verdict at its end."""
     lines = [in_one_line(f"{text}{verdict}")]
     if (columns := columns_of(sys.stdout)) is not None:
         lines = fitted(lines[0], columns)
@@ -70,8 +69,8 @@ def put_verdict(text: str, verdict: str) -> None:
 
 
 def put(*lines: object, wrap: bool = True) -> None:
-    """Print lines. Whatever a terminal would take for a command is spelled, line ends in the middle too: names of files may
-    have any of it. A terminal gets them wrapped between words; a file or pipe, as they are. wrap: not what is to be copied."""
+    """Print lines, with terminal control characters and inner line ends escaped, since file names may contain any. On a
+    terminal they are wrapped between words. wrap: false for text to be copied."""
     columns = columns_of(sys.stdout) if wrap else None
     for line in map(in_one_line, map(str, lines)):
         for each in [line] if columns is None else fitted(line, columns):
@@ -85,10 +84,10 @@ def print_table(
     right: Sequence[str] = (),
     below: Sequence[str] = (),
 ) -> None:
-    """A table; the columns named in `right` are aligned to the right.
+    """Print a table; the columns named in `right` are right-aligned.
 
-    A terminal may be too narrow for a line a row: the last column that holds text is wrapped, where it can be; else columns
-    move into lines below their rows, those of `below` first. No name is broken.
+    On a narrow terminal, the last column is wrapped if it holds text; otherwise columns move into lines below their
+    rows, those of `below` first. Words are never broken.
     """
     cells = [[in_one_line(cell) for cell in row] for row in rows]
     if title:
@@ -101,7 +100,7 @@ def print_table(
 def table_lines(
     columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str], below: Sequence[str], room: int | None
 ) -> list[str]:
-    """The lines of a table, none of them longer than `room` unless a single word is."""
+    """Format a table in lines of at most `room` characters, unless a single word is longer."""
     widths = [max(map(_length, each)) for each in zip(columns, *rows, strict=True)]
     kept, wrapped = list(range(len(columns))), None
     first = [columns.index(name) for name in below if name in columns]
@@ -137,7 +136,7 @@ def table_lines(
 
 
 def _length(text: str) -> int:
-    """Columns of a terminal: a wide character takes two."""
+    """Terminal columns of a text; wide characters take two."""
     if text.isascii():
         return len(text)
     from rich.cells import cell_len

@@ -9,11 +9,11 @@ from typing import Any
 from sdflow.report.output import print_json, print_table, put
 
 DIGITS = 12
-"""Of a digest, in a table."""
+"""Digits of a digest in a table."""
 
 
 def print_provenance(path: Path, statement: Mapping[str, Any], *, as_json: bool, verbose: bool = False) -> None:
-    """What a pipeline was built from and by what. verbose: every file with its whole digest."""
+    """A pipeline's inputs and builder. verbose: every file with its whole digest."""
     if as_json:
         print_json("provenance", {"file": str(path), "statement": statement})
         return

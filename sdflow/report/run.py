@@ -20,10 +20,10 @@ from sdflow.targets import TARGETS
 from sdflow.units import spell_bytes, spell_milliseconds, spell_seconds
 
 FEW = 3
-"""Of more pipelines than these only a line each is printed; `--json` has everything."""
+"""With more pipelines, each gets only a line; `--json` has everything."""
 
 SHAPES_TOLD = 6
-"""Of a submodel's inputs so many shapes are printed; `--json` has all."""
+"""Maximum number of a submodel's input shapes to print; `--json` has all."""
 
 _MACHINES = {"win32": "a Windows machine", "linux": "a Linux machine", "darwin": "a Mac"}
 
@@ -36,8 +36,8 @@ FUSED = (
 
 
 def to_build(plan: Plan, cache: Cache, options: RunOptions) -> str:
-    """How many steps are to be built, and what follows them: "11 of 11 steps to build; measurement follows ...". "" where every
-    step is cached, which progress says itself, and nothing follows."""
+    """The number of steps to build, and what follows: "11 of 11 steps to build; measurement follows ...". "" if every
+    step is cached, which progress reports itself, and nothing follows."""
     steps = [step for pipeline in plan.every for step in pipeline.steps(cache)]
     again = options.rebuild or options.check
     building = len(steps) if again else sum(step.state == "to run" for step in steps)
@@ -57,8 +57,8 @@ def to_build(plan: Plan, cache: Cache, options: RunOptions) -> str:
 def print_run(
     result: RunResult, *, as_json: bool, again: str = "sdflow run WORKFLOW", quiet: bool = False, verbose: bool = False
 ) -> None:
-    """What was built, what came from the cache, how fast it runs. again: the command that did it. quiet: only where the
-    pipelines are. verbose: every step, every output."""
+    """The steps built and cached, and the speed. again: the command that ran. quiet: only the pipelines' folders.
+    verbose: every step and output."""
     if as_json:
         print_json(
             "run",
@@ -80,12 +80,12 @@ def print_run(
         _print_pipelines(result.pipelines)
     every = [step for pipeline in result.pipelines for chain in pipeline.steps.values() for step in chain]
     ran = sum(step.ran for step in every)
-    others = "" if ran == len(every) else ", the others came from the cache"
+    others = "" if ran == len(every) else "; the others were cached"
     put(f"{ran} of {len(every)} steps ran{others}; {spell_seconds(result.seconds)} in all")
 
 
 def _print_pipelines(pipelines: Sequence[PipelineResult]) -> None:
-    """A line for each pipeline."""
+    """A line per pipeline."""
     rows = []
     for each in pipelines:
         planned = each.plan.pipeline
@@ -100,7 +100,7 @@ def _print_pipelines(pipelines: Sequence[PipelineResult]) -> None:
 
 
 def print_bake(result: PipelineResult, *, as_json: bool, quiet: bool = False, verbose: bool = False) -> None:
-    """A line for each submodel: whether it was built, its time, how many weights the LoRAs changed."""
+    """A line per submodel: whether it was built, its time, and how many weights the LoRAs changed."""
     if as_json:
         print_json("bake", {"pipeline": _pipeline_json(result)})
         return
@@ -123,7 +123,7 @@ def print_bake(result: PipelineResult, *, as_json: bool, quiet: bool = False, ve
 
 
 def _print_steps(pipeline: PipelineResult, *, verbose: bool) -> None:
-    """A row for each submodel. verbose: for each step."""
+    """A row per submodel. verbose: per step."""
     planned = pipeline.plan.pipeline
     title = f"{planned.name}: {planned.model} for {planned.target}"
     if verbose:
@@ -137,7 +137,7 @@ def _print_steps(pipeline: PipelineResult, *, verbose: bool) -> None:
 
 
 def of_chain(chain: Sequence[FinishedStep]) -> tuple[str, ...]:
-    """How many steps of which outcome; the time and memory of those that ran; what the last one made."""
+    """The numbers of steps by outcome; time and memory of those that ran; the last one's output."""
     outcomes = [step.outcome for step in chain]
     ran, last = [step.record.built for step in chain if step.ran], chain[-1].record
     return (
@@ -181,7 +181,7 @@ def _print_evaluation(pipeline: PipelineResult, again: str, *, verbose: bool) ->
         return
     if not result.measured:
         put(f"not measured: {result.reason}")
-        put(*_elsewhere(pipeline, again), wrap=False)  # commands are to be copied
+        put(*_elsewhere(pipeline, again), wrap=False)  # commands should be copyable
         return
     timed = {name: (part.inputs, part.latency) for name, part in result.submodels.items()}
     rows = [
@@ -221,7 +221,7 @@ def _print_evaluation(pipeline: PipelineResult, again: str, *, verbose: bool) ->
 
 
 def _elsewhere(pipeline: PipelineResult, again: str) -> list[str]:
-    """How to run a pipeline that was not measured since its target is not here. again: the command that built it."""
+    """How to run a pipeline whose target is not available here. again: the command that built it."""
     assert pipeline.evaluation is not None, "it was to be measured"
     target, folder, remedy = TARGETS[pipeline.plan.pipeline.target], pipeline.folder, pipeline.evaluation.remedy
     impossible = target.platform is not None and sys.platform != target.platform
@@ -265,11 +265,11 @@ def _pipeline_json(pipeline: PipelineResult) -> dict[str, Any]:
 
 
 def fused_operators(operators: Mapping[str, int]) -> str:
-    """ "MultiHeadAttention 32, GroupNorm 16": the fused operators that a graph has."""
+    """ "MultiHeadAttention 32, GroupNorm 16": the fused operators of a graph."""
     return ", ".join(f"{name} {operators[name]}" for name in FUSED if operators.get(name))
 
 
 def _shortened(shapes: Sequence[str]) -> str:
-    """The first shapes; a UNet beside ControlNets has more of them than a line holds."""
+    """The first shapes; a UNet with ControlNets has too many for a line."""
     rest = len(shapes) - SHAPES_TOLD
     return ", ".join(shapes[:SHAPES_TOLD]) + (f" and {rest} more" if rest > 0 else "")

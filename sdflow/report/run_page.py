@@ -1,4 +1,4 @@
-"""The report of a run as one page: what was built, how it was verified, how fast it is, what it draws."""
+"""The report of a run as one page: steps, verification, speed, and the image."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH, ROW, LABEL, VALUE = 720, 24, 150, 110
 
 
 def write_run_page(pipeline: PipelineResult, results: Path) -> Path:
-    """Write `<name>.html` into the folder of results. Raises UsageError when that is not possible."""
+    """Write `<name>.html` into the results folder. Raises UsageError if that fails."""
     path = results / f"{pipeline.plan.pipeline.name}.html"
     with os_errors_as("cannot be written", path):
         write_whole(path, page(pipeline).encode())
@@ -59,7 +59,7 @@ def _image(measured: EvaluationResult | None) -> str:
 
 
 def _latency(measured: EvaluationResult | None) -> str:
-    """Median times as bars, and all in a table."""
+    """Median times as bars, with all figures in a table."""
     if measured is None:
         return ""
     if not measured.measured:
@@ -104,7 +104,7 @@ def _verification(pipeline: PipelineResult) -> str:
     verification = pipeline.verification
     if verification is None:
         return ""
-    more = f"<p>Everything is in {escape(verification.name)}.verify.html.</p>"
+    more = f"<p>Details are in {escape(verification.name)}.verify.html.</p>"
     return section(
         "Verification against PyTorch",
         text_table((*SUBMODELS[:-1], "verdict"), submodel_rows(verification), NUMBERS),
@@ -113,7 +113,7 @@ def _verification(pipeline: PipelineResult) -> str:
 
 
 def _steps(pipeline: PipelineResult) -> str:
-    """A row for each submodel; each step after a click."""
+    """A row per submodel; single steps are folded."""
     columns = ("submodel", "steps", "time", "memory", "nodes", "size")
     short = text_table(columns, [(name, *of_chain(chain)) for name, chain in pipeline.steps.items()], columns[2:])
     every = [

@@ -1,4 +1,4 @@
-"""JSON Schemas of what sdflow writes: of what `sdflow run --json` prints, and of locks."""
+"""JSON Schemas of sdflow's output: of `sdflow run --json`, and of locks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 
 class _Document(BaseModel):
-    """New keys may be added to a format."""
+    """A document to which keys may be added."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -35,12 +35,12 @@ class StepDocument(_Document):
 
     step: Annotated[str, Field(description="PIPELINE/SUBMODEL/INDEX")]
     pass_name: Annotated[str, Field(alias="pass")]
-    outcome: Annotated[str, Field(description="cached, built, or how else it came")]
-    action: Annotated[Digest, Field(description="Its cache key.")]
-    artifact: Annotated[Digest, Field(description="Of its result.")]
+    outcome: Annotated[str, Field(description="cached, fetched, built or checked.")]
+    action: Annotated[Digest, Field(description="The step's cache key.")]
+    artifact: Annotated[Digest, Field(description="Digest of the step's result.")]
     bytes: int
     built: Built
-    facts: Annotated[Mapping[str, Any], Field(description="What the pass measured on its output.")]
+    facts: Annotated[Mapping[str, Any], Field(description="Measurements of the pass on its output.")]
 
 
 class PipelineDocument(_Document):
@@ -57,7 +57,7 @@ class PipelineDocument(_Document):
 
 
 class RunDocument(_Document):
-    """What a run did."""
+    """The result of a run."""
 
     format_version: Literal[1]
     kind: Literal["run"]
@@ -66,7 +66,7 @@ class RunDocument(_Document):
 
 
 class ProblemDocument(_Document):
-    """A mistake in a workflow. Line 0: no line is known."""
+    """A mistake in a workflow. Line 0 means that the place is unknown."""
 
     file: str
     line: int
@@ -84,18 +84,18 @@ class ErrorDocument(_Document):
     what: str
     remedy: str | None
     exit_status: int
-    problems: Annotated[list[ProblemDocument], Field(description="Of a workflow that is not valid.")] = []
+    problems: Annotated[list[ProblemDocument], Field(description="Mistakes of an invalid workflow.")] = []
 
 
 def run_schema() -> dict[str, Any]:
-    """Of the one document that `sdflow run --json` prints, of a failure too."""
+    """The schema of the document that `sdflow run --json` prints, including on failure."""
     schema = TypeAdapter(RunDocument | ErrorDocument).json_schema(by_alias=True)
     title = "What `sdflow run --json` prints"
     return {"$schema": DRAFT, "title": title, **{key: _with_infinity(each) for key, each in schema.items()}}
 
 
 def lock_schema() -> dict[str, Any]:
-    """Of `WORKFLOW.lock`."""
+    """The schema of `WORKFLOW.lock`."""
     return {"$schema": DRAFT, **Lock.model_json_schema()}
 
 
@@ -103,14 +103,14 @@ SCHEMAS = {"run": run_schema, "lock": lock_schema}
 
 
 def schema_named(name: str) -> dict[str, Any]:
-    """Raises UsageError for a name that is none."""
+    """The schema of this name. Raises UsageError if there is none."""
     if name not in SCHEMAS:
         raise UsageError(f"there is no schema {name!r:.60}", where="schema", remedy="Known: workflow, run, lock.")
     return SCHEMAS[name]()
 
 
 def _with_infinity(schema: Any) -> Any:
-    """JSON has no infinity: a number may be the text "inf"."""
+    """Allow the text "inf" for numbers, since JSON has no infinity."""
     if isinstance(schema, list):
         return [_with_infinity(each) for each in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""What `sdflow selftest` prints."""
+"""Output of `sdflow selftest`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sdflow.selftest.result import Report, to_json
 
 
 def print_collected(collected: Collected, *, as_json: bool = False) -> None:
-    """The table of reports in Markdown, or as data, with what was left out."""
+    """The reports as a Markdown table, or as data, with those left out."""
     if as_json:
         rows = [{"file": name, **dict(zip(COLUMNS, row(report), strict=True))} for name, report in collected.reports]
         left_out = [{"file": each.file, "why": each.why} for each in collected.left_out]
@@ -22,7 +22,7 @@ def print_collected(collected: Collected, *, as_json: bool = False) -> None:
 
 
 def print_selftest(report: Report, written: Iterable[Path] = (), *, as_json: bool = False) -> None:
-    """The verdict, what it was measured on, where nodes run, the images; and the files that hold it."""
+    """The verdict, the machine, node placement, and images; and the report's files."""
     if as_json:
         print_json("selftest", to_json(report))
         return

@@ -11,7 +11,7 @@ from sdflow.units import spell_bytes
 
 
 def print_exported(result: Exported, *, as_json: bool) -> None:
-    """What was written, and how it was verified."""
+    """The exported structures, and their verification."""
     if as_json:
         sizes = {"bytes": result.bytes, "unpacked": result.unpacked}
         print_json("exported structures", {"file": result.where, **sizes, "structures": list(result.structures)})
@@ -22,7 +22,7 @@ def print_exported(result: Exported, *, as_json: bool) -> None:
 
 
 def print_imported(result: Imported, *, as_json: bool) -> None:
-    """What an archive holds, and what of it was new."""
+    """An archive's structures, and the number of new ones."""
     about = result.about
     if as_json:
         counts = {"results": result.count, "new": [record.action.digest for record in result.new]}
@@ -53,5 +53,5 @@ def _print(structures: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _plain(text: Any) -> str:
-    """What another machine wrote, without what a terminal would take for commands."""
+    """Text from another machine, without control characters."""
     return "".join(letter for letter in str(text)[:200] if letter.isprintable())

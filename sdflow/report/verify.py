@@ -1,4 +1,4 @@
-"""Output of `sdflow verify`, and the part of `sdflow run` that tells of it."""
+"""Output of `sdflow verify`, and its part in that of `sdflow run`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def print_verifications(
     quiet: bool = False,
     verbose: bool = False,
 ) -> None:
-    """The verdict of each pipeline. fixes: pipeline -> what to put into its workflow. quiet: the verdict alone."""
+    """The verdict of each pipeline. fixes: pipeline -> lines for its workflow. quiet: only the verdict."""
     if as_json:
         proposed = {
             name: [{"submodel": each.submodel, each.option: each.nodes} for each in found]
@@ -34,12 +34,12 @@ def print_verifications(
         else:
             print_verification(result, verbose=verbose)
         for each in fixes.get(result.name, ()):
-            put(f"{each.submodel} passes with {len(each.nodes)} nodes as they are ({each.tried} builds tried):")
+            put(f"{each.submodel} passes with {len(each.nodes)} nodes unconverted ({each.tried} builds tried):")
             put(*each.yaml().split("\n"), wrap=False)
 
 
 def print_verification(result: Verification, *, verbose: bool = False) -> None:
-    """A line for each submodel, the image, and warnings. verbose: for each output, and what was covered."""
+    """A line per submodel, the image, and warnings. verbose: per output, with the coverage."""
     title = f"{result.name}: verified for {result.target}, {result.level}"
     title += ", from the cache" if result.cached else f", in {spell_seconds(result.seconds)}"
     if verbose:
@@ -59,7 +59,7 @@ def print_verification(result: Verification, *, verbose: bool = False) -> None:
         ours, plain = decibels(image.psnr), f" (fp16 PyTorch {decibels(image.float16_psnr)})"
         verdict = "passed" if not image.problems else "FAILED"
         if image.quantized and not image.problems:
-            verdict = f"{image.quantized}, held to no limit"
+            verdict = f"{image.quantized}, without a limit"
         put_verdict(
             f"{what} {image.height}x{image.width}: PSNR {ours}{'' if image.quantized else plain}, SSIM {image.ssim:.4f}, "
             f"largest difference {image.largest_difference:.2g}: ",
@@ -75,19 +75,19 @@ def print_verification(result: Verification, *, verbose: bool = False) -> None:
     for name, part in result.submodels.items():
         if part.block and part.block.gone:
             put(
-                f"  {name}: {len(part.block.gone)} blocks before the first that differs have no end in the graph: fused"
+                f"  {name}: {len(part.block.gone)} blocks before the first that differs lack their ends in the graph: fused"
             )
         if part.unproved:
-            put(f"  {name}: not proved without its roundings: {part.unproved}")
+            put(f"  {name}: not proved without roundings: {part.unproved}")
         if part.left_out:
             put(f"  {name}: its fixed shapes leave out {', '.join(part.left_out)}")
 
 
 def _narrow(cells: Sequence[str]) -> list[str]:
-    """Without the last but one, which only a page has room for."""
+    """Drop the last column but one, for which only a page has room."""
     return [*cells[:-2], cells[-1]]
 
 
 def decibels(value: float | None) -> str:
-    """ "59.2 dB"; None is for equal images."""
+    """ "59.2 dB"; None means equal images."""
     return "inf" if value is None else f"{value:.1f} dB"

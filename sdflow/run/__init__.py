@@ -1,1 +1,1 @@
-"""Whole commands over a build: run, bake, init, fix, structures."""
+"""Implementations of whole commands: run, bake, init, fix, structures."""

@@ -1,6 +1,6 @@
-"""`sdflow bake`: a pipeline that was built before, once more with LoRAs, for those who have no workflow.
+"""`sdflow bake`: rebuild an existing pipeline with LoRAs, without a workflow.
 
-Everything else is as it was: the pipeline's sdflow.json says which checkpoint, target, passes and options.
+Checkpoint, target, passes and options are taken from the pipeline's sdflow.json.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def bake(
     verify: bool = False,
     results: Path = Path("results"),
 ) -> PipelineResult:
-    """Build the pipeline in the folder `base` with these LoRAs besides its own, each as `parse_lora` reads it, as `out`.
+    """Rebuild the pipeline in the folder `base` with these LoRAs in addition to its own, as `out`. See `parse_lora`.
 
     verify: verify it against the PyTorch model with the LoRAs merged, at the quick level; the report goes to `results`.
-    Raises UsageError for a folder that is not an sdflow pipeline and for a LoRA that is not there; else as a run does.
+    Raises UsageError for a folder that is not an sdflow pipeline and for a missing LoRA; otherwise like a run.
     """
     if verify:
         require_packages("`sdflow bake --verify`", *REFERENCE)
@@ -58,7 +58,7 @@ def bake(
     origin = read_manifest(base).origin
     workflow = workflow_of(base / MANIFEST_FILE, origin, [parse_lora(text) for text in loras], out.name)
     refined = refiner_of(base)
-    if refined is not None:  # it is built as it was, without the LoRAs
+    if refined is not None:  # rebuilt unchanged, without the LoRAs
         of_refiner = workflow_of(refined / MANIFEST_FILE, read_manifest(refined).origin, (), f"{out.name}_refiner")
         (pipeline,), (refiner,) = workflow.pipelines, of_refiner.pipelines
         workflow = replace(workflow, pipelines=(replace(pipeline, refiner=refiner),))
@@ -74,12 +74,12 @@ def bake(
             assert planned.checkpoint is not None and folder is not None, "planned with download=True"
             made_of = read_manifest(folder).origin
             require_same_checkpoint(planned.checkpoint, made_of, str(folder / MANIFEST_FILE))
-            for lora, merged in zip(planned.loras, made_of.loras, strict=False):  # its own; those to be added follow
+            for lora, merged in zip(planned.loras, made_of.loras, strict=False):  # its own LoRAs; added ones follow
                 if lora.sha256 != merged.sha256:
                     raise UsageError(
-                        f"the LoRA {lora.path} is not the one it was built with",
+                        f"the LoRA {lora.path} differs from the one it was built with",
                         where=str(folder / MANIFEST_FILE),
-                        remedy="Put back what it was built from, or run its workflow again.",
+                        remedy="Restore the original file, or run its workflow again.",
                     )
 
     (result,) = run_workflow(workflow, cache, options, listener, planned=of_the_base).pipelines
@@ -87,12 +87,11 @@ def bake(
 
 
 def parse_lora(text: str) -> LoraSpec:
-    """REFERENCE, REFERENCE#NAME or one of them with :SCALE.
+    """Parse REFERENCE or REFERENCE#NAME, optionally with :SCALE.
 
-    REFERENCE: a file, a folder, or hf:owner/name[@revision]; NAME: a file in the folder or repository. The scale is
-    what follows the last colon, if it is a number: C:\\ink.safetensors has none. A file or folder whose name has such
-    signs in it is found first.
-    Raises UsageError when there is no such file or folder, or when something that is no number follows it.
+    REFERENCE: a file, a folder, or hf:owner/name[@revision]; NAME: a file in the folder or repository. The scale
+    follows the last colon, if it is a number: C:\\ink.safetensors has none. An existing path that contains such signs
+    takes precedence. Raises UsageError if there is no such file or folder, or something other than a number follows it.
     """
     mark = Mark(f"--lora {text}", 0, 0)
     reference, colon, number = text.rpartition(":")
@@ -102,7 +101,7 @@ def parse_lora(text: str) -> LoraSpec:
         scale = float(number)
     elif _is_there(reference):
         raise UsageError(
-            f"the scale {number!r} is no number", where=str(mark), remedy=f"Write {reference}:0.8, or leave it out."
+            f"the scale {number!r} is not a number", where=str(mark), remedy=f"Write {reference}:0.8, or leave it out."
         )
     else:
         reference, scale = text, 1.0
@@ -112,8 +111,8 @@ def parse_lora(text: str) -> LoraSpec:
         raise UsageError(
             f"there is no file or folder {reference!r}",
             where=str(mark),
-            remedy="Write FILE:SCALE. FILE is a .safetensors file, a folder that holds one, or hf:owner/name; of several "
-            "in a folder or repository, FILE#NAME says which.",
+            remedy="Write FILE:SCALE. FILE is a .safetensors file, a folder with one, or hf:owner/name; if there are several, "
+            "write FILE#NAME.",
         )
     whole = _HUB.fullmatch(reference) is None and is_there(Path(reference).expanduser())
     reference, _, weight_name = (reference, "", "") if whole else reference.partition("#")
@@ -123,7 +122,7 @@ def parse_lora(text: str) -> LoraSpec:
 
 
 def _is_there(reference: str) -> bool:
-    """Whether it is written as a repository on the hub, or names a file or folder of this machine."""
+    """Whether it is spelled as a hub repository, or names a local file or folder."""
     if not reference:
         return False
     outer = reference.partition("#")[0]
@@ -131,9 +130,9 @@ def _is_there(reference: str) -> bool:
 
 
 def workflow_of(path: Path, origin: Origin, loras: Sequence[LoraSpec], name: str) -> Workflow:
-    """The workflow of one pipeline that its origin and further LoRAs amount to. path: of the manifest, for messages.
+    """The workflow equivalent to a pipeline's origin with further LoRAs. path: of the manifest, for messages.
 
-    Raises UsageError when the manifest does not say how the pipeline was built.
+    Raises UsageError if the manifest does not describe how the pipeline was built.
     """
     mark = Mark(str(path), 0, 0)
     own = [LoraSpec(lora.pinned, lora.scale, lora.weight_name, mark) for lora in origin.loras]
@@ -142,7 +141,7 @@ def workflow_of(path: Path, origin: Origin, loras: Sequence[LoraSpec], name: str
         chain = origin.chains[submodel]
         if chain.written is None:
             raise UsageError(
-                f"does not say by which passes {submodel} was built",
+                f"does not list the passes of {submodel}",
                 where=str(path),
                 remedy="An earlier sdflow wrote it: run the pipeline's workflow again.",
             )
@@ -169,11 +168,9 @@ def workflow_of(path: Path, origin: Origin, loras: Sequence[LoraSpec], name: str
 
 
 def _require_passes(submodel: str, chain: tuple[StepSpec, ...]) -> None:
-    """Raises UsageError for a chain without passes, or with one that is not here. A manifest may say anything."""
+    """Raises UsageError for a chain without passes, or with an unavailable one: a manifest may contain anything."""
     if not chain:
-        raise UsageError(
-            f"does not say by which passes {submodel} was built", remedy="Run the pipeline's workflow again."
-        )
+        raise UsageError(f"does not list the passes of {submodel}", remedy="Run the pipeline's workflow again.")
     for step in chain:
         try:
             registry.tried_pass(step.pass_name, step.folder)
@@ -182,7 +179,7 @@ def _require_passes(submodel: str, chain: tuple[StepSpec, ...]) -> None:
 
 
 def _with_merge(submodel: str, chain: tuple[StepSpec, ...]) -> tuple[StepSpec, ...]:
-    """The chain with LoraMerge where a workflow has it. A pipeline without LoRAs was built without."""
+    """The chain with LoraMerge at its usual place, which chains of pipelines without LoRAs lack."""
     if submodel not in any_family.submodels_with_loras():
         return chain
     if any(registry.tried_pass(step.pass_name, step.folder).takes_loras for step in chain):
@@ -190,8 +187,8 @@ def _with_merge(submodel: str, chain: tuple[StepSpec, ...]) -> tuple[StepSpec, .
     first = chain[0]
     if first.pass_name != "OnnxConversion":
         raise UsageError(
-            f"the chain of {submodel} begins with {first.pass_name}: there is no place for LoRAs",
+            f"the chain of {submodel} begins with {first.pass_name}, so LoraMerge cannot be inserted",
             where=str(first.mark),
-            remedy="Put a pass that takes LoRAs into the chain in the pipeline's workflow, and run that.",
+            remedy="Add a pass that merges LoRAs to the chain in the pipeline's workflow, and run that.",
         )
     return (first, StepSpec("LoraMerge", {}, {}, first.mark, first.folder), *chain[1:])

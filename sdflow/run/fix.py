@@ -1,9 +1,9 @@
-"""`sdflow verify --fix`: the nodes that must stay in fp32 so that a float16 artifact that overflows passes, and the layers that
-must stay as they are so that a quantized one keeps to the workflow's limit.
+"""`sdflow verify --fix`: find the nodes to keep in fp32 so that an overflowing float16 artifact passes, or the layers
+not to quantize so that a quantized one meets the workflow's limit.
 
-Of float16, suspects are the nodes whose values leave its range along the trajectory, and those that read them: a value that
-does not fit must not be stored between the two. Of a quantized artifact, all layers that are. What is kept of them is minimal:
-without any one it does not pass.
+For float16, suspects are nodes whose values leave its range along the trajectory, and the nodes that read them, since
+an unrepresentable value must not be stored in between. For a quantized artifact, suspects are all its quantized layers.
+The result is minimal: without any one of its nodes, the artifact fails.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from sdflow.verify.subject import Subject
 
 CONVERSION, BLOCKED = "OnnxFloatToFloat16", "node_block_list"
 KEPT = "keep"
-"""The option of every pass that quantizes."""
+"""An option of every quantizing pass."""
 ROUNDS = 4
-"""How often nodes that overflow only once others no longer do become suspects too."""
+"""How often nodes are added to the suspects that overflow only after others no longer do."""
 
 
 @dataclass(frozen=True)
 class Fix:
-    """Nodes of a submodel that stay as they are, and how many builds were tried to find them. by, option: the pass that is told,
-    and how. beside: what its option says already."""
+    """Nodes of a submodel to leave unconverted, and the number of builds tried to find them. by, option: the pass and
+    its option that list them. beside: the option's existing entries."""
 
     submodel: str
     nodes: tuple[str, ...]
@@ -47,7 +47,7 @@ class Fix:
     beside: tuple[str, ...] = ()
 
     def yaml(self) -> str:
-        """The lines for the workflow."""
+        """The lines to add to the workflow."""
         listed = "".join(
             f"\n          - {json.dumps(name) if '*' in name else name}" for name in (*self.beside, *self.nodes)
         )
@@ -55,15 +55,15 @@ class Fix:
 
 
 def fix(subject: Subject, spec: VerifySpec, verification: Verification, cache: Cache, listener: Listener) -> list[Fix]:
-    """A fix for each submodel that overflows in `verification`, which is of this subject, or is beyond its limit.
+    """Find a fix for each submodel that overflows or exceeds its limit in `verification`, which belongs to `subject`.
 
-    Builds and verifies that submodel some 2 * k * log2(n) times for n suspects of which k are kept, see `smallest`.
-    Raises VerificationError for a submodel that does not pass with all suspects in fp32 either, or with no layer quantized alone.
+    Builds and verifies the submodel about 2 * k * log2(n) times for n suspects of which k are kept; see `smallest`.
+    Raises VerificationError if a submodel fails even with all suspects in fp32, or with any single layer quantized.
     """
     both = [*verification.overflowing, *verification.beyond_stated]
     own = [name for name in both if not name.startswith(f"{REFINER}/")]
     if subject.refiner is not None and len(own) < len(both):
-        listener.note(f"{REFINER}: by itself, sdflow verify {subject.refiner.folder} --fix")
+        listener.note(f"{REFINER}: separately, sdflow verify {subject.refiner.folder} --fix")
     origin = read_manifest(subject.folder).origin
     workflow = workflow_of(subject.folder / MANIFEST_FILE, origin, [], subject.name)
     trials = _Trials(subject, spec, origin, workflow, cache, listener)
@@ -92,7 +92,7 @@ def _fix(trials: _Trials, before: Verification, submodel: str) -> Fix:
         raise VerificationError(
             f"{submodel} does not pass with {len(found)} nodes in fp32 either: {problems}",
             where=name,
-            remedy="Keep the whole submodel in fp32 (take its OnnxFloatToFloat16 out), or take weights made for fp16.",
+            remedy="Keep the whole submodel in fp32 (remove its OnnxFloatToFloat16), or use weights made for fp16.",
         )
     return Fix(submodel, tuple(smallest((), found, lambda nodes: verified(nodes).passed)), len(tried) - 1)
 
@@ -107,9 +107,9 @@ def _fix_quantized(trials: _Trials, before: Verification, submodel: str) -> Fix:
 
     def passes(kept: Sequence[str]) -> bool:
         if len(kept) == len(layers):
-            return True  # as it is without quantization, the first part of the proof has shown
+            return True  # passes without quantization, by the first part of the proof
         if frozenset(kept) not in tried:
-            trials.listener.note(f"{name} {submodel}: {len(kept)} of {len(layers)} layers as they are")
+            trials.listener.note(f"{name} {submodel}: {len(kept)} of {len(layers)} layers unquantized")
             tried[frozenset(kept)] = trials.verified(submodel, kept, step.name, KEPT).passed
         return tried[frozenset(kept)]
 
@@ -119,13 +119,13 @@ def _fix_quantized(trials: _Trials, before: Verification, submodel: str) -> Fix:
             f"{submodel} is not within the workflow's limit of {quantization.limit:g} with any of its layers in "
             f"{quantization.to}",
             where=name,
-            remedy=f"State a larger limit, or take its {step.name} out.",
+            remedy=f"State a larger limit, or remove its {step.name}.",
         )
     return Fix(submodel, tuple(found), len(tried) - 1, step.name, KEPT, tuple(step.config[KEPT]))
 
 
 def smallest(needed: Sequence[str], suspects: Sequence[str], passes: Callable[[Sequence[str]], bool]) -> list[str]:
-    """A minimal choice of suspects that passes together with `needed`; all of them together do.
+    """A minimal subset of suspects that passes together with `needed`; all suspects together must pass.
 
     QuickXplain: U. Junker, Preferred explanations and relaxations for over-constrained problems, AAAI 2004.
     """
@@ -141,7 +141,7 @@ def smallest(needed: Sequence[str], suspects: Sequence[str], passes: Callable[[S
 
 @dataclass(frozen=True)
 class _Trials:
-    """Builds of single submodels of a pipeline, each verified. workflow: that it was built by, as its manifest says."""
+    """Verified builds of single submodels of a pipeline. workflow: the one in the pipeline's manifest."""
 
     subject: Subject
     spec: VerifySpec
@@ -151,8 +151,8 @@ class _Trials:
     listener: Listener
 
     def verified(self, submodel: str, nodes: Sequence[str], by: str, option: str) -> Verification:
-        """The verification of one submodel, built with these nodes kept besides those that are already. by, option: the pass that
-        is told, and how."""
+        """Verify one submodel, built with these nodes kept in addition to the existing ones. by, option: the pass and
+        its option that list them."""
         (pipeline,) = self.workflow.pipelines
         chain = pipeline.submodels[submodel]
         if not any(step.pass_name == by for step in chain):

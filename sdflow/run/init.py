@@ -1,4 +1,4 @@
-"""`sdflow init`: a workflow for a model, a target and LoRAs, complete and commented."""
+"""`sdflow init`: write a complete, commented workflow for a model, a target and LoRAs."""
 
 from __future__ import annotations
 
@@ -37,18 +37,20 @@ _KINDS = (CHECKPOINT, PIPELINE)
 
 
 def write_workflow(request: InitRequest) -> Path:
-    """Write the workflow, check it, and give its path.
+    """Write the workflow, validate it, and return its path.
 
-    Raises UsageError for what does not go together or cannot be told, CheckpointError for a file that is damaged.
+    Raises UsageError for inputs that conflict or cannot be identified, CheckpointError for a damaged file.
     """
     find_target(request.target, "--target")
     if request.out.exists() and not request.force:
         raise UsageError(
-            "is there already", where=str(request.out), remedy="Name another with --out, or write over it: --force."
+            "already exists",
+            where=str(request.out),
+            remedy="Name another file with --out, or overwrite it with --force.",
         )
     if request.out.exists() and not is_regular(request.out):
         raise UsageError(
-            "is no file that could be written over", where=str(request.out), remedy="Name another with --out."
+            "is not a regular file, so it is not overwritten", where=str(request.out), remedy="Name another with --out."
         )
     if not request.out.parent.is_dir():
         raise UsageError("there is no such folder", where=str(request.out.parent), remedy="Name another with --out.")
@@ -58,9 +60,9 @@ def write_workflow(request: InitRequest) -> Path:
     for lora in found:
         if lora is not None and lora.of and model.of is not None and model.of not in lora.of:
             raise UsageError(
-                f"is a LoRA for {' or '.join(lora.of)}, and the model is {model.of}",
+                f"is a LoRA for {' or '.join(lora.of)}, but the model is {model.of}",
                 where=lora.path,
-                remedy="Name a model that it was made for, with --model.",
+                remedy="Name a matching model with --model.",
             )
     given = list(zip(loras, found, strict=True))
     before = read_input(request.out) if request.out.exists() else None
@@ -71,7 +73,7 @@ def write_workflow(request: InitRequest) -> Path:
             fitted = fit_workflow(workflow.pipelines[0], request.fits)
             write_whole(request.out, workflow_text(request, model, given, fitted).encode())
             load_workflow(request.out, catalog=catalog())
-    except BaseException:  # interrupted, too
+    except BaseException:  # including an interrupt
         if before is None:
             request.out.unlink()
         else:
@@ -81,7 +83,7 @@ def write_workflow(request: InitRequest) -> Path:
 
 
 def _inspected(lora: LoraSpec) -> Description | None:
-    """What a LoRA's file is; None for one of the hub, and for a folder of several."""
+    """Inspect a LoRA's file; None for one on the hub, and for a folder of several."""
     if lora.reference.startswith("hf:"):
         return None
     path = Path(lora.reference)
@@ -90,7 +92,7 @@ def _inspected(lora: LoraSpec) -> Description | None:
         return None
     (found,) = described
     if found.kind != LORA:
-        raise UsageError(f"is no LoRA but: {found.kind}", where=found.path, remedy="See `sdflow inspect`.")
+        raise UsageError(f"is not a LoRA but: {found.kind}", where=found.path, remedy="See `sdflow inspect`.")
     if found.workflow is None:
         raise UsageError(" ".join(found.notes), where=found.path, remedy="See `sdflow inspect`.")
     return found
@@ -103,7 +105,7 @@ def _model(request: InitRequest, loras: Sequence[Description]) -> Model:
             return Model(_known(request.base), None, None, "")
         if architecture is None:
             raise UsageError(
-                f"nothing in {loras[0].path} says which generation of models it is for",
+                f"{loras[0].path} does not identify the models it is for",
                 where="--lora",
                 remedy="Name the model: --model FILE.",
             )
@@ -135,7 +137,7 @@ def _model(request: InitRequest, loras: Sequence[Description]) -> Model:
     described = inspect(parsed.path)
     if len(described) != 1:
         raise UsageError(
-            f"holds {len(described)} files of weights", where=str(parsed.path), remedy="Name one of them with --model."
+            f"holds {len(described)} weight files", where=str(parsed.path), remedy="Name one of them with --model."
         )
     reference = path_from(request.out, parsed.path)
     if parsed.architecture is not None:
@@ -155,7 +157,7 @@ def _of_description(request: InitRequest, found: Description, reference: str) ->
         lacks = f" that lacks {', '.join(found.missing)}" if found.missing else ""
         option = " Give a LoRA with --lora." if found.kind == LORA else ""
         raise UsageError(
-            f"is no model that a pipeline can be built of, but: {found.kind}{lacks}. {' '.join(found.notes)}".rstrip(),
+            f"is not a model to build a pipeline from, but: {found.kind}{lacks}. {' '.join(found.notes)}".rstrip(),
             where=found.path,
             remedy=f"Name a checkpoint or a folder in diffusers' layout.{option}",
         )
@@ -174,7 +176,7 @@ def _of_description(request: InitRequest, found: Description, reference: str) ->
 
 
 def _of_the_hub(request: InitRequest, reference: str, parsed: HubReference) -> Model:
-    """Known are those that the shipped workflows name; others are asked for their configurations, where the hub answers."""
+    """A repository of a shipped workflow; for others their configurations are fetched, if the hub answers."""
     if request.base is not None:
         return Model(_known(request.base), reference, None, "")
     for name in shipped_workflows():
@@ -187,17 +189,17 @@ def _of_the_hub(request: InitRequest, reference: str, parsed: HubReference) -> M
         cause = f": {error.what}"
     if found is None:
         raise UsageError(
-            f"what is in this repository is not known without downloading it{cause}",
+            f"the content of this repository is unknown without downloading it{cause}",
             where=reference,
-            remedy="Say what kind of model it is: --base base/sdxl.yaml, or download it and name the folder.",
+            remedy="Name the kind of model, as in --base base/sdxl.yaml, or download it and name the folder.",
         )
     if found.configurations is None:
         weights = [name for name in found.files if name.lower().endswith(".safetensors")]
         holds = f"; it holds {listing(weights)}" if weights else ""
         raise UsageError(
-            f"the repository has no {INDEX_FILE}, so it is no pipeline in diffusers' layout{holds}",
+            f"the repository has no {INDEX_FILE}, so it is not a pipeline in diffusers' layout{holds}",
             where=reference,
-            remedy=f"Download a file of it, hf download {parsed.repository} FILE, and name that: --model FILE."
+            remedy=f"Download a file, hf download {parsed.repository} FILE, and name it: --model FILE."
             if weights
             else "Name another repository.",
         )
@@ -205,7 +207,7 @@ def _of_the_hub(request: InitRequest, reference: str, parsed: HubReference) -> M
 
 
 def _known(base: str) -> str:
-    """The name of a shipped workflow, as `base/sd15.yaml` or `sd15`."""
+    """The name of a shipped workflow, given as `base/sd15.yaml` or `sd15`."""
     name = base if "/" in base else f"base/{base}"
     name = name if name.endswith(".yaml") else f"{name}.yaml"
     if shipped_workflow(name) is None:

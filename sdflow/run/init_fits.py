@@ -1,4 +1,4 @@
-"""What `sdflow init --fits` writes: the passes and options that make a pipeline fit, and why they were chosen."""
+"""Choices of `sdflow init --fits`: the passes and options that make a pipeline fit, with reasons."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sdflow.units import spell_bytes
 
 @dataclass(frozen=True)
 class Fitted:
-    """Lines for a workflow. options: of `sdflow generate`, each with a blank before it."""
+    """Lines for a workflow. options: of `sdflow generate`, each with a leading space."""
 
     comments: Sequence[str] = ()
     submodels: Sequence[str] = ()
@@ -31,9 +31,9 @@ NOT_FITTED = Fitted()
 
 
 def fit_workflow(pipeline: PipelineSpec, available: int) -> Fitted:
-    """Choose what makes a pipeline of the workflow fit. available: bytes.
+    """Choose how to make the workflow's pipeline fit. available: bytes.
 
-    Raises UsageError, naming the nearest that there is, where nothing fits, and where the model's configs are not known.
+    Raises UsageError, naming the nearest choice, if nothing fits, and if the model's configs are not available.
     """
     checkpoint = estimated_by(pipeline)
     if checkpoint is None:
@@ -49,7 +49,7 @@ def fit_workflow(pipeline: PipelineSpec, available: int) -> Fitted:
         raise UsageError(
             f"its configs {lacks}, so its size is not known",
             where=pipeline.model,
-            remedy="Mend the model's config.json, or leave out --fits.",
+            remedy="Correct the model's config.json, or leave out --fits.",
         ) from error
     return Fitted(_comments(pipeline, chosen, quicker, available), _submodels(chosen), _options(chosen, available))
 
@@ -62,7 +62,7 @@ def _comments(pipeline: PipelineSpec, chosen: Choice, quicker: Sequence[Choice],
         f"# Chosen for {spell_bytes(available)} of {kind}: {in_words(chosen)}. One image of {need.size}x{need.size} takes "
         f"{spell_bytes(chosen.peak)} at most",
         f"# by estimate (within {ERROR:.0%} of what was measured on CUDA; see docs/device_memory.md), "
-        f"{spell_bytes(need.beside)} of them beside the pipeline:",
+        f"{spell_bytes(need.beside)} of them besides the pipeline:",
     ]
     for submodel, each in need.submodels.items():
         quantized = chosen.quantized.get(submodel)
@@ -72,7 +72,7 @@ def _comments(pipeline: PipelineSpec, chosen: Choice, quicker: Sequence[Choice],
         lines.append(f"#   {submodel:16}{spell_bytes(each.weights)} of weights{working}    {why}")
     lines.append(f"# {_why_this_way(chosen)}")
     if need.tiled(chosen.way, available):
-        lines.append("# The VAE decodes in tiles, which changes images a little.")
+        lines.append("# The VAE decodes in tiles, which changes images slightly.")
     lines += [f"# Quicker: {in_words(each)} takes {spell_bytes(each.peak)}." for each in quicker]
     return lines
 
@@ -80,7 +80,7 @@ def _comments(pipeline: PipelineSpec, chosen: Choice, quicker: Sequence[Choice],
 def _why_this_way(chosen: Choice) -> str:
     need = chosen.need
     if chosen.way == "resident":
-        return "All weights stay where they are used: they fit together."
+        return "All weights stay on the device: they fit together."
     together = spell_bytes(need.peak("resident"))
     by = "--low-memory" if need.low_memory else "--keep fit, the default"
     return f"The submodels take turns ({by}; the image is the same, but takes longer): together they would take {together}."

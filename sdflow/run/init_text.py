@@ -24,11 +24,12 @@ from sdflow.targets import TARGETS
 
 @dataclass(frozen=True)
 class InitRequest:
-    """What the workflow is for.
+    """The inputs of the workflow.
 
-    model: as a workflow names one; None: that of the base. loras: FILE or FILE:SCALE. target: None: cpu. base: the
-    workflow to extend; None: what the model or the first LoRA says. fits: bytes of device memory that it must draw in; of the
-    processor's memory for the CPU.
+    model: as in a workflow; None: the base's. loras: FILE or FILE:SCALE. target: None: cpu. base: the workflow to
+    extend;
+    None: detected from the model or the first LoRA. fits: bytes of device memory to fit into; for the CPU, of its
+    memory.
     """
 
     out: Path
@@ -42,8 +43,8 @@ class InitRequest:
 
 @dataclass(frozen=True)
 class Model:
-    """The line of the model, None for the base's own. of: what it is, in words; None where that is not known. components:
-    those from elsewhere -> where."""
+    """The model's line; None for the base's own. of: its kind in words; None if unknown. components: replaced ones ->
+    their sources."""
 
     base: str
     reference: str | None
@@ -54,13 +55,13 @@ class Model:
 
 
 def path_from(out: Path, path: Path) -> str:
-    """A path as the workflow names it: from its folder on where it lies below, else whole."""
+    """A path as the workflow spells it: relative if it is below the workflow's folder, otherwise absolute."""
     folder = out.absolute().parent
     path = path.absolute()
     if not path.is_relative_to(folder):
         return str(path)
     below = path.relative_to(folder).as_posix()
-    return f"./{below}" if ":" in below else below  # else what is before it would be a kind of reference
+    return f"./{below}" if ":" in below else below  # otherwise it would look like a scheme
 
 
 def workflow_text(
@@ -74,8 +75,8 @@ def workflow_text(
     others = ", ".join(name for name in TARGETS if name != request.target)
     lines = [
         f"# {of[0].upper()}{of[1:]} for {request.target}, written by `sdflow init`.",
-        f"#   sdflow validate {file}    what is wrong in this file, if anything is",
-        f"#   sdflow plan {file}        what would be built",
+        f"#   sdflow validate {file}    check this file",
+        f"#   sdflow plan {file}        show what would be built",
         f"#   sdflow run {file}         build, verify, measure; then",
         f'#   sdflow generate pipelines/{name} --prompt "a horse on the moon"{fitted.options}',
         *fitted.comments,
@@ -83,40 +84,40 @@ def workflow_text(
         f"extends: {model.base}    # the chain of passes of each submodel; it ships with sdflow",
     ]
     if model.reference is None:
-        lines += ["# model: models/my_model.safetensors    # in place of the base's own", ""]
+        lines += ["# model: models/my_model.safetensors    # instead of the base's own", ""]
     else:
         lines += [
             f"model: {quoted(model.reference)}" + (f"    # {_one_line(model.comment)}" if model.comment else ""),
             "",
         ]
     if model.pickled:
-        lines += ["allow_pickle: true    # read with weights_only=True: nothing that is in it runs", ""]
+        lines += ["allow_pickle: true    # read with weights_only=True: no code in it runs", ""]
     lines += [f"target: {request.target}    # or a list; the others are {others}", ""]
     if loras:
-        lines += ["loras:    # merged into the weights, in this order; scale 1.0 is in full"]
+        lines += ["loras:    # merged into the weights, in this order, at this scale"]
         lines += [_lora(request, lora, found) for lora, found in loras]
     else:
         lines += ["# loras:    # merged into the weights", "#   - {file: loras/my_lora.safetensors, scale: 1.0}"]
     given = [f"  {component}: {quoted(file)}" for component, file in model.components.items()]
-    lines += ["", f"{'' if given else '# '}components:    # from elsewhere, in place of the model's own", *given]
+    lines += ["", f"{'' if given else '# '}components:    # replace the model's own", *given]
     components = _components(model.base) - model.components.keys()
     exchangeable, omittable = any_family.exchangeable_components(), any_family.omittable_components()
     lines += [f"#   {component}: my_{component}.safetensors" for component in exchangeable if component in components]
     lines += [f"#   {component}: null    # left out" for component in omittable if component in components]
     lines += fitted.submodels
-    lines += ["", "verify: quick    # each part is verified against PyTorch; full: more of it, false: not at all", ""]
+    lines += ["", "verify: quick    # verify each part against PyTorch; full: more thoroughly, false: not at all", ""]
     triggers = [found.details["trigger words"] for _, found in loras if found and "trigger words" in found.details]
     if triggers:
-        lines += ["evaluate:    # what is measured when it is built; null: nothing"]
+        lines += ["evaluate:    # measurements after the build; null: none"]
         lines += [f"  image: {{prompt: {quoted(', '.join(['a photo', *triggers]))}}}    # with the trigger words"]
     else:
-        lines += ["# evaluate:    # what is measured when it is built; null: nothing"]
+        lines += ["# evaluate:    # measurements after the build; null: none"]
         lines += ["#   image: {prompt: a horse on the moon, seed: 0}"]
     return "\n".join(lines) + "\n"
 
 
 def _components(base: str) -> set[str]:
-    """The components of the models that a shipped workflow, or the first of a list, has chains for."""
+    """The components with chains in a shipped workflow, or in the first of a list."""
     over = yaml.safe_load(base)
     path = shipped_workflow(over if isinstance(over, str) else over[0])
     assert path is not None
@@ -138,5 +139,5 @@ def _lora(request: InitRequest, lora: LoraSpec, found: Description | None) -> st
 
 
 def _one_line(text: str) -> str:
-    """A text that may stand in a comment."""
+    """Make text safe for a comment."""
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())

@@ -1,4 +1,4 @@
-"""What `sdflow run` can be told. Its options are derived from this; importing it loads nothing that builds."""
+"""The options of `sdflow run`. Importing this module loads nothing that builds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sdflow.parameter import Parameter
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What a run does besides building what is not cached."""
+    """What a run does besides building uncached steps."""
 
     out: Annotated[Path, Parameter("Folder for the pipelines, one subfolder each.")] = Path("pipelines")
     results: Annotated[Path, Parameter("Folder for reports, measurements (JSON lines) and images.")] = Path("results")

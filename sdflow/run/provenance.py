@@ -1,7 +1,7 @@
-"""Writes `provenance.json`: what a pipeline was built from, by what, and with which verdict, as an in-toto statement.
+"""Write `provenance.json`: an in-toto statement of a pipeline's inputs, builder and verdict.
 
-The predicate is SLSA's provenance v1. What `sdflow.json` says (every pass with its options, every file) is not repeated: that
-file is a subject, so that its digest is here. Times and places are under `runDetails` alone.
+The predicate is SLSA's provenance v1. `sdflow.json` (every pass with its options, every file) is not repeated, but
+included as a subject with its digest. Times and places appear only under `runDetails`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Descriptor = dict[str, Any]
 
 @dataclass(frozen=True)
 class Build:
-    """A build of one pipeline. actions: submodel -> the pass and the cache key of each step. files: of the workflow, with their
-    SHA-256 from before the build; of a bake, the base's sdflow.json. started: when it began."""
+    """A build of one pipeline. actions: submodel -> each step's pass and cache key. files: the workflow's, with SHA-256
+    from before the build; for a bake, the base's sdflow.json. started: its start."""
 
     plan: PipelinePlan
     actions: Mapping[str, Sequence[Mapping[str, str]]]
@@ -49,7 +49,7 @@ class Build:
     digests: FileDigests
 
     def statement(self, layout: Layout) -> bytes:
-        """The file's content for a folder that is laid out so."""
+        """The file's content for a folder with this layout."""
         return f"{json.dumps(self._statement(layout), indent=2, sort_keys=True, ensure_ascii=False)}\n".encode()
 
     def _statement(self, layout: Layout) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class Build:
         }
 
     def _shown(self, reference: str) -> str:
-        """A reference without the place that files have on this machine: as seen from the workflow, or the name alone."""
+        """A reference without local paths: relative to the workflow, or only the name."""
         parsed = parse_reference(reference)
         if not isinstance(parsed, LocalReference):
             return reference
@@ -123,7 +123,7 @@ class Build:
 
 
 def actions_of(chains: Mapping[str, Iterable[Any]]) -> dict[str, list[dict[str, str]]]:
-    """What `Build.actions` is. chains: submodel -> its finished steps."""
+    """The value of `Build.actions`. chains: submodel -> its finished steps."""
     return {
         name: [{"pass": step.step.name, "action": step.record.action.digest} for step in chain]
         for name, chain in chains.items()
@@ -131,7 +131,7 @@ def actions_of(chains: Mapping[str, Iterable[Any]]) -> dict[str, list[dict[str, 
 
 
 def _subjects(layout: Layout, digests: FileDigests) -> set[tuple[str, str]]:
-    """Every file with its digest. What is a link to another submodel of the same folder is there once."""
+    """Every file with its digest. Links to submodels of the same folder are not repeated."""
     found = {
         f"{name}/{file}": digests.digest(folder / file)
         for name, folder in layout.companions.items()
@@ -147,7 +147,7 @@ def _file(name: str, digest: str) -> Descriptor:
 
 
 def _verdict(verification: Verification) -> Descriptor:
-    """The digest is of the verification as JSON, which --results keeps."""
+    """The verdict, with the digest of the verification as JSON, which --results keeps."""
     outputs = {name: worst_output(part.outputs) for name, part in verification.submodels.items() if part.outputs}
     return {
         "name": "verification",

@@ -1,6 +1,6 @@
-"""The main job: execute a workflow's plan, verify what it gives, assemble its pipelines, evaluate them.
+"""`sdflow run`: execute a workflow's plan, then verify, assemble and evaluate its pipelines.
 
-Artifacts that do not pass stay in the cache and are not assembled: the pipeline folder that was there before stays.
+Artifacts that fail stay in the cache without being assembled; an existing pipeline folder stays unchanged.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ from sdflow.targets import TARGETS
 from sdflow.verify import Subject, Verification, own_image, verify, write_reports
 
 _ONE_AT_A_TIME = threading.Lock()
-"""A verification wants the whole machine: two whole models are in memory in turn."""
+"""A verification needs the whole machine: two whole models are in memory in turn."""
 
 
 @dataclass(frozen=True)
 class PipelineResult:
-    """A built pipeline: its folder, the steps of each submodel, the seconds it took, its verification, what was measured."""
+    """A built pipeline: its folder, each submodel's steps, the duration in seconds, its verification and
+    measurements."""
 
     plan: PipelinePlan
     folder: Path
@@ -55,13 +56,13 @@ class PipelineResult:
 
     @property
     def ran(self) -> int:
-        """How many steps did not come from the cache."""
+        """Number of steps that did not come from the cache."""
         return sum(step.ran for chain in self.steps.values() for step in chain)
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """Everything one run did, and the seconds it took."""
+    """The results of a run, and its duration in seconds."""
 
     pipelines: tuple[PipelineResult, ...]
     seconds: float
@@ -74,23 +75,23 @@ def run_workflow(
     listener: Listener,
     planned: Callable[[Plan], None] = lambda plan: None,
 ) -> RunResult:
-    """Build, verify and assemble every pipeline of a workflow, side by side; then evaluate them, one after the other.
+    """Build, verify and assemble a workflow's pipelines concurrently; then evaluate them one by one.
 
-    planned: called with the plan before anything runs; what it raises ends the run.
-    Raises SdflowError of the kind that says what failed; pipelines finished before stay finished.
+    planned: called with the plan before anything runs; an exception ends the run.
+    Raises a subclass of SdflowError for the failure; pipelines finished before stay finished.
     """
     started = time.perf_counter()
     remove_abandoned_scratch()
     for folder, option in ((options.out, "--out"), (options.results, "--results")):
         require_utf8(str(folder.resolve()), option)
         if folder.exists() and not folder.is_dir():
-            raise UsageError(f"{folder} is a file, not a folder", where=option, remedy="name another folder")
-        with os_errors_as(f"{folder} cannot be made", option, "name another folder"):
+            raise UsageError(f"{folder} is a file, not a folder", where=option, remedy="Name another folder.")
+        with os_errors_as(f"{folder} cannot be created", option, "Name another folder."):
             require_makable(folder)
     workers = _workers(options.on)
     if options.require_target and options.evaluate:
-        require_packages("what --require-target asks for, measuring on the target,", *DRAWS)
-    if options.require_target:  # what is known beforehand costs no build
+        require_packages("measuring on the target, which --require-target demands,", *DRAWS)
+    if options.require_target:  # check before building
         for pipeline in workflow.pipelines:
             require_package(TARGETS[pipeline.target])
     written = [(file, cache.stat.digest(file)) for file in workflow.files or (workflow.path,)]
@@ -120,7 +121,7 @@ def run_workflow(
 
 
 def _workers(on: str | None) -> Callable[[int | None, Callable[[str], None]], WorkerGroup]:
-    """What makes the group that runs the steps. Raises UsageError for a place that is none."""
+    """A factory for the group that runs the steps. Raises UsageError for an invalid cluster."""
     if on is None:
         return WorkerGroup
     from sdflow.processes.on_ray.cluster import ray_address
@@ -151,12 +152,12 @@ def _assemble(
 
     def check() -> None:
         group.check()
-        check_stamps(stamps)  # they are copied, and what was verified is what goes in
+        check_stamps(stamps)  # the copied files must be the verified ones
 
     checked = plan.pipeline.verify if options.verify else None
     if checked is not None and (absent := missing(*REFERENCE)):
         executor.listener.note(
-            f"{plan.pipeline.name}: not verified against PyTorch: that needs {', '.join(absent)}, which "
+            f"{plan.pipeline.name}: not verified against PyTorch, which needs {', '.join(absent)}, which "
             f"this machine does not have ({how_to_install(*absent)})"
         )
         checked = None
@@ -167,12 +168,12 @@ def _assemble(
     verification = None
     if checked is not None:
         with scratch_folder("verify") as scratch:
-            trial = scratch.resolve() / "trial" / plan.pipeline.name  # the scratch itself stays locked
+            trial = scratch.resolve() / "trial" / plan.pipeline.name  # the scratch folder itself stays locked
             assemble(trial, **what)
             with _alone(group):
                 failed = (
-                    f"Nothing was assembled: {folder} is as it was. Without verification (`verify: false`, --no-verify; of "
-                    "bake, no --verify) it is built all the same."
+                    f"Nothing was assembled: {folder} is unchanged. To build it without verification, use `verify: false` or "
+                    "--no-verify (for bake, leave out --verify)."
                 )
                 verification = _verified(plan, trial, executor, options, failed, group=group)
             if executor.cache.remote is not None:
@@ -188,11 +189,11 @@ def _assemble(
         digests=executor.cache.stat,
     )
     if assembled.mended:
-        executor.listener.note(f"{plan.pipeline.name}: {folder} was assembled anew: {assembled.mended}")
+        executor.listener.note(f"{plan.pipeline.name}: {folder} was assembled again: {assembled.mended}")
     if not assembled.pinned:
         executor.listener.note(
-            f"{plan.pipeline.name}: the cache is read-only, so that nothing keeps its owner's `cache gc` from what {folder} "
-            "links to; --copy makes a folder that stands alone"
+            f"{plan.pipeline.name}: the cache is read-only, so its owner's `cache gc` may remove what {folder} "
+            "links to; --copy makes a self-contained folder"
         )
     result = PipelineResult(plan, folder, steps, time.perf_counter() - begun, verification)
     executor.listener.note(
@@ -226,8 +227,8 @@ def _evaluate(pipeline: PipelineResult, executor: Executor, options: RunOptions)
     pipeline = replace(pipeline, evaluation=evaluation)
     verification = pipeline.verification
     if verification is None or verification.cached or not evaluation.measured or planned.target == "cpu":
-        return pipeline  # the CPU has run it already
-    failed = "It was assembled and measured, and is right on the CPU: this device computes otherwise."
+        return pipeline  # the CPU has already run it
+    failed = "It was assembled and measured, and is right on the CPU: this device gives different results."
     on_device = _verified(pipeline.plan, pipeline.folder, executor, options, failed, run_on=planned.target)
     return replace(pipeline, verification=on_device)
 
@@ -235,9 +236,9 @@ def _evaluate(pipeline: PipelineResult, executor: Executor, options: RunOptions)
 def _verified(
     plan: PipelinePlan, folder: Path, executor: Executor, options: RunOptions, failed: str, **how: Any
 ) -> Verification:
-    """Verify an assembled folder; the report goes to the results. Raises VerificationError when it does not pass.
+    """Verify an assembled folder; the report goes to the results. Raises VerificationError if it fails.
 
-    failed: what that means, for the message. how: further arguments of `verify`.
+    failed: the consequence, for the message. how: further arguments of `verify`.
     """
     name, spec = plan.pipeline.name, plan.pipeline.verify
     assert spec is not None, "it is to be verified"
@@ -273,7 +274,7 @@ def _subject(plan: PipelinePlan, folder: Path) -> Subject:
 
 @contextmanager
 def _alone(group: WorkerGroup) -> Iterator[None]:
-    """One verification at a time. Raises GroupEndedError when the group is ended while it waits."""
+    """Run one verification at a time. Raises GroupEndedError if the group ends meanwhile."""
     while not _ONE_AT_A_TIME.acquire(timeout=0.2):
         group.check()
     try:

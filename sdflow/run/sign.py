@@ -1,4 +1,4 @@
-"""`sdflow sign`: the signature of a pipeline folder, beside it, by OpenSSF Model Signing."""
+"""`sdflow sign`: sign a pipeline folder with OpenSSF Model Signing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sdflow.store.signing import Signer, Untrusted, require_signers, verify
 
 
 def signature_of(pipeline: Path) -> Path:
-    """Where the signature lies when nobody names a file: beside the folder, whose files are sdflow's alone."""
+    """The default signature file: next to the folder, which contains only sdflow's files."""
     pipeline = pipeline.absolute()
     return pipeline.with_name(f"{pipeline.name}.sig")
 
@@ -27,10 +27,10 @@ def sign_pipeline(pipeline: Path, signature: Path, signer: Signer) -> None:
 
 
 def check_signature(pipeline: Path, signature: Path, trust: Sequence[str], trust_config: Path | None = None) -> str:
-    """Who of those who are trusted has signed the folder or file as it is now. Raises VerificationError where nobody has."""
+    """Return which trusted signer signed the current folder or file. Raises VerificationError if none did."""
     _require_there(pipeline)
     if not trust:
-        raise UsageError("nobody is trusted", where="--check", remedy="Name a public key with --trust.")
+        raise UsageError("no trusted keys", where="--check", remedy="Name a public key with --trust.")
     require_signers(trust)
     if not signature.is_file():
         raise UsageError(
@@ -42,9 +42,9 @@ def check_signature(pipeline: Path, signature: Path, trust: Sequence[str], trust
         return verify(pipeline, bundle, trust, trust_config)
     except Untrusted as error:
         raise VerificationError(
-            f"the signature does not hold: {error}",
+            f"the signature is not valid: {error}",
             where=str(pipeline),
-            remedy="It was changed since, or somebody else signed it: get it again from where it was signed.",
+            remedy="The files changed, or somebody else signed them: get them again from the signer.",
         ) from error
 
 

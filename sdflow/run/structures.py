@@ -1,8 +1,8 @@
-"""`sdflow cache export` and `import`: structures to take along to machines that lack what makes them.
+"""`sdflow cache export` and `import`: move structures to machines without the packages that make them.
 
-A structure that is exported is one that a plan of this version asks for, down to the versions of the packages that are
-installed: it was found by its key, or made for it. Each was proven before: bound to random weights of its architecture (or to
-the checkpoint of the workflow that was named), assembled, and verified at the quick level, as any pipeline is.
+An exported structure matches a plan of this version, including the versions of installed packages. Each one is proven
+first: bound to random weights of its architecture (or to the checkpoint of the named workflow), assembled, and verified
+at the quick level like any pipeline.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ SUFFIX = ".yaml"
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and where to. structures: what is there, as `about` there says. bytes: of the archive, None where it is
-    none; unpacked: of what is in it."""
+    """The result of an export. structures: as in the archive's `about`. bytes: of the archive, None for a folder or
+    URL;
+    unpacked: of its content."""
 
     where: str
     structures: Sequence[dict[str, Any]]
@@ -57,7 +58,8 @@ class Exported:
 
 @dataclass(frozen=True)
 class Imported:
-    """What was read, and where from. about: what is said there. count: of results; new: what was not in the cache yet."""
+    """The result of an import. about: the archive's description. count: of entries; new: those that the cache
+    lacked."""
 
     where: str
     about: Mapping[str, Any]
@@ -76,16 +78,17 @@ def export_structures(
     jobs: int | None = None,
     signer: Signer | None = None,
 ) -> Exported:
-    """Write the structures of architectures, by name, and of workflows, by file, for these targets to an archive, a folder or a
-    URL.
+    """Write the structures of architectures, by name, and of workflows, by file, for these targets to an archive, a
+    folder or a URL.
 
-    What is not cached is made. targets: none: those of the workflows. verify: prove each first. signer: of what is written.
-    Raises UsageError for what is not known or carries its weights, and all that a run raises.
+    Missing ones are built. targets: default: those of the workflows. verify: prove each first. signer: signs the
+    result. Raises UsageError for unknown names and for chains that carry their weights, and everything that a run
+    raises.
     """
     spec = RemoteSpec(at(str(where), "sdflow cache export"), push=True)
     require_archive(spec)
     if verify:
-        require_packages("verifying what is exported", *REFERENCE)
+        require_packages("verifying exported structures", *REFERENCE)
     workflows = [_workflow(name, targets, verify) for name in names]
     records: list[Record] = []
     descriptions, architectures = [], list[dict[str, Any]]()
@@ -119,7 +122,7 @@ def export_structures(
 
 
 def _workflow(name: str, targets: Sequence[str], verify: bool) -> Workflow:
-    """The workflow whose chains make the structures: of an architecture with random weights, or a file's."""
+    """The workflow whose chains make the structures: an architecture's with random weights, or a file's."""
     overrides = []
     if name.endswith(SUFFIX):
         path: Path | None = Path(name)
@@ -155,7 +158,7 @@ class _Made:
 
 
 def _verified(workflow: Workflow, cache: Cache, listener: Listener, jobs: int | None) -> list[_Made]:
-    """Whole pipelines, verified, in a folder for the moment."""
+    """Build and verify whole pipelines, in a temporary folder."""
     with scratch_folder("export") as scratch:
         options = RunOptions(out=scratch / "pipelines", results=scratch / "results", evaluate=False, jobs=jobs)
         run = run_workflow(workflow, cache, options, listener, planned=_require_structures)
@@ -163,7 +166,7 @@ def _verified(workflow: Workflow, cache: Cache, listener: Listener, jobs: int | 
 
 
 def _unverified(workflow: Workflow, cache: Cache, listener: Listener, jobs: int | None) -> list[_Made]:
-    """The graphs alone: nothing is bound to them."""
+    """Build only the graphs, without binding weights."""
     plan = make_plan(workflow, cache, download=True)
     _require_structures(plan)
     graphs = replace(plan, pipelines=tuple(map(_without_weights, plan.pipelines)))
@@ -178,21 +181,21 @@ def _without_weights(plan: PipelinePlan) -> PipelinePlan:
 
 
 def _require_structures(plan: Plan) -> None:
-    """Raises UsageError for a chain that makes no structure."""
+    """Raises UsageError for a chain without a structure."""
     for each in plan.every:
         carried = [chain.submodel for chain in each.chains if chain.steps[-1].weights == "carried"]
         _refuse(carried, each.pipeline.name)
 
 
 def _structures(steps: Steps) -> Iterator[Record]:
-    # A pass may look at a weight when it runs: its chain carries them then.
+    # A pass may turn out to read a weight; its chain then carries weights.
     _refuse([name for name, chain in steps.items() if any(each.step.weights == "carried" for each in chain)], "export")
     for chain in steps.values():
         yield from (each.record for each in chain if each.step.weights == "symbolic")
 
 
 def _architectures(steps: Steps) -> Iterator[dict[str, Any]]:
-    """The config.json of each, and what its entries are where another release of its library left them out."""
+    """Each config.json, with defaults of entries that other library releases may omit."""
     for chain in steps.values():
         source = chain[0].step.source
         assert source is not None, "it was built"
@@ -202,14 +205,14 @@ def _architectures(steps: Steps) -> Iterator[dict[str, Any]]:
 def _refuse(carried: Sequence[str], where: str) -> None:
     if carried:
         raise UsageError(
-            f"the graphs of {', '.join(carried)} have their weights in them: there is nothing to take along",
+            f"the graphs of {', '.join(carried)} contain their weights: there is no structure to export",
             where=where,
-            remedy="`sdflow plan` says why they carry them.",
+            remedy="`sdflow plan` says why.",
         )
 
 
 def _description(name: str, made: _Made, records: Sequence[Record]) -> dict[str, Any]:
-    """What the archive says of the structures of one architecture for one target."""
+    """The archive's description of one architecture's structures for one target."""
     verified = None
     if (verification := made.verification) is not None:
         verified = {"level": verification.level, "versions": dict(verification.versions)}
@@ -226,14 +229,16 @@ def _description(name: str, made: _Made, records: Sequence[Record]) -> dict[str,
 
 
 def import_structures(where: str | Path, cache: Cache, trust: Sequence[str] = ()) -> Imported:
-    """Bring all structures that were exported to an archive, a folder or a URL into the cache, where plans find them, or none.
+    """Import all structures from an archive, a folder or a URL into the cache, or none.
 
-    trust: signers, of whom one must have signed them. Raises UsageError for what is no such place, is damaged or of a newer
-    format, or holds something else than structures of this sdflow's passes; CacheError for a cache that cannot be written.
+    trust: signers, one of whom must have signed them. Raises UsageError for an invalid, damaged or newer archive, or
+    one with anything but structures of this sdflow's passes; CacheError if the cache is not writable.
     """
     if not cache.writable:
         raise CacheError(
-            "the cache cannot be written", where=str(cache.root), remedy="Make it so, or name another with --cache."
+            "the cache cannot be written",
+            where=str(cache.root),
+            remedy="Make it writable, or name another with --cache.",
         )
     where, said = str(where), list[str]()
     if "://" not in where and not Path(where).exists():
@@ -255,7 +260,7 @@ def import_structures(where: str | Path, cache: Cache, trust: Sequence[str] = ()
             Untrusted: "has no signature from anyone you trust",
         }
         raise UsageError(
-            "; ".join([f"{what.get(type(error), 'is no archive of structures, or is damaged')}: {why}", *said]),
+            "; ".join([f"{what.get(type(error), 'is not an archive of structures, or is damaged')}: {why}", *said]),
             where=where,
             remedy="Nothing was imported. Copy it again, or write it again: sdflow cache export.",
         ) from error
@@ -271,12 +276,12 @@ def _require_structures_of_ours(about: Mapping[str, Any], entries: Sequence[Stor
             or content.get("weights") != "symbolic"
             or not isinstance(content.get("uses"), dict)
         ):
-            raise BadRecord("it holds something else than structures")
+            raise BadRecord("it holds something other than structures")
         _require_pass(about, content.get("pass"))
     known = about.get("architectures", [])
     maps = [each.get(part) for each in known for part in ("config", "defaults")] if _are_maps(known) else [None]
     if not _are_maps(maps):
-        raise BadRecord("it does not say of which architectures it is")
+        raise BadRecord("it does not name its architectures")
 
 
 def _are_maps(found: Any) -> bool:
@@ -284,7 +289,7 @@ def _are_maps(found: Any) -> bool:
 
 
 def _require_pass(about: Mapping[str, Any], named: Any) -> None:
-    """Of a pass of sdflow's own it must be the version that is here: no plan would find it."""
+    """Raises BadRecord if one of sdflow's own passes has another version here: no plan would find its result."""
     name, version = (named.get("name"), named.get("version")) if isinstance(named, dict) else (None, None)
     if name not in OWN | APPENDED:
         return

@@ -1,6 +1,6 @@
-"""A table of results by hardware, from the self-test reports that people send.
+"""Make a table of results by hardware from submitted self-test reports.
 
-A report is a file of strangers: it is read within limits, and what it says is held to the images that it holds.
+Reports are untrusted files: they are read within limits, and their claims are checked against their images.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ COLUMNS = ("hardware", "system", "target", "provider", "result", "image", "neare
 
 MOST_REPORTS = 2000
 MOST_FILES = 20_000
-"""Names that are looked at in a folder."""
+"""Maximum number of names examined in a folder."""
 MOST_PIXELS = 512 * 512
-"""Of an image; the sample's have 128 x 128."""
+"""Maximum pixels of an image; the sample's have 128 x 128."""
 LONGEST = 60
-"""Characters of a cell that come from a report."""
+"""Maximum characters of a cell from a report."""
 
 _NAMED = ("onnxruntime", "tensorrt", "openvino", "migraphx", "windowsml", "sdflow")
 
@@ -43,17 +43,17 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Collected:
-    """reports: name of the file and what it says, in the order of the table's rows. left_out: what is no report, or contradicts
-    itself."""
+    """reports: file names and reports, in the table's order. left_out: files that are not reports, or contradict
+    themselves."""
 
     reports: tuple[tuple[str, Report], ...]
     left_out: tuple[LeftOut, ...]
 
 
 def collect(folder: Path) -> Collected:
-    """Every report (`*.json`) in a folder and the folders in it; links to files or folders are not followed.
+    """Read every report (`*.json`) in a folder and its subfolders, without following links.
 
-    Raises UsageError when there is no such folder, or no report in it.
+    Raises UsageError if there is no such folder, or no report in it.
     """
     if not folder.is_dir():
         raise UsageError(
@@ -81,9 +81,9 @@ def collect(folder: Path) -> Collected:
     if not reports:
         named = "".join(f"\n    {each.file}: {each.why}" for each in left_out[:8])
         raise UsageError(
-            f"there is no report in it that can be used{':' if named else ''}{named}",
+            f"it contains no usable report{':' if named else ''}{named}",
             where=str(folder),
-            remedy="Put the .json files there that `sdflow selftest --report` wrote.",
+            remedy="Put .json files from `sdflow selftest --report` there.",
         )
     order = list(TARGETS)
     reports.sort(key=lambda each: (order.index(each[1].target), hardware(each[1]).lower(), each[0]))
@@ -91,7 +91,7 @@ def collect(folder: Path) -> Collected:
 
 
 def row(report: Report) -> tuple[str, ...]:
-    """Of `COLUMNS`."""
+    """A row of `COLUMNS`."""
     decibels = sorted(pair.decibels for pair in report.images)
     near = (
         ""
@@ -119,7 +119,7 @@ def row(report: Report) -> tuple[str, ...]:
 
 
 def hardware(report: Report) -> str:
-    """What ran it: the accelerator, or the processor with its cores."""
+    """The accelerator, or the processor with its cores."""
     if name := report.device.get("accelerator"):
         return _short(str(name))
     cores = report.device.get("cores")
@@ -129,7 +129,7 @@ def hardware(report: Report) -> str:
 
 
 def markdown(collected: Collected) -> str:
-    """The table for the manual. What a report says is text in it, never a link, a tag or another row."""
+    """The table for the manual. Text from reports is escaped: it makes no links, tags or rows."""
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
     lines += [f"| {' | '.join(map(_escaped, row(report)))} |" for _, report in collected.reports]
     return "\n".join(lines) + "\n"
@@ -145,28 +145,28 @@ def _files(folder: Path) -> Iterator[Path]:
                 raise UsageError(
                     f"it holds more than {MOST_FILES} files",
                     where=str(folder),
-                    remedy="Name a folder of reports alone.",
+                    remedy="Name a folder with only reports.",
                 )
             if name.endswith(".json"):
                 yield Path(parent, name)
 
 
 def _checked(report: Report) -> Report:
-    """The report, if what it says holds. Raises ValueError, which says what does not."""
+    """Return the report if its claims hold. Raises ValueError with the reason."""
     if report.target not in TARGETS:
         raise ValueError(f"no target is named {report.target[:LONGEST]!r}")
     if report.verdict not in ("passed", "failed"):
         raise ValueError(f"nothing ran: {report.verdict}")
     known = {provider for provider, _, _ in TARGETS[report.target].providers}
     if report.provider not in known:
-        raise ValueError(f"it ran on {str(report.provider)[:LONGEST]!r}, which is no provider of {report.target}")
+        raise ValueError(f"it ran on {str(report.provider)[:LONGEST]!r}, which is not a provider of {report.target}")
     if not report.images or not report.submodels:
-        raise ValueError(f"it is {report.verdict} without an image or a submodel")
+        raise ValueError(f"it claims {report.verdict} without an image or a submodel")
     for pair in report.images:
         for png in (pair.png, pair.pytorch_png):
             _require_small(base64.b64decode(png))
     if report.image_ms is not None and not report.steps:
-        raise ValueError("it tells how long an image took, and not in how many steps")
+        raise ValueError("it has the time of an image, but not the number of steps")
     reference = [{"png": pair.pytorch_png, "shows": pair.shown_by_pytorch} for pair in report.images]
     drawn = [{"png": p.png, "prompt": p.prompt, "seed": p.seed, "shows": p.shows} for p in report.images]
     try:
@@ -174,17 +174,17 @@ def _checked(report: Report) -> Report:
     except (OSError, ValueError, SyntaxError, struct.error) as error:  # what Pillow raises for damaged files
         raise ValueError(f"an image cannot be read: {error}") from error
     if again.verdict != report.verdict:
-        raise ValueError(f"it says {report.verdict}, and by its images and nodes it is {again.verdict}")
+        raise ValueError(f"it claims {report.verdict}, but by its images and nodes it is {again.verdict}")
     for mine, claimed in zip(again.images, report.images, strict=True):
         if abs(mine.decibels - claimed.decibels) > 0.1:
             raise ValueError(
-                f"it says {claimed.decibels:.1f} dB of an image that is {mine.decibels:.1f} dB from PyTorch's"
+                f"it claims {claimed.decibels:.1f} dB for an image that is {mine.decibels:.1f} dB from PyTorch's"
             )
     return report
 
 
 def _require_small(png: bytes) -> None:
-    """Raises ValueError for an image that would take much memory: its first chunk says its size."""
+    """Raises ValueError for an image that would take much memory, by the size in its first chunk."""
     if len(png) < 24 or png[12:16] != b"IHDR":
         raise ValueError("an image is damaged")
     width, height = struct.unpack(">II", png[16:24])
@@ -203,5 +203,5 @@ def _short(text: str, most: int = LONGEST) -> str:
 
 
 def _escaped(text: str) -> str:
-    # With : . @ too, since GitHub makes links of plain URLs, of names that begin with www, and of mail addresses.
+    # Also escapes : . @, since GitHub turns plain URLs, names that begin with www, and mail addresses into links.
     return re.sub(r"([\\`*_{}\[\]<>()#+!|~$&:.@])", lambda found: f"&#{ord(found[1])};", text)

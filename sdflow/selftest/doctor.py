@@ -1,6 +1,6 @@
-"""Checks this machine for what is known to go wrong, and says what to do about it.
+"""Check this machine for known problems, and suggest remedies.
 
-The table of versions is data: what breaks, seen where, and the remedy.
+The table of versions is data: what breaks, the consequence, and the remedy.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KNOWN_BREAKS: tuple[tuple[str, str, Level, str, str], ...] = (
     ("numpy", ">=2.4", "error", "attention fusions of onnxruntime raise TypeError", "pip install 'numpy<2.4'"),
     ("numpy", "<2", "error", "olive-ai and onnx need numpy 2", "pip install 'numpy>=2,<2.4'"),
     ("pydantic", ">=2.14", "error", "olive-ai's data configs raise AttributeError", "pip install 'pydantic<2.14'"),
-    ("olive-ai", ">=0.14", "warning", "passes' options were recorded for 0.13", "pip install 'olive-ai<0.14'"),
+    ("olive-ai", ">=0.14", "warning", "the passes' options are those of 0.13", "pip install 'olive-ai<0.14'"),
     ("transformers", "<5", "warning", "the text encoder's export needs 5", "pip install 'transformers>=5'"),
 )  # fmt: skip
 CORE = ("torch", "diffusers", "transformers", "peft", "onnx", "onnx-ir", "onnxscript", "olive-ai", "numpy", "pydantic")
@@ -48,7 +48,7 @@ CORE = ("torch", "diffusers", "transformers", "peft", "onnx", "onnx-ir", "onnxsc
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     level: Level
     subject: str
@@ -57,8 +57,7 @@ class Diagnosis:
 
 
 def diagnose(cache: Cache) -> tuple[Diagnosis, ...]:
-    """Everything the doctor looks at, in order: Python, packages, ONNX Runtime, its plugins, memory, the card's memory, disk,
-    cache."""
+    """Run all checks, in order: Python, packages, ONNX Runtime, its plugins, memory, device memory, disk, cache."""
     found = (*_packages(), *_onnxruntime(), *_plugins(), _memory(), _device_memory())
     return (*found, _disk(cache.root), _cache(cache))
 
@@ -67,7 +66,7 @@ def _packages() -> list[Diagnosis]:
     diagnoses = [Diagnosis("ok", "python", sys.version.split()[0])]
     absent = missing(*EXTRAS["build"])
     if absent and found_version("torch") is None:
-        what = f"not installed: {', '.join(absent)}: it puts weights into imported structures, and makes none"
+        what = f"not installed: {', '.join(absent)}: imported structures can be bound, but none built"
         diagnoses.append(Diagnosis("warning", "build", what, how_to_install(*absent)))
     else:
         absent = ()
@@ -106,7 +105,7 @@ def _onnxruntime() -> list[Diagnosis]:
 
 
 def _plugins() -> list[Diagnosis]:
-    """The plugins of ONNX Runtime that are installed, and whether the system has what they load."""
+    """The installed plugins of ONNX Runtime, and whether the system has their libraries."""
     found = []
     for target in TARGETS.values():
         if not target.plugins or (version := installed_version(target.package)) is None:
@@ -134,10 +133,10 @@ def _memory() -> Diagnosis:
 
 
 def _device_memory() -> Diagnosis:
-    """The card's memory, and which models will fit there."""
+    """The card's memory, and the models that fit into it."""
     device = device_for(None)
     if device.card is None:
-        return Diagnosis("ok", "device memory", "not known: neither NVIDIA's driver nor PyTorch shows a card")
+        return Diagnosis("ok", "device memory", "unknown: neither NVIDIA's driver nor PyTorch shows a card")
     ways: dict[str, list[str]] = {}
     for name, fit in usual_fits(device):
         ways.setdefault({"resident": "fit", "turns": "fit with --keep fit", None: "do not fit"}[fit.way], []).append(

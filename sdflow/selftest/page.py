@@ -1,4 +1,4 @@
-"""A report of a self-test for people: its tables, the same on a page and in a terminal, and its two files."""
+"""A self-test report for people: its tables, for pages and terminals, and its two files."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ PARTS = ("submodel", "nodes", "fallen", "median ms", "load s")
 IMAGES = ("prompt", "from PyTorch's", "structure", "what it shows", "")
 _KINDS = {"passed": "good", "unavailable": "warn"}
 _SENTENCES = {
-    "passed": "This hardware draws what PyTorch draws on the CPU.",
-    "failed": "This hardware draws something else than PyTorch on the CPU, or nodes ran elsewhere.",
+    "passed": "This hardware generates the same images as PyTorch on the CPU.",
+    "failed": "This hardware generates other images than PyTorch on the CPU, or nodes ran elsewhere.",
     "unavailable": "The target is not available on this machine.",
     "broken": "The sample could not be built, or did not run.",
 }
 
 
 def about(report: Report) -> list[tuple[str, str]]:
-    """What it was measured on, and the figures of the whole."""
+    """The machine, and overall figures."""
     found = [("target", report.target), ("provider", report.provider or "none")]
     found += [(key, str(value)) for key, value in report.device.items() if value is not None and "bytes" not in key]
     memory = report.device.get("memory_bytes")
@@ -44,7 +44,7 @@ def about(report: Report) -> list[tuple[str, str]]:
 
 
 def part_rows(report: Report) -> Rows:
-    """Of `PARTS`."""
+    """Rows of `PARTS`."""
     return [
         (
             name,
@@ -58,7 +58,7 @@ def part_rows(report: Report) -> Rows:
 
 
 def image_rows(report: Report) -> Rows:
-    """Of `IMAGES`."""
+    """Rows of `IMAGES`."""
     return [
         (
             pair.prompt,
@@ -72,7 +72,7 @@ def image_rows(report: Report) -> Rows:
 
 
 def page(report: Report) -> str:
-    """The whole document. Everything of the report is escaped: it may be anybody's."""
+    """The whole document. All text of the report is escaped, since it may be untrusted."""
     fallen = [(name, *node) for name, part in report.submodels.items() for node in part.fallen]
     drawn = [
         shown
@@ -94,7 +94,7 @@ def page(report: Report) -> str:
 
 
 def report_files(wanted: Path) -> tuple[Path, Path]:
-    """The files for `--report FILE`, FILE with or without .json or .html. Raises UsageError where none can be written."""
+    """The files of `--report FILE`, with or without .json or .html. Raises UsageError if they cannot be written."""
     stem = wanted.with_suffix("") if wanted.suffix in (".json", ".html") else wanted
     files = (stem.with_name(f"{stem.name}.json"), stem.with_name(f"{stem.name}.html"))
     for path in files:
@@ -106,7 +106,7 @@ def report_files(wanted: Path) -> tuple[Path, Path]:
 
 
 def write_report(report: Report, files: tuple[Path, Path]) -> None:
-    """Write both, each whole. Raises UsageError."""
+    """Write both files, each atomically. Raises UsageError."""
     for path, content in zip(files, (result.document(report), page(report).encode()), strict=True):
         with os_errors_as("cannot be written", path):
             write_whole(path, content)

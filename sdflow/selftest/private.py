@@ -1,4 +1,4 @@
-"""Nothing personal leaves in a report: who runs it, on which machine, and where anything lies is cleared from every text."""
+"""Remove personal data from reports: users, machines, and paths."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ _PATHS = re.compile(
     re.VERBOSE,
 )
 _FREE = ("reason", "notes")
-"""The fields of a report that hold what somebody wrote: ONNX Runtime, a driver, an exception."""
+"""Fields of a report with free text: from ONNX Runtime, a driver, an exception."""
 
 _KEPT = ("target", "verdict", "prompt", "png", "pytorch_png")
-"""Those that hold our own words, or pixels in base64."""
+"""Fields with our own words, or pixels in base64."""
 
 _OURS = frozenset(each.name for kind in (Report, Ran, DrawnPair) for each in fields(kind))
-"""Our own keys: a user of one of these names does not make a report unreadable."""
+"""Our own keys, which are kept even if a user has such a name."""
 
 
 @dataclass(frozen=True)
 class Private:
-    """folders: absolute paths that are replaced wherever they stand, the longest first. names: of users and machines."""
+    """folders: absolute paths to replace everywhere, the longest first. names: of users and machines."""
 
     folders: tuple[str, ...]
     names: tuple[str, ...]
 
     @classmethod
     def here(cls) -> Private:
-        """This user's and this machine's."""
+        """The data of this user and machine."""
         names = {os.environ.get(key, "") for key in (*_USERS, *_HOSTS)}
         folders = {os.environ.get(key, "") for key in _FOLDERS} | {str(Path.cwd()), sys.prefix}
-        with suppress(OSError, KeyError, ImportError):  # no such user in the system's list
+        with suppress(OSError, KeyError, ImportError):  # the user is not in the system's list
             names.add(getpass.getuser())
         with suppress(OSError):
             names.add(socket.gethostname())
@@ -69,7 +69,7 @@ class Private:
         return cls(tuple(long), tuple(sorted({name for name in names if name.strip()}, key=len, reverse=True)))
 
     def text(self, text: str, *, free: bool = True) -> str:
-        """The text without them. free: written by somebody, so that every path in it goes, whosever it is."""
+        """The text without personal data. free: whether it is free text, in which every path is replaced."""
         for folder in self.folders:
             text = re.sub(re.escape(folder) + r"(?![A-Za-z0-9])", lambda _: PATH, text, flags=re.IGNORECASE)
         if free:
@@ -82,7 +82,7 @@ class Private:
         return text
 
     def cleared(self, report: Report) -> Report:
-        """The report, each of its texts cleared. Pixels, which are base64, hold no text."""
+        """The report with all its texts cleared. Pixels, in base64, contain no text."""
         plain = to_json(report).items()
         return from_json({key: value if key in _KEPT else self._value(value, key in _FREE) for key, value in plain})
 

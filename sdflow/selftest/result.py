@@ -1,4 +1,4 @@
-"""What a self-test found: plain data, its JSON, and reading that of somebody else."""
+"""The result of a self-test: plain data, its JSON, and reading untrusted ones."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from sdflow.errors import UsageError
 KIND, FORMAT_VERSION = "selftest", 1
 MOST_BYTES = 16 << 20
 MOST_PIXELS = 1 << 20
-"""Characters of an image in base64: the sample's have some 20,000."""
+"""Maximum characters of an image in base64: the sample's have some 20,000."""
 
 Verdict = Literal["passed", "failed", "unavailable", "broken"]
-"""passed, failed: it ran. unavailable: the target is not on this machine. broken: it could not be built, or did not run."""
+"""passed, failed: it ran. unavailable: the target is missing here. broken: it could not be built, or did not run."""
 
 
 _CHECKED = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -28,7 +28,7 @@ _CHECKED = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 def _png(text: str) -> str:
     if not base64.b64decode(text, validate=True).startswith(b"\x89PNG\r\n\x1a\n"):
-        raise ValueError("is no PNG")
+        raise ValueError("is not a PNG")
     return text
 
 
@@ -38,8 +38,8 @@ Png = Annotated[str, Field(max_length=MOST_PIXELS), AfterValidator(_png)]
 
 @dataclass(frozen=True)
 class Ran:
-    """A submodel on the target. nodes: provider -> how many. fallen: name, operator and provider of those that should run on
-    the target's and do not. inputs: name -> shape and type. median_ms: of one run, copies included."""
+    """A submodel on the target. nodes: provider -> number. fallen: name, operator and provider of nodes that should run
+    on the target's and do not. inputs: name -> shape and type. median_ms: of one run, including copies."""
 
     __pydantic_config__ = _CHECKED
     nodes: Mapping[str, int]
@@ -52,8 +52,8 @@ class Ran:
 
 @dataclass(frozen=True)
 class DrawnPair:
-    """An image of the target's and PyTorch's of the same latents. decibels: PSNR, 200 where they are equal. shows: whether the
-    shape and its colour are those of the prompt. png: pixels in base64."""
+    """An image by the target and PyTorch's from the same latents. decibels: PSNR, 200 if they are equal. shows: whether
+    shape and colour match the prompt. png: pixels in base64."""
 
     __pydantic_config__ = _CHECKED
     prompt: str
@@ -69,7 +69,7 @@ class DrawnPair:
 
 @dataclass(frozen=True)
 class Report:
-    """All of it. reason: why it is not passed. device: processor, cores, memory, system, accelerator."""
+    """A whole report. reason: why it did not pass. device: processor, cores, memory, system, accelerator."""
 
     __pydantic_config__ = _CHECKED
     target: str
@@ -92,13 +92,13 @@ _REPORT = TypeAdapter(Report)
 
 
 def to_json(report: Report) -> dict[str, Any]:
-    """Plain JSON: lists in place of tuples."""
+    """Plain JSON, with lists for tuples."""
     plain: dict[str, Any] = _REPORT.dump_python(report, mode="json")
     return plain
 
 
 def from_json(content: Mapping[str, Any]) -> Report:
-    """The report of its JSON. Raises ValueError, which says what is wrong where, for anything that is none."""
+    """Parse a report's JSON. Raises ValueError with the place and problem for anything else."""
     try:
         return _REPORT.validate_json(json.dumps(content))
     except ValidationError as error:
@@ -113,21 +113,21 @@ def document(report: Report) -> bytes:
 
 
 def read_report(path: Path) -> Report:
-    """The report in a file that `sdflow selftest --report` wrote, here or elsewhere. Raises UsageError for any other."""
-    remedy = "Give the .json that `sdflow selftest --report` wrote."
+    """Read a file from `sdflow selftest --report`. Raises UsageError for any other."""
+    remedy = "Give a .json file from `sdflow selftest --report`."
     try:
         content = read_json(path, MOST_BYTES)
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror or error}", where=str(path), remedy=remedy) from error
     except ValueError as error:
-        raise UsageError(f"is damaged, or no JSON: {error}", where=str(path), remedy=remedy) from error
+        raise UsageError(f"is damaged, or not JSON: {error}", where=str(path), remedy=remedy) from error
     if not isinstance(content, dict) or content.pop("kind", None) != KIND:
-        raise UsageError("is no report of a self-test", where=str(path), remedy=remedy)
+        raise UsageError("is not a self-test report", where=str(path), remedy=remedy)
     if (version := content.pop("format_version", None)) != FORMAT_VERSION:
         raise UsageError(
-            f"has the format {version!r}, and this sdflow reads {FORMAT_VERSION}",
+            f"has the format {version!r}, but this sdflow reads {FORMAT_VERSION}",
             where=str(path),
-            remedy="Read it with the sdflow that wrote it.",
+            remedy="Use the sdflow that wrote it.",
         )
     try:
         return from_json(content)

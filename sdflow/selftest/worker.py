@@ -1,4 +1,4 @@
-"""The process that draws for `sdflow selftest`: a provider that crashes ends this one and leaves a report."""
+"""The process that generates images for `sdflow selftest`: if a provider crashes it, a report remains."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from sdflow.sources import PlainDigests, open_checkpoint
 from sdflow.sources.load import load_pipeline
 
 CASES = slice(7, None, 24)
-"""Of the sample's evaluation set: those that its own tests draw, some never shown in training."""
+"""Cases of the sample's evaluation set: those of its own tests, some never shown in training."""
 GUIDANCE = 7.5
 
 
 def draw(request: Mapping[str, Any], phase: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Each case's image from the same first latents: prompt, seed, png (base64), and whether it shows what was asked for.
+    """Each case's image from the same initial latents: prompt, seed, png (base64), and whether it shows the right
+    content.
 
-    request: how many images and steps; folder, target and engine_cache of a pipeline: without a folder, PyTorch draws on the CPU.
+    request: number of images and of steps; folder, target and engine_cache of a pipeline. Without a folder, PyTorch
+        generates on the CPU.
     """
     import torch
 

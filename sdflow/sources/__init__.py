@@ -1,4 +1,4 @@
-"""Where checkpoints and LoRAs come from. Opening one imports no torch; loading modules does."""
+"""Open checkpoints and LoRAs. Opening imports no torch; loading modules does."""
 
 from sdflow.sources.checkpoint import (
     Checkpoint,

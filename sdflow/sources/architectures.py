@@ -1,4 +1,4 @@
-"""Reads the architectures that sdflow ships: each family's own (`Family.architectures`), those of components, and of adapters."""
+"""Read the architectures shipped with sdflow: of families (`Family.architectures`), single components, and adapters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CONFIG_FILE = {"scheduler": "scheduler_config.json", "feature_extractor": "prep
 
 
 def _of(architecture: str) -> Architecture:
-    """Where its files lie. Raises CheckpointError for one that sdflow does not ship."""
+    """The architecture's entry. Raises CheckpointError if sdflow does not ship it."""
     if architecture in COMPONENT_ARCHITECTURES:
         return Architecture()
     found = ARCHITECTURES.get(architecture) or ADAPTER_ARCHITECTURES.get(architecture)
@@ -32,13 +32,13 @@ def _of(architecture: str) -> Architecture:
 
 @cache
 def _folder(architecture: str) -> Path:
-    """Its folder, in that of its family."""
+    """The architecture's folder, within its family's."""
     return next(place / architecture for place in family_data("architectures") if (place / architecture).is_dir())
 
 
 @cache
 def _read(architecture: str, path: str) -> str:
-    """The JSON of a file of an architecture: that of the one that it is like, if there is one, with its own entries."""
+    """The JSON of an architecture's file: its own entries over those of the architecture that it is `like`, if any."""
     like, own = _of(architecture).like, _folder(architecture) / path
     if not like:
         return own.read_text("utf-8")
@@ -54,18 +54,18 @@ def architecture_config(architecture: str, component: str) -> dict[str, Any]:
 
 
 def prediction_of(architecture: str) -> str:
-    """What its denoiser predicts: "epsilon", "v_prediction", or "flow" where its scheduler has no choice."""
+    """What its denoiser predicts: "epsilon", "v_prediction", or "flow" if its scheduler has no choice."""
     return prediction(architecture_config(architecture, "scheduler"), "flow")
 
 
 def architecture_index(architecture: str) -> dict[str, Any]:
-    """Its model_index.json: the pipeline's class, and for each component its library and class, or two nulls."""
+    """Its model_index.json: the pipeline's class, and each component's library and class, or two nulls."""
     index: dict[str, Any] = json.loads(_read(architecture, "model_index.json"))
     return index
 
 
 def companion_folder(architecture: str, companion: str) -> Path:
-    """The folder of "tokenizer", "tokenizer_2", "scheduler" or "feature_extractor"; of a tokenizer it may be another's."""
+    """The folder of "tokenizer", "tokenizer_2", "scheduler" or "feature_extractor"; tokenizers may be borrowed."""
     of = _of(architecture)
     if of.like and not (_folder(architecture) / companion).is_dir():
         return companion_folder(of.like, companion)
@@ -76,7 +76,7 @@ def companion_folder(architecture: str, companion: str) -> Path:
 def companion_folders(
     architecture: str, companions: Mapping[str, Companion], submodels: Collection[str]
 ) -> dict[str, Path]:
-    """The folders of those companions that a pipeline of these submodels has."""
+    """The folders of the companions that a pipeline of these submodels needs."""
     return {
         name: companion_folder(architecture, name)
         for name, companion in companions.items()

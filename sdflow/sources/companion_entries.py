@@ -1,7 +1,7 @@
-"""What the entries of a tokenizer's, a scheduler's or a feature extractor's config may be.
+"""Validate entries of a tokenizer's, a scheduler's or a feature extractor's config.
 
-Their libraries take whatever stands there: one fails when it is first used, the other makes a table of a billion steps.
-pydantic is imported with this module, which is imported where such a config is read.
+Their libraries accept anything: some values fail at first use, others build a table of a billion steps. Importing this
+module imports pydantic, so it is imported where such a config is read.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 MOST_STEPS = 100_000
-"""That a scheduler's table has. Models are trained with 1,000."""
+"""Maximum size of a scheduler's table. Models are trained with 1,000 steps."""
 MOST_PIXELS = 1 << 13
-"""Of a side that a feature extractor makes."""
+"""Maximum side of a feature extractor's output."""
 
 _Numbers = Annotated[list[float], Field(max_length=MOST_STEPS)]
 _Pixels = Annotated[int, Field(gt=0, le=MOST_PIXELS)]
@@ -22,7 +22,7 @@ _Size = _Pixels | Annotated[list[_Pixels], Field(min_length=2, max_length=2)] | 
 
 
 class _Entries(BaseModel):
-    """null belongs everywhere: it is the library's own. Others are theirs to check."""
+    """null is always allowed and means the library's default. Other entries are left to the library."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -44,7 +44,7 @@ class _Entries(BaseModel):
 
 
 def wrong_entry(config: Mapping[str, Any]) -> str | None:
-    """What is wrong with an entry of a config, in words; None where nothing is."""
+    """The problem of an entry, in words; None if there is none."""
     try:
         _Entries.model_validate(config)
     except ValidationError as error:

@@ -1,7 +1,7 @@
-"""What lies beside the submodels of a checkpoint: tokenizers, the scheduler's config, the feature extractor's.
+"""Companions of a checkpoint's submodels: tokenizers, the scheduler's config, the feature extractor's.
 
-Only files that these libraries write are read and copied, and none that a link fetches from outside the checkpoint: a
-folder from a stranger may point anywhere.
+Only files that these libraries write are read and copied, and none through a link to outside the checkpoint: links in
+an untrusted folder may point anywhere.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KNOWN = frozenset({
     "scheduler_config.json",
     "preprocessor_config.json",
 })  # fmt: skip
-"""Files that `save_pretrained` of tokenizers, of diffusers' schedulers and of CLIP's image processor writes."""
+"""Files written by `save_pretrained` of tokenizers, diffusers' schedulers and CLIP's image processor."""
 
 
 def companion_files(folder: Path) -> tuple[str, ...]:
@@ -26,9 +26,9 @@ def companion_files(folder: Path) -> tuple[str, ...]:
 
 
 def require_inside(folder: Path, checkpoint: Path) -> None:
-    """Raises CheckpointError when a known file of a companion's folder lies outside the checkpoint's.
+    """Raises CheckpointError if a known file of a companion's folder is outside the checkpoint's.
 
-    The hub's cache is laid out with links: `snapshots/COMMIT/FILE` points into `blobs/`.
+    The hub's cache uses links: `snapshots/COMMIT/FILE` points into `blobs/`.
     """
     inside = checkpoint.resolve()
     blobs = inside.parents[1] / "blobs" if inside.parent.name == "snapshots" else inside
@@ -36,14 +36,14 @@ def require_inside(folder: Path, checkpoint: Path) -> None:
         found = (folder / name).resolve()
         if not (found.is_relative_to(inside) or found.is_relative_to(blobs)):
             raise CheckpointError(
-                "a link to a file outside the checkpoint, which is not followed",
+                "a link to a file outside the checkpoint; such links are not followed",
                 where=str(folder / name),
                 remedy="Put the file itself there.",
             )
 
 
 def require_small(folder: Path) -> None:
-    """Raises CheckpointError for a known file that is larger than any of its kind: a library would read it whole."""
+    """Raises CheckpointError for an implausibly large file, which a library would read whole."""
     for name in companion_files(folder):
         if (folder / name).stat().st_size > TEXT_LIMIT:
             raise CheckpointError(

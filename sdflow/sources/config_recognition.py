@@ -1,4 +1,4 @@
-"""What a config.json, or those of a pipeline, are of: as `sdflow.sources.recognition` tells it of tensors."""
+"""Recognize a component or a pipeline by its configs, as `sdflow.sources.recognition` does by tensors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from sdflow.sources.checkpoint import ORIGIN_KEYS
 from sdflow.sources.recognition import COMPONENT, UNKNOWN, Recognized, part_alone
 
 _OF_WEIGHTS = frozenset({"torch_dtype", "dtype"})
-"""What type the weights had: it is seen in the files, and a graph has its own."""
+"""Entries for the weights' type, which the files show and each graph has its own of."""
 _ABSENT = object()
 
 
 def recognize_config(config: Config) -> Recognized:
-    """What the network of a config.json is: a component, of the architectures whose shapes it has, or UNKNOWN."""
+    """Recognize a config.json: a component of the architectures with its shapes, or UNKNOWN."""
     named, fitting = class_names(config), list[str]()
     component = None
     for architecture in ARCHITECTURES:
@@ -44,7 +44,7 @@ def recognize_config(config: Config) -> Recognized:
 
 
 def architecture_alone(component: str, config: Config) -> str | None:
-    """The shipped architecture of this component alone that a config.json has; None where it has none's."""
+    """The shipped single-component architecture that matches a config.json; None if there is none."""
     for architecture, of in COMPONENT_ARCHITECTURES.items():
         part, own = part_alone(architecture)
         if of != component or part.model.class_name not in class_names(config):
@@ -55,7 +55,8 @@ def architecture_alone(component: str, config: Config) -> str | None:
 
 
 def architectures_of(family: Family, configs: Mapping[str, Config], prediction: str | None) -> list[str]:
-    """The shipped architectures whose shapes these configurations (by component) have; those that predict so come first."""
+    """The shipped architectures with the shapes of these configs (by component); those with this prediction come
+    first."""
     found, others = [], classes_of_others(family, configs)
     for name in ARCHITECTURES:
         if family_of_architecture(name) is not family:
@@ -71,19 +72,19 @@ def architectures_of(family: Family, configs: Mapping[str, Config], prediction: 
 
 
 def classes_of_others(family: Family, configs: Mapping[str, Config]) -> list[str]:
-    """The components that are of another class than the family's own, which may stand in its place."""
+    """The components whose class replaces the family's own."""
     return [name for name, config in configs.items() if (part := family.components[name][0]).of(config) is not part]
 
 
 def configs_of(architecture: str) -> dict[str, Config]:
-    """The config.json of each component of a shipped architecture that has weights."""
+    """The config.json of each component with weights of a shipped architecture."""
     index = architecture_index(architecture)
     family = family_of_architecture(architecture)
     return {name: architecture_config(architecture, name) for name in family.components if index.get(name, [None])[0]}
 
 
 def _distinguishing_shapes(part: Part, config: Config) -> Shapes | None:
-    """None for a config that lacks something."""
+    """None for an incomplete config."""
     try:
         return part.model.distinguishing_shapes(config)
     except (KeyError, TypeError, IndexError, StopIteration):
@@ -91,7 +92,7 @@ def _distinguishing_shapes(part: Part, config: Config) -> Shapes | None:
 
 
 def same_architecture(config: Mapping[str, Any], other: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
-    """Whether both make the same module. defaults: of the entries that one of them may lack."""
+    """Whether both make the same module. defaults: of entries that one of them may lack."""
     for key in {*config, *other} - ORIGIN_KEYS - _OF_WEIGHTS:
         default = defaults.get(key, _ABSENT)
         one, two = config.get(key, default), other.get(key, default)
@@ -106,9 +107,10 @@ def same_architecture(config: Mapping[str, Any], other: Mapping[str, Any], defau
 
 
 def config_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries that the config's class has where its config.json has none, as JSON; none where its library has no such class.
+    """The default values of entries that a config.json lacks, from its class, as JSON; empty if its library has no such
+    class.
 
-    Wants diffusers and transformers.
+    Needs diffusers and transformers.
     """
     import importlib
     import inspect

@@ -1,7 +1,7 @@
-"""Files of textual inversion: words whose vectors were learned (Gal et al. 2022, https://arxiv.org/abs/2208.01618).
+"""Textual inversion files: words with learned vectors (Gal et al. 2022, https://arxiv.org/abs/2208.01618).
 
-Known are those of AUTOMATIC1111's webui and kohya's sd-scripts (`emb_params`, `string_to_param`; for Stable Diffusion XL
-`clip_l` and `clip_g`), and diffusers' learned_embeds, whose one tensor has the word's name.
+Supported are files of AUTOMATIC1111's webui and kohya's sd-scripts (`emb_params`, `string_to_param`; for Stable
+Diffusion XL `clip_l` and `clip_g`), and diffusers' learned_embeds, whose single tensor is named after the word.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float32]
 
 ONLY = "emb_params"
-"""The tensor of a file with one for all text encoders, in webui's files."""
+"""The tensor's name in webui's files with a single one for all text encoders."""
 _IN_PICKLES = "string_to_param"
-_REMEDY = "Known are files of AUTOMATIC1111's webui, kohya's sd-scripts and diffusers (learned_embeds)."
+_REMEDY = "Supported are files of AUTOMATIC1111's webui, kohya's sd-scripts and diffusers (learned_embeds)."
 
 
 @dataclass(frozen=True)
 class Embedding:
-    """A word and its vectors: for each text encoder's name in the file, or ONLY, (vectors, width) float32."""
+    """A word and its vectors: text encoder's name in the file, or ONLY -> (vectors, width) float32."""
 
     word: str
     path: Path
@@ -42,25 +42,25 @@ class Embedding:
 
     @property
     def count(self) -> int:
-        """How many vectors stand for the word."""
+        """Number of vectors of the word."""
         return len(next(iter(self.tensors.values())))
 
 
 def embedding_names() -> tuple[str, ...]:
-    """The tensors of a file that holds one for each text encoder, in their order."""
+    """Tensor names in files with one tensor per text encoder, in the encoders' order."""
     return tuple(
         dict.fromkeys(part.embedding for family in FAMILIES.values() for part in family.parts if part.embedding)
     )
 
 
 def embedding_shapes(shapes: Shapes) -> dict[str, tuple[int, int]] | None:
-    """How many vectors of which width there are, by name, in a file of textual inversion; None for any other."""
+    """Number and width of the vectors in a textual inversion file, by name; None for any other file."""
     found = {name: (1, *shape) if len(shape) == 1 else shape for name, shape in shapes.items()}
     if len(found) != 1 and found.keys() != set(embedding_names()):
         return None
     if any(len(shape) != 2 or not 0 < shape[0] <= MOST_VECTORS or shape[1] < 2 for shape in found.values()):
         return None
-    # A tensor of any other name may be anything, unless a text encoder reads vectors of its width.
+    # A tensor with another name may be anything, unless a text encoder reads vectors of its width.
     known = not found.keys().isdisjoint((ONLY, *embedding_names()))
     if not known and not architectures_reading([shape[1] for shape in found.values()]):
         return None
@@ -74,14 +74,14 @@ def architectures_reading(widths: Sequence[int]) -> tuple[str, ...]:
         family = family_of_architecture(architecture)
         configs = [architecture_config(architecture, family.part(name).component) for name in family.text]
         own = [config["hidden_size"] for config in configs if "hidden_size" in config]
-        # A model with another reader than CLIP takes no learned words.
+        # Models with text encoders other than CLIP do not support learned words.
         if len(own) == len(configs) and sorted(own) == sorted(widths):
             found.append(architecture)
     return tuple(found)
 
 
 def split_word(text: str) -> tuple[Path, str | None]:
-    """`FILE:WORD` in two; the second None where it is not there."""
+    """Split `FILE:WORD`; the word is None if there is none."""
     path, colon, word = text.rpartition(":")
     if not colon or Path(text).is_file() or not Path(path).suffix:
         return Path(text).expanduser(), None
@@ -89,9 +89,9 @@ def split_word(text: str) -> tuple[Path, str | None]:
 
 
 def read_embedding(path: Path, word: str | None = None, *, allow_pickle: bool = False) -> Embedding:
-    """The vectors of a file. word: what stands for them in prompts; None: as the file says, else its name.
+    """Read the vectors of a file. word: for use in prompts; None: from the file, otherwise the file's name.
 
-    Raises CheckpointError for what cannot be read, is no such file, or is pickled where pickles are not allowed.
+    Raises CheckpointError for a file that cannot be read, is not an embedding, or is pickled without permission.
     """
     if not path.is_file():
         raise CheckpointError("no such file", where=str(path), remedy="Check the path of the embedding.")
@@ -100,7 +100,7 @@ def read_embedding(path: Path, word: str | None = None, *, allow_pickle: bool = 
             raise CheckpointError(
                 "is pickled, and pickles can run any code when they are loaded",
                 where=str(path),
-                remedy="Take a .safetensors file of it; or, if you trust the file, say --allow-pickle: it is then loaded "
+                remedy="Use a .safetensors version; or, if you trust the file, add --allow-pickle: it is then loaded "
                 "with weights_only=True.",
             )
         tensors, said = _from_pickle(path)
@@ -109,30 +109,30 @@ def read_embedding(path: Path, word: str | None = None, *, allow_pickle: bool = 
         found = read_float_tensors(path, tensors.values())
         tensors = {name: found[stored] for name, stored in tensors.items()}
     else:
-        raise CheckpointError(f"a file of the unknown kind {path.suffix!r}", where=str(path), remedy=_REMEDY)
+        raise CheckpointError(f"the file type {path.suffix!r} is unknown", where=str(path), remedy=_REMEDY)
     return Embedding(_word(path, word or said), path, _checked(path, tensors))
 
 
 def require_different(words: Sequence[Embedding]) -> None:
-    """Raises UsageError where one word stands for two embeddings; small letters and capitals are the same."""
+    """Raises UsageError if two embeddings have one word; case is ignored."""
     seen: dict[str, Embedding] = {}
     for each in words:
         if (other := seen.setdefault(each.word.lower(), each)) is not each:
             raise UsageError(
-                f"its word {each.word!r} stands for {other.path} already",
+                f"its word {each.word!r} already stands for {other.path}",
                 where=str(each.path),
                 remedy=f"Give it another: {each.path.name}:WORD.",
             )
 
 
 def _named(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Any], str | None]:
-    """Our name of each tensor -> its name in the file; the word, where the file says it."""
+    """Our name of each tensor -> its name in the file; and the word, if the file has it."""
     if shapes.keys() == set(embedding_names()):
         return {name: name for name in shapes}, None
     if len(shapes) == 1:
         (name,) = shapes
         return {ONLY: name}, None if name in (ONLY, "*") else name
-    raise CheckpointError(f"holds {len(shapes)} tensors: this is no embedding", where=str(path), remedy=_REMEDY)
+    raise CheckpointError(f"holds {len(shapes)} tensors: this is not an embedding", where=str(path), remedy=_REMEDY)
 
 
 def _from_pickle(path: Path) -> tuple[dict[str, Any], str | None]:
@@ -153,15 +153,15 @@ def _word(path: Path, said: str | None) -> str:
     word = path.stem if said is None else said
     if not word.strip() or word != word.strip():
         raise CheckpointError(
-            f"{word!r} is no word",
+            f"{word!r} is not a word",
             where=str(path),
-            remedy=f"Name one: {path.name}:WORD. It stands in prompts for the file.",
+            remedy=f"Name one: {path.name}:WORD. Prompts use it for the file.",
         )
     return word
 
 
 def _checked(path: Path, tensors: Mapping[str, Any]) -> dict[str, Floats]:
-    """The vectors as (vectors, width), as many for each text encoder."""
+    """The vectors as (vectors, width), equally many for each text encoder."""
     import numpy as np
 
     found: dict[str, Floats] = {}
@@ -169,7 +169,7 @@ def _checked(path: Path, tensors: Mapping[str, Any]) -> dict[str, Floats]:
         rows = tensor[None] if tensor.ndim == 1 else tensor
         if rows.ndim != 2 or not rows.size or len(rows) > MOST_VECTORS or not np.isfinite(rows).all():
             raise CheckpointError(
-                f"{name} is {list(tensor.shape)}, or holds what is no number: these are no vectors of a word",
+                f"{name} is {list(tensor.shape)}, or not finite: these are not the vectors of a word",
                 where=str(path),
                 remedy=_REMEDY,
             )
@@ -180,9 +180,9 @@ def _checked(path: Path, tensors: Mapping[str, Any]) -> dict[str, Floats]:
 
 
 def vectors_for(word: Embedding, part: Part, parts: Sequence[Part], width: int) -> Floats:
-    """The vectors for one of a family's text encoders, of this width.
+    """The vectors of this width for one of a family's text encoders.
 
-    Raises UsageError for those of another family's.
+    Raises UsageError if they are for another family.
     """
     name = ONLY if part.embedding is None else part.embedding
     found = word.tensors.get(name)
@@ -193,18 +193,18 @@ def vectors_for(word: Embedding, part: Part, parts: Sequence[Part], width: int) 
             f"holds {there}; this pipeline's {part.name.replace('_', ' ')} reads vectors {width} wide"
             + ("" if found is not None else f", its text encoders {wanted}"),
             where=str(word.path),
-            remedy=f"Take an embedding that was made for this kind of model: {WIDTHS}.",
+            remedy=f"Use an embedding for this kind of model: {WIDTHS}.",
         )
     return found
 
 
 SUFFIXES = (".pt", ".bin", ".safetensors")
-"""The last counts where a name has several: it needs no pickle."""
+"""In ascending priority for one name: safetensors needs no pickle."""
 
 
 def embeddings_in(folder: Path) -> dict[str, Path]:
-    """The files of a folder and those within, by word. Raises UsageError for what is no folder, and for two files of one word,
-    where small letters and capitals are the same."""
+    """The files in a folder and its subfolders, by word. Raises UsageError if it is not a folder, and for two files of
+    one word, ignoring case."""
     if not folder.is_dir():
         raise UsageError("this is not a folder", where=str(folder), remedy="Name a folder of textual inversion files.")
     found: dict[str, Path] = {}
@@ -215,7 +215,7 @@ def embeddings_in(folder: Path) -> dict[str, Path]:
                 continue
             if (other := words.setdefault(path.stem.lower(), path)) is not path:
                 raise UsageError(
-                    f"its word {path.stem!r} stands for {other} already", where=str(path), remedy="Rename one of them."
+                    f"its word {path.stem!r} already stands for {other}", where=str(path), remedy="Rename one of them."
                 )
         found |= words
     return {path.stem: path for path in found.values()}

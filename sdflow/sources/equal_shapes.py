@@ -1,4 +1,4 @@
-"""Which of several shipped architectures of equal shapes a file has: by what else it says of how its denoiser predicts."""
+"""Choose among shipped architectures of equal shapes by a file's hints about its denoiser's prediction."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from sdflow.families.shared.predictions import WITH_ZERO_SNR, Said
 from sdflow.sources.architectures import architecture_config, prediction_of
 
 Spelled = Callable[[str], str]
-"""How a workflow names a file as one of an architecture."""
+"""Spells a file with an architecture, as in a workflow."""
 
 
 def choose(
     path: Path, fitting: Sequence[str], said: Sequence[Said], wanted: str | None, spelled: Spelled | None = None
 ) -> tuple[str, tuple[str, ...]]:
-    """One of the architectures that a file's shapes fit, and what the user should hear of the choice.
+    """Choose one of the architectures that a file's shapes fit; also returns notes on the choice for the user.
 
-    said: what the file says of how it predicts; where it says nothing, the first is taken. wanted: what the user wrote. spelled:
-    None: `FILE#NAME`.
-    Raises CheckpointError where it is none of them, and where the file says that it predicts in another way, or contradicts
-    itself.
+    said: prediction types that the file states; if it states none, the first architecture is chosen. wanted: the user's
+    choice. spelled: defaults to `FILE#NAME`.
+
+    Raises CheckpointError if the file fits none of them, states another prediction type, or contradicts itself.
     """
     spelled = spelled or f"{path.name}#{{}}".format
     predicts = {name: _prediction(name) for name in fitting}
@@ -43,10 +43,10 @@ def choose(
         agreed = [name for name in named if predicts[name] == prediction]
         if not agreed:
             raise CheckpointError(
-                f"{why}, and {named[0]}, whose shapes it has, predicts {predicts[named[0]]}",
+                f"{why}, but {named[0]}, whose shapes it has, predicts {predicts[named[0]]}",
                 where=str(path),
-                remedy="Take it as a diffusers folder, whose scheduler says how it predicts. "
-                f"{spelled(named[0])} takes it as it is.",
+                remedy="Use a diffusers folder, whose scheduler has the prediction type. "
+                f"{spelled(named[0])} uses it as it is.",
             )
         plain = len(_unmarked(named)) == 1 and agreed[0] not in MARKED_ARCHITECTURES
         return agreed[0], () if plain else (f"{path.name} is taken for {agreed[0]}: {why}.",)
@@ -56,32 +56,32 @@ def choose(
     first, *others = fitting
     instead = " or ".join(f"{spelled(name)} ({_size(name)} pixels, {predicts[name]})" for name in others)
     note = (
-        f"{path.name} does not say whether it is {' or '.join(fitting)}; it is taken for {first} ({_size(first)} pixels, "
-        f"{predicts[first]}). Else write {instead}."
+        f"{path.name} does not say whether it is {' or '.join(fitting)}; it is used as {first} ({_size(first)} pixels, "
+        f"{predicts[first]}). To change that, write {instead}."
     )
     return first, (note,)
 
 
 def _prediction(architecture: str) -> str:
-    """What the denoiser of an architecture predicts."""
+    """The denoiser's prediction type of an architecture."""
     scheduler = architecture_config(architecture, "scheduler")
     return prediction_of(architecture) + (WITH_ZERO_SNR if scheduler.get("rescale_betas_zero_snr") else "")
 
 
 def _agree(one: str, other: str) -> bool:
-    """Whether both predict the same. Metadata have no word for zero terminal SNR."""
+    """Whether both are the same prediction. Metadata cannot express zero terminal SNR."""
     return one.removesuffix(WITH_ZERO_SNR) == other.removesuffix(WITH_ZERO_SNR)
 
 
 def _require_one_word(path: Path, fitting: Sequence[str], said: Sequence[Said], spelled: Spelled) -> None:
-    """Raises CheckpointError where one part of a file contradicts another: programs differ in which one they believe."""
+    """Raises CheckpointError if parts of a file contradict each other: programs differ in which one they use."""
     if all(_agree(prediction, said[0][0]) for prediction, _ in said):
         return
     ways = [f"{spelled(name)} ({_prediction(name)})" for name in fitting]
     raise CheckpointError(
         f"contradicts itself: {', and '.join(why for _, why in said)}",
         where=str(path),
-        remedy=f"Say in `model` which is right: {' or '.join(ways)}. ComfyUI goes by the tensor.",
+        remedy=f"Choose one in `model`: {' or '.join(ways)}. ComfyUI uses the tensor.",
     )
 
 
@@ -90,7 +90,7 @@ def _unmarked(architectures: Iterable[str]) -> list[str]:
 
 
 def _size(architecture: str) -> int:
-    """Height and width, in pixels, of the images that it was made for."""
+    """The native image size in pixels."""
     family = family_of_architecture(architecture)
     parts = [part for part in family.parts if not part.optional]
     return family.latents({part.name: architecture_config(architecture, part.component) for part in parts}).image_size

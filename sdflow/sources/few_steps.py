@@ -1,4 +1,4 @@
-"""Whether a model or a LoRA is one that draws in few steps: by the names under which it comes."""
+"""Detect few-step models and LoRAs by their published names."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from sdflow.sources.reference import HubReference, LocalReference, SyntheticRefe
 from sdflow.sources.safetensors_file import read_metadata
 
 _NAMELESS = ("pytorch_lora_weights", "adapter_model")
-"""How diffusers and peft call the file of any LoRA: its folder or repository has the name."""
+"""diffusers' and PEFT's file names for any LoRA; the folder or repository has the name."""
 
 _METADATA = ("modelspec.title", "ss_output_name")
 """https://github.com/Stability-AI/ModelSpec; kohya's sd-scripts."""
 
 
 def few_steps(checkpoint: Checkpoint, loras: Sequence[tuple[str, str | None, Path]]) -> dict[str, Any]:
-    """What the names of a model and of its LoRAs say of how it draws (`sdflow.manifest.form.Said`), and `because`; the
-    last LoRA has the last word. Empty where they say nothing.
+    """The defaults for generating that the names of a model and its LoRAs imply (`sdflow.manifest.form.Said`), and the
+    reason, `because`; the last LoRA wins. Empty if there are none.
 
     loras: reference, weight name and file of each.
     """
@@ -35,7 +35,7 @@ def few_steps(checkpoint: Checkpoint, loras: Sequence[tuple[str, str | None, Pat
 
 
 def few_steps_of_model(checkpoint: Checkpoint) -> FewSteps | None:
-    """How a model draws that was published to draw in few steps. Its scheduler is its own, but for a single file's."""
+    """The few-step settings of a published model. It has its own scheduler, unless it is a single file."""
     found = known_model(_model_names(checkpoint))
     if found is None or checkpoint.provenance.get("kind") == "single_file":
         return found
@@ -43,8 +43,7 @@ def few_steps_of_model(checkpoint: Checkpoint) -> FewSteps | None:
 
 
 def few_steps_of_denoiser(checkpoint: Checkpoint, name: str) -> FewSteps | None:
-    """How a checkpoint draws with a denoiser from elsewhere that was published to draw in few steps, under this name. It
-    brings no scheduler."""
+    """The few-step settings of a checkpoint with a published few-step denoiser of this name, which has no scheduler."""
     family = checkpoint.family
     configs = {part: submodel.load["config"] for part, submodel in checkpoint.submodels.items()}
     found = known_model([name, _made_of(configs[family.denoiser])])
@@ -52,12 +51,12 @@ def few_steps_of_denoiser(checkpoint: Checkpoint, name: str) -> FewSteps | None:
 
 
 def few_steps_of_lora(reference: str, weight_name: str | None, path: Path) -> FewSteps | None:
-    """How a model draws with a LoRA that was published to make it draw in few steps. path: of its file."""
+    """The few-step settings of a published LoRA. path: of its file."""
     return known_lora(_lora_names(reference, weight_name, path))
 
 
 def few_steps_of_file(path: Path, metadata: Mapping[str, str]) -> FewSteps | None:
-    """How a model draws with the LoRA in this file."""
+    """The few-step settings of the LoRA in this file."""
     return known_lora(_file_names(path, metadata))
 
 
@@ -74,12 +73,12 @@ def _model_names(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _made_of(config: Mapping[str, Any]) -> str:
-    """The name of what a model was made of, as diffusers writes it."""
+    """The original model's name, as diffusers records it."""
     return Path(str(config.get("_name_or_path") or "")).name
 
 
 def _from_elsewhere(checkpoint: Checkpoint) -> str | None:
-    """The name of what the denoiser comes from, if it is not the checkpoint's own."""
+    """The name of the denoiser's source, if it replaces the checkpoint's own."""
     component = checkpoint.family.part(checkpoint.family.denoiser).component
     found = checkpoint.provenance.get("components", {}).get(component)
     if found is None:

@@ -1,4 +1,4 @@
-"""Which tensor of a file is which parameter of a module: every tensor must find its place, and every parameter its tensor."""
+"""Map the tensors of a file to the parameters of a module, one to one."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from sdflow.sources.formats import StoredTensor, WeightsFile, open_weights
 from sdflow.sources.formats.plain import INDEXES
 
 MOST_LAYERS = 512
-"""Layers that an entry of a config may ask for. The largest of these networks have 48."""
+"""Maximum number of layers in a config. The largest of these networks have 48."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A parameter's values: in the tensor of this index in the file, in this part of it."""
+    """The location of a parameter's values: index of the tensor in the file, and the part of it."""
 
     index: int
     original: Original
 
     def values(self, tensor: Any, shape: tuple[int, ...]) -> Any:
-        """Of a torch tensor or a numpy array: the parameter's values in its shape, a view where that can be."""
+        """The parameter's values from a torch tensor or numpy array, in its shape, as a view if possible."""
         if self.original.identity:
             return _identity_like(tensor, shape[0])
         return self.arranged(tensor if self.original.parts == 1 else tensor[self.rows(tuple(tensor.shape))], shape)
@@ -41,7 +41,7 @@ class Found:
         return slice(original.part * height, (original.part + original.taken) * height)
 
     def arranged(self, tensor: Any, shape: tuple[int, ...]) -> Any:
-        """Of its rows: the parameter's values in its shape."""
+        """The parameter's values from its rows, in its shape."""
         original = self.original
         if original.swapped:
             half = tensor.shape[0] // 2
@@ -52,7 +52,7 @@ class Found:
 
 
 def apart(part: Part, load: Mapping[str, Any], parameters: Shapes) -> Iterator[tuple[Part, Mapping[str, Any], Shapes]]:
-    """What of a module's parameters is loaded together: the part's own, then those of each adapter.
+    """Group a module's parameters by load: the part's own, then those of each adapter.
 
     load: `SubmodelCheckpoint.load`. parameters: of the whole module.
     """
@@ -70,11 +70,11 @@ def apart(part: Part, load: Mapping[str, Any], parameters: Shapes) -> Iterator[t
 def fit(
     part: Part, stored: Sequence[tuple[str, tuple[int, ...]]], parameters: Shapes, prefix: str | None, where: str
 ) -> dict[str, Found]:
-    """Key of the module's state_dict -> where its values are.
+    """Key of the module's state_dict -> location of its values.
 
-    stored: name and shape of the file's tensors. parameters: of the whole module. prefix: of the part's tensors in a file
-    in the original layout; None for a file with the module's own names.
-    Raises CheckpointError naming the tensors that are missing, unexpected or of a wrong shape.
+    stored: names and shapes of the file's tensors. parameters: of the whole module. prefix: of the part's tensors in
+    the original layout; None for a file with the module's own names.
+    Raises CheckpointError naming tensors that are missing, unexpected or of a wrong shape.
     """
     model = part.model
     if prefix is None:
@@ -101,13 +101,13 @@ def fit(
             original = names[key]
             wanted = _stored_shape(parameters[key], original)
             if not model.fits(shape, wanted):
-                misshapen.append(f"{name} is {list(shape)} where {list(wanted)} belongs")
+                misshapen.append(f"{name} is {list(shape)}, expected {list(wanted)}")
             found[key] = Found(index, original)
     found |= {key: Found(0, names[key]) for key in names if names[key].identity}
     missing = sorted(set(parameters) - set(found))
     if missing or unexpected or misshapen:
         raise CheckpointError(
-            f"its tensors do not fit {model.class_name} as configured; {_listed(missing, unexpected, misshapen)}",
+            f"its tensors do not match {model.class_name} as configured; {_listed(missing, unexpected, misshapen)}",
             where=where,
             remedy="The weights and the configuration belong to different models, or the file is incomplete.",
         )
@@ -115,7 +115,7 @@ def fit(
 
 
 def _identity_like(tensor: Any, size: int) -> Any:
-    """(size, size), of the kind of the tensor: numpy's or torch's."""
+    """The identity matrix (size, size), in the tensor's library and type."""
     if type(tensor).__module__.partition(".")[0] == "torch":
         import torch
 
@@ -136,7 +136,7 @@ def _listed(missing: Iterable[str], unexpected: Iterable[str], misshapen: Iterab
 
 
 def require_size(config: Any, where: str, key: str = "") -> None:
-    """Raises CheckpointError, before anything is made, for what would take for ever to make."""
+    """Raises CheckpointError early for a config that would take forever to instantiate."""
     if isinstance(config, Mapping):
         for name, value in config.items():
             require_size(value, where, str(name))
@@ -152,10 +152,10 @@ def require_size(config: Any, where: str, key: str = "") -> None:
 
 
 def require_loadable(submodels: Mapping[str, SubmodelCheckpoint]) -> None:
-    """Raises CheckpointError for the first submodel whose files hold other tensors than its configuration asks for, tensors
-    that are not of a floating-point type, or one tensor twice.
+    """Raises CheckpointError for the first submodel whose files do not match its configuration, hold tensors of a type
+    other than floating point, or hold a tensor twice.
 
-    Of pickles, and of networks whose parameters only their class knows (`Model.parameters`), it is seen when they are loaded.
+    Pickles, and networks whose parameters only their class knows (`Model.parameters`), are checked on loading.
     """
     opened: dict[Path, WeightsFile] = {}
     seen: list[Mapping[str, Any]] = []
@@ -180,7 +180,7 @@ def _require(name: str, load: Mapping[str, Any], opened: Mapping[Path, WeightsFi
                 continue
             if (key := f"{begin}{bare}") in held:
                 raise CheckpointError(
-                    f"{listing([bare])} lies in {held[key][0].name} too: which of the two counts is not said",
+                    f"{listing([bare])} is also in {held[key][0].name}, and it is unclear which one applies",
                     where=str(file),
                     remedy="Download both files again, or save the model again.",
                 )
@@ -188,7 +188,7 @@ def _require(name: str, load: Mapping[str, Any], opened: Mapping[Path, WeightsFi
     for key, (file, entry) in held.items():
         if not entry.weights and entry.dtype not in INDEXES:
             raise CheckpointError(
-                f"{listing([key])} is of dtype {entry.dtype}: the file is quantized in a way that sdflow does not know",
+                f"{listing([key])} is of dtype {entry.dtype}: the file is quantized in an unsupported way",
                 where=str(file),
                 remedy="Use the float16, bfloat16, float8 or GGUF file of this model; a pass of the workflow quantizes "
                 "(docs/quantization.md).",
@@ -211,5 +211,5 @@ def _parameters(model: Any, config: Mapping[str, Any]) -> Shapes | None:
     try:
         parameters: Shapes | None = model.parameters(config)
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
-        return None  # a config that lacks something: its class says what
+        return None  # an incomplete config: its class reports what is missing
     return parameters

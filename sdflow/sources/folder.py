@@ -1,4 +1,4 @@
-"""A checkpoint in a diffusers folder: `model_index.json` and one folder per component."""
+"""Open a checkpoint in a diffusers folder: `model_index.json` and one folder per component."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from sdflow.sources.weight_files import Weights, find_weights, read_config
 
 @dataclass(frozen=True)
 class ComponentFiles:
-    """A component's folder as it was opened. stamps: of the weights. notes: choices that the user should hear of."""
+    """A component's opened folder. stamps: of the weights. notes: for the user."""
 
     folder: Path
     config: dict[str, Any]
@@ -44,7 +44,7 @@ class ComponentFiles:
     notes: tuple[str, ...]
 
     def digests(self, digests: FileDigests) -> dict[Path, str]:
-        """The digest of each file of the weights."""
+        """The digest of each weight file."""
         files = self.weights.files
         return dict(zip(files, side_by_side([partial(digests.digest, file) for file in files]), strict=True))
 
@@ -56,7 +56,8 @@ class ComponentFiles:
         sum_of: Mapping[Path, str],
         pinned: Mapping[str, Any],
     ) -> SubmodelCheckpoint:
-        """A part that is made of it. config: with what the family sets in it. pinned: joins the identity."""
+        """A part made from this component. config: including entries that the family sets. pinned: joins the
+        identity."""
         return SubmodelCheckpoint(
             identity={
                 "kind": "files",
@@ -85,12 +86,13 @@ def open_folder(
     left_out: Collection[str] = (),
     replaced: Collection[str] = (),
 ) -> Checkpoint:
-    """The checkpoint in a diffusers folder.
+    """Open the checkpoint in a diffusers folder.
 
-    origin: JSON that joins the provenance and, but for "kind" and "repository", every identity (the hub's commit).
-    left_out: components that are not read, as if model_index.json named none; only those that it may lack. replaced: those that
-        come from elsewhere, whose weights may be missing.
-    Raises CheckpointError naming the file for whatever is missing, damaged or of a kind that is not supported.
+    origin: JSON that joins the provenance and, except "kind" and "repository", every identity (the hub's commit).
+    left_out: optional components to skip, as if model_index.json did not name them. replaced: components from other
+        sources, whose weights may be missing.
+
+    Raises CheckpointError naming the file for anything missing, damaged or unsupported.
     """
     origin = {"kind": "folder", "path": str(folder.absolute())} if origin is None else dict(origin)
     family, index = _pipeline_index(folder)
@@ -142,7 +144,7 @@ def open_folder(
 
 
 def pinned(origin: Mapping[str, Any]) -> dict[str, Any]:
-    """What of an origin joins the identities: the hub's commit."""
+    """The part of an origin that joins identities: the hub's commit."""
     return {key: value for key, value in origin.items() if key == "commit"}
 
 
@@ -156,12 +158,12 @@ def open_component(
     declared: Any = None,
     replaced: bool = False,
 ) -> ComponentFiles:
-    """A component in a folder of its own: config.json, checked to be of the part's class or one in its place, and weights.
+    """Open a component's folder: config.json, checked for the part's class or a replacement, and weights.
 
-    declared: library and class as model_index.json has them, by which diffusers loads it; they count where config.json names no
-    class. replaced: its weights are not needed, only its configuration.
+    declared: library and class from model_index.json, by which diffusers loads it; used if config.json names no class.
+    replaced: only its configuration is needed.
 
-    Raises CheckpointError naming the file for whatever is missing, damaged or of another class.
+    Raises CheckpointError naming the file for anything missing, damaged or of another class.
     """
     model = part.of(read_config(folder / "config.json")).model
     config = _component_config(folder, model, family, declared)
@@ -176,30 +178,30 @@ def open_component(
     weights = find_weights(folder, model, config, allow_pickle=allow_pickle)
     notes = []
     if weights.variant:
-        notes.append(f"{component}: only weights of the variant {weights.variant} are there; they are used.")
+        notes.append(f"{component}: only the variant {weights.variant} has weights; it is used.")
     if weights.pickled:
         notes.append(f"{component}: the weights are pickled; they are loaded with weights_only=True.")
     else:
         for file in weights.files:
             _require_plain(file)
-    # Before the digests: a file that changes in between is then refused when it is loaded.
+    # Before the digests, so that a change in between is found on loading.
     return ComponentFiles(folder, config, weights, [file_stamp(file) for file in weights.files], tuple(notes))
 
 
 def _require_plain(file: Path) -> None:
-    """Raises CheckpointError for weights that the component's library would not read as sdflow does."""
+    """Raises CheckpointError for weights that the component's library would read differently."""
     opened = open_weights(file)
     opened.require_read()
     if opened.format not in (None, FLOAT8_ALONE):
         raise CheckpointError(
-            f"its weights are {opened.format}, which neither diffusers nor transformers reads from a folder",
+            f"its weights are {opened.format}, which neither diffusers nor transformers supports in a folder",
             where=str(file),
-            remedy="Name the file itself under `components`, beside a model that has the rest.",
+            remedy="Name the file under `components`, with a model that has the rest.",
         )
 
 
 def _pipeline_index(folder: Path) -> tuple[Family, dict[str, Any]]:
-    """The family of a pipeline's class, and model_index.json without components that are none."""
+    """The family of a pipeline's class, and model_index.json without missing components."""
     path = folder / "model_index.json"
     if not is_there(path):
         _refuse_others(folder)
@@ -220,15 +222,15 @@ def _pipeline_index(folder: Path) -> tuple[Family, dict[str, Any]]:
 
 
 def _refuse_others(folder: Path) -> None:
-    """Raises CheckpointError for a folder without a model_index.json that is known to be something else."""
+    """Raises CheckpointError for a folder without model_index.json that is recognized as something else."""
     if is_there(folder / "adapter_config.json") or is_there(folder / "pytorch_lora_weights.safetensors"):
         raise CheckpointError("this is the folder of a LoRA", where=str(folder), remedy="Name it under `loras`.")
     if is_there(folder / "config.json"):
-        named = ", ".join(class_names(read_config(folder / "config.json"))) or "no class that it names"
+        named = ", ".join(class_names(read_config(folder / "config.json"))) or "an unnamed class"
         raise CheckpointError(
-            f"this is one component, of {named:.200}, not a pipeline",
+            f"this is one component, {named:.200}, not a pipeline",
             where=str(folder),
-            remedy="Name the folder that holds model_index.json; a VAE, UNet or ControlNet goes under `components` or "
+            remedy="Name the folder with model_index.json; a VAE, UNet or ControlNet goes under `components` or "
             "`controlnets`.",
         )
 
@@ -240,7 +242,7 @@ def _component_config(folder: Path, model: Model, family: Family, declared: Any)
     if not named and isinstance(declared, list) and len(declared) == 2:
         named = [str(declared[1])]
     if model.class_name not in named:
-        said = f"of {', '.join(named)}" if named else "of no class that it names"
+        said = f"of {', '.join(named)}" if named else "without a class name"
         raise CheckpointError(
             f"a configuration {said:.200}, not of {model.class_name}",
             where=str(path),
@@ -254,7 +256,7 @@ def _facts(folder: Path, family: Family, configs: Mapping[str, Any]) -> dict[str
         return pipeline_facts(family, configs)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"the configurations of {', '.join(configs)} lack something: {error}",
+            f"the configurations of {', '.join(configs)} are incomplete: {error}",
             where=str(folder),
             remedy="Save the checkpoint again with a current diffusers.",
         ) from error

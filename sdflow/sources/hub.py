@@ -1,4 +1,4 @@
-"""Checkpoints and files on the Hugging Face hub, pinned to a commit, through huggingface_hub and its local cache.
+"""Checkpoints and files on the Hugging Face hub, pinned to a commit, via huggingface_hub and its local cache.
 
 The client honours HF_ENDPOINT, HF_HOME, HF_HUB_CACHE, HF_TOKEN and HF_HUB_OFFLINE.
 """
@@ -25,7 +25,7 @@ from sdflow.sources.weight_files import ADAPTER_CONFIG, choose_weights, is_shard
 
 
 class HubUnreachable(CheckpointError):
-    """No connection, or one that broke off: it says nothing of the repository."""
+    """The connection failed or broke off, which says nothing about the repository."""
 
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -36,11 +36,11 @@ _TEXT_SUFFIXES = (".json", ".txt", ".model")
 def open_hub(
     hub: HubReference, reference: str, access: Access, left_out: Collection[str] = (), replaced: Collection[str] = ()
 ) -> Checkpoint:
-    """A checkpoint of the hub. With `download`, the revision's commit is asked for and missing files are fetched, but for
-    those of the components that are left out, and the weights of those that are replaced.
+    """Open a checkpoint on the hub. With `download`, resolves the revision's commit and fetches missing files, except
+    those of left-out components and the weights of replaced ones.
 
-    Raises CheckpointNotLocal when it is not in the local cache and may not be downloaded, CheckpointError for a
-    repository or revision that does not exist or is closed to this user, and when the hub cannot be reached.
+    Raises CheckpointNotLocal if it is not in the local cache and must not be downloaded, CheckpointError if the
+    repository or revision does not exist or is inaccessible, or the hub is unreachable.
     """
 
     def opened(snapshot: Path, origin: Mapping[str, Any]) -> Checkpoint:
@@ -51,11 +51,11 @@ def open_hub(
 
 
 class Noted(Protocol):
-    """Something that was opened."""
+    """An opened object with notes."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Choices that the user should hear of."""
+        """Notes for the user."""
 
 
 Opened = TypeVar("Opened", bound=Noted)
@@ -68,9 +68,9 @@ def open_snapshot(
     *,
     download: bool,
 ) -> Opened:
-    """What `opened` makes of the snapshot's folder and its origin, JSON for the provenance.
+    """Return `opened`'s result for the snapshot's folder and its origin, JSON for the provenance.
 
-    wanted: of the names in a repository, those to fetch. Raises as `open_hub` does.
+    wanted: selects the files to fetch from a repository's names. Raises as `open_hub` does.
     """
 
     def with_origin(snapshot: Path) -> Opened:
@@ -84,7 +84,7 @@ def open_snapshot(
             found = None
             with suppress(MissingFile):
                 found = with_origin(local)
-            # Second choices (variants, pickles) may only mean that another program fetched a part of the repository.
+            # Fallbacks (variants, pickles) may only mean that another program fetched part of the repository.
             if found is not None and (not download or len(found.notes) == 0):
                 return found
     if not download:
@@ -93,7 +93,7 @@ def open_snapshot(
 
 
 def hub_weights(hub: HubReference, *, download: bool) -> tuple[Path, dict[str, Any]]:
-    """The file of weights that a reference names, and JSON for the provenance. Raises as `open_hub` does."""
+    """The weight file that a reference names, and its provenance as JSON. Raises as `open_hub` does."""
     path = hub_file(hub, hub.file, download=download)
     commit = path.parents[len(PurePosixPath(hub.file).parts) - 1].name
     origin = {"kind": "hub", "repository": hub.repository, "revision": hub.revision, "commit": commit, "file": hub.file}
@@ -101,10 +101,10 @@ def hub_weights(hub: HubReference, *, download: bool) -> tuple[Path, dict[str, A
 
 
 def hub_file(hub: HubReference, weight_name: str | None, *, download: bool) -> Path:
-    """One .safetensors file of a repository: the named one, or the only one at its top. PEFT's configuration beside it comes
-    along.
+    """One .safetensors file of a repository: the named one, or the only one at its top, with PEFT's configuration next
+    to it.
 
-    Raises as `open_hub` does, and when there are several files to choose from.
+    Raises as `open_hub` does, and if there are several candidates.
     """
 
     def wanted(names: Collection[str]) -> list[str]:
@@ -134,22 +134,22 @@ def hub_file(hub: HubReference, weight_name: str | None, *, download: bool) -> P
 
 
 class _NoIndex(Exception):
-    """There is nothing to fetch that would describe a pipeline."""
+    """Nothing to fetch describes a pipeline."""
 
 
 @dataclass(frozen=True)
 class Repository:
-    """configurations: a folder with the model_index.json of a repository and the config.json of its components, no weights;
-    None where it has no model_index.json. files: what it holds in all."""
+    """configurations: a folder with the repository's model_index.json and its components' config.json, without weights;
+    None without a model_index.json. files: all files of the repository."""
 
     configurations: Path | None
     files: tuple[str, ...]
 
 
 def describe_repository(hub: HubReference) -> Repository | None:
-    """What a repository says it is, some kilobytes of it; None where the network may not be used (HF_HUB_OFFLINE).
+    """Describe a repository from some kilobytes of it; None if the network is off (HF_HUB_OFFLINE).
 
-    Raises as `open_hub` does; HubUnreachable where the hub does not answer.
+    Raises as `open_hub` does; HubUnreachable if the hub does not answer.
     """
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
@@ -164,7 +164,7 @@ def describe_repository(hub: HubReference) -> Repository | None:
         return [name for name in found if name.count("/") <= 1 and name.rpartition("/")[2] in _DESCRIBING]
 
     shown = not are_progress_bars_disabled()
-    disable_progress_bars()  # of files that are there at once
+    disable_progress_bars()  # the files are tiny
     try:
         snapshot = _fetch(hub, wanted)
     except _NoIndex:
@@ -176,8 +176,8 @@ def describe_repository(hub: HubReference) -> Repository | None:
 
 
 def choose_file(names: Collection[str], weight_name: str | None, where: str) -> str:
-    """The named file, or the only .safetensors file among those at the top."""
-    remedy = "Say which: `weight_name` in a workflow, `--lora ...#NAME` for `sdflow bake`."
+    """The named file, or the only .safetensors file at the top."""
+    remedy = "Choose one: `weight_name` in a workflow, `--lora ...#NAME` for `sdflow bake`."
     found = sorted(name for name in names if name.lower().endswith(".safetensors") and "/" not in name)
     if weight_name is not None:
         if weight_name not in names:
@@ -190,7 +190,7 @@ def choose_file(names: Collection[str], weight_name: str | None, where: str) -> 
     if found:
         raise CheckpointError(f"holds several LoRAs: {', '.join(found)}", where=where, remedy=remedy)
     below = sorted(name for name in names if name.lower().endswith(".safetensors"))
-    if below:  # several adapters that PEFT saved together, or one for each part of a model
+    if below:  # several adapters that PEFT saved together, or one per part of a model
         folders = sorted({name.rpartition("/")[0] for name in below})
         raise CheckpointError(
             f"holds LoRAs in {len(folders)} of its folders: {listing(folders)}",
@@ -199,7 +199,7 @@ def choose_file(names: Collection[str], weight_name: str | None, where: str) -> 
         )
     if pickles := sorted(name for name in names if name.lower().endswith(PICKLE_SUFFIXES) and "/" not in name):
         raise CheckpointError(
-            f"holds no .safetensors file, but {pickles[0]}: pickled LoRAs are not read",
+            f"holds no .safetensors file, but {pickles[0]}: pickled LoRAs are not supported",
             where=where,
             remedy="Save it again as .safetensors.",
         )
@@ -207,8 +207,8 @@ def choose_file(names: Collection[str], weight_name: str | None, where: str) -> 
 
 
 def needed_files(names: Collection[str], left_out: Collection[str] = (), replaced: Collection[str] = ()) -> list[str]:
-    """The files of a repository that `open_folder` reads, and its card, which names the licence: no second copy of any weights,
-    none of the components that are left out, and of replaced ones the configuration alone."""
+    """The files of a repository that `open_folder` reads, and the model card with its licence: weights only once,
+    nothing of left-out components, and only the configuration of replaced ones."""
     wanted = [name for name in names if name in ("model_index.json", CARD)]
     components = {name: parts[0].model for family in FAMILIES.values() for name, parts in family.components.items()}
     for component, model in components.items():
@@ -222,7 +222,7 @@ def needed_files(names: Collection[str], left_out: Collection[str] = (), replace
 
 
 def component_files(names: Collection[str], folder: str, model: Model) -> list[str]:
-    """The files of a component that `open_component` reads. folder: "vae/"; "" where the repository is the component."""
+    """The files of a component that `open_component` reads. folder: "vae/"; "" if the repository is the component."""
     inside = {name.removeprefix(folder): name for name in names if name.startswith(folder)}
     wanted = [name for short, name in inside.items() if short == "config.json"]
     chosen = choose_weights(inside, model)
@@ -240,7 +240,7 @@ def _offline() -> bool:
 
 
 def commit_of(path: Path) -> str | None:
-    """The commit that a file of the local hub cache is of; None for any other file."""
+    """The commit of a file in the local hub cache; None for any other file."""
     from huggingface_hub import constants
 
     with suppress(ValueError):
@@ -257,7 +257,7 @@ def _repository_folder(hub: HubReference) -> Path:
 
 
 def _local_snapshot(hub: HubReference) -> Path | None:
-    """The snapshot of the revision in the local cache, complete or not, without the network."""
+    """The revision's snapshot in the local cache, complete or not, without using the network."""
     folder = _repository_folder(hub)
     commit = hub.revision
     if not _COMMIT.fullmatch(commit):
@@ -271,14 +271,14 @@ def _local_snapshot(hub: HubReference) -> Path | None:
 
 def _not_local(hub: HubReference) -> CheckpointNotLocal:
     return CheckpointNotLocal(
-        "is not in the local hub cache, or not all of it",
+        "is not, or not completely, in the local hub cache",
         where=f"hf:{hub.repository}@{hub.revision}",
         remedy="`sdflow run` downloads it (not with HF_HUB_OFFLINE=1).",
     )
 
 
 def _fetch(hub: HubReference, wanted: Callable[[Collection[str]], list[str]]) -> Path:
-    """The snapshot folder after fetching what is missing of the wanted files."""
+    """The snapshot folder, after fetching missing files."""
     from huggingface_hub import HfApi, snapshot_download
 
     with _hub_errors(hub):
@@ -290,7 +290,7 @@ def _fetch(hub: HubReference, wanted: Callable[[Collection[str]], list[str]]) ->
         patterns = [re.sub(r"([*?\[])", r"[\1]", name) for name in names] or ["model_index.json"]
         snapshot = Path(snapshot_download(hub.repository, revision=info.sha, allow_patterns=patterns))
     if hub.revision != info.sha:
-        # The revision's commit, where huggingface_hub would remember it.
+        # Record the revision's commit as huggingface_hub would.
         write_whole(_repository_folder(hub) / "refs" / hub.revision, info.sha.encode("ascii"))
     return snapshot
 
@@ -300,7 +300,7 @@ def _hub_errors(hub: HubReference) -> Iterator[None]:
     from huggingface_hub import errors
 
     where = f"hf:{hub.repository}@{hub.revision}"
-    # Its first base is the HTTP library's own class of all failures, whichever library the client is built on.
+    # Its first base is the HTTP library's base class of failures, whichever library the client uses.
     transport = errors.HfHubHTTPError.__bases__[0]
     failures: tuple[type[BaseException], ...] = (transport, errors.HfHubHTTPError, OSError, ValueError)
     try:
@@ -326,5 +326,5 @@ def _hub_errors(hub: HubReference) -> Iterator[None]:
         raise HubUnreachable(
             f"the hub cannot be reached, or the download failed: {said}",
             where=where,
-            remedy="Try again: what is already there is kept. HF_HUB_OFFLINE=1 uses the local cache alone.",
+            remedy="Try again: finished files are kept. HF_HUB_OFFLINE=1 uses only the local cache.",
         ) from error

@@ -1,4 +1,4 @@
-"""The licence that a model declares: in its card, or in the header of its file. Nothing is concluded from its absence."""
+"""The licence that a model declares in its card or its file's header. Its absence implies nothing."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _KEYS = ("modelspec.license", "license")
 
 
 def declared_licence(place: Path) -> str | None:
-    """Of a folder, `license` in the front matter of its README.md, as the hub has it; of a .safetensors file, `modelspec.license`
-    in its metadata."""
+    """For a folder, `license` in the front matter of its README.md, as on the hub; for a .safetensors file,
+    `modelspec.license` in its metadata."""
     with suppress(OSError, CheckpointError, UnicodeDecodeError):
         if place.is_dir():
             front = _FRONT.match(read_input(place / CARD, MOST_OF_A_CARD).decode())

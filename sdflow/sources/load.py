@@ -1,4 +1,4 @@
-"""Builds the PyTorch module of a submodel, or the whole pipeline, from what `open_checkpoint` found."""
+"""Build the PyTorch module of a submodel, or the whole pipeline, from `open_checkpoint`'s result."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from sdflow.sources.synthetic import tensors_for
 if TYPE_CHECKING:
     import torch
 
-# What a library raises for a configuration or a file that it cannot make sense of.
+# Exceptions that libraries raise for an invalid configuration or file.
 _REJECTIONS = (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError, ArithmeticError, OSError)
 
 
 MOST_SAID = 400
-"""Characters of what a library says of a file."""
+"""Maximum characters of a library's error message."""
 
 
 def submodel_config(load: Mapping[str, Any]) -> dict[str, Any]:
-    """The submodel's config.json (diffusers' or transformers'). Of the halves of a VAE: that of the whole VAE."""
+    """The submodel's config.json (diffusers' or transformers'); for half of a VAE, the whole VAE's."""
     return dict(load["config"])
 
 
@@ -42,7 +42,7 @@ Tensors = Mapping[str, "torch.Tensor"]
 
 
 def loaded(part: Part, load: Load, expected: Mapping[str, tuple[int, ...]]) -> Tensors:
-    """The parameters of these names and shapes, in float32. Raises CheckpointError."""
+    """Load the parameters of these names and shapes, in float32. Raises CheckpointError."""
     import torch
 
     if load["kind"] == "synthetic":
@@ -57,10 +57,10 @@ def loaded(part: Part, load: Load, expected: Mapping[str, tuple[int, ...]]) -> T
 def load_module(
     submodel: str, load: Load, read: Callable[[Part, Load, Mapping[str, tuple[int, ...]]], Tensors] = loaded
 ) -> torch.nn.Module:
-    """The submodel's module in float32 and eval mode on the CPU, no gradients; of the halves of a VAE: the whole VAE.
+    """The submodel's module in float32 and eval mode on the CPU, without gradients; for half of a VAE, the whole VAE.
 
-    read: what gives the parameters that a part, or an adapter beside it, has of its own.
-    Raises CheckpointError naming the tensors that are missing, unexpected or of a wrong shape.
+    read: loads the parameters of a part, or of an adapter.
+    Raises CheckpointError naming tensors that are missing, unexpected or of a wrong shape.
     """
     part = part_of(load, submodel)
     where = load["files"][0]["path"] if "files" in load else f"{load['kind']} {part.component}"
@@ -83,10 +83,10 @@ def parameter_shapes(submodel: str, load: Mapping[str, Any]) -> dict[str, tuple[
 
 
 def _hollow_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A tensor of the right shape for every parameter, in the memory of one number: each has strides of 0.
+    """A tensor of the right shape for every parameter, in the memory of one number, with strides of 0.
 
-    Each has a value of its own, so that nothing takes two for one. The load {"kind": "hollow", "config": ...} is for
-    tracing the architecture without a checkpoint.
+    Values differ between tensors, so that no two are taken for one. The load {"kind": "hollow", "config": ...} serves
+    to trace the architecture without a checkpoint.
     """
     import torch
 
@@ -100,7 +100,7 @@ def _hollow_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def load_pipeline(checkpoint: Checkpoint) -> Any:
-    """diffusers' pipeline in float32 on the CPU from the same parts: the reference that ONNX pipelines are verified against."""
+    """diffusers' pipeline in float32 on the CPU from the same parts: the reference for verifying ONNX pipelines."""
     family = checkpoint.family
     modules = {
         component: load_module(parts[-1].name, checkpoint.submodels[parts[-1].name].load)
@@ -118,13 +118,13 @@ def load_pipeline(checkpoint: Checkpoint) -> Any:
 
 
 def load_companion(companion: Companion, folder: Path, where: str) -> Any:
-    """A tokenizer, scheduler or feature extractor from its folder, never from the hub.
+    """Load a tokenizer, scheduler or feature extractor from its folder, never from the hub.
 
-    Raises CheckpointError for one that is missing, damaged or too large, or of a class that the installed library lacks.
+    Raises CheckpointError if it is missing, damaged, too large, or of a class that the installed library lacks.
     """
     from sdflow.sources.companion_entries import wrong_entry
 
-    if folder.is_dir():  # else the library says what is missing
+    if folder.is_dir():  # otherwise the library reports what is missing
         require_small(folder)
     what = f"its {folder.name} cannot be loaded"
     with rejections(where, what):
@@ -136,7 +136,7 @@ def load_companion(companion: Companion, folder: Path, where: str) -> Any:
 
 @contextmanager
 def rejections(where: str, what: str) -> Iterator[None]:
-    """Raises CheckpointError for what a library raises of a configuration or a file that it cannot make sense of."""
+    """Raise a library's errors about invalid configurations or files as CheckpointError."""
     from huggingface_hub.errors import StrictDataclassError  # of transformers' configurations
 
     try:
@@ -149,13 +149,13 @@ def rejections(where: str, what: str) -> Iterator[None]:
 
 
 def _brief(error: Exception) -> str:
-    """What a library says, as far as anyone reads on: torch lists every form of a call that it would have taken."""
+    """A library's message, shortened: torch lists every signature that it would have accepted."""
     text = str(error).strip()
     return text if len(text) <= MOST_SAID else text[:MOST_SAID].rpartition(" ")[0] + " ..."
 
 
 def _empty_module(model: Model, config: Config, where: str) -> torch.nn.Module:
-    """The module with its parameters on the meta device: no memory, no random initialisation."""
+    """The module with parameters on the meta device: no memory, no random initialisation."""
     from accelerate import init_empty_weights
 
     require_size(config, where)
@@ -169,7 +169,7 @@ def _empty_module(model: Model, config: Config, where: str) -> torch.nn.Module:
 def _fitted(
     part: Part, load: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]], where: str
 ) -> dict[str, torch.Tensor]:
-    """The files' tensors under the module's names, in float32."""
+    """Return the files' tensors by the module's names, in float32."""
     import torch
 
     prefix = load.get("prefix")
@@ -181,24 +181,24 @@ def _fitted(
         for key, found in fit(part, stored, expected, prefix, where).items()
     }
     for key, tensor in fitted.items():
-        if not (tensor.sum().isfinite() or tensor.isfinite().all()):  # a sum is quick, and may go beyond float32
+        if not (tensor.sum().isfinite() or tensor.isfinite().all()):  # the sum is a fast first check; it may overflow
             raise CheckpointError(
                 f"values of {key} are NaN or infinite",
                 where=where,
-                remedy="The file is damaged, or was written by a training that failed: take another.",
+                remedy="The file is damaged, or was written by a training that failed: use another one.",
             )
     return fitted
 
 
 def _read_files(files: list[tuple[Path, str]], pickled: bool, prefix: str) -> dict[str, torch.Tensor]:
-    """The tensors whose names begin with the prefix, under their names without it. files: as `files_of` gives them."""
+    """The tensors with the prefix, under their names without it. files: from `files_of`."""
     tensors: dict[str, torch.Tensor] = {}
     for file, begin in files:
         held = _read_pickle(file, prefix) if pickled else _read_weights(file, prefix)
         part = {f"{begin}{name}": tensor for name, tensor in held.items()}
         twice = sorted(set(part) & set(tensors))
         if twice:
-            raise CheckpointError(f"holds tensors that another shard holds too: {listing(twice)}", where=str(file))
+            raise CheckpointError(f"holds tensors that are also in another shard: {listing(twice)}", where=str(file))
         tensors |= part
     return tensors
 
@@ -227,7 +227,7 @@ def _dequantized(opened: WeightsFile, prefix: str) -> dict[str, torch.Tensor]:
     return {
         name.removeprefix(prefix): torch.from_numpy(np.array(tensor.values()))
         if tensor.weights
-        else torch.zeros(tensor.shape)  # a count, which no parameter is made of
+        else torch.zeros(tensor.shape)  # a counter, which no parameter uses
         for name, tensor in opened.tensors.items()
         if name.startswith(prefix)
     }
@@ -239,16 +239,16 @@ def _read_pickle(file: Path, prefix: str) -> dict[str, torch.Tensor]:
 
 
 def load_pickle(file: Path, device: str) -> dict[str, torch.Tensor]:
-    """The tensors of a pickle, read with weights_only=True: nothing but tensors and plain data is ever built.
+    """The tensors of a pickle, read with weights_only=True, which builds only tensors and plain data.
 
-    device: "cpu", or "meta" for names and shapes alone. Values are read as they are used, but from files of the oldest
-    format (torch before 1.6), which are read whole. Raises CheckpointError for anything else.
+    device: "cpu", or "meta" for only names and shapes. Values are read on use, except from the oldest format (torch
+    before 1.6), which is read whole. Raises CheckpointError for anything else.
     """
     return _weights(file, unpickled(file, device))
 
 
 def pickled_shapes(file: Path) -> tuple[dict[str, tuple[int, ...]], int | None]:
-    """The shapes of a pickle's tensors, and for how many steps the model was trained, if it says so beside them.
+    """The shapes of a pickle's tensors, and the number of training steps, if the file has it.
 
     Raises CheckpointError as `load_pickle` does.
     """
@@ -268,7 +268,7 @@ def unpickled(file: Path, device: str) -> Any:
     with os_errors_as("cannot be read", file, kind=CheckpointError):
         foreign = foreign_content(file)
     if foreign:
-        raise CheckpointError(f"not a pickle of weights alone: {foreign}", where=str(file))
+        raise CheckpointError(f"not a pickle of only weights: {foreign}", where=str(file))
     try:
         zipped = zipfile.is_zipfile(file)
         if zipped:
@@ -277,28 +277,28 @@ def unpickled(file: Path, device: str) -> Any:
         return torch.load(file, map_location=device, weights_only=True, mmap=zipped and device == "cpu")
     except (pickle.UnpicklingError, zipfile.BadZipFile, EOFError, MemoryError, struct.error, *_REJECTIONS) as error:
         raise CheckpointError(
-            f"not a pickle of weights alone: {_refusal(error)}",
+            f"not a pickle of only weights: {_refusal(error)}",
             where=str(file),
             remedy="It may be damaged, or run code when loaded. Use a .safetensors file of these weights.",
         ) from error
 
 
 def _require_stored(file: Path) -> None:
-    """Refuse an archive whose parts are larger than itself, before any is unpacked: torch stores them as they are."""
+    """Reject an archive that unpacks to more than its own size: torch stores parts uncompressed."""
     import zipfile
 
     with zipfile.ZipFile(file) as archive:
         unpacked = sum(part.file_size for part in archive.infolist())
     if unpacked > file.stat().st_size:
         raise CheckpointError(
-            f"not a pickle of weights alone: {file.stat().st_size} bytes that unpack to {unpacked}",
+            f"not a pickle of only weights: {file.stat().st_size} bytes that unpack to {unpacked}",
             where=str(file),
-            remedy="torch writes its parts as they are. Use a .safetensors file of these weights.",
+            remedy="torch does not compress. Use a .safetensors file of these weights.",
         )
 
 
 def _refusal(error: Exception) -> str:
-    """What torch found, without its advice to load the file with its code."""
+    """torch's finding, without its advice to load the file with its code."""
     found = re.search(r"WeightsUnpickler error: ([^\n]{1,200})", str(error))
     if found is not None:
         return found[1]
@@ -310,7 +310,7 @@ def _weights(file: Path, value: Any) -> dict[str, torch.Tensor]:
 
     value = value.get("state_dict", value) if isinstance(value, dict) else value
     if isinstance(value, dict) and value and all(isinstance(each, dict) for each in value.values()):
-        # As IP-Adapters are pickled: the tensors of each part by name.
+        # The form of pickled IP-Adapters: the tensors of each part by name.
         value = {f"{part}.{name}": tensor for part, tensors in value.items() for name, tensor in tensors.items()}
     if not isinstance(value, dict) or not all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in value.items()
@@ -322,7 +322,7 @@ def _weights(file: Path, value: Any) -> dict[str, torch.Tensor]:
             and tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()
         ):
             raise CheckpointError(
-                f"{name[:200]} is {tuple(tensor.shape)}, and holds only {tensor.untyped_storage().nbytes()} bytes",
+                f"{name[:200]} is {tuple(tensor.shape)}, but holds only {tensor.untyped_storage().nbytes()} bytes",
                 where=str(file),
                 remedy="Use a .safetensors file of these weights.",
             )

@@ -1,4 +1,4 @@
-"""`open_checkpoint`: from a reference to an identified checkpoint, without torch, diffusers or transformers."""
+"""`open_checkpoint`: open and identify a checkpoint, without torch, diffusers or transformers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sdflow.sources.single_file import open_single_file
 from sdflow.sources.synthetic import open_synthetic
 
 _WITHIN = ("components", "controlnets", "ip_adapters")
-"""Entries of a provenance that hold provenances by name."""
+"""Entries of a provenance that map names to provenances."""
 
 
 def open_checkpoint(
@@ -43,11 +43,12 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Find a checkpoint and identify its submodels.
 
-    components: component -> where it comes from in place of the checkpoint's own; None: it is left out. nets: ControlNets, by
-        the names that the pipeline will have for them, and where they come from. adapters: IP-Adapters. download: whether
-        the hub may be asked; without it, only what the local hub cache holds is found.
-    Raises CheckpointNotLocal for a hub checkpoint that is not there and may not be downloaded, CheckpointError for
-    everything else that is missing, damaged or not supported.
+    components: component -> the source that replaces it; None leaves it out. nets: the pipeline's names of ControlNets
+        -> their sources. adapters: IP-Adapters. download: whether the hub may be used; otherwise only its local cache
+        is.
+
+    Raises CheckpointNotLocal for a missing hub checkpoint that must not be downloaded, CheckpointError for anything
+    else missing, damaged or unsupported.
     """
     access = Access(digests, download, allow_pickle)
     others = {name: source for name, source in (components or {}).items() if source is not None}
@@ -57,7 +58,7 @@ def open_checkpoint(
     for component, source in others.items():
         checkpoint = with_component(checkpoint, component, source, access)
     if not nets and has_nets(checkpoint.index):
-        note = f"{reference} has ControlNets, which are left out: name those that you want under `controlnets`."
+        note = f"{reference} has ControlNets, which are left out; name those to use under `controlnets`."
         checkpoint = replace(checkpoint, notes=(*checkpoint.notes, note))
     if nets:
         checkpoint = with_nets(checkpoint, nets, access)
@@ -68,7 +69,7 @@ def open_checkpoint(
 
 
 def _open(reference: str, access: Access, left_out: Collection[str], replaced: Collection[str]) -> Checkpoint:
-    """replaced: components that come from elsewhere: of a folder or repository their weights may be missing."""
+    """replaced: components from other sources, whose weights may be missing in a folder or repository."""
     parsed = parse_reference(reference)
     if isinstance(parsed, SyntheticReference):
         return open_synthetic(reference, parsed.architecture, parsed.seed, left_out=left_out)
@@ -92,7 +93,7 @@ def _open(reference: str, access: Access, left_out: Collection[str], replaced: C
     if is_there(path) and path.is_dir():
         if parsed.architecture is not None:
             raise CheckpointError(
-                "is a folder, which names its architecture itself",
+                "is a folder, whose config names the architecture",
                 where=str(path),
                 remedy=f"Leave out #{parsed.architecture}.",
             )
@@ -102,15 +103,15 @@ def _open(reference: str, access: Access, left_out: Collection[str], replaced: C
     raise CheckpointError(
         no_file(path),
         where=str(path),
-        remedy="Write a folder, a .safetensors or .gguf file, hf:owner/name[@revision], synthetic:sd15 or sample:NAME.",
+        remedy="Name a folder, a .safetensors or .gguf file, hf:owner/name[@revision], synthetic:sd15 or sample:NAME.",
     )
 
 
 def reopen_checkpoint(origin: Origin, where: str, *, digests: FileDigests) -> Checkpoint:
-    """The checkpoint with its exchanged components; those of the hub at the commits that were used.
+    """The checkpoint of a manifest with its replaced components; hub repositories at the commits that were used.
 
-    where: of the manifest, for messages. Raises UsageError when the manifest does not name it, or when its content is no
-    longer what it was; CheckpointError when it cannot be opened.
+    where: of the manifest, for messages. Raises UsageError if the manifest does not name it, or its content has
+    changed; CheckpointError if it cannot be opened.
     """
     model = origin.pinned_model(where)
     checkpoint = open_checkpoint(
@@ -127,7 +128,7 @@ def reopen_checkpoint(origin: Origin, where: str, *, digests: FileDigests) -> Ch
 
 
 def require_same_checkpoint(checkpoint: Checkpoint, origin: Origin, where: str) -> None:
-    """Raise UsageError when a checkpoint's content is not what the manifest says that it was."""
+    """Raise UsageError if a checkpoint's content differs from the manifest's."""
     replaced = [name for name, each in origin.components.items() if each is not None]
     if _content(checkpoint.provenance, replaced) != _content(origin.checkpoint or {}, replaced):
         model = origin.pinned_model(where)
@@ -135,15 +136,15 @@ def require_same_checkpoint(checkpoint: Checkpoint, origin: Origin, where: str) 
         others = "".join(f", {name} {reference or 'left out'}" for name, reference in also.items())
         others += "".join(f", the IP-Adapter {each['file']}" for each in origin.ip_adapters)
         raise UsageError(
-            f"the checkpoint {model}{others} is not the one that this pipeline was built from",
+            f"the checkpoint {model}{others} differs from the one that this pipeline was built from",
             where=where,
-            remedy="Put back the files that it was built from, or run its workflow again.",
+            remedy="Restore the original files, or run its workflow again.",
         )
 
 
 def _content(provenance: Mapping[str, Any], replaced: Collection[str] = ()) -> dict[str, Any]:
-    """The provenance without names that may mean something else today: a branch of the hub stands beside its commit; and
-    without the files of replaced components, which nothing was built from."""
+    """The provenance without names whose meaning may change, such as hub branches, and without files of replaced
+    components, which were not used."""
     kept = {key: value for key, value in provenance.items() if key not in ("revision", *_WITHIN)}
     files = provenance.get("files", {})
     unread = tuple(f"{component}/" for component in replaced)

@@ -1,8 +1,8 @@
-"""What a pickle asks for, counted before any of it is made.
+"""Count the objects that a pickle would create, before creating any.
 
-A pickle of a few hundred bytes can hold a tuple of two tuples of two tuples: sixty deep, and each the same object twice. It takes
-no memory, but whoever hashes it, as the key of a map is, visits 2**60 objects, and nothing interrupts that. Nothing is made
-here: only how many objects each would unfold to is followed.
+A pickle of a few hundred bytes can hold a tuple of two tuples of two tuples, sixty deep, each the same object twice. It
+needs no memory, but hashing it, as a map's key is, visits 2**60 objects, uninterruptibly. So only the number of objects
+that each would expand to is tracked.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from sdflow.disk.input_file import open_input
 MOST_BYTES = 16 << 20
 MOST_STEPS = 600_000
 MOST_UNFOLDED = 1_000_000
-"""Of a pickle beside its tensors. That of a Stable Diffusion XL checkpoint has 0.4 MB and 80,000 steps."""
+"""Limits for a pickle without its tensors. A Stable Diffusion XL checkpoint's has 0.4 MB and 80,000 steps."""
 
 _LEGACY_PICKLES = 5
-"""What torch wrote before 1.6 begins with: a number, a version, the system, the weights, their keys."""
+"""Pickles at the start of files by torch before 1.6: a number, a version, the system, the weights, their keys."""
 
 _HOLDERS = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD", "EMPTY_LIST", "EMPTY_DICT", "LIST", "DICT")
-"""They give what cannot be hashed, so that nothing visits what is in it."""
+"""Operations that create unhashable objects, whose contents nothing visits."""
 
 
 def require_small_pickle(path: Path) -> None:
-    """Raise pickle.UnpicklingError for a pickle of weights that asks for too much, OSError for what cannot be read."""
+    """Raise pickle.UnpicklingError for a pickle that needs too much, OSError if the file cannot be read."""
     import zipfile
 
     with open_input(path) as stream:
@@ -41,7 +41,7 @@ def require_small_pickle(path: Path) -> None:
                 if part.filename.rpartition("/")[2] != "data.pkl":
                     continue
                 if part.file_size > MOST_BYTES:
-                    raise pickle.UnpicklingError(f"{part.file_size >> 20} MB beside its tensors")
+                    raise pickle.UnpicklingError(f"{part.file_size >> 20} MB besides its tensors")
                 with archive.open(part) as content:
                     _require_small(content)  # type: ignore[arg-type]
 
@@ -54,7 +54,7 @@ def _require_small(stream: BinaryIO) -> None:
     try:
         for count, (code, argument, _) in enumerate(pickletools.genops(stream)):
             if count > MOST_STEPS or stream.tell() - begun > MOST_BYTES:
-                raise pickle.UnpicklingError("too many objects beside its tensors")
+                raise pickle.UnpicklingError("too many objects besides its tensors")
             if code.name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
                 memo[len(memo) if code.name == "MEMOIZE" else argument] = stack[-1]
             elif code.name in ("GET", "BINGET", "LONG_BINGET"):
@@ -67,14 +67,14 @@ def _require_small(stream: BinaryIO) -> None:
                 taken = _taken(code, stack, marks)
                 size = 1 if code.name in _HOLDERS else 1 + sum(taken)
                 if size > MOST_UNFOLDED:
-                    raise pickle.UnpicklingError("objects within objects without an end")
+                    raise pickle.UnpicklingError("endlessly nested objects")
                 stack += [size] * len(code.stack_after)
     except (IndexError, KeyError, ValueError) as error:
         raise pickle.UnpicklingError("damaged") from error
 
 
 def _taken(code: pickletools.OpcodeInfo, stack: list[int], marks: list[int]) -> list[int]:
-    """What a step takes from the stack."""
+    """Pop an operation's operands from the stack."""
     before = code.stack_before
     marked = pickletools.markobject in before
     begin = marks.pop() - before.index(pickletools.markobject) if marked else len(stack) - len(before)

@@ -1,6 +1,6 @@
-"""What a file of weights is, by the names and shapes of its tensors: the one place that decides.
+"""Recognize a weight file by its tensors' names and shapes; all decisions are made here.
 
-`inspect` and `init` describe what is recognized; opening a model or a component refuses anything else by the name given here.
+`inspect` and `init` describe the result; opening a model or a component rejects others by this name.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from sdflow.sources.embedding import architectures_reading, embedding_shapes
 from sdflow.sources.loras.lora_header import is_adapter
 
 Fingerprint = Mapping[str, tuple[int, ...] | None]
-"""Tensor -> its shape; None: there is none."""
+"""Tensor -> its shape; None if the tensor must be absent."""
 
 CHECKPOINT, COMPONENT, LORA, EMBEDDING, UNKNOWN = "checkpoint", "component", "LoRA", "embedding", "unknown"
 NET_KIND, IP_ADAPTER = "ControlNet", "IP-Adapter"
 
-# Networks that are neither a family's nor its parts, by how a name in their files begins.
+# Networks outside all families, by prefixes of their tensors.
 _OTHERS = (
     ("controlnet_cond_embedding.", NET_KIND),
     ("controlnet_down_blocks.", NET_KIND),
@@ -36,12 +36,12 @@ _OTHERS = (
     ("adapter.body.", "T2I-Adapter"),
     ("body.0.rdb1.", "upscaler (ESRGAN)"),
 )
-# Networks of a family's kind in sizes that no shipped architecture has.
+# Networks like a family's, in sizes that no shipped architecture has.
 _UNKNOWN_SIZES = (
     *(relative for family in FAMILIES.values() for relative in family.relatives),
     ("double_blocks.", "denoiser of Flux"),
 )
-# What else is in a file that is no whole checkpoint, so that the refusal can name it.
+# Contents of files that are not whole checkpoints, named in error messages.
 _PARTIAL = (
     ("lora_", "a LoRA: name it under `loras`"),
     ("double_blocks.", "a denoiser of Flux: name its pipeline's folder as `model`, and this under `components`"),
@@ -50,7 +50,7 @@ _PARTIAL = (
     ("encoder.down_blocks.", "a VAE in diffusers' layout: name the folder that holds model_index.json"),
     ("text_model.encoder.", "a text encoder alone"),
 )
-# Behind those of the families: an architecture that is none of theirs.
+# After the families': architectures that belong to none.
 _RELATED = (
     ("conditioner.embedders.", "of the kind of Stable Diffusion XL"),
     ("cond_stage_model.model.", "of the kind of Stable Diffusion 2.x"),
@@ -59,10 +59,10 @@ _RELATED = (
 
 @dataclass(frozen=True)
 class Recognized:
-    """kind: CHECKPOINT, whole or not, and the others of this module, or the name of a network that no family has.
-    architectures: the shipped ones whose shapes it has; of an embedding, those whose text encoders read its vectors.
-    components: what it holds of them. half: the half of its one component that it is, where it is not the whole. also: other
-    components that it is, each with an architecture: FLUX.1 and Stable Diffusion 3 read one T5."""
+    """kind: CHECKPOINT, whole or partial, another kind of this module, or the name of a network outside all families.
+    architectures: the shipped ones with these shapes; for an embedding, those whose text encoders read its vectors.
+    components: those in the file. half: the half of its only component, if it is not whole. also: further components
+    that it matches, each with an architecture: FLUX.1 and Stable Diffusion 3 share a T5."""
 
     kind: str
     architectures: tuple[str, ...] = ()
@@ -72,17 +72,17 @@ class Recognized:
 
     @property
     def alone(self) -> bool:
-        """Whether it is a component that has an architecture of its own, which no model as it is published has."""
+        """Whether it is a component with its own architecture, which no published model contains."""
         return self.kind == COMPONENT and bool(self.architectures) and self.architectures[0] in COMPONENT_ARCHITECTURES
 
     @property
     def title(self) -> str:
-        """The kind, in words; of a component which."""
+        """The kind, in words; for a component, its name."""
         return self.components[0].replace("_", " ") if self.kind == COMPONENT else self.kind
 
 
 def recognize(path: Path, shapes: Shapes) -> Recognized:
-    """What a file with tensors of these shapes is. path: PEFT's configuration may lie beside it."""
+    """Recognize a file with tensors of these shapes. path: PEFT's configuration may be next to it."""
     if is_adapter(path, shapes):
         return Recognized(LORA)
     if (words := embedding_shapes(shapes)) is not None:
@@ -94,7 +94,7 @@ def recognize(path: Path, shapes: Shapes) -> Recognized:
         architecture, half = alone
         return Recognized(COMPONENT, (architecture,), (COMPONENT_ARCHITECTURES[architecture],), half)
     held = {architecture: _components_in(architecture, shapes) for architecture in ARCHITECTURES}
-    first = max(held.values(), key=len)  # of equals the first
+    first = max(held.values(), key=len)  # among equals, the first
     if not first:
         return Recognized(_named(_UNKNOWN_SIZES, shapes) or UNKNOWN)
     if len(first) == 1:
@@ -109,13 +109,13 @@ def recognize(path: Path, shapes: Shapes) -> Recognized:
 
 
 def fitting_architectures(path: Path, shapes: Shapes) -> list[str]:
-    """The shipped architectures of which a file holds everything that tells them apart. Raises CheckpointError where there is
-    none, naming what the file is, if that is known."""
+    """The shipped architectures whose distinguishing tensors a file has. Raises CheckpointError if there are none,
+    naming the file's content, if known."""
     there = {**shapes, **current_shapes(shapes)}
     if fitting := [name for name in ARCHITECTURES if _holds(there, _fingerprint(name))]:
         return fitting
     raise CheckpointError(
-        f"not an architecture that sdflow knows: {_what_instead(path, shapes)}",
+        f"not a supported architecture: {_what_instead(path, shapes)}",
         where=str(path),
         remedy=f"Supported in one file: {', '.join(family.title for family in FAMILIES.values())}, each with its VAE and "
         "its text encoders. Other checkpoints may work as a diffusers folder.",
@@ -123,8 +123,8 @@ def fitting_architectures(path: Path, shapes: Shapes) -> list[str]:
 
 
 def component_alone(shapes: Shapes, component: str | None = None) -> tuple[str, str | None] | None:
-    """The shipped architecture of a component alone that a file holds, and of which half, if it is not the whole; None where
-    there is none. component: of this one."""
+    """The shipped single-component architecture of a file, and the half, if it is not whole; None if there is none.
+    component: only this one."""
     for architecture, of in COMPONENT_ARCHITECTURES.items():
         if component not in (None, of):
             continue
@@ -137,19 +137,19 @@ def component_alone(shapes: Shapes, component: str | None = None) -> tuple[str, 
 
 
 def part_alone(architecture: str) -> tuple[Part, Config]:
-    """The first part of a component that has an architecture alone, of the model that it is, and its configuration."""
+    """The first part of a component with its own architecture, in its model's variant, and its configuration."""
     component = COMPONENT_ARCHITECTURES[architecture]
     config = architecture_config(architecture, component)
     return FAMILIES[DEFAULT].components[component][0].of(config), config
 
 
 def half_of(shapes: Shapes, halves: Mapping[str, Shapes]) -> str | None:
-    """The half whose file has these tensors; None where it is no half's. halves: `Model.halves`."""
+    """The half whose file has these tensors; None if there is none. halves: `Model.halves`."""
     return next((half for half, wanted in halves.items() if _holds(shapes, wanted)), None)
 
 
 def layouts_of(family: Family, names: Iterable[str]) -> dict[str, Layout]:
-    """Part -> how it lies in a file with tensors of these names; the parts that are not in it are left out."""
+    """Part -> its layout in a file with tensors of these names; parts outside the file are omitted."""
     names = list(names)
     found: dict[str, Layout] = {}
     for part in family.parts:
@@ -160,7 +160,7 @@ def layouts_of(family: Family, names: Iterable[str]) -> dict[str, Layout]:
 
 
 def current_shapes(shapes: Shapes) -> Shapes:
-    """The file's tensors under their names of today: files converted with transformers 5 lack a `text_model.`."""
+    """The file's tensors under their current names: files converted with transformers 5 lack a `text_model.`."""
     found = {}
     for family in FAMILIES.values():
         for part in family.parts:
@@ -183,7 +183,7 @@ def _holds(shapes: Shapes, wanted: Fingerprint) -> bool:
 
 
 def _named(rows: Iterable[tuple[str, str]], names: Iterable[str]) -> str | None:
-    """The first of these rows whose beginning one of the names has, with or without the denoiser's prefix."""
+    """The first row whose prefix one of the names has, with or without the denoiser's prefix."""
     prefix, names = _denoiser_prefix(), list(names)
     return next(
         (what for begin, what in rows if any(name.removeprefix(prefix).startswith(begin) for name in names)), None
@@ -195,24 +195,24 @@ def _denoiser_prefix() -> str:
 
 
 def _components_in(architecture: str, shapes: Shapes) -> tuple[str, ...]:
-    """What of an architecture a file in the original layout holds; else the one component that it is alone."""
+    """The components of an architecture in a file with the original layout; otherwise the only component it holds."""
     family, prints = family_of_architecture(architecture), _fingerprint(architecture)
     parts = [parts[0] for parts in family.components.values() if parts[0].layouts]
     whole = {part.component for part in parts if any(_holds(shapes, each) for each in _prefixed(prints, part))}
     if whole:
-        # A part that no fingerprint has, as it tells nothing: there where its names are.
+        # A part outside all fingerprints is present if its names are.
         return tuple(part.component for part in parts if part.component in whole or _lies(shapes, prints, part))
     return next(((part.component,) for part in parts if _is_alone(part, architecture, prints, shapes)), ())
 
 
 def _lies(shapes: Shapes, prints: Fingerprint, part: Part) -> bool:
-    """Whether a file has tensors under a prefix of this part, which no fingerprint has."""
+    """Whether a file has tensors with a prefix of this part, which is outside the fingerprint."""
     prefixes = tuple(layout.prefix for layout in part.layouts)
     return not any(name.startswith(prefixes) for name in prints) and any(name.startswith(prefixes) for name in shapes)
 
 
 def _is_alone(part: Part, architecture: str, prints: Fingerprint, shapes: Shapes) -> bool:
-    """Whether a file holds this part and nothing else: by the library's names, or the original ones without a prefix."""
+    """Whether a file holds only this part, with the library's names or the original ones without a prefix."""
     wanted = part.model.distinguishing_shapes(architecture_config(architecture, part.component))
     if _holds({part.model.current_name(name): shape for name, shape in shapes.items()}, wanted):
         return True
@@ -223,17 +223,18 @@ def _is_alone(part: Part, architecture: str, prints: Fingerprint, shapes: Shapes
 
 
 def _prefixed(prints: Fingerprint, part: Part) -> list[Fingerprint]:
-    """What of a fingerprint lies under each of the part's prefixes."""
+    """The parts of a fingerprint under each of the part's prefixes."""
     return [
         {name: shape for name, shape in prints.items() if name.startswith(layout.prefix)} for layout in part.layouts
     ]
 
 
 def _what_instead(path: Path, shapes: Shapes) -> str:
-    """What a file is that is no whole checkpoint, or how it differs from the nearest architecture, as the end of a sentence."""
+    """The content of a file that is not a whole checkpoint, or its difference from the nearest architecture, as the end
+    of a sentence."""
     kind = recognize(path, shapes).kind
     if kind == LORA:
-        return "this is a LoRA or a relative of one: name it under `loras`"
+        return "this is a LoRA or a related adapter: name it under `loras`"
     if kind not in (CHECKPOINT, COMPONENT, UNKNOWN):
         return f"this is {'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
     shapes = {**shapes, **current_shapes(shapes)}
@@ -245,7 +246,7 @@ def _what_instead(path: Path, shapes: Shapes) -> str:
     related = next((f"; it is {what}" for begin, what in _RELATED if any(key.startswith(begin) for key in shapes)), "")
     family = family_of_architecture(nearest)
     there = layouts_of(family, shapes)
-    # Of a part that may lie under several prefixes: the one that the nearest architecture has.
+    # For a part with several possible prefixes, use the nearest architecture's.
     missing = dict.fromkeys(
         layout.prefix
         for part in family.parts
@@ -256,7 +257,7 @@ def _what_instead(path: Path, shapes: Shapes) -> str:
         return f"it holds no tensors under {', '.join(missing)}{related}"
     name, expected = next(each for each in wanted.items() if shapes.get(each[0]) != each[1])
     if name not in shapes:
-        return f"it holds no tensor {name}{related}"
+        return f"tensor {name} is missing{related}"
     if expected is None:
         return f"it holds {name}, which {nearest} does not have{related}"
     first = name.endswith("input_blocks.0.0.weight") and len(shapes[name]) > 1

@@ -1,5 +1,5 @@
-"""The spellings of a checkpoint: a path, `FILE#sd21-base`, `hf:owner/name@revision`, `hf:owner/name/FILE#sd21-base@revision`,
-`synthetic:sd15?seed=1`, `sample:shapes`."""
+"""Parse references to checkpoints: a path, `FILE#sd21-base`, `hf:owner/name@revision`,
+`hf:owner/name/FILE#sd21-base@revision`, `synthetic:sd15?seed=1`, `sample:shapes`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sdflow.families import ADAPTER_ARCHITECTURES, ARCHITECTURES, COMPONENT_ARCH
 
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
 FILE_SUFFIXES = (".safetensors", ".gguf")
-"""Endings of files of weights that are no pickles."""
-# A file, and which architecture it has; a name with a dot in it is no architecture but the rest of the file's name.
+"""Suffixes of weight files other than pickles."""
+# A file and its architecture; a name with a dot is not an architecture but the rest of the file's name.
 _WITH_ARCHITECTURE = re.compile(
     rf"(.+(?i:{'|'.join(map(re.escape, (*FILE_SUFFIXES, *PICKLE_SUFFIXES)))}))#([^./\\#]*)", re.DOTALL
 )
@@ -26,8 +26,8 @@ _REPOSITORY = re.compile(
 
 @dataclass(frozen=True)
 class HubReference:
-    """A repository on the hub; `revision` is a branch, a tag or a commit. file: of it, where one is meant; else "". architecture:
-    which the file has, where the user says so."""
+    """A repository on the hub; `revision` is a branch, a tag or a commit. file: in it, or "". architecture: of the
+    file, if the user gives it."""
 
     repository: str
     revision: str = "main"
@@ -35,7 +35,7 @@ class HubReference:
     architecture: str | None = None
 
     def with_architecture(self, name: str) -> str:
-        """How this file is written as one of this architecture."""
+        """The spelling of this file with an architecture."""
         at = "" if self.revision == "main" else f"@{self.revision}"
         return f"hf:{self.repository}/{self.file}#{name}{at}"
 
@@ -50,14 +50,14 @@ class SyntheticReference:
 
 @dataclass(frozen=True)
 class SampleReference:
-    """A checkpoint that comes with sdflow."""
+    """A checkpoint shipped with sdflow."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class LocalReference:
-    """A folder or a file of this machine. architecture: which the file has, where the user says so."""
+    """A local folder or file. architecture: of the file, if the user gives it."""
 
     path: Path
     architecture: str | None = None
@@ -65,9 +65,9 @@ class LocalReference:
 
 @dataclass(frozen=True)
 class AdapterReference:
-    """An IP-Adapter as written. file: a file, a folder or a repository that holds it, `synthetic:ip-adapter`. weight_name:
-    which file of a folder or repository. encoder: an image encoder from elsewhere; None: that of
-    encoder_folder, in the adapter's folder or repository (what diffusers calls image_encoder_folder, with its rules)."""
+    """An IP-Adapter as written. file: its file, folder or repository, or `synthetic:ip-adapter`. weight_name: the file
+    in a folder or repository. encoder: another image encoder; None: encoder_folder in the adapter's folder or
+    repository (image_encoder_folder in diffusers, with its rules)."""
 
     file: str
     weight_name: str | None = None
@@ -75,19 +75,19 @@ class AdapterReference:
     encoder_folder: str | None = None
 
     def to_json(self) -> dict[str, str]:
-        """What is said of it."""
+        """The fields that are set."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
 Reference = HubReference | SyntheticReference | SampleReference | LocalReference
 
 _SPELLINGS = (
-    "Write a folder, a .safetensors or .gguf file, hf:owner/name[@revision], synthetic:sd15[?seed=N] or sample:NAME."
+    "Name a folder, a .safetensors or .gguf file, hf:owner/name[@revision], synthetic:sd15[?seed=N] or sample:NAME."
 )
 
 
 def parse_reference(text: str) -> Reference:
-    """The kind and parts of a reference. Raises CheckpointError for one that fits no spelling."""
+    """The kind and parts of a reference. Raises CheckpointError for any other text."""
     scheme, separator, rest = text.partition(":")
     if separator and scheme == "hf":
         return _hub(text, rest)
@@ -111,7 +111,7 @@ def _require_known(architecture: str | None, text: str) -> None:
 
 
 def split_architecture(text: str) -> tuple[str, str | None]:
-    """`FILE#ARCHITECTURE` in two, the second None where it is not there. The second may be the name of none."""
+    """Split `FILE#ARCHITECTURE`; the second is None if there is none, and may be unknown."""
     found = _WITH_ARCHITECTURE.fullmatch(text)
     return (found[1], found[2]) if found else (text, None)
 
@@ -121,7 +121,7 @@ def _hub(text: str, rest: str) -> HubReference:
     name, architecture = split_architecture(name)
     found = _REPOSITORY.fullmatch(name)
     if found is None or (at and not revision):
-        raise CheckpointError("not of the form hf:owner/name[@revision]", where=text, remedy=_SPELLINGS)
+        raise CheckpointError("not in the form hf:owner/name[@revision]", where=text, remedy=_SPELLINGS)
     _require_known(architecture, text)
     return HubReference(found[1], revision or "main", (found[2] or "").removeprefix("/"), architecture)
 

@@ -1,4 +1,4 @@
-"""Reads safetensors files without torch: the header, single tensors, digests of some of the tensors.
+"""Read safetensors files without torch: the header, single tensors, digests of tensors.
 
 Format: https://huggingface.co/docs/safetensors/index#format
 """
@@ -32,12 +32,12 @@ _WHOLE = {
     "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1",
 }  # fmt: skip
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""The types that weights are read from."""
+"""Types that weights are read from."""
 _MAX_HEADER = 16 << 20
-"""Bytes. The format allows 100 MB, which take gigabytes once they are read; a header of Stable Diffusion XL has 0.3 MB, and what
-training programs write down a few."""
+"""Maximum bytes. The format allows 100 MB, which take gigabytes once parsed; Stable Diffusion XL's header has 0.3 MB,
+and training programs' metadata a few."""
 _MOST_TENSORS = 50_000
-"""A LoRA of Stable Diffusion XL has two or three thousand, a checkpoint in one file 2,500."""
+"""A LoRA of Stable Diffusion XL has two or three thousand, a single-file checkpoint 2,500."""
 _BLOCK = 1 << 22
 
 
@@ -58,13 +58,13 @@ def _invalid(path: Path, what: str) -> CheckpointError:
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """The tensors of a safetensors file by name. Raises CheckpointError unless header and length agree exactly."""
+    """The tensors of a safetensors file by name. Raises CheckpointError unless header and file size match exactly."""
     header, data_start, size = _read_json(path)
     entries = {name: _entry(path, name, value, data_start) for name, value in header.items() if name != "__metadata__"}
     position = data_start
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != position:
-            raise _invalid(path, f"tensor {name} does not begin where the one before it ends")
+            raise _invalid(path, f"tensor {name} does not begin where the previous one ends")
         position = entry.end
     if position != size:
         raise _invalid(path, f"its tensors end at byte {position}, the file at byte {size}")
@@ -86,7 +86,7 @@ def _read_json(path: Path) -> tuple[dict[str, Any], int, int]:
         start = stream.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if _MAX_HEADER < length <= size - 8:
-            raise _invalid(path, f"a header of {length >> 20} MB, where {_MAX_HEADER >> 20} are read at most")
+            raise _invalid(path, f"a header of {length >> 20} MB; at most {_MAX_HEADER >> 20} MB are supported")
         if length == 0 or length > size - 8:
             raise _invalid(path, foreign_content(path) or f"{size} bytes with a header of {length} bytes")
         text = stream.read(length)
@@ -97,7 +97,7 @@ def _read_json(path: Path) -> tuple[dict[str, Any], int, int]:
     if not isinstance(header, dict):
         raise _invalid(path, "its header is not a JSON object")
     if len(header) > _MOST_TENSORS:
-        raise _invalid(path, f"{len(header):,} tensors, where {_MOST_TENSORS:,} are read at most")
+        raise _invalid(path, f"{len(header):,} tensors; at most {_MOST_TENSORS:,} are supported")
     return header, 8 + length, size
 
 
@@ -117,7 +117,7 @@ def _entry(path: Path, name: str, value: Any, data_start: int) -> TensorEntry:
 
 
 def digest_tensors(path: Path, entries: Mapping[str, TensorEntry]) -> str:
-    """SHA-256 over (name, dtype, shape, bytes) of the given tensors of a file, in the order of their names."""
+    """SHA-256 of (name, dtype, shape, bytes) of the given tensors of a file, sorted by name."""
     digest = hashlib.sha256()
     with open_input(path) as stream:
         for name in sorted(entries):
@@ -136,7 +136,7 @@ def digest_tensors(path: Path, entries: Mapping[str, TensorEntry]) -> str:
 
 
 def read_entry(path: Path, name: str, entry: TensorEntry) -> bytes:
-    """The bytes of a small tensor. Raises CheckpointError for a file that ends before."""
+    """The bytes of a small tensor. Raises CheckpointError if the file ends earlier."""
     with os_errors_as("cannot be read", path, kind=CheckpointError), open_input(path) as stream:
         stream.seek(entry.begin)
         raw = stream.read(entry.end - entry.begin)
@@ -151,8 +151,8 @@ def float_values(path: Path, name: str, entry: TensorEntry) -> NDArray[np.float3
 
 
 def require_floats(path: Path, entries: Mapping[str, TensorEntry]) -> None:
-    """Raises CheckpointError for a tensor that is not of F64, F32, F16 or BF16, from the header: integers and float8 are
-    quantized, and their scales are elsewhere."""
+    """Raises CheckpointError, from the header, for a tensor other than F64, F32, F16 or BF16: integers and float8 are
+    quantized, with separate scales."""
     for name, entry in entries.items():
         if entry.dtype != "BF16" and entry.dtype not in _FLOATS:
             raise CheckpointError(
@@ -161,7 +161,7 @@ def require_floats(path: Path, entries: Mapping[str, TensorEntry]) -> None:
 
 
 def read_numbers(path: Path, names: Iterable[str]) -> dict[str, float]:
-    """Tensors of a file that hold one number each, whole numbers among them: `torch.tensor(4)` is an alpha of I64.
+    """Tensors of a file that hold one number each, integers included: `torch.tensor(4)` is an I64 alpha.
 
     Raises CheckpointError for other dtypes, and for tensors of several numbers."""
     import numpy as np
@@ -171,7 +171,7 @@ def read_numbers(path: Path, names: Iterable[str]) -> dict[str, float]:
         for name in names:
             entry = entries[name]
             if prod(entry.shape) != 1:
-                raise CheckpointError(f"{name}: {list(entry.shape)} where one number belongs", where=str(path))
+                raise CheckpointError(f"{name}: {list(entry.shape)}, expected one number", where=str(path))
             stream.seek(entry.begin)
             raw = stream.read(entry.end - entry.begin)
             whole = _WHOLE.get(entry.dtype)
@@ -181,7 +181,7 @@ def read_numbers(path: Path, names: Iterable[str]) -> dict[str, float]:
 
 
 def require_numbers(path: Path, entries: Mapping[str, TensorEntry]) -> None:
-    """Raises CheckpointError for a dtype that `read_numbers` does not read, from the header."""
+    """Raises CheckpointError, from the header, for a dtype that `read_numbers` does not support."""
     require_floats(path, {name: entry for name, entry in entries.items() if entry.dtype not in _WHOLE})
 
 

@@ -1,6 +1,7 @@
-"""A checkpoint in one file in the original (CompVis, SGM) layout: UNet, VAE and text encoders, told apart by prefixes.
+"""Open a checkpoint in one file in the original (CompVis, SGM) layout: UNet, VAE and text encoders, separated by
+prefixes.
 
-Such a file holds no configuration. The architecture is the shipped one whose tensors have the file's shapes.
+Such a file has no configuration: the shipped architecture with the file's shapes is used.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from sdflow.sources.weight_files import refuse_pickle
 
 
 class _Description(NamedTuple):
-    """fitting: the architectures that the file has the shapes of. said: what it says of how it predicts. names: of its
-    tensors; of a pickle, their prefixes alone."""
+    """fitting: the architectures with the file's shapes. said: its hints about its prediction. names: of its tensors;
+    for a pickle, only their prefixes."""
 
     fitting: list[str]
     said: Sequence[Said]
@@ -56,16 +57,16 @@ def open_single_file(
     origin: Mapping[str, Any] | None = None,
     spelled: Callable[[str], str] | None = None,
 ) -> Checkpoint:
-    """The checkpoint in a file of weights, or in a pickle when those are allowed.
+    """Open the checkpoint in a weight file, or in a pickle if permitted.
 
-    architecture: which of those that the file's shapes fit, where the user says so. left_out: components that are not read, of
-    those that it may lack. origin: JSON for the provenance, of a file of the hub. spelled: how a workflow names the file as
-    one of an architecture; None: `FILE#NAME`.
-    A pickle's first opening loads torch to read its shapes; what was found is remembered in its digests.
-    Raises CheckpointError for a damaged file, and for an architecture that is not supported, naming it if it is known.
+    architecture: the user's choice among those that match the file's shapes. left_out: optional components to skip.
+    origin: JSON for the provenance of a file on the hub. spelled: how a workflow spells the file with an architecture;
+    None: `FILE#NAME`.
+    The first opening of a pickle loads torch to read its shapes, which are then cached.
+    Raises CheckpointError for a damaged file, and for an unsupported architecture, naming it if known.
     """
     pickled = path.suffix.lower() in PICKLE_SUFFIXES
-    stamp = file_stamp(path)  # before the digests: a file that changes in between is then refused when it is loaded
+    stamp = file_stamp(path)  # before the digests, so that a change in between is found on loading
     opened: WeightsFile | None = None
     if pickled:
         refuse_pickle(path, access.allow_pickle)
@@ -76,9 +77,9 @@ def open_single_file(
         known = _describe(opened)
     else:
         raise CheckpointError(
-            f"a file of the unknown kind {path.suffix!r}",
+            f"the file type {path.suffix!r} is unknown",
             where=str(path),
-            remedy=f"Known are {', '.join(FILE_SUFFIXES)}.",
+            remedy=f"Supported are {', '.join(FILE_SUFFIXES)}.",
         )
     architecture, chosen = choose(path, known.fitting, known.said, architecture, spelled)
     family = family_of_architecture(architecture)
@@ -109,7 +110,7 @@ def open_single_file(
     notes += chosen
     if untold := sorted((unread - asked) & layouts_of(family, known.names).keys()):
         notes.append(
-            f"{path.name} holds {', '.join(untold)} without its tokenizer, which sdflow does not ship: it is left out. "
+            f"{path.name} holds {', '.join(untold)} without a tokenizer, and sdflow ships none: it is left out. "
             "A diffusers folder has both."
         )
     if opened is not None:
@@ -146,8 +147,9 @@ def part_of_file(
     stamp: Stamp,
     prefix: str | None,
 ) -> SubmodelCheckpoint:
-    """A part in one file. content: the digest of its tensors (`tensors`), or of the whole pickle (`file`). stamp: of the
-    file. prefix: of its names in the original layout; None: they are the module's own."""
+    """A part in one file. content: the digest of its tensors (`tensors`), or of the whole pickle (`file`). stamp: of
+    the file.
+    prefix: of its names in the original layout; None for the module's own names."""
     return SubmodelCheckpoint(
         identity={
             "kind": "single_file",
@@ -167,13 +169,13 @@ def part_of_file(
 
 
 def digest_work(opened: WeightsFile, component: str, prefix: str, access: Access) -> Callable[[], str]:
-    """What gives the digest of a component's tensors, which begin with the prefix; it is remembered."""
+    """A function that returns the cached digest of the component's tensors, which have the prefix."""
     name = opened.digest_name(component)
     return partial(access.digests.value, opened.path, name, lambda path: opened.digest(prefix))
 
 
 def under(header: Mapping[str, TensorEntry], prefix: str) -> dict[str, TensorEntry]:
-    """The tensors whose names begin with the prefix."""
+    """The tensors with the prefix."""
     return {name: entry for name, entry in header.items() if name.startswith(prefix)}
 
 
@@ -187,7 +189,7 @@ def _describe(opened: WeightsFile) -> _Description:
 
 
 def _describe_pickle(path: Path) -> str:
-    """JSON of a _Description."""
+    """A _Description as JSON."""
     from sdflow.sources.load import pickled_shapes
 
     shapes, step = pickled_shapes(path)

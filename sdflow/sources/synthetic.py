@@ -1,8 +1,8 @@
-"""`synthetic:sd15?seed=N`: an architecture with random weights, made where they are needed, stored nowhere.
+"""`synthetic:sd15?seed=N`: an architecture with random weights, generated on demand and never stored.
 
-Each tensor has a generator of its own, seeded by (seed, class, tensor name), so its values depend on neither order nor
-on other tensors. Values are uniform, computed from PCG64's raw output, whose stream NumPy guarantees across versions
-(NEP 19), by one multiplication and one addition in float32: the same on every machine.
+Each tensor has its own generator, seeded by (seed, class, tensor name), so its values are independent of order and of
+other tensors. They are uniform, computed from PCG64's raw output, which NumPy guarantees across versions (NEP 19), with
+one multiplication and one addition in float32: bit-identical on every machine.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-GENERATOR_VERSION = 1  # raise it when any value changes: it is part of the identity
+GENERATOR_VERSION = 1  # increase it when values change: it is part of the identity
 _CHUNK = 1 << 20
 _CACHED = 1 << 16
-"""Values that are computed at a time, even: they stay in the processor's cache."""
+"""Values computed at a time, which stay in the processor's cache; an even number."""
 
 
 def open_synthetic(reference: str, architecture: str, seed: int, *, left_out: Collection[str] = ()) -> Checkpoint:
-    """The shipped architecture with weights from `seed`. left_out: components that it goes without, of those that it may lack.
-    Raises CheckpointError for one of a component alone."""
+    """Open the shipped architecture with weights from `seed`. left_out: optional components to omit. Raises
+    CheckpointError for a single-component architecture."""
     require_model(reference, architecture)
     family = family_of_architecture(architecture)
     index = architecture_index(architecture)
@@ -68,11 +68,11 @@ def open_synthetic(reference: str, architecture: str, seed: int, *, left_out: Co
 
 
 def require_model(reference: str, architecture: str) -> None:
-    """Raises CheckpointError, `where` the reference, for an architecture that is no whole model's."""
+    """Raises CheckpointError, with the reference as `where`, for an architecture other than a whole model's."""
     if architecture in COMPONENT_ARCHITECTURES:
         component = COMPONENT_ARCHITECTURES[architecture]
         raise CheckpointError(
-            f"is a {component} alone", where=reference, remedy=f"Name it as `components: {{{component}: {reference}}}`."
+            f"is only a {component}", where=reference, remedy=f"Name it as `components: {{{component}: {reference}}}`."
         )
     if architecture in ADAPTER_ARCHITECTURES:
         raise CheckpointError(
@@ -86,7 +86,7 @@ def synthetic_provenance(architecture: str, seed: int) -> dict[str, Any]:
 
 
 def synthetic_submodel(model: Model, config: Mapping[str, Any], seed: int, family: str) -> SubmodelCheckpoint:
-    """With random weights."""
+    """A submodel with random weights."""
     return SubmodelCheckpoint(
         identity={
             "kind": "synthetic",
@@ -102,7 +102,7 @@ def synthetic_submodel(model: Model, config: Mapping[str, Any], seed: int, famil
 def synthetic_tensors(
     class_name: str, shapes: Mapping[str, tuple[int, ...]], seed: int
 ) -> dict[str, NDArray[np.float32]]:
-    """Random float32 weights for the parameters of a `class_name`, scaled so that activations stay near 1."""
+    """Random float32 weights for the parameters of a `class_name`, scaled to keep activations near 1."""
     return {name: _tensor(f"{class_name}/{name}", name, shape, seed) for name, shape in shapes.items()}
 
 
@@ -134,7 +134,7 @@ def _bits(stream: str, seed: int) -> np.random.PCG64:
 def _distribution(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     """Mean and standard deviation of a parameter's values."""
     if name.endswith("embeds_weights"):
-        # Thresholds of the safety checker: cosines never reach them, so random weights flag nothing.
+        # Thresholds of the safety checker above any cosine, so that random weights flag nothing.
         return 1.2, 0.1
     if name.endswith(("_embedding", "token_embedding.weight", "position_embedding.weight")):
         return 0.0, 0.02
@@ -144,7 +144,7 @@ def _distribution(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
 
 
 def _fill(values: NDArray[np.float32], bits: np.random.PCG64, mean: float, deviation: float) -> None:
-    """Put the next numbers of `bits` into a flat array, of even length unless they are the last."""
+    """Fill a flat array with the next numbers of `bits`; its length must be even unless it is the last."""
     import numpy as np
 
     step = np.float32(deviation * sqrt(12.0) / 2**24)
@@ -153,20 +153,20 @@ def _fill(values: NDArray[np.float32], bits: np.random.PCG64, mean: float, devia
         some = values[begin : begin + _CACHED]
         words = bits.random_raw((len(some) + 1) // 2).astype("<u8", copy=False).view("<u4")[: len(some)]
         words >>= np.uint32(8)
-        some[:] = words.view("<i4")  # 24 bits, which float32 holds; faster than from unsigned numbers
+        some[:] = words.view("<i4")  # 24 bits fit into float32; converting signed integers is faster
         some *= step
         some += low
 
 
 def tensors_for(model: Model, shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, NDArray[np.float32]]:
-    """Weights for a module of this model whose parameters have these names and shapes: the same whatever prefixes its
-    release of transformers gives the names."""
+    """Weights for a module with parameters of these names and shapes, regardless of the prefixes that its transformers
+    release uses."""
     names = {name: model.current_name(name) for name in shapes}
     tensors = synthetic_tensors(model.class_name, {names[name]: shape for name, shape in shapes.items()}, seed)
     return {name: tensors[names[name]] for name in shapes}
 
 
 def blocks_of(model: Model, name: str, shape: tuple[int, ...], seed: int) -> Iterator[NDArray[np.float32]]:
-    """The values of `tensors_for` of one parameter, in row-major order, a flat block after the other."""
+    """The values of `tensors_for` for one parameter, in row-major order, in flat blocks."""
     current = model.current_name(name)
     return _blocks(f"{model.class_name}/{current}", current, shape, seed)

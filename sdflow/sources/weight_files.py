@@ -1,12 +1,12 @@
-"""Which files of a component's folder hold its weights, as the library of the component decides.
+"""Choose the weight files of a component's folder like the component's library does.
 
-Where a folder holds weights more than once, diffusers and transformers choose differently:
+If a folder has weights more than once, diffusers and transformers choose differently:
 
 - diffusers (`ModelMixin.from_pretrained`): an index of shards, then a single file, then a pickle.
 - transformers (`_get_resolved_checkpoint_files`): a single file, then an index of shards, then the same among pickles.
 
-A folder without plain weights is read as `from_pretrained(..., variant=NAME)` reads it, and the user is told. What the
-choice gives is verified against `from_pretrained` itself (`sdflow.verify.pretrained`), which shares no code with this one.
+A folder without plain weights is read like `from_pretrained(..., variant=NAME)`, with a note for the user. The choice
+is verified against `from_pretrained` itself (`sdflow.verify.pretrained`), which shares no code with this module.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from sdflow.models.base import Model
 from sdflow.sources.checkpoint import MissingFile
 
 VARIANTS = ("fp16", "bf16", "fp32", "non_ema")
-"""Where a folder has no weights without a variant, the first of these that it has is taken."""
+"""Variants in order of preference, for folders without plain weights."""
 ADAPTER_CONFIG = "adapter_config.json"
-"""PEFT's. transformers loads the adapter that it describes along with the model."""
+"""PEFT's configuration. transformers loads the adapter that it describes together with the model."""
 _EXPLICIT = "transformers_weights"
-"""The entry of transformers' config.json that names the file of the weights."""
+"""The entry of transformers' config.json that names the weight file."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The files that hold a component's weights; `variant` is "" for the plain ones."""
+    """The weight files of a component; `variant` is "" for the plain ones."""
 
     files: tuple[Path, ...]
     variant: str
@@ -40,7 +40,7 @@ class Weights:
 
 
 def choose_weights(names: Collection[str], model: Model) -> tuple[str, str] | None:
-    """The file (or index of shards) to take among the file names of a component's folder, and its variant."""
+    """Choose among the file names of a component's folder. Returns the file (or index of shards) and its variant."""
     spellings = _of_transformers if model.of_transformers else _of_diffusers
     return next(((name, variant) for name, variant in spellings(model.weights_stem) if name in names), None)
 
@@ -50,10 +50,10 @@ def _of_diffusers(stem: str) -> Iterator[tuple[str, str]]:
         dotted = f".{variant}" if variant else ""
         yield f"{stem}.safetensors.index{dotted}.json", variant
         if variant:
-            yield f"{stem}.safetensors{dotted}.index.json", variant  # deprecated, and still read
+            yield f"{stem}.safetensors{dotted}.index.json", variant  # deprecated, but still supported
         yield f"{stem}{dotted}.safetensors", variant
         yield f"{stem}{dotted}.bin", variant
-    for variant in ("", *VARIANTS):  # read with use_safetensors=False alone
+    for variant in ("", *VARIANTS):  # only with use_safetensors=False
         yield f"{stem}.bin.index{f'.{variant}' if variant else ''}.json", variant
 
 
@@ -66,22 +66,22 @@ def _of_transformers(stem: str) -> Iterator[tuple[str, str]]:
 
 
 def is_shard(name: str, index: str, variant: str) -> bool:
-    """`model-00001-of-00002.safetensors`, with the variant before or after the numbers."""
+    """Matches `model-00001-of-00002.safetensors`, with the variant before or after the numbers."""
     stem, suffix = index.split(".")[0], ".bin" if ".bin" in index else ".safetensors"
     dotted = re.escape(f".{variant}") if variant else ""
     return re.fullmatch(rf"{stem}({dotted}-\d+-of-\d+|-\d+-of-\d+{dotted}){re.escape(suffix)}", name) is not None
 
 
 def find_weights(folder: Path, model: Model, config: Mapping[str, Any], *, allow_pickle: bool) -> Weights:
-    """The component's weights as `choose_weights` chooses them; pickles only when they are allowed.
+    """The component's weights according to `choose_weights`; pickles only if permitted.
 
-    config: the folder's config.json. Raises CheckpointError, also where the library would read something else besides.
+    config: the folder's config.json. Raises CheckpointError, also if the library would read something in addition.
     """
     names = [path.name for path in folder.iterdir() if path.is_file()] if folder.is_dir() else []
     chosen = choose_weights(names, model)
     if chosen is None:
         raise MissingFile(
-            f"no weights: {model.weights_stem}.safetensors is not there",
+            f"no weights: {model.weights_stem}.safetensors is missing",
             where=str(folder),
             remedy="Download the checkpoint again, or write it with save_pretrained(..., safe_serialization=True).",
         )
@@ -96,16 +96,16 @@ def find_weights(folder: Path, model: Model, config: Mapping[str, Any], *, allow
 
 
 def _require_nothing_else(folder: Path, chosen: str, config: Mapping[str, Any]) -> None:
-    """Raises CheckpointError where transformers would read another file than the chosen one, or an adapter with it."""
+    """Raises CheckpointError if transformers would read another file than the chosen one, or an adapter as well."""
     if is_there(folder / ADAPTER_CONFIG):
         raise CheckpointError(
-            "transformers loads this folder with the adapter that it describes; sdflow reads no adapters here",
+            "transformers would also load the adapter described here, which sdflow does not support",
             where=str(folder / ADAPTER_CONFIG),
             remedy="Remove it with its adapter's weights, or merge the adapter: merge_and_unload(), then save_pretrained.",
         )
     if (named := config.get(_EXPLICIT)) not in (None, chosen):
         raise CheckpointError(
-            f"its {_EXPLICIT} names {named!r:.60}, which transformers reads in place of {chosen}",
+            f"its {_EXPLICIT} names {named!r:.60}, which transformers reads instead of {chosen}",
             where=str(folder / "config.json"),
             remedy=f"Load it with transformers and save it again, or remove {_EXPLICIT} from config.json.",
         )
@@ -130,7 +130,7 @@ def _shards(index: Path) -> tuple[Path, ...]:
         raise CheckpointError("an index without a weight_map", where=str(index), remedy="Download it again.")
     if not isinstance(content.get("metadata"), dict):
         raise CheckpointError(
-            "an index without metadata, which neither diffusers nor transformers reads",
+            "an index without metadata, which neither diffusers nor transformers supports",
             where=str(index),
             remedy='Download it again, or add "metadata": {}.',
         )
@@ -140,13 +140,13 @@ def _shards(index: Path) -> tuple[Path, ...]:
             raise CheckpointError(f"the shard {name[:60]!r} is not a file name", where=str(index))
         if not is_regular(index.parent / name):
             raise MissingFile(
-                f"the shard {name[:60]} is not there", where=str(index), remedy="Download the missing file."
+                f"the shard {name[:60]} is missing", where=str(index), remedy="Download the missing file."
             )
     return tuple(index.parent / name for name in names)
 
 
 def read_config(path: Path, *, finite: bool = True) -> dict[str, Any]:
-    """A JSON object from a file. Raises CheckpointError when it is missing or something else."""
+    """Read a JSON object from a file. Raises CheckpointError if it is missing or something else."""
     try:
         value = read_json(path, finite=finite)
     except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Proves that an artifact computes what the PyTorch model computes, for any target, on a CPU."""
+"""Verify, for any target and on a CPU, that an artifact computes what the PyTorch model computes."""
 
 from sdflow.verify.check import Verified
 from sdflow.verify.report.html import write_html, write_reports

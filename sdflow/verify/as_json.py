@@ -1,4 +1,4 @@
-"""Dataclasses as plain JSON, for the process that verifies, and back."""
+"""Convert dataclasses to plain JSON, for the verifying process, and back."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Kind = TypeVar("Kind")
 
 
 def as_json(value: object) -> Any:
-    """JSON of a dataclass, in which paths are texts."""
+    """The JSON of a dataclass; paths become strings."""
     return TypeAdapter(type(value)).dump_python(value, mode="json")
 
 
 def from_json(kind: type[Kind], value: Any) -> Kind:
-    """What `as_json` was given. Raises ValueError for JSON of something else."""
+    """The dataclass from `as_json`'s result. Raises ValueError for other JSON."""
     return TypeAdapter(kind).validate_python(value)

@@ -1,7 +1,7 @@
-"""`sdflow verify` from the outside: the keys, the cache, the process that does the work.
+"""Drive a verification: keys, cache, and the process that does the work.
 
-The reference and the verification are entries of the cache like any step's, so that a pipeline is verified once and all targets
-share a reference. A verification that did not pass is never kept.
+References and verifications are cache entries like steps: a pipeline is verified once, and all targets share a
+reference. Failed verifications are never cached.
 """
 
 from __future__ import annotations
@@ -44,32 +44,34 @@ ENVIRONMENT = {
     "GLIBC_TUNABLES": "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184:glibc.malloc.hugetlb=1",
     "OMP_WAIT_POLICY": "PASSIVE",
 }
-"""Of the process that verifies. glibc keeps what is freed: modules and graphs, gigabytes each, take one another's place, and
-memory fresh from the system must be cleared page by page. Where it is fresh, as block by block, it comes in pages of 2 MB (glibc
-2.35, Linux): with small ones the kernel took 30 % of the time. torch's threads sleep while they wait: where another process
-has a core, those that spin take the other one from the thread that they wait for (a small UNet's run: 6 s, not 0.1)."""
-CARRIED = "its passes carried its weights, so that no recipes tell what they were before they were rounded"
-GONE = "the cache no longer has the recipes of its weights; its workflow, run again, makes them anew"
+"""Environment of the verifying process. glibc keeps freed memory: modules and graphs of gigabytes replace one another,
+and fresh memory must be cleared page by page. Fresh memory comes in pages of 2 MB (glibc 2.35, Linux): with small pages
+the kernel took 30 % of the time of a verification block by block. torch's waiting threads sleep: if another process uses
+a core, spinning threads take the other one from the thread that they wait for (a small UNet's run: 6 s instead of 0.1)."""
+CARRIED = "its passes carried the weights, so there are no recipes for their values before rounding"
+GONE = "the cache no longer has the recipes of its weights; running its workflow again restores them"
 Progress = Callable[[str], None]
 
 
 def unheard(phrase: str) -> None:
-    """Progress that nobody asked for."""
+    """Ignore progress."""
 
 
 @dataclass(frozen=True)
 class Verified:
-    """A verification, and its images: file name -> PNG."""
+    """A verification with its images: file name -> PNG."""
 
     result: Verification
     images: Mapping[str, bytes]
 
 
 class How(TypedDict, total=False):
-    """How a verification goes about it. fresh: once more, though it passed before. threads: of ONNX Runtime; all cores by
-    itself. progress: is told each phrase. group: whose worker the process is; when that is ended, so is this. run_on: a target
-    whose provider runs the artifacts too. That is done anew each time, and never kept: the cache does not know one device from
-    another. memory: bytes that it may take; None: what this machine has."""
+    """Options of a verification. fresh: verify again despite a cached pass. threads: of ONNX Runtime; default: all
+    cores.
+    progress: receives each phase. group: the worker group that runs the process and ends with it. run_on: a target
+    whose provider also runs the artifacts; repeated each time and never cached, since the cache cannot identify a
+    device.
+    memory: limit in bytes; None: this machine's."""
 
     fresh: bool
     threads: int | None
@@ -82,17 +84,17 @@ class How(TypedDict, total=False):
 def verify_alone(
     subject: Subject, spec: VerifySpec, cache: Cache, *, submodels: Sequence[str] | None = None, **how: Unpack[How]
 ) -> Verified:
-    """Verify a pipeline, without its refiner; from the cache where it passed before. submodels: only these.
+    """Verify a pipeline without its refiner; a cached pass is reused. submodels: only these.
 
-    A verification that does not pass is returned, not raised: see `Verification.raise_for_failure`.
-    Raises CheckpointError when the reference cannot be loaded, PassError when a process dies, TargetUnavailableError when
-    `run_on` is not here.
+    A failed verification is returned, not raised: see `Verification.raise_for_failure`.
+    Raises CheckpointError if the reference cannot be loaded, PassError if a process dies, TargetUnavailableError if
+    `run_on` is not available.
     """
     run_on = how.get("run_on")
     if run_on is not None:
         _require_here(run_on)
     started = time.perf_counter()
-    folder_stamps = stamps_of_folder(subject.folder)  # before any digest is taken of it
+    folder_stamps = stamps_of_folder(subject.folder)  # before any digest of it is computed
     built = _built_part(subject, submodels, cache)
     selection = select(spec, subject.image, built.submodels, subject.checkpoint)
     with scratch_folder("verify") as scratch, cache.lease():
@@ -116,7 +118,7 @@ def verify_alone(
             result = replace(result, artifacts=dict(built.digests), versions=versions)
         result = replace(result, seconds=round(time.perf_counter() - started, 1), cached=False)
         if not cache.writable:
-            how.get("progress", unheard)("the cache is read-only: what was found is not kept")
+            how.get("progress", unheard)("the cache is read-only: the result is not saved")
         elif result.passed and action is not None and run_on is None:
             (scratch / RESULT_FILE).write_text(json.dumps(result.to_json(), indent=1), encoding="utf-8")
             keep(scratch, action, worker, cache)
@@ -126,14 +128,14 @@ def verify_alone(
 def stamps_of_folder(folder: Path) -> list[Stamp]:
     try:
         return folder_stamps(folder)
-    except OSError as error:  # a link to what is gone from the cache, say
+    except OSError as error:  # such as a link to a removed cache entry
         raise UsageError(
             f"cannot be read: {error.strerror}", where=str(error.filename or folder), remedy="Run its workflow again."
         ) from error
 
 
 def _built_part(subject: Subject, submodels: Sequence[str] | None, cache: Cache) -> Built:
-    """Raises UsageError for a submodel that the pipeline does not have."""
+    """The manifest's part to verify. Raises UsageError for a submodel that the pipeline lacks."""
     manifest = read_manifest(subject.folder)
     built = subject.checkpoint.family.ordered(manifest.parts)
     if unknown := sorted(set(submodels or ()) - set(built)):
@@ -143,7 +145,7 @@ def _built_part(subject: Subject, submodels: Sequence[str] | None, cache: Cache)
     made_by = {name: structure_of(chain, cache.root) for name, chain in chains.items()}
     with os_errors_as(
         "cannot be read", subject.folder, "Run its workflow again.", of_many=True
-    ):  # a link to what is gone
+    ):  # a link to a removed cache entry
         digests = {name: tree_digest(subject.folder / name, cache) for name in present}
     return Built(
         present,
@@ -155,7 +157,7 @@ def _built_part(subject: Subject, submodels: Sequence[str] | None, cache: Cache)
 
 
 def _require_here(target: str) -> None:
-    """Raises TargetUnavailableError, with the reason, when the target does not run on this machine."""
+    """Raises TargetUnavailableError, with the reason, if the target does not run on this machine."""
     (found,) = target_availability([target])
     if not found.available:
         raise TargetUnavailableError(
@@ -166,7 +168,7 @@ def _require_here(target: str) -> None:
 
 
 def _as_kept(record: Record, subject: Subject) -> Verified:
-    """A verification of the cache, under the name that the pipeline has here."""
+    """A cached verification, renamed to the pipeline's current name."""
     folder = record.artifact.path
     stored = Verification.from_json(json.loads((folder / RESULT_FILE).read_text(encoding="utf-8")))
     return Verified(replace(stored, name=subject.name, cached=True), image_files(folder))
@@ -178,7 +180,7 @@ def _facts(worker: WorkerResult) -> dict[str, Any]:
 
 
 def keep(folder: Path, action: Action, worker: WorkerResult, cache: Cache) -> None:
-    """Publish the files of a verification that passed, in place of one that is there."""
+    """Publish the files of a passed verification, replacing an existing one."""
     with cache.staging(action) as staging:
         shutil.copytree(folder, staging.files, dirs_exist_ok=True)
         cache.forget(action)
@@ -192,8 +194,8 @@ def image_files(folder: Path) -> dict[str, bytes]:
 def _reference(
     subject: Subject, selection: Selection, request: JudgeRequest, cache: Cache, how: How
 ) -> tuple[Record | None, WorkerResult | None]:
-    """What PyTorch computes. Not in the cache, it is computed now, and the process that does so goes on to judge; on a
-    read-only cache beside the request's results, without a record."""
+    """The reference from the cache; otherwise computed by the process that then judges. With a read-only cache it is
+    written next to the request's results, without a record."""
     action = reference_action(subject, selection, cache)
     record = cache.lookup(action)
     if record is not None:
@@ -236,9 +238,9 @@ def _work(
 
 
 def run_worker_on(content: Mapping[str, Any], stamps: Sequence[Stamp], how: How) -> WorkerResult:
-    """What the process that verifies answers. stamps: of what the PyTorch model is made of.
+    """Run the verifying process and return its answer. stamps: of the PyTorch model's files.
 
-    Raises InputChanged when one of these files is no longer the one whose digest is in a key.
+    Raises InputChanged if one of these files changed since its digest was computed.
     """
     with scratch_folder("log") as folder:
         log, group, progress = folder / "log.txt", how.get("group"), how.get("progress", unheard)
@@ -246,7 +248,7 @@ def run_worker_on(content: Mapping[str, Any], stamps: Sequence[Stamp], how: How)
         try:
             result = run(WORKER, content, log=log, environment=ENVIRONMENT, on_phase=progress)
         except (PassError, CheckpointError):
-            check_stamps(stamps)  # what it failed of may be just that
+            check_stamps(stamps)  # a change may be the cause of the failure
             raise
     check_stamps(stamps)
     return result

@@ -1,7 +1,8 @@
-"""The image that a base and its refiner draw together, against diffusers' two pipelines, one behind the other.
+"""Compare the image of a base and its refiner with diffusers' two pipelines in sequence.
 
-diffusers' pipelines hand over the latents at a place on the way (`denoising_end`, `denoising_start`), in fp32 and in fp16, from
-the same noise; so do the artifacts, in the plain loop of `sdflow.verify.images`. One stage, or one graph, is in memory at a time.
+diffusers' pipelines hand over the latents partway (`denoising_end`, `denoising_start`), in fp32 and in fp16, from the
+same noise; the artifacts do the same in the plain loop of `sdflow.verify.images`. One stage or graph is in memory at a
+time.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from sdflow.verify.reference.torch_images import IMAGE_FILE, Embeddings, control
 from sdflow.verify.result import ImageVerdict
 
 VERSION = 1
-"""Raise it whenever another verdict may come out: it is part of the key."""
+"""Part of the key of a verdict. Increase it whenever verdicts may change."""
 PREFIX = "ensemble_"
-"""Of its images' files."""
+"""Prefix of its image files."""
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class EnsembleRequest:
-    """What to draw. base, refiner: what PyTorch loads; the base's selection and `out` are for both. folders: of the
-    two pipelines. hand_over: the place on the way, a part of 1."""
+    """base, refiner: what PyTorch loads; the base's selection and `out` apply to both. folders: of the two pipelines.
+    hand_over: the fraction of the steps before the refiner."""
 
     base: ReferenceRequest
     refiner: ReferenceRequest
@@ -46,7 +47,7 @@ class EnsembleRequest:
 
 
 def judge_ensemble(request: EnsembleRequest, progress: Progress) -> ImageVerdict:
-    """Draw with PyTorch and with the artifacts; the images go to PNG files, into the base's `out`."""
+    """Generate with PyTorch and with the artifacts; the images go to PNG files in the base's `out`."""
     selection, out = request.base.selection, request.base.out
     base, refiner = (ReferenceRun(each, progress) for each in (request.base, request.refiner))
     noise = first_latents(selection, base.latents.channels)
@@ -82,7 +83,7 @@ def _by_torch(base: ReferenceRun, refiner: ReferenceRun, noise: np.ndarray, hand
 
 
 def _both(run: ReferenceRun, given: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What diffusers' pipeline gives for the first prompt, by precision. given: its arguments, by precision."""
+    """The result of diffusers' pipeline for the first prompt, by precision. given: its arguments, by precision."""
     import torch
 
     family, selection, texts = run.family, run.request.selection, _texts(run)
@@ -122,13 +123,13 @@ def _texts(run: ReferenceRun) -> dict[str, Embeddings]:
 
 
 def _by_artifacts(request: EnsembleRequest, noise: np.ndarray, progress: Progress) -> tuple[np.ndarray, str]:
-    """The image, float32 (rows, columns, 3) in [0, 1], and the precision of what drew it."""
+    """The image, float32 (rows, columns, 3) in [0, 1], and its precision."""
     selection, place = request.base.selection, request.hand_over
     opened: dict[Path, RunnableGraph] = {}
     precisions: set[str] = set()
 
     def run(folder: Path, submodel: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Run a submodel of a folder, opened in place of the one before."""
+        """Run a submodel of a folder, opened in place of the previous one."""
         place = folder / submodel
         if place not in opened:
             opened.clear()

@@ -1,4 +1,4 @@
-"""What a check found: where, what, and what to do about it; and findings that say the same of several places."""
+"""Findings of checks: where, what, and what to do about it; and grouping of equal ones."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Literal, get_args
 
 Level = Literal["error", "warning", "note"]
 LEVELS: tuple[str, ...] = get_args(Level)
-"""The gravest first."""
+"""In order of severity."""
 
 _TYPE = re.compile(r"(b?float|fp|u?int)\d+\W*")
 _NAMED = re.compile(r"\d|\w[./]\w|^/")
-"""What names a tensor, a node, a file, or counts: a word with a digit in it, or with a dot or a slash within."""
+"""Matches names of tensors, nodes and files, and counts: words with a digit, or with a dot or slash within."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a check has to say.
+    """One result of a check.
 
-    submodel: "unet"; empty for the pipeline as a whole. check: which check, in one word ("kernel", "digest").
-    level: "error" fails the verification; "warning" is what could not be established or may be slow; "note" is neither.
-    node: the node, tensor, port or file; the first one where several share the finding. count: how many share it.
+    submodel: "unet"; empty for the whole pipeline. check: the check in one word ("kernel", "digest").
+    level: "error" fails the verification; "warning" is an open question or may be slow; "note" is neither.
+    node: the node, tensor, port or file; the first one if the finding covers several. count: how many it covers.
     """
 
     submodel: str
@@ -40,13 +40,13 @@ class Finding:
 
 
 def errors(findings: Iterable[Finding]) -> list[Finding]:
-    """Those that fail the verification."""
+    """The findings that fail the verification."""
     return [finding for finding in findings if finding.level == "error"]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Findings of one check and level whose words are equal but for the names and numbers in them: a row of a report."""
+    """Findings of one check and level that differ only in names and numbers: a row of a report."""
 
     findings: tuple[Finding, ...]
 
@@ -56,7 +56,7 @@ class Kind:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Submodel -> how many places there are in it."""
+        """Submodel -> number of places in it."""
         counts = dict.fromkeys((finding.submodel for finding in self.findings), 0)
         for finding in self.findings:
             counts[finding.submodel] += finding.count
@@ -64,7 +64,8 @@ class Kind:
 
     @property
     def where(self) -> str:
-        """The first place in each submodel, and how many more: "text_encoder Attention_0 and 11 more, unet Gelu_0"."""
+        """The first place in each submodel and the number of others: "text_encoder Attention_0 and 11 more, unet
+        Gelu_0"."""
         first = {finding.submodel: finding.node for finding in reversed(self.findings)}
         return ", ".join(
             " ".join(filter(None, (submodel, first[submodel], f"and {count - 1} more" if count > 1 else "")))
@@ -73,7 +74,7 @@ class Kind:
 
 
 def kinds(findings: Iterable[Finding]) -> list[Kind]:
-    """The findings, those of a kind together; in the order of the first of each."""
+    """Group the findings by kind, ordered by first occurrence."""
     found: dict[tuple[str, str, str], list[Finding]] = {}
     for finding in findings:
         found.setdefault((finding.level, finding.check, _words(finding.what, finding.node)), []).append(finding)
@@ -81,7 +82,7 @@ def kinds(findings: Iterable[Finding]) -> list[Kind]:
 
 
 def _words(text: str, node: str) -> str:
-    """The text without what is a name or a number in it. float16 and float32 are words."""
+    """The text without names and numbers. float16 and float32 count as words."""
     if node:
         text = text.replace(node, "*")
     return " ".join(

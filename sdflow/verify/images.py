@@ -1,4 +1,4 @@
-"""The image that the whole pipeline draws from the same latents, and what the sample's images show."""
+"""Compare the image that the whole pipeline generates from the same latents, and score the sample's images."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Run = Callable[[str, "Mapping[str, np.ndarray]"], "dict[str, np.ndarray]"]
-"""Runs a submodel, by its name, on inputs by name."""
+"""Runs a submodel, given its name and inputs by name."""
 AMPLIFIED = 10
-"""The difference image shows the differences so many times as large."""
+"""Factor by which the difference image amplifies differences."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """The image, (rows, columns, 3), and those of the sample's cases, (cases, rows, columns, 3), in [0, 1]."""
+    """The image, (rows, columns, 3), and the images of the sample's cases, (cases, rows, columns, 3), in [0, 1]."""
 
     image: np.ndarray
     sample: np.ndarray | None
 
 
 def draw(run: Run, family: Family, folder: Path, selection: Selection, reference: Path) -> Drawn:
-    """Draw with the artifacts what the reference drew. folder: the pipeline's, for its tokenizers and its scheduler."""
+    """Generate the reference's images with the artifacts. folder: the pipeline's, for its tokenizers and scheduler."""
     with np.load(reference / IMAGE_FILE) as stored:
         latents = stored["latents"]
     image = text_to_image(run, family, folder, [selection.prompts[0]], latents, selection.steps, selection)
@@ -80,13 +80,13 @@ def text_to_image(
     begin: float | None = None,
     end: float | None = None,
 ) -> np.ndarray:
-    """Images, float32 (images, rows, columns, 3) in [0, 1]: the plain loop of diffusers' pipelines.
+    """Images, float32 (images, rows, columns, 3) in [0, 1], from the plain loop of diffusers' pipelines.
 
-    first: the noise. begin, end: diffusers' `denoising_start` and `denoising_end`: with an end, the latents there are given,
-    and with a beginning, `first` are those.
+    first: the noise. begin, end: diffusers' `denoising_start` and `denoising_end`: with an end, the latents there are
+    returned, and with a start, `first` are those.
 
-    One graph is wanted at a time: the text encoders, then the denoiser for every step, then the decoder; with the denoiser
-    the ControlNets.
+    One graph is needed at a time: the text encoders, then the denoiser, with its ControlNets, for every step, then the
+    decoder.
     """
     import torch
 
@@ -130,7 +130,7 @@ def text_to_image(
     step_options = {name: value for name, value in known.items() if name in accepted}
     noise, start = torch.from_numpy(first), canvas(task, height, width)
     sample = noising.first(scheduler, noise) if begin is None else noise
-    beside = [sample[:, :0]]  # channels of the denoiser's input behind the latents
+    beside = [sample[:, :0]]  # channels of the denoiser's input after the latents
     if task == "inpaint":
         beside = _mask_and_masked(encode, start["image"], start["mask_image"])
     elif task == "image" and begin is None:
@@ -163,7 +163,7 @@ def text_to_image(
 
 
 def _part(scheduler: Any, begin: float | None, end: float | None) -> list[torch.Tensor]:
-    """The timesteps from one place of the way to another, as diffusers' pipelines of Stable Diffusion XL count them."""
+    """The timesteps of a part of the steps, as diffusers' pipelines of Stable Diffusion XL count them."""
 
     def cutoff(place: float) -> int:
         steps: int = scheduler.config.num_train_timesteps
@@ -172,7 +172,7 @@ def _part(scheduler: Any, begin: float | None, end: float | None) -> list[torch.
     found = list(scheduler.timesteps)
     if begin is not None:
         left = sum(1 for timestep in found if timestep < cutoff(begin))
-        if scheduler.order == 2 and left % 2 == 0:  # a step of two runs is not cut in between
+        if scheduler.order == 2 and left % 2 == 0:  # do not split a step of two runs
             left += 1
         found = found[len(found) - left :]
         scheduler.set_begin_index(len(scheduler.timesteps) - len(found))
@@ -182,7 +182,7 @@ def _part(scheduler: Any, begin: float | None, end: float | None) -> list[torch.
 def _mask_and_masked(
     encode: Callable[[torch.Tensor], torch.Tensor], image: Image, mask_image: Image
 ) -> list[torch.Tensor]:
-    """What a denoiser for inpainting reads behind the latents: the mask, small, and the latents of the masked image.
+    """The inputs of an inpainting denoiser after the latents: the downscaled mask, and the latents of the masked image.
 
     encode: pixels to latents."""
     import torch
@@ -200,7 +200,8 @@ def _to_pil(images: np.ndarray) -> list[Image]:
 
 
 def precision_of(precisions: Iterable[str]) -> str:
-    """Of an image, by those of the submodels that draw it: what one is quantized to, else the coarsest of their types."""
+    """The precision of an image from those of its submodels: a quantized type if there is one, else the coarsest
+    type."""
     found = set(precisions)
     coarsest = next((each for each in ("bfloat16", "float16") if each in found), "float32")
     return next(iter(sorted(found - {*PLAIN})), coarsest)
@@ -209,9 +210,9 @@ def precision_of(precisions: Iterable[str]) -> str:
 def judge_image(
     image: np.ndarray, selection: Selection, reference: Path, precision: str, out: Path, *, of: str = ""
 ) -> ImageVerdict:
-    """Compare with fp32 PyTorch's image; write both and their difference as PNG files into `out`, their names begun with `of`.
+    """Compare with fp32 PyTorch's image; write both and their difference as PNG files into `out`, with the prefix `of`.
 
-    Of a quantized pipeline's image it is said how near it is, and asked for that it is one.
+    A quantized pipeline's image only has to be finite; its distance is reported.
     """
     with np.load(reference / IMAGE_FILE) as stored:
         exact, half = stored["float32"], stored["float16"]
@@ -231,8 +232,8 @@ def judge_image(
     if not ours >= enough or not np.isfinite(image).all():
         problems = (
             (
-                f"the image has a PSNR of {ours:.1f} dB to PyTorch's from the same latents, plain fp16 PyTorch's has "
-                f"{plain:.1f}; at least {enough:.1f} is asked for",
+                f"the image has a PSNR of {ours:.1f} dB against PyTorch's from the same latents, plain fp16 PyTorch's has "
+                f"{plain:.1f}; at least {enough:.1f} is required",
                 "If every submodel passes, the scheduler or the tokenizer differs from the checkpoint's.",
             ),
         )
@@ -257,7 +258,7 @@ def _finite(value: float) -> float | None:
 
 
 def judge_meaning(sample: np.ndarray | None, selection: Selection, reference: Path) -> MeaningVerdict | None:
-    """The sample's own score of these images, against that of PyTorch's."""
+    """The sample's own score of these images, compared with that of PyTorch's."""
     if sample is None:
         return None
     from sdflow.samples.score import tally

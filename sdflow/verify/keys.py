@@ -1,4 +1,4 @@
-"""What a reference and a verification depend on: their keys in the cache."""
+"""Cache keys of references and verifications."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def verification_action(subject: Subject, spec: VerifySpec, built: Built, exact:
 
 
 def tree_digest(folder: Path, cache: Cache) -> str:
-    """The tree digest of what really lies in a folder, whatever a manifest says."""
+    """The tree digest of a folder's actual files, regardless of its manifest."""
     folder = folder.resolve()
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return digest_tree(
@@ -88,8 +88,8 @@ def tree_digest(folder: Path, cache: Cache) -> str:
 
 
 def digest_of_other_files(folder: Path, submodels: Container[str], cache: Cache) -> str:
-    """Everything in the folder but sdflow.json, its provenance and these submodels, whatever it is: a verification is about the
-    folder as a whole."""
+    """The digest of all files of the folder except sdflow.json, its provenance and these submodels: a verification
+    covers the whole folder."""
     found = {}
     for path in sorted(folder.iterdir()):
         if path.name not in (MANIFEST_FILE, PROVENANCE_FILE) and path.name not in submodels:
@@ -98,7 +98,7 @@ def digest_of_other_files(folder: Path, submodels: Container[str], cache: Cache)
 
 
 def _source(subject: Subject, cache: Cache) -> str:
-    """What the folder is held to, and how."""
+    """The digest of the folder's expected content, and of the comparison's version."""
     source = as_json(source_of(subject.checkpoint))
     companions = {name: tree_digest(path, cache) for name, path in subject.checkpoint.companions.items()}
     return digest_json({**source, "companions": companions, "version": FOLDER_VERSION})

@@ -1,8 +1,8 @@
-"""Weights of files in low bits, as a proof reads them: by safetensors, `gguf` and PyTorch, nothing of `sdflow.sources.formats`.
+"""Read low-bit weights for a proof with safetensors, `gguf` and PyTorch, without `sdflow.sources.formats`.
 
-GGUF files are read by `gguf.GGUFReader`. In those of llama.cpp, parameters are found by the table of names of the `gguf`
-package, from transformers' name to llama.cpp's. Quantized safetensors are multiplied out by PyTorch after comfy-kitchen, the
-rotation as a product with the whole matrix.
+GGUF files are read by `gguf.GGUFReader`. llama.cpp's files are mapped to transformers' parameter names by the `gguf`
+package's name table. Quantized safetensors are dequantized in PyTorch like comfy-kitchen, the rotation as a product
+with the whole matrix.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 Read = Callable[[], "torch.Tensor"]
 Held = Mapping[str, tuple[tuple[int, ...], Read]]
-"""Tensor -> its shape, and what reads its values in float32."""
+"""Tensor -> its shape, and a function that reads its values in float32."""
 
 _SCALES = (".weight_scale", ".scale_weight")
 _ASIDE = (*_SCALES, ".input_scale", ".scale_input", ".comfy_quant", "scaled_fp8")
 
 
 def low_bit_reader(part: Part, load: Mapping[str, Any], expected: Shapes) -> Callable[[str], torch.Tensor]:
-    """What gives a parameter in float32 when it is asked for. load: of files that hold weights in low bits.
+    """Return a function that reads a parameter in float32 on demand. load: of files with low-bit weights.
 
-    Raises CheckpointError where a parameter has no tensor.
+    Raises CheckpointError if a parameter has no tensor.
     """
     held: dict[str, tuple[tuple[int, ...], Read]] = {}
     architecture = None
@@ -53,7 +53,7 @@ def low_bit_reader(part: Part, load: Mapping[str, Any], expected: Shapes) -> Cal
 
 
 def dequantized_file(path: Path) -> tuple[Held, str | None]:
-    """What a file holds, and what a GGUF file calls its network."""
+    """The tensors of a file, and a GGUF file's name for its architecture."""
     return _of_gguf(path) if path.suffix.lower() == ".gguf" else (_of_safetensors(path), None)
 
 
@@ -84,7 +84,7 @@ def _dequantized(reader: Any, tensor: Any) -> Read:
 
 
 def _named_by_gguf(part: Part, architecture: str | None, expected: Shapes, held: Held) -> dict[str, str] | None:
-    """Parameter -> its tensor by gguf's table; None for a file in no names of llama.cpp."""
+    """Parameter -> its tensor, from gguf's table; None for a file without llama.cpp's names."""
     blocks = [int(found[1]) for name in held if (found := re.search(r"\bblk\.(\d+)\.", name))]
     if architecture is None or not blocks:
         return None
@@ -96,7 +96,7 @@ def _named_by_gguf(part: Part, architecture: str | None, expected: Shapes, held:
     table = get_tensor_name_map(kind, max(blocks) + 1)
     names: dict[str, str] = {}
     for key in expected:
-        bare, _, suffix = part.model.current_name(key).rpartition(".")  # of a tied parameter, the one that files have
+        bare, _, suffix = part.model.current_name(key).rpartition(".")  # for a tied parameter, the name used in files
         name = table.get_name(bare) or table.get_name(f"model.{bare}")
         names[key] = f"{name}.{suffix}"
     return names

@@ -1,8 +1,8 @@
-"""How much memory a verification takes, from the sizes of the weights, and what is therefore verified block by block.
+"""Estimate a verification's memory from the sizes of the weights, and choose what to verify block by block.
 
-Counted are the weights, as each stage holds them (`reference.reference`, `artifact.judge`), and the decoder's largest
-activations. Where that is more than there is, the largest submodels have a piece of their weights in memory at a time
-(`reference.streamed`, `lowering.pieces`); the verdict is the same.
+Counts the weights, as each stage holds them (`reference.reference`, `artifact.judge`), and the decoder's largest
+activations. If that exceeds the available memory, the largest submodels are loaded a piece at a time
+(`reference.streamed`, `lowering.pieces`), with the same verdict.
 """
 
 from __future__ import annotations
@@ -28,21 +28,20 @@ from sdflow.verify.reference.half import KEPT
 from sdflow.verify.reference.selection import Selection
 
 LIBRARIES = 8 * 10**8
-"""Resident bytes of a process that has imported torch, diffusers and ONNX Runtime."""
+"""Resident bytes of a process after importing torch, diffusers and ONNX Runtime."""
 MAPS = 6
-"""Maps of the decoder's widest level in the image's size that are in memory together."""
+"""Feature maps of the decoder's widest level, at the image's size, that are in memory at once."""
 READ = 4
-"""Of a piece in memory at once, at most, while PyTorch runs: as read, in float32, in 16 bits, and these in float32 again."""
+"""Maximum copies of a piece while PyTorch runs: as read, in float32, in 16 bits, and those in float32 again."""
 PIECES = 6
-"""How many pieces fit into the memory that there is, beside the libraries."""
+"""Number of pieces that fit into the available memory, besides the libraries."""
 COPIES = 4
-"""Of a piece in memory at once, at most: in a session the exact weights, and converted and packed ones, beside what the
-checkpoint has."""
+"""Maximum copies of a piece: exact, converted and packed weights in a session, besides the checkpoint's."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of a submodel: how many parameters it has, and how many the largest of them all has by itself."""
+    """A submodel's number of parameters, and the size of the largest one."""
 
     parameters: int
     largest: int
@@ -55,8 +54,10 @@ class Size:
 
 @dataclass(frozen=True)
 class GraphSize:
-    """Of an artifact: its parameters, bytes of its weights, and what it takes with all of them in a session. quantized: its file
-    says nothing of that, as a session has its weights in float32."""
+    """An artifact's parameters, bytes of its weights, and memory with all of them in a session.
+
+    quantized: the file's size says nothing, since a session holds the weights in float32.
+    """
 
     size: Size
     file: int
@@ -65,15 +66,15 @@ class GraphSize:
 
     @property
     def whole(self) -> int:
-        """Of weights in low bits the exact ones are there too, and both are in float32."""
+        """Bytes with all weights in a session. Low-bit weights exist with the exact ones, both in float32."""
         whole = self._by_file
         return max(whole, LIBRARIES + 2 * 4 * self.size.parameters) if self.quantized else whole
 
     @property
     def _by_file(self) -> int:
-        """Up to LARGE there is a converted and a packed copy, and of float16 the file beside them, which the exact weights are
-        compared with as they are made; beyond, what converts one weight after the other leaves holes in the memory, as much as
-        the exact weights of the run before."""
+        """Up to LARGE there is a converted and a packed copy, and for float16 also the file, with which the exact
+        weights are compared. Beyond, converting weights one by one fragments the memory by as much as the exact weights
+        of the previous run."""
         if (2 * self.file if self.float16 else self.file) > LARGE:
             return LIBRARIES + (2 * self.file if self.float16 else self.file + self.file // 4)
         return LIBRARIES + (5 * self.file if self.float16 else 2 * self.file)
@@ -81,14 +82,14 @@ class GraphSize:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """needed: bytes, at most. streamed: submodel -> bytes of its weights, as float32, that are in memory at a time; the others
-    are there whole."""
+    """needed: maximum bytes. streamed: submodel -> bytes of its weights, as float32, in memory at a time; others are
+    loaded whole."""
 
     needed: int
     streamed: Mapping[str, int]
 
     def words(self) -> str:
-        """What it needs, and how it goes about that."""
+        """The memory needed, and how it is used, in words."""
         needed = f"needs about {spell_bytes(self.needed)} of memory"
         return needed + "".join(
             f"; {name} block by block, {spell_bytes(each)} of its weights at a time"
@@ -99,10 +100,10 @@ class MemoryPlan:
 def plan_memory(
     family: Family, sizes: Mapping[str, Size], graphs: Mapping[str, GraphSize], activations: int, available: int
 ) -> MemoryPlan:
-    """What is verified whole and what block by block, so that it fits into `available` bytes where it can.
+    """Choose what to verify whole and what block by block, to fit into `available` bytes if possible.
 
-    sizes: of the submodels that the reference loads; none when it is there already. graphs: of the artifacts. activations:
-    bytes, of the decoder.
+    sizes: of the submodels that the reference loads; empty if it is cached. graphs: of the artifacts. activations:
+    bytes of the decoder's.
     """
     largest = {name: graph.size for name, graph in graphs.items()} | dict(sizes)
     gains = [name for name, size in largest.items() if COPIES * size.largest < size.parameters]
@@ -123,7 +124,7 @@ def _needed(
 ) -> int:
     found = [LIBRARIES]
     nets = family.nets(sizes or graphs).values()
-    # ControlNets stay in memory beside the denoiser while the image is drawn.
+    # ControlNets stay in memory with the denoiser while the image is generated.
     for together in ((family.denoiser, *nets), *((name,) for name in graphs)):
         of = [name for name in together if name in graphs]
         whole = sum(graphs[name].whole for name in of if name not in streamed)
@@ -132,13 +133,13 @@ def _needed(
     stages += [(name,) for name in (*family.prompters(sizes), family.encoder, family.checker) if name is not None]
     known = dict(sizes)
     if family.references is not None and family.denoiser in graphs:
-        # PyTorch's module is shown references, whether the reference is there already or not.
+        # PyTorch's module runs with references even if the reference is cached.
         known.setdefault(family.denoiser, graphs[family.denoiser].size)
     for stage in stages:
         of = [name for name in stage if name in known]
         count = sum(known[name].parameters for name in of if name not in streamed)
         pieces = max((READ * streamed[name] for name in of if name in streamed), default=0)
-        # Beside a denoiser in pieces what is whole is there in both precisions.
+        # With a denoiser in pieces, whole submodels are loaded in both precisions.
         both = 4 * count if family.denoiser in of and pieces else 0
         whole = max(4 * count, both + 2 * count + min(4 * count, KEPT))
         found.append(LIBRARIES + activations + whole + pieces)
@@ -146,7 +147,8 @@ def _needed(
 
 
 def activation_bytes(selection: Selection, scale: int, width: int) -> int:
-    """Of the decoder, at the largest images. scale: pixels per latent. width: channels of its widest level at full size."""
+    """Bytes of the decoder's activations at the largest images. scale: pixels per latent. width: channels of its widest
+    level at full size."""
     shapes = [(1, selection.rows, selection.columns), *selection.vae_shapes]
     return MAPS * 4 * width * max(batch * rows * scale * columns * scale for batch, rows, columns in shapes)
 
@@ -160,10 +162,10 @@ def require_memory(
     available: int,
     modules: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> MemoryPlan:
-    """The plan of a verification. loads: of the reference's submodels; None when it is there already.
+    """The memory plan of a verification. loads: of the reference's submodels; None if it is cached.
 
-    folder: the pipeline's. available: bytes. modules: loads of the artifacts' submodels: parameters are counted by these, as a
-    graph may have them packed. Raises VerificationError where memory does not suffice, block by block either.
+    folder: the pipeline's. available: bytes. modules: loads of the artifacts' submodels, to count parameters, which a
+    graph may have packed. Raises VerificationError if memory does not suffice even block by block.
     """
     sizes = {name: Size.of(parameter_shapes(name, load).values()) for name, load in (loads or {}).items()}
     true = {
@@ -180,15 +182,15 @@ def require_memory(
     plan = plan_memory(family, sizes, graphs, activations, available)
     if plan.needed > available:
         raise VerificationError(
-            f"it {plan.words()}, and {spell_bytes(available)} are available",
+            f"it {plan.words()}, but {spell_bytes(available)} are available",
             where=str(folder),
-            remedy="Close other programs, verify submodel by submodel (--submodel), or do it on a machine with more memory.",
+            remedy="Close other programs, verify submodel by submodel (--submodel), or use a machine with more memory.",
         )
     return plan
 
 
 def _graph_in(folder: Path, true: Size | None) -> GraphSize:
-    """true: of the module that it was made from, where that is known."""
+    """true: the size of the original module, if known."""
     weights = folder / WEIGHTS_FILE
     unreadable: tuple[type[Exception], ...] = (OSError, ValueError, VerificationError, *decode_errors())
     try:

@@ -1,6 +1,6 @@
-"""The tensors of a component's folder as diffusers or transformers load them: what a proof starts from.
+"""Read a component's tensors with diffusers or transformers, as the reference for a proof.
 
-Which files are read is left to `from_pretrained`, so that a wrong choice of a build (`sdflow.sources.weight_files`) shows.
+`from_pretrained` selects the files, so that a wrong choice by a build (`sdflow.sources.weight_files`) shows.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ if TYPE_CHECKING:
 
 
 def read_by_library(part: Part, load: Mapping[str, Any], expected: Shapes) -> Mapping[str, torch.Tensor]:
-    """The parameters of these names, in float32: of a component's folder as its library loads them, of files in low bits as
-    `sdflow.verify.low_bits` reads them, and of other single files as sdflow does.
+    """Return these parameters in float32.
 
-    Raises CheckpointError where the library cannot load the folder, or finds other parameters there.
+    A component's folder is loaded by its library, files in low bits by `sdflow.verify.low_bits`, and other single files
+    by sdflow.
+
+    Raises CheckpointError if the library cannot load the folder, or finds other parameters there.
     """
     import torch
 
@@ -48,9 +50,10 @@ def read_by_library(part: Part, load: Mapping[str, Any], expected: Shapes) -> Ma
 
 
 def reader(submodel: str, part: Part, load: Mapping[str, Any], expected: Shapes) -> Callable[[str], torch.Tensor]:
-    """What gives a parameter of these names in float32 when it is asked for, from where `read_by_library` reads it.
+    """Return a function that reads one of these parameters in float32, from the same source as `read_by_library`.
 
-    What a library loads it maps from the files, in the type that they have. Raises CheckpointError as `read_by_library` does.
+    Parameters that a library loads are mapped from the files, in their stored type. Raises CheckpointError as
+    `read_by_library` does.
     """
     import torch
 
@@ -81,7 +84,7 @@ def reader(submodel: str, part: Part, load: Mapping[str, Any], expected: Shapes)
 
 
 def in_low_bits(load: Mapping[str, Any]) -> bool:
-    """Whether a submodel's files hold quantized weights, or are no safetensors."""
+    """Whether a submodel's files hold quantized weights, or are not safetensors."""
     if load["kind"] != "files" or load["pickled"]:
         return False
     return any(open_weights(file).format is not None for file, _ in files_of(load))
@@ -104,7 +107,7 @@ def _of_library(
 
 
 def _stored_type(files: Iterable[Mapping[str, Any]]) -> torch.dtype:
-    """The type that all tensors of these files have; float32 where they have several, or are pickled."""
+    """The common type of all tensors of these files; float32 if they have several, or are pickled."""
     import torch
 
     paths = [Path(each["path"]) for each in files]
@@ -119,16 +122,14 @@ def _stored_type(files: Iterable[Mapping[str, Any]]) -> torch.dtype:
 
 
 def pretrained(model: Model, folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The state_dict, in this type, of what `from_pretrained` makes of a component's folder.
+    """The state_dict, in this type, of what `from_pretrained` loads from a component's folder.
 
-    A folder without weights for the plain call is read as a user would go on: with each variant, then without safetensors.
+    If the plain call finds no weights, each variant is tried, then pickled files.
     """
     import torch
 
     cls, argument = model.library_class(), "dtype" if model.of_transformers else "torch_dtype"
-    if (
-        dtype != torch.float32
-    ):  # some classes keep modules in float32, which would copy what is to stay a map of the file
+    if dtype != torch.float32:  # some classes keep modules in float32, which would copy weights that should stay mapped
         cls = type(model.class_name, (cls,), {"_keep_in_fp32_modules": None})
     refusals = []
     variants: list[dict[str, Any]] = [{}, *({"variant": variant} for variant in VARIANTS)]
@@ -166,7 +167,7 @@ def _refusals(model: Model, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without progress bars, and without what the libraries log of files that are not there."""
+    """Silence progress bars and the libraries' warnings about missing files."""
     from diffusers.utils import logging as of_diffusers
     from transformers.utils import logging as of_transformers
 

@@ -1,4 +1,4 @@
-"""What the process that verifies is asked, of a subject."""
+"""Build the requests to the verifying process from a subject."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from sdflow.weights.lora import LoraInput
 
 @dataclass(frozen=True)
 class Built:
-    """What of a pipeline folder is verified. digests: submodel -> of what really lies there. structures: submodel -> what
-    its weights were bound to, where the cache still has it. unproved: why there is none. quantized: what the manifest says of
-    those that are."""
+    """The part of a pipeline folder to verify. digests: submodel -> digest of its actual files. structures: submodel ->
+    the structure of its weights, if still cached. unproved: why there is none. quantized: the manifest's entries for
+    quantized submodels."""
 
     submodels: Sequence[str]
     digests: Mapping[str, str]
@@ -37,7 +37,7 @@ class Built:
 def judge_request(
     subject: Subject, spec: VerifySpec, built: Built, out: Path, threads: int | None, run_on: str | None
 ) -> JudgeRequest:
-    """What the process is asked; where the reference lies is not known yet."""
+    """The request for judging; the reference's folder is not known yet."""
     return JudgeRequest(
         family=subject.checkpoint.family.name,
         folder=subject.folder.absolute(),
@@ -61,7 +61,7 @@ def judge_request(
 
 
 def _tuned_folder(folder: Path) -> Path:
-    """What was tuned: a refiner is so together with its base, whose folder it lies in."""
+    """The folder that was tuned: a refiner is tuned with its base, whose folder contains it."""
     return folder.parent if folder.name == REFINER and (folder.parent / MANIFEST_FILE).is_file() else folder
 
 
@@ -72,7 +72,7 @@ def submodels_of_reference(selection: Selection, subject: Subject) -> list[str]:
 
 
 def wanted_of(subject: Subject, selection: Selection, out: Path) -> ReferenceRequest:
-    """What PyTorch is to compute, into the folder `out`."""
+    """The request for PyTorch's results, into the folder `out`."""
     checkpoint = subject.checkpoint
     return ReferenceRequest(
         family=checkpoint.family.name,
@@ -105,7 +105,7 @@ def _merges(subject: Subject) -> list[LoraMerge]:
 
 
 def _denoiser(subject: Subject) -> Mapping[str, Any]:
-    """Its config."""
+    """The denoiser's config."""
     checkpoint = subject.checkpoint
     config: Mapping[str, Any] = checkpoint.submodels[checkpoint.family.denoiser].load["config"]
     return config

@@ -1,4 +1,4 @@
-"""What a verification found: plain data and JSON."""
+"""The result of a verification: plain data and JSON."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ FORMAT_VERSION = 2
 
 HALVES = ("float16", "bfloat16")
 PLAIN = ("float32", *HALVES, "unknown")
-"""Precisions of artifacts that are not quantized; unknown: of one that cannot be loaded."""
+"""Precisions of artifacts that are not quantized; unknown if the artifact cannot be loaded."""
 
 
 @dataclass(frozen=True)
 class CaseDistance:
-    """One output of one case. distance, yardstick: of the artifact and of plain fp16 PyTorch to fp32 PyTorch. draws: of how
-    many ways to round (`sdflow.verify.artifact.roundings`) these are the lower quartile."""
+    """One output of one case. distance, yardstick: of the artifact and of plain fp16 PyTorch from fp32 PyTorch. draws:
+    if above 1, both are lower quartiles of this many roundings (`sdflow.verify.artifact.roundings`)."""
 
     case: str
     group: str
@@ -35,9 +35,9 @@ class CaseDistance:
 
 @dataclass(frozen=True)
 class OutputVerdict:
-    """One output over all cases: root mean squares of the distances, of fp16 PyTorch's, and of how many times as far each case
-    is. limit: the distance at which it would just pass, were all its cases farther or nearer alike; None for one that is
-    quantized where the workflow states none."""
+    """One output over all cases: root mean squares of the distances, of fp16 PyTorch's, and of their ratios. limit: the
+    distance at which it would just pass if all its cases scaled alike; None if quantized and the workflow states
+    none."""
 
     name: str
     distance: float
@@ -49,8 +49,8 @@ class OutputVerdict:
 
 @dataclass(frozen=True)
 class ExactOutput:
-    """One output of a float16 or quantized artifact without its roundings, at the case where it comes nearest to its limit, or
-    goes farthest beyond: the distance to fp32 PyTorch."""
+    """One output of a float16 or quantized artifact without roundings, at the case nearest to its limit or farthest
+    beyond: the distance from fp32 PyTorch."""
 
     name: str
     distance: float
@@ -61,11 +61,11 @@ class ExactOutput:
 
 @dataclass(frozen=True)
 class BlockVerdict:
-    """Where an artifact that is not exact goes wrong (`sdflow.verify.artifact.blocks`).
+    """Where an inexact artifact deviates (`sdflow.verify.artifact.blocks`).
 
-    first: the first block that differs; "" when it is none of them, but what lies between. distance: of its output from the
-    value of the graph that is nearest. there, blocks: how many blocks' outputs are in the graph as PyTorch has them, of how
-    many. gone: blocks before it whose outputs are in no value of the graph, as they were fused.
+    first: the first block that differs; "" if the fault is between blocks. distance: of its output from the nearest
+    value of the graph. there, blocks: number of blocks whose outputs are in the graph, and of all blocks. gone: earlier
+    blocks whose outputs are in no value of the graph, because they were fused.
     """
 
     case: str
@@ -76,18 +76,18 @@ class BlockVerdict:
     gone: tuple[str, ...]
 
     def words(self) -> str:
-        found = f"{self.there} of {self.blocks} blocks give what PyTorch's give at {self.case}"
+        found = f"{self.there} of {self.blocks} blocks match PyTorch's at {self.case}"
         if not self.first:
-            return f"{found}; no block by itself is to blame, but what lies between them"
-        away = "" if math.isinf(self.distance) else f" (what comes nearest is {self.distance:.1e} away)"
-        return f"{found}; the first that does not, for what it is given, is {self.first}{away}"
+            return f"{found}; the fault is between blocks"
+        away = "" if math.isinf(self.distance) else f" (the nearest value is {self.distance:.1e} away)"
+        return f"{found}; the first that does not, given right inputs, is {self.first}{away}"
 
 
 @dataclass(frozen=True)
 class DeviceVerdict:
-    """One submodel on hardware that was there. problems: those of its outputs, or why it does not run. tuned: the options that
-    `sdflow tune` chose for it; "" for the target's own. left_out: how many cases were not run, as the device is emulated and
-    others have their shapes."""
+    """One submodel on local hardware. problems: of its outputs, or why it does not run. tuned: the options chosen by
+    `sdflow tune`; "" for the target's own. left_out: the number of cases that were not run, because the device is
+    emulated and others have their shapes."""
 
     target: str
     outputs: tuple[OutputVerdict, ...]
@@ -98,11 +98,12 @@ class DeviceVerdict:
 
 @dataclass(frozen=True)
 class SubmodelVerdict:
-    """One submodel. precision: "float16", "float32", or what it is quantized to ("int8"): then the limit is the workflow's own,
-    and fp16 PyTorch is no yardstick. ran: "as it is" or "lowered". operators: fused ones. problems: why it does not pass, with
-    what to do. left_out: cases that its fixed shapes refuse. exact: the first part of the proof; unproved: why there is none.
-    weights: how many were computed again from the checkpoint. device: what its provider's own kernels gave, where they were
-    asked for. block: where an exact run goes wrong.
+    """One submodel. precision: "float16", "float32", or the quantized type ("int8"), whose limit is the workflow's own,
+    without fp16 PyTorch as a yardstick. ran: "as it is" or "lowered". operators: fused ones. problems: why it fails,
+    with remedies.
+    left_out: cases that its fixed shapes exclude. exact: the first part of the proof; unproved: why there is none.
+    weights: number recomputed from the checkpoint. device: results of its provider's own kernels, if requested. block:
+    where an exact run deviates.
     """
 
     name: str
@@ -126,35 +127,35 @@ class SubmodelVerdict:
 
     @property
     def quantized(self) -> bool:
-        """Whether it is held to the workflow's own limit, and to nothing of float16's."""
+        """Whether its limit is the workflow's own instead of float16's."""
         return self.precision not in PLAIN
 
     @property
     def beyond_stated(self) -> bool:
-        """Whether it is quantized, and farther than the workflow states, and nothing else is wrong."""
+        """Whether it is quantized, exceeds the workflow's limit, and has no other problem."""
         failed = [output for output in self.outputs if not output.passed]
         stated = all(output.limit is not None for output in failed)
         return self.quantized and bool(failed) and stated and len(self.problems) == len(failed)
 
 
 def spell_limit(part: SubmodelVerdict, output: OutputVerdict) -> str:
-    """What an output may be at most, and for one that is quantized, whose word that is."""
+    """An output's limit, and whether the workflow states it."""
     if output.limit is None:
         return "not stated"
-    return f"{output.limit:.2e}{', the workflow says' if part.quantized else ''}"
+    return f"{output.limit:.2e}{' (workflow)' if part.quantized else ''}"
 
 
 def worst_output(outputs: Sequence[OutputVerdict]) -> OutputVerdict:
-    """The one that goes farthest beyond its limit, or comes nearest to it; one that fails before others."""
+    """The output nearest to its limit or farthest beyond; failed ones first."""
     return max(outputs, key=lambda each: (not each.passed, each.distance / each.limit if each.limit else each.distance))
 
 
 @dataclass(frozen=True)
 class ImageVerdict:
-    """The image from the same latents, against fp32 PyTorch's. psnr in decibels; None stands for infinity.
+    """The image from the same latents, compared with fp32 PyTorch's. psnr in dB; None stands for infinity.
 
-    float16_*: what plain fp16 PyTorch's image has. quantized: what submodels that draw are quantized to; then it is told how near
-    the image is, and nothing asked for but that it is one. Files: PNG, in the folder of the verification.
+    float16_*: of plain fp16 PyTorch's image. quantized: the quantized type of its submodels; then distances are
+    reported, and the image only has to be finite. Files: PNG, in the verification's folder.
     """
 
     psnr: float | None
@@ -173,7 +174,7 @@ class ImageVerdict:
 
 @dataclass(frozen=True)
 class MeaningVerdict:
-    """The sample's measure: the share of images that show the colour and kind they should, of PyTorch and of ours."""
+    """The sample's score: the share of images with the right colour and kind, for PyTorch and for the artifact."""
 
     cases: int
     reference: float
@@ -183,10 +184,10 @@ class MeaningVerdict:
 
 @dataclass(frozen=True)
 class Verification:
-    """A verified pipeline. coverage: what was looked at, in words. artifacts: submodel -> digest.
+    """A verified pipeline. coverage: what was checked, in words. artifacts: submodel -> digest.
 
-    overflowing: submodel -> the nodes that put out or read values that float16 does not hold. ensemble: the image of a base and
-    its refiner together, whose submodels are `refiner/SUBMODEL`.
+    overflowing: submodel -> nodes that output or read values beyond float16. ensemble: the image of a base and its
+    refiner, whose submodels are `refiner/SUBMODEL`.
     """
 
     name: str
@@ -206,7 +207,7 @@ class Verification:
 
     @property
     def problems(self) -> list[tuple[str, str, str]]:
-        """(where, what, what to do) of everything that does not pass; what is found in many places is one problem."""
+        """(where, what, remedy) of everything that fails; a problem in several places is listed once."""
         found = [(name, *problem) for name, part in self.submodels.items() for problem in part.problems]
         for where, part in (
             ("image", self.image),
@@ -218,7 +219,7 @@ class Verification:
 
     @property
     def beyond_stated(self) -> list[str]:
-        """The quantized submodels that are farther than the workflow states, and with which nothing else is wrong."""
+        """The quantized submodels that exceed the workflow's limit and have no other problem."""
         return [name for name, part in self.submodels.items() if part.beyond_stated]
 
     @property
@@ -226,24 +227,24 @@ class Verification:
         return not self.problems
 
     def failure(self) -> str:
-        """Every problem, with what to do."""
+        """Every problem with its remedy."""
         listed = "\n".join(f"  {where}: {what}\n    {remedy}" for where, what, remedy in self.problems)
         return f"verification failed:\n{listed}"
 
     def raise_for_failure(self) -> None:
-        """Raises VerificationError that lists every problem."""
+        """Raises VerificationError with every problem."""
         if not self.passed:
             raise VerificationError(self.failure(), where=self.name)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON with its `format_version`; infinities are the text "inf", as JSON has none."""
+        """Plain JSON with its `format_version`; infinities, which JSON lacks, become the text "inf"."""
         content = {"format_version": FORMAT_VERSION, "passed": self.passed, **asdict(self)}
         plain: dict[str, Any] = _without_infinities(content)
         return plain
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Verification:
-        """What `to_json` wrote. Raises ValueError for another format."""
+        """Parse `to_json`'s result. Raises ValueError for another format."""
         content = dict(value)
         if content.pop("format_version", None) != FORMAT_VERSION:
             raise ValueError("not a verification of a known format")

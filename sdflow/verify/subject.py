@@ -1,4 +1,4 @@
-"""What is verified: a pipeline folder, and the checkpoint and LoRAs that its manifest names."""
+"""The subject of a verification: a pipeline folder, with the checkpoint and LoRAs that its manifest names."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from sdflow.targets import find_target
 
 @dataclass(frozen=True)
 class Subject:
-    """What is verified: an assembled pipeline folder, and the checkpoint and LoRAs that it must compute.
+    """An assembled pipeline folder, and the checkpoint and LoRAs that it must compute.
 
-    image: its prompts, guidance and seed are the trajectory's. allow_fallback: nodes may run on another provider. refiner: of the
-    pipeline that refines its images.
+    image: its prompts, guidance and seed define the trajectory. allow_fallback: nodes may run on another provider.
+    refiner: the pipeline's refiner.
     """
 
     name: str
@@ -44,19 +44,19 @@ class Subject:
 
     @property
     def stamps(self) -> list[Stamp]:
-        """Of every file that the PyTorch model is made of, from before its digest was taken."""
+        """Stamps of the PyTorch model's files, taken before their digests."""
         return [*self.checkpoint.stamps(), *(lora.stamp for lora in self.loras)]
 
 
 def subject_of_folder(folder: Path, cache: Cache, *, target: str | None = None) -> Subject:
-    """As of `subject_with`, by the digests that a cache has."""
+    """Like `subject_with`, with a cache's digests."""
     return subject_with(folder, cache.stat, target=target)
 
 
 def subject_with(folder: Path, digests: FileDigests, *, target: str | None = None) -> Subject:
     """The subject that a pipeline folder's sdflow.json names.
 
-    Raises UsageError when the folder is not an sdflow pipeline, or the checkpoint or a LoRA is not what it was.
+    Raises UsageError if the folder is not an sdflow pipeline, or the checkpoint or a LoRA has changed.
     """
     origin = read_manifest(folder).origin
     where = str(folder / MANIFEST_FILE)
@@ -68,9 +68,9 @@ def subject_with(folder: Path, digests: FileDigests, *, target: str | None = Non
         stamp = file_stamp(path)  # before the digest
         if lora_digest(path, digests) != lora.sha256:
             raise UsageError(
-                f"the LoRA {path} is not the one it was built with",
+                f"the LoRA {path} differs from the one it was built with",
                 where=where,
-                remedy="Put back what it was built from, or run its workflow again.",
+                remedy="Restore the original file, or run its workflow again.",
             )
         loras.append(LoraFile(lora.reference, path, lora.sha256, lora.scale, lora_submodels(path), stamp))
     inside = refiner_of(folder)
@@ -79,7 +79,7 @@ def subject_with(folder: Path, digests: FileDigests, *, target: str | None = Non
 
 
 def own_image(model: str) -> ImageSpec:
-    """What is drawn where no workflow says it; the sample knows the words of its own captions only."""
+    """The default image; the sample knows only words of its own captions."""
     if model != "sample:shapes":
         return ImageSpec()
     return ImageSpec(prompt="a large red circle on a blue background", guidance_scale=7.5)

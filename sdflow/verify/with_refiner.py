@@ -1,5 +1,5 @@
-"""A pipeline with its refiner: each by itself, of the refiner only what the base does not have too, and the image that they draw
-together. Each is an entry of the cache.
+"""Verify a pipeline with its refiner: each by itself, the refiner only where it differs from the base, and their joint
+image. Each is a cache entry.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sdflow.verify.result import ImageVerdict, Verification
 from sdflow.verify.subject import Subject
 
 HAND_OVER = 0.5
-"""Where the refiner takes over: so that both have steps, few as they are."""
+"""Where the refiner takes over: early enough that both have steps."""
 LEAST_STEPS = 4
 RESULT_FILE = "ensemble.json"
 
@@ -41,10 +41,10 @@ RESULT_FILE = "ensemble.json"
 def verify(
     subject: Subject, spec: VerifySpec, cache: Cache, *, submodels: Sequence[str] | None = None, **how: Unpack[How]
 ) -> Verified:
-    """Verify a pipeline and, where it has one, its refiner. All as of `verify_alone`; submodels: of the refiner
+    """Verify a pipeline and its refiner, if it has one. Arguments as in `verify_alone`; submodels: the refiner's are
     `refiner/SUBMODEL`.
 
-    Without all submodels there is no image of both. What in the folder is not what its provenance names is found too.
+    The joint image needs all submodels. Also compares the folder with its provenance.
     """
     verified = _verify(subject, spec, cache, submodels=submodels, **how)
     changed = tuple(compare_with_provenance(subject.folder, cache.stat))
@@ -72,14 +72,14 @@ def _verify(
     if submodels is None and all(each.result.passed for each in found):
         image, images, cached = both(subject, subject.refiner, spec, cache, **how)
         result = replace(_merged(subject, [each.result for each in found]), ensemble=image)
-        coverage = f"base and refiner: {_steps(spec)} steps, the refiner takes over at {HAND_OVER:g} of the way"
+        coverage = f"base and refiner: {_steps(spec)} steps, the refiner takes over at {HAND_OVER:g} of the steps"
         result = replace(result, coverage=(*result.coverage, coverage), cached=result.cached and cached)
         return Verified(result, {**found[0].images, **images})
     return Verified(_merged(subject, [each.result for each in found]), found[0].images)
 
 
 def _of_the_refiner(subject: Subject, submodels: Sequence[str] | None) -> list[str]:
-    """What of the refiner is verified: what is asked for, else what the base has not."""
+    """The refiner's submodels to verify: the requested ones, or those that differ from the base's."""
     assert subject.refiner is not None
     if submodels is not None:
         begins = f"{REFINER}/"
@@ -89,7 +89,7 @@ def _of_the_refiner(subject: Subject, submodels: Sequence[str] | None) -> list[s
 
 
 def _named(verified: Verified) -> Verified:
-    """With its submodels spoken of as the refiner's, and without its image, which the base has one of too."""
+    """Rename its submodels as the refiner's, and drop its image, since the base has one."""
 
     def named(found: Any) -> dict[str, Any]:
         return {f"{REFINER}/{name}": each for name, each in found.items()}
@@ -111,7 +111,7 @@ def _named(verified: Verified) -> Verified:
 
 
 def _merged(subject: Subject, results: Sequence[Verification]) -> Verification:
-    """One verification of several. The first has the image."""
+    """Combine several verifications. The first has the image."""
     first, *others = results
     for each in others:
         first = replace(
@@ -134,7 +134,7 @@ def _steps(spec: VerifySpec) -> int:
 def both(
     subject: Subject, refiner: Subject, spec: VerifySpec, cache: Cache, **how: Unpack[How]
 ) -> tuple[ImageVerdict, dict[str, bytes], bool]:
-    """The image of both; the files of it; whether the cache had them. Drawn on this machine's CPU, whatever `run_on` says."""
+    """The joint image; its files; whether they were cached. Generated on this machine's CPU, whatever `run_on` says."""
     folder_stamps = [stamp for each in (subject, refiner) for stamp in stamps_of_folder(each.folder)]
     family = subject.checkpoint.family
     selection = select(spec, subject.image, family.drawing, subject.checkpoint)
@@ -169,7 +169,7 @@ def _read(folder: Path) -> ImageVerdict:
 
 
 def _action(subject: Subject, refiner: Subject, selection: Selection, cache: Cache) -> Action:
-    """The key of the image of both."""
+    """The key of the joint image."""
 
     def drawn_by(each: Subject) -> dict[str, Any]:
         checkpoint = each.checkpoint

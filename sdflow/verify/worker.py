@@ -1,4 +1,4 @@
-"""The process that verifies: `python -m sdflow.verify.worker`, spoken to by `sdflow.processes.workers`."""
+"""The verifying process, `python -m sdflow.verify.worker`, controlled by `sdflow.processes.workers`."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from sdflow.verify.result import Verification
 
 
 def work(request: Mapping[str, Any], phase: Callable[[str], None]) -> dict[str, Any]:
-    """Compute the reference, where the request has one, then hold the artifacts to it, of which `known` only lacks the device; or
-    what a base and its refiner draw.
+    """Compute the reference, if requested, then judge the artifacts; with `known`, only run them on the device; with
+    `ensemble`, only generate the joint image of base and refiner.
 
-    Raises VerificationError where the memory does not suffice.
+    Raises VerificationError if the memory does not suffice.
     """
     if "ensemble" in request:
         return {"image": asdict(judge_ensemble(from_json(EnsembleRequest, request["ensemble"]), phase))}
@@ -45,24 +45,24 @@ def work(request: Mapping[str, Any], phase: Callable[[str], None]) -> dict[str, 
     computed = None
     if wanted is not None:
         computed = compute(replace(wanted, most=plan.streamed), phase)
-        gc.collect()  # the modules, before the graphs come
+        gc.collect()  # free the modules before loading graphs
     held = hold_folder(from_json(FolderRequest, request["folder"]), phase)
     return {"reference": computed, "verification": _judged(judged, held, phase).to_json()}
 
 
 def _judged(request: JudgeRequest, held: Held, phase: Callable[[str], None]) -> Verification:
-    """The verification, with what was found in the folder beside the graphs."""
+    """The verification, with the findings on the folder's other files."""
     try:
         found = judge(request, phase)
     except UsageError as error:
         if not errors(held.findings):
             raise
-        # What lies beside the graphs is not what it should be, so that nothing can be drawn with them.
+        # The folder's other files are wrong, so no image can be generated.
         stopped = Finding(
-            "", "source", "error", error.where or "", f"nothing can be drawn: {error.what}", error.remedy or ""
+            "", "source", "error", error.where or "", f"no image can be generated: {error.what}", error.remedy or ""
         )
         return Verification(request.name, request.target, request.level, {}, None, None, (*held.findings, stopped))
-    merged = read_description(request.reference)["merged"]  # how the reference got its LoRAs
+    merged = read_description(request.reference)["merged"]  # how the reference merged its LoRAs
     coverage = [
         *found.coverage,
         *(f"{name} merged into {layers} layers by diffusers and PEFT" for name, layers in merged.items()),
@@ -84,7 +84,7 @@ def _memory_plan(wanted: ReferenceRequest | None, judged: JudgeRequest, phase: C
     plan = require_memory(family, loads, selection, judged.folder, judged.submodels, allowed, modules)
     phase(f"{plan.words()}, {spell_bytes(free)} are available")
     if plan.streamed:
-        return_freed_memory()  # pieces differ in size, so that one would not fit into the other's place
+        return_freed_memory()  # pieces differ in size, so one would not fit into another's place
     return plan
 
 

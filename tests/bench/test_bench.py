@@ -323,11 +323,11 @@ def test_a_checkpoint_or_lora_that_has_changed_since_is_refused(built: Path, tmp
     lora = write_lora(tmp_path / "lora.safetensors")
     folder = with_lora(built, tmp_path / "lora", lora, 1.0)
     write_lora(lora, seed=1)
-    with pytest.raises(UsageError, match=r"lora\.safetensors is not the one"):
+    with pytest.raises(UsageError, match=r"lora\.safetensors differs from the one"):
         torch_modules(folder)
     manifest = json.loads((folder / "sdflow.json").read_text())
     (folder / "sdflow.json").write_text(json.dumps({**manifest, "model": "synthetic:sd15-tiny?seed=1"}))
-    with pytest.raises(UsageError, match=r"synthetic:sd15-tiny\?seed=1 is not the one"):
+    with pytest.raises(UsageError, match=r"synthetic:sd15-tiny\?seed=1 differs from the one"):
         torch_modules(folder)
 
 

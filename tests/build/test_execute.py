@@ -344,7 +344,7 @@ def test_an_interrupt_does_not_wait_for_another_process(bench: Bench, chain: Cha
     with bench.cache.lock(first.action):
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=bench.folder)
         assert process.stderr is not None
-        assert any("it is being built already" in line for line in process.stderr)
+        assert any("another process is building it" in line for line in process.stderr)
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=SOON)
     assert process.returncode == 130

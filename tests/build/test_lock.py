@@ -152,10 +152,10 @@ def test_a_workflow_is_held_to_its_lock(bench: Bench, locked: Callable[..., Work
     plan = locked_plan(locked(), bench.cache)
     assert [each.pipeline.target for each in plan.pipelines] == ["cpu", "cuda"]
 
-    assert "other options" in refusal(bench, locked("vae_decoder.passes.1.text=c"))
+    assert "options that differ from the lock" in refusal(bench, locked("vae_decoder.passes.1.text=c"))
     assert "synthetic:sd15-tiny?seed=1 is not in the lock" in refusal(bench, locked("model=synthetic:sd15-tiny?seed=1"))
     assert "is not in the lock" in refusal(bench, locked(targets=("directml",)))
-    assert "ink.safetensors 0.7, and locked as ink.safetensors 0.5" in refusal(bench, locked("loras.0.scale=0.7"))
+    assert "ink.safetensors 0.7, but locked as ink.safetensors 0.5" in refusal(bench, locked("loras.0.scale=0.7"))
 
     script = bench.folder / "own.py"
     script.write_text(script.read_text() + "# a word\n")

@@ -182,7 +182,7 @@ def test_a_component_that_the_family_needs_cannot_be_left_out(tmp_path: Path) ->
         "extends: base/sdxl.yaml\nmodel: synthetic:sdxl-tiny\ntarget: cpu\ncomponents: {text_encoder_3: null}\n"
     )
     (problem,) = input_problems(load_workflow(path, catalog=catalog()))
-    assert "has no component 'text_encoder_3' that can be left out" in problem.message and problem.line == 2
+    assert "has no component 'text_encoder_3' that can be omitted" in problem.message and problem.line == 2
 
 
 def test_a_file_without_text_encoders_says_what_it_lacks(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_file_without_text_encoders_says_what_it_lacks(tmp_path: Path) -> None
 @pytest.mark.parametrize("kind", ["kohya", "peft", "folder", "component"])
 def test_a_lora_or_a_component_as_model_is_named(kind: str, models: Path, tmp_path: Path) -> None:
     model = tmp_path / "x.safetensors"
-    told = "this is a LoRA or a relative of one: name it under `loras`"
+    told = "this is a LoRA or a related adapter: name it under `loras`"
     if kind == "kohya":
         write_lora(model)
     elif kind == "peft":
@@ -214,7 +214,7 @@ def test_a_lora_or_a_component_as_model_is_named(kind: str, models: Path, tmp_pa
         if kind == "folder":
             write_lora(model / "pytorch_lora_weights.safetensors")
         else:
-            model, told = models / "sd15-tiny/vae", "this is one component, of AutoencoderKL, not a pipeline"
+            model, told = models / "sd15-tiny/vae", "this is one component, AutoencoderKL, not a pipeline"
     assert told in refusal(workflow(tmp_path, model))
 
 

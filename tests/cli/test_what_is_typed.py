@@ -159,13 +159,17 @@ JARGON = ("mapping", "block", "flow", "scalar", "token", "expected", "indicator"
 @pytest.mark.parametrize(
     ("text", "place", "says"),
     [
-        ("extends: a.yaml\n  model: x\n", "2:8", "this line is indented deeper than line 1, which has a value already"),
+        ("extends: a.yaml\n  model: x\n", "2:8", "this line is indented deeper than line 1, which already has a value"),
         (
             "submodels:\n    unet: 1\n   vae: 2\n",
             "3:4",
             "this line is indented by 3 spaces, like none of the keys above",
         ),
-        ("loras:\n  - {file: a}\n  scale: 1\n", "3:3", "no item of the list that begins in line 2"),
+        (
+            "loras:\n  - {file: a}\n  scale: 1\n",
+            "3:3",
+            "like an item of the list that begins in line 2, but is not one",
+        ),
         ("model: a\ntarget\nname: b\n", "2:1", "'target' has no ':' after it"),
         ("model:a\ntarget: cpu\n", "2:7", "line 1 has no space after 'model:'"),
         ('model: "abc\ntarget: cpu\n', "1:8", "the quote that opens here is not closed"),

@@ -189,7 +189,7 @@ TOP = {
         "unknown axis 'models'",
         "'model'",
     ),
-    "matrix, empty axis": ("target: cpu\nmatrix: {model: []}", 2, 17, "leaves no pipeline", "leave the axis out"),
+    "matrix, empty axis": ("target: cpu\nmatrix: {model: []}", 2, 17, "there is no pipeline", "leave the axis out"),
     "matrix, axis as text": ("target: cpu\nmatrix: {model: a}", 2, 17, "a list, or a map", None),
     "matrix, value twice": (
         "target: cpu\nmatrix: {model: [synthetic:sd15, synthetic:sd15]}",
@@ -313,7 +313,7 @@ TOP = {
         "model: synthetic:sd15\ntarget: cpu\ntargets: {cuda: {passes: {LoraMerge: {pass: x}}}}",
         3,
         39,
-        "another pass",
+        "cannot replace a step's pass",
         None,
     ),
     "targets, evaluate": (
@@ -601,8 +601,8 @@ def test_a_change_to_a_step_that_the_extended_chain_has_not_is_an_error(tmp_path
         ("model.seed=1", "`model` is not a map but the text 'synthetic:sd15'", None),
         ("model=sythetic:sd15", "'sythetic:'", "'synthetic'"),
         ("name=[", "not valid YAML", None),
-        ("unet", "not of the form key=value", "unet.passes"),
-        ("=3", "not of the form key=value", None),
+        ("unet", "not in the form key=value", "unet.passes"),
+        ("=3", "not in the form key=value", None),
         ("targets.cpu.evaluate=null", "'targets' cannot be set here", "set submodels or evaluate"),
     ],
 )

@@ -203,7 +203,7 @@ WRONG = {
     "a step that is there": (
         "{OnnxFloatToFloat16: {insert_after: OnnxConversion}}",
         "OnnxFloatToFloat16",
-        "has a step 'OnnxFloatToFloat16' already, from",
+        "already has a step 'OnnxFloatToFloat16', from",
         "leave out insert_after",
     ),
     "an unknown pass": (
@@ -239,10 +239,15 @@ WRONG = {
     "in a list": (
         "[{pass: OnnxConversion}, {pass: SubpixelConv, insert_after: OnnxConversion}]",
         "insert_after",
-        "a step of a list stands where it is written",
+        "steps of a list run in the order written",
         "leave it out",
     ),
-    "another pass": ("{SubpixelConv: {insert_after: OnnxConversion, pass: NhwcResize}}", "pass:", "another pass", None),
+    "another pass": (
+        "{SubpixelConv: {insert_after: OnnxConversion, pass: NhwcResize}}",
+        "pass:",
+        "cannot replace a step's pass",
+        None,
+    ),
 }
 
 
@@ -285,7 +290,7 @@ def test_an_anchor_that_a_target_removes_is_a_mistake_for_that_target(tmp_path: 
 def test_two_layers_cannot_insert_the_same_step(tmp_path: Path) -> None:
     base = BASE + "  cuda: {submodels: {unet: {passes: {SubpixelConv: {insert_after: OnnxConversion}}}}}\n"
     (found,) = problems(tmp_path, unet("{SubpixelConv: {insert_after: OnnxConversion}}"), {"b.yaml": base})
-    assert "for cuda has a step 'SubpixelConv' already, from" in found.message
+    assert "for cuda already has a step 'SubpixelConv', from" in found.message
     assert "b.yaml" in found.message
 
 

@@ -222,7 +222,7 @@ def test_weights_may_be_in_the_graph(
     assert drawing.told["data"] == []
     assert_same(drawing.graph()[0], drawing.pipeline(STEPS))
     monkeypatch.setattr("sdflow.export.one_file.EMBEDDED", 1000)
-    with pytest.raises(UsageError, match="and a graph holds 1"):
+    with pytest.raises(UsageError, match="but a graph holds at most 1"):
         exported(tiny_pipeline, tmp_path / "tiny.onnx", embed=True)
 
 
@@ -390,8 +390,8 @@ def test_what_generate_does_besides_is_told(tiny_pipeline: Path, tmp_path: Path)
     reuse, interval, refiner = exported(folder, tmp_path / "one.onnx").left_out
     assert reuse.startswith("reuse every=2,")
     assert reuse.endswith("--reuse off")
-    assert interval == "guidance_interval from=0.25,to=1: it draws as with --guidance-interval off"
-    assert refiner == "the refiner: it draws as with --refiner-start 1"
+    assert interval == "guidance_interval from=0.25,to=1: the result is as with --guidance-interval off"
+    assert refiner == "the refiner: the result is as with --refiner-start 1"
 
 
 def test_a_pipeline_that_takes_images_is_refused_as_that(tiny_pipeline: Path, tmp_path: Path) -> None:

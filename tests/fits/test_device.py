@@ -46,7 +46,7 @@ def test_plan_as_json_has_the_figures(shell: Shell) -> None:
 def test_a_machine_without_a_card_is_told_as_that() -> None:
     fit = Fit(memory_need(*full_size("sdxl")), Device(None, None), "cuda")
     assert fit.way is None and fit.as_json()["fits"] is None
-    assert "this machine's card is not known: --device-memory SIZE tells whether it fits" in fit.words
+    assert "this machine's card is unknown: use --device-memory SIZE to check whether it fits" in fit.words
 
 
 def test_the_doctor_sorts_the_models_by_how_they_fit() -> None:

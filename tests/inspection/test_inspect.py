@@ -455,7 +455,7 @@ def test_an_unknown_file_is_said_to_be_unknown_with_the_nearest(tmp_path: Path) 
     shapes = {**fingerprint("sd15"), "model.diffusion_model.input_blocks.0.0.weight": (320, 7, 3, 3)}
     found = only(write_header(tmp_path / "x.safetensors", {"something": (3, 4), "other": (2, 2, 2)}))
     assert (found.kind, found.workflow) == ("unknown", None)
-    assert "not an architecture that sdflow knows" in found.notes[0]
+    assert "not a supported architecture" in found.notes[0]
     near = only(write_header(tmp_path / "y.safetensors", shapes))
     assert near.kind != "checkpoint" or near.missing
 

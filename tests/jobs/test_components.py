@@ -69,7 +69,7 @@ def test_the_plan_says_where_the_vae_comes_from(tmp_path: Path) -> None:
     workflow = load_workflow(TINY, catalog=registry.catalog(), overrides=[f"components.vae={OTHER}"])
     (plan,) = make_plan(workflow, Cache(tmp_path / "cache")).pipelines
     assert f"vae: {OTHER} instead of the checkpoint's own." in plan.notes
-    assert any("latents are scaled by 0.13025" in note and "own by 0.18215" in note for note in plan.notes)
+    assert any("scales latents by 0.13025" in note and "own by 0.18215" in note for note in plan.notes)
 
 
 @pytest.fixture(scope="module")
@@ -133,9 +133,9 @@ def test_a_vae_that_has_changed_is_told_by_all_three(shell: Shell, built: Path) 
         ):
             done = shell.run(*command)
             assert done.returncode == 2, done.stderr
-            assert "is not the one that this pipeline was built from" in done.stderr
+            assert "differs from the one that this pipeline was built from" in done.stderr
             assert "Traceback" not in done.stderr
-        with pytest.raises(UsageError, match="is not the one that this pipeline was built from"):
+        with pytest.raises(UsageError, match="differs from the one that this pipeline was built from"):
             torch_modules(built)
     finally:
         path.write_bytes(kept)

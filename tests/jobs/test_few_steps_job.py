@@ -65,7 +65,9 @@ def test_a_lora_that_is_baked_changes_how_the_pipeline_draws_and_verifies(shell:
     arguments = ("bake", "--base", "pipelines/tiny_cpu", "--lora", f"{lora}:0.1", "--out", "pipelines/fast", "--verify")
     baked = shell.run(*arguments)
     assert baked.returncode == 0, baked.stderr
-    assert "lcm-lora-sdv1-5.safetensors is LCM-LoRA: it draws with 4 steps, no guidance, scheduler lcm" in baked.stdout
+    assert (
+        "lcm-lora-sdv1-5.safetensors is LCM-LoRA: default settings: 4 steps, no guidance, scheduler lcm" in baked.stdout
+    )
     done = shell.run("generate", "pipelines/fast", "--prompt", "an otter", "--seed", "1", *SMALL, "--out", "fast")
     assert done.returncode == 0, done.stderr
     assert "lcm-lora-sdv1-5.safetensors is LCM-LoRA: 4 steps, no guidance, LCMScheduler" in done.stdout

@@ -99,7 +99,7 @@ def test_a_limit_that_no_layer_meets_is_told(shell: Shell, first: Any) -> None:
     done = shell.run("verify", f"hopeless/{NAME}", "--fix", "--quick", "--submodel", "text_encoder")
     assert done.returncode == 4
     assert "not within the workflow's limit of 1e-05 with any of its layers in int8" in done.stderr
-    assert "take its QuantizeInt8 out" in done.stderr
+    assert "remove its QuantizeInt8" in done.stderr
 
 
 def test_it_draws_and_takes_a_lora_that_is_merged_before_it_is_quantized(shell: Shell, first: Any) -> None:

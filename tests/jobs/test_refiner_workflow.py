@@ -42,7 +42,7 @@ def test_the_refiner_is_built_with_the_base_without_what_it_lacks(tmp_path: Path
     assert list(plan.every) == [base, refiner]
     assert (base.pipeline.name, refiner.pipeline.name) == (NAME, f"{NAME}_refiner")
     assert refiner.pipeline.refiner is None
-    assert "the checkpoint has no text_encoder: it is left out" in refiner.notes
+    assert "the checkpoint has no text_encoder: it is not built" in refiner.notes
     assert base.together.keys() == {chain.submodel for chain in base.chains} | {
         f"refiner/{chain.submodel}" for chain in refiner.chains
     }

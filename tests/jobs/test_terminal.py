@@ -125,7 +125,7 @@ SUCCEEDS: dict[str, tuple[tuple[str, ...], str]] = {
     "validate": (README[1:], "shapes_cpu.yaml: valid (shapes_cpu)"),
     "schema": ((), '"$schema"'),
     "passes": ((), "OrtTransformersOptimization"),
-    "targets": ((), "Every target can be built here, whether it runs here or not."),
+    "targets": ((), "Every target can be built here, even if it does not run here."),
     "doctor": ((), "onnxruntime"),
     "generate": ((PIPELINE, "-p", "a red circle", "--steps", "2", "--seed", "7"), "images/001-7.png"),
     "export": ((PIPELINE, "--schedule-file", "schedule.json"), "DDIMScheduler, 50 steps"),

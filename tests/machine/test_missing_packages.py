@@ -95,7 +95,7 @@ def test_with_the_base_alone_a_command_works_or_names_the_extra(
 
 def test_results_of_others_are_read_with_the_base_alone(base: LightInstall) -> None:
     (base.folder / "result.json").write_text("{}")
-    assert "is no report of a self-test" in says(base, "selftest", "--show", "result.json")
+    assert "is not a self-test report" in says(base, "selftest", "--show", "result.json")
     assert "not a result of `sdflow bench`" in says(base, "bench", "--compare", "result.json", "result.json")
     assert ALL in says(base, "bench", "--list")
 

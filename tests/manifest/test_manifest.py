@@ -183,7 +183,7 @@ def test_a_folder_without_a_manifest_is_no_pipeline(tmp_path: Path) -> None:
         (b'{"format_version": 2}', r"a newer sdflow wrote it: format_version 2 .* only 1\n  Update sdflow"),
         (b'{"format_version": 0}', "format_version 0 is not known, only 1"),
         (b'{"format_version": "1"}', "format_version '1' is not known, only 1"),
-        (b'{"format_version": 1}', "does not say how the pipeline was built: name: field required"),
+        (b'{"format_version": 1}', "is not a valid manifest: name: field required"),
     ],
 )
 def test_a_file_that_cannot_be_used_says_what_is_wrong_and_what_to_do(
@@ -229,7 +229,7 @@ def test_a_file_that_cannot_be_used_says_what_is_wrong_and_what_to_do(
 )
 def test_a_part_that_is_missing_or_of_another_kind_is_named(folder: Path, change: Edit, says: str) -> None:
     edit(folder, change)
-    with pytest.raises(UsageError, match=f"does not say how the pipeline was built: {says}"):
+    with pytest.raises(UsageError, match=f"is not a valid manifest: {says}"):
         read_manifest(folder)
 
 
@@ -238,7 +238,7 @@ def test_the_checkpoint_of_a_hub_is_pinned_to_the_commit_that_was_used(folder: P
     assert origin.pinned_model("here") == "synthetic:sd15-tiny"
     hub = replace(origin, model="hf:a/b@main", checkpoint={"commit": "c" * 40})
     assert hub.pinned_model("here") == f"hf:a/b@{'c' * 40}"
-    with pytest.raises(UsageError, match="here: does not say what the pipeline was built from: 'model' is missing"):
+    with pytest.raises(UsageError, match="here: does not name the pipeline's model: 'model' is missing"):
         replace(origin, model=None).pinned_model("here")
 
 
@@ -266,7 +266,7 @@ def test_what_is_quantized_is_written_and_read_again(folder: Path) -> None:
 
 @pytest.mark.parametrize("changed", [{"limit": -1}, {"limit": "near"}, {"to": None}, {"layers": "all"}, {"kept": [1]}])
 def test_what_is_said_of_quantization_and_makes_no_sense_is_refused(folder: Path, changed: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="does not say how the pipeline was built"):
+    with pytest.raises(UsageError, match="is not a valid manifest"):
         from_json(quantized(folder, **changed), "here")
 
 
@@ -280,7 +280,9 @@ def test_every_file_that_it_names_is_in_its_folder(folder: Path, path: str) -> N
     ):
         before = (folder / MANIFEST_FILE).read_bytes()
         edit(folder, change)
-        with pytest.raises(UsageError, match="is no file in its folder|is no folder's name|holds characters") as raised:
+        with pytest.raises(
+            UsageError, match="is not a file in its folder|is not a folder name|holds characters"
+        ) as raised:
             read_manifest(folder)
         assert len(str(raised.value)) < 500
         (folder / MANIFEST_FILE).write_bytes(before)

@@ -21,8 +21,8 @@ def refused(request: dict[str, str], versions: dict[str, str]) -> dict[str, str]
 def test_a_node_with_other_packages_refuses_and_names_them(tmp_path: Path) -> None:
     versions = {"numpy": "0.0.1", "onnx": distribution_version("onnx"), "not-there": "1"}
     error = refused({"out": str(tmp_path)}, versions)
-    assert f"numpy 0.0.1 is wanted, here: {distribution_version('numpy')}" in error["what"]
-    assert "not-there 1 is wanted, here: not installed" in error["what"]
+    assert f"numpy 0.0.1 is required, found {distribution_version('numpy')}" in error["what"]
+    assert "not-there 1 is required, found not installed" in error["what"]
     assert "onnx " not in error["what"]
 
 
@@ -44,7 +44,7 @@ def test_what_steps_announce_is_kept_in_order_and_of_memory_the_last() -> None:
 
 @pytest.mark.parametrize("on", ["mars", "ray://", "http://host:1"])
 def test_a_place_that_is_none_is_refused_with_those_that_are(on: str) -> None:
-    with pytest.raises(UsageError, match="no place to run on") as raised:
+    with pytest.raises(UsageError, match="is not a Ray cluster") as raised:
         ray_address(on)
     assert "ray://HOST:PORT" in str(raised.value.remedy)
 

@@ -43,8 +43,8 @@ def test_a_lora_its_scale_and_which_of_several(
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("D/ink.safetensors:abc", r"the scale 'abc' is no number\n  Write .*ink\.safetensors:0\.8, or leave it out"),
-        ("hf:a/b:abc", "the scale 'abc' is no number"),
+        ("D/ink.safetensors:abc", r"the scale 'abc' is not a number\n  Write .*ink\.safetensors:0\.8, or leave it out"),
+        ("hf:a/b:abc", "the scale 'abc' is not a number"),
         ("D:1e999", "too large"),
         ("D/gone.safetensors:0.5", "there is no file or folder '.*gone.safetensors'"),
         ("D/gone#ink.safetensors", "there is no file or folder"),
@@ -65,5 +65,5 @@ def test_a_manifest_that_names_a_pass_that_is_not_here_is_told(tmp_path: Path, n
         workflow_of(tmp_path / "sdflow.json", origin, [], "baked")
     assert len(str(raised.value)) < 1500
     empty = Origin("small", "cpu", model="synthetic:sd15-tiny", chains={"vae_decoder": Chain((), ())})
-    with pytest.raises(UsageError, match="by which passes vae_decoder was built"):
+    with pytest.raises(UsageError, match="does not list the passes of vae_decoder"):
         workflow_of(tmp_path / "sdflow.json", empty, [], "baked")

@@ -130,7 +130,7 @@ def test_a_lora_alone_says_the_model(width: int, base: str, tmp_path: Path) -> N
 def test_a_model_of_the_hub_is_known_by_the_shipped_workflows_or_told(tmp_path: Path) -> None:
     known = InitRequest(tmp_path / "w.yaml", "hf:stabilityai/stable-diffusion-xl-base-1.0")
     assert yaml.safe_load(write_workflow(known).read_text())["extends"] == "base/sdxl.yaml"
-    with pytest.raises(UsageError, match="is not known without downloading it"):
+    with pytest.raises(UsageError, match="is unknown without downloading it"):
         write_workflow(InitRequest(tmp_path / "x.yaml", "hf:somebody/something"))
     told = InitRequest(tmp_path / "x.yaml", "hf:somebody/something", base="sdxl")
     assert loaded(write_workflow(told)).model == "hf:somebody/something"
@@ -140,13 +140,13 @@ def test_a_model_of_the_hub_is_known_by_the_shipped_workflows_or_told(tmp_path: 
     ("options", "said"),
     [
         ({"model": "missing.safetensors"}, "no such file or folder"),
-        ({"model": str(STRIPES)}, "no model that a pipeline can be built of, but: LoRA"),
-        ({"model": str(ROOT / "docs")}, "no file of weights"),
+        ({"model": str(STRIPES)}, "not a model to build a pipeline from, but: LoRA"),
+        ({"model": str(ROOT / "docs")}, "nor weight files"),
         ({"loras": ["missing.safetensors"]}, "there is no file or folder"),
-        ({"loras": [str(STRIPES)]}, "says which generation of models it is for"),
-        ({"model": "synthetic:sdxl", "loras": ["LORA"]}, "is a LoRA for .*1.x, and the model is .*XL"),
-        ({"model": "synthetic:sd15", "loras": ["EMBEDDING"]}, "is no LoRA but: embedding"),
-        ({"model": "synthetic:taesd"}, "is a vae alone"),
+        ({"loras": [str(STRIPES)]}, "does not identify the models it is for"),
+        ({"model": "synthetic:sdxl", "loras": ["LORA"]}, "is a LoRA for .*1.x, but the model is .*XL"),
+        ({"model": "synthetic:sd15", "loras": ["EMBEDDING"]}, "is not a LoRA but: embedding"),
+        ({"model": "synthetic:taesd"}, "is only a vae"),
         ({"model": "synthetic:ip-adapter"}, "is an IP-Adapter"),
         ({"target": "cudda"}, "no target is named cudda"),
         ({"base": "sdxxl", "model": "hf:a/b"}, "no workflow base/sdxxl.yaml ships with sdflow"),

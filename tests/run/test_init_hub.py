@@ -80,7 +80,10 @@ def test_a_repository_is_recognized_by_its_configurations_alone(
 @pytest.mark.parametrize(
     ("reference", "says"),
     [
-        ("hf:civitai/lora", "no model_index.json, so it is no pipeline in diffusers' layout; it holds ink.safetensors"),
+        (
+            "hf:civitai/lora",
+            "no model_index.json, so it is not a pipeline in diffusers' layout; it holds ink.safetensors",
+        ),
         ("hf:civitai/audio", "'AudioLDMPipeline' is not known to sdflow"),
         ("hf:civitai/nothing", "no such repository, or it is private"),
         ("civitai/dreamer", "Write --model hf:civitai/dreamer"),
@@ -96,8 +99,8 @@ def test_what_is_no_pipeline_is_said_with_what_to_do(hub: Hub, tmp_path: Path, r
 
 def test_without_the_network_the_kind_of_model_is_asked_for(hub: Hub, tmp_path: Path) -> None:
     offline = init(hub, tmp_path, "hf:civitai/dreamer", offline=True)
-    assert offline.returncode == 2 and "not known without downloading it\n  Say what kind of model" in offline.stderr
+    assert offline.returncode == 2 and "unknown without downloading it\n  Name the kind of model" in offline.stderr
     assert hub.requests == []
     hub.url = "http://127.0.0.1:9"  # nobody listens there
     unreachable = init(hub, tmp_path, "hf:civitai/dreamer")
-    assert unreachable.returncode == 2 and "Say what kind of model it is: --base" in unreachable.stderr
+    assert unreachable.returncode == 2 and "Name the kind of model, as in --base" in unreachable.stderr

@@ -143,7 +143,7 @@ def test_a_second_run_leaves_it_whenever_and_wherever_it_runs(
         ("model_index.json", lambda path: path.write_text(path.read_text() + " "), "is not the file that was built"),
         ("sdflow.json", lambda path: path.write_text(path.read_text().replace('"cpu"', '"cuda"')), "is not the file"),
         ("scheduler/scheduler_config.json", lambda path: path.unlink(), "is missing"),
-        (PROVENANCE_FILE, lambda path: path.write_text("{"), "is no statement of in-toto"),
+        (PROVENANCE_FILE, lambda path: path.write_text("{"), "is not an in-toto statement"),
         (PROVENANCE_FILE, lambda path: path.write_text(path.read_text().replace('"unet/', '"../unet/')), "no file of"),
     ],
 )

@@ -133,7 +133,7 @@ def test_a_light_machine_binds_what_the_full_one_binds_byte_for_byte(
     done = imported_there.run("run", str(path), "--copy")
     assert done.returncode == 0, done.stderr
     assert "2 of 6 steps ran" in done.stderr
-    assert "bound: not verified against PyTorch: that needs torch, " in done.stderr
+    assert "bound: not verified against PyTorch, which needs torch, " in done.stderr
     loaded = load_workflow(path, catalog=catalog())
     options = RunOptions(
         out=machines.folder / "pipelines", results=machines.folder / "results", copy=True, verify=False
@@ -202,7 +202,7 @@ def test_a_pipeline_that_was_built_there_is_baked_there(
     ("more", "told"),
     [
         ({"submodels": {"unet": {"passes": [{"pass": "OnnxConversion"}]}}}, "unet of sd15-tiny for cpu"),
-        ({"carry_weights": True}, "text_encoder/0 OnnxConversion is not cached, it works on the weights themselves"),
+        ({"carry_weights": True}, "text_encoder/0 OnnxConversion is not cached. It reads the weights themselves"),
     ],
 )
 def test_what_is_missing_there_is_said_and_nothing_runs(
@@ -234,7 +234,7 @@ def test_export_says_what_it_wrote(machines: Machines) -> None:
     with pytest.raises(UsageError, match="no architecture is called 'sd16'"):
         export_structures(["sd16"], ["cpu"], again, machines.full, Events())
     carried = str(machines.workflow("carried", carry_weights=True, submodels={"vae_decoder": SUBMODELS["vae_decoder"]}))
-    with pytest.raises(UsageError, match="the graphs of vae_decoder have their weights in them"):
+    with pytest.raises(UsageError, match="the graphs of vae_decoder contain their weights"):
         export_structures([carried], (), again, machines.full, Events(), verify=False)
     assert not again.exists()
 
@@ -313,7 +313,7 @@ DAMAGES: dict[str, tuple[Callable[[bytes, Members], bytes], str]] = {
         lambda data, members: packed({**members, LISTED: dump({"format": 3})}), "format 3: a newer sdflow wrote it"
     ),
     "other passes": (lambda data, members: relisted(members, _of_another_pass), "of version 99; here it is"),
-    "what is no structure": (lambda data, members: relisted(members, _bound), "something else than structures"),
+    "what is no structure": (lambda data, members: relisted(members, _bound), "something other than structures"),
 }  # fmt: skip
 
 

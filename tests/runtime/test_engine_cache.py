@@ -140,7 +140,7 @@ def test_engines_are_in_the_users_folder_unless_told_otherwise(tmp_path: Path, m
     monkeypatch.setenv(engine_cache.FOLDER_VARIABLE, str(tmp_path / "mine"))
     assert (tmp_path / "mine") in engine_folders(None, TARGET, TENSORRT, "a").engines.parents
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="no engines can be kept there"):
+    with pytest.raises(UsageError, match="no engines can be stored there"):
         engine_folders(tmp_path / "file", TARGET, TENSORRT, "a")
 
 

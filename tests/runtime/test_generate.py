@@ -110,7 +110,7 @@ def test_the_file_tells_the_image_and_the_mask_and_every_step_is_told(pipeline_f
         (["-p", "a", "--out", "file"], "file: not a folder"),
         (["-p", "a", "--prompt-syntax", "a111"], "--prompt-syntax: it is 'a111'"),
         (["-p", "a", "--embedding", "missing.pt"], "missing.pt: no such file"),
-        (["-p", "a", "--embedding", "file"], "file of the unknown kind"),
+        (["-p", "a", "--embedding", "file"], "the file type '' is unknown"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_with_place_and_remedy(
@@ -145,7 +145,7 @@ def test_prompts_with_weights_learned_words_and_clip_skip_are_drawn_and_told(
     with pytest.raises(UsageError, match="no prompt contains 'my-style'"):
         generate(again)
     twice = [str(tmp_path / "my-style.safetensors"), f"{tmp_path / 'my-style.safetensors'}:MY-STYLE"]
-    with pytest.raises(UsageError, match="stands for .*my-style.safetensors already"):
+    with pytest.raises(UsageError, match="already stands for .*my-style.safetensors"):
         generate(replace(again, prompts=["my-style"], embeddings=twice))
 
 
@@ -185,7 +185,7 @@ def _written_over(file: str, content: str) -> Callable[[Path], None]:
     ("damage", "what"),
     [
         (_tokenizer_is_gone, r"tokenizer/\S+ is missing"),
-        (_sdflow_json(target=None), "does not say how the pipeline was built: target: field required"),
+        (_sdflow_json(target=None), "is not a valid manifest: target: field required"),
         (_sdflow_json(target="cudda"), "sdflow.json: no target is named cudda"),
         (_written_over("model_index.json", "{"), "model_index.json: cannot be read"),
         (_written_over("unet/config.json", "{}"), "has no entry 'block_out_channels'"),

@@ -145,7 +145,7 @@ def test_a_denoiser_that_takes_something_else_is_refused() -> None:
     checkpoint = open_checkpoint("synthetic:sd15-tiny", digests=PlainDigests(), download=False)
     configs = {part.component: checkpoint.submodels[name].load["config"] for name, part in _parts(checkpoint)}
     configs["unet"] = {**configs["unet"], "in_channels": 5}
-    with pytest.raises(CheckpointError, match="takes 5 channels beside latents of 4"):
+    with pytest.raises(CheckpointError, match="takes 5 channels, but latents have 4"):
         pipeline_facts(checkpoint.family, {**configs, "scheduler": {"_class_name": "DDIMScheduler"}})
 
 

@@ -51,7 +51,7 @@ def test_files_go_by_their_names_and_only_those_in_prompts_are_read(folder: Path
     assert embeddings_in(tmp_path)["old"].suffix == ".safetensors"
     (tmp_path / "more").mkdir()
     save_file({"emb_params": torch.ones(1, WIDTH)}, tmp_path / "more/OLD.safetensors")
-    with pytest.raises(UsageError, match="stands for .* already"):
+    with pytest.raises(UsageError, match="already stands for .*"):
         embeddings_in(tmp_path)
     with pytest.raises(UsageError, match="not a folder"):
         embeddings_in(tmp_path / "absent")

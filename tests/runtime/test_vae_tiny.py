@@ -199,20 +199,20 @@ def test_a_half_for_another_familys_latents_is_none_of_it(tmp_path: Path) -> Non
     encoder = original_halves()["encoder"]
     save_file(torch.nn.Sequential(*encoder[:-1], conv(64, 16)).state_dict(), tmp_path / "taesd3_encoder.safetensors")
     assert inspect(tmp_path / "taesd3_encoder.safetensors")[0].kind == "unknown"
-    with pytest.raises(CheckpointError, match="this is no vae"):
+    with pytest.raises(CheckpointError, match="this is not a vae"):
         opened(str(tmp_path / "taesd3_encoder.safetensors"))
 
 
 def test_one_half_alone_is_told(tmp_path: Path) -> None:
     halves = original_halves()
     save_file(halves["decoder"].state_dict(), tmp_path / "taesd_decoder.safetensors")
-    with pytest.raises(CheckpointError, match=r"taesd_encoder\.safetensors is not beside it"):
+    with pytest.raises(CheckpointError, match=r"taesd_encoder\.safetensors is not next to it"):
         opened(str(tmp_path / "taesd_decoder.safetensors"))
     save_file(halves["decoder"].state_dict(), tmp_path / "taesd_encoder.safetensors")
     with pytest.raises(CheckpointError, match=r"not the (en|de)coder that belongs to"):
         opened(str(tmp_path / "taesd_decoder.safetensors"))
     (tmp_path / "taesd_decoder.safetensors").rename(tmp_path / "small.safetensors")
-    with pytest.raises(CheckpointError, match="its name does not tell"):
+    with pytest.raises(CheckpointError, match="cannot be derived from its name"):
         opened(str(tmp_path / "small.safetensors"))
 
 
@@ -224,7 +224,7 @@ def test_other_families_take_it_too(model: str) -> None:
 
 
 def test_it_is_no_model_alone_and_no_other_component() -> None:
-    with pytest.raises(CheckpointError, match="is a vae alone"):
+    with pytest.raises(CheckpointError, match="is only a vae"):
         open_checkpoint("synthetic:taesd", digests=PlainDigests(), download=False)
 
 

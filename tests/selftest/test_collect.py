@@ -78,24 +78,24 @@ def with_image(**fields: Any) -> dict[str, Any]:
 STRANGE: dict[str, tuple[dict[str, Any] | bytes, str]] = {
     "empty": (b"", "no JSON"),
     "cut off": (document(GOOD)[:-40], "no JSON"),
-    "of another kind": (b'{"kind": "bench"}', "no report of a self-test"),
-    "a list": (b"[" * 90 + b"]" * 90, "no report of a self-test"),
+    "of another kind": (b'{"kind": "bench"}', "is not a self-test report"),
+    "a list": (b"[" * 90 + b"]" * 90, "is not a self-test report"),
     "nested": (b"[" * 100_000, "no JSON"),
     "no text": (b"\xff\xfe\x00", "no JSON"),
     "of a later format": (document(GOOD).replace(b'"format_version": 1', b'"format_version": 9'), "the format 9"),
     "of no target": (changed(target="abacus"), "no target is named 'abacus'"),
-    "of another provider": (changed(provider="CUDAExecutionProvider"), "which is no provider of cpu"),
-    "of none": (changed(provider=None), "which is no provider of cpu"),
+    "of another provider": (changed(provider="CUDAExecutionProvider"), "which is not a provider of cpu"),
+    "of none": (changed(provider=None), "which is not a provider of cpu"),
     "that did not run": (changed(verdict="unavailable", reason="no GPU"), "nothing ran: unavailable"),
     "without images": (changed(images=[]), "without an image"),
-    "that claims too much": (with_image(png=drawn(image(20))["png"]), "it says passed, and by its images"),
-    "that claims too little": (changed(verdict="failed"), "it says failed, and by its images"),
-    "with other figures": (with_image(decibels=80.0), "it says 80.0 dB of an image that is 200.0 dB"),
+    "that claims too much": (with_image(png=drawn(image(20))["png"]), "it claims passed, but by its images"),
+    "that claims too little": (changed(verdict="failed"), "it claims failed, but by its images"),
+    "with other figures": (with_image(decibels=80.0), "it claims 80.0 dB for an image that is 200.0 dB"),
     "whose nodes are elsewhere": (
         changed(submodels={"unet": {**to_json(GOOD)["submodels"]["unet"], "fallen": [["n", "Conv", "CPU"]]}}),
         "by its images and nodes it is failed",
     ),
-    "of a time in no steps": (changed(steps=None), "not in how many steps"),
+    "of a time in no steps": (changed(steps=None), "but not the number of steps"),
     "a bomb": (with_image(png=png(60_000, 60_000)), "an image has 60000x60000 pixels"),
     "a cut image": (with_image(png=png(16, 16, b"")), "an image"),
     "no image": (with_image(png=base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(64)).decode()), "an image is damaged"),
@@ -168,7 +168,7 @@ def test_a_report_is_text_in_the_table(tmp_path: Path) -> None:
 def test_a_folder_without_reports_is_told_and_names_the_files(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no such folder"):
         collect(tmp_path / "nothing")
-    with pytest.raises(UsageError, match="no report in it"):
+    with pytest.raises(UsageError, match="it contains no usable report"):
         collect(tmp_path)
     put(tmp_path, "broken.json", b"{")
     with pytest.raises(UsageError, match=r"broken\.json: is damaged"):

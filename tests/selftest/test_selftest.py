@@ -54,7 +54,7 @@ def test_an_image_that_is_another_fails_and_says_by_how_much() -> None:
     assert found.verdict == "failed"
     assert found.reason is not None
     assert "'a large red circle' is" in found.reason
-    assert "60 are wanted" in found.reason
+    assert "60 are required" in found.reason
 
 
 def test_in_float16_an_image_of_the_same_shape_may_be_elsewhere_and_another_shape_may_not() -> None:
@@ -178,13 +178,13 @@ FOREIGN = {
     "no JSON": (b"\x89PNG\r\n", "no JSON"),
     "half of one": (document(WHOLE)[:400], "no JSON"),
     "empty": (b"", "no JSON"),
-    "a list": (b"[1]", "no report"),
-    "another document": (b'{"kind": "bench", "format_version": 1}', "no report"),
+    "a list": (b"[1]", "is not a self-test report"),
+    "another document": (b'{"kind": "bench", "format_version": 1}', "is not a self-test report"),
     "a later format": (altered(format_version=2), "has the format 2"),
     "a field of the wrong type": (altered(submodels=[]), "submodels: Input should be"),
     "a field too many": (altered(home="/home/x"), "home: Unexpected"),
     "a verdict of its own": (altered(verdict="splendid"), "verdict: Input should be"),
-    "an image that is none": (altered(images=[{**asdict(WHOLE.images[0]), "png": "aGk="}]), "is no PNG"),
+    "an image that is none": (altered(images=[{**asdict(WHOLE.images[0]), "png": "aGk="}]), "is not a PNG"),
     "an image that is no base64": (altered(images=[{**asdict(WHOLE.images[0]), "png": "<script>"}]), "is damaged"),
     "a text in place of a number": (altered(image_ms="fast"), "image_ms: Input should be a valid number"),
     "a table in the versions": (altered(versions={"a": {"b": 1}}), "versions.a: Input should be"),

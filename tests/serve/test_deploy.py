@@ -189,7 +189,7 @@ def test_a_pid_that_is_another_process_by_now_is_not_taken_for_it() -> None:
 
 
 def test_a_server_that_cannot_start_says_why(tiny_pipeline: Path) -> None:
-    with pytest.raises(UsageError, match="it could not start:\n(.|\n)*are no sizes"):
+    with pytest.raises(UsageError, match="it could not start:\n(.|\n)*is no list of sizes"):
         client.deploy(
             "broken",
             [tiny_pipeline],

@@ -133,7 +133,7 @@ def test_what_takes_too_long_is_given_up(tiny_pipeline: Path) -> None:
         ({"host": "0.0.0.0"}, "everyone who reaches this machine could generate images"),
         ({"require_verified": True}, "it was not verified when it was built"),
         ({"pipeline": 2}, "another pipeline is named tiny too"),
-        ({"batch_sizes": "1,x"}, "are no sizes"),
+        ({"batch_sizes": "1,x"}, "is no list of sizes"),
     ],
 )
 def test_what_cannot_be_served_is_told_at_once(tiny_pipeline: Path, options: dict[str, Any], says: str) -> None:

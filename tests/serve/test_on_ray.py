@@ -45,7 +45,7 @@ def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
         ((None, 8000, None, None, None, True), "Add --on ray"),
         (("ray", 0, None, None, None, False), "no free port"),
         (("ray://head:10001", 8000, None, None, None, False), "from a node of the cluster"),
-        (("mars", 8000, None, None, None, False), "no place to run on"),
+        (("mars", 8000, None, None, None, False), "is not a Ray cluster"),
     ],
 )
 def test_options_that_do_not_fit_together_are_refused(options: tuple[Any, ...], told: str) -> None:

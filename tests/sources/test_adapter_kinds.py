@@ -95,7 +95,7 @@ def test_what_peft_makes_is_refused_by_its_name(kind: str, tmp_path: Path) -> No
     assert f"sdflow does not merge it: {caught.value.what}." in found.notes
     # Without its configuration the tensors tell it too, or at least that they are no LoRA's.
     (tmp_path / "adapter_config.json").unlink()
-    with pytest.raises(CheckpointError, match="is not supported|belong to no LoRA"):
+    with pytest.raises(CheckpointError, match="is not supported|do not belong to a LoRA"):
         lora_submodels(path)
     kinds = {kind_of_tensor(name, tuple(each.shape)) for name, each in load_file(path).items()}
     assert known.title in kinds, "by its names alone"
@@ -119,9 +119,7 @@ def test_the_configuration_is_read_before_the_names(kind: str, tmp_path: Path) -
     made.save_pretrained(tmp_path)
     config = tmp_path / "adapter_config.json"
     config.write_text(json.dumps({"peft_type": kind, "some_field_of_its_own": [1]}))
-    title = (
-        PEFT_TYPES[kind].title if kind in PEFT_TYPES else "TOMORROW, a kind that this version of sdflow does not know,"
-    )
+    title = PEFT_TYPES[kind].title if kind in PEFT_TYPES else "TOMORROW, which this version of sdflow does not know,"
     with pytest.raises(CheckpointError) as caught:
         lora_submodels(tmp_path / FILE)
     assert caught.value.what == f"{title} is not supported (peft_type in its adapter_config.json)"
@@ -146,7 +144,7 @@ def test_several_adapters_that_peft_saved_together_are_named_by_their_folders(tm
 def test_a_folder_with_a_pickle_alone_says_so(tmp_path: Path) -> None:
     made = get_peft_model(Denoiser(), LoraConfig(r=4, target_modules=TARGETS))
     made.save_pretrained(tmp_path, safe_serialization=False)
-    with pytest.raises(CheckpointError, match=r"but adapter_model\.bin: pickled LoRAs are not read"):
+    with pytest.raises(CheckpointError, match=r"but adapter_model\.bin: pickled LoRAs are not supported"):
         find_lora(str(tmp_path), download=False)
 
 

@@ -198,7 +198,7 @@ def test_an_encoder_that_the_adapter_does_not_read_is_refused(folder: Path, tmp_
     parts = tensors("sd15-tiny")
     parts["image_proj"]["proj.weight"] = torch.zeros(len(parts["image_proj"]["proj.weight"]), 30)
     file = save_adapter(tmp_path / "x.safetensors", parts)
-    with pytest.raises(CheckpointError, match="30 wide, and the image encoder is 40 wide and projects to 24"):
+    with pytest.raises(CheckpointError, match="30 wide, but the image encoder is 40 wide and projects to 24"):
         opened(AdapterReference(str(file), encoder=str(folder / "image_encoder")))
 
 
@@ -259,5 +259,5 @@ def test_an_adapter_that_has_changed_since_is_told(folder: Path, tmp_path: Path)
     origin = Origin("x", "cpu", MODEL, built.provenance, ip_adapters=(adapter.to_json(),))
     assert reopen_checkpoint(origin, "here", digests=PlainDigests()).submodels == built.submodels
     save_adapter(file, tensors("sd15-tiny", seed=8))
-    with pytest.raises(UsageError, match="is not the one"):
+    with pytest.raises(UsageError, match="differs from the one"):
         reopen_checkpoint(origin, "here", digests=PlainDigests())

@@ -125,7 +125,7 @@ def test_every_tensor_of_the_vae_is_the_other_ones_and_nothing_else_changes(
     assert (found.family, found.companions, found.options) == (own.family, own.companions, own.options)
     factor = found.facts["scaling_factor"]
     assert factor == (other if write in WITH_ITS_CONFIG else own).facts["scaling_factor"]
-    assert any("scaled by" in note for note in found.notes) == (write in WITH_ITS_CONFIG)
+    assert any("scales latents by" in note for note in found.notes) == (write in WITH_ITS_CONFIG)
     assert {**found.facts, "scaling_factor": None} == {**own.facts, "scaling_factor": None}
     assert {key: value for key, value in found.provenance.items() if key != "components"} == own.provenance
     assert json.loads(json.dumps(found.provenance)) == found.provenance
@@ -200,18 +200,18 @@ REFUSED: dict[str, tuple[Callable[[str], object], str, str]] = {
     ),
     "other latents": (
         lambda folder: edit_config(folder, latent_channels=16),
-        r"latent_sample of its vae_encoder is \(batch, 16, .*, and that of synthetic:sd15-tiny is \(batch, 4,",
+        r"latent_sample of its vae_encoder is \(batch, 16, .*, but that of synthetic:sd15-tiny is \(batch, 4,",
         "made for Stable Diffusion 1.x",
     ),
     "no latents": (
         lambda folder: edit_config(folder, latent_channels=...),
-        "its configuration lacks something: 'latent_channels'",
+        "its configuration is incomplete: 'latent_channels'",
         "Save it again",
     ),
     "moved latents": (
         lambda folder: edit_config(folder, latents_mean=[0.0] * 4, latents_std=[1.0] * 4),
-        "the vae moves its latents by latents_mean",
-        "scaling_factor alone",
+        "the vae shifts its latents by latents_mean",
+        "only a scaling_factor",
     ),
     "no weights": (
         lambda folder: (Path(folder) / "diffusion_pytorch_model.safetensors").unlink(),
@@ -251,7 +251,7 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path: Path, vae: Any) -> None:
     wide = torch.zeros(tensors["decoder.conv_in.weight"].shape[0], 16, 3, 3)
     save_file({**tensors, "decoder.conv_in.weight": wide}, path)
     with pytest.raises(
-        CheckpointError, match=r"decoder\.conv_in\.weight is \[\d+, 16, 3, 3\], and that of synthetic:sd15"
+        CheckpointError, match=r"decoder\.conv_in\.weight is \[\d+, 16, 3, 3\], but that of synthetic:sd15"
     ):
         with_vae(str(path))
     save_file({name: tensor for name, tensor in tensors.items() if name != "decoder.mid.attn_1.q.bias"}, path)
@@ -264,7 +264,7 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path: Path, vae: Any) -> None:
     [
         ("DIR/old.ckpt", "pickled weights can run any code"),
         ("DIR/gone", "no such file or folder"),
-        ("DIR/notes.txt", r"a file of the unknown kind '\.txt'"),
+        ("DIR/notes.txt", r"the file type '\.txt' is unknown"),
         ("ftp:x", "not a reference"),
         ("synthetic:sd16", "unknown architecture 'sd16'"),
     ],
@@ -280,7 +280,7 @@ def test_what_is_not_there_or_not_allowed_is_told(
 
 
 def test_only_networks_are_exchanged() -> None:
-    says = r"no component 'scheduler' that can be exchanged\n  Known: vae, unet, text_encoder"
+    says = r"no component 'scheduler' that can be replaced\n  Known: vae, unet, text_encoder"
     with pytest.raises(CheckpointError, match=says):
         opened(components={"scheduler": OTHER})
 
@@ -293,7 +293,7 @@ def test_a_text_encoder_is_exchanged_where_its_vocabulary_is_the_tokenizers(tmp_
     text.save_pretrained(tmp_path / "text")
     config = tmp_path / "text/config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "vocab_size": 77}))
-    with pytest.raises(CheckpointError, match=r"its vocabulary has 77 entries, and that of .* has \d+"):
+    with pytest.raises(CheckpointError, match=r"its vocabulary has 77 entries, but that of .* has \d+"):
         opened(components={"text_encoder": str(tmp_path / "text")})
 
 
@@ -343,8 +343,10 @@ def test_a_vae_that_has_changed_since_is_told(tmp_path: Path, vae: Any, other: C
     assert reopen_checkpoint(origin, "here", digests=PlainDigests()).submodels == built.submodels
     save_file(contiguous({name: tensor + 1 for name, tensor in vae.state_dict().items()}),
               tmp_path / "mended/diffusion_pytorch_model.safetensors")  # fmt: skip
-    says = rf"here: the checkpoint {MODEL}, vae .*mended is not the one that this pipeline was built from\n  Put back"
+    says = (
+        rf"here: the checkpoint {MODEL}, vae .*mended differs from the one that this pipeline was built from\n  Restore"
+    )
     with pytest.raises(UsageError, match=says):
         reopen_checkpoint(origin, "here", digests=PlainDigests())
-    with pytest.raises(UsageError, match="is not the one that this pipeline was built from"):
+    with pytest.raises(UsageError, match="differs from the one that this pipeline was built from"):
         reopen_checkpoint(replace(origin, components={}), "here", digests=PlainDigests())

@@ -174,7 +174,7 @@ def test_a_file_of_another_generation_is_refused(tmp_path: Path, unets: Mapping[
     with pytest.raises(CheckpointError, match="attn2.to_k.weight"):
         with_unet(path)
     save_file({"x": torch.zeros(1)}, path)
-    with pytest.raises(CheckpointError, match="this is no unet"):
+    with pytest.raises(CheckpointError, match="this is not a unet"):
         with_unet(path)
 
 

@@ -173,7 +173,7 @@ def test_a_file_of_the_hub_is_named_with_its_architecture_as_its_message_says(
     write(snapshot / "models/dream.safetensors", original)
     (note,) = opened("hf:owner/name/models/dream.safetensors").notes[1:]
     suggested = "hf:owner/name/models/dream.safetensors#sd21-base"
-    assert f"Else write {suggested} (512 pixels, epsilon)." in note
+    assert f"To change that, write {suggested} (512 pixels, epsilon)." in note
     checkpoint = opened(suggested)
     assert checkpoint.provenance["architecture"] == "sd21-base" and checkpoint.provenance["commit"] == COMMIT
     assert checkpoint.notes[1:] == () and prediction(checkpoint) == "epsilon"

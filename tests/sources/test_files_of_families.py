@@ -92,7 +92,7 @@ def test_the_identity_does_not_depend_on_where_it_lies(written: Written, how: st
 def test_only_the_variant_is_said_where_there_is_no_other(written: Written) -> None:
     notes = " ".join(opened(written.half).notes)
     for component in {written.made.family.part(name).component for name in written.made.submodels}:
-        assert f"{component}: only weights of the variant fp16" in notes
+        assert f"{component}: only the variant fp16 has weights" in notes
     assert opened(written.folder).notes == ()
 
 
@@ -255,7 +255,7 @@ def test_an_architecture_that_the_file_does_not_have_is_refused(written: Written
     assert f"model.safetensors#{architecture}" in str(caught.value.remedy)
     with pytest.raises(CheckpointError, match="unknown architecture 'sd22'"):
         opened(f"{written.file}#sd22")
-    with pytest.raises(CheckpointError, match="a vae has the architecture of the checkpoint that it is for"):
+    with pytest.raises(CheckpointError, match="a vae takes its architecture from the checkpoint"):
         open_checkpoint(
             f"synthetic:{architecture}",
             digests=PlainDigests(),
@@ -264,5 +264,5 @@ def test_an_architecture_that_the_file_does_not_have_is_refused(written: Written
         )
     named = tmp_path / "odd.safetensors"
     named.symlink_to(written.folder)
-    with pytest.raises(CheckpointError, match="is a folder, which names its architecture itself"):
+    with pytest.raises(CheckpointError, match="is a folder, whose config names the architecture"):
         opened(f"{named}#{architecture}")

@@ -119,7 +119,7 @@ def test_shards_load_like_one_file(tiny: Checkpoint, folder: Path) -> None:
     assert len(checkpoint.submodels["unet"].identity["weights"]) > 1
     assert_same_modules(tiny, checkpoint)
     next((folder / "unet").glob("*-00002-of-*")).unlink()
-    with pytest.raises(CheckpointError, match=r"the shard .*-00002-of-.* is not there"):
+    with pytest.raises(CheckpointError, match=r"the shard .*-00002-of-.* is missing"):
         opened(folder)
 
 
@@ -182,7 +182,7 @@ def remove(name: str) -> Any:
         (lambda tensors: tensors.update(stray=torch.zeros(1)), "unexpected: stray"),
         (
             lambda tensors: tensors.update({"conv_in.bias": torch.zeros(3)}),
-            r"conv_in\.bias is \[3\] where \[32\] belongs",
+            r"conv_in\.bias is \[3\], expected \[32\]",
         ),
     ],
 )
@@ -260,7 +260,7 @@ def test_a_missing_file_is_named(file: str, folder: Path) -> None:
         ("text_encoder/config.json", {"architectures": ["T5EncoderModel"]}, "of T5EncoderModel, not of CLIPTextModel"),
         ("vae/config.json", {"_class_name": "AsymmetricAutoencoderKL"}, "of AsymmetricAutoencoderKL"),
         ("unet/config.json", {"sample_size": None}, "its sample_size is None"),
-        ("vae/config.json", {"block_out_channels": None}, "lack something"),
+        ("vae/config.json", {"block_out_channels": None}, "are incomplete"),
     ],
 )
 def test_another_class_or_an_unusable_configuration_is_an_error(

@@ -240,7 +240,7 @@ def test_a_vae_is_fetched_from_a_repository_that_is_one_and_from_one_that_has_on
     assert "error" not in client("hf:owner/tiny")
     refused = opened("hf:owner/file")
     assert "hf:owner/file@main: holds neither vae/config.json nor config.json" in refused["message"]
-    assert "A single file of a repository: hf:owner/file/FILE." in refused["message"]
+    assert "For a single file of a repository: hf:owner/file/FILE." in refused["message"]
 
 
 def test_a_lora_is_fetched_from_the_hub(client: Client) -> None:

@@ -216,7 +216,7 @@ def test_every_tensor_without_a_place_is_named(shapes: Shapes, tmp_path: Path) -
 def test_a_tensor_without_its_partner_is_named(lost: str, shapes: Shapes, tmp_path: Path) -> None:
     tensors = kohya_lora(shapes)
     del tensors[f"{STEM}.{lost}"]
-    with pytest.raises(CheckpointError, match=rf"{STEM}.*without its {lost.split('_')[1].split('.')[0]} tensor"):
+    with pytest.raises(CheckpointError, match=rf"{STEM}.*the {lost.split('_')[1].split('.')[0]} tensor is missing"):
         read_lora(written(tmp_path, tensors), shapes)
 
 
@@ -264,7 +264,7 @@ def test_other_adapters_are_refused_by_name(name: str, kind: str, shapes: Shapes
 
 @pytest.mark.parametrize("tensors", [{"model.weight": torch.zeros(3)}, {}])
 def test_a_file_that_is_no_lora_is_refused(tensors: Tensors, shapes: Shapes, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"belong to no LoRA: model\.weight|holds no tensors"):
+    with pytest.raises(CheckpointError, match=r"do not belong to a LoRA: model\.weight|holds no tensors"):
         read_lora(written(tmp_path, tensors), shapes)
 
 

@@ -242,7 +242,7 @@ def test_parts_that_read_no_text_tell_too(name: str, width: int, model: str, oth
 
 def test_a_lora_of_no_known_family_is_refused_too(tmp_path: Path) -> None:
     path = written(tmp_path, factors("lora_unet_mid_block_attentions_0_transformer_blocks_0_attn2_to_v", 999))
-    with pytest.raises(CheckpointError, match="no LoRA for this model.*999 wide, not 768"):
+    with pytest.raises(CheckpointError, match="not a LoRA for this model.*999 wide, not 768"):
         require_made_for(path, opened("synthetic:sd15"))
 
 

@@ -328,7 +328,9 @@ def test_a_damaged_tensor_is_named(
     assert stem in caught.value.what
     if what == "missing":
         role = name.removesuffix(".weight").rpartition(".")[2].removeprefix("lora_")
-        assert f"{role} tensor" in caught.value.what or "without the other of" in caught.value.what
+        assert (
+            f"{role} tensor" in caught.value.what or "the other of hada_t1 and hada_t2 is missing" in caught.value.what
+        )
     assert str(path) in str(caught.value.where)
     assert caught.value.remedy
 
@@ -336,13 +338,13 @@ def test_a_damaged_tensor_is_named(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dora_scale": torch.ones(3, 1)}, r"dora_scale: \[3, 1\] where \[64, 1\] or \[1, 64\] belongs"),
+        ({"dora_scale": torch.ones(3, 1)}, r"dora_scale: \[3, 1\], expected \[64, 1\] or \[1, 64\]"),
         ({"dora_scale": torch.full((64, 1), torch.inf)}, "dora_scale: not all of its values are finite"),
-        ({"hada_w1_a": torch.ones(64, 2)}, "beside tensors of LoHa and LoKr for one module"),
+        ({"hada_w1_a": torch.ones(64, 2)}, "one module has tensors of LoHa and LoKr"),
         ({"lokr_w1": torch.ones(7, 7)}, "lokr_w1: 7 x 7, which does not divide a weight of 64 x 64"),
         ({"lokr_w1_a": torch.ones(8, 2)}, "lokr_w1_a is for the same factor"),
         ({"diff_b": torch.ones(64)}, "diff_b: there is no .*to_q.bias"),
-        ({"alpha": torch.ones(2)}, "alpha: several values, where a number belongs"),
+        ({"alpha": torch.ones(2)}, "alpha: several values, expected a number"),
     ],
     ids=["norms", "infinite", "two kinds", "left", "twice", "bias", "alphas"],
 )
@@ -361,11 +363,13 @@ def test_a_configuration_of_another_kind_is_named(tiny: Checkpoint, state: State
     path, config = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"
     said = json.loads(config.read_text())
     config.write_text(json.dumps({"peft_type": "LOHA", "r": RANK}))
-    with pytest.raises(CheckpointError, match="of a LoRA, and PEFT's configuration says LoHa"):
+    with pytest.raises(CheckpointError, match="of a LoRA, but PEFT's configuration has LoHa"):
         ours(path, state)
     config.write_text(json.dumps(said))
     save_file({name: each for name, each in load_file(path).items() if "magnitude" not in name}, path)
-    with pytest.raises(CheckpointError, match="without its lora_magnitude_vector, and its configuration has use_dora"):
+    with pytest.raises(
+        CheckpointError, match="its lora_magnitude_vector is missing, but its configuration has use_dora"
+    ):
         ours(path, state)
 
 

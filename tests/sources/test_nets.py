@@ -162,7 +162,7 @@ def test_what_a_manifest_says_of_nets_opens_them_again(tmp_path: Path, net: Any)
     again = reopen_checkpoint(origin, "sdflow.json", digests=PlainDigests())
     assert again.submodels[NET].identity == found.submodels[NET].identity
     save_file({name: value + 1 for name, value in net.state_dict().items()}, tmp_path / "net.safetensors")
-    with pytest.raises(UsageError, match="is not the one"):
+    with pytest.raises(UsageError, match="differs from the one"):
         reopen_checkpoint(origin, "sdflow.json", digests=PlainDigests())
 
 
@@ -186,7 +186,7 @@ def a_unet(folder: Path, net: Any) -> str:
 @pytest.mark.parametrize(
     ("write", "told"),
     [
-        (a_lora, "this is no ControlNet"),
+        (a_lora, "this is not a supported ControlNet"),
         (pooling, "pools its outputs over the image"),
         (a_unet, "not of ControlNetModel"),
         (lambda folder, net: XL, "takes"),

@@ -242,7 +242,7 @@ def test_pefts_configuration_is_a_part_of_its_lora(plain: tuple[Path, dict[str, 
     before = lora_digest(path, PlainDigests())
     assert lora_digest(change(tmp_path, lora_alpha=3), PlainDigests()) != before
     (tmp_path / "adapter_config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"there is no adapter_config\.json beside it"):
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json, which has its alpha, is missing next to it"):
         lora_submodels(path)
 
 

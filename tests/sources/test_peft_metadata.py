@@ -191,21 +191,21 @@ def test_fields_that_change_no_weight_are_accepted(plain: Any, shapes: Shapes, t
         ("[", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
         ("[]", "is not a JSON object"),
-        ({"unet.lora_alpha": "x"}, r"unet\.lora_alpha that is no number"),
-        ({"unet.lora_alpha": True}, r"unet\.lora_alpha that is no number"),
-        ({"unet.lora_alpha": 10**400}, r"unet\.lora_alpha that is no number"),
-        ({"unet.lora_alpha": math.nan}, r"unet\.lora_alpha that is no number"),
+        ({"unet.lora_alpha": "x"}, r"unet\.lora_alpha that is not a finite number"),
+        ({"unet.lora_alpha": True}, r"unet\.lora_alpha that is not a finite number"),
+        ({"unet.lora_alpha": 10**400}, r"unet\.lora_alpha that is not a finite number"),
+        ({"unet.lora_alpha": math.nan}, r"unet\.lora_alpha that is not a finite number"),
         ({"unet.alpha_pattern": ["to_k"]}, r"unet\.alpha_pattern that is not a JSON object"),
-        ({"unet.alpha_pattern": {"to_k": None}}, r"unet\.alpha_pattern\['to_k'\] that is no number"),
-        ({"unet.alpha_pattern": {"to_(k": 1}}, r"unet\.alpha_pattern\['to_\(k'\] that is no valid regular"),
-        ({"unet.alpha_pattern": {"a{9999999999999}": 1}}, "no valid regular expression"),
-        ({"unet.alpha_pattern": {"(" * 50_000: 1}}, "no valid regular expression"),
-        ({"text_encoder.rank_pattern": {"*": 4}}, r"text_encoder\.rank_pattern\['\*'\] that is no valid regular"),
-        ({"text_encoder.rank_pattern": {"q_proj": 4.5}}, r"text_encoder\.rank_pattern\['q_proj'\] that is no whole"),
-        ({"unet.r": 0}, r"unet\.r that is no whole number above 0"),
+        ({"unet.alpha_pattern": {"to_k": None}}, r"unet\.alpha_pattern\['to_k'\] that is not a finite number"),
+        ({"unet.alpha_pattern": {"to_(k": 1}}, r"unet\.alpha_pattern\['to_\(k'\] that is not a valid regular"),
+        ({"unet.alpha_pattern": {"a{9999999999999}": 1}}, "not a valid regular expression"),
+        ({"unet.alpha_pattern": {"(" * 50_000: 1}}, "not a valid regular expression"),
+        ({"text_encoder.rank_pattern": {"*": 4}}, r"text_encoder\.rank_pattern\['\*'\] that is not a valid regular"),
+        ({"text_encoder.rank_pattern": {"q_proj": 4.5}}, r"text_encoder\.rank_pattern\['q_proj'\] that is not a whole"),
+        ({"unet.r": 0}, r"unet\.r that is not a whole number above 0"),
         ({"unet.use_rslora": "no"}, r"unet\.use_rslora that is neither"),
         ({"unet.use_dora": 1}, r"unet\.use_dora that is neither"),
-        ({"unet.r": 4, "unet.use_dora": True}, "without its lora_magnitude_vector"),
+        ({"unet.r": 4, "unet.use_dora": True}, "its lora_magnitude_vector is missing"),
         ({"unet.bias": "all"}, r'unet\.bias = "all" is not supported'),
         ({"unet.lora_bias": True}, r"unet\.lora_bias = true is not supported"),
         ({"unet.modules_to_save": ["conv_in"]}, r"unet\.modules_to_save"),
@@ -213,7 +213,7 @@ def test_fields_that_change_no_weight_are_accepted(plain: Any, shapes: Shapes, t
         ({"text_encoder.init_lora_weights": "pissa_niter_4"}, r"text_encoder\.init_lora_weights"),
         ({"text_encoder.kasa_config": {}}, r"text_encoder\.kasa_config"),
         ({"unet.peft_type": "OFT"}, r"unet\.peft_type"),
-        ({"unet.peft_type": "LOHA"}, "of a LoRA, and PEFT's configuration says LoHa"),
+        ({"unet.peft_type": "LOHA"}, "of a LoRA, but PEFT's configuration has LoHa"),
         ({"unet.peft_type": "LOKR", "unet.use_dora": True}, r"unet\.use_dora = true is not supported"),
     ],
 )
@@ -251,7 +251,7 @@ def test_a_rank_that_the_tensors_do_not_have_is_refused(
         ({"use_qalora": True}, "use_qalora = true is not supported"),
         ({"init_lora_weights": "pissa"}, 'init_lora_weights = "pissa" is not supported'),
         ({"modules_to_save": ["conv_out"]}, "modules_to_save"),
-        ({"lora_alpha": "x"}, "a lora_alpha that is no number"),
+        ({"lora_alpha": "x"}, "a lora_alpha that is not a finite number"),
         ({"r": 5}, "4, not 5"),
     ],
 )
@@ -273,7 +273,7 @@ def test_the_header_of_save_lora_adapter_has_no_submodel_in_front(
 
 
 def test_a_header_that_does_not_say_its_submodel_is_refused(shapes: Shapes, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"does not say which submodel it is for: lora_alpha, r"):
+    with pytest.raises(CheckpointError, match=r"does not name its submodel: lora_alpha, r"):
         read_lora(a_file(tmp_path, {"r": 4, "lora_alpha": 2}), shapes)
-    with pytest.raises(CheckpointError, match=r"does not say which submodel it is for: prior\.r"):
+    with pytest.raises(CheckpointError, match=r"does not name its submodel: prior\.r"):
         read_lora(a_file(tmp_path, {"prior.r": 4}), shapes)

@@ -195,7 +195,7 @@ def test_a_file_without_a_vae_or_of_a_component_is_refused(
 
 def test_an_unknown_kind_of_file_and_garbage_are_errors(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_bytes(b"x")
-    with pytest.raises(CheckpointError, match=r"unknown kind '\.onnx'"):
+    with pytest.raises(CheckpointError, match=r"the file type '\.onnx' is unknown"):
         opened(tmp_path / "model.onnx")
     (tmp_path / "model.safetensors").write_bytes(os.urandom(1000))
     with pytest.raises(CheckpointError, match="not a valid safetensors file"):

@@ -107,7 +107,7 @@ def test_what_somebody_put_in_its_place_is_kept(project: Path, copy: bool) -> No
         (folder / name).mkdir(parents=True)
         (folder / name / "model.onnx").write_text("mine")
     (folder / "model_index.json").write_text("{}")
-    with pytest.raises(UsageError, match="not a pipeline made by sdflow, and is not replaced"):
+    with pytest.raises(UsageError, match="not an sdflow pipeline, and is not replaced"):
         build(project, "one", copy=True)
     assert (folder / SUBMODELS[0] / "model.onnx").read_text() == "mine"
 
@@ -118,7 +118,7 @@ def test_without_a_pin_the_message_says_what_to_do(project: Path) -> None:
     moved = folder.rename(folder.with_name("moved"))
     with pytest.raises(UsageError) as caught:
         build(project, "one", "pipelines/moved")
-    assert "sdflow.json does not say what sdflow put there" in caught.value.what
+    assert "its sdflow.json does not list its files" in caught.value.what
     assert "delete it and run again" in (caught.value.remedy or "")
     assert (moved / "scheduler").is_dir()
 

@@ -192,7 +192,7 @@ def test_a_value_that_belongs_to_the_graph_is_held_to_the_structure(
 def test_a_weight_without_a_recipe_is_found(cuda: Sample, sample_cases: dict[str, Cases], tmp_path: Path) -> None:
     wrong = planted(cuda.artifact("unet"), tmp_path / "unet", matrix_scaled)
     (finding,) = proof(cuda, "unet", wrong, sample_cases).findings
-    assert (finding.node, finding.what) == ("factor", "it has no recipe, and the structure does not have it")
+    assert (finding.node, finding.what) == ("factor", "it has no recipe and is missing from the structure")
 
 
 def test_what_a_lowered_graph_is_given_is_not_read_from_its_file(cuda: Sample) -> None:

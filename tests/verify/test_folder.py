@@ -102,7 +102,7 @@ def test_what_one_file_has_not_comes_from_its_architecture(tmp_path: Path) -> No
     assert found_in(folder, checkpoint, whole=False) == []
     edit(folder / "unet/config.json", lambda config: config.update(flip_sin_to_cos=False))
     (finding,) = found_in(folder, checkpoint, whole=False)
-    assert str(finding).startswith("unet: config.json: flip_sin_to_cos is false, where true belongs")
+    assert str(finding).startswith("unet: config.json: flip_sin_to_cos is false, expected true")
 
 
 # Faults
@@ -140,15 +140,15 @@ def without_encoder(folder: Path) -> None:
 INDEX, SCHEDULER, WORDS = "model_index.json", "scheduler/scheduler_config.json", "tokenizer/vocab.json"
 
 FAULTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
-    "a merge missing": (drop_merge, ('tokenizer/merges.txt: entry 101 is missing, where "s e</w>" belongs',)),
+    "a merge missing": (drop_merge, ('tokenizer/merges.txt: entry 101 is missing, expected "s e</w>"',)),
     "two words' ids exchanged": (
         exchange_ids,
-        (f"{WORDS}: dog</w> is 2368, where 1929", f"{WORDS}: cat</w> is 1929, where 2368"),
+        (f"{WORDS}: dog</w> is 2368, expected 1929", f"{WORDS}: cat</w> is 1929, expected 2368"),
     ),
-    "steps_offset": (entry(SCHEDULER, "steps_offset", 0), (f"{SCHEDULER}: steps_offset is 0, where 1 belongs",)),
+    "steps_offset": (entry(SCHEDULER, "steps_offset", 0), (f"{SCHEDULER}: steps_offset is 0, expected 1",)),
     "num_train_timesteps": (
         entry(SCHEDULER, "num_train_timesteps", 990),
-        (f"{SCHEDULER}: num_train_timesteps is 990, where 1000 belongs",),
+        (f"{SCHEDULER}: num_train_timesteps is 990, expected 1000",),
     ),
     "clip_sample as a number": (entry(SCHEDULER, "clip_sample", 0), (f"{SCHEDULER}: clip_sample is 0, where false",)),
     "an entry more": (entry(SCHEDULER, "timestep_type", "continuous"), (f"{SCHEDULER}: timestep_type is",)),
@@ -158,22 +158,22 @@ FAULTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     ),
     "the encoder's scale of another model": (
         entry("vae_encoder/config.json", "scaling_factor", 0.13025),
-        ("vae_encoder: config.json: scaling_factor is 0.13025, where 0.18215 belongs",),
+        ("vae_encoder: config.json: scaling_factor is 0.13025, expected 0.18215",),
     ),
     "the pipeline's class": (
         entry(INDEX, "_class_name", "OnnxStableDiffusionInpaintPipeline"),
-        (f'{INDEX}: _class_name is "OnnxStableDiffusionInpaintPipeline", where "OnnxStableDiffusionPipeline" belongs',),
+        (f'{INDEX}: _class_name is "OnnxStableDiffusionInpaintPipeline", expected "OnnxStableDiffusionPipeline"',),
     ),
     "a component's class": (
         entry(INDEX, "scheduler", ["diffusers", "DDIMScheduler"]),
-        (f'{INDEX}: scheduler is ["diffusers", "DDIMScheduler"], where ["diffusers", "PNDMScheduler"] belongs',),
+        (f'{INDEX}: scheduler is ["diffusers", "DDIMScheduler"], expected ["diffusers", "PNDMScheduler"]',),
     ),
     "a component more": (entry(INDEX, "vae", ["diffusers", "AutoencoderKL"]), (f"{INDEX}: vae is",)),
     "a filter that is not asked for": (entry(INDEX, "requires_safety_checker", False), (f"{INDEX}: requires_safety",)),
     "the encoder removed": (without_encoder, ("sdflow.json: vae_encoder is missing under submodels",)),
     "another family": (
         entry("sdflow.json", "family", "stable_diffusion_xl"),
-        ("sdflow.json: family is stable_diffusion_xl, where stable_diffusion belongs",),
+        ("sdflow.json: family is stable_diffusion_xl, expected stable_diffusion",),
     ),
     "the encoder not named": (
         lambda folder: edit(folder / INDEX, lambda index: index.pop("vae_encoder")),
@@ -195,7 +195,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     ),
     "the filter's images": (
         entry("feature_extractor/preprocessor_config.json", "do_normalize", False),
-        ("feature_extractor/preprocessor_config.json: do_normalize is false, where true belongs",),
+        ("feature_extractor/preprocessor_config.json: do_normalize is false, expected true",),
     ),
     "an attention's heads": (
         entry("unet/config.json", "attention_head_dim", 3),
@@ -253,7 +253,7 @@ def test_texts_tell_two_tokenizers_apart(folder: Path, checkpoint: Checkpoint) -
     (finding,) = (finding for finding in found_in(folder, checkpoint) if finding.node == "tokenizer")
     count = sum("cat" in text.lower() or "dog" in text.lower() for text in texts())
     assert 0 < int(finding.what.split()[0]) <= count
-    assert "where 2368 belongs" in finding.what
+    assert "expected 2368" in finding.what
 
 
 def test_schedules_tell_two_schedulers_apart(folder: Path, checkpoint: Checkpoint) -> None:
@@ -267,7 +267,7 @@ def test_schedules_tell_two_schedulers_apart(folder: Path, checkpoint: Checkpoin
 def test_coefficients_tell_where_timesteps_do_not(folder: Path, checkpoint: Checkpoint) -> None:
     entry(SCHEDULER, "beta_end", 0.0121)(folder)
     *_, finding = found_in(folder, checkpoint)
-    assert "what the denoiser is fed in run 2 is" in finding.what
+    assert "the denoiser's input in run 2 is" in finding.what
 
 
 def with_scheduler(folder: Path, scheduler: Any, *without: str) -> Checkpoint:
@@ -337,7 +337,7 @@ def test_a_scheduler_that_nobody_chose_is_a_note_and_is_refused_when_it_is_chose
     folder = described_folder(read, tmp_path)
     (finding,) = found_in(folder, read)
     assert finding.level == "note" and finding.node == SCHEDULER
-    assert finding.what.startswith("ddim, ddim_trailing cannot draw as diffusers does with this checkpoint: ")
+    assert finding.what.startswith("ddim, ddim_trailing differ from diffusers with this checkpoint: ")
     own = diffusers.PNDMScheduler.from_pretrained(folder / "scheduler")
     with pytest.raises(UsageError, match="is not linear in the latents") as refused:
         trace(named_scheduler("ddim", own.config, DIFFUSION), 4, FAMILIES["stable_diffusion_xl"].scheduler_config)

@@ -104,6 +104,6 @@ def test_too_little_memory_is_refused_with_what_to_do(tiny_pipeline: Path, tiny_
     arguments = (family, loads, selection, tiny_pipeline, list(loads))
     needed = require_memory(*arguments, available=GB * 20).needed
     assert LIBRARIES < needed < 2 * GB
-    with pytest.raises(VerificationError, match="MB of memory.*, and 500 MB are available") as raised:
+    with pytest.raises(VerificationError, match="MB of memory.*, but 500 MB are available") as raised:
         require_memory(*arguments, available=GB // 2)
     assert "--submodel" in str(raised.value.remedy)

@@ -149,5 +149,5 @@ def test_what_a_run_raises_ends_the_others_and_is_raised() -> None:
 def test_runs_that_wait_for_nothing_are_refused() -> None:
     turns = Turns()
     turns.start(lambda: turns.wait(lambda: False))
-    with pytest.raises(RuntimeError, match="none of them makes"):
+    with pytest.raises(RuntimeError, match="all runs are waiting for one another"):
         turns.finish()

@@ -130,7 +130,7 @@ def test_another_scheduler_is_found_by_the_image_and_a_failure_is_not_kept(
     file = "scheduler/scheduler_config.json"
     assert [where for where, _, _ in found.problems] == ["image", f"{file}", f"{file}"]
     assert "PSNR" in found.failure()
-    assert 'beta_schedule is "linear", where "scaled_linear" belongs' in found.failure()
+    assert 'beta_schedule is "linear", expected "scaled_linear"' in found.failure()
     with pytest.raises(VerificationError) as raised:
         found.raise_for_failure()
     assert raised.value.exit_code == 4
@@ -140,11 +140,11 @@ FOLDER_FAULTS = {
     "no index": (lambda folder: (folder / "model_index.json").unlink(), "is missing"),
     "no class": (
         lambda folder: change_index(folder, _class_name="NoSuchPipeline"),
-        '_class_name is "NoSuchPipeline", where "OnnxStableDiffusionPipeline" belongs',
+        '_class_name is "NoSuchPipeline", expected "OnnxStableDiffusionPipeline"',
     ),
     "a component of no class": (
         lambda folder: change_index(folder, scheduler=["diffusers", "NoSuch"]),
-        'scheduler is ["diffusers", "NoSuch"], where ["diffusers", "PNDMScheduler"] belongs',
+        'scheduler is ["diffusers", "NoSuch"], expected ["diffusers", "PNDMScheduler"]',
     ),
 }
 
@@ -469,7 +469,7 @@ def test_a_read_only_cache_is_verified_with_and_keeps_nothing(subject: Subject, 
         said: list[str] = []
         found = verify(subject, SPEC, Cache(cache.root), submodels=["text_encoder"], threads=1, progress=said.append)
         assert found.result.passed
-        assert "the cache is read-only: what was found is not kept" in said
+        assert "the cache is read-only: the result is not saved" in said
 
     assert in_process(run)
     assert cache.entries() == []

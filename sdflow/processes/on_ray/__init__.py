@@ -1,1 +1,1 @@
-"""The steps of a run on the machines of a Ray cluster: `sdflow run --on ray`."""
+"""Run steps on the nodes of a Ray cluster: `sdflow run --on ray`."""

@@ -1,4 +1,4 @@
-"""A Ray cluster: its address, and the connection to it."""
+"""Connect to a Ray cluster."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ ADDRESSES = "ray, for the cluster of this machine or of RAY_ADDRESS, or ray://HO
 NAMESPACE = "sdflow"
 START = "Start one: `ray start --head` here, `ray start --address=HOST:6379` on the others."
 START_FOR_CLIENTS = (
-    "HOST:PORT is of its head node's server for clients: `ray start --head --ray-client-server-port 9100` there."
+    "HOST:PORT must be the head node's client server: `ray start --head --ray-client-server-port 9100` there."
 )
 
 
 def ray_address(on: str) -> str:
-    """The address that `ray.init` takes, of what `--on` was given. Raises UsageError for what is neither."""
+    """The address for `ray.init` from `--on`'s value. Raises UsageError for other values."""
     if on == "ray":
         return "auto"
     if on.startswith("ray://") and on.removeprefix("ray://"):
         return on
-    raise UsageError(f"{on!r} is no place to run on", where="--on", remedy=f"Give {ADDRESSES}.")
+    raise UsageError(f"{on!r} is not a Ray cluster", where="--on", remedy=f"Give {ADDRESSES}.")
 
 
 def load_ray() -> Any:
-    """The package. Raises UsageError where it is not installed."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported
+    """Import Ray. Raises UsageError if it is not installed."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage reports
     try:
         import ray
     except ImportError as error:
@@ -38,11 +38,12 @@ def load_ray() -> Any:
 
 
 def connect(address: str) -> Any:
-    """The package, connected to the cluster at an address that `ray_address` gave. Raises UsageError where there is none."""
+    """Connect to the cluster at an address from `ray_address`, and return the package. Raises UsageError if there is
+    none."""
     ray = load_ray()
     ours = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        with warnings.catch_warnings(action="ignore"):  # what it warns of is told below
+        with warnings.catch_warnings(action="ignore"):  # warnings are reported below
             ray.init(address=address, log_to_driver=False, logging_level="ERROR", namespace=NAMESPACE)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise UsageError(
@@ -51,6 +52,6 @@ def connect(address: str) -> Any:
             remedy=START if address == "auto" else START_FOR_CLIENTS,
         ) from error
     finally:
-        for number, action in ours.items():  # Ray puts its own in their place
+        for number, action in ours.items():  # Ray replaces them
             signal.signal(number, action)
     return ray

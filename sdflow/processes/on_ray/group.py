@@ -1,10 +1,9 @@
-"""A group whose workers run on the nodes of a Ray cluster.
+"""A worker group on the nodes of a Ray cluster.
 
-The driver plans, looks into the cache, holds the locks and publishes, as it does without Ray; what a pass does is done by a
-Ray task, which asks for a core and for the memory that the step is expected to need. The cache's folder is one that the driver
-and all nodes see under the same path. A step whose node died, or whose memory ran out, is done again, elsewhere if Ray finds
-a place, in a folder that is new: whatever a lost node still writes is never read. When the driver dies, Ray ends its tasks,
-and what was published stays.
+The driver plans, looks up the cache, holds locks and publishes, as without Ray; each pass runs in a Ray task that
+requests a core and the step's expected memory. The driver and all nodes must see the cache folder under the same path.
+If a node dies or its memory runs out, the step is repeated, possibly elsewhere, in a new folder: a lost node's late
+writes are never read. If the driver dies, Ray ends its tasks, and published results stay.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ from sdflow.processes.worker_group import LOOK_SECONDS, Layers, Needs, Work, Wor
 from sdflow.processes.workers import WorkerResult, error_message, rebuilt_error
 
 LOG_BYTES = 1 << 20
-"""Of what a worker printed, so much of the end goes to the driver."""
+"""Bytes at the end of a worker's output that are sent to the driver."""
 
 _groups: list[WorkerGroup] = []
 
 ATTEMPTS = 4
-"""So often a step is begun whose node is lost."""
+"""Maximum attempts of a step whose node is lost."""
 
 
 class RayGroup(WorkerGroup):
-    """The workers of one run, on a cluster; a context, which is connected to it from the first to the last.
+    """The workers of one run on a cluster; a context manager that holds the connection.
 
-    address: as `ray_address` gives it. jobs: how many steps at a time; None: twice as many as the cluster has cores, since a
-    pipeline that waits for a step of another counts too, and Ray keeps what has no core yet.
-    Entering raises UsageError when Ray is not installed or there is no cluster.
+    address: from `ray_address`. jobs: maximum number of concurrent steps; None: twice the cluster's cores, since
+    pipelines that wait for another one's step count too, and Ray queues tasks without a core.
+    Entering raises UsageError if Ray is not installed or there is no cluster.
     """
 
     def __init__(self, address: str, jobs: int | None = None, say: Callable[[str], None] = lambda text: None) -> None:
@@ -56,7 +55,7 @@ class RayGroup(WorkerGroup):
         self._ray.shutdown()
 
     def _may_start(self, alone: bool) -> bool:
-        return self._turns < self.jobs  # the cluster finds the place, by what the task asks for
+        return self._turns < self.jobs  # Ray schedules by the task's requested resources
 
     @cached_property
     def _announcements(self) -> Any:
@@ -64,9 +63,9 @@ class RayGroup(WorkerGroup):
         return actor.remote()
 
     def _run(self, work: Work) -> WorkerResult:
-        """On a node, of a worker that writes to the request's empty folder `out`; of others, here.
+        """Run on a node if the worker writes to the request's empty folder `out`; otherwise here.
 
-        Raises PassError when its nodes were lost again and again.
+        Raises PassError if its nodes are lost repeatedly.
         """
         if "out" not in work.request or not work.needs.anywhere:
             return super()._run(work)
@@ -74,7 +73,7 @@ class RayGroup(WorkerGroup):
         for attempt in range(ATTEMPTS):
             self.check()
             if lost:
-                work.on_phase(f"{lost}; it is begun again")
+                work.on_phase(f"{lost}; starting again")
             place = out.with_name(f"{out.name}-{attempt}")
             place.mkdir()
             name = uuid.uuid4().hex
@@ -103,7 +102,7 @@ class RayGroup(WorkerGroup):
             return WorkerResult(answer["result"], answer["seconds"], answer["peak_memory"])
         raise PassError(
             f"{lost}, {ATTEMPTS} times",
-            remedy="Look at Ray's log, and at the memory of the nodes: `ray status`, `ray list nodes`.",
+            remedy="Check Ray's log and the nodes' memory: `ray status`, `ray list nodes`.",
         )
 
     @property
@@ -122,7 +121,7 @@ class RayGroup(WorkerGroup):
         return self._ray.remote(max_retries=0)(run_step)
 
     def _task(self, needs: Needs) -> Any:
-        """The task of a step, with what it asks for: never more than the largest node has, or it would wait for ever."""
+        """The task of a step with its resources, limited to the largest node's, without which it would wait forever."""
         alive = [each["Resources"] for each in self._ray.nodes() if each["Alive"]]
         most = max((int(each.get("memory", 0)) for each in alive), default=0)
         memory = min(needs.memory, most)
@@ -140,7 +139,7 @@ class RayGroup(WorkerGroup):
             while True:
                 self.check()
                 ready, _ = self._ray.wait([task], timeout=LOOK_SECONDS)
-                with suppress(self._ray.exceptions.RayError):  # it was on a node that died: Ray starts it again
+                with suppress(self._ray.exceptions.RayError):  # its node died: Ray restarts it
                     for kind, value in self._ray.get(self._announcements.take.remote(name), timeout=LOOK_SECONDS):
                         heard[kind](value)
                 if ready:
@@ -158,7 +157,7 @@ class RayGroup(WorkerGroup):
             self._ray.cancel(task, force=True)
 
     def end(self) -> None:
-        """End every worker at once, here and there."""
+        """End every worker at once, here and on all nodes."""
         super().end()
         with self._changed:
             tasks = list(self._tasks)
@@ -175,9 +174,10 @@ def run_step(
     announcements: Any,
     step: str,
 ) -> dict[str, Any]:
-    """Run `python -m module` on the request. announcements: the actor for what the worker announces, under the step's name.
+    """Run `python -m module` on the request. announcements: the actor that receives the worker's messages under the
+    step's name.
 
-    Returns {"result":, "seconds":, "peak_memory":, "log":} or {"error": as a worker tells it, "log":}.
+    Returns {"result":, "seconds":, "peak_memory":, "log":} or {"error": as in `error_message`, "log":}.
     """
     if not _groups:
         _groups.append(WorkerGroup(1))
@@ -201,44 +201,44 @@ def run_step(
 
 
 class Announcements:
-    """Keeps what steps announce until the driver asks. Runs as an actor beside the driver."""
+    """Queues steps' messages until the driver takes them. Runs as an actor near the driver."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, list[tuple[str, Any]]] = {}
 
     def put(self, step: str, kind: str, value: Any) -> None:
-        """A phase is kept with those before it; of memory, the last value counts."""
+        """Queue a message; only the latest memory value is kept."""
         waiting = self._waiting.setdefault(step, [])
         if kind == "memory" and waiting and waiting[-1][0] == "memory":
             waiting.pop()
         waiting.append((kind, value))
 
     def take(self, step: str) -> list[tuple[str, Any]]:
-        """What came since it was asked last."""
+        """Take the messages since the last call."""
         return self._waiting.pop(step, [])
 
 
 def _require_versions(versions: Mapping[str, str]) -> None:
-    """Raises PassError where this node has other packages than the driver."""
+    """Raises PassError if this node's packages differ from the driver's."""
     different = []
     for name, wanted in versions.items():
         found = found_version(name) or "not installed"
         if found != wanted:
-            different.append(f"{name} {wanted} is wanted, here: {found}")
+            different.append(f"{name} {wanted} is required, found {found}")
     if different:
         raise PassError(
             f"the node {os.uname().nodename} has other packages: " + "; ".join(different),
-            remedy="Install on every node what the driver has: the versions are part of a result's key.",
+            remedy="Install the driver's versions on every node: they are part of a result's key.",
         )
 
 
 def _require_shared(out: Path) -> None:
-    """Raises PassError where this node does not see the folder that the driver made."""
+    """Raises PassError if this node does not see the driver's folder."""
     if not out.is_dir():
         raise PassError(
             f"the node {os.uname().nodename} does not see it",
             where=str(out),
-            remedy="Put the cache, the checkpoints and the LoRAs on a folder that all nodes have under the same path (--cache).",
+            remedy="Put the cache, checkpoints and LoRAs into a folder that all nodes share under the same path (--cache).",
         )
 
 

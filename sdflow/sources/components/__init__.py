@@ -1,1 +1,1 @@
-"""Components from elsewhere: another VAE or denoiser, ControlNets, IP-Adapters."""
+"""Components from other sources: a different VAE or denoiser, ControlNets, IP-Adapters."""

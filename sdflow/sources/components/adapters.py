@@ -1,8 +1,8 @@
-"""IP-Adapters beside a checkpoint: an image encoder as a submodel of its own, and matrices in the denoiser.
+"""Add IP-Adapters to a checkpoint: an image encoder as a submodel, and matrices in the denoiser.
 
-An adapter's file holds the projection of what the image encoder gives (`image_proj.`), which joins the encoder's graph, and for
-each cross-attention of the denoiser a matrix for keys and one for values (`ip_adapter.`). All adapters of a pipeline read one
-image encoder, as in diffusers: that of the first.
+An adapter's file holds a projection of the image encoder's output (`image_proj.`), which joins the encoder's graph, and
+a key and a value matrix for each cross-attention of the denoiser (`ip_adapter.`). As in diffusers, all adapters of a
+pipeline use the image encoder of the first.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from sdflow.sources.synthetic import GENERATOR_VERSION, synthetic_provenance
 from sdflow.sources.weight_files import read_config
 
 PREFIXES = ("image_proj.", "ip_adapter.")
-"""How the tensors of an adapter's file begin: the projection's, and the denoiser's."""
+"""Prefixes of an adapter's tensors: the projection's, and the denoiser's."""
 _PROCESSOR = "feature_extractor"
 _PROCESSORS = ("sd15", "sd15-tiny")
-"""Architectures whose image processor may stand in where a checkpoint has none: CLIP's, for 224 pixels and for a few."""
+"""Architectures whose image processor replaces a missing one: CLIP's, for 224 pixels and for a few."""
 
 
 @dataclass(frozen=True)
 class _Adapter:
-    """An opened adapter. projection: with its sizes. content: identity of its tensors by prefix, or of the whole. load: how to
-    load what begins with a prefix."""
+    """An opened adapter. projection: with its sizes. content: identity of its tensors by prefix, or of the whole file.
+    load: how to load the tensors with a prefix."""
 
     projection: Mapping[str, Any]
     content: Mapping[str, Mapping[str, Any]]
@@ -59,10 +59,10 @@ class _Adapter:
 
 
 def with_adapters(checkpoint: Checkpoint, adapters: Sequence[AdapterReference], access: Access) -> Checkpoint:
-    """The checkpoint with these IP-Adapters: a denoiser that takes images, and what makes tokens of them.
+    """The checkpoint with these IP-Adapters: a denoiser with image inputs, and an encoder that makes image tokens.
 
-    Raises CheckpointNotLocal as `open_checkpoint` does; CheckpointError for one that is missing, damaged, of a kind that is
-    not supported, or made for another kind of checkpoint.
+    Raises CheckpointNotLocal as `open_checkpoint` does, CheckpointError for an adapter that is missing, damaged,
+    unsupported, or made for another kind of checkpoint.
     """
     family = checkpoint.family
     prompter = family.prompter
@@ -71,9 +71,9 @@ def with_adapters(checkpoint: Checkpoint, adapters: Sequence[AdapterReference], 
     for other in adapters[1:]:
         if other.encoder or other.encoder_folder:
             raise CheckpointError(
-                "all IP-Adapters of a pipeline read the image encoder of the first",
+                "all IP-Adapters of a pipeline use the image encoder of the first",
                 where=other.file,
-                remedy="Leave out its encoder; adapters that want another one need a pipeline of their own.",
+                remedy="Leave out its encoder; adapters with another encoder need their own pipeline.",
             )
     encoder = _Encoder.of(checkpoint, adapters[0], access, prompter).open()
     own = encoder.submodels[prompter.name]
@@ -105,7 +105,7 @@ def with_adapters(checkpoint: Checkpoint, adapters: Sequence[AdapterReference], 
 def _joined(
     part: Part, submodel: SubmodelCheckpoint, adapters: Sequence[_Adapter], entry: Sequence[Any]
 ) -> SubmodelCheckpoint:
-    """A submodel with what of it is in the adapters' files. entry: for its config, one value per adapter."""
+    """A submodel with its part of the adapters' files. entry: for its config, one value per adapter."""
     assert part.adapted is not None
     config, prefix = {**submodel.load["config"], part.adapted.entry: list(entry)}, part.adapted.layout.prefix
     return SubmodelCheckpoint(
@@ -119,12 +119,12 @@ def _joined(
 
 
 def _open(adapter: AdapterReference, encoder: Mapping[str, Any], width: int, access: Access) -> _Adapter:
-    """encoder: the config of what it reads. width: of the tokens that the denoiser reads."""
+    """encoder: the config of the adapter's encoder. width: of the tokens that the denoiser reads."""
     parsed = parse_reference(adapter.file)
     if isinstance(parsed, SyntheticReference):
         if parsed.architecture not in ADAPTER_ARCHITECTURES:
             raise CheckpointError(
-                "is no IP-Adapter", where=adapter.file, remedy=f"Known: {', '.join(ADAPTER_ARCHITECTURES)}."
+                "is not an IP-Adapter", where=adapter.file, remedy=f"Known: {', '.join(ADAPTER_ARCHITECTURES)}."
             )
         written = architecture_config(parsed.architecture, "image_projection")
         known = {name: value for name, value in written.items() if value is not None}
@@ -137,7 +137,7 @@ def _open(adapter: AdapterReference, encoder: Mapping[str, Any], width: int, acc
         )
     path, origin = _file(adapter, access.download)
     pickled = path.suffix.lower() in PICKLE_SUFFIXES
-    stamp = file_stamp(path)  # before the digests: a file that changes in between is then refused when it is loaded
+    stamp = file_stamp(path)  # before the digests, so that a change in between is found on loading
     shapes = tensor_shapes(path, access)
     require_adapter(path, shapes)
     begins = PREFIXES[0]
@@ -160,12 +160,12 @@ def _open(adapter: AdapterReference, encoder: Mapping[str, Any], width: int, acc
 
 
 def _file(adapter: AdapterReference, download: bool) -> tuple[Path, dict[str, Any]]:
-    """The adapter's file, and JSON for the provenance."""
+    """The adapter's file, and its provenance as JSON."""
     parsed = parse_reference(adapter.file)
     if isinstance(parsed, HubReference):
         if adapter.weight_name is None:
             raise CheckpointError(
-                "does not say which file of the repository",
+                "the file name is missing",
                 where=adapter.file,
                 remedy="Write weight_name: models/ip-adapter_sd15.safetensors, or another.",
             )
@@ -175,60 +175,62 @@ def _file(adapter: AdapterReference, download: bool) -> tuple[Path, dict[str, An
             "kind": "hub", "repository": parsed.repository, "revision": parsed.revision, "commit": commit,
         }  # fmt: skip
     if not isinstance(parsed, LocalReference) or parsed.architecture is not None:
-        raise CheckpointError("is no IP-Adapter", where=adapter.file, remedy="Name its file, or synthetic:ip-adapter.")
+        raise CheckpointError(
+            "is not an IP-Adapter", where=adapter.file, remedy="Name its file, or synthetic:ip-adapter."
+        )
     path = parsed.path / adapter.weight_name if adapter.weight_name else parsed.path
     if not path.is_file() or path.suffix.lower() not in (".safetensors", *PICKLE_SUFFIXES):
         raise CheckpointError(
-            "no such file" if not path.exists() else "is no file of an IP-Adapter",
+            "no such file" if not path.exists() else "is not the file of an IP-Adapter",
             where=str(path),
-            remedy="Name a .safetensors or .bin file; of a folder or repository, weight_name says which.",
+            remedy="Name a .safetensors or .bin file; for a folder or repository, add weight_name.",
         )
     return path, {"kind": "single_file", "path": str(path.absolute())}
 
 
 def require_adapter(path: Path, shapes: Shapes) -> None:
-    """Raises CheckpointError for a file that holds something else, or an adapter with LoRAs."""
+    """Raises CheckpointError for a file with other content, or an adapter with LoRAs."""
     for prefix in PREFIXES:
         if not any(name.startswith(prefix) for name in shapes):
             raise CheckpointError(
-                f"it holds no tensor that begins with {prefix}: this is no IP-Adapter",
+                f"no tensor begins with {prefix}: this is not an IP-Adapter",
                 where=str(path),
                 remedy="Name an IP-Adapter's file, such as ip-adapter_sd15.safetensors.",
             )
     if any("_lora." in name for name in shapes):
         raise CheckpointError(
-            "is an IP-Adapter FaceID, which is not supported: it needs the embedding of a face, and a LoRA",
+            "is an IP-Adapter FaceID, which is not supported: it needs a face embedding and a LoRA",
             where=str(path),
-            remedy="Supported are the plain IP-Adapters and those called plus (also plus-face) and light.",
+            remedy="Supported are plain, plus, plus-face and light IP-Adapters.",
         )
 
 
 def _require_fitting(
     found: _Adapter, encoder: Mapping[str, Any], checkpoint: Checkpoint, adapter: AdapterReference
 ) -> None:
-    """Raises CheckpointError for an adapter that reads another encoder, or that was made for another kind of denoiser."""
+    """Raises CheckpointError for an adapter made for another encoder or another kind of denoiser."""
     family, where = checkpoint.family, adapter.weight_name or adapter.file
     if not fits_encoder(found.projection, encoder):
         raise CheckpointError(
-            f"it reads embeddings {read_width(found.projection)} wide, and the image encoder is {encoder['hidden_size']} wide "
+            f"it reads embeddings {read_width(found.projection)} wide, but the image encoder is {encoder['hidden_size']} wide "
             f"and projects to {encoder['projection_dim']}",
             where=where,
-            remedy="Name its `encoder`, or its `encoder_folder`: those called vit-h for XL read that of 1.5.",
+            remedy="Name its `encoder`, or its `encoder_folder`: vit-h adapters for XL use that of 1.5.",
         )
     denoiser = checkpoint.submodels[family.denoiser].load["config"]
     tokens = next(found.projection[name] for name in ("cross_attention_dim", "output_dims") if name in found.projection)
     if tokens != denoiser["cross_attention_dim"]:
         raise CheckpointError(
-            f"it makes tokens {tokens} wide, and {checkpoint.reference} reads {denoiser['cross_attention_dim']}",
+            f"it makes tokens {tokens} wide, but {checkpoint.reference} reads {denoiser['cross_attention_dim']}",
             where=where,
-            remedy=f"Name an IP-Adapter that was made for {family.title}, of the same generation.",
+            remedy=f"Name an IP-Adapter for {family.title}, of the same generation.",
         )
 
 
 def _processor(checkpoint: Checkpoint, size: int) -> Path:
-    """The folder of what makes an image the encoder's input: the checkpoint's own, as in diffusers, or CLIP's.
+    """The folder of the image processor for the encoder: the checkpoint's own, as in diffusers, or CLIP's.
 
-    Raises CheckpointError where it makes images of another size.
+    Raises CheckpointError if it makes images of another size.
     """
     own = checkpoint.companions.get(_PROCESSOR)
     file = checkpoint.family.companions[_PROCESSOR].file
@@ -236,7 +238,7 @@ def _processor(checkpoint: Checkpoint, size: int) -> Path:
     sizes = [_crop(read_config(folder / file, finite=False)) for folder in known]
     if (size, size) not in sizes:
         raise CheckpointError(
-            f"the image encoder reads {size} pixels, and the {_PROCESSOR.replace('_', ' ')} makes "
+            f"the image encoder reads {size} pixels, but the {_PROCESSOR.replace('_', ' ')} makes "
             + " or ".join(f"{height} x {width}" for height, width in sizes),
             where=str(known[0]) if own is not None else checkpoint.reference,
             remedy="Name the image encoder that the IP-Adapter was trained with.",
@@ -245,21 +247,21 @@ def _processor(checkpoint: Checkpoint, size: int) -> Path:
 
 
 def _crop(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Height and width of what an image processor makes; older releases wrote one number for both."""
+    """Height and width of an image processor's output; older releases wrote one number for both."""
     crop = config.get("crop_size", 224)
     return (crop["height"], crop["width"]) if isinstance(crop, Mapping) else (crop, crop)
 
 
 @dataclass(frozen=True)
 class _Encoder(Source):
-    """Where the image encoder comes from. component: its folder within."""
+    """The source of the image encoder. component: its folder there."""
 
     part: Part
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, adapter: AdapterReference, access: Access, part: Part) -> _Encoder:
-        """That of an adapter, by diffusers' rules: its folder is one beside the adapter's file, or, with a slash in its name,
-        one in the whole folder or repository."""
+        """The encoder of an adapter, by diffusers' rules: a folder next to the adapter's file, or, with a slash in its
+        name, one of the whole folder or repository."""
         parsed, folder = parse_reference(adapter.file), adapter.encoder_folder or part.component
         reference, beside = adapter.encoder or adapter.file, PurePosixPath(adapter.weight_name or "").parent
         if adapter.encoder is None and "/" not in folder:
@@ -277,7 +279,7 @@ class _Encoder(Source):
             config = architecture_config(parsed.architecture, self.part.component)
         except FileNotFoundError:
             raise CheckpointError(
-                "is no IP-Adapter", where=self.reference, remedy="Name synthetic:ip-adapter, or another of them."
+                "is not an IP-Adapter", where=self.reference, remedy="Name synthetic:ip-adapter or another one."
             ) from None
         submodel = self.synthetic_part(self.part, config, parsed.seed)
         return Found({self.part.name: submodel}, synthetic_provenance(parsed.architecture, parsed.seed))
@@ -286,5 +288,5 @@ class _Encoder(Source):
         raise CheckpointError(
             "an image encoder is a folder with its configuration",
             where=str(path),
-            remedy="Name what save_pretrained wrote of it: config.json and model.safetensors.",
+            remedy="Name a folder written by save_pretrained: config.json and model.safetensors.",
         )

@@ -1,4 +1,4 @@
-"""A component of a checkpoint from elsewhere: another VAE, denoiser or text encoder in place of its own."""
+"""Replace a component of a checkpoint: its VAE, denoiser or a text encoder."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from sdflow.sources.components.component_source import Found, Source
 
 
 def with_component(checkpoint: Checkpoint, component: str, reference: str, access: Access) -> Checkpoint:
-    """The checkpoint with the parts that are made of this component taken from elsewhere, and the facts that follow.
+    """The checkpoint with a component's parts replaced, and the resulting facts.
 
-    Raises CheckpointNotLocal as `open_checkpoint` does; CheckpointError for a component that cannot be exchanged, is missing
-    or damaged, or whose inputs and outputs are not those of the checkpoint's own.
+    Raises CheckpointNotLocal as `open_checkpoint` does, CheckpointError for a component that cannot be replaced, is
+    missing or damaged, or whose inputs and outputs differ from the checkpoint's own.
     """
     family = checkpoint.family
     known = (*family.exchangeable, *family.exchangeable_texts)
     if component not in known or family.components[component][0].name not in checkpoint.submodels:
         raise CheckpointError(
-            f"{checkpoint.reference} has no component {component!r} that can be exchanged",
+            f"{checkpoint.reference} has no component {component!r} that can be replaced",
             where=reference,
             remedy=f"Known: {', '.join(known)}.",
         )
@@ -39,7 +39,7 @@ def with_component(checkpoint: Checkpoint, component: str, reference: str, acces
     of_its_class = part.of(found.submodels[part.name].load["config"]).model is part.model
     if of_its_class and facts["scaling_factor"] != checkpoint.facts["scaling_factor"]:
         notes.append(
-            f"{component}: latents are scaled by {facts['scaling_factor']}, by its configuration; the checkpoint's own by "
+            f"{component}: its configuration scales latents by {facts['scaling_factor']}, the checkpoint's own by "
             f"{checkpoint.facts['scaling_factor']}. It may be of another family."
         )
     others = checkpoint.provenance.get("components", {})
@@ -52,52 +52,52 @@ def with_component(checkpoint: Checkpoint, component: str, reference: str, acces
 
 
 def require_omittable(checkpoint: Checkpoint, components: Collection[str]) -> None:
-    """Raises CheckpointError for a component among these that a checkpoint of this family cannot go without."""
+    """Raises CheckpointError for a component that checkpoints of this family cannot omit."""
     known = checkpoint.family.omittable
     for component in sorted(components):
         if component not in known:
             raise CheckpointError(
-                f"{checkpoint.reference} has no component {component!r} that can be left out",
+                f"{checkpoint.reference} has no component {component!r} that can be omitted",
                 where=f"components.{component}",
-                remedy=f"{checkpoint.family.title} goes without {' or '.join(known)} alone."
+                remedy=f"{checkpoint.family.title} can omit only {' or '.join(known)}."
                 if known
-                else f"{checkpoint.family.title} needs all of its components: take the entry out.",
+                else f"{checkpoint.family.title} needs all of its components: remove the entry.",
             )
 
 
 def _require_equal_ports(checkpoint: Checkpoint, parts: Sequence[Part], found: Found, reference: str) -> None:
-    """Raises CheckpointError when a graph would take or give other tensors than the checkpoint's own, which the denoiser and
-    images fit."""
+    """Raises CheckpointError if a graph's inputs or outputs would differ from the checkpoint's own, which the denoiser
+    and the images match."""
     for part in parts:
         own = {port.name: port for port in ports_of(part, checkpoint.submodels[part.name], checkpoint.reference)}
         other = {port.name: port for port in ports_of(part, found.submodels[part.name], reference)}
         for name in {**own, **other}:
-            # One that takes the guidance as an input is given it, whatever was in its place.
+            # A denoiser with a guidance input gets the guidance, whatever it replaces.
             if own.get(name) != other.get(name) and (name != GUIDANCE or name in own):
-                its, wanted = (f"({axes(ports[name])})" if name in ports else "not there" for ports in (other, own))
+                its, wanted = (f"({axes(ports[name])})" if name in ports else "missing" for ports in (other, own))
                 raise CheckpointError(
-                    f"{name} of its {part.name} is {its}, and that of {checkpoint.reference} is {wanted}",
+                    f"{name} of its {part.name} is {its}, but that of {checkpoint.reference} is {wanted}",
                     where=reference,
-                    remedy=f"Name a {part.component} that was made for {checkpoint.family.title}.",
+                    remedy=f"Name a {part.component} for {checkpoint.family.title}.",
                 )
 
 
 def _require_equal_vocabulary(checkpoint: Checkpoint, parts: Sequence[Part], found: Found, reference: str) -> None:
-    """Raises CheckpointError for a text encoder that the checkpoint's tokenizer is not for."""
+    """Raises CheckpointError for a text encoder that does not match the checkpoint's tokenizer."""
     for part in parts:
         own, other = (
             each[part.name].load["config"].get("vocab_size") for each in (checkpoint.submodels, found.submodels)
         )
         if own != other:
             raise CheckpointError(
-                f"its vocabulary has {other} entries, and that of {checkpoint.reference} has {own}",
+                f"its vocabulary has {other} entries, but that of {checkpoint.reference} has {own}",
                 where=reference,
                 remedy=f"Name a {part.component} for the same tokenizer.",
             )
 
 
 def ports_of(part: Part, submodel: SubmodelCheckpoint, where: str) -> tuple[Port, ...]:
-    """Inputs and outputs of the graph that a part will be. where: its reference. Raises CheckpointError."""
+    """Inputs and outputs of a part's future graph. where: its reference. Raises CheckpointError."""
     try:
         config = submodel.load["config"]
         ports = part.of(config).model.ports(config)
@@ -126,5 +126,5 @@ def _facts(checkpoint: Checkpoint, where: str) -> dict[str, Any]:
 
 def _lacking(error: Exception, where: str) -> CheckpointError:
     return CheckpointError(
-        f"its configuration lacks something: {error}", where=where, remedy="Save it again with a current diffusers."
+        f"its configuration is incomplete: {error}", where=where, remedy="Save it again with a current diffusers."
     )

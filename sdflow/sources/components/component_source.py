@@ -1,9 +1,10 @@
-"""Where a component may come from: `sdflow.sources.components.component`, ControlNets and image encoders are read from there.
+"""Sources of components, ControlNets and image encoders.
 
-A folder or repository that is the component, as save_pretrained writes it; one that is a pipeline and has it; a synthetic
-checkpoint or a sample; one file with its tensors, in diffusers' names or the original ones. A file holds no configuration:
-the checkpoint's own is taken, with what the file's tensors tell, and the shapes must fit it. The first files of TAESD hold a half
-each, in the original names: one of them is named, the other lies beside it under the same name, with the other half's in it.
+A source is a component's folder or repository, as written by save_pretrained; a pipeline with the component; a
+synthetic checkpoint or a sample; or one file of tensors, with diffusers' or the original names. A file has no
+configuration: the checkpoint's own is used, adjusted to the file's tensors, whose shapes must match. The first TAESD
+files hold one half each, in the original names: one is named, and the other one is next to it, with the other half in
+its name.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from sdflow.sources.weight_files import refuse_pickle
 
 @dataclass(frozen=True)
 class Found:
-    """A component that was opened: its parts by name, and JSON for the manifest. notes: what the user should hear of."""
+    """An opened component: its parts by name, and JSON for the manifest. notes: for the user."""
 
     submodels: Mapping[str, SubmodelCheckpoint]
     provenance: Mapping[str, Any]
@@ -61,7 +62,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a component comes from, and the checkpoint that it is for."""
+    """The source of a component, and the checkpoint that it is for."""
 
     checkpoint: Checkpoint
     component: str
@@ -80,7 +81,7 @@ class Source:
             return self._folder(sample_folder(parsed.name), {"kind": "sample", "name": parsed.name})
         if isinstance(parsed, HubReference | LocalReference) and parsed.architecture is not None:
             raise CheckpointError(
-                f"a {self.component} has the architecture of the checkpoint that it is for",
+                f"a {self.component} takes its architecture from the checkpoint",
                 where=self.reference,
                 remedy=f"Leave out #{parsed.architecture}.",
             )
@@ -94,13 +95,13 @@ class Source:
         if path.suffix.lower() in (*FILE_SUFFIXES, *PICKLE_SUFFIXES) and is_regular(path):
             return self._file(path)
         raise CheckpointError(
-            f"a file of the unknown kind {path.suffix!r}" if is_regular(path) else no_file(path),
+            f"the file type {path.suffix!r} is unknown" if is_regular(path) else no_file(path),
             where=str(path),
-            remedy="Write a folder, a .safetensors or .gguf file, hf:owner/name[@revision], synthetic:sd15 or sample:NAME.",
+            remedy="Name a folder, a .safetensors or .gguf file, hf:owner/name[@revision], synthetic:sd15 or sample:NAME.",
         )
 
     def synthetic(self, parsed: SyntheticReference) -> Found:
-        """From a shipped architecture with random weights."""
+        """Open a shipped architecture with random weights."""
         if parsed.architecture in COMPONENT_ARCHITECTURES:
             return self._alone(parsed)
         other = open_synthetic(self.reference, parsed.architecture, parsed.seed)
@@ -115,9 +116,9 @@ class Source:
         return Found(submodels, other.provenance)
 
     def _alone(self, parsed: SyntheticReference) -> Found:
-        """From a shipped architecture of such a component alone, with random weights."""
+        """Open a shipped architecture of only this component, with random weights."""
         if COMPONENT_ARCHITECTURES[parsed.architecture] != self.component:
-            raise CheckpointError(f"is no {self.component}", where=self.reference, remedy="Name one of its kind.")
+            raise CheckpointError(f"is not a {self.component}", where=self.reference, remedy="Name one.")
         config = architecture_config(parsed.architecture, self.component)
         return Found(
             {part.name: self.synthetic_part(part, config, parsed.seed) for part in self.parts},
@@ -125,11 +126,11 @@ class Source:
         )
 
     def synthetic_part(self, part: Part, config: Mapping[str, Any], seed: int) -> SubmodelCheckpoint:
-        """With random weights."""
+        """A part with random weights."""
         return synthetic_submodel(part.of(config).model, config, seed, self.checkpoint.family.name)
 
     def _folder(self, folder: Path, origin: Mapping[str, Any]) -> Found:
-        """From a folder that is the component, or a pipeline's that has it."""
+        """Open the component's own folder, or a pipeline's with the component."""
         inner = folder / self.component
         place = inner if (inner / "config.json").is_file() else folder
         if not (place / "config.json").is_file():
@@ -149,7 +150,7 @@ class Source:
         )
 
     def _config_of(self, part: Part, config: Mapping[str, Any]) -> dict[str, Any]:
-        """A part's config.json with what the family and the checkpoint's model_index.json set in it."""
+        """A part's config.json with entries set by the family and by the checkpoint's model_index.json."""
         return {**config, **part.config, **{name: self.checkpoint.options[name] for name in part.options}}
 
     def _needed(self, hub: HubReference, names: Collection[str]) -> list[str]:
@@ -159,16 +160,16 @@ class Source:
             raise CheckpointError(
                 f"holds neither {inner}config.json nor config.json",
                 where=f"hf:{hub.repository}@{hub.revision}",
-                remedy=f"{self._as_saved} A single file of a repository: hf:{hub.repository}/FILE.",
+                remedy=f"{self._as_saved} For a single file of a repository: hf:{hub.repository}/FILE.",
             )
         return wanted
 
     @property
     def _as_saved(self) -> str:
-        return f"Name what save_pretrained wrote: of the {self.component}, or of a pipeline that has one."
+        return f"Name a folder written by save_pretrained: of the {self.component}, or of a pipeline with one."
 
     def _file(self, path: Path, origin: Mapping[str, Any] | None = None) -> Found:
-        stamp = file_stamp(path)  # before the digests: a file that changes in between is then refused when it is loaded
+        stamp = file_stamp(path)  # before the digests, so that a change in between is found on loading
         opened = self._opened(path)
         shapes = tensor_shapes(path, self.access) if opened is None else opened.shapes
         parts, prefix = self.parts, None
@@ -201,7 +202,7 @@ class Source:
         )
 
     def _opened(self, path: Path) -> WeightsFile | None:
-        """A file of weights that sdflow reads; None: a pickle."""
+        """Open a weight file; None for a pickle."""
         if path.suffix.lower() in PICKLE_SUFFIXES:
             return None
         opened = open_weights(path)
@@ -209,14 +210,14 @@ class Source:
         return opened
 
     def _work(self, path: Path, opened: WeightsFile | None, prefix: str) -> list[Callable[[], str]]:
-        """The digest of a file, and but for a pickle that of its tensors under the prefix."""
+        """Work that computes the digests of a file and, unless it is a pickle, of its tensors under the prefix."""
         work: list[Callable[[], str]] = [partial(self.access.digests.digest, path)]
         if opened is not None:
             work.append(digest_work(opened, self.component, prefix, self.access))
         return work
 
     def _halves(self, path: Path, config: Mapping[str, Any]) -> Found:
-        """From the files of both halves, of which one is named. config: of the whole, which none of them has."""
+        """Open the files of both halves, one of which is named. config: of the whole, which neither file has."""
         parts = [part.of(config) for part in self.parts]
         shapes_of = partial(tensor_shapes, access=self.access)
         files = files_of_halves(path, parts[0].model.halves(config), shapes_of)
@@ -240,30 +241,30 @@ class Source:
         )
 
     def own_config(self, part: Part) -> dict[str, Any]:
-        """The config.json of a part whose file has none."""
+        """The config.json for a part whose file has none."""
         return dict(self.checkpoint.submodels[part.name].load["config"])
 
     def prefix(self, names: Iterable[str]) -> str | None:
-        """How the component's names begin in a file in the original layout; None: the names are diffusers'."""
+        """The prefix of the component's names in a file with the original layout; None for diffusers' names."""
         names = list(names)
         if not self.parts[0].layouts:
             return None
         for layout in self.parts[0].layouts:
             if any(name.startswith(layout.prefix) for name in names):
                 return layout.prefix
-        # diffusers' blocks are `down_blocks.0`, the original ones `down.0` or `input_blocks.0`; a transformer's begin with
-        # `transformer_blocks.0`, the original ones with `joint_blocks.0`.
+        # Blocks are called `down_blocks.0` in diffusers, `down.0` or `input_blocks.0` in the original layouts; for
+        # transformers `transformer_blocks.0` and `joint_blocks.0`.
         blocks = any("down_blocks." in name or "up_blocks." in name for name in names)
         return None if blocks or any(name.startswith("transformer_blocks.") for name in names) else ""
 
     def require_shapes(self, path: Path, shapes: Shapes, prefix: str | None) -> None:
-        """Raises CheckpointError when what tells one architecture from another is not there or has another shape.
+        """Raises CheckpointError if a tensor that distinguishes architectures is missing or has another shape.
 
-        That every tensor fits is seen when it is loaded.
+        Whether every tensor fits shows on loading.
         """
         family, part = self.checkpoint.family, self.parts[0]
-        if part.name in family.text:  # the fingerprints of pipelines tell nothing of it
-            if prefix is None or part.layout(prefix).names is None:  # else its names are others, which `fit` knows
+        if part.name in family.text:  # pipelines' fingerprints do not cover it
+            if prefix is None or part.layout(prefix).names is None:  # otherwise `fit` maps its names
                 current = {
                     part.model.current_name(name.removeprefix(prefix or "")): each for name, each in shapes.items()
                 }
@@ -285,20 +286,20 @@ class Source:
     def _require_shape(self, path: Path, shapes: Shapes, name: str, wanted: tuple[int, ...]) -> None:
         if name not in shapes:
             raise CheckpointError(
-                f"it holds no tensor {name}: this is no {self.component}",
+                f"tensor {name} is missing: this is not a {self.component}",
                 where=str(path),
-                remedy=f"Name a file with the tensors of a {self.component}, or with a whole checkpoint's.",
+                remedy=f"Name a file with a {self.component} or a whole checkpoint.",
             )
         if shapes[name] != wanted:
             raise CheckpointError(
-                f"{name} is {list(shapes[name])}, and that of {self.checkpoint.reference} is {list(wanted)}",
+                f"{name} is {list(shapes[name])}, but that of {self.checkpoint.reference} is {list(wanted)}",
                 where=str(path),
-                remedy=f"Name a {self.component} that was made for {self.checkpoint.family.title}.",
+                remedy=f"Name a {self.component} for {self.checkpoint.family.title}.",
             )
 
 
 def tensor_shapes(path: Path, access: Access) -> Shapes:
-    """Of a file's tensors; those of a pickle are remembered. Raises CheckpointError for a pickle that is not allowed."""
+    """The shapes of a file's tensors; a pickle's are cached. Raises CheckpointError for a pickle without permission."""
     if path.suffix.lower() not in PICKLE_SUFFIXES:
         return open_weights(path).shapes
     refuse_pickle(path, access.allow_pickle)

@@ -1,4 +1,4 @@
-"""A component that is published in two files, one for each half: TAESD's encoder and decoder, in the original names."""
+"""A component published as two files, one per half: TAESD's encoder and decoder, in the original names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sdflow.sources.recognition import half_of
 
 
 def files_of_halves(path: Path, halves: Mapping[str, Shapes], shapes_of: Callable[[Path], Shapes]) -> dict[str, Path]:
-    """Half -> its file. path: of one of them. Raises CheckpointError where another is not there or is something else."""
+    """Half -> its file. path: one of them. Raises CheckpointError if the other is missing or something else."""
     own = half_of(shapes_of(path), halves)
     assert own is not None, "the file of a half"
     return {half: path if half == own else _other(path, own, half, halves, shapes_of) for half in halves}
@@ -21,16 +21,16 @@ def _other(path: Path, own: str, half: str, halves: Mapping[str, Shapes], shapes
     before, found, after = path.name.rpartition(own)
     if not found:
         raise CheckpointError(
-            f"it is the {own} alone, and its name does not tell what the {half}'s is",
+            f"it holds only the {own}, and the {half}'s file name cannot be derived from its name",
             where=str(path),
-            remedy=f"Call the two files NAME_{own}{path.suffix} and NAME_{half}{path.suffix}, in one folder.",
+            remedy=f"Name the two files NAME_{own}{path.suffix} and NAME_{half}{path.suffix}, in one folder.",
         )
     other = path.with_name(f"{before}{half}{after}")
     if not other.is_file():
         raise CheckpointError(
-            f"it is the {own} alone, and {other.name} is not beside it",
+            f"it holds only the {own}, and {other.name} is not next to it",
             where=str(path),
-            remedy=f"Download {other.name} into the same folder, or take the whole in diffusers' names.",
+            remedy=f"Download {other.name} into the same folder, or use the whole model with diffusers' names.",
         )
     if half_of(shapes_of(other), halves) != half:
         raise CheckpointError(
@@ -40,5 +40,5 @@ def _other(path: Path, own: str, half: str, halves: Mapping[str, Shapes], shapes
 
 
 def begins_of(halves: Iterable[str]) -> list[str]:
-    """What the names of each half's tensors begin with in `Model.original_names`, and not in its file."""
+    """Prefixes of each half's names in `Model.original_names`, which its file lacks."""
     return [f"{half}." for half in halves]

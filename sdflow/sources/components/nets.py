@@ -1,8 +1,8 @@
-"""ControlNets beside a checkpoint: each a submodel of its own, whose outputs the checkpoint's denoiser takes.
+"""Add ControlNets to a checkpoint: each is a submodel whose outputs the checkpoint's denoiser takes.
 
-A ControlNet comes from where a component may come from (`sdflow.sources.components.component_source`). A file in the
-original layout or in diffusers' names holds no configuration: that of the denoiser says what a ControlNet for it is like.
-Those that lie in a pipeline's folder lie there as diffusers saves them: `controlnet`, and of several also `controlnet_1`, ...
+Sources are those of components (`sdflow.sources.components.component_source`). A file, in the original layout or with
+diffusers' names, has no configuration: it follows from the denoiser's. A pipeline folder holds them as diffusers saves
+them: `controlnet`, and with several also `controlnet_1`, ...
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from sdflow.sources.reference import SyntheticReference
 from sdflow.sources.weight_files import read_config
 
 _SEVERAL = "Multi"
-"""How the class of several begins, in model_index.json."""
+"""Prefix of the class for several ControlNets, in model_index.json."""
 
 
 def with_nets(checkpoint: Checkpoint, nets: Mapping[str, str], access: Access) -> Checkpoint:
-    """The checkpoint with these ControlNets, by name, and a denoiser that takes what they give.
+    """The checkpoint with these ControlNets, by name, and a denoiser that takes their outputs.
 
-    Raises CheckpointNotLocal as `open_checkpoint` does; CheckpointError for one that is missing or damaged, or made for
+    Raises CheckpointNotLocal as `open_checkpoint` does, CheckpointError for one that is missing, damaged, or made for
     another kind of checkpoint.
     """
     family = checkpoint.family
@@ -57,7 +57,7 @@ def with_nets(checkpoint: Checkpoint, nets: Mapping[str, str], access: Access) -
 
 
 def _controlled(part: Part, submodel: SubmodelCheckpoint) -> SubmodelCheckpoint:
-    """The submodel as it is where a pipeline has ControlNets."""
+    """The submodel's variant for pipelines with ControlNets."""
     if not part.controlled:
         return submodel
     config = {**submodel.load["config"], **part.controlled}
@@ -68,7 +68,7 @@ def _controlled(part: Part, submodel: SubmodelCheckpoint) -> SubmodelCheckpoint:
 
 @dataclass(frozen=True)
 class _Net(Source):
-    """Where a ControlNet comes from. component: what its folder is called in a pipeline that has one."""
+    """The source of a ControlNet. component: its folder's name in a pipeline."""
 
     part: Part
 
@@ -102,22 +102,22 @@ class _Net(Source):
             stored = key if prefix is None else f"{prefix}{model.original_names([key])[key].name}"
             if stored not in shapes:
                 raise CheckpointError(
-                    f"it holds no tensor {stored}: this is no ControlNet that sdflow knows",
+                    f"tensor {stored} is missing: this is not a supported ControlNet",
                     where=str(path),
-                    remedy="Name a ControlNet in its original names or in diffusers'. Control-LoRA, ControlNet-LLLite and "
-                    "T2I-Adapter are something else.",
+                    remedy="Name a ControlNet with its original names or diffusers'. Control-LoRA, ControlNet-LLLite and "
+                    "T2I-Adapter are not supported.",
                 )
             if shapes[stored] != wanted:
                 raise CheckpointError(
-                    f"{stored} is {list(shapes[stored])}, and for {self.checkpoint.reference} it would be {list(wanted)}",
+                    f"{stored} is {list(shapes[stored])}, but {self.checkpoint.reference} needs {list(wanted)}",
                     where=str(path),
-                    remedy=f"Name a ControlNet that was made for {self.checkpoint.family.title}, of the same generation.",
+                    remedy=f"Name a ControlNet for {self.checkpoint.family.title}, of the same generation.",
                 )
 
 
 def _require_fitting(checkpoint: Checkpoint, part: Part, net: SubmodelCheckpoint, reference: str) -> None:
-    """Raises CheckpointError when a ControlNet takes something else than the denoiser does, or gives something else than
-    that takes."""
+    """Raises CheckpointError if a ControlNet's inputs differ from the denoiser's, or its outputs from what the denoiser
+    takes."""
     family, facts = checkpoint.family, checkpoint.facts
     denoiser = checkpoint.submodels[family.denoiser].load["config"]
     taken = {port.name: port for port in family.part(family.denoiser).model.ports(denoiser).inputs}
@@ -125,19 +125,19 @@ def _require_fitting(checkpoint: Checkpoint, part: Part, net: SubmodelCheckpoint
     latents = next(port for port in given.values() if port.role is Role.LATENTS)
     del given[latents.name]
     wrong = [
-        f"{name} is ({axes(given[name])}), and {checkpoint.reference} takes ({axes(taken[name])})"
+        f"{name} is ({axes(given[name])}), but {checkpoint.reference} takes ({axes(taken[name])})"
         for name in given
         if name in taken and given[name] != taken[name]
     ]
     residuals = [{name for name in ports if is_residual(name)} for ports in (given, taken)]
     if residuals[0] != residuals[1]:
-        wrong.append(f"it gives {len(residuals[0])} tensors, and {checkpoint.reference} takes {len(residuals[1])}")
-    if latents.axes[1] != facts["latent_channels"]:  # a denoiser for inpainting takes more; those are not its
+        wrong.append(f"it gives {len(residuals[0])} tensors, but {checkpoint.reference} takes {len(residuals[1])}")
+    if latents.axes[1] != facts["latent_channels"]:  # inpainting denoisers take more, which are not a ControlNet's
         wrong.append(f"it takes latents of {latents.axes[1]} channels, not {facts['latent_channels']}")
     if (scale := part.model.scale(net.load["config"])) != facts["vae_scale_factor"]:
-        wrong.append(f"it makes its image {scale} times smaller, and the VAE {facts['vae_scale_factor']} times")
+        wrong.append(f"it downscales its image {scale} times, the VAE {facts['vae_scale_factor']} times")
     if wrong:
-        remedy = f"Name a ControlNet that was made for {family.title}, of the same generation."
+        remedy = f"Name a ControlNet for {family.title}, of the same generation."
         raise CheckpointError(wrong[0], where=reference, remedy=remedy)
 
 
@@ -149,9 +149,9 @@ def has_nets(index: Mapping[str, Any]) -> bool:
 
 
 def nets_in_folder(model: str) -> dict[str, str]:
-    """Name -> where each lies; none for a model that is no local folder, or that has none.
+    """Name -> folder of each; empty for a model without any, or that is not a local folder.
 
-    A damaged folder is told when it is opened.
+    Opening reports a damaged folder.
     """
     folder = Path(model).expanduser()
     if not (folder / "model_index.json").is_file():

@@ -1,7 +1,7 @@
-"""The formats of files of weights: plain safetensors, float8 and int8 safetensors with scales, and GGUF.
+"""Formats of weight files: plain safetensors, float8 and int8 safetensors with scales, and GGUF.
 
-`open_weights` opens any of them. What it gives are the tensors that the model has, each read when it is asked for: scales and
-markers are no tensors of it, and quantized values are dequantized. A format is a file of this folder and a row of `_OPENERS`.
+`open_weights` opens any of them and yields the model's tensors, each read on demand, dequantized, without scales and
+markers. A format is a file in this folder and a row of `_OPENERS`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ assert tuple(_OPENERS) == FILE_SUFFIXES
 
 
 def open_weights(path: Path) -> WeightsFile:
-    """A file of weights, by its suffix (one of FILE_SUFFIXES; any other is read as safetensors). Reads headers and scales alone.
+    """Open a weight file by its suffix (one of FILE_SUFFIXES; others are read as safetensors). Reads only headers and
+    scales.
 
-    Raises CheckpointError for a damaged file. One in a format that sdflow does not read is opened too: `require_read` refuses it.
+    Raises CheckpointError for a damaged file. Unsupported formats are opened, too; `require_read` rejects them.
     """
     return _OPENERS.get(path.suffix.lower(), open_safetensors)(path)

@@ -1,7 +1,7 @@
-"""The types of GGUF's tensors: their numbers, names, and sizes.
+"""GGUF's tensor types: their numbers, names, and sizes.
 
-https://github.com/ggml-org/ggml, include/ggml.h and src/ggml-common.h; the package `gguf` has the same table, and a test
-compares the two.
+https://github.com/ggml-org/ggml, include/ggml.h and src/ggml-common.h; a test compares this with the same table in the
+package `gguf`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class GgmlType(NamedTuple):
-    """block: values that are stored together. size: bytes of a block."""
+    """block: values per block. size: bytes per block."""
 
     name: str
     block: int
@@ -49,4 +49,4 @@ TYPES = {
     35: GgmlType("TQ2_0", 256, 66),
     39: GgmlType("MXFP4", 32, 17),
 }
-"""Number in a file -> type: those that are stored in files of models and that `gguf` dequantizes, and the plain ones."""
+"""Number in a file -> type: those used in model files that `gguf` dequantizes, and the plain ones."""

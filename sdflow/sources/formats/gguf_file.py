@@ -1,9 +1,9 @@
 """GGUF files: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
 
-The header is read here, within limits, and needs no package. Quantized values are dequantized by the `gguf` package, the
-reference that ggml publishes. Tensors keep the names that they have in the file. Shapes are in the order of safetensors, which
-is the reverse of GGUF's; of tensors that ComfyUI-GGUF (city96) reshaped, since their rows are no whole number of blocks, the
-original ones (`comfy.gguf.orig_shape.NAME`).
+The header is read here, with limits and without a package. Quantized values are dequantized by the `gguf` package,
+ggml's published reference. Tensors keep their names in the file. Shapes have safetensors' order, the reverse of GGUF's;
+tensors that ComfyUI-GGUF (city96) reshaped, because their rows are not whole blocks, get their original shapes
+(`comfy.gguf.orig_shape.NAME`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ FORMAT = "gguf"
 _ORIGINAL_SHAPE = "comfy.gguf.orig_shape."
 _SPLIT = "split.count"
 _ROW = 1 << 14
-"""Values of a row that `gguf` is given. It works on 16 rows at a time, in many short steps where rows are short."""
+"""Values per row passed to `gguf`, which processes 16 rows at a time, in many small steps if rows are short."""
 
 
 @dataclass(frozen=True)
 class BlockTensor(StoredTensor):
-    """Quantized in blocks. begin: of its bytes in the file. kind: its type's sizes."""
+    """A tensor quantized in blocks. begin: offset of its bytes in the file. kind: its type's sizes."""
 
     begin: int
     kind: GgmlType
@@ -42,7 +42,7 @@ class BlockTensor(StoredTensor):
     def values(self, rows: slice = ALL) -> NDArray[Any]:
         first, count, shape = row_range(rows, self.shape)
         block = self.kind.block
-        if first % block or count % block:  # of a reshaped tensor: rows do not begin where blocks do
+        if first % block or count % block:  # a reshaped tensor: rows do not start at blocks
             return self.values()[rows]
         return self._blocks(first // block, count // block).reshape(shape)
 
@@ -55,7 +55,7 @@ class BlockTensor(StoredTensor):
         raw = mapped(self.path, self.begin + first * self.kind.size, count * self.kind.size)
         found = np.empty(count * self.kind.block, np.float32)
         row = max(1, _ROW // self.kind.block)
-        with np.errstate(all="ignore"):  # a scale that is NaN or infinite is told when the weights are looked at
+        with np.errstate(all="ignore"):  # NaN or infinite scales are reported when weights are checked
             for begin, end in _steps(count, row, STEP // self.kind.block // row * row):
                 part = raw[begin * self.kind.size : end * self.kind.size].reshape(
                     -1, min(row, end - begin) * self.kind.size
@@ -65,7 +65,7 @@ class BlockTensor(StoredTensor):
 
 
 def _steps(count: int, row: int, step: int) -> Iterator[tuple[int, int]]:
-    """Ranges that make up `count`: of whole rows, at most `step` each, and the rest."""
+    """Ranges that cover `count`: whole rows, at most `step` each, then the rest."""
     whole = count // row * row
     for begin in range(0, whole, step):
         yield begin, min(begin + step, whole)
@@ -74,12 +74,12 @@ def _steps(count: int, row: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 def open_gguf(path: Path) -> WeightsFile:
-    """A GGUF file. Raises CheckpointError for a damaged one, and for one of several that belong together."""
+    """Open a GGUF file. Raises CheckpointError for a damaged file, and for one of several parts."""
     header = read_gguf_header(path)
     parts = header.values.get(_SPLIT, 1)
     if isinstance(parts, int) and parts > 1:
         raise CheckpointError(
-            f"it is one of {parts} files that belong together",
+            f"it is one of {parts} parts",
             where=str(path),
             remedy="Join them: llama-gguf-split --merge FIRST-FILE OUT.gguf.",
         )
@@ -108,20 +108,18 @@ def open_gguf(path: Path) -> WeightsFile:
 
 
 def _pieces(path: Path, header: Header) -> list[tuple[str, TensorEntry]]:
-    """Name -> the bytes of a tensor, which must follow one another as llama.cpp wants them: each at the next multiple of the
-    alignment, the last with at most its padding behind it."""
+    """Name -> the bytes of a tensor. As llama.cpp requires, tensors must be consecutive: each at the next multiple of
+    the alignment, and at most padding after the last."""
     position, found = header.data_begin, []
     for info in header.tensors:
         kind = TYPES[info.kind]
         count = prod(info.shape)
         width = info.shape[-1] if info.shape else 1
         if width % kind.block:
-            raise invalid(path, f"rows of {width} values of {info.name} are no whole blocks of {kind.name}")
+            raise invalid(path, f"rows of {width} values of {info.name} are not whole blocks of {kind.name}")
         begin = header.data_begin + info.offset
         if begin != position:
-            raise invalid(
-                path, f"tensor {info.name} is at byte {begin}, and {position} is where the one before it ends"
-            )
+            raise invalid(path, f"tensor {info.name} is at byte {begin}, but the previous one ends at {position}")
         end = begin + count // kind.block * kind.size
         found.append((info.name, TensorEntry(kind.name, info.shape, begin, end)))
         position = -(-end // header.alignment) * header.alignment
@@ -136,5 +134,5 @@ def _original_shape(path: Path, header: Header, info: TensorInfo) -> tuple[int, 
     if said is None:
         return info.shape
     if not isinstance(said, tuple) or prod(said) != prod(info.shape) or any(size < 1 for size in said):
-        raise invalid(path, f"{info.name} is {list(info.shape)}, and its original shape would be {said!r:.80}")
+        raise invalid(path, f"{info.name} is {list(info.shape)}, but its original shape is given as {said!r:.80}")
     return said

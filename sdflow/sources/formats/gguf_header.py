@@ -1,4 +1,4 @@
-"""The header of a GGUF file, read within limits: numbers and texts of its metadata, and where its tensors lie."""
+"""Read the header of a GGUF file, with limits: numbers and texts of its metadata, and the locations of its tensors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from sdflow.errors import CheckpointError, os_errors_as
 from sdflow.sources.formats.ggml_types import TYPES
 
 Value = int | float | bool | str | tuple[int, ...]
-"""What of the metadata is kept: numbers, texts, and short lists of whole numbers."""
+"""Metadata values that are kept: numbers, texts, and short lists of integers."""
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _NUMBERS = {
     0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d",
 }  # fmt: skip
-"""Types of metadata that are numbers, by their numbers in the file."""
+"""Numeric metadata types, by their number in the file."""
 _FLOATS = (6, 12)
 _TEXT, _LIST = 8, 9
 _ALIGNMENT = "general.alignment"
@@ -29,9 +29,9 @@ _USUAL_ALIGNMENT = 32
 _LARGEST_ALIGNMENT = 1 << 16
 _MOST_TENSORS = 50_000
 _MOST_ENTRIES = 100_000
-"""Of the metadata. ComfyUI-GGUF writes one for each reshaped tensor."""
+"""Limit of metadata entries. ComfyUI-GGUF writes one entry per reshaped tensor."""
 _MOST_TEXTS = 4_000_000
-"""Of all lists. A tokenizer has some 150,000 tokens, and as many merges."""
+"""Total of all lists. A tokenizer has some 150,000 tokens, and as many merges."""
 _MOST_AXES = 4
 _LONGEST_NAME = 1024
 _LONGEST_KEPT = 1 << 16
@@ -41,7 +41,7 @@ _BUFFER = 1 << 20
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """shape: in the order of safetensors. kind: of `TYPES`. offset: from where the tensors begin."""
+    """shape: in safetensors' order. kind: of `TYPES`. offset: relative to the first tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """size: of the file. data_begin: where its tensors begin."""
+    """size: of the file. data_begin: offset of the first tensor."""
 
     values: Mapping[str, Value]
     tensors: tuple[TensorInfo, ...]
@@ -67,13 +67,13 @@ def invalid(path: Path, what: str) -> CheckpointError:
 
 
 def read_gguf_header(path: Path) -> Header:
-    """Raises CheckpointError for a file that is no GGUF, or a damaged one."""
+    """Read the header. Raises CheckpointError for a file that is damaged or not GGUF."""
     with os_errors_as("cannot be read", path, kind=CheckpointError), open_input(path) as stream:
         return _Reader(path, stream).header()
 
 
 class _Reader:
-    """Reads forward. Whatever a length says, no more is read than the file has."""
+    """Reads forward, never beyond the file's end, whatever a length says."""
 
     def __init__(self, path: Path, stream: BinaryIO) -> None:
         self.path, self.stream = path, stream
@@ -82,7 +82,7 @@ class _Reader:
 
     def header(self) -> Header:
         if self.stream.read(4) != _MAGIC:
-            raise invalid(self.path, foreign_content(self.path) or "it does not begin as one")
+            raise invalid(self.path, foreign_content(self.path) or "it does not begin like one")
         self.place = 4
         version = self.number("<I")
         if version not in _VERSIONS:
@@ -90,7 +90,7 @@ class _Reader:
             what = (
                 "it is big-endian"
                 if big_endian
-                else f"version {version}, where {_VERSIONS[0]} and {_VERSIONS[1]} are read"
+                else f"version {version}; {_VERSIONS[0]} and {_VERSIONS[1]} are supported"
             )
             raise invalid(self.path, what)
         count, entries = self.number("<Q"), self.number("<Q")
@@ -151,7 +151,7 @@ class _Reader:
             raise invalid(self.path, "a text that is not UTF-8") from error
 
     def value(self, kind: int) -> Value | None:
-        """An entry's value; None for what is passed over."""
+        """An entry's value; None if it is skipped."""
         if kind in _NUMBERS:
             return self.number(_NUMBERS[kind])
         if kind == _TEXT:
@@ -180,7 +180,7 @@ class _Reader:
         return None
 
     def skip_texts(self, count: int) -> None:
-        """A tokenizer has hundreds of thousands: each is skipped in two reads."""
+        """Skip texts, each with two reads: a tokenizer has hundreds of thousands."""
         read, length_of, place, size = self.stream.read, struct.Struct("<Q").unpack, self.place, self.size
         for _ in range(count):
             raw = read(8)

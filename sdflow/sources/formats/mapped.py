@@ -1,4 +1,4 @@
-"""Parts of a file as arrays: mapped, read as they are used, then let go."""
+"""Parts of a file as memory-mapped arrays."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 STEP = 1 << 22
-"""Values that are dequantized at a time, so that what it takes besides the result is bounded."""
+"""Values dequantized at a time, which limits temporary memory."""
 
 
 def mapped(path: Path, begin: int, length: int) -> NDArray[Any]:
-    """Bytes of a file. Raises CheckpointError where the file ends before."""
+    """Map bytes of a file. Raises CheckpointError if the file ends earlier."""
     import numpy as np
 
     if length == 0:
@@ -25,14 +25,14 @@ def mapped(path: Path, begin: int, length: int) -> NDArray[Any]:
     try:
         with os_errors_as("cannot be read", path, kind=CheckpointError):
             return np.asarray(np.memmap(path, np.uint8, "r", begin, (length,)))
-    except ValueError as error:  # numpy's word for a file that is shorter than that
+    except ValueError as error:  # numpy's error for a shorter file
         raise CheckpointError(
             f"it ends before byte {begin + length}", where=str(path), remedy="Download the file again."
         ) from error
 
 
 def row_range(rows: slice, shape: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
-    """The first value of some rows of a tensor in row-major order, how many they are, and their shape."""
+    """The first value of some rows of a row-major tensor, their number of values, and their shape."""
     if not shape or rows == ALL:
         return 0, prod(shape), shape
     begin, end, _ = rows.indices(shape[0])

@@ -1,4 +1,4 @@
-"""Numbers as they are: float64, float32, float16, bfloat16, float8 without scales, and tensors that are no weights."""
+"""Unquantized tensors: float64, float32, float16, bfloat16, float8 without scales, and tensors other than weights."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FLOAT8 = {"F8_E4M3": (4, 3), "F8_E5M2": (5, 2)}
-"""Types of 8 bits -> bits of the exponent and of the mantissa."""
+"""8-bit types -> bits of the exponent and of the mantissa."""
 INDEXES = ("I64", "I32")
-"""Types of tensors that are no weights: position_ids, counts of steps."""
+"""Types of tensors other than weights: position_ids, step counts."""
 _NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
 @dataclass(frozen=True)
 class PlainTensor(StoredTensor):
-    """begin: of its bytes in the file."""
+    """begin: offset of its bytes in the file."""
 
     begin: int
 
@@ -38,7 +38,8 @@ class PlainTensor(StoredTensor):
         stored = self.as_stored(rows)
         if self.dtype != "BF16":
             return stored
-        return (stored.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)  # its upper half
+        # bfloat16 is the upper half of float32
+        return (stored.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
 
     def as_stored(self, rows: slice = ALL) -> NDArray[Any]:
         import numpy as np
@@ -66,8 +67,8 @@ class PlainTensor(StoredTensor):
 
 @cache
 def float8_values(dtype: str) -> NDArray[np.float32]:
-    """The float32 value of each byte. E4M3 is the "fn" kind: no infinity, NaN where all other bits are 1 (OCP 8-bit Floating
-    Point Specification 1.0, which torch's float8_e4m3fn and float8_e5m2 follow)."""
+    """The float32 value of each byte. E4M3 is the "fn" variant: no infinity, NaN if all other bits are 1 (OCP 8-bit
+    Floating Point Specification 1.0, which torch's float8_e4m3fn and float8_e5m2 follow)."""
     import numpy as np
 
     exponent_bits, mantissa_bits = FLOAT8[dtype]

@@ -1,17 +1,18 @@
-"""Safetensors files: plain ones, float8 ones, and those that ComfyUI quantizes, with scales beside the weights.
+"""Safetensors files: plain ones, float8 ones, and ComfyUI's quantized ones, with scales next to the weights.
 
-Which layers are quantized and how is said in one of four ways, as ComfyUI reads them (Comfy-Org/ComfyUI, comfy/utils.py,
+Quantized layers are described in one of four ways, read as ComfyUI does (Comfy-Org/ComfyUI, comfy/utils.py,
 `convert_old_quants`, and comfy/ops.py, `_load_quantized_module`):
 
 - `_quantization_metadata` in the header: JSON with `layers`, a map from a layer to its description;
 - `LAYER.comfy_quant`: the description as JSON in a uint8 tensor ("comfy_quant");
 - a tensor `scaled_fp8` and `LAYER.scale_weight` ("fp8_scaled");
-- nothing but a scale beside a float8 weight.
+- only a scale next to a float8 weight.
 
-Descriptions name a format. Read are `float8_e4m3fn` and `float8_e5m2` (the weight is value x `weight_scale`) and
-`int8_tensorwise` (the same with one scale or one for each row; with `convrot` the rows are rotated too), after comfy-kitchen
-0.2.40 (Apache-2.0): `dequantize_per_tensor_fp8`, `dequantize_int8_simple`, `dequantize_int8_convrot_weight`. Its other formats
-(nvfp4, mxfp8, convrot_w4a4, asym_w4a8_int8, awq_w4a16) are refused by name.
+Descriptions name a format. Supported are `float8_e4m3fn` and `float8_e5m2` (the weight is value x `weight_scale`) and
+`int8_tensorwise` (the same with one scale, or one per row; with `convrot` the rows are rotated, too), after
+comfy-kitchen 0.2.40 (Apache-2.0): `dequantize_per_tensor_fp8`, `dequantize_int8_simple`,
+`dequantize_int8_convrot_weight`. Its other formats (nvfp4, mxfp8, convrot_w4a4, asym_w4a8_int8, awq_w4a16) are rejected
+by name.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FLOAT8_ALONE = "float8"
-"""The format of float8 weights without scales."""
+"""Format name of float8 weights without scales."""
 _FLOAT8_FORMATS = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 _INT8_FORMAT = "int8_tensorwise"
 _METADATA = "_quantization_metadata"
@@ -43,13 +44,13 @@ _DESCRIPTION = "comfy_quant"
 _MARKER = "scaled_fp8"
 _SCALES = ("weight_scale", "scale_weight")
 _OF_INPUTS = ("input_scale", "scale_input")
-"""Scales of a layer's inputs, which decide nothing about its weights."""
+"""Scales of a layer's inputs, which do not affect its weights."""
 _LONGEST_DESCRIPTION = 4096
-"""Bytes. Those that ComfyUI writes have less than 100."""
+"""Maximum bytes. ComfyUI's have less than 100."""
 
 
 def open_safetensors(path: Path) -> WeightsFile:
-    """A safetensors file. Raises CheckpointError for a damaged one and for scales that cannot be."""
+    """Open a safetensors file. Raises CheckpointError for a damaged one and for invalid scales."""
     header, metadata = read_header(path), read_metadata(path)
     plain = {name: PlainTensor(path, name, entry.dtype, entry.shape, entry.begin) for name, entry in header.items()}
     if (refused := refused_format(header, metadata)) is not None:
@@ -64,7 +65,7 @@ def open_safetensors(path: Path) -> WeightsFile:
     if unread := sorted({str(each.get("format")) for each in layers.values()} - {*_FLOAT8_FORMATS, _INT8_FORMAT}):
         refusal = Refusal(
             f"its weights are quantized to ComfyUI's {', '.join(unread)[:200]}, which sdflow does not read",
-            f"Read are {', '.join((*_FLOAT8_FORMATS, _INT8_FORMAT))}, GGUF, and files of 16 bits.",
+            f"Supported are {', '.join((*_FLOAT8_FORMATS, _INT8_FORMAT))}, GGUF, and files of 16 bits.",
         )
         return WeightsFile(path, format_name, plain, header, metadata, refusal=refusal)
     scaled = {f"{layer}.weight": _scaled(path, layer, described, header) for layer, described in layers.items()}
@@ -93,7 +94,7 @@ def _layers(
         layer, _, scale = name.rpartition(".")
         weight = header.get(f"{layer}.weight") if scale in _SCALES else None
         if weight is not None and weight.dtype == "I8":
-            raise _invalid(path, f"{layer}.weight is int8 with a scale, and nothing says how it was quantized")
+            raise _invalid(path, f"{layer}.weight is int8 with a scale, but without a description of its quantization")
         if weight is not None and weight.dtype in FLOAT8:
             found[layer] = {"format": next(kind for kind, dtype in _FLOAT8_FORMATS.items() if dtype == weight.dtype)}
     return found, "fp8_scaled"
@@ -101,7 +102,7 @@ def _layers(
 
 def _small(path: Path, name: str, entry: TensorEntry) -> TensorEntry:
     if entry.dtype not in ("U8", "I8") or entry.end - entry.begin > _LONGEST_DESCRIPTION:
-        raise _invalid(path, f"{name} is no description: {list(entry.shape)} of {entry.dtype}")
+        raise _invalid(path, f"{name} is not a description: {list(entry.shape)} of {entry.dtype}")
     return entry
 
 
@@ -127,9 +128,9 @@ def _scaled(path: Path, layer: str, described: Mapping[str, Any], header: Mappin
     weight, scales = header.get(name), [f"{layer}.{scale}" for scale in _SCALES if f"{layer}.{scale}" in header]
     wanted = _FLOAT8_FORMATS.get(described["format"], "I8")
     if weight is None:
-        raise _invalid(path, f"it describes {layer} and holds no {name}")
+        raise _invalid(path, f"it describes {layer}, but {name} is missing")
     if weight.dtype != wanted:
-        raise _invalid(path, f"{name} is of dtype {weight.dtype} where {described['format']} is said")
+        raise _invalid(path, f"{name} is of dtype {weight.dtype}, but described as {described['format']}")
     if len(scales) != 1:
         raise _invalid(path, f"{name} has {len(scales)} scales")
     values = float_values(path, scales[0], _scale_entry(path, scales[0], header[scales[0]], weight))
@@ -138,13 +139,13 @@ def _scaled(path: Path, layer: str, described: Mapping[str, Any], header: Mappin
     if not np.isfinite(values).all():
         raise _invalid(path, f"{scales[0]} is NaN or infinite")
     group = _group(path, name, described, weight) if wanted == "I8" else None
-    # One for all values, or one for each row.
+    # One for all values, or one per row.
     scale = values.reshape(-1, *(1,) * (len(weight.shape) - 1)) if values.size > 1 else values.reshape(())
     return ScaledTensor(path, name, wanted, weight.shape, weight.begin, scale, group)
 
 
 def _scale_entry(path: Path, name: str, entry: TensorEntry, weight: TensorEntry) -> TensorEntry:
-    """The entry of a scale, checked: one number, or for a matrix a column of them, as torch would multiply."""
+    """Check a scale's entry: a single number, or a column for a matrix, as torch would broadcast."""
     rows = len(weight.shape) == 2 and entry.shape == (weight.shape[0], 1)
     if not (rows or entry.shape in ((), (1,), (1,) * len(weight.shape))):
         raise _invalid(path, f"{name} is {list(entry.shape)} for a weight of {list(weight.shape)}")
@@ -152,7 +153,7 @@ def _scale_entry(path: Path, name: str, entry: TensorEntry, weight: TensorEntry)
 
 
 def _group(path: Path, name: str, described: Mapping[str, Any], weight: TensorEntry) -> int | None:
-    """How many columns are rotated together; None where none are."""
+    """Number of columns that are rotated together; None if there is no rotation."""
     more = described.get("params")
     more = more if isinstance(more, dict) else {}
     if not described.get("convrot", more.get("convrot", False)):
@@ -169,8 +170,8 @@ def _is_marker(name: str) -> bool:
 
 
 def _is_aside(name: str, layers: Mapping[str, Any]) -> bool:
-    """Whether a tensor is none of the model's: a marker, or a description or a scale of a quantized layer. Any other scale stays,
-    so that the model refuses what it has no place for."""
+    """Whether a tensor is not the model's: a marker, or the description or scale of a quantized layer. Other scales
+    remain, so that fitting the model rejects them."""
     layer, _, last = name.rpartition(".")
     return (layer in layers and last in (*_SCALES, *_OF_INPUTS, _DESCRIPTION)) or _is_marker(name)
 
@@ -187,15 +188,15 @@ def _invalid(path: Path, what: str) -> CheckpointError:
 
 
 ROTATED_GROUP = 256
-"""Columns that are rotated together, where a description does not say."""
+"""Columns that are rotated together, unless a description says otherwise."""
 _LARGEST_GROUP = 4**8
-"""int8 values of so many columns add up exactly."""
+"""Up to this many columns of int8 values add up exactly."""
 
 
 @dataclass(frozen=True)
 class ScaledTensor(StoredTensor):
-    """begin: of the values in the file, of one byte each. scale: one number, or a column. group: columns that are rotated
-    together; None: they are not."""
+    """begin: offset of the values in the file, one byte each. scale: one number, or a column. group: columns rotated
+    together; None without rotation."""
 
     begin: int
     scale: NDArray[np.float32] = field(compare=False)
@@ -221,28 +222,28 @@ class ScaledTensor(StoredTensor):
         for row in range(0, shape[0], step):
             part = slice(row, row + step)
             factor = scale if scale.ndim == 0 else scale[part]
-            # The root is a power of 2: the division is exact.
+            # The root is a power of 2, so the division is exact.
             values[part] = rotated(whole[part], self.group).astype(np.float32) * (factor / isqrt(self.group))
         return values
 
 
 def rotated(values: NDArray[np.int8], group: int) -> NDArray[np.int32]:
-    """values H^T of whole numbers, without the division by the root of the group's size."""
+    """values H^T in integers, without the division by the root of the group's size."""
     import numpy as np
 
     steps = (group.bit_length() - 1) // 2
     found = values.astype(np.int32).reshape(-1, *(4,) * steps)
-    for axis in range(1, steps + 1):  # each factor: the sum of four, less twice the one opposite
+    for axis in range(1, steps + 1):  # each factor: the sum of four minus twice the opposite one
         found = found.sum(axis, keepdims=True, dtype=np.int32) - 2 * np.flip(found, axis)
     return found.reshape(values.shape)
 
 
 def require_group(size: Any, shape: tuple[int, ...]) -> int:
-    """The size of a group that a matrix of this shape can be rotated in. Raises ValueError."""
+    """The group size, checked for a matrix of this shape. Raises ValueError."""
     if not isinstance(size, int) or isinstance(size, bool) or not 4 <= size <= _LARGEST_GROUP:
         raise ValueError(f"a rotation of groups of {size!r:.40}")
     if size & (size - 1) or (size.bit_length() - 1) % 2:
-        raise ValueError(f"a rotation of groups of {size}, which is no power of 4")
+        raise ValueError(f"a rotation of groups of {size}, which is not a power of 4")
     if len(shape) != 2 or shape[1] % size:
         raise ValueError(f"a rotation of groups of {size} for a weight of {list(shape)}")
     return size

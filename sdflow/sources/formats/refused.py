@@ -1,4 +1,4 @@
-"""Quantized safetensors files that sdflow does not read, known by the names of their tensors."""
+"""Recognize unsupported quantized safetensors files by their tensors' names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PLAIN = "Use the model's float16, bfloat16, float8 or GGUF file."
 
 @dataclass(frozen=True)
 class _Kind:
-    """name: of the format. what: how it is told. holds: whether a file with tensors of these names is one."""
+    """name: of the format. what: its description. holds: whether a file with tensors of these names has it."""
 
     name: str
     what: str
@@ -21,7 +21,7 @@ class _Kind:
 
 
 def _ends(*suffixes: str) -> Callable[[Iterable[str]], bool]:
-    """Whether, for each of these suffixes, some name ends with it."""
+    """A check that, for each of these suffixes, some name ends with it."""
     return lambda names: all(any(name.endswith(suffix) for name in names) for suffix in suffixes)
 
 
@@ -40,7 +40,7 @@ _KINDS = (
 
 
 def refused_format(header: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> tuple[str, Refusal] | None:
-    """The name of a format that is not read, and why; None for any other file."""
+    """The name of an unsupported format, and the refusal; None for any other file."""
     if "nunchaku" in metadata.get("model_class", "").lower():
         return "svdq", _refusal(_KINDS[0].what)
     for kind in _KINDS:
@@ -53,7 +53,7 @@ def refused_format(header: Mapping[str, TensorEntry], metadata: Mapping[str, str
 
 
 def refused_method(config: Mapping[str, object]) -> str | None:
-    """How the weights of a folder are quantized, by its config.json; None where it says nothing of it."""
+    """The quantization method of a folder's weights, from its config.json; None if there is none."""
     said = config.get("quantization_config")
     if not isinstance(said, Mapping):
         return None

@@ -1,4 +1,4 @@
-"""What an opened file of weights is, whatever its format."""
+"""An opened weight file, in any format."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ALL = slice(None)
 
 @dataclass(frozen=True)
 class StoredTensor(ABC):
-    """A tensor of the model as its file stores it. dtype: the type in the format's own spelling ("F16", "Q4_K"). low_bits:
+    """A tensor of the model as stored in its file. dtype: in the format's own spelling ("F16", "Q4_K"). low_bits:
     whether its values were rounded to fewer than 16 bits. weights: whether it holds floating-point numbers."""
 
     path: Path
@@ -42,18 +42,18 @@ class StoredTensor(ABC):
 
     @abstractmethod
     def values(self, rows: slice = ALL) -> NDArray[Any]:
-        """The values of these rows (entries along the first axis): float32, or float16 where they are stored so.
+        """The values of these rows (entries along the first axis): float32, or float16 if stored as such.
 
-        Raises CheckpointError for a type that cannot be read and for a file that has become shorter."""
+        Raises CheckpointError for an unreadable type and for a file that has become shorter."""
 
     def as_stored(self, rows: slice = ALL) -> NDArray[Any]:
-        """The same values, but bfloat16 ones in that type (of ml_dtypes)."""
+        """The same values, with bfloat16 kept as that type (of ml_dtypes)."""
         return self.values(rows)
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a format is not read, and what to do instead."""
+    """Why a format is not supported, and what to do instead."""
 
     what: str
     remedy: str
@@ -63,10 +63,10 @@ class Refusal:
 class WeightsFile:
     """An opened file.
 
-    format: its name where the weights are stored in low bits or in a format that is not safetensors; None: plain safetensors.
-    tensors: of the model, by their names in the file. pieces: of the file, each with its bytes. meaning: what decides the
-    values besides the bytes, by the name of the tensor: JSON. architecture: what a GGUF file calls its network.
-    refusal: where sdflow does not read the format. needs: the distributions that dequantize its weights.
+    format: its name if weights are stored in low bits or not as safetensors; None for plain safetensors.
+    tensors: the model's, by name in the file. pieces: the file's tensors with their byte ranges. meaning: tensor ->
+    JSON that determines its values besides the bytes. architecture: a GGUF file's name for its network.
+    refusal: set if the format is not supported. needs: distributions that dequantize its weights.
     """
 
     path: Path
@@ -94,30 +94,31 @@ class WeightsFile:
         return dict(Counter(tensor.dtype for tensor in self.tensors.values()).most_common())
 
     def require_read(self) -> None:
-        """Raises CheckpointError for a format that sdflow does not read, UsageError for one whose package is missing."""
+        """Raises CheckpointError for an unsupported format, UsageError if its package is missing."""
         if self.refusal is not None:
             raise CheckpointError(self.refusal.what, where=str(self.path), remedy=self.refusal.remedy)
         require_packages(f"reading {self.path.name}", *self.needs)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should hear of weights in low bits, one sentence each."""
+        """Notes for the user on low-bit weights, one sentence each."""
         if not self.low_bits:
             return ()
         types = ", ".join(f"{name} ({count})" for name, count in self.types.items())
         return (f"{self.path.name} stores its weights in low bits ({self.format}: {types}); they are dequantized.",)
 
     def provenance(self) -> dict[str, Any]:
-        """JSON for the manifest: {"quantized": {format, types}}; empty for weights of 16 bits and more."""
+        """JSON for the manifest: {"quantized": {format, types}}; empty for weights of 16 bits or more."""
         return {"quantized": {"format": self.format, "types": self.types}} if self.low_bits else {}
 
     def digest(self, prefix: str) -> str:
-        """SHA-256 of what begins with the prefix: names, types, shapes, bytes, and what else decides the values."""
+        """SHA-256 of the tensors with the prefix: names, types, shapes, bytes, and what else determines their
+        values."""
         pieces = {name: entry for name, entry in self.pieces.items() if name.startswith(prefix)}
         content = digest_tensors(self.path, pieces)
         meaning = {name: each for name, each in self.meaning.items() if name.startswith(prefix)}
         return hashlib.sha256(f"{content}{digest_json(meaning)}".encode()).hexdigest() if meaning else content
 
     def digest_name(self, component: str) -> str:
-        """The name that `digest` of a component is remembered under (`FileDigests.value`)."""
+        """The name under which a component's `digest` is cached (`FileDigests.value`)."""
         return f"tensors-1/{component}" if self.format is None else f"tensors-{self.format}-1/{component}"

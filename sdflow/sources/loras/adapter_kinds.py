@@ -1,10 +1,9 @@
-"""Which kind of adapter a file or a PEFT configuration holds, where it is not a plain LoRA: `run`, `bake`, `validate`, `serve`
-and `inspect` name it alike.
+"""Recognize kinds of adapters other than plain LoRA, in a file or a PEFT configuration, with one name for all commands.
 
-LoRA, LoHa, LoKr, their DoRA, and differences of weights are merged (`layers.py`). Every other kind is refused by name: as a LoRA
-it would be merged wrongly, or only in part. Of PEFT's LoraConfig every field is honoured, refused by name, or without effect on a
-merge. The tables are in `peft.json`; tests hold them to the PEFT that is installed, so that what is new there fails them until it
-is decided here.
+LoRA, LoHa, LoKr, their DoRA, and weight differences are merged (`layers.py`). All other kinds are rejected by name:
+merged as LoRAs they would give wrong or partial results. Every field of PEFT's LoraConfig is honoured, rejected by
+name, or irrelevant for merging. The tables are in `peft.json`; tests compare them with the installed PEFT, and fail for
+new fields until they are classified here.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ USE_A_LORA = "Use a plain LoRA instead."
 
 @dataclass(frozen=True)
 class PeftType:
-    """A kind of adapter of PEFT's. merges: whether its merge_and_unload puts it into the weights of a model. read: sdflow merges
-    it."""
+    """A kind of adapter in PEFT. merges: whether its merge_and_unload can merge it into a model. read: whether sdflow
+    merges it."""
 
     title: str
     merges: bool = True
@@ -37,14 +36,14 @@ class PeftType:
 
 _TABLES = json.loads((Path(__file__).parent / "peft.json").read_text(encoding="utf-8"))
 PEFT_TYPES: Mapping[str, PeftType] = {name: PeftType(**row) for name, row in _TABLES["types"].items()}
-"""`peft_type` -> the kind. A test holds the table to the PEFT that is installed."""
+"""`peft_type` -> the kind. A test compares the table with the installed PEFT."""
 
 _IN_NAMES = {
     each: rf"(\.|^base_model\.){each.lower()}_"
     for each in PEFT_TYPES
     if each not in ("ADALORA", "FROD", "IA3", "LOHA", "LOKR", "OFT", "TRAINABLE_TOKENS", "XLORA")
 }
-"""How PEFT names the tensors of most of its kinds."""
+"""PEFT's tensor names for most of its kinds."""
 
 _Dims = tuple[int, ...]
 
@@ -56,7 +55,7 @@ _READ: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\.[wb]_norm$"), "trained norms"),
     (re.compile(r"\.diff(_b)?$"), "full difference"),
 )
-"""Those that are merged, by what only their tensors' names contain."""
+"""Kinds that are merged, by patterns unique to their tensors' names."""
 
 _REFUSED: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\.lora_magnitude_vector"), "DoRA of another form"),
@@ -78,48 +77,48 @@ _REFUSED: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"^(string_to_param|bundle_emb)\."), "a LoRA with bundled embeddings"),
     *((re.compile(pattern), PEFT_TYPES[each].title) for each, pattern in _IN_NAMES.items()),
 )  # fmt: skip
-"""Kinds that are not merged, likewise."""
+"""Kinds that are not merged, by the same."""
 _KINDS = (*_READ, *_REFUSED)
 
 _OFT_BLOCKS = ".oft_blocks"
 _BUTTERFLY = 4
-"""Dimensions of BOFT's blocks in LyCORIS, which names them as OFT's: its butterfly has several stages."""
+"""Dimensions of BOFT's blocks in LyCORIS, which names them like OFT's: its butterfly has several stages."""
 
 
 def kind_of_tensor(name: str, shape: _Dims = ()) -> str | None:
-    """The kind of adapter that a tensor of this name belongs to; None for a plain LoRA's, and for one that is unknown. Kinds that
-    are merged are among `READ`."""
+    """The kind of adapter that a tensor of this name belongs to; None for plain LoRA and for unknown names. `READ`
+    holds the kinds that are merged."""
     if name.endswith(_OFT_BLOCKS) and len(shape) == _BUTTERFLY:
         return "BOFT"
     return next((kind for pattern, kind in _KINDS if pattern.search(name)), None)
 
 
 def module_of_tensor(name: str) -> str | None:
-    """What of such a tensor's name is its module's; None where `kind_of_tensor` knows none."""
+    """The module's part of such a tensor's name; None if `kind_of_tensor` knows none."""
     found = next((match for pattern, _ in _KINDS if (match := pattern.search(name))), None)
     return None if found is None else name[: found.start()]
 
 
 READ = frozenset(kind for _, kind in _READ)
-"""The kinds that are merged, besides plain LoRAs."""
+"""The kinds that are merged, other than plain LoRA."""
 
 
 def kind_of_config(peft_type: Any) -> PeftType | None:
-    """The kind that PEFT's configuration names; None for a LoRA. One that is unknown has its `peft_type` for a title."""
+    """The kind in PEFT's configuration; None for a LoRA. An unknown kind has its `peft_type` as its title."""
     if peft_type is None or peft_type == "LORA":
         return None
     return PEFT_TYPES.get(str(peft_type), PeftType(str(peft_type)[:100], merges=False))
 
 
 def title_of(peft_type: str) -> str:
-    """The kind that PEFT's configuration names, one that is known, by its title."""
+    """The title of a known kind in PEFT's configuration."""
     return "LoRA" if peft_type == "LORA" else PEFT_TYPES[peft_type].title
 
 
 @dataclass(frozen=True)
 class Field:
-    """A field of LoraConfig. plain: of one that is refused, the values besides null that make of the tensors nothing else than
-    scale * up @ down. merges: of one that is refused, whether PEFT can merge such an adapter into the weights."""
+    """A field of LoraConfig. plain: for a rejected one, the values besides null that keep the result scale * up @ down.
+    merges: for a rejected one, whether PEFT can merge such an adapter."""
 
     decision: Decision
     why: str
@@ -141,4 +140,4 @@ _SHARED = (
 LOHA_CONFIG: Mapping[str, Field] = {**{name: LORA_CONFIG[name] for name in _SHARED}, **_fields("LOHA")}
 LOKR_CONFIG: Mapping[str, Field] = {**LOHA_CONFIG, **_fields("LOKR")}
 CONFIGS: Mapping[str, Mapping[str, Field]] = {"LORA": LORA_CONFIG, "LOHA": LOHA_CONFIG, "LOKR": LOKR_CONFIG}
-"""`peft_type` -> its fields, of the kinds that are merged."""
+"""`peft_type` -> its fields, for the kinds that are merged."""

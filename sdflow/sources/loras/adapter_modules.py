@@ -1,4 +1,4 @@
-"""The tensors that a file holds for one module, checked, as layers for the weights of that module."""
+"""Check a file's tensors for one module, and build layers for that module's weights."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ _PRODUCTS: Mapping[str, str] = {
     **dict.fromkeys(("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2"), "LoKr"),
     **dict.fromkeys(("diff", "w_norm"), "difference"),
 }
-"""Role -> the kind of product that it is a factor of."""
+"""Role -> the kind of product it is a factor of."""
 _BIASES = ("diff_b", "b_norm")
 
 
 class Unfit(ValueError):
-    """What is wrong with the tensors of a module, naming one of them."""
+    """The problem with a module's tensors, naming one of them."""
 
 
 @dataclass(frozen=True)
 class AdapterModule:
-    """names: the tensors of a module, by role. values: those that are read at once. alpha: its value. places: the weights that it
-    changes. shapes: of all parameters of the submodel. config_kind, config_rank: the kind and the rank that PEFT's
-    configuration says. config_scale: the scale for a rank by it."""
+    """names: the module's tensors, by role. values: those read at once. alpha: its value. places: the weights to
+    change.
+    shapes: of all parameters of the submodel. config_kind, config_rank: kind and rank from PEFT's configuration.
+    config_scale: its scale for a rank."""
 
     path: Path
     names: Mapping[Role, str]
@@ -55,7 +56,7 @@ class AdapterModule:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight as the file sees it: all rows of a fused one."""
+        """The shape of the weight as the file sees it: all rows of a fused one."""
         return (sum(self.shapes[place.name][0] for place in self.places), *self.shapes[self.places[0].name][1:])
 
     @property
@@ -63,12 +64,12 @@ class AdapterModule:
         return next(iter(self.names.values()))
 
     def layers(self) -> dict[str, Layer]:
-        """Parameter -> what is added to it. Raises Unfit."""
+        """Parameter -> the layer added to it. Raises Unfit."""
         kinds = sorted({_PRODUCTS[role] for role in self.names if role in _PRODUCTS})
         if len(kinds) > 1:
-            raise Unfit(f"{self._first}: beside tensors of {' and '.join(kinds)} for one module")
+            raise Unfit(f"{self._first}: one module has tensors of {' and '.join(kinds)}")
         if self.config_kind is not None and kinds not in ([], [self.config_kind]):
-            raise Unfit(f"{self._first}: of a {kinds[0]}, and PEFT's configuration says {self.config_kind}")
+            raise Unfit(f"{self._first}: of a {kinds[0]}, but PEFT's configuration has {self.config_kind}")
         self._require_numbers()
         build = {"LoRA": self._lora, "LoHa": self._loha, "LoKr": self._lokr, "difference": self._difference}
         biases = self._biases()
@@ -78,7 +79,7 @@ class AdapterModule:
         return {**found, **biases}
 
     def rank(self) -> tuple[str, int] | None:
-        """The tensor that tells the rank of the factors, and the rank; None where nothing has one."""
+        """The tensor that defines the rank of the factors, and the rank; None if none does."""
         if "down" in self.values:
             return self.names["down"], len(self.values["down"])
         if "hada_w1_b" in self.values:
@@ -110,7 +111,7 @@ class AdapterModule:
         rows, columns, *kernel = self._weight_shape()
         tucker = {"hada_t1", "hada_t2"} & self.values.keys()
         if len(tucker) == 1:
-            raise Unfit(f"{self.names[tucker.pop()]}: without the other of hada_t1 and hada_t2")
+            raise Unfit(f"{self.names[tucker.pop()]}: the other of hada_t1 and hada_t2 is missing")
         rank = len(self.values["hada_w1_b"]) if self.values["hada_w1_b"].ndim else 0
         ups, downs = [], []
         for number in "12":
@@ -153,7 +154,7 @@ class AdapterModule:
             self._alone("lokr_w1", "lokr_w1_a", "lokr_w1_b")
             whole = self.values["lokr_w1"]
             if whole.ndim != 2:
-                raise Unfit(f"{self.names['lokr_w1']}: {list(whole.shape)} where a matrix belongs")
+                raise Unfit(f"{self.names['lokr_w1']}: {list(whole.shape)}, expected a matrix")
             return whole
         first, second = self._pair("lokr_w1")
         if first.ndim != 2 or second.ndim != 2 or first.shape[1] != len(second) or not len(second):
@@ -181,11 +182,11 @@ class AdapterModule:
     def _difference(self) -> dict[str, Layer]:
         role = "diff" if "diff" in self.names else "w_norm"
         if norms := self._norms():
-            raise Unfit(f"{self.names[norms[0]]}: norms of a DoRA beside {role}")
+            raise Unfit(f"{self.names[norms[0]]}: DoRA norms together with {role}")
         return self._read_later(role, self.shape, self.places)
 
     def _biases(self) -> dict[str, Layer]:
-        """Of the differences of biases."""
+        """The layers of bias differences."""
         found: dict[str, Layer] = {}
         for role in _BIASES:
             if role in self.names:
@@ -199,14 +200,14 @@ class AdapterModule:
         name = self.names[role]
         entry = self.entries[name]
         if _squeezed(entry.shape) != _squeezed(shape):
-            raise Unfit(f"{name}: {list(entry.shape)} where {list(shape)} belongs")
+            raise Unfit(f"{name}: {list(entry.shape)}, expected {list(shape)}")
         return {place.name: DifferenceLayer(self.path, name, entry, place) for place in places}
 
     def _norms(self) -> list[Role]:
         return [role for role in ("dora_scale", "magnitude") if role in self.names]
 
     def _magnitudes(self) -> list[Magnitude | None]:
-        """DoRA's norms for each place; None without."""
+        """DoRA's norms for each place; None without any."""
         if not (roles := self._norms()):
             return [None] * len(self.places)
         if len(roles) > 1:
@@ -223,20 +224,20 @@ class AdapterModule:
         if not blends or values.shape != (1, columns, *rest):
             wanted = [rows, 1, *(1 for _ in kernel)] if blends else [rows]
             or_else = f" or {[1, columns, *(1 for _ in kernel)]}" if blends else ""
-            raise Unfit(f"{self.names[role]}: {list(values.shape)} where {wanted}{or_else} belongs")
+            raise Unfit(f"{self.names[role]}: {list(values.shape)}, expected {wanted}{or_else}")
         if len(self.places) > 1 or self.places[0].parts > 1:
             names = " and ".join(place.name for place in self.places)
-            raise Unfit(f"{self.names[role]}: norms of columns that {names} share, which are merged one by one")
+            raise Unfit(f"{self.names[role]}: {names} share norms of columns, but are merged separately")
         return [Magnitude(values.reshape(-1), 1, blends)]
 
     def _scale(self, rank: int) -> float:
-        """alpha / rank. Without an alpha and a configuration, alpha is the rank."""
+        """alpha / rank. Without an alpha and a configuration, alpha equals the rank."""
         if self.alpha is not None:
             return self.alpha / rank
         return 1.0 if self.config_scale is None else self.config_scale(rank)
 
     def _scale_of_lokr(self) -> float:
-        """LyCORIS has no scale where both factors are whole, and PEFT has one always."""
+        """LyCORIS has no scale if both factors are whole; PEFT always has one."""
         if self.config_scale is not None and self.config_rank is not None:
             return self.config_scale(self.config_rank)
         found = self.rank()
@@ -244,18 +245,18 @@ class AdapterModule:
 
     def _weight_shape(self) -> tuple[int, ...]:
         if len(self.shape) < 2:
-            raise Unfit(f"{self._first}: {self.places[0].name} is no matrix and no convolution")
+            raise Unfit(f"{self._first}: {self.places[0].name} is neither a matrix nor a convolution")
         return self.shape
 
     def _pair(self, whole: Role) -> list[Floats]:
-        """The two factors in place of a whole matrix."""
+        """The two factors that replace a whole matrix."""
         parts = [f"{whole}_a", f"{whole}_b"]
         return self._named(*(parts if any(part in self.values for part in parts) else [whole]))
 
     def _named(self, *roles: Role) -> list[Floats]:
-        """The tensors of these roles. Raises Unfit for one that is missing."""
+        """The tensors of these roles. Raises Unfit if one is missing."""
         if lacking := [role for role in roles if role not in self.values]:
-            raise Unfit(f"{self._first}: without its {' and '.join(lacking)} tensor")
+            raise Unfit(f"{self._first}: the {' and '.join(lacking)} tensor is missing")
         return [self.values[role] for role in roles]
 
     def _alone(self, role: Role, *others: Role) -> None:
@@ -270,24 +271,25 @@ class AdapterModule:
                 raise Unfit(f"{self.names[role]}: not all of its values are finite")
         if "alpha" in self.names and (self.alpha is None or not np.isfinite(self.alpha)):
             what = "several values" if self.alpha is None else self.alpha
-            raise Unfit(f"{self.names['alpha']}: {what}, where a number belongs")
+            raise Unfit(f"{self.names['alpha']}: {what}, expected a number")
 
     def _shaped(self, role: Role, wanted: Sequence[int]) -> Floats:
-        """A factor, without sides of 1 behind two. Linear layers and 1x1 convolutions are one thing: files of the one serve the
-        other. DyLoRA's up is always linear."""
+        """A factor, without trailing sides of 1. Linear layers and 1x1 convolutions are equivalent, so files of one fit
+        the other. DyLoRA's up is always linear."""
         tensor = self.values[role]
         flat = all(side == 1 for side in wanted[2:])
         plain = tensor.shape[:2] if flat and all(side == 1 for side in tensor.shape[2:]) else tensor.shape
         if not all(wanted) or plain != tuple(wanted[:2] if flat else wanted):
-            raise Unfit(f"{self.names[role]}: {list(tensor.shape)} where {list(wanted)} belongs")
+            raise Unfit(f"{self.names[role]}: {list(tensor.shape)}, expected {list(wanted)}")
         return tensor.reshape(plain)
 
 
 def read_at_once(names: Mapping[Role, str]) -> list[str]:
-    """Which of a module's tensors are factors, read with the file: differences are as large as the weights."""
+    """The tensors of a module to read with the file: factors, but not differences, which are as large as the
+    weights."""
     return [name for role, name in names.items() if role != "alpha" and role not in LAZY]
 
 
 def _squeezed(shape: Sequence[int]) -> tuple[int, ...]:
-    """Without the kernel of a 1x1 convolution."""
+    """The shape without the kernel of a 1x1 convolution."""
     return tuple(shape[:2]) if all(side == 1 for side in shape[2:]) else tuple(shape)

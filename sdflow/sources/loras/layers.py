@@ -1,11 +1,11 @@
-"""What an adapter holds for one weight, and what it adds to it: in float32, without torch, the same bits on every machine.
+"""An adapter's layer for one weight and its product: in float32, without torch, bit-identical on every machine.
 
 LoRA          scale * up @ down                            Hu et al. 2021, https://arxiv.org/abs/2106.09685, section 4.1
 LoHa          scale * (up1 @ down1) * (up2 @ down2)        Hyeon-Woo et al. 2022, https://arxiv.org/abs/2108.06098
 LoKr          scale * kron(left, right)                    Yeh et al. 2024, https://arxiv.org/abs/2309.14859
 differences   scale * difference
 
-A Tucker decomposition of a convolution is multiplied out when it is read: `down` is then core times down. DoRA also changes the
+A convolution's Tucker decomposition is multiplied out on reading: `down` is then core times down. DoRA also changes the
 norms of the merged weight: `sdflow/weights/lora.py`.
 """
 
@@ -30,10 +30,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Magnitude:
-    """DoRA's norms of the merged weight. values: one for each row (axis 0) or each column, which is an input (axis 1).
+    """DoRA's norms of the merged weight. values: one per row (axis 0) or per column, which is an input (axis 1).
 
-    blends: how a scale other than 1 is meant. True, for `dora_scale` of LyCORIS and OneTrainer, as ComfyUI and A1111 apply them:
-    W + scale * (merged at 1 - W). False, for PEFT's `lora_magnitude_vector`: the product is scaled before it is normalized.
+    blends: the meaning of a scale other than 1. True for `dora_scale` of LyCORIS and OneTrainer, as applied by ComfyUI
+    and A1111: W + scale * (merged at 1 - W). False for PEFT's `lora_magnitude_vector`: the product is scaled before it
+    is normalized.
     """
 
     values: Floats
@@ -43,7 +44,7 @@ class Magnitude:
 
 @dataclass(frozen=True)
 class LoraLayer:
-    """What a LoRA holds for one weight.
+    """A LoRA's layer for one weight.
 
     up: (out, rank). down: (rank, in * kernel height * kernel width). scale: alpha / rank.
     """
@@ -54,7 +55,7 @@ class LoraLayer:
     magnitude: Magnitude | None = None
 
     def product(self, scale: float) -> Floats:
-        """What is added at this scale, (out, in * kernel)."""
+        """The addend at this scale, (out, in * kernel)."""
         import numpy as np
 
         return product(self.up, self.down, np.float32(scale * self.scale))
@@ -68,7 +69,7 @@ class LoraLayer:
 
 @dataclass(frozen=True)
 class HadamardLayer:
-    """What a LoHa holds for one weight: two LoRAs whose products are multiplied value by value. up and down as LoraLayer's."""
+    """A LoHa's layer for one weight: the elementwise product of two LoRAs. up and down as in LoraLayer."""
 
     up: tuple[Floats, Floats]
     down: tuple[Floats, Floats]
@@ -76,7 +77,7 @@ class HadamardLayer:
     magnitude: Magnitude | None = None
 
     def product(self, scale: float) -> Floats:
-        """As LoraLayer's."""
+        """See LoraLayer."""
         import numpy as np
 
         found = product(self.up[0], self.down[0])
@@ -86,10 +87,10 @@ class HadamardLayer:
 
 @dataclass(frozen=True)
 class KroneckerLayer:
-    """What a LoKr holds for one weight: kron(left, right).
+    """A LoKr's layer for one weight: kron(left, right).
 
-    right: a matrix, columns * kernel wide, or two factors of it, (rows, rank) and (rank, columns * kernel). rows: those of the
-    Kronecker product that are the weight's, in its order; None: all.
+    right: a matrix, columns * kernel wide, or its two factors, (rows, rank) and (rank, columns * kernel). rows: the
+    rows of the Kronecker product that belong to the weight, in its order; None: all.
     """
 
     left: Floats
@@ -99,7 +100,7 @@ class KroneckerLayer:
     magnitude: Magnitude | None = None
 
     def product(self, scale: float) -> Floats:
-        """As LoraLayer's."""
+        """See LoraLayer."""
         import numpy as np
 
         left = self.left * np.float32(scale * self.scale)
@@ -114,9 +115,9 @@ class KroneckerLayer:
 
 @dataclass(frozen=True)
 class DifferenceLayer:
-    """A difference that is added to one weight, or to one bias. As large as the weight, it is read when it is needed.
+    """A difference added to one weight or bias. Being as large as the weight, it is read on use.
 
-    place: which rows of the tensor are the weight's."""
+    place: the weight's rows in the tensor."""
 
     path: Path
     name: str
@@ -125,7 +126,7 @@ class DifferenceLayer:
     magnitude: None = None
 
     def product(self, scale: float) -> Floats:
-        """As LoraLayer's."""
+        """See LoraLayer."""
         import numpy as np
 
         own: Floats = rows_of(float_values(self.path, self.name, self.entry), self.place) * np.float32(scale)
@@ -136,5 +137,6 @@ Layer = LoraLayer | HadamardLayer | KroneckerLayer | DifferenceLayer
 
 
 def lora_delta(layer: Layer, shape: tuple[int, ...], scale: float) -> Floats:
-    """What the adapter adds to a weight of this shape at this scale, float32. Of a DoRA: before the norms are changed."""
+    """The adapter's addend for a weight of this shape at this scale, float32; for a DoRA, before the norms are
+    changed."""
     return layer.product(scale).reshape(shape)

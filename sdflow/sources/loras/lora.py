@@ -1,4 +1,4 @@
-"""Reads files of LoRAs and their relatives, without torch: which weights they change, and the layers for each."""
+"""Read files of LoRAs and related adapters, without torch: the weights they change, and the layers for each."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from sdflow.sources.safetensors_file import read_float_tensors, read_numbers
 
 
 def find_lora(reference: str, weight_name: str | None = None, *, download: bool) -> Path:
-    """The .safetensors file of a LoRA: a file, a folder that holds it, or hf:owner/name[@revision].
+    """The .safetensors file of a LoRA: a file, a folder that contains it, or hf:owner/name[@revision].
 
-    weight_name: which file of a folder or repository; not needed when there is only one.
-    Raises CheckpointNotLocal as `open_checkpoint` does, CheckpointError for what is missing, ambiguous or pickled.
+    weight_name: the file in a folder or repository; optional if there is only one.
+    Raises CheckpointNotLocal as `open_checkpoint` does, CheckpointError if it is missing, ambiguous or pickled.
     """
     parsed = parse_reference(reference)
     if isinstance(parsed, HubReference) and parsed.architecture is None:
@@ -34,14 +34,16 @@ def find_lora(reference: str, weight_name: str | None = None, *, download: bool)
         _refuse_pickle(weight_name or "", reference)
         return hub_file(parsed, weight_name, download=download)
     if not isinstance(parsed, LocalReference) or parsed.architecture is not None:
-        raise CheckpointError("not a LoRA", where=reference, remedy="Write a file, a folder or hf:owner/name.")
+        raise CheckpointError("not a LoRA", where=reference, remedy="Name a file, a folder or hf:owner/name.")
     path = parsed.path
     if is_there(path) and path.is_dir():
         names = [file.relative_to(path).as_posix() for file in path.rglob("*.*") if file.is_file()]
         path = path / choose_file(names, weight_name, str(path))
     elif weight_name is not None:
         raise CheckpointError(
-            f"is no folder that could hold {weight_name}", where=str(path), remedy="Name the file alone, or its folder."
+            f"is not a folder, so it cannot contain {weight_name}",
+            where=str(path),
+            remedy="Name only the file, or its folder.",
         )
     elif not is_regular(path):
         raise CheckpointError(no_file(path), where=str(path), remedy="Check the path of the LoRA.")
@@ -52,23 +54,23 @@ def find_lora(reference: str, weight_name: str | None = None, *, download: bool)
 def _refuse_pickle(name: str, where: str) -> None:
     if name.lower().endswith(PICKLE_SUFFIXES):
         raise CheckpointError(
-            "pickled LoRAs are not read: a pickle can run any code when it is loaded",
+            "pickled LoRAs are not supported: a pickle can run any code when it is loaded",
             where=where,
             remedy="Convert it: safetensors.torch.save_file(torch.load(file, weights_only=True), 'x.safetensors').",
         )
 
 
 def lora_submodels(path: Path) -> tuple[str, ...]:
-    """The submodels that a LoRA file changes, from its header and its configuration alone.
+    """The submodels that a LoRA file changes, from only its header and configuration.
 
-    Raises CheckpointError for a file that is no LoRA, or of a kind that is not supported.
+    Raises CheckpointError for a file that is not a LoRA, or of an unsupported kind.
     """
     submodels = {parsed.submodel for parsed in read_lora_header(path).names.values()}
     return tuple(name for name in any_family.submodels_with_loras() if name in submodels)
 
 
 def lora_digest(path: Path, digests: FileDigests) -> str:
-    """What identifies the content of a LoRA: of its file, and of PEFT's configuration where that lies beside it."""
+    """The digest of a LoRA's content: its file, and PEFT's configuration next to it, if any."""
     whole = digests.digest(path)
     if not read_lora_header(path).beside:
         return whole
@@ -76,14 +78,14 @@ def lora_digest(path: Path, digests: FileDigests) -> str:
 
 
 def lora_files(path: Path) -> list[Path]:
-    """The files that `lora_digest` is of."""
+    """The files covered by `lora_digest`."""
     return [path, *([path.with_name(BESIDE)] if read_lora_header(path).beside else [])]
 
 
 def require_made_for(path: Path, checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError for a LoRA that its header says was made for another kind of model than this checkpoint.
+    """Raise CheckpointError if a LoRA's header shows that it is for another kind of model.
 
-    What the header leaves open, `read_lora` finds: it sees every shape.
+    `read_lora`, which sees every shape, finds remaining mismatches.
     """
     found = read_lora_header(path)
     names, header = found.names, found.entries
@@ -93,9 +95,9 @@ def require_made_for(path: Path, checkpoint: Checkpoint) -> None:
         return
     own = checkpoint.family.title_of(configs)
     others = made_for(names, header)
-    kind = f"a LoRA for {' or '.join(others)}" if others and own not in others else "no LoRA for this model"
+    kind = f"a LoRA for {' or '.join(others)}" if others and own not in others else "not a LoRA for this model"
     raise CheckpointError(
-        f"is {kind}, and {checkpoint.reference} is {own} ({why})",
+        f"is {kind}, but {checkpoint.reference} is {own} ({why})",
         where=str(path),
         remedy=f"Use a LoRA made for {own}.",
     )
@@ -106,10 +108,10 @@ def read_lora(
 ) -> dict[str, dict[str, Layer]]:
     """The layers of a LoRA file: submodel -> state_dict key -> layer.
 
-    shapes: for each submodel that is asked for, the shapes of its whole state_dict. Tensors for a submodel that is not
-        among them are left to whoever reads the file for that one. family: of the model.
-    Raises CheckpointError for tensors that have no place, lack their partner, or are of a wrong shape, naming the first
-    and what the LoRA was made for; and for kinds of adapters that are not merged.
+    shapes: for each requested submodel, the shapes of its whole state_dict. Tensors for other submodels are ignored.
+        family: of the model.
+    Raises CheckpointError for tensors that match nothing, lack their partner, or have a wrong shape, naming the first
+    and the model that the LoRA is for; and for kinds of adapters that are not merged.
     """
     header = read_lora_header(path)
     names, configs = header.names, header.configs
@@ -170,7 +172,7 @@ def read_lora(
             problems.append(f"{next(iter(group.values()))}: there are others for {' and '.join(twice)}")
             continue
         if config is not None and config.dora and "up" in group and "magnitude" not in group:
-            problems.append(f"{group['up']}: without its lora_magnitude_vector, and its configuration has use_dora")
+            problems.append(f"{group['up']}: its lora_magnitude_vector is missing, but its configuration has use_dora")
         rank = found.rank()
         if config is not None and rank is not None and config.rank(module) != rank[1]:
             ranks.append(f"{rank[0]}: {rank[1]}, not {config.rank(module)}")
@@ -178,15 +180,15 @@ def read_lora(
     if problems:
         others = " or ".join(made_for(names, header.entries))
         raise CheckpointError(
-            f"{len(problems)} of its parts do not fit the model: {listing(problems)}",
+            f"{len(problems)} of its parts do not match the model: {listing(problems)}",
             where=str(path),
             remedy=f"Use a LoRA made for this architecture ({FAMILIES[family].title})."
             + (f" This one was made for {others}." if others else ""),
         )
-    if ranks:  # diffusers does not load such a file either, and its alphas may be just as wrong
+    if ranks:  # diffusers rejects such a file too, and its alphas may be equally wrong
         raise CheckpointError(
-            f"{len(ranks)} of its tensors have another rank than its {METADATA_KEY} says: {listing(ranks)}",
+            f"{len(ranks)} of its tensors differ in rank from its {METADATA_KEY}: {listing(ranks)}",
             where=str(path),
-            remedy="Correct r and rank_pattern there, whose first pattern that fits a module counts.",
+            remedy="Correct r and rank_pattern there; the first pattern that matches a module applies.",
         )
     return layers

@@ -1,7 +1,7 @@
-"""What the header of a LoRA file, and PEFT's configuration of it, say: which weights it changes, of which submodels, and how.
+"""Interpret a LoRA file's header and PEFT's configuration: which weights of which submodels it changes, and how.
 
-Kinds of adapters that are not merged are refused here, from the header alone, so that every command refuses them before it
-builds anything.
+Kinds of adapters that are not merged are rejected here, from only the header, so that every command rejects them before
+building anything.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from sdflow.sources.loras.peft_metadata import (
 from sdflow.sources.safetensors_file import TensorEntry, read_header, read_metadata, require_floats, require_numbers
 
 PEFT_FILE = "adapter_model"
-"""How PEFT's save_pretrained calls the file of tensors, but for its suffix."""
+"""PEFT's file name for tensors in save_pretrained, without the suffix."""
 _PEFT_NAMES = "base_model."
-"""How all of its names begin: those of one module PEFT_PREFIX, those that several share with this alone."""
+"""Prefix of all its names: those of a module have PEFT_PREFIX, shared ones only this."""
 
 
 @dataclass(frozen=True)
 class LoraHeader:
-    """names: the tensors of the file, parsed. entries: all of them. configs: PEFT's, by submodel. beside: whether that lies
-    beside the file, and is a part of the LoRA."""
+    """names: the file's parsed tensors. entries: all of them. configs: PEFT's, by submodel. beside: whether the
+    configuration is a separate file, which is then part of the LoRA."""
 
     names: Mapping[str, LoraName]
     entries: Mapping[str, TensorEntry]
@@ -56,27 +56,27 @@ class LoraHeader:
 
 
 def read_lora_header(path: Path) -> LoraHeader:
-    """Raises CheckpointError for a file that is no LoRA, of a kind that is not supported, or of quantized tensors."""
+    """Raises CheckpointError for a file that is not a LoRA, of an unsupported kind, or with quantized tensors."""
     entries = read_header(path)
     of_peft = METADATA_KEY not in read_metadata(path) and is_of_peft(path, entries)
     fields = peft_fields_of(path) if of_peft else None
     names = _parsed(entries, fields or {})
     submodels = sorted({parsed.submodel for parsed in names.values()})
-    # The configuration goes first: the names of tensors tell few of PEFT's kinds, and none of its options.
+    # The configuration takes precedence: tensor names reveal few of PEFT's kinds, and none of its options.
     config = None if fields is None else peft_config_of(path, fields)
     configs = read_peft_configs(path, any_family.submodels_with_loras(), submodels)
     _require_lora(path, entries, names, of_peft)
     if of_peft and config is None:
         raise CheckpointError(
-            f"PEFT wrote it, and there is no {BESIDE} beside it, which says its alpha",
+            f"PEFT wrote it, but {BESIDE}, which has its alpha, is missing next to it",
             where=str(path),
-            remedy="Put that file beside it, and name the folder or the file on disk.",
+            remedy="Put that file next to it, and name the folder or the file on disk.",
         )
     if config is not None and len(submodels) > 1:
         raise CheckpointError(
-            f"its {BESIDE} is for one model, and its tensors are for {' and '.join(submodels)}",
+            f"its {BESIDE} is for one model, but its tensors are for {' and '.join(submodels)}",
             where=str(path),
-            remedy="Use a file that PEFT wrote, as it is.",
+            remedy="Use an unchanged file from PEFT.",
         )
     alphas = {name: entries[name] for name, parsed in names.items() if parsed.role == "alpha"}
     require_numbers(path, alphas)
@@ -85,14 +85,14 @@ def read_lora_header(path: Path) -> LoraHeader:
 
 
 def is_of_peft(path: Path, names: Iterable[str]) -> bool:
-    """Whether PEFT's save_pretrained wrote a file, whose configuration lies beside it."""
+    """Whether PEFT's save_pretrained wrote a file, with the configuration next to it."""
     return any(name.startswith(_PEFT_NAMES) for name in names) or (
         path.stem == PEFT_FILE and path.with_name(BESIDE).is_file()
     )
 
 
 def is_adapter(path: Path, names: Collection[str]) -> bool:
-    """Whether PEFT wrote a file, or most of its tensors are a LoRA's or a relative's."""
+    """Whether PEFT wrote a file, or most of its tensors are a LoRA's or a related adapter's."""
     if is_of_peft(path, names):
         return True
     known = sum(parse_name(name) is not None or module_of_tensor(name) is not None for name in names)
@@ -100,8 +100,8 @@ def is_adapter(path: Path, names: Collection[str]) -> bool:
 
 
 def other_kinds(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-    """The kinds of adapter that a file holds beside plain LoRAs: of PEFT's, as its configuration says, else as the names of its
-    tensors do, the most frequent first. Raises CheckpointError for a configuration that is none."""
+    """The kinds of adapter in a file other than plain LoRA: by PEFT's configuration, otherwise by the tensors' names,
+    most frequent first. Raises CheckpointError for an invalid configuration."""
     fields = peft_fields_of(path) if is_of_peft(path, shapes) else None
     said = None if fields is None else kind_of_config(fields.get("peft_type"))
     if said is not None:
@@ -115,9 +115,9 @@ def _require_lora(path: Path, entries: Mapping[str, TensorEntry], names: Mapping
     if unmerged:
         parts = ", ".join(sorted(part_of_unmerged(unmerged)))
         raise CheckpointError(
-            f"is also for a part whose LoRAs are not merged ({parts}): {listing(unmerged)}",
+            f"also changes a part whose LoRAs are not merged ({parts}): {listing(unmerged)}",
             where=str(path),
-            remedy="Write a copy of it without these tensors, and use that.",
+            remedy="Use a copy without these tensors.",
         )
     for name, entry in entries.items():
         if (kind := kind_of_tensor(name, entry.shape)) is not None and kind not in READ:
@@ -129,14 +129,15 @@ def _require_lora(path: Path, entries: Mapping[str, TensorEntry], names: Mapping
     strange = [name for name in entries if name not in names]
     if strange or not names:
         raise CheckpointError(
-            f"tensors that belong to no LoRA: {listing(strange)}" if strange else "holds no tensors",
+            f"tensors that do not belong to a LoRA: {listing(strange)}" if strange else "holds no tensors",
             where=str(path),
             remedy="Supported are LoRA, LoHa, LoKr and DoRA in diffusers' (peft), kohya's and LyCORIS' key styles.",
         )
 
 
 def _parsed(names: Iterable[str], fields: Mapping[str, Any]) -> dict[str, LoraName]:
-    """The names that are a LoRA's. fields: PEFT's configuration, which says what text encoder it is where the names do not."""
+    """The names that belong to a LoRA. fields: PEFT's configuration, which identifies the text encoder if names do
+    not."""
     submodel = _of_class(model_class(fields))
     parsed = {name: parts for name in names if (parts := parse_name(name)) is not None}
     return {
@@ -146,8 +147,8 @@ def _parsed(names: Iterable[str], fields: Mapping[str, Any]) -> dict[str, LoraNa
 
 
 def _of_class(name: str | None) -> str | None:
-    """The submodel that models of this class are: the names of PEFT's tensors do not tell one text encoder from another. Where
-    families disagree, one in which a single part has the class decides."""
+    """The submodel of a model class, since PEFT's tensor names do not distinguish text encoders. If families differ,
+    one with a single part of the class decides."""
     found = [
         [part.name for part in family.parts if part.lora and part.model.class_name == name]
         for family in FAMILIES.values()
@@ -158,9 +159,9 @@ def _of_class(name: str | None) -> str | None:
 def misfit(
     family: Family, configs: Mapping[str, Config], names: Mapping[str, LoraName], header: Mapping[str, TensorEntry]
 ) -> str | None:
-    """The first tensor that says that a LoRA is for another model, and why; None where none does.
+    """The first tensor that shows that a LoRA is for another model, and why; None if there is none.
 
-    configs: of the model, by part. names: the tensors of the file, parsed.
+    configs: of the model, by part. names: the file's parsed tensors.
     """
     for name, parsed in names.items():
         if parsed.submodel not in family.with_loras:
@@ -177,7 +178,7 @@ def misfit(
 def input_widths(
     names: Mapping[str, LoraName], header: Mapping[str, TensorEntry]
 ) -> Iterator[tuple[str, LoraName, int]]:
-    """The tensors that tell how wide the input of a module is, and the width. A LoKr's is the product of two widths."""
+    """The tensors that define a module's input width, with the width; for a LoKr, the product of two widths."""
     left = {}
     for name, parsed in names.items():
         shape, module = header[name].shape, (parsed.submodel, parsed.module)
@@ -194,7 +195,7 @@ def input_widths(
 
 
 def made_for(names: Mapping[str, LoraName], header: Mapping[str, TensorEntry]) -> tuple[str, ...]:
-    """Titles of what sdflow knows and nothing in the LoRA speaks against; none where nothing tells them apart."""
+    """Titles of the supported models that the LoRA may be for; empty if it matches all of them."""
     fitting: dict[str, bool] = {}
     for architecture in ARCHITECTURES:
         family = family_of_architecture(architecture)

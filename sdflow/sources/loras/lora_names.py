@@ -1,9 +1,8 @@
-"""Which module a tensor of a LoRA file belongs to.
+"""Find the module of a LoRA file's tensor.
 
-Every spelling of every module of a submodel is written into one table, and a name is looked up in it whole: nothing
-is guessed from parts of a name, so nothing is dropped in silence. The spellings are those of diffusers (peft, and the
-three that came before it), of kohya's sd-scripts and of LyCORIS, the latter two over diffusers' names and over the original
-UNet's.
+Every spelling of every module of a submodel goes into one table, in which names are looked up whole: nothing is guessed
+from parts of a name, so nothing is dropped silently. The spellings are diffusers' (PEFT, and its three predecessors),
+kohya's sd-scripts' and LyCORIS'; the latter two over diffusers' names and over the original UNet's.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Role = str
-"""What a tensor is for its module: `up`, `down`, `alpha`; else the last part of its name in files of LyCORIS."""
+"""The role of a tensor in its module: `up`, `down`, `alpha`; otherwise the last part of its name in LyCORIS' files."""
 
 _LYCORIS = (
     *(f"hada_{each}" for each in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")),
@@ -29,7 +28,7 @@ _LYCORIS = (
     *("diff", "diff_b", "w_norm", "b_norm", "dora_scale"),
 )
 LAZY = ("diff", "diff_b", "w_norm", "b_norm")
-"""The roles of tensors as large as what they are added to."""
+"""Roles of tensors as large as the parameter they change."""
 
 _ROLES: tuple[tuple[str, Role], ...] = (
     *((f".{each}", each) for each in _LYCORIS),
@@ -52,31 +51,31 @@ _ROLES: tuple[tuple[str, Role], ...] = (
     (".alpha", "alpha"),
 )
 PEFT_PREFIX = "base_model.model."
-"""How PEFT's save_pretrained begins every name."""
+"""Prefix of every name by PEFT's save_pretrained."""
 _OLDER = "text_model."
-"""What transformers before 5 had in front of a text encoder's modules: a part of the module's name, though it tells the
-submodel too."""
+"""Prefix of a text encoder's modules before transformers 5; part of the module's name, though it also identifies the
+submodel."""
 _UNMERGED = {prefix: part.name for family in FAMILIES.values() for part in family.parts for prefix in part.unmerged}
 UNMERGED = tuple(_UNMERGED)
-"""How the names of tensors begin whose part takes no LoRAs here."""
+"""Prefixes of tensors for parts whose LoRAs are not merged."""
 _KEPT = (_OLDER, "encoder.layers.")
-"""Ends of prefixes that belong to the module's name as well."""
+"""Ends of prefixes that are also part of the module's name."""
 _PARTS = [part for family in FAMILIES.values() for part in family.parts if part.lora]
 _PREFIXES = {
     prefix: tuple(dict.fromkeys((part.name, part.model) for part in _PARTS if prefix in part.lora))
     for prefix in sorted({prefix for part in _PARTS for prefix in part.lora}, key=len, reverse=True)
 }
-"""How a name begins -> the submodels that it may be for, with their models; the longest first, as some are the beginning of
-others. kohya calls every denoiser a UNet, and PEFT writes no submodel at all."""
+"""Prefix -> the submodels that it may stand for, with their models; the longest first, since some prefixes begin
+others. kohya calls every denoiser a UNet, and PEFT names no submodel at all."""
 _WRAPPED = "lycoris_"
-"""How names begin that LyCORIS' wrapper of any one model gives: no submodel follows."""
+"""Prefix of LyCORIS' wrapper of a single model, without a submodel."""
 _OF_TEXT = re.compile(r"(text_model_)?encoder_layers_")
 _PREFIXES = {_WRAPPED: _PREFIXES[KOHYA_DENOISER], **_PREFIXES}
 
 
 @dataclass(frozen=True)
 class LoraName:
-    """A parsed tensor name: the submodel it says it is for, the module in the file's spelling, the tensor's role."""
+    """A parsed tensor name: its submodel, the module in the file's spelling, the tensor's role."""
 
     submodel: str
     module: str
@@ -84,7 +83,7 @@ class LoraName:
 
 
 def parse_name(name: str) -> LoraName | None:
-    """The parts of a LoRA tensor's name; None when it is not one."""
+    """The parts of a LoRA tensor's name; None for other names."""
     for suffix, role in _ROLES:
         if name.endswith(suffix):
             stem = name[: -len(suffix)]
@@ -99,21 +98,21 @@ def parse_name(name: str) -> LoraName | None:
 
 
 def _submodel(submodels: Sequence[tuple[str, Model]], module: str) -> str:
-    """Of those that a name may be for, the one whose model has modules of such names; else the first."""
+    """The candidate whose model has a module of this name; otherwise the first one."""
     plain = module.replace(".", "_")
     return next((name for name, model in submodels if model.has_lora_module(plain)), submodels[0][0])
 
 
 def part_of_unmerged(names: Iterable[str]) -> set[str]:
-    """The parts that these names, which begin so, are for."""
+    """The parts that these unmerged names belong to."""
     return {part for name in names for prefix, part in _UNMERGED.items() if name.startswith(prefix)}
 
 
 def peft_module(model: Model, places: Places, name: LoraName) -> str:
-    """What peft called the module when it wrote the file; the patterns in its configuration are for this name.
+    """PEFT's name of the module when it wrote the file, which its configuration's patterns match.
 
-    places: of the module. transformers before 5 had a text_model in the names of a text encoder: a
-    file from there has it in its tensors' names too.
+    places: of the module. transformers before 5 had text_model in the names of a text encoder; files from then have it
+    in their tensors' names, too.
     """
     if len(places) > 1:
         return name.module
@@ -122,11 +121,12 @@ def peft_module(model: Model, places: Places, name: LoraName) -> str:
 
 
 Places = tuple[Original, ...]
-"""What one module of a LoRA file changes: the weight of this name, a key of the state_dict, or several that share its rows."""
+"""The weights, as keys of the state_dict, that one module of a LoRA file changes: one, or several that share its
+rows."""
 
 
 def rows_of(up: NDArray[Any], place: Original) -> NDArray[Any]:
-    """Those rows of `up`, which has all of a module's, that are for a weight, in its order."""
+    """The rows of `up`, which covers a whole module, that belong to a weight, in its order."""
     import numpy as np
 
     size = len(up) // place.parts
@@ -135,9 +135,9 @@ def rows_of(up: NDArray[Any], place: Original) -> NDArray[Any]:
 
 
 def spellings(model: Model, shapes: Shapes, *, norms: bool = False) -> dict[str, Places]:
-    """Every spelling of the modules of a model with a weight that a LoRA can change: spelling -> its places.
+    """Every spelling of a model's modules whose weight a LoRA can change: spelling -> its places.
 
-    shapes: of its whole state_dict. norms: with those whose weight is a vector.
+    shapes: of its whole state_dict. norms: include modules whose weight is a vector.
     """
     dims = (1, 2, 4) if norms else (2, 4)
     modules = {

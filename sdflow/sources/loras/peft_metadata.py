@@ -1,9 +1,9 @@
-"""peft's configuration in the header of a LoRA file, where diffusers' save_lora_weights keeps it, or beside the file, where
-peft's own save_pretrained does.
+"""Read PEFT's configuration, from a LoRA file's header, where diffusers' save_lora_weights stores it, or from the file
+next to it, as PEFT's own save_pretrained writes it.
 
-It says what the tensors do not: the alpha of each layer. It is read as peft and diffusers read it back. Its names of modules
-are regular expressions, and Python's engine may search for ever in one of a few characters: `(a+)+b`. Nothing ends a search but
-the end of its process, so those that are more than names are tried in a process of their own before they are used.
+It holds the alpha of each layer, which the tensors lack, and is interpreted like PEFT and diffusers do. Its module
+names are regular expressions, and Python's engine may take forever for a few characters: `(a+)+b`. Only ending the
+process stops a search, so patterns other than plain names are first tried in a separate process.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from sdflow.sources.safetensors_file import read_metadata
 from sdflow.sources.weight_files import ADAPTER_CONFIG
 
 PLAIN = re.compile(r"\^?(?:[\w-]|\\?\.)*")
-"""A name: each character is looked at once."""
+"""A plain name, which is matched in a single pass."""
 
 SECONDS = 2
-"""Of the processor. The 800 modules of Stable Diffusion XL by 800 plain names take a third of one."""
+"""Processor time. Matching the 800 modules of Stable Diffusion XL with 800 plain names takes a third of one."""
 
 LONGEST = 60
-"""Seconds by the clock, of a process that hardly gets a processor."""
+"""Wall-clock seconds, for a process that gets little processor time."""
 
 TRIAL = f"""
 import json, re, sys
@@ -58,17 +58,17 @@ for pattern in patterns:
 
 METADATA_KEY = "lora_adapter_metadata"
 BESIDE = ADAPTER_CONFIG
-_DEFAULT = 8  # of r and of lora_alpha, in peft
-_LARGEST = 1e30  # of an alpha: what is larger leaves float32
-_UNSET: tuple[Any, ...] = (False, [], {}, "")  # of a field that is not known: PEFT's defaults of most
+_DEFAULT = 8  # PEFT's default of r and of lora_alpha
+_LARGEST = 1e30  # largest alpha: beyond, float32 overflows
+_UNSET: tuple[Any, ...] = (False, [], {}, "")  # PEFT's usual defaults, for unknown fields
 _Pattern = tuple[re.Pattern[str], float]
 
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """What peft's configuration of one submodel says of its layers. A module's name is the one that peft saw.
+    """PEFT's configuration for the layers of one submodel. Module names are PEFT's.
 
-    dora: use_dora. kind: the title of the kind, if it is said."""
+    dora: use_dora. kind: the kind's title, if given."""
 
     rank_default: float
     alpha_default: float
@@ -79,17 +79,17 @@ class PeftConfig:
     kind: str | None = None
 
     def require_quick(self, modules: Sequence[str], where: str) -> None:
-        """Raises CheckpointError where it would take too long to find the patterns of these modules."""
+        """Raises CheckpointError if matching the patterns with these modules takes too long."""
         wild = [each for each, _ in (*self.ranks, *self.alphas) if not PLAIN.fullmatch(each.pattern[8:-2])]
         if wild and not end_soon(wild, modules):
             raise CheckpointError(
                 f"the patterns of its ranks and alphas take more than {SECONDS} s to match: {wild[0].pattern[8:-2]!r:.100}",
                 where=where,
-                remedy="Write the names of the modules there as they are.",
+                remedy="Use plain module names there.",
             )
 
     def rank(self, module: str) -> int:
-        """The rank with which peft builds this module's layer; a file with another rank does not load there."""
+        """The rank with which PEFT builds this module's layer; PEFT rejects a file with another rank."""
         return int(_first(self.ranks, module, self.rank_default))
 
     def alpha(self, module: str) -> float:
@@ -97,16 +97,17 @@ class PeftConfig:
         return _first(self.alphas, module, self.alpha_default)
 
     def scale(self, module: str, rank: int) -> float:
-        """By what peft multiplies up @ down."""
+        """PEFT's factor for up @ down."""
         return self.alpha(module) / (sqrt(rank) if self.rslora else rank)
 
 
 def read_peft_configs(path: Path, submodels: Sequence[str], own: Collection[str] = ()) -> dict[str, PeftConfig]:
-    """The configurations in a file's header, for those of the submodels that have one; none where it has no header of PEFT's.
+    """The configurations in a file's header, by submodel; empty without PEFT's header.
 
-    own: the submodels that the file's tensors are for. diffusers' save_lora_adapter, of one model, writes no submodel in front
-        of the fields: they are then those of the only one.
-    Raises CheckpointError for what is no configuration, and for a kind of adapter that is not merged.
+    own: the submodels of the file's tensors. diffusers' save_lora_adapter, for one model, writes fields without a
+        submodel; they belong to the only one.
+
+    Raises CheckpointError for an invalid configuration, and for a kind of adapter that is not merged.
     """
     text = read_metadata(path).get(METADATA_KEY)
     if text is None:
@@ -115,9 +116,9 @@ def read_peft_configs(path: Path, submodels: Sequence[str], own: Collection[str]
     if metadata and not any(key.startswith(f"{submodel}.") for key in metadata for submodel in submodels):
         if len(own) != 1 or any("." in key for key in metadata):
             raise CheckpointError(
-                f"its {METADATA_KEY} does not say which submodel it is for: {', '.join(sorted(metadata)[:3])}",
+                f"its {METADATA_KEY} does not name its submodel: {', '.join(sorted(metadata)[:3])}",
                 where=str(path),
-                remedy=f"Write {' or '.join(submodels)} in front of each field, as in {submodels[0]}.r.",
+                remedy=f"Prefix each field with {' or '.join(submodels)}, as in {submodels[0]}.r.",
             )
         return {next(iter(own)): _config(metadata, _Where(METADATA_KEY, "", str(path)))}
     configs = {}
@@ -130,7 +131,8 @@ def read_peft_configs(path: Path, submodels: Sequence[str], own: Collection[str]
 
 
 def peft_fields_of(path: Path) -> dict[str, Any] | None:
-    """The fields of the configuration beside a file; None where there is none. Raises CheckpointError for what is none."""
+    """The fields of the configuration next to a file; None if there is none. Raises CheckpointError for an invalid
+    one."""
     file = path.with_name(BESIDE)
     try:
         text = read_input(file).decode("utf-8")
@@ -142,12 +144,12 @@ def peft_fields_of(path: Path) -> dict[str, Any] | None:
 
 
 def peft_config_of(path: Path, fields: Mapping[str, Any]) -> PeftConfig:
-    """What these fields, from beside a file, say. Raises CheckpointError for a kind of adapter that is not merged."""
+    """Interpret fields from next to a file. Raises CheckpointError for a kind of adapter that is not merged."""
     return _config(fields, _Where(BESIDE, "", str(path)))
 
 
 def model_class(fields: Mapping[str, Any]) -> str | None:
-    """The class of the model that PEFT wrapped, if its configuration says it."""
+    """The class of the model that PEFT wrapped, if the configuration has it."""
     mapping = fields.get("auto_mapping")
     name = mapping.get("base_model_class") if isinstance(mapping, Mapping) else None
     return name if isinstance(name, str) else None
@@ -166,7 +168,7 @@ def _parsed(text: str, name: str, where: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Where:
-    """Where a configuration stands: under which name in which file, and how its fields begin there."""
+    """The location of a configuration: its name, its file, and the prefix of its fields."""
 
     name: str
     prefix: str
@@ -174,7 +176,7 @@ class _Where:
 
     @property
     def merge(self) -> str:
-        """How else to have such an adapter merged: PEFT reads what it wrote itself."""
+        """Advice for merging such an adapter elsewhere: PEFT reads files that it wrote."""
         return MERGE_WITH_PEFT if self.name == BESIDE else MERGE_ELSEWHERE
 
     def bad(self, field: str, what: str) -> CheckpointError:
@@ -211,11 +213,11 @@ def _flag(field: str, fields: Mapping[str, Any], known: Mapping[str, Field], at:
 
 
 def _require_lora(peft_type: Any, at: _Where) -> None:
-    """Raises CheckpointError for another kind of adapter: first of all, as its fields are others."""
+    """Raises CheckpointError for another kind of adapter; checked first, since its fields differ."""
     kind = kind_of_config(peft_type)
     if kind is None or kind.read:
         return
-    unknown = "" if peft_type in PEFT_TYPES else ", a kind that this version of sdflow does not know,"
+    unknown = "" if peft_type in PEFT_TYPES else ", which this version of sdflow does not know,"
     raise CheckpointError(
         f"{kind.title}{unknown} is not supported ({at.prefix}peft_type in its {at.name})",
         where=at.where,
@@ -224,13 +226,12 @@ def _require_lora(peft_type: Any, at: _Where) -> None:
 
 
 def _require_plain(field: str, value: Any, fields: Mapping[str, Field], at: _Where) -> None:
-    """Raises CheckpointError for a field that is refused, and for one that this version does not know and that is set. fields: of
-    the kind."""
+    """Raises CheckpointError for a rejected field, and for an unknown one that is set. fields: of the kind."""
     known = fields.get(field)
     plain = _UNSET if known is None else known.plain
     if value is None or (known is not None and known.decision != "refused"):
         return
-    # 0 and 1 are no booleans here, although Python holds them for equal.
+    # 0 and 1 are not booleans here, although Python considers them equal.
     if not any(type(value) is type(one) and value == one for one in plain):
         kind = f"{at.prefix}{field} = {json.dumps(value)[:100]}"
         why = "a field that this version of sdflow does not know" if known is None else known.why
@@ -254,28 +255,28 @@ def _compiled(pattern: str, field: str, at: _Where) -> re.Pattern[str]:
     try:
         return re.compile(rf"(.*\.)?({pattern})$")
     except (re.error, OverflowError, RecursionError) as error:
-        raise at.bad(f"{field}[{pattern[:100]!r}]", f"no valid regular expression ({error})") from error
+        raise at.bad(f"{field}[{pattern[:100]!r}]", f"not a valid regular expression ({error})") from error
 
 
 def _first(patterns: tuple[_Pattern, ...], module: str, default: float) -> float:
-    """The value of the first pattern that matches. diffusers sorts them when it writes, so this is the file's order."""
+    """The value of the first matching pattern. diffusers sorts patterns when writing, so the file's order applies."""
     return next((value for pattern, value in patterns if pattern.match(module)), default)
 
 
 def _rank(value: Any, field: str, at: _Where) -> int:
     if type(value) is not int or not 0 < value < _LARGEST:
-        raise at.bad(field, "no whole number above 0")
+        raise at.bad(field, "not a whole number above 0")
     return value
 
 
 def _alpha(value: Any, field: str, at: _Where) -> float:
     if type(value) not in (int, float) or not -_LARGEST < value < _LARGEST:
-        raise at.bad(field, "no number that can be an alpha")
+        raise at.bad(field, "not a finite number")
     return float(value)
 
 
 def end_soon(patterns: Iterable[re.Pattern[str]], modules: Iterable[str]) -> bool:
-    """Whether it is known within SECONDS of the processor which of these patterns match which modules."""
+    """Whether matching these patterns with these modules ends within SECONDS of processor time."""
     given = json.dumps([[each.pattern for each in patterns], [*modules]])
     limit = LONGEST if sys.platform != "win32" else SECONDS
     try:

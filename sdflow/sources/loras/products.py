@@ -1,4 +1,4 @@
-"""Products of two factors in float32, without torch, with the same bits on every machine."""
+"""Products of two factors in float32, without torch, bit-identical on every machine."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float32]
 
 MOST_WITH_LOW_PARTS = 0.5
-"""Of the rows and the columns; with more, one product of everything costs less."""
+"""Share of rows and columns with low parts from which one product of everything is cheaper."""
 
 
 _BLOCK = 1 << 16
-"""Values of a product that are computed at a time: they stay in the processor's cache."""
+"""Values of a product per block, which stay in the processor's cache."""
 
 
 def product(up: Floats, down: Floats, scale: np.float32 | float = 1.0) -> Floats:
-    """up @ down, times the scale, the same bits on every machine: float32 sums depend on the order in which a processor adds."""
+    """up @ down, times the scale, bit-identical on every machine, although float32 sums depend on a processor's order."""
     return rows_of_product(up, down, scale)(0, len(up))
 
 
 def rows_of_product(up: Floats, down: Floats, scale: np.float32 | float = 1.0) -> Callable[[int, int], Floats]:
-    """A function that gives the rows of `product` from one to another, the same bits as of all.
+    """Return a function from the first and the last row (exclusive) to these rows of `product`, bit-identical to it.
 
-    Each factor is cut into two whole numbers, so short that the products and their sums are exact in float64, in any
-    order (Ozaki et al. 2012, https://doi.org/10.1007/s11075-011-9478-1). What is left out is 2**-44 of the largest.
+    Each factor is split into two integers, short enough that products and their sums are exact in float64 in any order
+    (Ozaki et al. 2012, https://doi.org/10.1007/s11075-011-9478-1). The omitted part is 2**-44 of the largest.
     """
     import numpy as np
 
     bits = (53 - (up.shape[1] - 1).bit_length()) // 2
     (high_up, low_up, unit_up), (high_down, low_down, unit_down) = _cut(up, bits), _cut(down, bits)
-    # Factors by powers of two are exact wherever they stand: here they cost least.
+    # Factors of powers of two are exact anywhere; here they are cheapest.
     high_up *= unit_up * unit_down
     low_up *= unit_up * unit_down * 2.0**-bits
     left, right = np.hstack([high_up * 2.0**-bits, low_up]), np.vstack([low_down, high_down])
-    # float16's few bits are all in the high parts, but for the smallest values: few rows and columns have low ones.
+    # float16's few bits are in the high parts, except for the smallest values: few rows and columns have low parts.
     rows, columns = np.flatnonzero(low_up.any(axis=1)), np.flatnonzero(low_down.any(axis=0))
     all_low = len(rows) / max(1, len(low_up)) + len(columns) / max(1, low_down.shape[1]) > MOST_WITH_LOW_PARTS
     right_columns = right[:, columns]
@@ -68,7 +68,7 @@ def rows_of_product(up: Floats, down: Floats, scale: np.float32 | float = 1.0) -
 
 
 def _cut(factor: Floats, bits: int) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
-    """(high, low, unit): whole numbers of at most `bits` bits with factor = unit * (high + low / 2**bits), nearly."""
+    """(high, low, unit): integers of at most `bits` bits with factor = unit * (high + low / 2**bits), approximately."""
     import numpy as np
 
     unit = 2.0 ** (int(np.frexp(np.abs(factor).max(initial=0))[1]) - bits)
@@ -78,7 +78,8 @@ def _cut(factor: Floats, bits: int) -> tuple[NDArray[np.float64], NDArray[np.flo
 
 
 def times_core(core: Floats, down: Floats) -> Floats:
-    """Two factors of a Tucker decomposition, (rank, rank, kernel) and (rank, columns), as one: (rank, columns * kernel)."""
+    """Two factors of a Tucker decomposition, (rank, rank, kernel) and (rank, columns), as one: (rank, columns *
+    kernel)."""
     rank, _, kernel = core.shape
     spread = core.transpose(0, 2, 1).reshape(rank * kernel, rank)
     found: Floats = product(spread, down).reshape(rank, kernel, -1).transpose(0, 2, 1).reshape(rank, -1)

@@ -1,1 +1,1 @@
-"""The artifacts under test: what they compute, where they differ, and whether that passes."""
+"""The artifacts under test: their results, their differences from PyTorch, and the verdict."""

@@ -1,9 +1,9 @@
-"""Where a graph that does not compute what PyTorch computes goes wrong: the first block that gives something else.
+"""Locate the error in a graph that deviates from PyTorch: the first block with a different result.
 
-Names do not survive fusions, so blocks are found by what they compute: the module and the graph without roundings run one case
-with all values shown, and a block is there when a value of the graph is what it gave, in any order of axes. A block is to blame
-when what it was given is in the graph and what it gives is not. Where a fused operator reaches past its end, the smallest block
-around it whose ends are there is named.
+Names do not survive fusions, so blocks are found by their values: the module and the graph without roundings run one
+case with all values exposed, and a block is present if some value of the graph equals its result, in any order of axes.
+A block is to blame if its inputs are in the graph and its result is not. If a fused operator extends past its end, the
+smallest enclosing block with both ends in the graph is named.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     import torch
 
 LAYOUTS = {2: ((0, 1), (1, 0)), 3: ((0, 1, 2), (0, 2, 1)), 4: ((0, 1, 2, 3), (0, 2, 3, 1), (0, 2, 1, 3), (0, 1, 3, 2))}
-"""Orders in which a graph may have the axes of a result."""
+"""Axis orders that a graph may use for a result."""
 
 
 @dataclass
 class Block:
-    """A call of a module. start, end: when, among all calls. given: tensors it was called with. gave: its first tensor."""
+    """A call of a module. start, end: its position among all calls. given: input tensors. gave: its first output
+    tensor."""
 
     name: str
     leaf: bool
@@ -47,7 +48,8 @@ class Block:
 
 
 def watch(submodel: str, bound: BoundModel, inputs: Mapping[str, np.ndarray], most: int | None = None) -> Block:
-    """Run the PyTorch model on a case; the calls of its modules, in that of the whole. most: as of `TorchModule`."""
+    """Run the PyTorch model on a case. Returns the calls of its modules, nested in the root's. most: see
+    `TorchModule`."""
     import torch
 
     loras = [LoraMerge(lora.path, lora.scale) for lora in bound.loras]
@@ -77,7 +79,7 @@ def watch(submodel: str, bound: BoundModel, inputs: Mapping[str, np.ndarray], mo
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of floating point in what a module takes or gives."""
+    """The floating-point tensors among a module's inputs or outputs."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -92,13 +94,13 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def sizes_of(whole: Block) -> set[int]:
-    """How many numbers the blocks are given, and give."""
+    """The sizes of all inputs and outputs of the blocks, in elements."""
     tensors = [tensor for block in (whole, *_all(whole)) for tensor in (*block.given, block.gave)]
     return {tensor.numel() for tensor in tensors if tensor is not None}
 
 
 def first_block(whole: Block, values: Sequence[np.ndarray], case: str) -> BlockVerdict:
-    """The block to blame. values: of the graph, its inputs among them."""
+    """The block to blame. values: of the graph, including its inputs."""
     held = _Values(values)
     for tensor in whole.given:
         held.add(tensor.numpy())
@@ -120,7 +122,7 @@ def _all(block: Block) -> Iterator[Block]:
 
 
 def _around(whole: Block, wanted: Block) -> list[Block]:
-    """The blocks that a block is called in."""
+    """The chain of calls that contain a block, outermost first."""
     for inner in whole.inside:
         if inner is wanted:
             return [whole]
@@ -130,26 +132,26 @@ def _around(whole: Block, wanted: Block) -> list[Block]:
 
 
 def _blame(block: Block) -> Block:
-    """The smallest block within this one that gives something else than it should for what it was given; or this one."""
+    """The smallest block within this one whose inputs are right and whose result is wrong; otherwise this one."""
     for index, inner in enumerate(block.inside):
         later = block.inside[index + 1 :]
         if inner.there or inner.gave is None or not inner.given_there or _passed_on(inner, later):
             continue
         if not inner.leaf:
             return _blame(inner)
-        if not block.name:  # directly in the whole; others are parts of a fused operator as often as not
+        if not block.name:  # directly in the root; deeper ones are often part of a fused operator
             return inner
     return block
 
 
 def _passed_on(block: Block, later: Sequence[Block]) -> bool:
-    """Whether what is computed from a block's result is right: then only its end is gone."""
+    """Whether the values computed from a block's result are right, so that only the result itself is missing."""
     readers = [other for other in later if any(tensor is block.gave for tensor in other.given)]
     return any(other.there for other in (readers or later))
 
 
 class _Values:
-    """The values of a graph, by their size."""
+    """The values of a graph, by size."""
 
     def __init__(self, values: Sequence[np.ndarray]) -> None:
         self._by_size: dict[int, list[tuple[float, np.ndarray]]] = {}
@@ -163,7 +165,7 @@ class _Values:
             self._by_size.setdefault(flat.size, []).append((float(np.linalg.norm(flat)), flat))
 
     def distance(self, tensor: torch.Tensor) -> float:
-        """Relative L2 to the value that is nearest, in any order of axes."""
+        """Relative L2 to the nearest value, in any order of axes."""
         if id(tensor) not in self._known:
             self._known[id(tensor)] = self._nearest(tensor)
         return self._known[id(tensor)]
@@ -175,6 +177,6 @@ class _Values:
         ordered = [np.ascontiguousarray(wanted.transpose(order)).reshape(-1) for order in orders]
         nearest = inf
         for norm, value in self._by_size.get(wanted.size, ()):
-            if size and abs(norm - size) / size < nearest:  # it cannot be nearer than their lengths are apart
+            if size and abs(norm - size) / size < nearest:  # their norms bound the distance from below
                 nearest = min(nearest, *(float(np.linalg.norm(value - each)) / size for each in ordered))
         return nearest

@@ -1,7 +1,7 @@
-"""Weights quantized by blocks once more, by torch, from the definition: see the text of `sdflow.weights.blockwise`.
+"""Quantize weights blockwise again, in torch, from the definition in `sdflow.weights.blockwise`.
 
-Nothing here is what the recipes use. Every step is one operation of IEEE 754 on single values, and sums are taken in the order
-that the definition names, so that both come to the same bits.
+This shares no code with the recipes. Every step is a single IEEE 754 operation, and sums follow the order of the
+definition, so both give the same bits.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ if TYPE_CHECKING:
 
 RANGES = (1.0, 0.94, 0.88, 0.82, 0.76)
 AT_ONCE = 1 << 17
-"""Values that are computed at a time, by one thread each: they stay in the processor's cache, and no operation waits for the
-threads of the one before."""
+"""Values per chunk, each computed by one thread: they stay in the processor's cache, and no operation waits for another
+one's threads."""
 
 
 @contextmanager
 def one_thread() -> Iterator[int]:
-    """While this is open torch has one thread in an operation; how many it had before. The number is the whole process's: nobody
-    may change it from threads that run side by side."""
+    """Limit torch to one thread per operation; yields the previous number.
+
+    The setting is global to the process, so concurrent threads must not change it.
+    """
     import torch
 
     before = torch.get_num_threads()
@@ -41,7 +43,7 @@ def one_thread() -> Iterator[int]:
 def blocks_again(exact: NDArray[Any], how: Format, threads: int) -> dict[str, NDArray[Any]]:
     """Float32 values (N, K) -> the bits of `values`, `scales` and `zeros`, as unsigned integers.
 
-    threads: how many work at once, each on rows of its own: torch is to have one for itself (`one_thread`).
+    threads: number of concurrent workers, each on its own rows; torch must be limited to one thread (`one_thread`).
     """
     import torch
 
@@ -55,7 +57,7 @@ def blocks_again(exact: NDArray[Any], how: Format, threads: int) -> dict[str, ND
 
 
 def _rows(blocks: torch.Tensor, how: Format) -> Sequence[torch.Tensor]:
-    """The three parts of weights (N, blocks, size)."""
+    """Return values, scales and zeros of weights (N, blocks, size)."""
     import torch
 
     low, high = blocks.amin(-1).clamp(max=0), blocks.amax(-1).clamp(min=0)
@@ -88,7 +90,7 @@ def _from_range(low: torch.Tensor, high: torch.Tensor, how: Format) -> tuple[tor
 
 
 def _stored_numbers(blocks: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, how: Format) -> torch.Tensor:
-    """To nearest, halves up: in float64, where adding 0.5 loses nothing."""
+    """Round to nearest, halves up, in float64, where adding 0.5 is exact."""
     import torch
 
     per_scale = torch.where(scale == 0, torch.zeros_like(scale), torch.ones_like(scale) / scale)
@@ -99,7 +101,8 @@ def _stored_numbers(blocks: torch.Tensor, scale: torch.Tensor, zero: torch.Tenso
 def _nearest_range(
     blocks: torch.Tensor, low: torch.Tensor, high: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, how: Format
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The range with the smallest squared error, the first of those that are equal; then the scale that fits its numbers best."""
+    """Return the range with the smallest squared error (the first of equal ones), with the scale that best fits its
+    numbers."""
     import torch
 
     tried = [(scale, zero)]

@@ -1,8 +1,8 @@
-"""The 16-bit numbers that a graph has on purpose, and what they were before they were rounded.
+"""Recover the 16-bit constants of a graph as they were before rounding.
 
-A graph's own numbers (the scale of an unfused attention, a factor) have no recipes. Any real number that rounds to one may stand
-for it; the simplest is taken, of the kinds in FORMS, or one that is PUBLISHED. What is no such number, tables too, is taken as
-it is.
+A graph's own constants (the scale of an unfused attention, a factor) have no recipes. Many real numbers round to the
+same constant; the simplest of the kinds in FORMS, or one of PUBLISHED, is taken. Other constants, including tables,
+stay unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sdflow.verify.lowering import before_angles
 from sdflow.verify.lowering.builder import HALVES
 
 LARGEST_WHOLE = 512
-"""Of the whole numbers below: heads have at most so many channels."""
+"""Largest whole number used in FORMS: heads have at most this many channels."""
 
 FORMS: tuple[Callable[[int], float], ...] = (
     lambda whole: float(whole),
@@ -28,18 +28,18 @@ FORMS: tuple[Callable[[int], float], ...] = (
     lambda whole: whole / 100,
     lambda whole: whole / 1000,
     lambda whole: whole**-0.5,  # an attention's scale
-    lambda whole: whole**-0.25,  # the same, of both factors of the product
+    lambda whole: whole**-0.25,  # the same, split over both factors of the product
     lambda whole: whole**0.5,
     lambda whole: whole**0.25,
 )
-"""What whole numbers make. The simplest first."""
+"""Numbers made of whole numbers, the simplest forms first."""
 
 PUBLISHED = (1.702,)  # QuickGELU, https://arxiv.org/abs/1606.08415, section 2
-"""Numbers that models have from papers, of no such form."""
+"""Constants from papers that have no such form."""
 
 
 def unrounded_number(value: float, dtype: str = "float16") -> float:
-    """The simplest number that rounds to a float16 or bfloat16; the value itself where there is none."""
+    """The simplest number that rounds to a float16 or bfloat16; the value itself if there is none."""
     magnitude = _simplest(dtype).get(abs(value), abs(value))
     return -magnitude if value < 0 else magnitude
 
@@ -57,8 +57,8 @@ def _simplest(dtype: str) -> dict[float, float]:
 
 
 def take_constants(model: Any, taken: MutableMapping[str, NDArray[Any]]) -> None:
-    """Put the graph's own 16-bit numbers, as they were before they were rounded, into `taken`: name -> float32. Constant nodes
-    among them become initializers. What sines and indices are computed from stays. Changes `model`."""
+    """Put the graph's own 16-bit constants, as before rounding, into `taken`: name -> float32. Constant nodes among
+    them become initializers; inputs of sines and indices stay. Changes `model`."""
     import onnx
 
     kept = before_angles(model.graph.node)
@@ -74,7 +74,7 @@ def take_constants(model: Any, taken: MutableMapping[str, NDArray[Any]]) -> None
 
 
 def _numbers(graph: Any) -> Iterator[tuple[Any, Any]]:
-    """16-bit tensors of one value, and the Constant node that has it, or None."""
+    """16-bit tensors of one value, each with its Constant node or None."""
     import onnx
 
     for tensor in graph.initializer:

@@ -26,21 +26,21 @@ def schemas() -> Mapping[tuple[str, str], tuple[Any, ...]]:
 
 
 def schema_of(node: Any, opsets: Mapping[str, int]) -> Any | None:
-    """The schema that a node follows in a model with these operator sets; None for an operator nobody knows."""
+    """The schema of a node in a model with these opsets; None for an unknown operator."""
     domain = "" if node.domain in STANDARD else node.domain
     version = opsets.get(domain, 1)
     return next((one for one in schemas().get((domain, node.op_type), ()) if one.since_version <= version), None)
 
 
 def formals(parameters: Any, names: Any) -> Iterator[tuple[Any, str]]:
-    """The formal parameter of each name of a node's inputs or outputs; the last one may stand for many."""
+    """The formal parameter of each input or output name of a node; the last one may be variadic."""
     for index, name in enumerate(names):
         if name and parameters:
             yield parameters[min(index, len(parameters) - 1)], name
 
 
 def element_types(graph: Any, opsets: Mapping[str, int], outer: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Value -> element type ("float16"), for every value whose type follows from the graph."""
+    """Value -> element type ("float16"), for every value whose type the graph determines."""
     from onnx import TensorProto
 
     def named(number: int) -> str:

@@ -1,12 +1,12 @@
-"""The first part of the proof of a 16-bit or quantized artifact: without its roundings it computes what PyTorch computes.
+"""First part of the proof for a 16-bit or quantized artifact: without its roundings it computes what PyTorch computes.
 
-The graph runs lowered, in float32 throughout, on weights as their recipes give them before rounding. Casts to 16 bits do
-nothing, the graph's own numbers are unrounded too (`constants`), and quantized products are products again (`quantized`). As
-nothing rounds, no allowance is made for it (`sdflow.tolerances`). Only what sines, cosines and indices are computed from stays
-as in the artifact (`sdflow.verify.lowering`).
+The graph runs lowered, in float32 throughout, with weights as their recipes give them before rounding. Casts to 16 bits
+become no-ops, the graph's own constants are unrounded too (`constants`), and quantized products become plain products
+(`quantized`). Since nothing rounds, there is no allowance for rounding (`sdflow.tolerances`). Only the inputs of sines,
+cosines and indices stay as in the artifact (`sdflow.verify.lowering`).
 
-The second part, that the weights are what the recipes round to and that 16-bit arithmetic loses no more than PyTorch's, is in
-`stored` and `judge`.
+Second part, in `stored` and `judge`: the weights are the rounded results of the recipes, and 16-bit arithmetic loses no
+more than PyTorch's.
 """
 
 from __future__ import annotations
@@ -49,21 +49,19 @@ from sdflow.verify.reference.cases import Cases
 from sdflow.verify.result import BlockVerdict, CaseDistance, ExactOutput
 
 Exact = MutableMapping[str, "NDArray[Any]"]
-"""Values of weights before they were rounded, by name."""
+"""Weight name -> its values before rounding."""
 
-STILL_QUANTIZED = "its quantization could not be taken out: it has operators or recipes that are not known here"
-DAMAGED = "its recipes are damaged, so that it could not be run without rounding"
-OTHER_GRAPH = (
-    "The graph computes something else than the model, rounding aside. Build it again with --clean_cache; if that does "
-)
-OTHER_GRAPH += "not help, take passes and fusions out one by one (--set) until it passes."
+STILL_QUANTIZED = "its quantization could not be removed: it has unknown operators or recipes"
+DAMAGED = "its recipes are damaged, so it could not run without rounding"
+OTHER_GRAPH = "The graph does not compute what the model computes, even without rounding. Build it again with "
+OTHER_GRAPH += "--clean_cache; if that does not help, take passes and fusions out one by one (--set) until it passes."
 
 
 @dataclass(frozen=True)
 class Proof:
-    """findings: of recipes and stored weights. weights: how many were computed again. outputs: of the exact run; none for
-    a float32 artifact, whose own run is exact. problems: why the graph does not pass. missing: why it was not run. block: where
-    it goes wrong."""
+    """findings: on recipes and stored weights. weights: number of weights recomputed. outputs: of the exact run; none
+    for a float32 artifact, whose own run is exact. problems: why the graph fails. missing: why it was not run. block: where
+    it deviates."""
 
     findings: Sequence[Finding]
     weights: int
@@ -74,10 +72,10 @@ class Proof:
 
 
 def prove(check: RecipeCheck, cases: Cases, *, threads: int | None = None, most: int | None = None) -> Proof:
-    """Compute every weight again, and compare the graph without roundings with PyTorch. most: bytes of weights, as float32, that
-    are in memory at a time; None: all of them, once or twice.
+    """Recompute every weight, and compare the graph without roundings with PyTorch. most: limit in bytes for weights in
+    memory, as float32; None: all of them, once or twice.
 
-    Raises VerificationError when there is no graph, or one that cannot be lowered.
+    Raises VerificationError if there is no graph or it cannot be lowered.
     """
     model = read_graph(check.bound.folder / MODEL_FILE)
     rounded = {tensor.name for tensor in model.graph.initializer if tensor.data_type in HALVES}
@@ -98,18 +96,18 @@ def prove(check: RecipeCheck, cases: Cases, *, threads: int | None = None, most:
         rounded.update(taken)
     if most is None:
         exact = {name: values for name, values in weights.exact.items() if name in rounded}
-        del weights  # or it would hold what _first_block lets go
+        del weights  # it would keep alive what _first_block frees
         return _proof(check, model, exact, cases, proof, threads, most)
     recipes = {name: recipe for name, recipe in weights.recipes.items() if name in rounded}
     with exact_weights(check.submodel, recipes, weights.parameters, check.bound) as each:
-        own: Exact = ChainMap({}, each)  # type: ignore[arg-type]  # what is added goes into the first
+        own: Exact = ChainMap({}, each)  # type: ignore[arg-type]  # additions go into the first map
         return _proof(check, model, own, cases, proof, threads, most)
 
 
 def _proof(
     check: RecipeCheck, model: Any, exact: Exact, cases: Cases, proof: Proof, threads: int | None, most: int | None
 ) -> Proof:
-    """The proof with what the exact run of a graph tells. Adds the graph's own numbers to `exact`."""
+    """Add the result of the exact run to the proof, and the graph's own constants to `exact`."""
     take_constants(model, exact)
     graph = open_exact(model, check.bound.folder, exact, threads=threads, most=most)
     brain = any(tensor.data_type == BFLOAT16 for tensor in model.graph.initializer)
@@ -127,15 +125,16 @@ def _proof(
 def locate(
     check: RecipeCheck, cases: Cases, case: str, *, threads: int | None = None, most: int | None = None
 ) -> BlockVerdict:
-    """Where a float32 artifact goes wrong that does not pass. Raises VerificationError for one that cannot be lowered."""
+    """Find where a failing float32 artifact deviates. Raises VerificationError if it cannot be lowered."""
     return _first_block(check, read_graph(check.bound.folder / MODEL_FILE), {}, cases, case, threads, most)
 
 
 def _first_block(
     check: RecipeCheck, model: Any, exact: Exact, cases: Cases, case: str, threads: int | None, most: int | None
 ) -> BlockVerdict:
-    """Run a case once more, with every value of the graph and every block of the module in sight. Empties `exact`: the module
-    takes its place in memory. In pieces the module comes first, and of the graph are kept what may be a block's result."""
+    """Run a case again with every value of the graph and every block of the module exposed. Empties `exact` to free
+    memory for the module. With a graph in pieces the module runs first, and only values that may be block results are
+    kept."""
     inputs = next(cases.get(index, "inputs") for index, each in cases if each.name == case)
     kinds = lower(model, round_fp16=False, exact=exact.keys(), angles=True).values
     known = [name for name, kind in kinds.items() if kind in (FLOAT, FLOAT16)]  # numpy has no bfloat16
@@ -161,9 +160,9 @@ def open_exact(
     expose: Sequence[str] = (),
     most: int | None = None,
 ) -> RunnableGraph:
-    """The graph with `exact` in place of its weights. expose: values that it gives besides its outputs. most: as of `prove`.
+    """Open the graph with `exact` in place of its weights. expose: values to output as well. most: see `prove`.
 
-    Raises VerificationError for a graph that cannot be lowered or loaded.
+    Raises VerificationError if the graph cannot be lowered or loaded.
     """
     ort = import_onnxruntime()
     scores = scores_of(model.graph)
@@ -183,7 +182,7 @@ def open_exact(
 
 
 def _compare(graph: RunnableGraph, cases: Cases, share: float) -> tuple[list[ExactOutput], list[tuple[str, str]]]:
-    """Every output at the case that is nearest to its limit, or farthest beyond. share: of what PyTorch loses in 16 bits."""
+    """Each output's case nearest to its limit, or farthest beyond. share: of PyTorch's loss in 16 bits."""
     ort = import_onnxruntime()
     worst: dict[str, ExactOutput] = {}
     chosen = [(index, case) for index, case in cases if takes(graph.session, cases.get(index, "inputs"))]
@@ -192,9 +191,9 @@ def _compare(graph: RunnableGraph, cases: Cases, share: float) -> tuple[list[Exa
         try:
             outputs = next(runs)
         except VerificationError:
-            return [], []  # an input that diffusers does not feed: said where the graph itself is run
+            return [], []  # an input that diffusers does not feed: reported when the graph itself runs
         except onnxruntime_errors(ort) as error:
-            return [], [(f"without rounding it cannot be run at {case.name}: {error}", OTHER_GRAPH)]
+            return [], [(f"without rounding it does not run at {case.name}: {error}", OTHER_GRAPH)]
         half = cases.get(index, "float16")
         for name, wanted in cases.get(index, "float32").items():
             if name in outputs:
@@ -206,14 +205,14 @@ def _compare(graph: RunnableGraph, cases: Cases, share: float) -> tuple[list[Exa
 
 
 def exact_limit(exact: np.ndarray, half: np.ndarray, share: float = EXACT_SHARE) -> float:
-    """What holds for a case. exact, half: PyTorch's results. share: of the distance between these."""
+    """The limit for a case. exact, half: PyTorch's results. share: of the distance between them."""
     if exact.dtype == bool:
         return EXACT_LIMIT
     return min(EXACT_AT_MOST, max(EXACT_LIMIT, share * relative_l2(half, exact)))
 
 
 def exact_distance(value: np.ndarray, exact: np.ndarray, half: np.ndarray) -> float:
-    """Relative L2. A flag may be that of either PyTorch: at a threshold, rounding decides."""
+    """Relative L2. Flags may match either PyTorch result: near a threshold, rounding decides."""
     if exact.dtype == bool:
         same = value.shape == exact.shape and bool(((value == exact) | (value == half)).all())
         return 0.0 if same else inf
@@ -221,7 +220,7 @@ def exact_distance(value: np.ndarray, exact: np.ndarray, half: np.ndarray) -> fl
 
 
 def case_distances(cases: Cases, index: int, outputs: Mapping[str, np.ndarray]) -> list[CaseDistance]:
-    """How far the outputs of a case are from PyTorch's. Flags have no yardstick."""
+    """Distances of a case's outputs from PyTorch's. Flags have no yardstick."""
     case, half, found = cases.cases[index], cases.get(index, "float16"), []
     for name, exact in cases.get(index, "float32").items():
         if name in outputs:

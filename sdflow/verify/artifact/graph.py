@@ -1,4 +1,4 @@
-"""The artifact's graph on this machine's CPU: as it is for the CPU target, lowered for any other."""
+"""Run the artifact's graph on this machine's CPU: unchanged for the CPU target, lowered for any other."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ SCORES = "scores"
 
 @dataclass
 class RunnableGraph:
-    """A submodel's graph in a session, or in one for each piece.
+    """A submodel's graph in one session, or in a session per piece.
 
-    scores: the value behind its flags, a further output; None without flags. held: what the session reads.
+    scores: name of the extra output behind its flags; None without flags. held: objects that the session references.
     """
 
     session: onnxruntime.InferenceSession | PieceSession
@@ -50,10 +50,10 @@ def open_graph(
     most: int | None = None,
     edit: Callable[[Any], None] | None = None,
 ) -> RunnableGraph:
-    """Load the model in `folder`. most: bytes of weights, as float32, that are in memory at a time; None: all of them. edit:
-    changes the ModelProto before.
+    """Load the model in `folder`. most: limit in bytes for weights in memory, as float32; None: all of them. edit:
+    changes the ModelProto first.
 
-    Raises VerificationError when it is no model or cannot be run, saying why.
+    Raises VerificationError with the reason if it is not a model or cannot be run.
     """
     import onnx
 
@@ -92,7 +92,7 @@ def open_graph(
 
 
 def _types(model: Any) -> dict[str, int]:
-    """The element type of every value of a graph that is run as it is."""
+    """The element type of every value of an unlowered graph."""
     import onnx
 
     opsets = {entry.domain: entry.version for entry in model.opset_import}
@@ -101,7 +101,7 @@ def _types(model: Any) -> dict[str, int]:
 
 
 def read_graph(path: Path) -> Any:
-    """The ModelProto of a file, without its weights. Raises VerificationError when it is none."""
+    """Read the ModelProto of a file, without its weights. Raises VerificationError if it is not one."""
     import onnx
 
     path = path.resolve()
@@ -110,13 +110,13 @@ def read_graph(path: Path) -> Any:
     except (OSError, ValueError, TypeError, onnx.onnx_cpp2py_export.checker.ValidationError) as error:
         raise VerificationError(f"the graph cannot be read: {error}", where=str(path)) from error
     except decode_errors() as error:
-        raise VerificationError(f"this is no ONNX graph: {error}", where=str(path)) from error
+        raise VerificationError(f"this is not an ONNX graph: {error}", where=str(path)) from error
 
 
 def scores_of(graph: Any) -> str | None:
-    """What is compared with 0 to give the flags that a graph puts out: the scores of concepts; None without flags.
+    """The value that the graph compares with 0 to compute its flags (the scores of concepts); None without flags.
 
-    The flags alone say little of the numbers behind them.
+    Flags alone say little about the numbers behind them.
     """
     import onnx
 
@@ -125,14 +125,16 @@ def scores_of(graph: Any) -> str | None:
     while waiting:
         node = producers.get(waiting.pop(0))
         before = producers.get(node.input[0]) if node is not None and node.op_type == "Greater" else None
-        if before is not None and not before.op_type.startswith("Reduce"):  # `any` is a sum greater than 0 as well
+        if before is not None and not before.op_type.startswith(
+            "Reduce"
+        ):  # `any` is exported as a sum greater than 0, too
             return str(before.output[0])
         waiting += node.input if node is not None else []
     return None
 
 
 def takes(session: onnxruntime.InferenceSession | PieceSession, inputs: Mapping[str, Any]) -> bool:
-    """Whether inputs of these shapes may be fed: sizes that the graph fixes are the same. Unknown inputs do not count."""
+    """Whether inputs of these shapes match the graph's fixed sizes. Unknown inputs are ignored."""
 
     def same(fixed: Sequence[Any], shape: Sequence[int]) -> bool:
         return all(size == given for size, given in zip(fixed, shape, strict=False) if isinstance(size, int))
@@ -142,12 +144,12 @@ def takes(session: onnxruntime.InferenceSession | PieceSession, inputs: Mapping[
 
 
 def run_graph(graph: RunnableGraph, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The graph's outputs by name, inputs cast to the types that it declares; the exposed scores as SCORES."""
+    """The graph's outputs by name, with inputs cast to the declared types; the exposed scores as SCORES."""
     return next(run_each(graph, [inputs]))
 
 
 def run_each(graph: RunnableGraph, cases: Sequence[Mapping[str, np.ndarray]]) -> Iterator[dict[str, np.ndarray]]:
-    """`run_graph` of each case. A graph in pieces runs all of them before it gives the first."""
+    """Run `run_graph` for each case. A graph in pieces runs all cases before it yields the first."""
     names = [value.name for value in graph.session.get_outputs()]
     session = graph.session
     given = (_cast(graph, inputs) for inputs in cases)
@@ -170,7 +172,8 @@ def _cast(graph: RunnableGraph, inputs: Mapping[str, np.ndarray]) -> dict[str, n
 
 
 def values_in_pieces(graph: RunnableGraph, inputs: Mapping[str, np.ndarray]) -> Iterator[np.ndarray]:
-    """Every value that passes from one piece of a graph to another, or is exposed, piece by piece; numpy has no bfloat16."""
+    """Every value that passes between pieces of a graph or is exposed, piece by piece, except bfloat16, which numpy
+    lacks."""
     assert isinstance(graph.session, PieceSession)
     for (found,) in graph.session.through([_cast(graph, inputs)]):
         for value in found.values():

@@ -1,4 +1,4 @@
-"""The artifacts against the reference, one submodel in memory at a time."""
+"""Compare the artifacts with the reference, one submodel in memory at a time."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from sdflow.verify.reference.selection import read_selection
 from sdflow.verify.result import HALVES, SubmodelVerdict, Verification
 
 VERSION = 11
-"""Raise it whenever another verdict may come out: it is part of the key."""
+"""Part of the key of a verdict. Increase it whenever verdicts may change."""
 USES = ("diffusers", "numpy", "onnx", "onnxruntime", "peft", "torch", "transformers")
 Progress = Callable[[str], None]
 
 
 def judge(request: JudgeRequest, progress: Progress) -> Verification:
-    """Run every submodel's cases, then draw the image with all of them. One graph is in memory at a time."""
+    """Run every submodel's cases, then generate the image with all of them. One graph is in memory at a time."""
     desk = Desk(request, progress)
     desk.prove()
     selection, family, found = read_selection(request.reference), desk.family, desk.verdicts
@@ -52,7 +52,7 @@ def judge(request: JudgeRequest, progress: Progress) -> Verification:
         try:
             drawn = images.draw(desk.run, family, request.folder, selection, request.reference)
         except _Unusable:
-            pass  # a submodel that cannot be run or gives no numbers has said so; there is nothing to draw
+            pass  # an unusable submodel has reported why
         else:
             precision = images.precision_of(found[name].precision for name in needed)
             image = images.judge_image(drawn.image, selection, request.reference, precision, request.out)
@@ -93,7 +93,7 @@ def judge(request: JudgeRequest, progress: Progress) -> Verification:
 
 
 def judge_on_device(request: JudgeRequest, known: Verification, progress: Progress) -> Verification:
-    """What is known of the artifacts, with what they give on `run_on` beside it."""
+    """Add the results on `run_on` to a known verification."""
     assert request.run_on is not None, "there is nothing else to do"
     desk = Desk(request, progress)
     desk.verdicts.update(known.submodels)
@@ -102,12 +102,12 @@ def judge_on_device(request: JudgeRequest, known: Verification, progress: Progre
 
 
 class _Unusable(Exception):
-    """A submodel whose verdict is known to be bad and that cannot go on to draw."""
+    """A submodel failed in a way that makes generating the image impossible."""
 
 
 class Desk:
-    """The verdicts so far, and the one graph that is open, or the denoiser with its ControlNets, which take turns; a graph that
-    is opened for the first time is judged at once."""
+    """The verdicts so far, and the open graph, or the denoiser and its ControlNets, which alternate. A graph is judged
+    when first opened."""
 
     def __init__(self, request: JudgeRequest, progress: Progress) -> None:
         self.request = request
@@ -129,7 +129,7 @@ class Desk:
         return open_graph(request.folder / submodel, request.target, threads=request.threads, most=most)
 
     def prove(self) -> None:
-        """The first part of the proof, of each submodel that has recipes. None of one without a graph: that is said when it is
+        """Run the first part of the proof for each submodel with recipes. A missing graph is reported when it is
         opened."""
         for check in self.request.recipes:
             name = check.submodel
@@ -139,7 +139,8 @@ class Desk:
                 self.proofs[name] = prove(check, self._cases(name), threads=self.request.threads, most=most)
 
     def run(self, submodel: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Run a submodel, loaded in place of the one before. Raises _Unusable when its verdict is that it cannot be."""
+        """Run a submodel, loaded in place of the previous one. Raises _Unusable if its verdict is that it does not
+        run."""
         further = Further(inputs)
         graph = self.open(submodel, further)
         if graph is None or any(output.distance == inf for output in self.verdicts[submodel].outputs):
@@ -147,13 +148,13 @@ class Desk:
         return run_graph(graph, inputs) if further.outputs is None else further.outputs
 
     def close(self) -> None:
-        """Let go of what is open."""
+        """Release the open graph."""
         self._open.clear()
         gc.collect()
 
     def open(self, submodel: str, further: Further | None = None) -> RunnableGraph | None:
-        """The submodel's graph, judged; None if it cannot be loaded. further: what it is to run next: a graph in pieces does so
-        while each piece is loaded."""
+        """Open and judge the submodel's graph; None if it cannot be loaded. further: its next run, which a graph in
+        pieces makes while each piece is loaded."""
         if submodel in self._open:
             return self._open[submodel]
         if not {submodel, *self._open} <= self._together:
@@ -175,7 +176,7 @@ class Desk:
         return graph
 
     def _with_proof(self, verdict: SubmodelVerdict) -> SubmodelVerdict:
-        """The verdict with what the exact run says; of a float32 artifact, this run is exact."""
+        """Add the exact run's results to the verdict; a float32 artifact's own run is exact."""
         proof = self.proofs.get(verdict.name)
         if proof is None:
             return replace(verdict, unproved=self.request.unproved.get(verdict.name, ""))
@@ -189,26 +190,26 @@ class Desk:
         )
 
     def round_otherwise(self) -> None:
-        """Judge those again that are too far in 16 bits, and nothing else, by many ways to round."""
+        """Judge 16-bit submodels again whose only fault is their distance, with many ways to round."""
         for name, verdict in self.verdicts.items():
             failed = [each for each in verdict.outputs if not each.passed]
             rounding, proof = self._roundings.get(name), self.proofs.get(name)
             if verdict.precision not in HALVES or rounding is None or len(verdict.problems) != len(failed):
-                continue  # what else is wrong is no matter of rounding
+                continue  # other faults are unrelated to rounding
             indices = rounding.indices(too_far(verdict.cases, failed))
             if not indices or (proof is not None and errors(proof.findings)):
                 continue
             self.progress(f"{name}: rounding in {DRAWS} ways")
             graph = self._graph(name)
             distances = rounding.distances(indices, partial(run_each, graph))
-            del graph  # before the module comes
+            del graph  # before loading the module
             gc.collect()
             cases = drawn_again(verdict.cases, rounding, distances)
             outputs, problems = judge_outputs(verdict.precision, cases)
             self.verdicts[name] = replace(verdict, outputs=tuple(outputs), cases=cases, problems=tuple(problems))
 
     def locate(self) -> None:
-        """Name the first block that differs of each float32 artifact with recipes that ran and does not pass."""
+        """Find the first deviating block of each failing float32 artifact that has recipes and ran."""
         for check in self.request.recipes:
             name, verdict = check.submodel, self.verdicts[check.submodel]
             failed = [each.name for each in verdict.outputs if not each.passed]
@@ -216,14 +217,14 @@ class Desk:
                 continue
             self.progress(f"{name}: looking for the first block that differs")
             worst = max((case for case in verdict.cases if case.output in failed), key=lambda case: case.distance)
-            with suppress(VerificationError):  # then there is no graph to look into but the one that was run
+            with suppress(VerificationError):  # without a graph to look into there is no block to name
                 most = self.request.most.get(name)
                 block = locate(check, self._cases(name), worst.case, threads=self.request.threads, most=most)
                 problems = tuple((f"{what}; {block.words()}", remedy) for what, remedy in verdict.problems)
                 self.verdicts[name] = replace(verdict, block=block, problems=problems)
 
     def show_references(self) -> Sequence[str]:
-        """Judge the denoiser with reference images too, where its family takes them; what that covers, in words."""
+        """Judge the denoiser with reference images too, if its family supports them. Returns the coverage, in words."""
         from sdflow.verify.artifact.with_references import judge_references
 
         request, name = self.request, self.family.denoiser
@@ -238,7 +239,7 @@ class Desk:
         return covered
 
     def run_on_device(self, target: str) -> None:
-        """Put what the provider's own kernels give beside what the CPU gave, of each submodel that ran there."""
+        """Add the results of the provider's own kernels for each submodel that ran on the CPU."""
         request, tuning = self.request, Tuning(**self.request.tuning)
         for name, verdict in self.verdicts.items():
             if verdict.outputs:
@@ -250,11 +251,11 @@ class Desk:
                 gc.collect()
 
     def findings(self) -> list[Finding]:
-        """What the target has no kernel for, and what the folder promises and does not keep."""
+        """Nodes without a kernel on the target, and broken promises of the folder."""
         request, target = self.request, TARGETS[self.request.target]
         found: list[Finding] = []
         for submodel in request.submodels:
-            if self.verdicts[submodel].outputs:  # it is a graph that runs
+            if self.verdicts[submodel].outputs:  # the graph runs
                 path, read = (request.folder / submodel / MODEL_FILE).resolve(), self.family.part(submodel).read
                 outputs = None if read is None else read(read_json(request.folder / submodel / CONFIG_FILE))
                 graph = load_graph(path)
@@ -266,7 +267,7 @@ class Desk:
         return [*found, *(each for each in promises if each.submodel in request.submodels)]
 
     def overflows(self) -> dict[str, Overflow]:
-        """Values that float16 does not hold. They cost another session: at the full level, and where a result is not finite."""
+        """Values out of float16's range. Needs another session: at the full level, and after non-finite results."""
         found = {}
         for name, verdict in self.verdicts.items():
             infinite = any(output.distance == inf for output in verdict.outputs)
@@ -283,7 +284,7 @@ class Desk:
 
 
 def _said_otherwise(verdict: SubmodelVerdict, said: str | None) -> list[tuple[str, str]]:
-    """What is wrong where sdflow.json says that a submodel is quantized and its graph is not, or the other way round."""
+    """The mismatch between sdflow.json and the graph about whether a submodel is quantized."""
     if (found := verdict.precision if verdict.quantized else None) == said:
         return []
     spelled = [f"quantized to {each}" if each else "not quantized" for each in (found, said)]

@@ -1,4 +1,4 @@
-"""What passes and what does not, from the distances of the cases alone."""
+"""Judge outputs by the distances of their cases alone."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from sdflow.verify.result import HALVES, PLAIN, CaseDistance, OutputVerdict
 def judge_output(
     name: str, precision: str, cases: Sequence[CaseDistance], stated: float | None = None, *, on_device: bool = False
 ) -> OutputVerdict:
-    """The verdict on an output. on_device: by a provider's own kernels. stated: the workflow's limit.
+    """Judge an output. on_device: computed by a provider's own kernels. stated: the workflow's limit.
 
-    A 16-bit artifact's cases are each in units of their own yardstick, as one case may be fifty times as far as the others and
-    would decide alone: their root mean square is held to FLOAT16_RATIO and what they leave uncertain, and each by itself to a
-    wider margin; where fp16 PyTorch gives no finite number, to WITHOUT_YARDSTICK. Of a float32 artifact the median is held to
-    FLOAT32_LIMIT, and each case to that or to a share of its yardstick. A quantized artifact is held to the limit that its
-    workflow states, each case also with the wider margin, and passes no other.
+    A 16-bit artifact's cases are measured in units of their own yardsticks, since one case may be fifty times as far
+    off as the others and would decide alone. Their root mean square is limited to FLOAT16_RATIO, widened by their
+    uncertainty, and each case to a wider margin; where fp16 PyTorch is not finite, to WITHOUT_YARDSTICK. A float32
+    artifact's median is limited to FLOAT32_LIMIT, and each case to that or a share of its yardstick. A quantized
+    artifact is limited by its workflow's `limit`, each case with the wider margin, and fails without one.
     """
     if precision not in PLAIN:
         distance = root_mean_square(case.distance for case in cases)
@@ -54,7 +54,7 @@ def judge_output(
 
 
 def _of_float32_limits(cases: Sequence[CaseDistance], on_device: bool) -> float:
-    """Of a float32 artifact: what comes nearest to its limit, or goes farthest beyond, as a part of that."""
+    """A float32 artifact's worst share of a limit; above 1 it fails."""
     if on_device:
         return max(case.distance for case in cases) / FLOAT32_AT_MOST
     shares = [case.distance / float32_limit(case) for case in cases]
@@ -62,21 +62,21 @@ def _of_float32_limits(cases: Sequence[CaseDistance], on_device: bool) -> float:
 
 
 def float32_limit(case: CaseDistance) -> float:
-    """What holds for one case of a float32 artifact."""
+    """The limit for one case of a float32 artifact."""
     return min(FLOAT32_AT_MOST, max(FLOAT32_LIMIT, FLOAT32_SHARE * case.yardstick))
 
 
 def times_as_far(case: CaseDistance) -> float:
-    """A case in units of its yardstick. Where PyTorch loses nothing, infinite for anything else than that."""
+    """A case in units of its yardstick. If PyTorch loses nothing, infinite for any distance above 0."""
     if case.yardstick == 0:
         return inf if case.distance else 0.0
     return case.distance / case.yardstick
 
 
 def _uncertainty(cases: Sequence[CaseDistance]) -> float:
-    """A factor, 1 to AT_MOST_UNCERTAIN: two standard errors of the cases' ratios (of their logarithms).
+    """A factor from 1 to AT_MOST_UNCERTAIN: two standard errors of the logarithms of the cases' ratios.
 
-    Rounding errors are random. Where a case has few numbers, its ratio says little, and the cases' ratios scatter.
+    Rounding errors are random. With few numbers in a case, its ratio says little, and the ratios scatter.
     """
     ratios = [log(case.distance / case.yardstick) for case in cases if 0 < case.distance < inf and case.yardstick > 0]
     if len(ratios) < 2:
@@ -87,7 +87,7 @@ def _uncertainty(cases: Sequence[CaseDistance]) -> float:
 def judge_outputs(
     precision: str, cases: Sequence[CaseDistance], stated: float | None = None, *, on_device: bool = False
 ) -> tuple[list[OutputVerdict], list[tuple[str, str]]]:
-    """A verdict on each output, and why those that fail do. stated: the workflow's limit of one that is quantized."""
+    """A verdict on each output, and the problems of those that fail. stated: the workflow's limit, if quantized."""
     verdicts, problems = [], []
     for name in dict.fromkeys(each.output for each in cases):
         of_output = [each for each in cases if each.output == name]

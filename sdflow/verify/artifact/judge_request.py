@@ -1,4 +1,4 @@
-"""What the process that verifies is to compare with PyTorch."""
+"""The request to the process that compares artifacts with PyTorch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sdflow.verify.reference.torch_module import TorchModule
 
 @dataclass(frozen=True)
 class JudgeRequest:
-    """folder: an assembled pipeline of the family of this name. reference: the folder that the reference was written to. out:
-    for PNGs. modules: the PyTorch models, for what is rounded in several ways. recipes: the structures that the weights were
-    bound to; unproved: why a submodel has none. allow_fallback: what the target has no kernel for is a warning. quantized: `to`
-    and `limit` of each submodel that sdflow.json says is quantized. tuning: what `sdflow tune` chose for run_on. memory: bytes
-    that it may take; None: what this machine has. most: submodel -> bytes of its weights in memory at a time, of those that are
-    verified block by block.
+    """folder: an assembled pipeline of the named family. reference: folder of the reference's results. out: for PNGs.
+    modules: the PyTorch models, for roundings in several ways. recipes: the structures that the weights were bound to;
+    unproved: why a submodel has none. allow_fallback: missing kernels are only warnings. quantized: `to` and `limit` of
+    each submodel that sdflow.json lists as quantized. tuning: the choice of `sdflow tune` for run_on. memory: limit in
+    bytes;
+    None: this machine's. most: submodel -> limit in bytes for its weights in memory, if verified block by block.
     """
 
     family: str

@@ -1,4 +1,4 @@
-"""One submodel's cases, run by its graph and held to PyTorch."""
+"""Run one submodel's cases with its graph and compare them with PyTorch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sdflow.verify.result import CaseDistance, SubmodelVerdict
 
 @dataclass
 class Further:
-    """A further run of a graph, and what it gives once that is known."""
+    """Another run of a graph: its inputs, and its outputs once known."""
 
     inputs: Mapping[str, np.ndarray]
     outputs: dict[str, np.ndarray] | None = None
@@ -28,8 +28,8 @@ class Further:
 def judge_submodel(
     submodel: str, graph: RunnableGraph, cases: Cases, stated: float | None = None, further: Further | None = None
 ) -> SubmodelVerdict:
-    """Run every case that the graph's shapes allow, and hold each output to the yardstick. stated: the workflow's limit, for a
-    graph that is quantized. further: what a graph in pieces runs with the cases."""
+    """Run every case that the graph's shapes allow, and judge each output. stated: the workflow's limit for a quantized
+    graph. further: run along with the cases if the graph is in pieces."""
     ort = import_onnxruntime()
     found: list[CaseDistance] = []
     problems: list[tuple[str, str]] = []
@@ -46,7 +46,7 @@ def judge_submodel(
             problems.append((error.what, error.remedy or ""))
             break
         except onnxruntime_errors(ort) as error:
-            problems.append((f"it cannot be run at {case.name}: {error}", "The graph does not take these shapes."))
+            problems.append((f"it does not run at {case.name}: {error}", "The graph does not take these shapes."))
             break
         problems += [
             (f"it has no output {name}", "No pass may rename inputs or outputs.")

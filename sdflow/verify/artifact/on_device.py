@@ -1,12 +1,11 @@
-"""The artifacts on hardware that is here, with the kernels of its own provider, and with ours: held to the same yardstick as
-the run on this machine's CPU beside it.
+"""Run the artifacts on local hardware, with its provider's kernels and ours, judged like the run on this machine's CPU.
 
-A submodel is loaded as a pipeline loads it (`sdflow.runtime.files.folder`), with what `sdflow tune` chose for this
-machine. Nothing of this is kept in the cache: no digest tells one device or driver from another.
+A submodel is loaded as a pipeline loads it (`sdflow.runtime.files.folder`), with the choice of `sdflow tune` for this
+machine. Nothing is cached, since no digest identifies a device or driver.
 
-On a GPU that the processor emulates, a denoiser's run takes seconds. The same shapes run the same kernels, so of the cases of
-equal shapes the first and the last are run there: the ends of the trajectory and of the timesteps, the first and the longest
-prompt.
+On a GPU emulated by the processor, one run of a denoiser takes seconds. Equal shapes run the same kernels, so of cases
+with equal shapes only the first and the last run there: the ends of the trajectory and of the timesteps, the first and
+the longest prompt.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ def run_on_device(
     stated: float | None = None,
     tuning: Tuning = UNTUNED,
 ) -> DeviceVerdict:
-    """Run the cases of a submodel on a target that is here. folder: the pipeline's. verdict: of the run on the CPU. roundings:
-    for cases that are too far. stated: the workflow's limit, of one that is quantized. tuning: how it is loaded."""
+    """Run the cases of a submodel on an available target. folder: the pipeline's. verdict: of the CPU run. roundings:
+    for cases that are too far off. stated: the workflow's limit, if quantized. tuning: how it is loaded."""
     ort = import_onnxruntime(TARGETS[target])
     failures: tuple[type[Exception], ...] = (SdflowError, *onnxruntime_errors(ort))
     found: list[CaseDistance] = []
@@ -56,7 +55,7 @@ def run_on_device(
     try:
         ports = {port.name for port in read_graph(folder / verdict.name / MODEL_FILE).graph.input}
         wanted = TARGETS[target]
-        lazy = wanted.session.static_shapes  # it wants a session for each shape, and has none before
+        lazy = wanted.session.static_shapes  # one session per shape, created on demand
         submodel = load_submodel(
             folder, verdict.name, wanted, family=family, lazy=lazy, options=LoadOptions(tuning=tuning)
         )

@@ -1,7 +1,7 @@
-"""Which nodes of a float16 artifact come near the end of float16's range along the trajectory, or past it.
+"""Find the nodes of a float16 artifact whose values approach or exceed float16's range along the trajectory.
 
-What nodes put out is measured, without rounding it to float16: the first overflow does not hide behind the NaN that it leads
-to. Within a fused operator (the scores of attention) a target may use float16 too; that is not seen here.
+Outputs of nodes are measured without rounding to float16, so that the first overflow is not hidden by the NaN that it
+causes. A target may also use float16 inside a fused operator (the scores of attention), which this cannot see.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from sdflow.verify.reference.cases import Cases
 
 LARGEST_FLOAT16 = 65504.0
 NEAR = 0.5
-"""From this share of float16's largest number on, a value is worth a warning: another seed may go further."""
+"""Share of float16's largest number from which a value is worth a warning: another seed may go further."""
 NAMED = 10
 
 
 @dataclass(frozen=True)
 class Overflow:
-    """findings: nodes whose values leave float16's range, as errors, and that come near, as warnings; the largest first.
+    """findings: nodes whose values leave float16's range, as errors, or come near, as warnings; the largest first.
 
-    suspects: names of the nodes that put out a value that leaves the range, or read one, in the order of the graph.
+    suspects: names of the nodes that output or read a value out of range, in the order of the graph.
     """
 
     findings: Sequence[Finding] = ()
@@ -41,9 +41,10 @@ class Overflow:
 class NodeRange:
     """The range of one value over all steps.
 
-    node, operator: name and type of the artifact's node that puts it out. value: its name. largest: the largest magnitude that
-    is not NaN; of what Softmax alone reads the largest positive number: the other end is where attention is masked, and e to it
-    is 0 with any of these numbers. largest_step: where that is, from 0. nan_step: the first step with a NaN.
+    node, operator: name and type of the artifact's node that outputs it. value: its name. largest: the largest
+    magnitude that is not NaN; for values that only Softmax reads, the largest positive number, since masked attention
+    scores are hugely negative and e to any of them is 0. largest_step: its step, from 0. nan_step: the first step with
+    a NaN.
     """
 
     node: str
@@ -59,9 +60,9 @@ class NodeRange:
 
 
 def overflow(submodel: str, folder: Path, cases: Cases, *, threads: int = 0, most: int | None = None) -> Overflow:
-    """Look for values of an artifact that float16 does not hold, or hardly. most: as of `open_graph`.
+    """Find an artifact's values beyond or near float16's range. most: see `open_graph`.
 
-    Raises VerificationError for a graph that cannot be lowered.
+    Raises VerificationError if the graph cannot be lowered.
     """
     import onnx
 
@@ -96,9 +97,9 @@ def _finding(submodel: str, found: NodeRange, cases: Sequence[str], overflowing:
 def ranges(
     model_path: Path, feeds: Iterable[Mapping[str, np.ndarray]], *, threads: int = 0, most: int | None = None
 ) -> list[NodeRange]:
-    """The range of every float16 value that the nodes of an artifact put out, in the order of the graph.
+    """The range of every float16 value that the artifact's nodes output, in the order of the graph.
 
-    model_path: its model.onnx. feeds: the inputs of each step, by name. most: as of `overflow`.
+    model_path: its model.onnx. feeds: each step's inputs, by name. most: see `overflow`.
     Raises VerificationError for an operator that cannot be lowered.
     """
     model = load_graph(model_path)
@@ -134,11 +135,11 @@ def _read_by_softmax_alone(graph: Any) -> set[str]:
 
 
 def _measured(lowered: Lowered, names: Sequence[str], scores: Collection[str]) -> Lowered:
-    """The same graph with two outputs: of each value the largest magnitude, of scores the largest positive number, and
-    whether there is a NaN.
+    """The same graph with two outputs: for each value the largest magnitude (for scores the largest positive number),
+    and whether there is a NaN.
 
-    The measuring nodes stand right behind the node that puts the value out, so that no value is kept for longer than
-    the graph itself needs it.
+    Measuring nodes directly follow the node that outputs the value, so that values are not kept longer than the graph
+    needs them.
     """
     import onnx
 

@@ -1,7 +1,7 @@
-"""What the submodels of a pipeline folder promise to whoever opens it: files, digests, weights where the graph says, names and
-types. What lies beside them is compared in `sdflow.verify.folder`.
+"""Check the promises of a pipeline folder's submodels: files, digests, external weights, names and types.
+`sdflow.verify.folder` compares the other files.
 
-Nothing is run. The content of every file is read once for its digest; the weights are not loaded.
+Nothing is run. Every file is read once for its digest; weights are not loaded.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from sdflow.verify.finding import Finding, Level
 from sdflow.verify.kernels import kernel_table
 
 PAGE, LARGEST_GAP = 1 << 12, 1 << 16
-"""Writers of external data align tensors to pages, of 4 KiB and up to 64 KiB: that explains a gap before a tensor."""
+"""Writers of external data align tensors to pages of 4 to 64 KiB, which explains a gap before a tensor."""
 
 REBUILD = "build the pipeline again: sdflow run"
 OTHER_BYTES = "holds other bytes than were built"
 
 PortTypes = dict[str, tuple[dict[str, str], dict[str, str]]]
-"""Submodel -> its inputs and its outputs that drawing reads: name -> type."""
+"""Submodel -> its inputs and the outputs used for generating: name -> type."""
 
 
 def check_promises(folder: Path, target: Target | None = None, *, family: Family | None = None) -> list[Finding]:
-    """Everything that is wrong with the submodels of a pipeline folder. target, family: the manifest's when not given.
+    """Check the submodels of a pipeline folder. target, family: default to the manifest's.
 
-    Raises UsageError when the folder is not an sdflow pipeline.
+    Raises UsageError if the folder is not an sdflow pipeline.
     """
     manifest = read_manifest(folder)
     target = target or find_target(manifest.origin.target, str(folder / MANIFEST_FILE))
@@ -63,7 +63,7 @@ def check_promises(folder: Path, target: Target | None = None, *, family: Family
 
 
 def read_configs(folder: Path, submodels: Iterable[str]) -> dict[str, Any]:
-    """The config.json of each submodel, as far as it can be read: what is wrong with one is told by `_check_graph`."""
+    """The readable config.json of each submodel; `_check_graph` reports broken ones."""
     found = {}
     for name in submodels:
         with suppress(UsageError):
@@ -72,18 +72,18 @@ def read_configs(folder: Path, submodels: Iterable[str]) -> dict[str, Any]:
 
 
 def _files(folder: Path, submodel: str, part: Built) -> Iterator[Finding]:
-    """A submodel's files against the manifest: all there, none besides, and what they were when they were built."""
+    """Compare a submodel's files with the manifest: none missing, none extra, none changed."""
 
     def error(check: str, name: str, what: str) -> Finding:
         return Finding(submodel, check, "error", name, what, REBUILD)
 
     entries = part.files
     if digest_tree(entries) != part.artifact:
-        yield error("digest", MANIFEST_FILE, f"its list of files is not that of artifact {part.artifact[:12]}")
+        yield error("digest", MANIFEST_FILE, f"its list of files does not match artifact {part.artifact[:12]}")
     place = folder.resolve()
     linked = place.parent.name if place.name == "files" else part.artifact
     if linked != part.artifact:
-        yield error("stale", "", f"links to artifact {linked[:12]}, and {part.artifact[:12]} was built")
+        yield error("stale", "", f"links to artifact {linked[:12]}, but {part.artifact[:12]} was built")
     changed: list[str] = []
     for entry in entries:
         path = folder / entry.path
@@ -95,7 +95,7 @@ def _files(folder: Path, submodel: str, part: Built) -> Iterator[Finding]:
             changed.append(entry.path)
     for name in changed:
         if name == MODEL_FILE and WEIGHTS_FILE not in changed:
-            yield error("stale", name, f"is not the graph that was built with these weights ({WEIGHTS_FILE} is)")
+            yield error("stale", name, f"is not the graph built with these weights ({WEIGHTS_FILE} is)")
         elif name == WEIGHTS_FILE and MODEL_FILE not in changed:
             yield error("digest", name, f"{OTHER_BYTES}: damaged, or weights of another {MODEL_FILE}")
         else:
@@ -107,13 +107,13 @@ def _files(folder: Path, submodel: str, part: Built) -> Iterator[Finding]:
             yield Finding(submodel, "unused", "error", name, "is not part of what was built", "remove it")
 
 
-# The graph and where its weights lie
+# The graph and its external data
 
 
 def _check_graph(folder: Path, part: Part, target: Target, port_types: PortTypes) -> list[Finding]:
-    """What is wrong with a submodel's model.onnx: its versions, its external data, its inputs and outputs.
+    """Check a submodel's model.onnx: versions, external data, inputs and outputs.
 
-    port_types: takes the types of inputs and outputs that are not exact.
+    port_types: receives the types of inputs and outputs that are not exact.
     """
     submodel = part.name
     try:
@@ -123,7 +123,7 @@ def _check_graph(folder: Path, part: Part, target: Target, port_types: PortTypes
     except OSError as error:
         return [Finding(submodel, "digest", "error", MODEL_FILE, f"cannot be read ({error.strerror})", REBUILD)]
     except decode_errors() as error:
-        return [Finding(submodel, "digest", "error", MODEL_FILE, f"is no ONNX model ({error})", REBUILD)]
+        return [Finding(submodel, "digest", "error", MODEL_FILE, f"is not an ONNX model ({error})", REBUILD)]
     found = [*_versions(model, submodel, target), *_external_data(model, folder, submodel)]
     try:
         config = read_json(folder / CONFIG_FILE)
@@ -142,7 +142,7 @@ def _check_graph(folder: Path, part: Part, target: Target, port_types: PortTypes
 
 
 def _versions(model: Any, submodel: str, target: Target) -> Iterator[Finding]:
-    """Operator sets and IR version against what the target's runtimes load; the best provider decides."""
+    """Compare opsets and IR version with what the target's runtimes load; the preferred provider decides."""
     opset = max((entry.version for entry in model.opset_import if entry.domain in STANDARD), default=0)
     for rank, (provider, _, _) in enumerate(target.providers):
         table = kernel_table(provider)
@@ -156,7 +156,7 @@ def _versions(model: Any, submodel: str, target: Target) -> Iterator[Finding]:
 
 
 def _external_data(model: Any, folder: Path, submodel: str) -> Iterator[Finding]:
-    """Every external tensor inside its file, none over another, and every byte of the files used."""
+    """Check that external tensors lie inside their files, do not overlap, and cover every byte."""
 
     def error(name: str, what: str) -> Finding:
         return Finding(submodel, "external-data", "error", name, what, REBUILD)
@@ -164,7 +164,7 @@ def _external_data(model: Any, folder: Path, submodel: str) -> Iterator[Finding]
     files: dict[str, list[tuple[int, int, str]]] = {}
     for tensor, _ in initializers_and_constants(model):
         if is_stub(tensor):
-            yield error(tensor.name, "has a recipe and no values: this is a structure, no weights were bound to it")
+            yield error(tensor.name, "has a recipe but no values: this is a structure without weights")
         elif is_external(tensor):
             location, offset, length = data_span(tensor)
             wanted = tensor_bytes(tensor)
@@ -210,7 +210,7 @@ def _ports(submodel: str, kind: str, infos: list[Any], ports: tuple[Port, ...]) 
     for name in want:
         if name not in have:
             hint = f" (there is {', '.join(unknown)})" if unknown else ""
-            yield error(name, f"there is no {kind} of this name{hint}; diffusers uses it")
+            yield error(name, f"the {kind} is missing{hint}; diffusers uses it")
     if set(want) <= set(have):
         yield from (error(name, f"is an {kind} that diffusers does not know") for name in unknown)
     if have != want and sorted(have) == sorted(want):
@@ -222,7 +222,7 @@ def _ports(submodel: str, kind: str, infos: list[Any], ports: tuple[Port, ...]) 
 
 
 def _port(submodel: str, kind: str, info: Any, port: Port) -> Iterator[Finding]:
-    """A floating-point port may be float16, unless its values are to be exact; integers are as they are fed."""
+    """Floating-point ports may be float16 unless their values must be exact; integers match what is fed."""
 
     def error(what: str, remedy: str = REBUILD) -> Finding:
         return Finding(submodel, "ports", "error", info.name, what, remedy)
@@ -254,12 +254,12 @@ def _type(info: Any) -> str:
 
 
 def _one_type(family: Family, types: PortTypes) -> Iterator[Finding]:
-    """diffusers draws the latents in the type of the text encoders' output; latents and embeddings go from submodel to
-    submodel without a cast."""
+    """diffusers creates latents in the type of the text encoders' output, and passes latents and embeddings between
+    submodels without a cast."""
     none: tuple[dict[str, str], dict[str, str]] = ({}, {})
     inputs, outputs = ({name: types.get(name, none)[side] for name in family.drawing_of(types)} for side in (0, 1))
     passed = [(name, outputs[name]) for name in family.text_of(types)]
-    # What the denoiser is given from the text stands behind the latents.
+    # The denoiser's text inputs follow the latents.
     passed += [
         (family.denoiser, dict(reversed(inputs[family.denoiser].items()))),
         (family.denoiser, outputs[family.denoiser]),

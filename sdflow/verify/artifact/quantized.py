@@ -1,8 +1,8 @@
-"""A quantized artifact without its quantization: the graph that it would be with the weights as they were before.
+"""Undo a quantized artifact's quantization: rebuild the graph with the original weights.
 
-Each product with a quantized weight becomes the product of the value that was quantized for it and of the exact weight. What is
-left must compute what PyTorch computes, as `sdflow.verify.artifact.exact` has it. That the weights and their scales are
-what the recipe gives is told by quantizing them again, in torch: not by what the pass does (`sdflow.weights.quantized`).
+Each quantized product becomes a plain product of the value before quantization and the exact weight. The result must
+compute what PyTorch computes; see `sdflow.verify.artifact.exact`. Weights and scales are checked by quantizing again in
+torch, without the pass's code (`sdflow.weights.quantized`).
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from sdflow.weights.blockwise import PARTS
 from sdflow.weights.recipe import Blockwise, Quantized, Recipe, Scales
 
 Producers = Mapping[str, Any]
-"""Name of a value -> the node that puts it out."""
+"""Value name -> the node that outputs it."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """A quantized product by the names of what it is made of.
+    """A quantized product, by the names of its parts.
 
-    source: the value before it is quantized. weight, scales, zeros: initializers, zeros maybe "". bias: an initializer or a
-    value, or "". transposed: the weight is (out, in). half: the values around it have 16 bits; None: those of its scales' type.
+    source: the value before quantization. weight, scales, zeros: initializers; zeros may be "". bias: an initializer or
+    a value, or "". transposed: whether the weight is (out, in). half: whether surrounding values have 16 bits; None:
+    they have the type of the scales.
     """
 
     source: str
@@ -56,7 +57,7 @@ def _float8(node: Any, producers: Producers) -> Product | None:
 
 def _blockwise(node: Any, producers: Producers) -> Product | None:
     source, weight, scales, *others = node.input
-    if any(others[1:]):  # further inputs: nothing of sdflow's writes them
+    if any(others[1:]):  # sdflow never writes further inputs
         return None
     return Product(source, weight, scales, transposed=True, half=None, zeros="".join(others))
 
@@ -68,14 +69,14 @@ PRODUCTS: Mapping[tuple[str, str], Callable[[Any, Producers], Product | None]] =
         (DOMAIN, FLOAT8_MATMUL): _float8,
     }
 )
-"""(domain, operator) -> what tells its parts; None where it is used in a way that is not known."""
+"""(domain, operator) -> a function that returns its parts, or None for an unknown use."""
 
 
 def take_out(model: Any, recipes: Mapping[str, Recipe]) -> tuple[list[str], list[str]]:
-    """Put the exact product in the place of each quantized one. Changes `model`, whose weights are not read.
+    """Replace each quantized product in `model` with the exact one, in place, without reading weights.
 
-    recipes: of its weights. Returns the names of the weights, whose exact values are to be given in float32, and what is wrong: a
-    weight and scales that are not of the same values.
+    recipes: of its weights. Returns the names of the weights to supply in float32, and the problems: a weight and
+    scales of different values.
     """
     import onnx
 
@@ -112,7 +113,7 @@ def take_out(model: Any, recipes: Mapping[str, Recipe]) -> tuple[list[str], list
 
 
 def _has_bfloat16(graph: Any) -> bool:
-    """Whether a graph's values in 16 bits are bfloat16: what is not quantized of its weights, or what is cast."""
+    """Whether 16-bit values of a graph are bfloat16, judged by its unquantized weights and its casts."""
     import onnx
 
     brain = onnx.TensorProto.BFLOAT16
@@ -121,7 +122,7 @@ def _has_bfloat16(graph: Any) -> bool:
 
 
 def _apart(product: Product, recipes: Mapping[str, Recipe]) -> str:
-    """Why a weight and its scales do not belong together, or ""."""
+    """Why a weight and its scales do not match, or ""."""
     weight, scales = recipes.get(product.weight), recipes.get(product.scales)
     if isinstance(weight, Blockwise):
         return _blocks_apart(weight, scales, recipes.get(product.zeros) if product.zeros else None)
@@ -158,7 +159,7 @@ def _exact(node: Any, product: Product) -> list[Any]:
 
 
 def _read(nodes: list[Any], results: set[str]) -> list[Any]:
-    """The nodes that something reads: what quantized the inputs is left over."""
+    """Drop unread nodes: those that quantized the inputs are left over."""
     while True:
         read = results | {name for node in nodes for name in node.input}
         kept = [node for node in nodes if read.intersection(node.output)]
@@ -167,18 +168,19 @@ def _read(nodes: list[Any], results: set[str]) -> list[Any]:
         nodes = kept
 
 
-# The weights, quantized once more
+# Quantizing the weights again
 
 
 def again(kind: str, exact: NDArray[Any], axis: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """What values are quantized to, and their scales, by torch. kind: of a recipe; ValueError for one that is not known."""
+    """Quantize values in torch. Returns them with their scales. kind: of a recipe. Raises ValueError for an unknown
+    one."""
     if kind not in AGAIN:
-        raise ValueError(f"nothing is known here that quantizes to {kind}")
+        raise ValueError(f"unknown quantization {kind}")
     return AGAIN[kind](exact, axis)
 
 
 def _whole(largest: int, exact: NDArray[Any], axis: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """The nearest of the whole numbers up to `largest` times scale, halves to even; the scale in float32."""
+    """Round to whole multiples of the scale, up to `largest`, halves to even; the scale is float32."""
     import torch
 
     values = torch.from_numpy(exact).movedim(axis, 0)
@@ -190,7 +192,7 @@ def _whole(largest: int, exact: NDArray[Any], axis: int) -> tuple[NDArray[Any], 
 
 
 def _e4m3(exact: NDArray[Any], axis: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """The nearest of E4M3's numbers times scale, halves to even; the largest magnitude of a channel becomes 448."""
+    """Round to E4M3 multiples of the scale, halves to even; a channel's largest magnitude becomes 448."""
     import ml_dtypes
     import torch
 

@@ -1,8 +1,8 @@
-"""Recipes that do not give what they should: a damaged structure, and weights that were bound by it.
+"""Find wrong recipes: a damaged structure, and weights that were bound with it.
 
-Alone, each must be one that makes the stub's type and shape from parameters of the module; together, a weight with a
-parameter's name must be made of that parameter, and none may be read twice while another of its shape is never read. A recipe
-that is wrong but whole shows in the weights of a model that was bound before the damage, or in the comparison with PyTorch.
+Each recipe must produce the stub's type and shape from parameters of the module. A weight with a parameter's name must
+come from that parameter, and no parameter may be read twice while another of its shape is unread. A recipe that is
+wrong but well-formed shows in weights bound before the damage, or in the comparison with PyTorch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REMEDY = "build the structure again: sdflow cache verify, then sdflow run"
 
 @dataclass(frozen=True)
 class RecipeCheck:
-    """A structure of a submodel, and what was bound from it, for `check_recipes` in another process."""
+    """A submodel's structure and the model bound from it, for `check_recipes` in another process."""
 
     submodel: str
     structure: Path
@@ -39,16 +39,16 @@ class RecipeCheck:
 
 
 def is_bound(chain: Chain | None) -> bool:
-    """Whether the weights were bound to a structure; if not, its passes carried them."""
+    """Whether the weights were bound to a structure; otherwise its passes carried them."""
     steps = chain.steps if chain is not None else ()
     return len(steps) >= 2 and steps[-1].name == BindWeights.name
 
 
 def structure_of(chain: Chain | None, cache: Path) -> Path | None:
-    """The structure that a submodel's weights were bound to.
+    """The structure that a submodel's weights were bound to; None if its weights were carried, or if the cache no
+    longer has it.
 
-    chain: what made the submodel, as sdflow.json tells. None when its weights were carried, or when the cache has it no
-    more.
+    chain: how the submodel was made, from sdflow.json.
     """
     if chain is None or not is_bound(chain):
         return None
@@ -63,11 +63,11 @@ def structure_of(chain: Chain | None, cache: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class Weights:
-    """What the recipes of a structure make of a bound model.
+    """The results of a structure's recipes for a bound model.
 
-    findings: what is wrong with the recipes, and with the weights that are stored. count: how many were computed again.
-    exact: the values of those that are stored in float16 or quantized, before they were rounded; None where a recipe is damaged.
-    recipes: those of the structure, by the weights' names. parameters: shapes of those that they are made of.
+    findings: on recipes and stored weights. count: number of weights recomputed. exact: values of weights stored in
+    float16 or quantized, before rounding; None if a recipe is damaged. recipes: the structure's, by weight name.
+    parameters: shapes of the parameters that they read.
     """
 
     findings: list[Finding]
@@ -78,10 +78,10 @@ class Weights:
 
 
 def check_recipes(structure: Path, submodel: str, bound: BoundModel | None = None, *, keep: bool = False) -> Weights:
-    """What is wrong with the recipes of a structure, and with any tensor of `bound`, which was made by them.
+    """Check the recipes of a structure, and every tensor of `bound`, which was made with them.
 
-    structure: a directory that passes wrote without weights. keep: the exact values too. Memory: the largest tensor, or
-    all of them in float32.
+    structure: a directory written by passes without weights. keep: keep the exact values. Memory: the largest tensor,
+    or all of them in float32.
     """
     where = str(structure / MODEL_FILE)
     try:
@@ -124,8 +124,9 @@ def check_recipes(structure: Path, submodel: str, bound: BoundModel | None = Non
 def _assignment(
     submodel: str, parameters: Mapping[str, tuple[int, ...]], recipes: Mapping[str, Recipe]
 ) -> Iterator[Finding]:
-    """Which parameter goes into which weight. Shared weights are possible, so a second reader alone is a warning."""
-    # Scales are read beside their values, which count.
+    """Check which parameter goes into which weight. Weights may be shared, so a second reader alone is only a
+    warning."""
+    # Scales are read together with their values, and only values count.
     counted = {name: recipe for name, recipe in recipes.items() if not _beside_values(recipe)}
     keys = {name: {param.key for param in params(recipe)} for name, recipe in counted.items()}
     readers: dict[str, list[str]] = {}
@@ -135,7 +136,7 @@ def _assignment(
             yield Finding(submodel, "recipe", "error", name, f"{what} and not of the parameter of its name", REMEDY)
         for key in read:
             readers.setdefault(key, []).append(name)
-    # Half of a VAE is not in the graph of its other half.
+    # Half of a VAE is missing from the graph of the other half.
     parts = {key.split(".")[0] for key in readers}
     unread = [key for key in parameters if key not in readers and key.split(".")[0] in parts]
     for key, names in readers.items():
@@ -144,7 +145,7 @@ def _assignment(
             what = f"{key} goes into it and into {names[0]}" + (f", and {missed} into nothing" if missed else "")
             level: Level = "error" if missed else "warning"
             yield Finding(
-                submodel, "recipe", level, names[1], what, REMEDY if missed else "shared weights? then all is well"
+                submodel, "recipe", level, names[1], what, REMEDY if missed else "no problem if the weights are shared"
             )
 
 
@@ -153,5 +154,5 @@ def _beside_values(recipe: Recipe) -> bool:
 
 
 def _different_sums(recipes: Sequence[Recipe]) -> bool:
-    """Whether weights of one parameter are each other sums of its entries, as SubpixelConv has four kernels of one."""
+    """Whether weights of one parameter are different sums of its entries, like SubpixelConv's four kernels."""
     return all(isinstance(each, SumAlong) for each in recipes) and len(set(recipes)) == len(recipes)

@@ -1,13 +1,14 @@
-"""Where a 16-bit artifact is too far from PyTorch by its roundings alone, it is rounded in many other ways.
+"""Round a 16-bit artifact that is too far from PyTorch in many other ways, if rounding alone may be the cause.
 
-What one run in float16 loses is one draw. For most networks that is yardstick enough, but not where a value hangs on a
-threshold: the small Stable Diffusion 2.1 loses 0.002 or 0.008 at one timestep, by chance, in PyTorch as in any artifact. So the
-cases that are too far are run again, by the artifact and by fp16 PyTorch, with DRAWS ways to round their inputs: a number
-between two halves becomes either, the nearer the likelier. The lower quartile takes the place of the single draw on both sides:
-how often a threshold is passed is chance, while a fault is in every draw.
+The loss of one float16 run is a single random draw. For most networks that is a good enough yardstick, but not near a
+threshold: the small Stable Diffusion 2.1 loses 0.002 or 0.008 at one timestep, by chance, in PyTorch as in any
+artifact. So cases that are too far off run again, in the artifact and in fp16 PyTorch, with DRAWS roundings of their
+inputs: a number between two halves becomes either one, the nearer more likely. The lower quartile replaces the single
+draw on both
+sides: crossing a threshold is chance, while a fault is in every draw.
 
-Near its threshold one side may pass it in nearly every draw and the other in few; PyTorch's own draws are then far apart, and
-the artifact is compared with their upper quartile.
+Near a threshold one side may cross it in nearly every draw and the other in few. PyTorch's draws then differ widely,
+and the artifact is compared with their upper quartile.
 """
 
 from __future__ import annotations
@@ -31,26 +32,26 @@ from sdflow.verify.reference.torch_module import TorchModule
 from sdflow.verify.result import CaseDistance, OutputVerdict
 
 FAR = 10.0
-"""Times the yardstick. Where half of an output's cases are farther, it is wrong however it is rounded: nothing is drawn for it.
-A threshold makes single cases so."""
+"""Multiple of the yardstick. If half of an output's cases are farther, it is wrong under any rounding and not drawn
+again. A threshold affects single cases."""
 
 DRAWS = 16
 LEAST = 4
-"""Of them are below what counts. Where every second run passes a threshold, that is what the others lose, 24 times in 25."""
+"""Number of draws below the one that counts. If every second run crosses a threshold, the lower quartile is a draw
+without a crossing 24 times in 25."""
 
 APART = 2.0
-"""How many times the lower quartile of PyTorch's draws the upper one is where a case hangs on a threshold. Elsewhere it is 1.1
-to 1.4 times."""
+"""Ratio of PyTorch's upper to lower quartile from which a case is near a threshold. Elsewhere it is 1.1 to 1.4."""
 
 Run = Callable[["Sequence[Mapping[str, np.ndarray]]"], "Iterable[Mapping[str, np.ndarray]]"]
-"""Runs an artifact on inputs by name, many times."""
+"""Runs an artifact on many inputs by name."""
 Distances = Mapping[tuple[int, str], Sequence[float]]
-"""Of all draws, the least first, by case and output."""
+"""(case, output) -> distances of all draws, ascending."""
 
 
 def too_far(found: Sequence[CaseDistance], outputs: Sequence[OutputVerdict]) -> list[str]:
-    """The cases that make outputs of a float16 artifact fail, where that may be a matter of rounding: all is finite, and of no
-    output half the cases are farther than FAR."""
+    """The cases that make outputs of a float16 artifact fail, if rounding may be the cause: all values are finite, and
+    no output has half of its cases beyond FAR."""
     failed = {each.name for each in outputs if not each.passed}
     of_failed = [each for each in found if each.output in failed]
     if any(each.distance == inf or each.yardstick == inf for each in of_failed):
@@ -63,7 +64,7 @@ def too_far(found: Sequence[CaseDistance], outputs: Sequence[OutputVerdict]) -> 
 
 
 class Roundings:
-    """Ways to round the inputs of a submodel's cases, and what is lost with them."""
+    """Random roundings of the inputs of a submodel's cases, and their losses."""
 
     def __init__(self, torch_module: TorchModule, reference: Path) -> None:
         self.torch_module = torch_module
@@ -72,15 +73,15 @@ class Roundings:
 
     @cached_property
     def cases(self) -> Cases:
-        """What the reference computed."""
+        """The reference's cases."""
         return read_cases(self.reference, self.torch_module.submodel)
 
     def indices(self, names: Sequence[str]) -> list[int]:
-        """The cases of these names that have something to round."""
+        """The indices of the named cases that have inputs to round."""
         return [index for index, case in self.cases if case.name in names and self._real(index)]
 
     def inputs(self, index: int) -> list[dict[str, np.ndarray]]:
-        """A case's inputs, DRAWS times."""
+        """DRAWS roundings of a case's inputs."""
         random, real = np.random.default_rng(index), self._real(index)
         given = self.cases.get(index, "inputs")
         return [
@@ -92,12 +93,12 @@ class Roundings:
         ]
 
     def distances(self, indices: Sequence[int], run: Run) -> Distances:
-        """What `run` loses."""
+        """The losses of `run`."""
         runs = iter(run([inputs for index in indices for inputs in self.inputs(index)]))
         return self._lost({index: itertools.islice(runs, DRAWS) for index in indices})
 
     def yardsticks(self, indices: Sequence[int]) -> Distances:
-        """The same of fp16 PyTorch."""
+        """The losses of fp16 PyTorch."""
 
         missing = [index for index in indices if index not in {known for known, _ in self._yardsticks}]
         if missing:
@@ -125,7 +126,7 @@ class Roundings:
         return {key: sorted(each) for key, each in lost.items()}
 
     def _real(self, index: int) -> set[str]:
-        """The inputs that a 16-bit graph may round: many real numbers."""
+        """The inputs that a 16-bit graph may round: those with many real numbers."""
         ports = {port.name for port in self.torch_module.ports().inputs if not port.exact and port.axes != (1,)}
         return {
             name for name, value in self.cases.get(index, "inputs").items() if name in ports and value.dtype.kind == "f"
@@ -133,9 +134,8 @@ class Roundings:
 
 
 def drawn_again(found: Sequence[CaseDistance], roundings: Roundings, distances: Distances) -> tuple[CaseDistance, ...]:
-    """The cases, with many draws in place of one where there are `distances` of many; infinite where one of them is. Where
-    PyTorch overflows in one of its draws, and did not at first, the first stays: without a yardstick the case would be held
-    to less."""
+    """Replace cases' single draws with many, where `distances` has them; infinite if any draw is. If PyTorch overflows
+    in a draw but not at first, the first draw stays: without a yardstick the case would have a looser limit."""
     yardsticks = roundings.yardsticks([*dict.fromkeys(index for index, _ in distances)])
     indices = {case.name: index for index, case in roundings.cases}
     changed = []
@@ -150,13 +150,13 @@ def drawn_again(found: Sequence[CaseDistance], roundings: Roundings, distances: 
 
 
 def yardstick_of(draws: Sequence[float]) -> float:
-    """What many draws of PyTorch, the least first, hold an artifact to."""
+    """The yardstick from many draws of PyTorch, in ascending order."""
     low, high = draws[LEAST], draws[-1 - LEAST]
     return high if high > APART * low else low
 
 
 def _either_half(value: np.ndarray, random: np.random.Generator, dtype: str) -> np.ndarray:
-    """Each number as one of the two of this type beside it, float32; on average what it was."""
+    """Round each number randomly to one of its two neighbours in this type, unbiased; as float32."""
     import ml_dtypes  # noqa: F401 - gives numpy the name bfloat16
 
     near = value.astype(dtype)

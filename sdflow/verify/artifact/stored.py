@@ -1,7 +1,7 @@
-"""The weights of a bound model, each beside what its recipe gives: before it is rounded, and rounded by torch.
+"""Compare the weights of a bound model with their recipes: before rounding, and rounded by torch.
 
-The rounding of a recipe moves freely past what only moves values. So a recipe is carried out once, in float32, and its
-result is rounded here, not by what rounded the weights that are looked at (`sdflow.weights.half`).
+Rounding commutes with operations that only move values. So a recipe is evaluated once in float32 and its result rounded
+here, independently of the code under test (`sdflow.weights.half`).
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from sdflow.weights.recipe import (
 from sdflow.weights.tensors import open_tensors
 
 BFLOAT16 = (0.0, float("inf"))
-"""The limits of a rounding to bfloat16: it has none."""
+"""Limits of a rounding to bfloat16: none."""
 
 READERS = 2
-"""Threads that compute weights, each one at a time."""
+"""Threads that compute weights, one weight each at a time."""
 
 Result = TypeVar("Result")
 
@@ -57,10 +57,10 @@ OTHER_VALUES = "its recipe gives other values than the model has"
 
 @dataclass(frozen=True)
 class BoundModel:
-    """A model that was bound from a structure, and what it was bound with.
+    """A model bound from a structure, with its inputs.
 
-    checkpoint: as `open_checkpoint` gives it (`load`). loras: in the order of the workflow. denoiser: its config, which LoRAs
-    are read by.
+    checkpoint: from `open_checkpoint` (`load`). loras: in the workflow's order. denoiser: its config, needed to read
+    LoRAs.
     """
 
     folder: Path
@@ -71,8 +71,8 @@ class BoundModel:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a bound model. exact: its values before they were rounded to 16 bits or quantized; None where neither was
-    done, or where it has no recipe. problem: what is wrong with what is stored, or ""."""
+    """A tensor of a bound model. exact: its values before rounding to 16 bits or quantization; None if neither
+    happened, or it has no recipe. problem: of the stored values, or ""."""
 
     name: str
     exact: NDArray[Any] | None
@@ -82,10 +82,10 @@ class Stored:
 def stored_weights(
     submodel: str, structure: Path, recipes: Mapping[str, Recipe], parameters: Mapping[str, Any], bound: BoundModel
 ) -> Iterator[Stored]:
-    """Every tensor of the bound model, one after the other. recipes: those of the structure, by the tensors' names.
+    """Yield every tensor of the bound model. recipes: the structure's, by tensor name.
 
-    What has no recipe belongs to the graph, and must be what the structure has. Memory: a few of the largest tensors, and what
-    the caller keeps. Raises CheckpointError, PassError, OSError or ValueError where something cannot be read.
+    A tensor without a recipe belongs to the graph and must equal the structure's. Memory: a few of the largest tensors,
+    and whatever the caller keeps. Raises CheckpointError, PassError, OSError or ValueError if something cannot be read.
     """
     import onnx
 
@@ -93,7 +93,7 @@ def stored_weights(
     model = _tensors(onnx.load(str(bound.folder / MODEL_FILE), load_external_data=False))
     for name in own.keys() - model.keys():
         what = "a recipe for it" if name in recipes else "it"
-        yield Stored(name, None, f"the structure has {what} and the model no tensor")
+        yield Stored(name, None, f"the structure has {what}, but the model has no such tensor")
     by_blocks = any(isinstance(recipe, Blockwise) for recipe in recipes.values())
     with _reading(submodel, parameters, bound) as read, one_thread() if by_blocks else nullcontext(1) as threads:
         latest = _Latest(read, threads)
@@ -107,16 +107,16 @@ def stored_weights(
             if recipe is not None:
                 return _by_recipe(name, tensor, bound.folder, recipe, read)
             if name not in own:
-                return Stored(name, None, "it has no recipe, and the structure does not have it")
+                return Stored(name, None, "it has no recipe and is missing from the structure")
             if _bytes(tensor, bound.folder) != _bytes(own[name], structure):
-                return Stored(name, None, "it belongs to the graph, and is not what the structure has")
+                return Stored(name, None, "it belongs to the graph, but differs from the structure's")
             return None
 
         yield from (each for each in ahead(stored, model) if each is not None)
 
 
 def ahead(work: Callable[[str], Result], names: Iterable[str]) -> Iterator[Result]:
-    """What `work` gives for each name, in order; while one is looked at, the next ones are computed, READERS at a time."""
+    """Yield `work`'s result for each name, in order, while READERS threads compute the next ones."""
     with ThreadPoolExecutor(READERS) as pool:
         waiting: deque[Future[Result]] = deque()
         for name in names:
@@ -128,8 +128,8 @@ def ahead(work: Callable[[str], Result], names: Iterable[str]) -> Iterator[Resul
 
 
 class _Latest:
-    """The weights that were quantized by blocks last: their values, scales and zeros lie side by side. Two stay, as one
-    thread may be at the next weight already."""
+    """The most recent blockwise quantized weights, whose values, scales and zeros are adjacent. Two are kept, since one
+    thread may already be at the next weight."""
 
     def __init__(self, read: Callable[[str], NDArray[Any]], threads: int) -> None:
         self._read, self._threads = read, threads
@@ -137,12 +137,12 @@ class _Latest:
         self._found: list[tuple[Any, tuple[NDArray[Any], Mapping[str, NDArray[Any]]]]] = []
 
     def blocks(self, recipe: Blockwise) -> tuple[NDArray[Any], Mapping[str, NDArray[Any]]]:
-        """The values that are quantized, and the bits of the three parts."""
+        """The values to quantize, and the bits of the three parts."""
         key = recipe.how, recipe.of
         with self._lock:
             found = next((each for known, each in self._found if known == key), None)
             if found is None:
-                del self._found[:-1]  # before the next one comes
+                del self._found[:-1]  # before computing the next one
                 exact = _exact(recipe, self._read)
                 found = exact, blocks_again(exact, recipe.how, self._threads)
                 self._found.append((key, found))
@@ -153,7 +153,7 @@ class _Latest:
 def _reading(
     submodel: str, parameters: Mapping[str, Any], bound: BoundModel
 ) -> Iterator[Callable[[str], NDArray[Any]]]:
-    """What gives a parameter's values in float32, with the LoRAs merged."""
+    """Yield a function that reads a parameter in float32, with LoRAs merged."""
     import torch
 
     with open_tensors(submodel, bound.checkpoint, parameters) as checkpoint, warnings.catch_warnings():
@@ -172,7 +172,7 @@ def _reading(
 
 
 class ExactWeights(Mapping[str, "NDArray[Any]"]):
-    """What weights of a bound model were before they were rounded or quantized, each computed when it is asked for."""
+    """Weights of a bound model before rounding or quantization, each computed on access."""
 
     def __init__(self, recipes: Mapping[str, Recipe], read: Callable[[str], NDArray[Any]]) -> None:
         self._recipes, self._read = recipes, read
@@ -194,7 +194,7 @@ class ExactWeights(Mapping[str, "NDArray[Any]"]):
 def exact_weights(
     submodel: str, recipes: Mapping[str, Recipe], parameters: Mapping[str, Any], bound: BoundModel
 ) -> Iterator[ExactWeights]:
-    """The weights of these recipes that are rounded or quantized. Raises as `stored_weights` does."""
+    """The weights of these recipes that are rounded or quantized. Raises like `stored_weights`."""
     changed = {
         name: recipe
         for name, recipe in recipes.items()
@@ -205,7 +205,7 @@ def exact_weights(
 
 
 def _exact(recipe: Recipe, read: Callable[[str], NDArray[Any]]) -> NDArray[Any]:
-    """What a recipe gives without its roundings, in float32; of one that quantizes, what is quantized."""
+    """Evaluate a recipe in float32 without its roundings; for a quantizing one, its input."""
     of = recipe.of if isinstance(recipe, Quantizing) else recipe
     values = evaluate(unrounded(of), read)
     if values.dtype == np.float32 and not values.flags.c_contiguous:
@@ -229,7 +229,7 @@ def _by_recipe(name: str, tensor: Any, folder: Path, recipe: Recipe, read: Calla
         (pair,) = limits
         assert pair is not None
         wanted, exact_values = as_bfloat16(exact) if pair == BFLOAT16 else rounded(exact, *pair), exact
-    else:  # rounded here and there: it cannot be told apart
+    else:  # rounded in some parts only: cannot be separated
         wanted, exact_values = np.ascontiguousarray(evaluate(recipe, read)), exact
     return Stored(name, exact_values, "" if _same_bytes(tensor, folder, wanted) else OTHER_VALUES)
 
@@ -256,7 +256,7 @@ def unrounded(recipe: Recipe) -> Recipe:
 
 
 def _limits(recipe: Recipe) -> set[tuple[float, float] | None]:
-    """The limits of the roundings that the values pass, at the end of all that is computed; None: they pass none."""
+    """The limits of the roundings that the values pass; None for values that pass none."""
     match recipe:
         case Bfloat16():
             return {BFLOAT16, *(_limits(recipe.of) - {None})}
@@ -275,7 +275,7 @@ def _limits(recipe: Recipe) -> set[tuple[float, float] | None]:
 
 
 def as_bfloat16(values: NDArray[Any]) -> NDArray[Any]:
-    """The nearest bfloat16, as uint16: numpy has no such type."""
+    """Round to bfloat16, as uint16, since numpy lacks the type."""
     import torch
 
     bits: NDArray[Any] = torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()
@@ -283,11 +283,11 @@ def as_bfloat16(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def rounded(values: NDArray[Any], smallest: float, largest: float) -> NDArray[Any]:
-    """The nearest float16; what lies beyond the limits becomes them, but 0 and what is not finite."""
+    """Round to float16; values beyond the limits become the limits, except 0 and non-finite ones."""
     import torch
 
     half: NDArray[Any] = torch.from_numpy(values).half().numpy()
-    # Rounding keeps order: what lies beyond a limit is among what was rounded to it, or beyond.
+    # Rounding is monotonic: values beyond a limit round to it or beyond.
     low, high = (int(np.float16(limit).view(np.uint16)) for limit in (smallest, largest))
     size = half.view(np.uint16).reshape(-1) & np.uint16(0x7FFF)
     suspects = np.flatnonzero((size <= low) | (size >= high))
@@ -310,7 +310,7 @@ def _tensors(model: Any) -> dict[str, Any]:
 
 
 def _same_bytes(tensor: Any, folder: Path, wanted: NDArray[Any]) -> bool:
-    """Whether a TensorProto holds these values, bit for bit. Large ones are compared where they lie."""
+    """Whether a TensorProto holds exactly these values. Large ones are compared in place."""
     if not is_external(tensor):
         return _bytes(tensor, folder) == wanted.tobytes()
     location, offset, _ = data_span(tensor)
@@ -322,7 +322,7 @@ def _same_bytes(tensor: Any, folder: Path, wanted: NDArray[Any]) -> bool:
 
 
 def _bytes(tensor: Any, folder: Path) -> bytes:
-    """The raw bytes of a TensorProto, which stays as it is. Raises PassError when a file is too short."""
+    """The raw bytes of a TensorProto, which is not changed. Raises PassError if a file is too short."""
     import onnx
 
     if not is_external(tensor) and tensor.HasField("raw_data"):

@@ -1,7 +1,7 @@
-"""Whether a target takes a graph as it is: a kernel for every node, its version, its types and its attributes.
+"""Check whether a target supports a graph: a kernel for every node, its version, its types and its attributes.
 
-No device is asked: see `sdflow.verify.kernels`. Nodes that only compute shapes are told apart, as
-`sdflow.runtime.sessions.placement` does with real sessions: GPU providers leave them to the CPU on purpose.
+Uses tables instead of a device; see `sdflow.verify.kernels`. Nodes that only compute shapes are separated, as in
+`sdflow.runtime.sessions.placement` with real sessions: GPU providers leave them to the CPU on purpose.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ ENGINES = (
     "QNNExecutionProvider",
     "VitisAIExecutionProvider",
 )
-"""Providers that compile a whole graph, shapes and all: a shape costs them nothing."""
+"""Providers that compile the whole graph, including shape arithmetic, which then costs nothing."""
 
-NOT_READ = "drawing does not use what it computes; drop that output, or let it run on the CPU"
+NOT_READ = "generating does not use its result; drop that output, or let it run on the CPU"
 
 _SWITCHES = {
     "Attention": ("enable_attention",),
@@ -52,12 +52,12 @@ _SWITCHES = {
     "SkipLayerNormalization": ("enable_skip_layer_norm", "enable_bias_skip_layer_norm"),
     "SkipSimplifiedLayerNormalization": ("enable_skip_layer_norm",),
 }
-"""Fused operator -> the options of OrtTransformersOptimization without which it is not made."""
+"""Fused operator -> the options of OrtTransformersOptimization that create it."""
 
 
 @dataclass(frozen=True)
 class _Node:
-    """A node and what its fit depends on. types, dims: of the values around it, as far as they are known."""
+    """A node with what its support depends on. types, dims: of the values around it, if known."""
 
     proto: Any
     schema: Any
@@ -98,13 +98,13 @@ def fits(
     *,
     read: Collection[str] | None = None,
 ) -> list[Finding]:
-    """What keeps `target` from running the graph as it is. External data is not needed.
+    """What keeps `target` from running the graph unchanged. External data is not needed.
 
-    provider: one of the target's; its best one when not given. read: the outputs that drawing reads, None: all. What computes
-    the others alone slows nothing down when nobody asks for it.
-    An operator, version, type or attribute without a kernel is an error, or a warning where nobody reads the result; what
-    the table cannot tell is a warning; shape arithmetic that lands on the CPU is a note. Findings that differ in the node
-    alone are one, with a count.
+    provider: one of the target's; default: its preferred one. read: the outputs used for generating; None: all. Nodes
+    that serve only unused outputs cost nothing.
+    An operator, version, type or attribute without a kernel is an error, or a warning if nothing reads the result; gaps
+    in the table are warnings; shape arithmetic on the CPU is a note. Findings that differ only in the node are merged,
+    with a count.
     """
     from onnx.inliner import inline_local_functions
 
@@ -121,7 +121,7 @@ def fits(
 def fits_elsewhere(
     model: onnx.ModelProto, target: Target, submodel: str = "", *, read: Collection[str] | None = None
 ) -> list[Finding]:
-    """For a target with a provider for each kind of machine, what the others than the first have no kernel for, as warnings."""
+    """For a target with several providers for different machines: missing kernels of all but the first, as warnings."""
     others = [provider for provider, _, _ in target.providers[1:]] if target.plugins else []
     return [
         replace(each, level="warning", what=f"{each.what}, on machines with that provider")
@@ -132,7 +132,7 @@ def fits_elsewhere(
 
 
 def without_kernel(model: onnx.ModelProto, target: Target) -> set[str]:
-    """The names of the nodes that the target's best provider has no kernel for, by the tables alone."""
+    """Names of the nodes without a kernel in the target's preferred provider, from the tables alone."""
     table = kernel_table(target.providers[0][0])
     return {finding.node for finding in _graph(model.graph, _opsets(model), table, {}) if finding.check == "kernel"}
 
@@ -142,7 +142,7 @@ def _opsets(model: onnx.ModelProto) -> dict[str, int]:
 
 
 def _gathered(findings: list[Finding]) -> list[Finding]:
-    """One finding for those that are equal but for the node, in the order of the first of each."""
+    """Merge findings that differ only in the node, ordered by first occurrence."""
     groups: dict[Finding, list[Finding]] = {}
     for finding in findings:
         groups.setdefault(replace(finding, node="", count=1), []).append(finding)
@@ -150,7 +150,7 @@ def _gathered(findings: list[Finding]) -> list[Finding]:
 
 
 def _idle(graph: Any, read: Collection[str] | None) -> set[str]:
-    """The first outputs of the nodes from which no way leads to an output that is read."""
+    """The first outputs of the nodes that no used output depends on."""
     needed = {info.name for info in graph.output if read is None or info.name in read}
     idle = set()
     for node in reversed(graph.node):
@@ -173,7 +173,7 @@ def _graph(
             for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
                 yield from _graph(inner, opsets, table, types)
         if all(name in folded for name in proto.input if name) and any(proto.input):
-            folded.update(proto.output)  # ONNX Runtime computes it once, when it loads the model
+            folded.update(proto.output)  # ONNX Runtime folds it when it loads the model
         elif proto.op_type == "Constant":
             folded.update(proto.output)
         elif proto.output[0] not in on_cpu:
@@ -182,15 +182,15 @@ def _graph(
 
 
 def _judge(node: _Node, table: KernelTable) -> Iterator[Finding]:
-    """The findings of one node that has to run on the table's provider."""
+    """The findings on a node that has to run on the table's provider."""
     if reads_float8(node.proto):
         if table.provider != CUDA_PROVIDER:
-            yield _error(node, f"{node.title} runs on CUDA alone, in sdflow's own kernels", "leave QuantizeFp8 out")
+            yield _error(node, f"{node.title} runs only on CUDA, in sdflow's own kernels", "leave QuantizeFp8 out")
         return
     kernels = table.kernels.get(node.operator, ())
     if not kernels and node.operator in table.unknown:
         what = f"whether {table.title} has a kernel for {node.title} is not in the table ({table.version})"
-        yield Finding("", "kernel", "warning", node.name, what, "look at where its nodes run: sdflow run reports it")
+        yield Finding("", "kernel", "warning", node.name, what, "sdflow run reports where its nodes run")
     elif not kernels:
         yield _error(node, f"{node.title} has no {table.title} kernel", _remedy_for_operator(node, table))
     elif node.schema is None:
@@ -214,13 +214,13 @@ def _judge(node: _Node, table: KernelTable) -> Iterator[Finding]:
 
 def _error(node: _Node, what: str, remedy: str) -> Finding:
     if _expands(node):
-        remedy = "ONNX Runtime expands it into other operators, which are not looked at here"
+        remedy = "ONNX Runtime expands it into other operators, which are not checked here"
         return Finding("", "kernel", "warning", node.name, what, remedy)
     return Finding("", "kernel", "error", node.name, what, remedy)
 
 
 def _expands(node: _Node) -> bool:
-    """Whether ONNX Runtime puts a function's body in the node's place: it does for what not even the CPU has."""
+    """Whether ONNX Runtime inlines the node's function body, as it does for operators that even the CPU lacks."""
     from onnx import defs
 
     if node.schema is None or node.proto.domain not in STANDARD or node.operator in kernel_table(CPU_PROVIDER).kernels:
@@ -230,7 +230,7 @@ def _expands(node: _Node) -> bool:
 
 
 def _wrong_type(node: _Node, kernel: Kernel) -> tuple[str, str, frozenset[str]] | None:
-    """The first value whose type the kernel does not take: its formal name, its type, the types it could have."""
+    """The first value whose type the kernel does not support: its formal name, its type, the supported types."""
     proto, schema = node.proto, node.schema
     values = [*formals(schema.inputs, proto.input), *formals(schema.outputs, proto.output)]
     indices = {name: str(index) for index, name in reversed(list(enumerate(proto.input)))}
@@ -243,7 +243,7 @@ def _wrong_type(node: _Node, kernel: Kernel) -> tuple[str, str, frozenset[str]] 
 
 
 def _broken(node: _Node, condition: Condition) -> str | None:
-    """What the node has in place of what a condition asks; None when it is met, or cannot be told."""
+    """The node's value that violates a condition; None if it is met or unknown."""
     if condition.given is not None and not node.input(condition.given):
         return None
     if condition.attribute is not None:
@@ -268,12 +268,12 @@ def _broken(node: _Node, condition: Condition) -> str | None:
     return None if dims[-1] in condition.last_dimension else str(dims[-1])
 
 
-# What to do
+# Remedies
 
 
 def _remedy_for_operator(node: _Node, table: KernelTable) -> str:
     if node.proto.domain in STANDARD:
-        return "export so that it does not come up, or allow it: evaluate: {allow_fallback: true}"
+        return "export without it, or allow it: evaluate: {allow_fallback: true}"
     if not any(operator.startswith("com.microsoft.") for operator in table.kernels):
         return "leave OrtTransformersOptimization out"
     switches = _SWITCHES.get(node.title, ())
@@ -284,7 +284,7 @@ def _remedy_for_operator(node: _Node, table: KernelTable) -> str:
 
 def _remedy_for_type(node: _Node, found: str, table: KernelTable) -> str:
     if found == "float16" and table.provider == CPU_PROVIDER:
-        return "leave OnnxFloatToFloat16 out: ONNX Runtime would convert to float32 and back at every run, or refuse"
+        return "leave OnnxFloatToFloat16 out: ONNX Runtime would convert to float32 and back in every run, or fail"
     if found == "float16":
         return f"keep it in float32: force_fp32_ops: [{node.title}]"
     return "export with another type, or allow it: evaluate: {allow_fallback: true}"
@@ -294,14 +294,14 @@ def _remedy_for_type(node: _Node, found: str, table: KernelTable) -> str:
 
 
 def _obstacles(graph: Any, table: KernelTable) -> Iterator[Finding]:
-    """What keeps shapes from being static, and a CUDA graph from being captured."""
+    """What keeps shapes from being static, or a CUDA graph from being captured."""
     initializers = {tensor.name for tensor in graph.initializer}
     for info in graph.input:
         if info.name in initializers:
             continue
         for axis, dim in enumerate(info.type.tensor_type.shape.dim):
             if not dim.HasField("dim_value") and not dim.dim_param:
-                what = f"axis {axis} has neither a size nor a name, so that no session can fix it"
+                what = f"axis {axis} has neither a size nor a name, so no session can fix it"
                 remedy = "export with dynamic_axes that name it"
                 yield Finding("", "static-shape", "warning", info.name, what, remedy)
     if shapes := shape_nodes(graph):

@@ -1,5 +1,5 @@
-"""The denoiser with reference images: its graph as it is extended when a pipeline is loaded, against diffusers' own way of
-showing them to PyTorch's module."""
+"""Verify the denoiser with reference images: its graph, extended as when a pipeline is loaded, against PyTorch's module
+called as diffusers calls it."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     import torch
 
 SIZES = ((5, 7), (8, 3))
-"""Rows and columns of the latents of two references: neither is square, and they differ."""
+"""Rows and columns of two references' latents: not square, and different."""
 Arrays = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Referring:
-    """Inputs of a recorded case, and the latents of reference images, each (1, channels, rows, columns)."""
+    """Inputs of a recorded case, with the latents of reference images, each (1, channels, rows, columns)."""
 
     name: str
     inputs: Arrays
@@ -46,9 +46,10 @@ class Referring:
 def judge_references(
     request: JudgeRequest, family: Family, precision: str, cases: Cases, torch_module: TorchModule
 ) -> tuple[list[tuple[str, str]], Sequence[str]]:
-    """What is wrong, and what is covered, in words. precision: of the artifact. cases: of the denoiser without references.
+    """Return the problems and the coverage, in words. precision: of the artifact. cases: the denoiser's without
+    references.
 
-    In 16 bits, PyTorch's distance in that type is the yardstick, as it is without references; nothing is rounded again.
+    In 16 bits, PyTorch's distance in that type is the yardstick, as without references; nothing is rounded again.
     """
     name, references = family.denoiser, family.references
     assert references is not None, "the family takes them"
@@ -72,7 +73,7 @@ def judge_references(
 
 
 def referring_cases(cases: Cases, *, full: bool) -> Iterator[Referring]:
-    """Of the first step with two references; fully, also of the last step with one, and of a batch."""
+    """Cases at the first step with two references; with `full` also at the last step with one, and of a batch."""
     steps = [index for index, case in cases if case.group == "trajectory"]
     batches = [index for index, case in cases if case.group == "shape" and len(_sample(cases, index)) > 1]
     wanted = [(steps[0], 2)] + ([(steps[-1], 1), *((index, 2) for index in batches[:1])] if full else [])
@@ -85,7 +86,7 @@ def referring_cases(cases: Cases, *, full: bool) -> Iterator[Referring]:
 
 
 def _sample(cases: Cases, index: int) -> np.ndarray:
-    """The first input, which always has a row for each of the batch."""
+    """The first input, which always has one row per batch item."""
     return next(iter(cases.get(index, "inputs").values()))
 
 

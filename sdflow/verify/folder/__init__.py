@@ -1,8 +1,7 @@
-"""Everything in a pipeline folder that is no graph and no weight, held to the checkpoint that it was built from.
+"""Compare all files of a pipeline folder other than graphs and weights with its checkpoint.
 
-Each file is the checkpoint's, or differs from it by what the assembly does on purpose: `on_purpose` is the table of that. Then
-both are tried: texts through both tokenizers, and the schedule of every scheduler that a pipeline may be given. Nothing of
-what puts a folder together takes part.
+Each file equals the checkpoint's, or differs as the table `on_purpose` allows. Then both are run: texts through both
+tokenizers, and the schedule of every scheduler that a pipeline supports. This shares no code with the assembly.
 """
 
 from sdflow.verify.folder.hold import VERSION, FolderRequest, Held, hold_folder

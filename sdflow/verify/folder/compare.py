@@ -1,5 +1,5 @@
-"""The files of a pipeline folder against those of its checkpoint: each difference that no row of the table means is a finding
-that names file and key."""
+"""Compare the files of a pipeline folder with its checkpoint's: every difference that the table does not allow is a
+finding with file and key."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from sdflow.verify.folder.source import Source
 CHECK = "source"
 REBUILD = "build the pipeline again: sdflow run"
 MOST_FINDINGS = 5
-"""Differences of one file that are told by themselves."""
+"""Maximum number of differences reported per file."""
 
 Difference = tuple[str, Any, Any]
-"""A key with a dot between levels, what stands there, what belongs there; ABSENT for nothing."""
+"""A dotted key, the value found, and the value expected; ABSENT if there is none."""
 
 
 def compare_folder(folder: Path, manifest: Manifest, source: Source) -> Iterator[Finding]:
-    """What in the folder is otherwise than in the checkpoint, and not on purpose.
+    """Yield unintended differences between the folder and the checkpoint.
 
-    Raises CheckpointError for a file of the checkpoint that cannot be read.
+    Raises CheckpointError if a file of the checkpoint cannot be read.
     """
     expected = Expected(source, tuple(manifest.parts))
     yield from _submodels(manifest, source)
@@ -50,16 +50,18 @@ def _error(node: str, what: str, submodel: str = "", count: int = 1) -> Finding:
 
 
 def _submodels(manifest: Manifest, source: Source) -> Iterator[Finding]:
-    """The set of submodels: what the checkpoint has and the folder has not was left out by the workflow, and sdflow.json says
-    so. And of which family they are: sdflow bake goes by that."""
+    """Check the set of submodels: sdflow.json must list those that the workflow left out. Also checks the family, which
+    sdflow bake relies on."""
     if manifest.origin.family != source.family:
-        yield _error(MANIFEST_FILE, f"family is {manifest.origin.family}, where {source.family} belongs")
+        yield _error(MANIFEST_FILE, f"family is {manifest.origin.family}, expected {source.family}")
     left_out = manifest.origin.left_out
     for name in source.configs:
         if name in manifest.parts or name in (left_out or ()):
             continue
         if left_out is None:
-            what = f"{name} is in the checkpoint and not in the folder; an earlier sdflow did not write down what was left out"
+            what = (
+                f"{name} is in the checkpoint and not in the folder; an earlier sdflow did not record what was left out"
+            )
             yield Finding("", CHECK, "warning", MANIFEST_FILE, what, REBUILD)
         else:
             yield _error(
@@ -67,18 +69,18 @@ def _submodels(manifest: Manifest, source: Source) -> Iterator[Finding]:
             )
     for name in manifest.parts:
         if name not in source.configs:
-            yield _error(MANIFEST_FILE, f"{name} stands under submodels, and the checkpoint has none")
+            yield _error(MANIFEST_FILE, f"{name} is under submodels, but the checkpoint has none")
 
 
 def _foreign(folder: Path, expected: Expected, inside: set[str]) -> Iterator[Finding]:
-    """What lies in the folder and is no part of it. inside: pipelines of their own in it.
+    """Find files in the folder that are not part of it. inside: nested pipelines.
 
-    A tokenizer may read any file that lies in its folder.
+    A tokenizer may read any file in its folder.
     """
     known = {INDEX_FILE, MANIFEST_FILE, PROVENANCE_FILE, *expected.submodels, *expected.companions, *inside}
     for path in sorted(folder.iterdir()):
         if path.name not in known:
-            yield Finding("", CHECK, "warning", path.name, "is no part of the pipeline", "move it away")
+            yield Finding("", CHECK, "warning", path.name, "is not part of the pipeline", "move it away")
     for name in expected.companions:
         place = folder / name
         if not place.is_dir():
@@ -115,7 +117,7 @@ def _json_file(folder: Path, file: str, wanted: Any, expected: Expected, submode
     try:
         content = parse_json(found, finite=False)
     except ValueError as error:
-        yield _error(file.removeprefix(f"{submodel}/"), f"is no JSON: {error}", submodel)
+        yield _error(file.removeprefix(f"{submodel}/"), f"is not JSON: {error}", submodel)
         return
     if (
         not isinstance(content, dict)
@@ -148,7 +150,7 @@ def _keys_apart(
 
 
 def values_apart(key: str, found: Any, wanted: Any) -> Iterator[Difference]:
-    """Where two values of JSON differ, the innermost keys."""
+    """The differences between two JSON values, by innermost keys."""
     if isinstance(found, Mapping) and isinstance(wanted, Mapping):
         for name in dict.fromkeys([*wanted, *found]):
             yield from values_apart(f"{key}.{name}" if key else name, found.get(name, ABSENT), wanted.get(name, ABSENT))
@@ -159,12 +161,12 @@ def values_apart(key: str, found: Any, wanted: Any) -> Iterator[Difference]:
 
 
 def lines_apart(found: bytes, wanted: bytes) -> Iterator[Difference]:
-    """Where two texts differ, by lines."""
+    """The differences between two texts, by lines."""
     yield from _lists_apart(*(text.decode("utf-8", "replace").splitlines() for text in (found, wanted)))
 
 
 def _lists_apart(found: list[Any], wanted: list[Any]) -> Iterator[Difference]:
-    """Entries that one of two lists lacks; those in another order, where each has all."""
+    """Entries that one of two lists lacks; if both have the same, the first one out of order."""
     have, want = ({json.dumps(each) for each in entries} for entries in (found, wanted))
     apart = [(f"entry {index + 1}", ABSENT, each) for index, each in enumerate(wanted) if json.dumps(each) not in have]
     apart += [(f"entry {index + 1}", each, ABSENT) for index, each in enumerate(found) if json.dumps(each) not in want]
@@ -176,7 +178,7 @@ def _lists_apart(found: list[Any], wanted: list[Any]) -> Iterator[Difference]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Equal in JSON: there 1 is 1.0, and true is not 1; NaN, which Python writes, is itself."""
+    """Equality in JSON: 1 equals 1.0, true does not equal 1; NaN, which Python writes, equals itself."""
     if one is ABSENT or other is ABSENT:
         return one is other
     if isinstance(one, str) and isinstance(other, str):
@@ -193,20 +195,20 @@ def _plain(value: Any) -> Any:
 
 
 def _findings(file: str, submodel: str, apart: Iterator[Difference]) -> Iterator[Finding]:
-    """A finding for each of the first differences of a file, and one for the rest."""
+    """A finding for each of a file's first differences, and one for the rest."""
     node = file.removeprefix(f"{submodel}/") if submodel else file
     for key, found, wanted in islice(apart, MOST_FINDINGS):
         yield _error(node, f"{key or 'its content'} {_said(found, wanted)}", submodel)
     if rest := sum(1 for _ in apart):
-        yield _error(node, f"{rest} further keys or lines are not the checkpoint's", submodel, rest)
+        yield _error(node, f"{rest} more keys or lines differ from the checkpoint's", submodel, rest)
 
 
 def _said(found: Any, wanted: Any) -> str:
     if found is ABSENT:
-        return f"is missing, where {_short(wanted)} belongs"
+        return f"is missing, expected {_short(wanted)}"
     if wanted is ABSENT:
-        return f"is {_short(found)}, where nothing belongs"
-    return f"is {_short(found)}, where {_short(wanted)} belongs"
+        return f"is {_short(found)}, expected nothing"
+    return f"is {_short(found)}, expected {_short(wanted)}"
 
 
 def _short(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""A pipeline folder against its checkpoint: the files, then what they do."""
+"""Compare a pipeline folder with its checkpoint: the files, then their behaviour."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from sdflow.verify.folder.source import Source
 from sdflow.verify.folder.tokenizers import compare_tokenizers, is_tokenizer, texts
 
 VERSION = 2
-"""Raise it whenever something else may be found: it is part of the key of a verification."""
+"""Part of a verification's key. Increase it whenever findings may change."""
 
 
 @dataclass(frozen=True)
 class FolderRequest:
-    """folder: an assembled pipeline. source: what it is held to. whole: all that draws is verified, so that what lies beside the
-    graphs is tried too."""
+    """folder: an assembled pipeline. source: its checkpoint's files. whole: all submodels for generating are verified,
+    so tokenizers and schedules are run, too."""
 
     folder: Path
     source: Source
@@ -33,18 +33,18 @@ class FolderRequest:
 
 @dataclass(frozen=True)
 class Held:
-    """findings: what is otherwise than it should be. coverage: what was looked at, in words."""
+    """findings: deviations from the checkpoint. coverage: what was compared, in words."""
 
     findings: tuple[Finding, ...]
     coverage: str
 
 
 def hold_folder(request: FolderRequest, progress: Callable[[str], None]) -> Held:
-    """Compare the files, and try what they do. Raises CheckpointError for a checkpoint that cannot be read any more."""
+    """Compare the files and their behaviour. Raises CheckpointError if the checkpoint can no longer be read."""
     progress("the folder's files against the checkpoint's")
     folder, source = request.folder, request.source
     found = list(compare_folder(folder, read_manifest(folder), source))
-    coverage = "every file beside the graphs held to the checkpoint's"
+    coverage = "every file other than the graphs compared with the checkpoint's"
     if not request.whole:
         return Held(tuple(found), coverage)
     progress("tokenizers and schedules against the checkpoint's")
@@ -56,7 +56,7 @@ def hold_folder(request: FolderRequest, progress: Callable[[str], None]) -> Held
     found += _tried(folder, SCHEDULER, lambda: compare_schedules(folder, source))
     coverage += (
         f", {len(texts())} texts through {len(tokenizers)} tokenizer{'s' if len(tokenizers) > 1 else ''}, "
-        f"its schedule, and {len(others)} others that it may be given"
+        f"its schedule, and {len(others)} other schedulers"
     )
     return Held(tuple(found), coverage)
 

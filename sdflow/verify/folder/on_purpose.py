@@ -1,4 +1,4 @@
-"""What belongs at a key of a JSON file of a pipeline folder: the checkpoint's value, or what a row of `ON_PURPOSE` says."""
+"""The allowed values of JSON keys in a pipeline folder: the checkpoint's, or those of a row in `ON_PURPOSE`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sdflow.verify.folder.source import Source
 
 
 class Absent:
-    """Stands for a key that is not there."""
+    """Marks a missing key."""
 
 
 ABSENT = Absent()
@@ -28,7 +28,7 @@ ABSENT = Absent()
 
 @dataclass(frozen=True)
 class Expected:
-    """What belongs in the folder of a pipeline with these submodels, from this checkpoint."""
+    """The expected content of a pipeline folder with these submodels, from this checkpoint."""
 
     source: Source
     submodels: Sequence[str]
@@ -39,30 +39,30 @@ class Expected:
 
     @property
     def companions(self) -> tuple[str, ...]:
-        """What lies beside the graphs: what the checkpoint has of it."""
+        """The checkpoint's companions."""
         return tuple(self.source.companions)
 
     def keys(self, file: str, source: Mapping[str, Any]) -> list[str]:
-        """The keys that may belong into a file at its top: those of the checkpoint's, and those that rows name."""
+        """The top-level keys that a file may have: the checkpoint's, and those that rows name."""
         named = [key for row in self.rows(file) if row.key for key in self._names(row.key, file) if "*" not in key]
         return list(dict.fromkeys([*source, *named]))
 
     def allowed(self, file: str, key: str, source: Any) -> tuple[Any, ...] | None:
-        """The values that may stand at a key, ABSENT among them where it may be missing; None: any may.
+        """The allowed values of a key, ABSENT among them if it may be missing; None: any.
 
-        source: what the checkpoint has there, or ABSENT.
+        source: the checkpoint's value, or ABSENT.
         """
         row = self.row(file, key)
         return (source,) if row is None else row.value(self, file, key, source)
 
     def row(self, file: str, key: str) -> Row | None:
-        """The first row of the table that fits."""
+        """The first matching row."""
         return next(
             (row for row in self.rows(file) if any(fnmatchcase(key, name) for name in self._names(row.key, file))), None
         )
 
     def rows(self, file: str) -> list[Row]:
-        """The rows of the table that are about a file."""
+        """The rows that apply to a file."""
         return [row for row in ON_PURPOSE if self._of_file(row, file)]
 
     def _of_file(self, row: Row, file: str) -> bool:
@@ -77,7 +77,7 @@ class Expected:
         return file == row.file
 
     def _names(self, pattern: str, file: str) -> Sequence[str]:
-        """What a key of the table stands for."""
+        """Expand a key of the table."""
         if pattern == "<set>":
             return list(self.set_by_family(file))
         return {
@@ -94,7 +94,7 @@ class Expected:
         absent += [
             name
             for name, companion in family.companions.items()
-            if any(part in family.submodels for part in companion.parts)  # what is beside an adapter is not spoken of
+            if any(part in family.submodels for part in companion.parts)  # companions of adapters are not listed
         ]
         return [name for name in absent if name not in self.submodels and name not in self.companions]
 
@@ -121,7 +121,7 @@ class Expected:
         return [companion.library, str(config["_class_name"])]
 
     def of_said_scheduler(self, key: str, source: Any) -> tuple[Any, ...]:
-        """Its own options; of the checkpoint's entries those that it knows, and others as it pleases."""
+        """The scheduler's own options; entries of the checkpoint that it knows; any value for others."""
         import diffusers
 
         assert self.source.scheduler is not None
@@ -134,7 +134,7 @@ class Expected:
         return (source,) if key in known else (source, ABSENT)
 
     def filter_required(self) -> tuple[Any, ...]:
-        """Whether the filter of images is there."""
+        """Whether the safety checker is included."""
         checker = self.family.checker
         return (ABSENT,) if checker is None else (checker in self.submodels,)
 
@@ -143,10 +143,10 @@ class Expected:
 class Row:
     """An intended difference.
 
-    file: of the folder. key: of its JSON, a pattern of fnmatch; empty for the file as a whole. Words in <> stand for names of
-    the pipeline: <submodel> for each that it has, <companion> for what lies beside them, <scheduler> for the one with the
-    steps, <absent> for components that its class may have and it has not, <option> for the entries that its family reads, <set>
-    for the entries that its family sets. value: as of `Expected.allowed`, from what is expected, file, key and the checkpoint's
+    file: in the folder. key: of its JSON, an fnmatch pattern; empty for the whole file. Words in <> stand for names of
+    the pipeline: <submodel> for each of its submodels, <companion> for each companion, <scheduler> for the one with the
+    steps, <absent> for optional components that are missing, <option> for entries that its family reads, <set> for
+    entries that its family sets. value: `Expected.allowed`'s result, from Expected, file, key and the checkpoint's
     value. why: the reason.
     """
 
@@ -165,7 +165,7 @@ ON_PURPOSE: tuple[Row, ...] = (
         "model_index.json",
         "_class_name",
         lambda expected, *_: (expected.pipeline_class(),),
-        "The checkpoint's class runs modules of PyTorch; by this one diffusers and optimum know a folder of ONNX graphs.",
+        "The checkpoint's class runs PyTorch modules; diffusers and optimum recognize a folder of ONNX graphs by this one.",
     ),
     Row(
         "model_index.json",
@@ -177,46 +177,46 @@ ON_PURPOSE: tuple[Row, ...] = (
         "model_index.json",
         "<submodel>",
         lambda *_: (ONNX_COMPONENT,),
-        "The graph stands in place of the module. A VAE becomes two graphs, with a name each.",
+        "The graph replaces the module. A VAE becomes two graphs with separate names.",
     ),
     Row(
         "model_index.json",
         "<companion>",
         lambda expected, file, key, source: (expected.companion_class(key),),
-        "Old checkpoints name classes that transformers 5 no longer has, and a scheduler's own config names its class, which "
-        "may be another where a LoRA or the workflow asks for it.",
+        "Old checkpoints name classes that transformers 5 removed, and a scheduler's own config names its class, which "
+        "may differ if a LoRA or the workflow asks for it.",
     ),
     Row(
         "model_index.json",
         "<absent>",
         lambda *_: ([None, None],),
-        "diffusers asks its class for every component: what is not there is said to be none.",
+        "diffusers expects every component of its class: missing ones are listed as null.",
     ),
     Row(
         "model_index.json",
         "requires_safety_checker",
         lambda expected, *_: expected.filter_required(),
-        "A workflow may leave out the filter of images, and diffusers warns where one is required and not there.",
+        "A workflow may leave out the safety checker, and diffusers warns if a required one is missing.",
     ),
     Row(
         "model_index.json",
         "<option>",
         lambda expected, file, key, source: (expected.family.options[key] if source is ABSENT else source,),
-        "Entries that change what is computed are written down also where the checkpoint leaves them to diffusers.",
+        "Entries that change the result are written even if the checkpoint leaves them to diffusers.",
     ),
     Row(
         "model_index.json",
         "*",
         _left_out,
-        "Components of PyTorch whose graphs have other names, those that no pipeline here has (an image encoder), the "
-        "watermark, and where the checkpoint once lay.",
+        "PyTorch components whose graphs have other names, components that no pipeline here has (an image encoder), the "
+        "watermark, and the checkpoint's former location.",
     ),
     *(
         Row(
             "<submodel>/config.json",
             key,
             _left_out,
-            "It says who wrote the file, or where it lay; not what the model is.",
+            "It says who wrote the file, or where it was stored, not what the model is.",
         )
         for key in ("_diffusers_version", "_name_or_path", "transformers_version")
     ),
@@ -224,7 +224,7 @@ ON_PURPOSE: tuple[Row, ...] = (
         "<submodel>/config.json",
         "<set>",
         lambda expected, file, key, source: (expected.set_by_family(file)[key],),
-        "It chooses the inputs and outputs of the graph: the layers of a text encoder that are read, what ControlNets give, the "
+        "It selects the inputs and outputs of the graph: the text encoder layers that are read, the outputs of ControlNets, the "
         "tokens of IP-Adapters.",
     ),
     Row(
@@ -237,8 +237,8 @@ ON_PURPOSE: tuple[Row, ...] = (
         "<companion>/*",
         "",
         _left_out,
-        "Only files that the libraries read are copied: of a stranger's folder nothing else goes on.",
+        "Only files that the libraries read are copied from an untrusted folder.",
     ),
 )
-"""Everything that an assembled folder has on purpose otherwise than its checkpoint. The first row that fits a file and a key
-counts."""
+"""All intended differences between an assembled folder and its checkpoint. The first row that matches a file and a key
+applies."""

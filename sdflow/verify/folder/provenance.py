@@ -1,4 +1,4 @@
-"""A pipeline folder against its provenance: every file that the statement names, by its digest."""
+"""Compare a pipeline folder with its provenance: every file that the statement names, by digest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ CHECK = "provenance"
 
 
 def compare_with_provenance(folder: Path, digests: FileDigests) -> Iterator[Finding]:
-    """What is no longer what was built. A folder of an earlier sdflow has no provenance, and nothing is said of it."""
+    """Yield the files that changed since the build. Folders of earlier sdflow versions have no provenance and are
+    skipped."""
     try:
         statement = read_provenance(folder)
     except UsageError as error:

@@ -1,6 +1,6 @@
-"""The folder's schedule, as the runtime draws with it, against what diffusers' own pipeline of the checkpoint does with the same
-noise and the same outputs of the denoiser. Of the other schedulers that a pipeline may be given, each sampler is tried too, and
-each spacing of its steps: nobody has chosen them, so that what is wrong with one is a note."""
+"""Compare the folder's schedule, as the runtime uses it, with diffusers' own pipeline of the checkpoint, given the same
+noise and denoiser outputs. Each sampler and step spacing of the other supported schedulers is tried, too; since nobody
+chose them, their problems are notes."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ STEPS = (4, 21)
 SHAPE = (1, 2, 3, 5)
 TOKENS = 1024
 LARGEST = 1e-5
-"""Distance (relative L2) of what is fed to the denoiser. The factors are kept in float32."""
+"""Limit for the distance (relative L2) of the denoiser's inputs. The factors are kept in float32."""
 
 
 def compare_schedules(folder: Path, source: Source) -> list[Finding]:
-    """An error where the folder's scheduler gives other timesteps or other latents; a note about others that do, or that are
-    refused when they are chosen. Raises CheckpointError for one that cannot be loaded."""
+    """An error if the folder's scheduler gives other timesteps or latents; a note about other schedulers that do, or
+    that fail when selected. Raises CheckpointError if one cannot be loaded."""
     family = FAMILIES[source.family]
     companion = family.companions[SCHEDULER]
     ours = load_companion(companion, folder / SCHEDULER, str(folder / SCHEDULER))
@@ -48,7 +48,7 @@ def compare_schedules(folder: Path, source: Source) -> list[Finding]:
             loaded = ours if name is None else named_scheduler(name, ours.config, family.noising)
             wanted = _of_diffusers([each for each in (source.scheduler, name) if each], family, source, theirs)
         except UsageError as error:
-            return error.what if name is None else None  # of the others, what neither takes is the same
+            return error.what if name is None else None  # another scheduler that both reject is equal
         return next((why for steps in STEPS if (why := _apart(loaded, wanted, steps, family))), None)
 
     if why := apart(None):
@@ -57,14 +57,15 @@ def compare_schedules(folder: Path, source: Source) -> list[Finding]:
     others = {name: why for name in of_each_kind(family.noising.schedulers) if (why := apart(name))}
     if not others:
         return []
-    what = f"{', '.join(others)} cannot draw as diffusers does with this checkpoint: {next(iter(others.values()))}"
-    remedy = "It matters only to whoever chooses such a scheduler (--scheduler)."
+    what = f"{', '.join(others)} differ from diffusers with this checkpoint: {next(iter(others.values()))}"
+    remedy = "It matters only if you select such a scheduler (--scheduler)."
     return [Finding("", CHECK, "note", f"{SCHEDULER}/{companion.file}", what, remedy, len(others))]
 
 
 def _of_diffusers(names: Sequence[str], family: Family, source: Source, companions: Mapping[str, Any]) -> Any:
-    """The scheduler of diffusers' own pipeline of the checkpoint, which sets some entries of its config. names: of those that
-    take the place of the checkpoint's, one after another: the last is what `from_pretrained(..., scheduler=...)` is given."""
+    """The scheduler of diffusers' own pipeline of the checkpoint, which sets some entries of its config. names:
+    schedulers that replace the checkpoint's, one after another; the last is the argument of `from_pretrained(...,
+    scheduler=...)`."""
     own = companions[SCHEDULER]
     for name in names:
         own = make_scheduler(name, own.config)
@@ -73,7 +74,7 @@ def _of_diffusers(names: Sequence[str], family: Family, source: Source, companio
 
 
 def _apart(ours: Any, theirs: Any, steps: int, family: Family) -> str | None:
-    """What is otherwise at so many steps, in words. A schedule that both refuse is the same."""
+    """The difference at this number of steps, in words. A schedule that both reject is equal."""
     import torch
 
     try:
@@ -87,24 +88,24 @@ def _apart(ours: Any, theirs: Any, steps: int, family: Family) -> str | None:
     except UsageError as error:
         return None if wanted is None else error.what
     if wanted is None:
-        return f"at {steps} steps there is one, and the checkpoint's refuses"
+        return f"at {steps} steps it has a schedule, but the checkpoint's rejects them"
     timesteps = schedule.timesteps[:, 0].to(torch.float64)
     wanted = wanted.to(torch.float64)
     if timesteps.shape != wanted.shape:
-        return f"there are {len(timesteps)} timesteps of {steps} steps, where {len(wanted)} belong"
+        return f"there are {len(timesteps)} timesteps of {steps} steps, expected {len(wanted)}"
     for index, (have, want) in enumerate(zip(timesteps.tolist(), wanted.tolist(), strict=True)):
         if abs(have - want) > 1e-3:
-            return f"timestep {index + 1} of {steps} steps is {have:g}, where {want:g} belongs"
+            return f"timestep {index + 1} of {steps} steps is {have:g}, expected {want:g}"
     noise, outputs = _draw(0), [_draw(1 + index) for index in range(schedule.runs)]
     expected, noises = _by_diffusers(theirs, family.noising, noise, outputs)
     if len(noises) != schedule.draws:
-        return f"at {steps} steps it draws {schedule.draws} noises, where {len(noises)} belong"
+        return f"at {steps} steps it draws {schedule.draws} noises, expected {len(noises)}"
     terms = torch.stack([noise, torch.zeros(SHAPE, dtype=torch.float64), *noises, *outputs])
     rows = schedule.inputs.to(torch.float64)
     mixed = torch.einsum("rt,t...->r...", rows, terms)
     for index, (have, want) in enumerate(zip(mixed, expected, strict=True)):
         if (distance := relative_l2(have.numpy(), want.numpy())) > LARGEST:
-            what = "the result" if index == schedule.runs else f"what the denoiser is fed in run {index + 1}"
+            what = "the result" if index == schedule.runs else f"the denoiser's input in run {index + 1}"
             return f"at {steps} steps {what} is {distance:.2g} away (relative L2)"
     return None
 
@@ -112,14 +113,14 @@ def _apart(ours: Any, theirs: Any, steps: int, family: Family) -> str | None:
 def _by_diffusers(
     scheduler: Any, noising: Noising, noise: torch.Tensor, outputs: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What the denoiser is fed in each run, and the result; and the noises that the scheduler drew."""
+    """The denoiser's input in each run, then the result; and the noises that the scheduler drew."""
     import torch
     from torch.overrides import TorchFunctionMode
 
     drawn: list[torch.Tensor] = []
 
     class Recorded(TorchFunctionMode):  # type: ignore[misc]
-        """Some schedulers draw in float32 whatever they are fed: what they drew is taken, not drawn again."""
+        """Records noise: some schedulers draw in float32 whatever their input, so drawing again would differ."""
 
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             value = function(*args, **(kwargs or {}))

@@ -1,6 +1,6 @@
-"""What a pipeline folder is held to: the files of its checkpoint, as they lie there.
+"""The checkpoint's files that a pipeline folder is compared with, as stored there.
 
-What a checkpoint has not, as one in a single file, comes from the files of its architecture.
+Files that a checkpoint lacks, such as one in a single file, come from its architecture.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from sdflow.sources import Checkpoint
 
 @dataclass(frozen=True)
 class Source:
-    """Of a checkpoint. index: its model_index.json. configs: submodel -> the config.json of its component. companions: name ->
-    folder. scheduler: by name, what is said to draw in place of its own. adapted: submodel -> the entries that its config.json
-    has beside those, for the IP-Adapters that the workflow names: no file of the checkpoint has them."""
+    """Files of a checkpoint. index: its model_index.json. configs: submodel -> the config.json of its component.
+    companions: name -> folder. scheduler: name of the one that replaces its own. adapted: submodel -> further entries
+    of its config.json for the workflow's IP-Adapters, which no file of the checkpoint has."""
 
     family: str
     index: Mapping[str, Any]
@@ -31,7 +31,7 @@ class Source:
 
 
 def source_of(checkpoint: Checkpoint) -> Source:
-    """Raises CheckpointError for a config.json that cannot be read."""
+    """The files of a checkpoint. Raises CheckpointError if a config.json cannot be read."""
     return Source(
         family=checkpoint.family.name,
         index=checkpoint.index,
@@ -47,7 +47,8 @@ def source_of(checkpoint: Checkpoint) -> Source:
 
 
 def _published_config(load: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config.json that lies beside a component's weights. One file with many components, or one alone, has none."""
+    """The config.json next to a component's weights. Files with several components, or a single one alone, have
+    none."""
     config: Mapping[str, Any] = load["config"]
     if "files" not in load or "prefix" in load:
         return config

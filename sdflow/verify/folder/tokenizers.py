@@ -1,4 +1,5 @@
-"""The same texts through two tokenizers: the folder's, as the runtime loads it, and the checkpoint's, as transformers does."""
+"""Run the same texts through the folder's tokenizer, loaded by the runtime, and the checkpoint's, loaded by
+transformers."""
 
 from __future__ import annotations
 
@@ -29,12 +30,12 @@ MOST_PADDED = 1024
 
 
 def is_tokenizer(companion: Companion) -> bool:
-    """Whether it is one, and no scheduler or image processor."""
+    """Whether it is a tokenizer, not a scheduler or image processor."""
     return companion.file == "tokenizer_config.json"
 
 
 def compare_tokenizers(folder: Path, name: str, companion: Companion, source: Source) -> list[Finding]:
-    """What the folder's tokenizer makes otherwise of the texts. Raises CheckpointError for one that cannot be loaded."""
+    """Report texts that the folder's tokenizer encodes differently. Raises CheckpointError if one cannot be loaded."""
     ours = load_companion(companion, folder / name, str(folder / name))
     theirs = _published(name, companion, source)
     apart = [text for text in texts() if _tokens(ours, text) != _tokens(theirs, text)]
@@ -43,20 +44,21 @@ def compare_tokenizers(folder: Path, name: str, companion: Companion, source: So
         first = apart[0]
         where = _where(_tokens(ours, first), _tokens(theirs, first))
         named = json.dumps(first, ensure_ascii=False)
-        found.append(f"{len(apart)} of {len(texts())} texts become other tokens, the first is {named:.60}: {where}")
-    comparable = not apart and ours.model_max_length == theirs.model_max_length  # another length is said below
+        found.append(f"{len(apart)} of {len(texts())} texts give other tokens, the first is {named:.60}: {where}")
+    comparable = not apart and ours.model_max_length == theirs.model_max_length  # other lengths are reported below
     if comparable and any(
         not _equal_rows(token_ids(ours, part, _length(ours)), _padded(theirs, part)) for part in _batches(texts())
     ):
-        found.append("texts are padded or cut to other tokens")
+        found.append("texts are padded or truncated to other tokens")
     for entry in ("model_max_length", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"):
         if getattr(ours, entry) != getattr(theirs, entry):
-            found.append(f"{entry} is {getattr(ours, entry)} when it is loaded, where {getattr(theirs, entry)} belongs")
+            found.append(f"{entry} is {getattr(ours, entry)} when loaded, expected {getattr(theirs, entry)}")
     return [Finding("", CHECK, "error", name, what, REBUILD) for what in found]
 
 
 def _published(name: str, companion: Companion, source: Source) -> Any:
-    """As diffusers' from_pretrained loads it: of the class that the checkpoint's model_index.json names, where it is there."""
+    """Load it as diffusers' from_pretrained does: the class named in the checkpoint's model_index.json, if it
+    exists."""
     library, class_name = source.index.get(name) or (companion.library, companion.class_name)
     module = importlib.import_module(companion.library if library != companion.library else library)
     cls = getattr(module, str(class_name), None) or getattr(module, str(companion.class_name))
@@ -69,12 +71,12 @@ def _tokens(tokenizer: Any, text: str) -> list[int]:
 
 
 def _length(tokenizer: Any) -> int:
-    """What texts are padded to: language models would read more than any text here has."""
+    """The length that texts are padded to, limited because language models allow more than any text here has."""
     return min(int(tokenizer.model_max_length), MOST_PADDED)
 
 
 def _padded(tokenizer: Any, part: Sequence[str]) -> Any:
-    """As diffusers' pipelines call it."""
+    """Tokenize as diffusers' pipelines do."""
     options = {"padding": "max_length", "max_length": _length(tokenizer), "truncation": True}
     return tokenizer(list(part), **options, return_tensors="pt").input_ids
 
@@ -90,5 +92,5 @@ def _batches(whole: Sequence[str], size: int = 64) -> list[Sequence[str]]:
 def _where(ours: Sequence[int], theirs: Sequence[int]) -> str:
     place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
     if place is None:
-        return f"{len(ours)} tokens, where {len(theirs)} belong"
-    return f"its token {place + 1} is {ours[place]}, where {theirs[place]} belongs"
+        return f"{len(ours)} tokens, expected {len(theirs)}"
+    return f"its token {place + 1} is {ours[place]}, expected {theirs[place]}"

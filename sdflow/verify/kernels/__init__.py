@@ -1,12 +1,13 @@
-"""Which operators each execution provider has a kernel for: tables, one JSON file per provider, and how to read them.
+"""Tables of the operators that each execution provider has a kernel for: one JSON file per provider, and their reader.
 
-`kernels` maps an operator ("Conv", "com.microsoft.BiasAdd") to rows [first version, last version, {constraint: "type type ..."}].
-Versions are those of the operator in its domain: a number; a list, for one row per number; null, for ONNX Runtime's open end,
-which holds for the first version alone; "any", for a provider that does not look at versions. A constraint is a type parameter
-or a formal parameter of the operator's schema, the index of an input, or "*" for every input and output; its types may be
-written by a name from `types`. Operators in `unknown` are in the source and not in this table; any other has no kernel. `opset`
-and `ir_version` are the highest that the version loads. conditions.json holds what kernels ask beyond types.
-benchmarks/providers/kernel_tables.py writes the tables, each from its provider's own binary or document.
+`kernels` maps an operator ("Conv", "com.microsoft.BiasAdd") to rows [first version, last version, {constraint: "type
+type ..."}]. Versions are the operator's in its domain: a number; a list, for one row per number; null, for ONNX
+Runtime's open end, which covers only the first version; "any", for a provider that ignores versions. A constraint is a
+type parameter or a formal parameter of the operator's schema, the index of an input, or "*" for every input and output;
+types may be abbreviated by a name in `types`. Operators in `unknown` are in the source but not in this table; all
+others have no kernel. `opset` and `ir_version` are the highest that the version loads. conditions.json holds
+requirements beyond types. benchmarks/providers/kernel_tables.py writes the tables, each from its provider's own binary
+or document.
 """
 
 from __future__ import annotations
@@ -40,30 +41,30 @@ _ANY = 1 << 30
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel of one operator. last: None when it stands for version `first` alone. types: constraint -> ONNX types."""
+    """A kernel of one operator. last: None if it covers only version `first`. types: constraint -> ONNX types."""
 
     first: int
     last: int | None
     types: Mapping[str, frozenset[str]]
 
     def takes_version(self, version: int) -> bool:
-        """Whether it is for an operator that came into being with `version` of its domain.
+        """Whether it supports an operator introduced in `version` of its domain.
 
-        As KernelRegistry::VerifyKernelDef in ONNX Runtime's core/framework/kernel_registry.cc.
+        Like KernelRegistry::VerifyKernelDef in ONNX Runtime's core/framework/kernel_registry.cc.
         """
         return self.first == version or (self.last is not None and self.first < version <= self.last)
 
 
 @dataclass(frozen=True)
 class Condition:
-    """What a kernel asks of a node beyond its types; one of the tests below is set.
+    """A kernel's requirement on a node beyond types; exactly one test below is set.
 
-    input: index of the input that is tested; its last dimension must be one of `last_dimension`, or, divided by the
-    attribute `last_dimension_per`, a multiple of `multiple_of`; its type one of `types`; its dimensions `rank` in
-    number; with `present` it must be there.
+    input: index of the tested input; its last dimension must be in `last_dimension`, or, divided by the attribute
+    `last_dimension_per`, be a multiple of `multiple_of`; its type must be in `types`; its number of dimensions must be
+    `rank`; with `present` it must be given.
     given: index of an input without which the condition does not apply.
-    attribute: must be one of `values`; `default` when it is not set.
-    reason, remedy: for the user, after the operator's name; `{found}` stands for what the node has. source: who says so.
+    attribute: must be one of `values`; `default` if it is not set.
+    reason, remedy: for the user, after the operator's name; `{found}` is the node's value. source: the reference.
     """
 
     operators: frozenset[str]
@@ -87,7 +88,7 @@ class Condition:
 
 @dataclass(frozen=True)
 class KernelTable:
-    """What is known of a provider. kernels: operator, as "domain.name" or the name of a standard one -> its kernels."""
+    """The kernels of a provider. kernels: operator, as "domain.name" or a standard operator's name -> its kernels."""
 
     provider: str
     version: str
@@ -100,7 +101,7 @@ class KernelTable:
 
     @property
     def title(self) -> str:
-        """The provider as users call it: CUDA, DirectML."""
+        """The provider's common name: CUDA, DirectML."""
         return {
             "DmlExecutionProvider": "DirectML",
             "TensorrtExecutionProvider": "TensorRT",
@@ -111,7 +112,7 @@ class KernelTable:
 
 @cache
 def kernel_table(provider: str) -> KernelTable:
-    """The table of an execution provider. Raises VerificationError for one that there is no table for."""
+    """The table of an execution provider. Raises VerificationError if there is none."""
     if provider not in _FILES:
         raise VerificationError(f"there is no table of the kernels of {provider}", where=str(_FOLDER))
     content = json.loads((_FOLDER / _FILES[provider]).read_text(encoding="utf-8"))

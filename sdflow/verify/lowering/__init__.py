@@ -1,5 +1,5 @@
-"""Runs the graph of any target on a CPU: its contrib operators are replaced by standard ones, in float32 with 16 bits kept
-where the artifact has them."""
+"""Run the graph of any target on a CPU: contrib operators are replaced by standard ones, computed in float32, with
+results rounded to 16 bits where the artifact has them."""
 
 from sdflow.verify.lowering.lower import OPERATORS, Lowered, before_angles, lower
 from sdflow.verify.lowering.pieces import PieceSession

@@ -1,8 +1,8 @@
 """Gelu, BiasGelu, FastGelu, QuickGelu, BiasSplitGelu, BiasAdd.
 
-Definitions: ONNX Runtime, docs/ContribOperators.md (the same text is in the wheel: `get_all_operator_schema()`), and for
-what it leaves open onnxruntime/contrib_ops/cuda/diffusion/bias_split_gelu_impl.cu (the left half multiplies the Gelu of
-the right half, Gelu with the error function).
+Definitions: ONNX Runtime, docs/ContribOperators.md (the same text is in the wheel: `get_all_operator_schema()`), and
+for details that it omits onnxruntime/contrib_ops/cuda/diffusion/bias_split_gelu_impl.cu (the left half multiplies the
+Gelu of the right half, Gelu with the error function).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def quick_gelu(b: Builder, node: Node) -> list[str]:
 
 
 def bias_split_gelu(b: Builder, node: Node) -> list[str]:
-    """(x + bias) cut in half along the last axis: left times Gelu(right). (N, S, D) becomes (N, S, D/2)."""
+    """(x + bias) split in half along the last axis: left times Gelu(right). (N, S, D) becomes (N, S, D/2)."""
     node.allow()
     x = b.op("Add", node.input(0), node.input(1))
     size = b.op("Shape", node.raw(1))

@@ -1,11 +1,11 @@
 """MultiHeadAttention and Attention.
 
-Definitions: ONNX Runtime, docs/ContribOperators.md (the same text is in the wheel: `get_all_operator_schema()`). What it
-leaves open is from onnxruntime/contrib_ops/cpu/bert: masks are added to the scaled scores (attention_helper.h,
-PrepareMask); a causal mask replaces them by the lowest number (the same); the bias of MultiHeadAttention comes in the order
-q, k, v, each (heads, head size) (multihead_attention_helper.h).
+Definitions: ONNX Runtime, docs/ContribOperators.md (the same text is in the wheel: `get_all_operator_schema()`).
+Details that it omits are from onnxruntime/contrib_ops/cpu/bert: masks are added to the scaled scores
+(attention_helper.h, PrepareMask); a causal mask replaces them by the lowest number (ibid.); the bias of
+MultiHeadAttention has the order q, k, v, each (heads, head size) (multihead_attention_helper.h).
 
-Heads are computed one after the other: at 64x64 latents the scores of all heads together would take a gigabyte.
+Heads are computed one by one: at 64x64 latents the scores of all heads together would take a gigabyte.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def multi_head_attention(b: Builder, node: Node) -> list[str]:
 
 
 def attention(b: Builder, node: Node) -> list[str]:
-    """The same with q, k and v = x weights + bias, x (B, S, I), weights (I, D + D + Dv), bias (D + D + Dv)."""
+    """Attention with q, k and v = x weights + bias, x (B, S, I), weights (I, D + D + Dv), bias (D + D + Dv)."""
     node.allow("do_rotary", "mask_filter_value", "num_heads", "qkv_hidden_sizes", "scale", "unidirectional")
     node.refuse_inputs({4: "past", 6: "past_sequence_length"})
     if node.attribute("do_rotary", 0):
@@ -107,7 +107,7 @@ def _attend(b: Builder, node: Node, q: str, k: str, v: str, *, mask: int, bias: 
 
 
 def _mask(b: Builder, node: Node, q: str, k: str, index: int) -> str | None:
-    """What the mask and `unidirectional` add to scores (B, 1, S, L); None without."""
+    """The addend of the mask and `unidirectional` for scores (B, 1, S, L); None without either."""
     batch, queries = (b.op("Slice", b.op("Shape", q), b.ints(axis), b.ints(axis + 1)) for axis in (0, 1))
     keys = b.op("Slice", b.op("Shape", k), b.ints(1), b.ints(2))
     position = b.op("Range", *(b.op("Squeeze", x) for x in (b.ints(0), keys, b.ints(1))))
@@ -124,7 +124,7 @@ def _mask(b: Builder, node: Node, q: str, k: str, index: int) -> str | None:
 
 
 def _kept(b: Builder, node: Node, mask: str, rank: int, batch: str, queries: str, keys: str, position: str) -> str:
-    """Which scores a mask leaves as they are, to be broadcast to (B, 1, S, L)."""
+    """Which scores a mask keeps, broadcastable to (B, 1, S, L)."""
     zero = b.ints(0)
     if rank == 1:  # (B) ends, or (2B) ends and starts, or (3B + 2) of which the first B are ends
         ends = b.op("Slice", mask, zero, batch)
@@ -146,7 +146,7 @@ def _kept(b: Builder, node: Node, mask: str, rank: int, batch: str, queries: str
 
 
 def _bias_of_heads(b: Builder, node: Node, index: int, heads: int) -> list[str] | list[None]:
-    """attention_bias (B or 1, heads or 1, S, L) in parts, one for each head; Nones without."""
+    """attention_bias (B or 1, heads or 1, S, L) split by heads; Nones without it."""
     if not node.has(index):
         return [None] * heads
     if heads > 1:

@@ -1,7 +1,7 @@
 """MatMulNBits of com.microsoft, in float32.
 
-Definition: ONNX Runtime, docs/ContribOperators.md: y = x w^T, w (N, K) = (number - zero) scale for each block along K; numbers
-and zeros lie in bytes, the first in the lower bits; without zeros, 2^(bits - 1).
+Definition: ONNX Runtime, docs/ContribOperators.md: y = x w^T, w (N, K) = (number - zero) scale for each block along K;
+numbers and zeros are packed into bytes, low bits first; without zeros, 2^(bits - 1).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def matmul_nbits(b: Builder, node: Node) -> list[str]:
 
 
 def _numbers(b: Builder, packed: str, bits: int) -> str:
-    """Float32 numbers of bytes, those of a byte along a further axis."""
+    """Unpack bytes to float32 numbers; those of one byte go along a new last axis."""
     byte = np.arange(256, dtype=np.float32)
     if bits == 8:
         return b.op("Cast", packed, to=1)

@@ -1,4 +1,4 @@
-"""What a lowering writes its operators with: fresh names, element types, and the roundings to 16 bits."""
+"""Building blocks of lowerings: fresh names, element types, and rounding to 16 bits."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ FLOAT, FLOAT16, BFLOAT16 = 1, 10, 16
 HALVES = (FLOAT16, BFLOAT16)
 
 COPY = "/float32"
-"""How the name of a float32 copy of a float16 value ends."""
+"""Suffix of the float32 copy of a 16-bit value."""
 
 
 class Builder:
-    """The lowered graph while it grows.
+    """The lowered graph under construction.
 
-    Every value of the artifact keeps its name and its element type. Where a value has 16 bits, an operator reads its
-    float32 copy (`wide`), computes in float32, and `result` rounds once to 16 bits. Both conversions are Casts that the
-    graph holds explicitly: ONNX Runtime keeps those, while the ones that it inserts itself it also merges away.
+    Every value of the artifact keeps its name and element type. For a 16-bit value, operators read its float32 copy
+    (`wide`), compute in float32, and `result` rounds once to 16 bits. Both conversions are explicit Casts: ONNX Runtime
+    keeps those, while it merges away Casts that it inserts itself.
     """
 
     def __init__(self, types: Mapping[str, int], shapes: Mapping[str, Sequence[int | str | None]], *, round_fp16: bool):
@@ -38,17 +38,17 @@ class Builder:
         self._taken: set[str] = set()
 
     def begin(self, node_name: str) -> None:
-        """What follows is the lowering of the artifact's node `node_name`."""
+        """Start the lowering of the artifact's node `node_name`."""
         self._node = node_name
 
     def op(self, op_type: str, *inputs: str, domain: str = "", **attributes: Any) -> str:
-        """One more operator with one output, whose new name is returned. Attributes that are None are left out."""
+        """Add an operator with one output and return the output's new name. Attributes that are None are omitted."""
         name = self._fresh(f"{self._node}/{op_type}")
         self.add(op_type, inputs, [name], domain=domain, **attributes)
         return name
 
     def split(self, value: str, axis: int, sizes: Sequence[int]) -> list[str]:
-        """`value` cut along `axis` into parts of these sizes."""
+        """Split `value` along `axis` into parts of these sizes."""
         if len(sizes) == 1:
             return [value]
         names = [self._fresh(f"{self._node}/Split") for _ in sizes]
@@ -58,7 +58,7 @@ class Builder:
     def add(
         self, op_type: str, inputs: Iterable[str], outputs: Sequence[str], domain: str = "", **attributes: Any
     ) -> None:
-        """One more operator whose outputs are named already."""
+        """Add an operator with named outputs."""
         import onnx
 
         given = {name: value for name, value in attributes.items() if value is not None}
@@ -78,13 +78,13 @@ class Builder:
         return self._wide[value]
 
     def rounded(self, value: str, element_type: int) -> str:
-        """A float32 value as it is after it was stored with `element_type`."""
+        """A float32 value as it reads back after storage as `element_type`."""
         if element_type not in HALVES or not self.round_fp16:
             return value
         return self.op("Cast", self.op("Cast", value, to=element_type), to=FLOAT)
 
     def result(self, value: str, name: str, element_type: int) -> None:
-        """Make the float32 `value` the artifact's value `name`, stored with `element_type`."""
+        """Make the float32 `value` the artifact's value `name`, stored as `element_type`."""
         if element_type in HALVES and not self.round_fp16:
             element_type = FLOAT
         self.types[name] = element_type
@@ -98,11 +98,11 @@ class Builder:
         return self.constant(np.array(values, np.int64))
 
     def scalar(self, value: float) -> str:
-        """A float32 without dimensions."""
+        """A float32 scalar."""
         return self.constant(np.array(value, np.float32))
 
     def constant(self, array: Any) -> str:
-        """An initializer of these values; equal ones are stored once."""
+        """An initializer with these values; equal ones are stored once."""
         import onnx
 
         key = (array.dtype.str, array.shape, array.tobytes())
@@ -112,14 +112,14 @@ class Builder:
         return self._constants[key]
 
     def rank(self, value: str) -> int:
-        """Number of dimensions. Raises VerificationError when the artifact does not tell."""
+        """Number of dimensions. Raises VerificationError if the artifact does not define it."""
         return len(self.shape(value))
 
     def shape(self, value: str) -> Sequence[int | str | None]:
-        """Dimensions of a value of the artifact. Raises VerificationError when the artifact does not tell."""
+        """Dimensions of a value of the artifact. Raises VerificationError if the artifact does not define them."""
         if value not in self.shapes:
             raise VerificationError(
-                f"the number of dimensions of {value!r} is not known, and what the operator computes depends on it",
+                f"the number of dimensions of {value!r} is unknown, and the operator's result depends on it",
                 where=self._node,
                 remedy="Run shape inference on the model, so that the value is in its value_info.",
             )
@@ -135,7 +135,7 @@ class Builder:
 
 
 class Node:
-    """A node of the artifact, read by its lowering: float32 inputs by index, attributes with defaults."""
+    """A node of the artifact, as its lowering reads it: float32 inputs by index, attributes with defaults."""
 
     def __init__(self, builder: Builder, proto: Any, name: str) -> None:
         import onnx
@@ -148,11 +148,11 @@ class Node:
         return index < len(self.proto.input) and bool(self.proto.input[index])
 
     def has_output(self, index: int) -> bool:
-        """Whether the optional output is wanted."""
+        """Whether the optional output is used."""
         return index < len(self.proto.output) and bool(self.proto.output[index])
 
     def raw(self, index: int) -> str:
-        """The name of the input in the artifact. Raises VerificationError when it is missing."""
+        """The name of the input in the artifact. Raises VerificationError if it is missing."""
         if not self.has(index):
             raise self.error(f"input {index} is missing")
         return str(self.proto.input[index])
@@ -162,12 +162,12 @@ class Node:
         return self.builder.wide(self.raw(index))
 
     def optional(self, index: int) -> str | None:
-        """The same for an input that need not be there."""
+        """The input as for `input`; None if it is missing."""
         return self.input(index) if self.has(index) else None
 
     @property
     def element_type(self) -> int:
-        """The element type of the first input: the `T` of the contrib operators."""
+        """The element type of the first input: `T` of the contrib operators."""
         return self.builder.types.get(self.raw(0), FLOAT)
 
     def attribute(self, name: str, default: Any) -> Any:
@@ -180,13 +180,13 @@ class Node:
         return self.attribute(name, None)
 
     def allow(self, *names: str) -> None:
-        """Raises VerificationError for an attribute that the lowering does not know."""
+        """Raises VerificationError for other attributes."""
         unknown = sorted(set(self.attributes) - set(names))
         if unknown:
             raise self.error(f"attribute {', '.join(unknown)} is not known to the lowering")
 
     def refuse_inputs(self, names: Mapping[int, str]) -> None:
-        """Raises VerificationError when one of these optional inputs is given."""
+        """Raises VerificationError if one of these optional inputs is given."""
         for index, what in names.items():
             if self.has(index):
                 raise self.error(f"{what} (input {index}) is not known to the lowering")
@@ -195,5 +195,5 @@ class Node:
         return VerificationError(
             f"{self.proto.op_type}: {what}",
             where=f"node {self.name}",
-            remedy="Verify cannot run this node on a CPU: switch the fusion that makes it off, or extend sdflow.verify.lowering.",
+            remedy="Verify cannot run this node on a CPU: switch off the fusion that makes it, or extend sdflow.verify.lowering.",
         )

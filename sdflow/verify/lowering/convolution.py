@@ -1,7 +1,8 @@
 """NhwcConv.
 
-Definition: ONNX Runtime, docs/ContribOperators.md: Conv on (N, H, W, C). Its text gives the weight as for Conv; that it is
-(M, kH, kW, C/group) instead is from onnxruntime/python/tools/transformers/fusion_nhwc_conv.py, which makes the operator.
+Definition: ONNX Runtime, docs/ContribOperators.md: Conv on (N, H, W, C). Its text gives the weight as for Conv; the
+actual layout (M, kH, kW, C/group) is from onnxruntime/python/tools/transformers/fusion_nhwc_conv.py, which makes the
+operator.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Float8MatMul of sdflow, in float32: its definition is in sdflow.onnx_model.float8.
+"""sdflow's Float8MatMul in float32, as defined in sdflow.onnx_model.float8.
 
-E4M3 is decoded by a table, and rounded to by arithmetic, for any operator set: ONNX casts to it from version 19 on.
+E4M3 is decoded by a table and rounded to by arithmetic, for any opset: ONNX casts to it only from version 19 on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ LARGEST, SMALLEST_NORMAL = 448.0, 2.0**-6
 
 
 def float8_matmul(b: Builder, node: Node) -> list[str]:
-    """x (..., K) with each row rounded to E4M3 under a scale of its own, times the weight (N, K), times the scales."""
+    """x (..., K), each row rounded to E4M3 with its own scale, times the weight (N, K), times the scales."""
     node.allow()
     x = node.input(0)
     size = b.op("Abs", x)
@@ -31,8 +31,9 @@ def float8_matmul(b: Builder, node: Node) -> list[str]:
 def _rounded(b: Builder, x: str) -> str:
     """The nearest number of E4M3; x is at most 448.
 
-    Those from 2^-6 on keep four bits: x times 2^20 + 1, less the difference of that and x (T. J. Dekker, A floating-point
-    technique for extending the available precision, 1971). The others become multiples of 2^-9, which float32 does at 2^14.
+    Numbers from 2^-6 on keep four bits: x times 2^20 + 1, less the difference of that and x (T. J. Dekker, A
+    floating-point technique for extending the available precision, 1971). Smaller ones become multiples of 2^-9, as
+    float32 sums at 2^14 do.
     """
     wide = b.op("Mul", x, b.scalar(2.0**20 + 1))
     normal = b.op("Sub", wide, b.op("Sub", wide, x))
@@ -42,7 +43,7 @@ def _rounded(b: Builder, x: str) -> str:
 
 
 def _table() -> object:
-    """What the 256 bytes stand for."""
+    """The values of the 256 bytes."""
     byte = np.arange(256)
     exponent, fraction = byte >> 3 & 15, byte & 7
     size = np.where(exponent > 0, (8 + fraction) * 2.0 ** (exponent - 10), fraction * 2.0**-9)

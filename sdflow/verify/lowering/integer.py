@@ -1,8 +1,8 @@
 """MatMulIntegerToFloat of com.microsoft, in float32.
 
-Definition: ONNX Runtime, docs/ContribOperators.md, and onnxruntime/contrib_ops/cpu/quantization/dynamic_quantize_matmul.cc: y
-is the product of a less its zero and of b, times both scales, plus the bias. The whole numbers are multiplied as float32: no
-processor cuts their sums.
+Definition: ONNX Runtime, docs/ContribOperators.md, and
+onnxruntime/contrib_ops/cpu/quantization/dynamic_quantize_matmul.cc: y is the product of a minus its zero point and b,
+times both scales, plus the bias. Integers are multiplied as float32, which no processor saturates.
 """
 
 from __future__ import annotations

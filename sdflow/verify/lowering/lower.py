@@ -1,7 +1,7 @@
-"""Rewrites the graph of any target so that ONNX Runtime's CPU provider computes what the target computes.
+"""Rewrite the graph of any target so that ONNX Runtime's CPU provider computes what the target computes.
 
-A GPU stores float16 or bfloat16, accumulates in float32 and rounds each operator's result to 16 bits once. So does the lowered
-graph: every operator with such operands reads them as float32, computes in float32, and has its result cast.
+A GPU stores float16 or bfloat16, accumulates in float32 and rounds each operator's result to 16 bits once. So does the
+lowered graph: every operator with 16-bit operands reads them as float32, computes in float32, and casts its result.
 """
 
 from __future__ import annotations
@@ -43,36 +43,36 @@ OPERATORS: Mapping[str, Callable[[Builder, Node], list[str]]] = MappingProxyType
         "SkipSimplifiedLayerNormalization": normalization.skip_simplified_layer_normalization,
     }
 )
-"""The operators of com.microsoft and of sdflow that can be lowered: each gives its outputs, in float32."""
+"""The operators of com.microsoft and of sdflow that can be lowered; each function returns the outputs, in float32."""
 
 DOMAINS: Mapping[str, str] = MappingProxyType({FLOAT8_MATMUL: DOMAIN, "SimplifiedLayerNormalization": ""})
-"""The domains of those that are not of com.microsoft. ONNX Runtime has put one of its own into the standard domain."""
+"""Domains of operators outside com.microsoft. ONNX Runtime has put one of its own into the standard domain."""
 
 MOVES = frozenset({
     "Cast", "CastLike", "Concat", "Constant", "ConstantOfShape", "DepthToSpace", "Expand", "Flatten", "Gather",
     "GatherElements", "GatherND", "Identity", "Pad", "Reshape", "ScatterElements", "ScatterND", "Shape", "Size", "Slice",
     "SpaceToDepth", "Split", "Squeeze", "Tile", "Transpose", "Trilu", "Unsqueeze", "Where",
 })  # fmt: skip
-"""Operators that compute nothing: 16-bit values go through them as they are."""
+"""Operators that only move values: 16-bit values pass unchanged."""
 
 TURNS = frozenset({"ArgMax", "Cos", "Sin"})
-"""Operators that turn a small error of what they read into another result."""
+"""Operators for which a small error of the input changes the result."""
 
 OLDEST_OPSET = 13
 
 GIVEN = "given-with-the-session"
-"""Where the external data of an initializer is said to lie whose values come with the session."""
+"""Placeholder location of an initializer whose values are supplied with the session."""
 
 
 @dataclass(frozen=True)
 class Lowered:
     """A graph of standard operators that computes what the artifact computes.
 
-    model: the ModelProto; weights stay external, as they were. Its inputs are the artifact's.
-    operators: contrib operator type -> how many were lowered.
-    node_of: name of each value that a node of `model` puts out -> the artifact's node that it comes from ("" for
-    float32 copies of inputs and weights).
-    values: name of each value that a node of the artifact puts out -> its element type in `model` (onnx.TensorProto).
+    model: the ModelProto; weights stay external, unchanged. Its inputs are the artifact's.
+    operators: contrib operator type -> number lowered.
+    node_of: each value that a node of `model` outputs -> its node in the artifact ("" for float32 copies of inputs and
+    weights).
+    values: each value that a node of the artifact outputs -> its element type in `model` (onnx.TensorProto).
     """
 
     model: Any
@@ -82,7 +82,7 @@ class Lowered:
 
     @property
     def types(self) -> dict[str, int]:
-        """Value -> element type, of every value that may pass from one session to another: those of `values`, and their float32
+        """Value -> element type, for every value that may pass between sessions: those of `values`, and their float32
         copies."""
         copies = {name: FLOAT for name, node in self.node_of.items() if name not in self.values and name.endswith(COPY)}
         return {**copies, **self.values}
@@ -96,13 +96,13 @@ def lower(
     exact: Collection[str] = (),
     angles: bool = False,
 ) -> Lowered:
-    """Lower an onnx.ModelProto, whose weights may be external and are not read. `model` is not changed.
+    """Lower an onnx.ModelProto, without changing it or reading its weights, which may be external.
 
-    round_fp16: results are rounded to 16 bits where the artifact has these; without, everything that had 16 bits is float32, the
-    outputs too. expose: values of the artifact that the lowered graph has as further outputs. exact: 16-bit initializers and
-    inputs that it has in float32: their values are to be given. angles: what Sin, Cos and ArgMax are computed from is rounded as
-    in the artifact in any case: a rounded angle or index is another one.
-    Raises VerificationError, naming the node, for an operator that is not known or is used in a way that is not.
+    round_fp16: round results to 16 bits where the artifact has them; otherwise all 16-bit values become float32,
+    including outputs. expose: values of the artifact to add as outputs. exact: 16-bit initializers and inputs to turn
+    into float32; the caller supplies their values. angles: round the inputs of Sin, Cos and ArgMax as in the artifact
+    in any case, since a rounded angle or index is a different one.
+    Raises VerificationError, naming the node, for an unsupported operator or use of one.
     """
     import onnx
 
@@ -127,18 +127,18 @@ def lower(
         elif proto.domain in ("", "ai.onnx"):
             _keep(builder, node, types)
         else:
-            raise node.error(f"domain {proto.domain}: the lowering does not know this operator")
+            raise node.error(f"domain {proto.domain}: the lowering does not support this operator")
         values += [name for name in proto.output if name]
         for name in proto.output:
             builder.node_of[name] = node.name
 
     unknown = sorted(set(expose) - set(values))
     if unknown:
-        raise VerificationError(f"no node of the model puts out {', '.join(map(repr, unknown[:5]))}")
+        raise VerificationError(f"no node of the model outputs {', '.join(map(repr, unknown[:5]))}")
     outputs = [item.name for item in model.graph.output]
     unmade = [name for name in outputs if name not in builder.types]
     if unmade:
-        raise VerificationError(f"no node of the model puts out {', '.join(map(repr, unmade[:5]))}, which it promises")
+        raise VerificationError(f"no node of the model outputs {', '.join(map(repr, unmade[:5]))}, which it promises")
     result = onnx.ModelProto(ir_version=model.ir_version)
     result.opset_import.add(domain="", version=opset)
     graph = result.graph
@@ -171,7 +171,7 @@ def lower(
 
 
 def _to_be_given(tensor: Any) -> Any:
-    """An initializer in float32 whose values come with the session."""
+    """A float32 initializer whose values are supplied with the session."""
     import onnx
 
     given = onnx.TensorProto(name=tensor.name, data_type=FLOAT, dims=tensor.dims)
@@ -182,7 +182,7 @@ def _to_be_given(tensor: Any) -> Any:
 
 
 def before_angles(nodes: Sequence[Any]) -> frozenset[str]:
-    """Every value that Sin, Cos or ArgMax is computed from. Of a value whose shape alone counts, no rounding shows."""
+    """Every value that Sin, Cos or ArgMax depends on, other than through its shape alone."""
     producer = {name: node for node in nodes for name in node.output if name}
     found: set[str] = set()
     waiting = [name for node in nodes if node.op_type in TURNS for name in node.input]
@@ -195,7 +195,7 @@ def before_angles(nodes: Sequence[Any]) -> frozenset[str]:
 
 
 def in_order(nodes: Sequence[Any]) -> list[Any]:
-    """As of `sdflow.onnx_model.nodes`. Raises VerificationError for a cycle."""
+    """See `sdflow.onnx_model.nodes`. Raises VerificationError for a cycle."""
     try:
         return onnx_nodes.in_order(nodes)
     except PassError as error:
@@ -203,7 +203,7 @@ def in_order(nodes: Sequence[Any]) -> list[Any]:
 
 
 def _replace(builder: Builder, node: Node, types: Types) -> None:
-    """Lower a contrib operator. Its outputs have the element type of its first input, or as `Types` knows better."""
+    """Lower a contrib operator. Outputs have the element type of its first input, unless `Types` knows better."""
     results = OPERATORS[node.proto.op_type](builder, node)
     types.infer_contrib(node.proto)
     if len(node.proto.output) > len(results):
@@ -215,7 +215,7 @@ def _replace(builder: Builder, node: Node, types: Types) -> None:
 
 
 def _keep(builder: Builder, node: Node, types: Types) -> None:
-    """Take a standard operator over; where there are 16 bits, with float32 operands and a rounded result."""
+    """Keep a standard operator; with 16-bit values, give it float32 operands and round its result."""
     proto = node.proto
     if any(item.HasField("g") or item.graphs for item in proto.attribute):
         raise node.error("control flow is not known to the lowering")

@@ -1,7 +1,7 @@
 """GroupNorm, SkipGroupNorm, SkipLayerNormalization, SimplifiedLayerNormalization, SkipSimplifiedLayerNormalization.
 
-Definitions: ONNX Runtime, docs/ContribOperators.md (the same text is in the wheel: `get_all_operator_schema()`). That the
-sum of x, skip and bias is stored with the operator's element type before it is normalized is from
+Definitions: ONNX Runtime, docs/ContribOperators.md (the same text is in the wheel: `get_all_operator_schema()`). The
+sum of x, skip and bias is stored with the operator's element type before it is normalized, according to
 onnxruntime/contrib_ops/cuda/diffusion/group_norm_impl_kernel.cuh and cuda/bert/skip_layer_norm_impl.cu.
 """
 
@@ -35,7 +35,7 @@ def skip_group_norm(b: Builder, node: Node) -> list[str]:
 def skip_layer_normalization(b: Builder, node: Node) -> list[str]:
     """Layer normalization of s = x + skip + bias over the last axis; s is the fourth output.
 
-    x (N, S, C); skip the same, or without N or with N = 1.
+    x (N, S, C); skip the same, without N, or with N = 1.
     """
     total = _with_skip(b, node, node.optional(4))
     scale_and_shift = [node.input(2), *([node.input(3)] if node.has(3) else [])]

@@ -1,7 +1,7 @@
-"""A graph whose weights are larger than memory, in sessions one after the other.
+"""Run a graph whose weights exceed memory, in consecutive sessions.
 
-The nodes, in the graph's order, are cut where little passes from one side to the other, which is between blocks. Each piece is
-a session over its own weights, for as long as all cases run through it; what a later piece reads is kept.
+The nodes, in order, are cut between blocks, where few values cross. Each piece is a session over its own weights, open
+while all cases run through it; values that later pieces read are kept.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 Given = Mapping[str, "np.ndarray"]
 
 READERS = 2
-"""Threads that compute the values of initializers."""
+"""Threads that compute values of initializers."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive nodes of a graph as a model of their own.
+    """Consecutive nodes of a graph as a model.
 
-    inputs: what they read of the graph's inputs and of the pieces before. outputs: what is read after them. weights: the names
-    of their initializers.
+    inputs: values read from the graph's inputs and earlier pieces. outputs: values read later. weights: names of their
+    initializers.
     """
 
     model: Any
@@ -44,10 +44,10 @@ class Piece:
 
 
 def cut(model: Any, types: Mapping[str, int], most: int) -> list[Piece]:
-    """The pieces of a graph, in the order that they run in.
+    """Cut a graph into pieces, in execution order.
 
-    types: element types of the values that may pass from one piece to another. most: bytes of weights in a piece, as float32; a
-    piece has more only where nothing within it may be cut.
+    types: element types of the values that may pass between pieces. most: bytes of weights per piece, as float32;
+    exceeded only by a piece that cannot be cut.
     """
     nodes, tensors = in_order(model.graph.node), {tensor.name: tensor for tensor in model.graph.initializer}
     results = [item.name for item in model.graph.output]
@@ -62,8 +62,8 @@ def cut(model: Any, types: Mapping[str, int], most: int) -> list[Piece]:
 
 
 def _crossing(nodes: Sequence[Any], last: Mapping[str, int], types: Mapping[str, int]) -> list[int | None]:
-    """How many values pass each place between nodes; None where one of them has no type, so that nothing may be cut. Place i is
-    in front of node i."""
+    """The number of values that cross each place between nodes; None where one has no type, so that no cut is possible.
+    Place i is before node i."""
     passing, unknown = [0] * (len(nodes) + 2), [0] * (len(nodes) + 2)
     for index, node in enumerate(nodes):
         for name in node.output:
@@ -78,8 +78,8 @@ def _crossing(nodes: Sequence[Any], last: Mapping[str, int], types: Mapping[str,
 def _end(
     nodes: Sequence[Any], tensors: Mapping[str, Any], begin: int, most: int, crossing: Sequence[int | None]
 ) -> int:
-    """Where the piece that begins here ends: where the fewest values pass in the second half of what fits into it, else at the
-    last place that fits, else at the first that there is."""
+    """The end of the piece that begins here: the place with the fewest crossing values in the second half of what fits,
+    else the last place that fits, else the first possible one."""
     weights: set[str] = set()
     held, best, later = 0, None, None
     for index in range(begin, len(nodes)):
@@ -116,7 +116,7 @@ def _piece(
     results = {item.name: item for item in model.graph.output}
     weights = [name for name in read if name in tensors]
     if unknown := [name for name in inputs if name not in given and name not in types]:
-        raise VerificationError(f"the graph has no type for {unknown[0]!r}, which a later part of it reads")
+        raise VerificationError(f"the graph has no type for {unknown[0]!r}, which a later piece reads")
 
     def info(name: str) -> Any:
         known = given.get(name) or results.get(name)
@@ -134,7 +134,7 @@ def _piece(
 
 @dataclass(frozen=True)
 class PortOfPieces:
-    """As `onnxruntime.NodeArg` describes an input or output of a session."""
+    """An input or output, with the attributes of `onnxruntime.NodeArg`."""
 
     name: str
     type: str
@@ -143,7 +143,7 @@ class PortOfPieces:
 
 @dataclass
 class PieceSession:
-    """A graph in pieces, which answers as a session does. exact: values of initializers that come with the sessions, each
+    """A graph in pieces with the interface of a session. exact: values of initializers supplied with the sessions, each
     computed when its piece is opened."""
 
     lowered: Lowered
@@ -164,12 +164,12 @@ class PieceSession:
         return [_described(item) for item in self.lowered.model.graph.output]
 
     def run(self, names: Sequence[str] | None, feeds: Given) -> list[np.ndarray]:
-        """The outputs of these names, or all, of one case."""
+        """The named outputs, or all, of one case."""
         (found,) = self.run_each([feeds], names)
         return found
 
     def run_each(self, cases: Sequence[Given], names: Sequence[str] | None = None) -> list[list[np.ndarray]]:
-        """What `run` gives for every case. Each piece is opened once, and runs all of them."""
+        """`run` for every case. Each piece is opened once, and runs all of them."""
         results = list(names or [port.name for port in self.get_outputs()])
         kept: list[dict[str, np.ndarray]] = [{} for _ in cases]
         for found in self.through(cases):
@@ -178,7 +178,7 @@ class PieceSession:
         return [[values[name] for name in results] for values in kept]
 
     def through(self, cases: Sequence[Given]) -> Iterator[list[dict[str, onnxruntime.OrtValue]]]:
-        """After each piece, what it gives of every case, by name."""
+        """Yield each piece's outputs for every case, by name."""
         import onnxruntime
 
         make = onnxruntime.OrtValue.ortvalue_from_numpy

@@ -1,4 +1,4 @@
-"""ONNX Runtime sessions of lowered graphs, over the artifact's own weights."""
+"""ONNX Runtime sessions of lowered graphs, with the artifact's own weights."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     import onnxruntime
 
 LARGE = 4 * 10**9
-"""Bytes of weights, as float32, up to which they are converted once and packed for their operators: that takes up to four
-times the memory of float16 weights. Beyond, they stay as the artifact has them, and are converted where they are read."""
+"""Up to this many bytes of weights, as float32, they are converted once and packed for their operators, which takes up
+to four times the memory of float16 weights. Larger ones stay as stored and are converted where they are read."""
 
 FEW = 3
-"""Runs of a few dozen rows that take as long as converting and packing the weights for them beforehand saves."""
+"""Up to this many runs of a few dozen rows, packing the weights first takes longer than it saves."""
 
 
 def session_of(
@@ -31,10 +31,10 @@ def session_of(
     given: Mapping[str, onnxruntime.OrtValue] = MappingProxyType({}),
     brief: bool = False,
 ) -> onnxruntime.InferenceSession:
-    """A session on the CPU provider. folder: where the artifact's external data lies. threads: 0 for one per core.
+    """A session on the CPU provider. folder: of the artifact's external data. threads: 0 for one per core.
 
-    fuse: with all of ONNX Runtime's optimizations, as a CPU artifact is run. given: the values of the initializers that
-    were lowered as `exact`; whoever has the session keeps them as long. brief: the session runs at most FEW times.
+    fuse: with all of ONNX Runtime's optimizations, as CPU artifacts run. given: values of the initializers lowered as
+    `exact`; the caller keeps them alive with the session. brief: the session runs at most FEW times.
 
     The weights are read from the artifact's file and converted once, when the session is made; not those of LARGE graphs
     or brief sessions.
@@ -45,19 +45,19 @@ def session_of(
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
-    # Planning which value takes whose place costs a minute for the 5,300 nodes of a lowered UNet: 7 s without.
+    # Planning memory reuse costs a minute for the 5,300 nodes of a lowered UNet: 7 s without.
     options.enable_mem_reuse = False
     if large and not fuse:
-        # Even the basic level (of ONNX Runtime 1.31) makes a run keep every weight that it converted until its end.
+        # Even the basic level (of ONNX Runtime 1.31) makes a run keep every converted weight until its end.
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     elif not fuse:
-        # Folding constants is enough: the fusions take 8 s more for a UNet, and a run takes as long with them.
+        # Folding constants is enough: fusions take 8 s more for a UNet without speeding up runs.
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    # In the order of the graph: the default order puts off what only outputs need, and keeps values for it until then.
+    # Keep the graph's order: the default one defers nodes that only outputs need, and keeps their inputs until then.
     options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
     if large:
         options.add_session_config_entry("session.disable_prepacking", "1")
-        options.enable_mem_pattern = options.enable_cpu_mem_arena = False  # both keep what every value once took
+        options.enable_mem_pattern = options.enable_cpu_mem_arena = False  # both keep the memory of every value
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder.resolve()))
     if given:
         options.add_external_initializers(list(given), list(given.values()))
@@ -65,5 +65,5 @@ def session_of(
 
 
 def float32_bytes(tensors: Iterable[onnx.TensorProto]) -> int:
-    """What initializers take as float32."""
+    """Bytes of initializers as float32."""
     return sum(4 * prod(tensor.dims) for tensor in tensors)

@@ -1,4 +1,4 @@
-"""Element types and shapes of every value of a graph, node by node, as ONNX's own shape inference gives them."""
+"""Element types and shapes of every value of a graph, node by node, from ONNX's own shape inference."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from sdflow.errors import VerificationError
 
 SMALL = 64
-"""Constants of at most so many elements are handed to shape inference: shapes, axes, sizes."""
+"""Constants of up to this many elements are passed to shape inference: shapes, axes, sizes."""
 
 OUTPUT_RANK = {"MultiHeadAttention": 3, "Attention": 3}
 
 TYPED_BY = {"MatMulIntegerToFloat": 2, "SimplifiedLayerNormalization": 1}
-"""Contrib operators whose outputs have the element type of another input than the first: its scale's."""
+"""Contrib operators whose outputs have the element type of an input other than the first: the scale."""
 
 
 class Types:
-    """What is known of the values of `model` so far. Weights are not read."""
+    """The types of `model`'s values known so far. Weights are not read."""
 
     def __init__(self, model: Any, opset: int) -> None:
         import onnx
@@ -35,21 +35,21 @@ class Types:
         return {name: self.element_type(name) for name in self._types}
 
     def element_type(self, name: str) -> int:
-        """onnx.TensorProto's number; 0 for a value that is no tensor."""
+        """onnx.TensorProto's number; 0 for a value that is not a tensor."""
         return int(self._types[name].tensor_type.elem_type) if name in self._types else 0
 
     def shapes(self) -> dict[str, Sequence[int | str | None]]:
         return {key: dims for name in self._types for key, dims in self.shape(name).items()}
 
     def shape(self, name: str) -> dict[str, Sequence[int | str | None]]:
-        """{name: dimensions}, each a number, a symbol or None; {} when not even their number is known."""
+        """{name: dimensions}, each a number, a symbol or None; {} if not even their number is known."""
         for known in (self._types.get(name), self._declared.get(name)):
             if known is not None and known.tensor_type.HasField("shape"):
                 return {name: [_dimension(item) for item in known.tensor_type.shape.dim]}
         return {}
 
     def infer(self, node: Any, node_name: str) -> None:
-        """Learn the outputs of a standard operator. Raises VerificationError when ONNX does not know it or refuses it."""
+        """Infer the outputs of a standard operator. Raises VerificationError if ONNX does not know it or rejects it."""
         import onnx
 
         if node.op_type == "Constant":
@@ -69,8 +69,8 @@ class Types:
         self._types.update(outputs)
 
     def infer_contrib(self, node: Any) -> None:
-        """Outputs of a contrib operator: element type of the first input (or of `TYPED_BY`'s), and as many dimensions,
-        or those declared."""
+        """Outputs of a contrib operator: element type of the first input (or of `TYPED_BY`'s), and the same number of
+        dimensions, or the declared one."""
         import onnx
 
         typed = self._types[node.input[TYPED_BY.get(node.op_type, 0)]]

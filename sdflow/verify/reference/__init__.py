@@ -1,1 +1,1 @@
-"""The reference: PyTorch, diffusers and PEFT themselves, and the inputs they are run on."""
+"""The reference: PyTorch, diffusers and PEFT themselves, and their inputs."""

@@ -1,4 +1,4 @@
-"""What the reference computed: for each submodel its cases, inputs beside outputs, on disk as JSON and .npz files."""
+"""The reference's results: for each submodel its cases, inputs and outputs, on disk as JSON and .npz files."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 
 CASES_FILE = "cases.json"
 Kind = Literal["inputs", "float32", "float16"]
-"""float16: of PyTorch in 16 bits, which are bfloat16's for an artifact in bfloat16."""
+"""float16: PyTorch's results in 16 bits; bfloat16 if the artifact is."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run of a submodel: what it is part of, and where on the way it stands.
+    """One run of a submodel.
 
-    group: "trajectory", "edge", "shape", "prompt", ... step: index of the denoising step. timestep: of the scheduler.
+    group: "trajectory", "edge", "shape", "prompt", ... step: index of the denoising step. timestep: the scheduler's.
     """
 
     name: str
@@ -30,13 +30,13 @@ class Case:
 
 @dataclass
 class Cases:
-    """The cases of one submodel; arrays by (index of the case, kind, name)."""
+    """The cases of one submodel; arrays by (case index, kind, name)."""
 
     cases: list[Case] = field(default_factory=list)
     arrays: dict[tuple[int, Kind, str], np.ndarray] = field(default_factory=dict)
 
     def add(self, case: Case, inputs: Mapping[str, np.ndarray]) -> int:
-        """Add a case; returns its index, for `put`."""
+        """Add a case. Returns its index, for `put`."""
         self.cases.append(case)
         self.put(len(self.cases) - 1, "inputs", inputs)
         return len(self.cases) - 1
@@ -54,7 +54,7 @@ class Cases:
 
 
 def write_cases(folder: Path, submodels: Mapping[str, Cases], more: Mapping[str, Any]) -> None:
-    """Write the cases of every submodel. more: JSON that goes with them."""
+    """Write the cases of every submodel. more: additional JSON."""
     for submodel, cases in submodels.items():
         named: dict[str, Any] = {f"{index}/{kind}/{name}": array for (index, kind, name), array in cases.arrays.items()}
         np.savez(folder / f"{submodel}.npz", **named)
@@ -63,13 +63,13 @@ def write_cases(folder: Path, submodels: Mapping[str, Cases], more: Mapping[str,
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """The JSON that `write_cases` wrote."""
+    """Read the JSON from `write_cases`."""
     described: dict[str, Any] = json.loads((folder / CASES_FILE).read_text())
     return described
 
 
 def read_cases(folder: Path, submodel: str) -> Cases:
-    """The cases of one submodel, as they were written."""
+    """Read the cases of one submodel."""
     cases = Cases([Case(**each) for each in read_description(folder)["submodels"][submodel]])
     with np.load(folder / f"{submodel}.npz") as stored:
         for key in stored.files:

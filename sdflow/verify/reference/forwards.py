@@ -1,5 +1,4 @@
-"""What each submodel gives, under the names of its ports, from the module's own forward; and what diffusers feeds it, written
-down while it runs."""
+"""Run each submodel's own forward, with outputs named like its ports, and record diffusers' calls to it."""
 
 from __future__ import annotations
 
@@ -19,15 +18,15 @@ if TYPE_CHECKING:
     import torch
 
 Call = tuple[str, dict[str, np.ndarray], dict[str, np.ndarray]]
-"""Submodel, inputs by name, outputs by name: none where the module does not give a tensor for each."""
+"""Submodel, inputs by name, outputs by name; no outputs if the module does not return a tensor for each."""
 
 TOGETHER = 2**15
-"""Numbers in the first input of a run that several cases share: two latents of 64x64, or 32 of 16x16."""
+"""Limit for the size of the first input of a run that several cases share: two latents of 64x64, or 32 of 16x16."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """A module, what it is, and the inputs and outputs of its graph. weights: where they are not all in memory."""
+    """A module, its model, and its graph's inputs and outputs. weights: set if they are not all in memory."""
 
     module: torch.nn.Module
     model: Model
@@ -36,12 +35,12 @@ class Network:
 
     @classmethod
     def of(cls, part: Part, config: Config, module: torch.nn.Module, weights: StreamedWeights | None = None) -> Network:
-        """config: the submodel's config.json, as the family has it."""
+        """config: the submodel's config.json, as the family sees it."""
         model = part.of(config).model
         return cls(module, model, model.ports(config), weights)
 
     def to_half(self, half: str = "float16") -> None:
-        """Make the module plain PyTorch in 16 bits, in place. half: "float16" or "bfloat16"."""
+        """Convert the module to plain 16-bit PyTorch, in place. half: "float16" or "bfloat16"."""
         import torch
 
         dtype = getattr(torch, half)
@@ -52,28 +51,28 @@ class Network:
 
     @property
     def whole_batch(self) -> str | None:
-        """The input that has one value for the whole batch, if there is one: the timestep."""
+        """The input with one value for the whole batch, if any: the timestep."""
         return next((port.name for port in self.ports.inputs if port.axes == (1,)), None)
 
     @property
     def constants(self) -> frozenset[str]:
-        """Further inputs that have one value for the whole batch, the same in every case: the scales of image prompts."""
+        """Further inputs with one value for the whole batch, equal in all cases: the scales of image prompts."""
         return frozenset(port.name for port in self.ports.inputs if port.axes == (1,)) - {self.whole_batch}
 
 
 def run_cases(cases: Cases, kind: Kind, network: Network, half: str = "float16") -> None:
-    """Put the outputs of every case that has none of this kind yet. kind: "float32" or "float16", as the module is; of that kind
-    also what a module in bfloat16 gives, which half says.
+    """Compute the outputs of every case without any of this kind. kind: "float32" or "float16", matching the module;
+    also "float16" for a bfloat16 module, with `half` naming the type.
 
-    Cases of one shape are rows of one batch, up to TOGETHER: a run of a few latents takes as long as reading the
-    module's weights does, however many rows there are.
+    Cases of one shape are batched, up to TOGETHER: a run of few latents takes as long as reading the module's weights,
+    however many rows there are.
     """
     for chosen in batches(cases, kind, network):
         run_batch(cases, chosen, kind, network, half)
 
 
 def run_batch(cases: Cases, chosen: Sequence[int], kind: Kind, network: Network, half: str = "float16") -> None:
-    """Put the outputs of these cases, of one shape, in one run. kind, half: as of `run_cases`."""
+    """Compute the outputs of these cases, which have one shape, in one run. kind, half: see `run_cases`."""
     import torch
 
     dtype = getattr(torch, half) if kind == "float16" else torch.float32
@@ -100,14 +99,14 @@ def run_batch(cases: Cases, chosen: Sequence[int], kind: Kind, network: Network,
 
 
 def batches(cases: Cases, kind: Kind, network: Network) -> Iterator[list[int]]:
-    """Indices of the cases without outputs of this kind, those that one run takes together."""
+    """Indices of the cases without outputs of this kind, grouped by run."""
     return _batches(cases, kind, network.whole_batch, network.constants)
 
 
 def _batches(cases: Cases, kind: Kind, whole_batch: str | None, constants: Container[str]) -> Iterator[list[int]]:
     alike: dict[Any, list[int]] = {}
     for index, _ in cases:
-        if not cases.get(index, kind):  # else recorded while drawing
+        if not cases.get(index, kind):  # otherwise recorded while generating
             inputs = _rows(cases.get(index, "inputs"), whole_batch)
             shapes = (
                 (name, value.tobytes() if name in constants else value.shape[1:]) for name, value in inputs.items()
@@ -127,19 +126,19 @@ def _batches(cases: Cases, kind: Kind, whole_batch: str | None, constants: Conta
 
 
 def _rows(inputs: Mapping[str, np.ndarray], whole_batch: str | None) -> dict[str, np.ndarray]:
-    """The inputs with a value for each row of the batch, where there is one for all."""
+    """The inputs, with values for the whole batch repeated for each row."""
     size = _size(inputs)
     return {name: value.repeat(size) if name == whole_batch else value for name, value in inputs.items()}
 
 
 def _size(inputs: Mapping[str, np.ndarray]) -> int:
-    """Rows of the batch: of the first input, which always has one for each."""
+    """Rows of the batch, from the first input, which always has one for each."""
     return len(next(iter(inputs.values())))
 
 
 @contextmanager
 def recording(networks: Mapping[str, Network]) -> Iterator[list[Call]]:
-    """While this is open, what diffusers feeds these modules is written down, with what comes out."""
+    """Record diffusers' calls to these modules, with their outputs."""
     calls: list[Call] = []
     hooks: list[Any] = []
     for name, network in networks.items():
@@ -178,7 +177,7 @@ def _after(network: Network, calls: list[Call]) -> Callable[..., None]:
 
 
 def trajectory(calls: Sequence[Call], submodel: str, network: Network) -> Cases:
-    """Every run of the denoiser, or of a ControlNet, is a case, with its result where it is a tensor for each output."""
+    """Every run of the denoiser, or of a ControlNet, as a case, with its result if that is a tensor for each output."""
     cases = Cases()
     for step, (inputs, outputs) in enumerate((inputs, outputs) for name, inputs, outputs in calls if name == submodel):
         time = float(inputs[str(network.whole_batch)][0])

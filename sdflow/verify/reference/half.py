@@ -1,9 +1,9 @@
-"""PyTorch in 16 bits by its definition: every operator computes in float32 and rounds its result to float16 or bfloat16 once.
+"""Run PyTorch in 16 bits by definition: every operator computes in float32 and rounds once to float16 or bfloat16.
 
-That is what a GPU does. torch's own half kernels on a CPU depend on the processor and on how torch was built, and without fp16
-instructions those for convolutions and matrix products take 25 to 60 times as long as float32's (measured on AVX2). Attention
-and linear layers are caught as modules call them: how torch takes them apart depends on its build too, and each part would
-round. A convolution's bias is added in a second operation, to the rounded result, as PyTorch does on a GPU
+GPUs do this. torch's own half kernels on a CPU depend on the processor and the build of torch, and without fp16
+instructions those for convolutions and matrix products take 25 to 60 times as long as float32's (measured on AVX2).
+Attention and linear layers are intercepted when modules call them: torch decomposes them depending on its build, and
+each part would round. A convolution's bias is added separately, to the rounded result, as PyTorch does on a GPU
 (aten/src/ATen/native/Convolution.cpp, ConvBackend::Cudnn).
 """
 
@@ -25,21 +25,21 @@ AS_THEY_ARE = frozenset({
     "argmax", "eq", "ne", "lt", "le", "gt", "ge", "any", "all", "isnan", "isinf", "isfinite", "_local_scalar_dense",
     "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_empty", "new_full", "new_ones",
 })  # fmt: skip
-"""Operators of torch.ops.aten that give the same either way, and are spared the detour: those that move or compare numbers, and
-+ - x / of two, whose half kernels round the exact result."""
+"""Operators of torch.ops.aten with the same result either way, which run directly: those that move or compare numbers,
+and + - x / of two, whose half kernels round the exact result."""
 
 KEPT = 4 * 10**9
-"""Bytes of widened weights that are kept from one use to the next. Beyond, they are widened at each use: twice the memory of
-a large module in halves is its memory in float32."""
+"""Limit in bytes for widened weights kept between uses. Others are widened at each use: in float32 a large module takes
+twice the memory of its halves."""
 
 
 @contextmanager
 def quick_halves(*modules: torch.nn.Module, known: Mapping[int, torch.Tensor] = MappingProxyType({})) -> Iterator[None]:
-    """While this is open, operators on halves compute in float32 and round their results to halves.
+    """Make operators on halves compute in float32 and round their results to halves.
 
-    modules: in half precision; their weights are widened once, not at each use, up to KEPT. Who changes one meanwhile gives
-    it other memory (as `Module.to` does), and the old is kept until the end. known: further weights, widened, by the address of
-    their halves; they may come and go.
+    modules: in half precision; up to KEPT, their weights are widened once, not at each use. Changing a weight meanwhile
+    must give it new memory (as `Module.to` does); the old one is kept until the end. known: further widened weights, by
+    the address of their halves; entries may come and go.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -89,7 +89,7 @@ def quick_halves(*modules: torch.nn.Module, known: Mapping[int, torch.Tensor] = 
         return rounded(function(*tree_map(widened, args), **tree_map(widened, kwargs)), kind)
 
     def gives_wider(function: Any, args: Any, kwargs: Any) -> bool:
-        """Whether what is given asks for more than halves: by a type of the result, or by an operand of a wider one."""
+        """Whether more than halves is requested: by the result's type, or by an operand of a wider one."""
         if kwargs.get("dtype") not in (None, *kinds):
             return True
         return torch.Tag.pointwise in function.tags and any(
@@ -98,15 +98,15 @@ def quick_halves(*modules: torch.nn.Module, known: Mapping[int, torch.Tensor] = 
         )
 
     def written(function: Any, args: Any, kwargs: Any) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """The halves that an operator writes into, and copies in float32, by the id of each half."""
-        arguments = function._schema.arguments  # torch has no public way to what an operator writes into
+        """The halves that an operator writes into, by id, with their float32 copies."""
+        arguments = function._schema.arguments  # torch has no public API for an operator's mutated arguments
         given = {**dict(zip([each.name for each in arguments], args, strict=False)), **kwargs}
         into = [each.name for each in arguments if each.alias_info and each.alias_info.is_write]
         halves = [value for value in tree_iter([given.get(name) for name in into]) if is_half(value)]
         return {id(value): (value, value.float()) for value in halves}
 
     class Whole(TorchFunctionMode):  # type: ignore[misc]
-        """Attention and linear layers, before torch takes them apart."""
+        """Intercepts attention and linear layers before torch decomposes them."""
 
         functions = (torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.linear)
 
@@ -124,7 +124,7 @@ def quick_halves(*modules: torch.nn.Module, known: Mapping[int, torch.Tensor] = 
                 return function(*args, **kwargs)
             if not any(is_half(value) for value in tree_iter((args, kwargs))):
                 return function(*args, **kwargs)
-            if (kind := kwargs.get("dtype")) in kinds:  # the result's, which is rounded to it
+            if (kind := kwargs.get("dtype")) in kinds:  # of the result, which is rounded to it
                 return in_float32(function, args, {**kwargs, "dtype": torch.float32}, kind)
             if copies := written(function, args, kwargs):
                 return self.into(copies, function, args, kwargs)
@@ -137,14 +137,15 @@ def quick_halves(*modules: torch.nn.Module, known: Mapping[int, torch.Tensor] = 
             return result if bias is None else result.add_(bias.reshape(1, -1, *[1] * (result.dim() - 2)))
 
         def into(self, copies: Any, function: Any, args: Any, kwargs: Any) -> Any:
-            """What an operator writes into its operands, rounded into them, and them in place of their copies."""
+            """Write an operator's in-place results back into the halves, rounded, and return these instead of the
+            copies."""
 
             def copied(value: Any) -> Any:
                 return copies[id(value)][1] if id(value) in copies else widened(value)
 
             result = function(*tree_map(copied, args), **tree_map(copied, kwargs))
             for value, copy in copies.values():
-                if value.shape != copy.shape:  # an `out` takes the shape of what is written
+                if value.shape != copy.shape:  # `out` takes the shape of the result
                     value.resize_(copy.shape)
                 value.copy_(copy)
             mine, kind = {id(copy): value for value, copy in copies.values()}, kind_of(args, kwargs)

@@ -1,7 +1,6 @@
-"""The inputs that submodels are compared on, beside those recorded while an image is drawn.
+"""Inputs on which submodels are compared, besides those recorded while the image is generated.
 
-They are made from the ports alone: what has the latents' axes is drawn at random, what does not is repeated from what was
-recorded.
+They are made from the ports alone: inputs with the latents' axes are random, others repeat recorded values.
 """
 
 from __future__ import annotations
@@ -21,32 +20,33 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 IMAGE_SCALE = 0.6
-"""How much each IP-Adapter counts."""
+"""Scale of each IP-Adapter."""
 
 Recorded = Mapping[str, Mapping[str, "np.ndarray"]]
-"""Submodel -> its inputs, in one run of diffusers' own."""
+"""Submodel -> its inputs, in one run of diffusers."""
 
 
 def latent_port(ports: Ports) -> Port:
-    """The input that latents go into."""
+    """The input for latents."""
     return next(port for port in ports.inputs if "latent_height" in port.axes)
 
 
 def first_latents(selection: Selection, channels: int) -> np.ndarray:
-    """Unit normal latents (1, channels, rows, columns) that every engine starts the image from."""
+    """The standard normal latents (1, channels, rows, columns) from which every engine starts the image."""
     shape = (1, channels, selection.rows, selection.columns)
     return np.random.default_rng(selection.seed).standard_normal(shape, dtype=np.float32)
 
 
 def control_images(selection: Selection, nets: int, scale: int) -> list[np.ndarray]:
-    """What ControlNets are told, (1, 3, height, width) in [0, 1] for each: black and white squares. scale: pixels per latent."""
+    """Control images of the ControlNets, (1, 3, height, width) in [0, 1] each: black and white squares. scale: pixels
+    per latent."""
     random = np.random.default_rng(selection.seed + 4)
     squares = random.integers(0, 2, (nets, 1, 1, selection.rows, selection.columns)).astype(np.float32)
     return list(squares.repeat(3, 2).repeat(scale, 3).repeat(scale, 4))
 
 
 def shown_images(selection: Selection, adapters: int) -> list[Image]:
-    """What IP-Adapters are shown, one image for each: colored squares, of no size that an image processor leaves as it is."""
+    """Image prompts, one per IP-Adapter: colored squares, at a size that every image processor has to change."""
     from PIL.Image import fromarray
 
     random = np.random.default_rng(selection.seed + 5)
@@ -55,7 +55,7 @@ def shown_images(selection: Selection, adapters: int) -> list[Image]:
 
 
 def prompter_cases(selection: Selection, pixels: Sequence[np.ndarray], prompter: Network) -> Cases:
-    """Each image that is shown, (1, 3, size, size) as the processor makes it; none; noise and none as one batch."""
+    """Cases: each image prompt, (1, 3, size, size) as the processor makes it; none; noise and none as one batch."""
     cases = Cases()
     read, shown = (port.name for port in prompter.ports.inputs)
     one, none = np.ones(1, np.float32), np.zeros(1, np.float32)
@@ -69,9 +69,10 @@ def prompter_cases(selection: Selection, pixels: Sequence[np.ndarray], prompter:
 
 
 def further_denoiser_cases(cases: Cases, selection: Selection, network: Network) -> None:
-    """Edge timesteps, at the first latents for the largest and at the last for the others; other shapes.
+    """Add cases with edge timesteps, at the first latents for the largest and at the last for the others, and other
+    shapes.
 
-    Also of a ControlNet, which takes what the denoiser takes, and an image.
+    Also for ControlNets, which take the denoiser's inputs and an image.
     """
     first, last = cases.get(0, "inputs"), cases.get(len(cases.cases) - 1, "inputs")
     time = network.whole_batch
@@ -84,7 +85,7 @@ def further_denoiser_cases(cases: Cases, selection: Selection, network: Network)
     latents = latent_port(network.ports)
     ports = {port.name: port for port in network.ports.inputs}
     images = [value.shape[2] for name, value in first.items() if "height" in ports[name].axes]
-    pixels = images[0] // selection.rows if images else 0  # for each latent
+    pixels = images[0] // selection.rows if images else 0  # per latent
     for batch, rows, columns in selection.shapes:
         inputs = {}
         sizes = {"batch": batch, "latent_height": rows, "latent_width": columns}
@@ -96,7 +97,7 @@ def further_denoiser_cases(cases: Cases, selection: Selection, network: Network)
                 inputs[name] = random.random(ports[name].shape(sizes), dtype=np.float32)
             elif name in network.constants:
                 inputs[name] = value
-            elif value.ndim == 4:  # what ControlNets give: values as large as those recorded
+            elif value.ndim == 4:  # outputs of ControlNets: values of the recorded size
                 inputs[name] = random.standard_normal(ports[name].shape(sizes), dtype=np.float32) * value.std()
             elif name == time:
                 inputs[name] = np.array([501], np.float32)
@@ -106,7 +107,8 @@ def further_denoiser_cases(cases: Cases, selection: Selection, network: Network)
 
 
 def text_cases(encode: Callable[[Sequence[str]], Recorded], selection: Selection) -> dict[str, Cases]:
-    """Submodel -> each prompt by itself, and an empty one with the first as one batch. encode: has diffusers encode prompts."""
+    """Submodel -> cases: each prompt alone, and the first with an empty one as a batch. encode: diffusers' prompt
+    encoding."""
     found: dict[str, Cases] = {}
 
     def add(case: Case, prompts: Sequence[str]) -> None:
@@ -123,7 +125,7 @@ def text_cases(encode: Callable[[Sequence[str]], Recorded], selection: Selection
 def decoder_cases(
     selection: Selection, denoiser_cases: Cases, denoiser: Network, decoder: Network, latents: Latents
 ) -> Cases:
-    """Latents of the trajectory's middle and end, scaled as the pipeline scales them, and normal ones of other shapes."""
+    """Latents from the trajectory's middle and end, scaled as the pipeline does, and random ones of other shapes."""
     cases = Cases()
     latents_input, port = latent_port(denoiser.ports).name, latent_port(decoder.ports)
     trajectory = [index for index, case in denoiser_cases if case.group == "trajectory"]
@@ -139,7 +141,7 @@ def decoder_cases(
 
 
 def encoder_cases(selection: Selection, image: np.ndarray, encoder: Network) -> Cases:
-    """The image that was drawn, (1, height, width, 3) in [0, 1], and noise of other shapes."""
+    """The generated image, (1, height, width, 3) in [0, 1], and noise of other shapes."""
     cases = Cases()
     (port,) = encoder.ports.inputs
     cases.add(Case("the image drawn", "trajectory"), {port.name: 2 * image.transpose(0, 3, 1, 2) - 1})
@@ -152,7 +154,8 @@ def encoder_cases(selection: Selection, image: np.ndarray, encoder: Network) -> 
 
 
 def checker_cases(selection: Selection, recorded: Mapping[str, np.ndarray], checker: Network) -> Cases:
-    """What diffusers fed the checker for the image, and as a batch of 2: of inputs of one size the second is noise."""
+    """diffusers' inputs of the checker for the image, and a batch of 2, whose second row is noise for fixed-size
+    inputs."""
     cases = Cases()
     cases.add(Case("the image drawn", "trajectory"), recorded)
     random = np.random.default_rng(selection.seed + 3)

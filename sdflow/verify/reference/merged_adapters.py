@@ -1,8 +1,9 @@
-"""LoHa, LoKr, DoRA, Tucker decompositions and differences of weights, merged into the reference's modules with PEFT's functions.
+"""Merge LoHa, LoKr, DoRA, Tucker decompositions and weight differences into the reference's modules, with PEFT's
+functions.
 
-diffusers loads none of them into every family, so it is asked for names alone: in place of factors it gets the numbers of their
-rows, and says which weight they belong to and in what order. The products are PEFT's own; what PEFT does not have (Tucker
-decompositions of LoRAs, differences) is PyTorch's einsum and sum.
+diffusers does not load all of them for every family, so it is only used to map names: it gets row numbers instead of
+factors, and returns which weight they belong to and in what order. Products are PEFT's own; operations that PEFT lacks
+(Tucker decompositions of LoRAs, differences) use PyTorch's einsum and sum.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 Tensors = dict[str, "torch.Tensor"]
 Place = Callable[[Tensors], Tensors]
-"""Factors by the names of a file -> those for the module, by the names that PEFT gives them in it."""
+"""Factors by the names of a file -> those for the module, by PEFT's names in it."""
 
 _ENDS: Mapping[str, str] = {
     ".lora_down.weight": "down",
@@ -51,7 +52,7 @@ Group = dict[str, "torch.Tensor"]
 
 
 def is_plain(tensors: Mapping[str, Any]) -> bool:
-    """Whether a file has nothing but pairs of factors and their alphas, which diffusers merges by itself."""
+    """Whether a file has only pairs of factors and their alphas, which diffusers merges itself."""
     ends = [end for name in tensors for end, role in _ENDS.items() if role not in _PLAIN and name.endswith(end)]
     return not ends and not any(name.startswith(_WRAPPED) for name in tensors)
 
@@ -65,7 +66,7 @@ def merge_adapters(
     path: Path,
     deferred: dict[str, list[Any]] | None = None,
 ) -> int:
-    """As `merge_lora`, for the other kinds. metadata: PEFT's fields for this module, without its name in front."""
+    """Like `merge_lora`, for the other kinds. metadata: PEFT's fields for this module, without the module's name."""
     groups = _grouped(tensors, path)
     stems = list(groups)
     surrogates: Tensors = {}
@@ -80,12 +81,12 @@ def merge_adapters(
         try:
             owner = module.get_submodule(target)
         except AttributeError as error:
-            raise VerificationError(f"{stem} has no place in the model: {error}", where=str(path)) from error
+            raise VerificationError(f"{stem} does not match the model: {error}", where=str(path)) from error
         merges = _merges(groups[stem], numbers.flatten().long(), _Config(metadata, target), scale)
         for leaf, merge in merges.items():
             values = getattr(owner, leaf, None)
             if values is None:
-                raise VerificationError(f"{stem} changes {target}.{leaf}, which is not there", where=str(path))
+                raise VerificationError(f"{stem} changes {target}.{leaf}, which does not exist", where=str(path))
             if deferred is not None:
                 deferred.setdefault(f"{target}.{leaf}", []).append(merge)
             else:
@@ -96,8 +97,8 @@ def merge_adapters(
 
 @dataclass
 class AdapterMerge:
-    """An adapter for one parameter, in the form of PEFT's layers that `StreamedWeights` merges later. magnitude: DoRA's, and
-    whether its scale blends."""
+    """An adapter for one parameter, with the interface of PEFT's layers that `StreamedWeights` merges later. magnitude:
+    DoRA's, and whether its scale blends."""
 
     delta: Callable[[float], torch.Tensor]
     scale: float
@@ -106,17 +107,17 @@ class AdapterMerge:
     _base: Any = field(default_factory=lambda: SimpleNamespace(weight=None))
 
     def get_base_layer(self) -> Any:
-        """What holds the weight that `merge` changes."""
+        """The holder of the weight that `merge` changes."""
         return self._base
 
     def merge(self, safe_merge: bool = True) -> None:
-        """Into the weight of the base layer, in a tensor of its own."""
+        """Merge into the base layer's weight, in a new tensor."""
         import torch
 
         self._base.weight = torch.nn.Parameter(self.into(self._base.weight.detach()), requires_grad=False)
 
     def into(self, values: torch.Tensor) -> torch.Tensor:
-        """The parameter with the adapter merged."""
+        """Return the parameter with the adapter merged."""
         if self.magnitude is None:
             return values + self.delta(self.scale).reshape(values.shape)
         norms, blends = self.magnitude
@@ -127,7 +128,7 @@ class AdapterMerge:
 
 
 def _with_norms(values: torch.Tensor, delta: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
-    """As PEFT merges a DoRA, whose norms are those of rows; norms of columns are the rows of the transposed weight."""
+    """Merge a DoRA like PEFT, which norms rows; column norms are row norms of the transposed weight."""
     from peft.tuners.lora.dora import DoraLinearLayer
 
     by_column = norms.dim() > 1 and norms.shape[0] == 1 and norms.shape[1] == values.shape[1] > 1
@@ -141,13 +142,13 @@ def _with_norms(values: torch.Tensor, delta: torch.Tensor, norms: torch.Tensor) 
 
 @dataclass(frozen=True)
 class _Config:
-    """PEFT's fields, for the module of this name."""
+    """PEFT's fields for the named module."""
 
     fields: Mapping[str, Any]
     module: str
 
     def scale(self, rank: int) -> float | None:
-        """By which PEFT multiplies; None where there is no configuration."""
+        """PEFT's factor; None without a configuration."""
         if not self.fields:
             return None
         alpha = self._of("alpha_pattern", self.fields.get("lora_alpha", self.fields.get("alpha", 8)))
@@ -168,13 +169,13 @@ def _grouped(tensors: Tensors, path: Path) -> dict[str, Group]:
     for name, tensor in tensors.items():
         end = next((end for end in _ENDS if name.endswith(end)), None)
         if end is None:
-            raise VerificationError(f"{name} is no adapter's", where=str(path))
+            raise VerificationError(f"{name} does not belong to an adapter", where=str(path))
         groups.setdefault(name.removesuffix(end), {})[_ENDS[end]] = tensor
     return groups
 
 
 def _renamed(stem: str) -> str:
-    """As kohya spells it where LyCORIS' wrapper of one model spelled it."""
+    """Convert names of LyCORIS' single-model wrapper to kohya's."""
     if not stem.startswith(_WRAPPED):
         return stem
     prefix = KOHYA_TEXT if _OF_TEXT.match(stem) else KOHYA_DENOISER
@@ -182,7 +183,7 @@ def _renamed(stem: str) -> str:
 
 
 def _numbered(stem: str, index: int, rows: int) -> Tensors:
-    """The factors of a LoRA of rank 1: in `down` the number of its module, in `up` those of the rows."""
+    """The factors of a rank-1 LoRA: `down` holds the module's number, `up` the row numbers."""
     import torch
 
     up = torch.arange(rows, dtype=torch.float32)[:, None]
@@ -190,7 +191,7 @@ def _numbered(stem: str, index: int, rows: int) -> Tensors:
 
 
 def _rows(group: Group, stem: str, path: Path) -> int:
-    """How many outputs the file's module has."""
+    """The number of outputs of the file's module."""
     tucker = {"hada_w1_a": "hada_t1", "lokr_w2_a": "lokr_t2"}
     found = {
         role: tensor.shape[1 if tucker.get(role) in group else 0] for role, tensor in group.items() if tensor.dim()
@@ -204,7 +205,7 @@ def _rows(group: Group, stem: str, path: Path) -> int:
 
 
 def _merges(group: Group, rows: torch.Tensor, config: _Config, scale: float) -> dict[str, AdapterMerge]:
-    """What changes the weight and the bias of one module, whose rows of the file's module these are."""
+    """The changes to the weight and bias of one module. rows: its rows in the file's module."""
     found = {}
     product = _product(group, config)
     if product is not None:
@@ -221,7 +222,7 @@ def _merges(group: Group, rows: torch.Tensor, config: _Config, scale: float) -> 
 
 
 def _product(group: Group, config: _Config) -> Callable[[], torch.Tensor] | None:
-    """What the factors of a module give together, all rows of it, (rows, ...)."""
+    """The product of a module's factors, all rows of it, (rows, ...)."""
     if "up" in group:
         return lambda: _by(group, config, len(group["down"])) * _pair(group)
     if "hada_w1_a" in group:
@@ -234,7 +235,7 @@ def _product(group: Group, config: _Config) -> Callable[[], torch.Tensor] | None
 
 
 def _by(group: Group, config: _Config, rank: int) -> float:
-    """alpha / rank. LyCORIS has none for a LoKr of whole matrices (rank 0), PEFT has one always."""
+    """alpha / rank. LyCORIS has none for a LoKr of whole matrices (rank 0), PEFT always has one."""
     said = config.scale(rank)
     if "alpha" in group and rank:
         return float(group["alpha"]) / rank

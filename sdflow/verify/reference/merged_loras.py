@@ -1,8 +1,8 @@
-"""LoRAs merged into the reference's modules by diffusers and PEFT themselves, never by sdflow's own reader.
+"""Merge LoRAs into the reference's modules with diffusers and PEFT, without sdflow's own reader.
 
-Two things are settled before: names that diffusers does not know are spelled as kohya or PEFT spell them, and the alpha that a
-file keeps beside a layer goes into its factors, W + scale * (alpha / rank) * up @ down, as diffusers gives some layers the
-alpha of others (docs/baking.md). Nothing is dropped: a tensor without a place is an error.
+Two steps come first: names that diffusers does not know are converted to kohya's or PEFT's, and a layer's alpha in the
+file is multiplied into its factors, W + scale * (alpha / rank) * up @ down, because diffusers gives some layers other
+layers' alphas (docs/baking.md). Nothing is dropped: a tensor that matches nothing is an error.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 Tensors = dict[str, "torch.Tensor"]
 
 METADATA = "lora_adapter_metadata"
-"""Where diffusers' save_lora_weights keeps PEFT's configuration, in the header of the file."""
+"""Header key under which diffusers' save_lora_weights stores PEFT's configuration."""
 PEFT_CONFIG = "adapter_config.json"
-"""What PEFT's save_pretrained writes beside the tensors."""
+"""File that PEFT's save_pretrained writes next to the tensors."""
 PEFT_PREFIX = "base_model.model."
 OLDER = "text_model."
-"""What transformers before 5 had in front of the names of a text encoder's modules."""
+"""Prefix of text encoder modules before transformers 5."""
 TEXT_LAYERS = "encoder.layers."
-"""How they begin since."""
+"""Their prefix since."""
 ADAPTER = "verified"
 
 _FACTORS = (
@@ -54,12 +54,12 @@ def merge_lora(
     scale: float,
     deferred: dict[str, list[Any]] | None = None,
 ) -> int:
-    """Add a LoRA file to the module of a component, in place. Returns how many layers it changed; none where the file has no
-    part for it.
+    """Add a LoRA file to the module of a component, in place. Returns the number of changed layers; 0 if the file has
+    no part for it.
 
-    denoiser: its config, by whose levels diffusers numbers the blocks of the original UNet. deferred: nothing is merged; it gets
-    PEFT's layers, to be merged later, by the name of the weight that each changes.
-    Raises VerificationError for a tensor that has no place.
+    denoiser: its config, by whose levels diffusers numbers the blocks of the original UNet. deferred: instead of
+    merging, collect PEFT's layers here, by the name of the weight that each changes.
+    Raises VerificationError for a tensor that matches nothing.
     """
     from safetensors import safe_open
     from safetensors.torch import load_file
@@ -84,7 +84,7 @@ def merge_lora(
     tensors, folded = _without_alphas(tensors, path)
     if folded and metadata is not None:
         if folded < _count(tensors):
-            raise VerificationError("says the alphas of some layers, and its header those of others", where=str(path))
+            raise VerificationError("has alphas of some layers, and its header those of others", where=str(path))
         metadata = None
     own, older = _placed(tensors, module, component, family, denoiser, path)
     if not own:
@@ -93,7 +93,7 @@ def merge_lora(
     whole = {f"{component}.{name}": each for name, each in own.items()}
     said_of_it = {name: value for name, value in (metadata or {}).items() if name.startswith(f"{component}.")}
     configured = (_current(said_of_it) if older else said_of_it) or None
-    if configured is not None:  # which modules are meant, the tensors say
+    if configured is not None:  # the tensors define the modules
         modules = {name.rpartition(".lora_")[0] for name in own}
         which = {"target_modules": sorted(modules), **dict.fromkeys(_WHICH)}
         configured |= {f"{component}.{field}": value for field, value in which.items()}
@@ -112,8 +112,8 @@ def merge_lora(
 def _placed(
     tensors: Tensors, module: Any, component: str, family: Family, denoiser: Mapping[str, Any], path: Path
 ) -> tuple[Tensors, bool]:
-    """The factors for the module, by the names that PEFT gives them in it; and whether transformers gave its modules longer names
-    in the file. Every layer of the file must have a place in some module."""
+    """The factors for the module, by PEFT's names in it, and whether the file uses transformers' older, longer names.
+    Every layer of the file must belong to some module."""
     tensors = _past_diffusers_reader(tensors, family, denoiser)
     placed: Tensors = {}
     count = 0
@@ -125,7 +125,7 @@ def _placed(
         count += layers
         placed |= found
     if count != _count(tensors):
-        raise VerificationError(f"diffusers gives {count} of its {_count(tensors)} layers a place", where=str(path))
+        raise VerificationError(f"diffusers places {count} of its {_count(tensors)} layers", where=str(path))
     own = {
         name.removeprefix(f"{component}."): each for name, each in placed.items() if name.startswith(f"{component}.")
     }
@@ -139,8 +139,8 @@ def _count(tensors: Mapping[str, Any]) -> int:
 
 
 def _from_peft(tensors: Tensors, path: Path, family: Family) -> tuple[Tensors, dict[str, Any] | None]:
-    """A file of PEFT's save_pretrained, which holds one module, under the names that diffusers gives it; and its configuration
-    from beside it."""
+    """A file of PEFT's save_pretrained, which holds one module, under diffusers' names; with the configuration next to
+    it."""
     named = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in tensors.items()}
     config = path.with_name(PEFT_CONFIG)
     said = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else None
@@ -150,7 +150,7 @@ def _from_peft(tensors: Tensors, path: Path, family: Family) -> tuple[Tensors, d
 
 
 def _component(mapping: Mapping[str, Any], names: Collection[str], family: Family) -> str:
-    """What PEFT wrapped: a model of the class that its configuration names, else what has modules of such names."""
+    """The component that PEFT wrapped: by the class in its configuration, otherwise by the modules' names."""
     named = mapping.get("base_model_class")
     parts = [family.part(name) for name in (family.denoiser, *family.text)]
     if (found := next((part for part in parts if part.model.class_name == named), None)) is not None:
@@ -160,31 +160,31 @@ def _component(mapping: Mapping[str, Any], names: Collection[str], family: Famil
 
 
 def _for_components(metadata: dict[str, Any], names: Collection[str], family: Family) -> dict[str, Any]:
-    """PEFT's configuration from a header, with the component in front of every field: diffusers' save_lora_adapter leaves it
-    out, as it saves one model, the denoiser."""
+    """PEFT's configuration from a header, with the component's prefix on every field, which diffusers'
+    save_lora_adapter omits because it saves only the denoiser."""
     if any(name.startswith(tuple(f"{component}." for component in family.components)) for name in (*metadata, *names)):
         return metadata
     return {f"{family.part(family.denoiser).component}.{field}": value for field, value in metadata.items()}
 
 
 def _without_alphas(tensors: Tensors, path: Path) -> tuple[Tensors, int]:
-    """The factors with alpha / rank in them, for those layers that have an alpha; and how many these are. kohya's scripts, which
-    began to write alphas, take the rank where there is none."""
+    """The factors with alpha / rank multiplied in, for layers with an alpha, and the number of these. Without one,
+    alpha equals the rank, as in kohya's scripts, which introduced alphas."""
     found = dict(tensors)
     alphas = [name for name in tensors if name.endswith(_ALPHAS)]
     for name in alphas:
         stem = name.removesuffix(next(suffix for suffix in _ALPHAS if name.endswith(suffix)))
         pair = next(((stem + down, stem + up) for down, up in _FACTORS if stem + down in tensors), None)
         if pair is None or pair[1] not in tensors:
-            raise VerificationError(f"{name} belongs to no layer", where=str(path))
+            raise VerificationError(f"{name} does not belong to a layer", where=str(path))
         down, up = pair
         found[up] = tensors[up] * (float(found.pop(name)) / len(tensors[down]))
     return found, len(alphas)
 
 
 def _past_diffusers_reader(tensors: Tensors, family: Family, denoiser: Mapping[str, Any]) -> Tensors:
-    """With the names of diffusers' modules for those that its reader of LoRAs takes for others: the original UNet's, and both
-    layers of add_embedding, to which it gives one name."""
+    """Use diffusers' module names where its LoRA reader mistakes names: those of the original UNet, and the two layers
+    of add_embedding, which it maps to one."""
     factors = {name: found for name in tensors if (found := _stem_and_role(name)) is not None}
     stems = {stem for stem, _ in factors.values()}
     modules = diffusers_names([stem for stem in stems if is_original(stem)], denoiser)
@@ -199,7 +199,7 @@ def _past_diffusers_reader(tensors: Tensors, family: Family, denoiser: Mapping[s
 
 
 def _stem_and_role(name: str) -> tuple[str, str] | None:
-    """Of a factor for the denoiser in kohya's or ComfyUI's names: its module, dots as underscores, and PEFT's letter."""
+    """The module, with underscores for dots, and PEFT's letter of a denoiser's factor in kohya's or ComfyUI's names."""
     prefix = next((each for each in (KOHYA[0], ORIGINAL) if name.startswith(each)), None)
     ends = [(end, letter) for pair in _FACTORS for end, letter in zip(pair, "AB", strict=True) if name.endswith(end)]
     if prefix is None or not ends:
@@ -209,7 +209,7 @@ def _stem_and_role(name: str) -> tuple[str, str] | None:
 
 
 def _by_style(tensors: Tensors, family: Family) -> list[Tensors]:
-    """kohya's names and diffusers', each for itself: diffusers reads one style at a time."""
+    """Separate kohya's names from diffusers', since diffusers reads one style at a time."""
     kohya, dotted = {}, {}
     components = tuple(f"{component}." for component in family.components)
     for name, tensor in tensors.items():
@@ -220,15 +220,15 @@ def _by_style(tensors: Tensors, family: Family) -> list[Tensors]:
             kohya[f"{KOHYA[0]}{stem.replace('.', '_')}{role}"] = tensor
         elif name.startswith(KOHYA):
             kohya[name] = tensor
-        else:  # the first files of diffusers held the denoiser's attention alone, and did not say so
+        else:  # diffusers' first files held only the denoiser's attention, without a prefix
             whole = name if name.startswith(components) else f"{family.part(family.denoiser).component}.{name}"
             dotted[whole.replace(".lora_down.", ".lora_A.").replace(".lora_up.", ".lora_B.")] = tensor
     return [part for part in (kohya, dotted) if part]
 
 
 def _peft_names(tensors: Tensors, is_denoiser: bool, older: bool) -> Tensors:
-    """Under the names that PEFT gives the factors in this module, by diffusers' own conversion. older: transformers gave the
-    modules longer names."""
+    """Rename factors to PEFT's names in this module, with diffusers' own conversion. older: the file has transformers'
+    longer names."""
     from diffusers.utils.state_dict_utils import (
         DIFFUSERS_OLD_TO_PEFT,
         DIFFUSERS_TO_PEFT,
@@ -239,13 +239,13 @@ def _peft_names(tensors: Tensors, is_denoiser: bool, older: bool) -> Tensors:
     if is_denoiser:
         converted: Tensors = convert_unet_state_dict_to_peft(tensors)
         return converted
-    # diffusers guesses which of its tables to take by one layer's name, which not every file has.
+    # diffusers chooses its table by one layer's name, which not every file has.
     converted = convert_state_dict(tensors, {**DIFFUSERS_OLD_TO_PEFT, **DIFFUSERS_TO_PEFT})
     return {name.removeprefix(OLDER): tensor for name, tensor in converted.items()} if older else converted
 
 
 def _in_shape(tensors: Tensors, module: Any, path: Path) -> Tensors:
-    """A linear layer and a convolution of 1x1 are one thing: files of the one serve the other."""
+    """Reshape factors between linear layers and 1x1 convolutions, which are equivalent."""
     shaped = {}
     for name, tensor in tensors.items():
         try:
@@ -261,7 +261,7 @@ def _in_shape(tensors: Tensors, module: Any, path: Path) -> Tensors:
 
 
 def _current(value: Any) -> Any:
-    """PEFT's configuration with the names that modules have in this release of transformers."""
+    """PEFT's configuration with the module names of this transformers release."""
     if isinstance(value, Mapping):
         return {_current(name): _current(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -270,19 +270,19 @@ def _current(value: Any) -> Any:
 
 
 def _fuse(module: Any, layers: int, scale: float, path: Path, deferred: dict[str, list[Any]] | None) -> None:
-    """Merge what was injected, and take PEFT's layers out again."""
+    """Merge the injected layers, and remove PEFT's wrappers."""
     from diffusers.utils.peft_utils import recurse_remove_peft_layers
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     injected = {name: each for name, each in module.named_modules() if isinstance(each, BaseTunerLayer)}
     if len(injected) != layers:
-        raise VerificationError(f"PEFT takes {len(injected)} of its {layers} layers", where=str(path))
+        raise VerificationError(f"PEFT injects {len(injected)} of its {layers} layers", where=str(path))
     for name, layer in injected.items():
         if scale != 1.0:
             layer.scale_layer(scale)
         if deferred is not None:
             deferred.setdefault(f"{name}.weight", []).append(layer)
-        else:  # in a tensor of its own: the module's may be a read-only map of the checkpoint's file
+        else:  # in a new tensor: the module's may be a read-only map of the checkpoint
             layer.merge(safe_merge=True)
     recurse_remove_peft_layers(module)
     del module.peft_config

@@ -1,7 +1,7 @@
-"""The reference of a submodel that is read from its files piece by piece: each piece is read once for several runs.
+"""The reference of a submodel read from its files piece by piece: each piece is read once for several runs.
 
-In float32 and in 16 bits, the image and the other cases are runs that take turns (`turns`), over modules that share what is
-read. What is computed is what the stages of `reference` compute one after the other.
+In float32 and in 16 bits, the image and the other cases are runs that take turns (`turns`), with modules that share the
+weights read. The results equal those of the stages in `reference`, which run one after the other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def sharing(turns: Turns, *networks: Network) -> Iterator[None]:
-    """While this is open, these modules of one submodel share what is read of its weights."""
+    """Make these modules of one submodel share the weights that they read."""
     streamed = [network.weights for network in networks if network.weights is not None]
     own = [weights.reading for weights in streamed]
     for weights in streamed:
@@ -38,7 +38,7 @@ def sharing(turns: Turns, *networks: Network) -> Iterator[None]:
 
 
 def rows_once(exact: Network, rounded: Network) -> RowsOnce:
-    """Have a text encoder compute each row of tokens once, in float32 and by its second module in 16 bits."""
+    """Make a text encoder compute each row of tokens once, in float32 and, with its second module, in 16 bits."""
     assert rounded.weights is not None
     forward, known = rounded.module.forward, rounded.weights.wide
 
@@ -67,9 +67,9 @@ def denoise_once(
 ) -> tuple[Cases, Mapping[str, np.ndarray]]:
     """The cases of a denoiser, and the images, by precision.
 
-    networks: what draws in float32; what runs the other cases in float32; what does both in 16 bits, of the type half.
-    draw: precision -> draws the image. calls: grows by what the first network is fed while it draws. expected: of the first
-    call, how many there will be; None where that is not known. further: adds the cases that do not belong to the image.
+    networks: for the float32 image; for the other float32 cases; for both in 16 bits, of the type half. draw: precision
+    -> a function that generates the image. calls: grows with the first network's inputs while it runs. expected: the
+    number of calls, from the first one; None if unknown. further: adds the cases outside the image.
     """
     drawing, exact, rounded = networks
     assert rounded.weights is not None
@@ -89,7 +89,7 @@ def denoise_once(
         return len(calls) > index or first.ended
 
     def half_steps() -> None:
-        """Each step's inputs in 16 bits, as soon as they are known."""
+        """Run each step's inputs in 16 bits, as soon as they are known."""
         with quick_halves(known=known_wide):
             while True:
                 index = len(steps.cases)
@@ -100,7 +100,7 @@ def denoise_once(
                 run_batch(steps, [index], "float16", rounded, half)
 
     def others() -> None:
-        """All other cases, with the last step."""
+        """Run all other cases with the last step."""
         turns.wait(lambda: first.ended or (bool(calls) and len(calls) == expected(calls[0])))
         known = trajectory(calls, submodel, drawing)
         cases.cases, cases.arrays = list(known.cases), dict(known.arrays)
@@ -126,7 +126,7 @@ def denoise_once(
     drawn = trajectory(calls, submodel, drawing)
     if [len(drawn.cases)] != steps_known:
         raise VerificationError(
-            f"{len(drawn.cases)} calls of {submodel} drew the image, and {steps_known[0]} were expected",
+            f"{len(drawn.cases)} calls of {submodel} generated the image, expected {steps_known[0]}",
             remedy="Please report this. With more memory, the submodel is verified as a whole.",
         )
     for index, _ in drawn:

@@ -1,9 +1,9 @@
-"""The reference: the PyTorch model in fp32, and plain fp16 PyTorch beside it, on inputs from a real denoising run.
+"""The reference: the PyTorch model in fp32 and in plain fp16, on inputs from a real denoising run.
 
-The pipeline is diffusers' own; nothing of what builds an artifact (tracing, recipes, passes) takes part. A submodel is compared
-on what diffusers fed it, recorded on the way, and the fp16 modules get the same inputs. Text encoders compute attention operator
-by operator ("eager"), as an exported graph without fusions does. One stage is in memory at a time: the text encoders, then the
-denoiser with the decoder, then each submodel that draws nothing.
+The pipeline is diffusers' own; nothing that builds an artifact (tracing, recipes, passes) is involved. Submodels are
+compared on the recorded inputs of diffusers' run, and the fp16 modules get the same inputs. Text encoders compute
+attention operator by operator ("eager"), like an exported graph without fusions. One stage is in memory at a time: the
+text encoders, then the denoiser with the decoder, then each remaining submodel.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from sdflow.verify.reference.torch_images import (
 )
 
 VERSION = 6
-"""Raise it whenever other numbers come out: it is part of the key."""
+"""Part of a reference's key. Increase it whenever results change."""
 USES = ("diffusers", "numpy", "peft", "torch", "transformers")
 
 
@@ -79,7 +79,7 @@ def compute(request: ReferenceRequest, progress: Progress) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Texts:
-    """The prompts, encoded: of the image in float32 and in float16, of the sample's images."""
+    """The encoded prompts: of the image in float32 and in float16, and of the sample's images."""
 
     float32: Embeddings
     float16: Embeddings
@@ -88,18 +88,18 @@ class _Texts:
 
 @dataclass(frozen=True)
 class Shown:
-    """What diffusers makes of the images for IP-Adapters, as arguments of a call: projected, so that the denoiser's stage needs
-    no image encoder. Empty without adapters."""
+    """Image prompts as diffusers' call arguments, already projected, so that the denoiser's stage needs no image
+    encoder. Empty without adapters."""
 
     float32: Mapping[str, Any]
     float16: Mapping[str, Any]
 
 
 class ReferenceRun(Stages):
-    """The stages of a reference. Each loads what it needs and lets go of it."""
+    """The stages of a reference. Each loads what it needs and releases it."""
 
     def encode(self) -> tuple[dict[str, Cases], _Texts]:
-        """The cases of the text encoders, and the prompts that are drawn."""
+        """The cases of the text encoders, and the encoded prompts."""
         selection = self.selection
         networks, pipeline = self.stage(self.family.text_of(self.request.loads))
         streamed = {name: each for name, each in networks.items() if each.weights is not None}
@@ -129,12 +129,12 @@ class ReferenceRun(Stages):
         return results, _Texts(exact, half, sample)
 
     def encoded(self, pipeline: Any, prompts: Sequence[str], *, guided: bool) -> Embeddings:
-        """The prompts as diffusers' pipeline encodes them."""
+        """Encode the prompts with diffusers' pipeline."""
         more = self.selection.text_arguments
         return self.family.encode_reference(pipeline, prompts, self.configs, guided=guided, **more)
 
     def show(self) -> tuple[Shown, dict[str, Cases]]:
-        """The image prompts as the denoiser takes them, and the cases of what reads them."""
+        """The image prompts as the denoiser's inputs, and the cases of the image encoder."""
         import torch
 
         family, selection = self.family, self.selection
@@ -163,7 +163,7 @@ class ReferenceRun(Stages):
         return Shown(exact, half), results
 
     def set_scales(self, pipeline: Any, shown: Shown) -> None:
-        """How much each IP-Adapter counts, where there are any."""
+        """Set the scale of each IP-Adapter, if there are any."""
         if shown.float32:
             pipeline.set_ip_adapter_scale([IMAGE_SCALE] * len(shown.float32["ip_adapter_image_embeds"]))
 
@@ -198,7 +198,7 @@ class ReferenceRun(Stages):
             )
         with self.in_half(networks, results):
             self.progress("reference: denoising in 16 bits")
-            dtype = denoiser.module.dtype  # diffusers passes values from one to the other without a cast
+            dtype = denoiser.module.dtype  # diffusers passes values between them without a cast
             for network in networks.values():
                 network.module.to(dtype)
             given = embeddings_in(texts.float16, dtype)
@@ -207,7 +207,7 @@ class ReferenceRun(Stages):
         return results
 
     def _denoise_once(self, networks: Mapping[str, Network], pipeline: Any, texts: _Texts) -> dict[str, Cases]:
-        """As `denoise`, of a denoiser that is read piece by piece: each piece is read once for several runs."""
+        """Like `denoise`, for a denoiser read piece by piece, each piece once for several runs."""
         import torch
 
         family, selection, name = self.family, self.selection, self.family.denoiser
@@ -216,7 +216,7 @@ class ReferenceRun(Stages):
         self.progress("reference: denoising, in float32 and in 16 bits")
         latents = first_latents(selection, self.latents.channels)
         half_pipeline = self.pipeline(rounded, own_scheduler=True)
-        dtype = rounded[name].module.dtype  # diffusers passes values from one to the other without a cast
+        dtype = rounded[name].module.dtype  # diffusers passes values between them without a cast
         rounded[family.decoder].module.to(dtype)
         given = {"float32": (pipeline, texts.float32), "float16": (half_pipeline, embeddings_in(texts.float16, dtype))}
 
@@ -243,20 +243,20 @@ class ReferenceRun(Stages):
             return results
 
     def _expected_calls(self, call: Call, timesteps: int) -> int | None:
-        """How many calls of the denoiser draw the image, by the first: one for each timestep of the scheduler, of which PNDM and
-        Heun have more than steps. With guidance the two texts are rows of one call, or calls of their own, of which a pipeline
-        may skip some."""
+        """The number of denoiser calls for the image, from the first one: one per timestep of the scheduler; PNDM and
+        Heun have more timesteps than steps. With guidance the two texts share one call or have separate ones, some of
+        which a pipeline may skip."""
         _, inputs, _ = call
         rows = len(next(iter(inputs.values())))
         return timesteps if rows > 1 or not self.guided else None
 
     def encoder(self, submodel: str) -> Cases:
-        """The cases of what turns images into latents."""
+        """The cases of the VAE encoder."""
         network = self.stage((submodel,))[0][submodel]
         return self._both(encoder_cases(self.selection, self._image(), network), submodel, network)
 
     def checker(self, submodel: str) -> Cases:
-        """The cases of the filter of images."""
+        """The cases of the safety checker."""
         networks, pipeline = self.stage((submodel,))
         with recording(networks) as calls:
             pipeline.run_safety_checker(self._image(), "cpu", networks[submodel].module.dtype)
@@ -276,7 +276,7 @@ class ReferenceRun(Stages):
 
     @contextmanager
     def in_half(self, networks: Mapping[str, Network], results: Mapping[str, Cases]) -> Iterator[None]:
-        """The modules in 16 bits, from here on, and those cases run so that there are."""
+        """Convert the modules to 16 bits for good, and run the given cases."""
         for name, network in networks.items():
             network.to_half(self.request.half_of(name))
         with quick_halves(*(network.module for network in networks.values())):
@@ -288,7 +288,7 @@ class ReferenceRun(Stages):
             yield
 
     def _image(self) -> np.ndarray:
-        """The image drawn, (1, height, width, 3) in [0, 1]."""
+        """The generated image, (1, height, width, 3) in [0, 1]."""
         with np.load(self.request.out / IMAGE_FILE) as stored:
             image: np.ndarray = stored["float32"][None]
         return image

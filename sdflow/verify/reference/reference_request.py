@@ -1,4 +1,4 @@
-"""What the process that verifies is to compute with PyTorch."""
+"""The request for PyTorch's results to the verifying process."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sdflow.verify.reference.torch_module import LoraMerge
 
 @dataclass(frozen=True)
 class ReferenceRequest:
-    """What to compute. family: its name. loads: submodel -> how to load it. companions: of the family -> folder.
-    options: of the family. scheduler: by name, in place of the one that lies there. bfloat16: the submodels whose 16 bits are
-    those. most: submodel -> bytes of its weights in memory at a time, of those that do not fit whole."""
+    """family: its name. loads: submodel -> how to load it. companions: the family's -> folder. options: the family's.
+    scheduler: name of the one that replaces the stored one. bfloat16: submodels whose 16-bit type is bfloat16. most:
+    submodel -> limit in bytes for its weights in memory, if they do not fit whole."""
 
     family: str
     loads: Mapping[str, Mapping[str, Any]]
@@ -29,5 +29,5 @@ class ReferenceRequest:
     most: Mapping[str, int] = field(default_factory=dict)
 
     def half_of(self, submodel: str) -> str:
-        """The type of 16 bits that the submodel is also computed in."""
+        """The 16-bit type in which the submodel is also computed."""
         return "bfloat16" if submodel in self.bfloat16 else "float16"

@@ -1,4 +1,4 @@
-"""Which inputs a verification uses: prompts, steps, timesteps and sizes; and in words what that covers."""
+"""Choose a verification's inputs: prompts, steps, timesteps and sizes; and describe their coverage."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from sdflow.verify.as_json import from_json
 from sdflow.verify.reference.cases import read_description
 
 LARGE_CHANNELS = 512
-"""Denoisers with this many channels or more are verified in full at small latents too; smaller ones at their own size."""
+"""Denoisers with at least this many channels use small latents at the full level too; smaller ones their native
+size."""
 EDGE_TIMESTEPS = (999.0, 700.3, 1.0, 0.5, 0.0)
 QUICK_TIMESTEPS = (999.0, 700.3, 0.5)
-"""Both ends, where a timestep may be clipped. Half a step changes most near 0: one that is cut to a whole number shows there.
-Neither float16 nor bfloat16 holds 700.3, and many schedulers give such timesteps: one that went through either shows there."""
+"""Both ends, where timesteps may be clipped. Half a step matters most near 0, where a truncated timestep shows. Neither
+float16 nor bfloat16 can represent 700.3, and many schedulers give such timesteps: one that passed through either
+shows."""
 QUICK_LATENTS = 8
-"""Rows and columns of the latents at the quick level, where the denoiser's levels allow it."""
+"""Rows and columns of the latents at the quick level, if the denoiser's levels allow it."""
 QUICK_STEPS, FULL_STEPS = 3, 10
-"""Of denoising; fewer of a model that is made for fewer."""
+"""Denoising steps; fewer for models made for fewer."""
 LENGTH_ARGUMENT = "max_sequence_length"
-"""The call argument of diffusers' transformer pipelines that sets how many tokens a text is padded or cut to."""
+"""The call argument of diffusers' transformer pipelines for the length to which texts are padded or truncated."""
 SHORT_TOKENS = 32
-"""That number at the quick level of large transformers. The pipeline's own, up to 512, would be 30 times as many as the tokens of
-the image. All prompts but the long one end before it, so that padding is covered too."""
+"""Its value at the quick level of large transformers. The pipeline's own, up to 512, would be 30 times the number of
+image tokens. All prompts but the long one are shorter, so that padding is covered too."""
 SHORT_STEPS = 2
-"""Denoising steps at the quick level of large transformers: each reads all weights once more."""
+"""Denoising steps at the quick level of large transformers: each reads all weights again."""
 SHORT_PATCHES = 4
 """Rows and columns of image tokens at the quick level of large transformers."""
 SAMPLE_CASES = 24
@@ -42,17 +44,18 @@ PROMPTS = (
     "isometric pixel art of a busy street market at night",
 )
 LONG_PROMPT = "a watercolour painting of a lighthouse by the sea at dusk, " * 8
-"""Longer than the 77 tokens that a text encoder takes: the tokenizer cuts it."""
+"""Longer than the 77 tokens of a text encoder, so the tokenizer truncates it."""
 SAMPLE = "sample:shapes"
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Everything that the reference computes. It enters the key of the reference, so it says nothing of the target.
+    """Everything that the reference computes. Part of the reference's key, so it is independent of the target.
 
-    prompts: of the text encoders; the first one is drawn. rows, columns: of the trajectory's latents. shapes,
-    vae_shapes: (batch, rows, columns) of further latents, for the denoiser and for the VAE. sample_cases: how many images of
-    the sample's own evaluation set are drawn and scored. tokens: what LENGTH_ARGUMENT is set to; None: the pipeline's default.
+    prompts: for the text encoders; the image uses the first one. rows, columns: of the trajectory's latents. shapes,
+    vae_shapes: (batch, rows, columns) of further latents, for the denoiser and for the VAE. sample_cases: number of
+    images of the sample's own evaluation set to generate and score. tokens: value of LENGTH_ARGUMENT; None: the
+    pipeline's default.
     """
 
     submodels: tuple[str, ...]
@@ -71,11 +74,11 @@ class Selection:
 
     @property
     def text_arguments(self) -> dict[str, Any]:
-        """Call arguments that set how texts are tokenized, of diffusers' pipelines as of a `Request`."""
+        """Tokenization arguments for calls of diffusers' pipelines and for a `Request`."""
         return {} if self.tokens is None else {LENGTH_ARGUMENT: self.tokens}
 
     def coverage(self, family: Family) -> list[str]:
-        """What is verified, in words."""
+        """The coverage, in words."""
         sizes = _listed(self.shapes)
         if self.vae_shapes != self.shapes and {family.encoder, family.decoder} & {*self.submodels}:
             sizes += f", of the VAE {_listed(self.vae_shapes)}"
@@ -85,14 +88,14 @@ class Selection:
         ]
         if {*family.text} & {*self.submodels}:
             length = "" if self.tokens is None else f", of {self.tokens} tokens each"
-            lines.append(f"{len(self.prompts)} prompts{length}, an empty one and one that is too long among them")
+            lines.append(f"{len(self.prompts)} prompts{length}, including an empty one and one that is too long")
         if self.sample_cases:
             lines.append(f"{self.sample_cases} images of the sample's evaluation set, {self.sample_steps} steps each")
         return lines
 
 
 def read_selection(reference: Path) -> Selection:
-    """What a reference was computed on. reference: the folder that it wrote its cases to."""
+    """The selection of a reference. reference: the folder with its cases."""
     return from_json(Selection, read_description(reference)["selection"])
 
 
@@ -101,7 +104,7 @@ def _listed(shapes: Sequence[tuple[int, int, int]]) -> str:
 
 
 def select(spec: VerifySpec, image: ImageSpec, submodels: Sequence[str], checkpoint: Checkpoint) -> Selection:
-    """The selection for these submodels of a checkpoint. Raises UsageError for a size that its images cannot have."""
+    """The selection for these submodels of a checkpoint. Raises UsageError for an unsupported image size."""
     full, family = spec.level == "full", checkpoint.family
     configs = {name: part.load["config"] for name, part in checkpoint.submodels.items()}
     latents = family.latents(configs)
@@ -118,7 +121,7 @@ def select(spec: VerifySpec, image: ImageSpec, submodels: Sequence[str], checkpo
         sizes.append(small if pixels is None else pixels // latents.scale)
     rows, columns = sizes
     shapes = [(2, rows, columns * 2)]
-    vae_shapes = [(2, max(1, rows // 2), columns)]  # it halves nothing; its work grows with the pixels alone
+    vae_shapes = [(2, max(1, rows // 2), columns)]  # a VAE halves nothing on the way; its work grows with the pixels
     if full:
         shapes = vae_shapes = [(1, rows, columns * 2), (2, rows * 2, columns), (3, rows, columns), (1, own, own)]
     drawn = checkpoint.defaults()["text"]

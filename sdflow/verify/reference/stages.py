@@ -1,4 +1,4 @@
-"""The modules of a reference, and diffusers' own pipelines of them."""
+"""The modules of a reference, and diffusers' pipelines made of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Progress = Callable[[str], None]
 
 
 class Stages:
-    """What a reference is computed with. merged: how many layers each LoRA changed."""
+    """Loads the modules and pipelines of a reference. merged: number of layers that each LoRA changed."""
 
     def __init__(self, request: ReferenceRequest, progress: Progress) -> None:
         self.request, self.selection, self.progress = request, request.selection, progress
@@ -48,7 +48,7 @@ class Stages:
         return self.family.latents(self.configs)
 
     def stage(self, submodels: Sequence[str]) -> tuple[dict[str, Network], Any]:
-        """These submodels, and diffusers' pipeline of them alone."""
+        """These submodels, and diffusers' pipeline of only them."""
         networks = {}
         for submodel in submodels:
             self.progress(f"reference: loading {submodel}")
@@ -56,19 +56,19 @@ class Stages:
         return networks, self.pipeline(networks)
 
     def network(self, submodel: str, merged: Callable[[LoraMerge, int], None] = lambda lora, layers: None) -> Network:
-        """A module in float32. merged: is called with how many layers each LoRA changed."""
+        """A module in float32. merged: is called with the number of layers that each LoRA changed."""
         request, denoiser = self.request, self.configs[self.family.denoiser]
         most = request.most.get(submodel)
         return TorchModule(submodel, request.loads[submodel], request.loras, denoiser, most=most).network(merged)
 
     def rounded(self, submodel: str) -> Network:
-        """A further module, in 16 bits."""
+        """Another instance of the module, in 16 bits."""
         network = self.network(submodel)
         network.to_half(self.request.half_of(submodel))
         return network
 
     def pipeline(self, networks: Mapping[str, Network], *, own_scheduler: bool = False) -> Any:
-        """diffusers' own, of these submodels alone. own_scheduler: as two that draw at the same time need."""
+        """diffusers' own pipeline of only these submodels. own_scheduler: needed by pipelines that run concurrently."""
         modules = {self.family.part(name).component: network.module for name, network in networks.items()}
         companions = dict(self.companions)
         if own_scheduler:
@@ -81,7 +81,7 @@ class Stages:
         self.merged[lora.path.name] = self.merged.get(lora.path.name, 0) + layers
 
     def start(self, pipeline: Any, noise: torch.Tensor) -> dict[str, Any]:
-        """What diffusers' pipeline is given besides the prompt."""
+        """Arguments of diffusers' pipeline other than the prompt."""
         selection, scale = self.selection, self.latents.scale
         given = canvas(self.family.task(self.configs), selection.rows * scale, selection.columns * scale)
         return torch_start(pipeline, noise, selection.steps, pack=self.family.packed, scale=scale, **given)

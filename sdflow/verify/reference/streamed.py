@@ -1,7 +1,7 @@
-"""A PyTorch module whose weights are larger than memory: those of a part are read before its forward, and let go after it.
+"""Run a PyTorch module whose weights exceed memory: each part's are read before its forward, and freed after it.
 
-The module is the library's own, and so is its forward: hooks put the values in. Elsewhere a weight has its shape and type and
-no values (NaN throughout, in the memory of one number), so that one that is used out of its turn shows in every result.
+Module and forward are the library's own; hooks insert the values. Elsewhere a weight keeps its shape and type but no
+values (NaN throughout, in the memory of one number), so that using one out of turn shows in every result.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     import torch
 
 READERS = 2
-"""Threads that read weights: reading is conversion, of one tensor after the other."""
+"""Threads that read and convert weights, one tensor each at a time."""
 Read = Callable[[str], "torch.Tensor"]
-"""Gives a parameter or buffer in float32, by its name in the state_dict."""
+"""Reads a parameter or buffer in float32, by its name in the state_dict."""
 Merges = Mapping[str, Sequence[Any]]
-"""Weight -> PEFT's layers that are to be merged into it, in order."""
+"""Weight -> PEFT's layers to merge into it, in order."""
 Forward = Callable[..., Any]
 Beside = Callable[[Callable[[], None], Callable[[], None]], None]
 
 
 class Reading:
-    """Reads the weights of a part, and keeps the part that was read last, for other modules that need the same one next."""
+    """Reads the weights of a part, and keeps the last one for other modules that need it next."""
 
     def __init__(self, read: Read) -> None:
         self.read = read
@@ -35,7 +35,7 @@ class Reading:
         self._values: list[torch.Tensor] = []
 
     def part(self, names: Sequence[str], *, keep: bool) -> list[torch.Tensor]:
-        """The values of these weights in float32, which nobody may change. keep: until another part is read."""
+        """The values of these weights in float32, read-only. keep: until another part is read."""
         if tuple(names) == self._last:
             return self._values
         self.forget()
@@ -46,24 +46,22 @@ class Reading:
         return values
 
     def forget(self) -> None:
-        """Let go of what is kept."""
+        """Drop the kept values."""
         self._last, self._values = (), []
 
 
 class StreamedWeights:
-    """Puts a module's weights in their places while they are needed."""
+    """Inserts a module's weights while they are needed."""
 
     def __init__(self, module: torch.nn.Module, read: Read, most: int, merges: Merges) -> None:
-        """most: bytes of weights, as float32, that are in memory at a time; more only where one module has them by itself."""
+        """most: limit in bytes for weights in memory, as float32; exceeded only by a single module with more."""
         self._module, self.reading, self._merges = module, Reading(read), merges
         self._through: torch.dtype | None = None
         self._turns: Turns | None = None
         self.wide: dict[int, torch.Tensor] = {}
         self._inside: dict[tuple[str, ...], int] = {}
         names = module.state_dict().keys()
-        own = {
-            name for name in names if "." not in name
-        }  # of the module itself, whose forward may not be what is called
+        own = {name for name in names if "." not in name}  # of the module itself, whose forward may be bypassed
         self._names = [name for name in names if name not in own]
         for name in own:
             self._put(name, read(name))
@@ -73,18 +71,19 @@ class StreamedWeights:
             part.register_forward_hook(self._unload(tuple(names)), always_call=True)
 
     def take_turns(self, turns: Turns, reading: Reading) -> None:
-        """From here on runs of `turns` share the module, and it shares `reading` with others of the same weights: a part stays
-        until all runs have passed it, its halves beside what they are in float32 (`wide`, by their address)."""
+        """Let runs of `turns` share this module, and `reading` with other modules of the same weights: a part stays
+        until all runs have passed it, with float32 copies of its halves (`wide`, by address)."""
         self._turns, self.reading = turns, reading
 
     def alone(self) -> None:
-        """The end of `take_turns`."""
+        """Undo `take_turns`."""
         self._turns = None
         self.reading.forget()
         self._leave()
 
     def convert(self, change: Callable[[torch.nn.Module], None], through: torch.dtype) -> None:
-        """Change the types of the module's weights to `through`, or others behind that. From here on they are read so."""
+        """Change the types of the module's weights with `change`; from now on they are read through the type
+        `through`."""
         import torch
 
         for name in self._names:
@@ -121,7 +120,7 @@ class StreamedWeights:
 
     def _unload(self, names: tuple[str, ...]) -> Callable[..., None]:
         def unload(module: Any, args: Any, output: Any) -> None:
-            if names in self._inside:  # else its turn never came
+            if names in self._inside:  # otherwise it never ran
                 self._inside[names] -= 1
             if self._turns is None:
                 self._leave()
@@ -129,14 +128,14 @@ class StreamedWeights:
         return unload
 
     def _leave(self) -> None:
-        """Take the values away of every part that no run is in."""
+        """Free the values of every part that no run is in."""
         for names in [names for names, runs in self._inside.items() if not runs]:
             self._hollow(names)
             self.wide.clear()
             del self._inside[names]
 
     def _hollow(self, names: Sequence[str] | None = None) -> None:
-        """Take the values away."""
+        """Remove the values."""
         import torch
 
         for name in self._names if names is None else names:
@@ -162,7 +161,7 @@ class StreamedWeights:
 
 
 def _merged(layer: Any, values: torch.Tensor) -> torch.Tensor:
-    """The weight with one LoRA in it, as PEFT merges it."""
+    """The weight with one LoRA merged by PEFT."""
     import torch
 
     base = layer.get_base_layer()
@@ -176,8 +175,8 @@ def _merged(layer: Any, values: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(module: torch.nn.Module, most: int, path: str = "") -> Iterator[tuple[torch.nn.Module, list[str]]]:
-    """The modules within this one whose weights are read together, and the names of these. What a module has beside its parts is
-    there for as long as its forward runs."""
+    """The modules whose weights are read together, with the names of these. A module's other weights stay while its
+    forward runs."""
     for name, child in module.named_children():
         inner = f"{path}{name}."
         tensors = child.state_dict()
@@ -193,7 +192,7 @@ def _parts(module: torch.nn.Module, most: int, path: str = "") -> Iterator[tuple
 
 
 def _is_called(module: torch.nn.Module) -> bool:
-    """Whether it has a forward of its own: lists of modules have none."""
+    """Whether it has a forward of its own; lists of modules have none."""
     import torch
 
     return getattr(type(module), "forward", None) is not torch.nn.Module.forward
@@ -201,15 +200,15 @@ def _is_called(module: torch.nn.Module) -> bool:
 
 CACHES = "use_cache"
 UNSAID = (("output_hidden_states", False), ("output_attentions", False))
-"""Arguments of a text encoder that change nothing: a call without them means the same."""
+"""Arguments of a text encoder with no effect at these values: a call without them is equivalent."""
 
 
 class RowsOnce:
-    """A text encoder's forward that computes each row of tokens once: one pass over the weights serves all prompts, and both
-    precisions where there is another module in 16 bits."""
+    """A text encoder's forward that computes each row of tokens once: one pass over the weights serves all prompts, and
+    both precisions if there is a second module in 16 bits."""
 
     def __init__(self, module: torch.nn.Module, half: Forward | None = None, beside: Beside | None = None) -> None:
-        """half: the same forward in 16 bits. beside: runs two functions side by side."""
+        """half: the forward of the 16-bit module. beside: runs two functions concurrently."""
         self._forward = module.forward
         self._half, self._beside = half, beside
         self._signature = inspect.signature(module.forward)
@@ -219,7 +218,7 @@ class RowsOnce:
         module.forward = self
 
     def forget(self) -> None:
-        """The rows, whose weights have changed since: they are in 16 bits."""
+        """Drop rows computed with the float32 weights, which are now in 16 bits."""
         self._rows, self._half_rows, self._half = self._half_rows, {}, None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -227,9 +226,7 @@ class RowsOnce:
         from torch.utils._pytree import tree_unflatten
 
         given = self._signature.bind(*args, **kwargs)
-        if (
-            CACHES in self._signature.parameters
-        ):  # of keys and values, which a text that is not continued has no use for
+        if CACHES in self._signature.parameters:  # key-value caches serve only generation of text
             given.arguments[CACHES] = False
         tensors = {name: value for name, value in given.arguments.items() if isinstance(value, torch.Tensor)}
         flags = {name: value for name, value in _flat(given.arguments) if name not in tensors}
@@ -262,7 +259,7 @@ class RowsOnce:
 
 
 def _flat(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Arguments by name, those that a signature does not name among them."""
+    """Arguments by name, including those passed through **kwargs."""
     for name, value in arguments.items():
         if isinstance(value, Mapping):
             yield from value.items()
@@ -271,5 +268,5 @@ def _flat(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _bytes(row: torch.Tensor) -> bytes:
-    """Ids and masks are the same in any type of whole numbers."""
+    """Bytes of a row; ids and masks compare equal in any integer type."""
     return bytes((row if row.is_floating_point() else row.long()).numpy().tobytes())

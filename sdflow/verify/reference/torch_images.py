@@ -1,4 +1,4 @@
-"""The images that diffusers' own pipeline draws, for those of artifacts to be held to."""
+"""Images from diffusers' own pipeline, with which those of artifacts are compared."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ IMAGE_FILE = "image.npz"
 SAMPLE_FILE = "sample.npz"
 
 Embeddings = Mapping[str, "torch.Tensor | list[torch.Tensor]"]
-"""Arguments of a call of diffusers' pipeline that stand for prompts: a row of a tensor for each, or a tensor for each where they
-differ in length."""
+"""Prompt arguments of diffusers' pipeline: a tensor with a row per prompt, or a list of tensors if lengths differ."""
 
 
 def embeddings_in(texts: Embeddings, dtype: torch.dtype) -> Embeddings:
-    """The same in another type."""
+    """Convert the embeddings to another type."""
     return {
         name: [text.to(dtype) for text in each] if isinstance(each, list) else each.to(dtype)
         for name, each in texts.items()
@@ -31,13 +30,13 @@ def embeddings_in(texts: Embeddings, dtype: torch.dtype) -> Embeddings:
 
 
 def type_of(texts: Embeddings) -> torch.dtype:
-    """The type of the first."""
+    """The type of the first tensor."""
     first = next(iter(texts.values()))
     return (first[0] if isinstance(first, list) else first).dtype
 
 
 def draw_by_torch(pipeline: Any, selection: Selection, texts: Embeddings, start: Mapping[str, Any]) -> np.ndarray:
-    """The image, float32 (rows, columns, 3) in [0, 1]. start: latents and images, as arguments: of `torch_start` and of
+    """The image, float32 (rows, columns, 3) in [0, 1]. start: latents and images as arguments, from `torch_start` and
     `control_arguments`."""
     import torch
 
@@ -53,7 +52,7 @@ def draw_by_torch(pipeline: Any, selection: Selection, texts: Embeddings, start:
 
 
 def control_arguments(controls: Sequence[np.ndarray]) -> dict[str, Any]:
-    """Arguments for the images of the ControlNets; none where there are none."""
+    """Arguments for the images of the ControlNets; empty without any."""
     import torch
 
     return {"image": [torch.from_numpy(each) for each in controls]} if controls else {}
@@ -64,7 +63,7 @@ def sample_cases(selection: Selection) -> Any:
 
 
 def draw_sample(pipeline: Any, selection: Selection, texts: Embeddings, given: Mapping[str, Any], out: Path) -> None:
-    """Images of the sample's own evaluation set, for its measure of meaning."""
+    """Generate the images of the sample's own evaluation set, to score their meaning."""
     import torch
 
     images = pipeline(

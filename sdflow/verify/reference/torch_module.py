@@ -1,4 +1,4 @@
-"""A submodel's PyTorch model, with its LoRAs merged by diffusers and PEFT: what an artifact is compared with."""
+"""A submodel's PyTorch model, with its LoRAs merged by diffusers and PEFT: the reference for an artifact."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sdflow.verify.reference.streamed import StreamedWeights
 
 @dataclass(frozen=True)
 class LoraMerge:
-    """A LoRA file and the scale that it is merged at. Nothing here shares the reader of LoRAs that is judged."""
+    """A LoRA file and its scale. Independent of sdflow's reader of LoRAs, which is under test."""
 
     path: Path
     scale: float
@@ -26,9 +26,9 @@ class LoraMerge:
 
 @dataclass(frozen=True)
 class TorchModule:
-    """How to load it. load: as `open_checkpoint` gives it. loras: in the order of the workflow. denoiser: its config, which
-    names in LoRAs are read by; not needed for the denoiser itself. half: the type of 16 bits that it is compared in. most: bytes
-    of weights, as float32, that are in memory at a time; None: all of them."""
+    """How to load a module. load: from `open_checkpoint`. loras: in the workflow's order. denoiser: its config, needed
+    to read names in LoRAs, except for the denoiser itself. half: the 16-bit type for comparison. most: limit in bytes
+    for weights in memory, as float32; None: all of them."""
 
     submodel: str
     load: Mapping[str, Any]
@@ -38,7 +38,7 @@ class TorchModule:
     most: int | None = None
 
     def network(self, merged: Callable[[LoraMerge, int], None] = lambda lora, layers: None) -> Network:
-        """The module in fp32 with its ports. merged: is called with how many layers each LoRA changed."""
+        """The module in fp32 with its ports. merged: is called with the number of layers that each LoRA changed."""
         part = part_of(self.load, self.submodel)
         if self.most is None:
             module = load_module(self.submodel, self.load, read_by_library)
@@ -54,9 +54,9 @@ class TorchModule:
     def _merge(
         self, module: Any, merged: Callable[[LoraMerge, int], None], *, deferred: bool = False
     ) -> dict[str, list[Any]]:
-        """Merge the LoRAs; deferred: give PEFT's layers by the name of the weight that each is to be merged into."""
+        """Merge the LoRAs. deferred: return PEFT's layers by the name of the weight to merge into instead."""
         family, denoiser = FAMILIES[self.load["family"]], self.denoiser
-        if not denoiser:  # its names are then another's business, and any numbers of blocks keep them apart
+        if not denoiser:  # another submodel's names: any numbers of blocks separate them
             denoiser = self.load["config"] if self.submodel == family.denoiser else {"layers_per_block": 2}
         later: dict[str, list[Any]] = {}
         if self.submodel in family.with_loras:
@@ -69,5 +69,5 @@ class TorchModule:
         return later
 
     def ports(self) -> Ports:
-        """Inputs and outputs of its graph; nothing is loaded."""
+        """Inputs and outputs of its graph, without loading anything."""
         return part_of(self.load, self.submodel).model.ports(self.load["config"])

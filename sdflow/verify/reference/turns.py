@@ -1,7 +1,7 @@
-"""Runs over one set of weights that is read once for all of them.
+"""Run several threads over one set of weights that is read once for all.
 
-Each run is a thread, and one thread runs at a time. A run pauses before each part whose weights are read; the one that is behind
-goes on. So all pass a part before any passes the next, which is read only then.
+One thread runs at a time. A run pauses before each part whose weights are read; the one furthest behind continues. So
+all runs pass a part before the next part is read.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 
 class _Ended(BaseException):
-    """Raised in a run that is not to go on, as another has failed."""
+    """Raised in a run to stop it after another one failed."""
 
 
 @dataclass
 class Run:
-    """A run. passed: how many parts it has passed. result: None until it has ended."""
+    """A run. passed: number of parts that it has passed. result: None until it has ended."""
 
     work: Callable[[], Any]
     passed: int = 0
@@ -31,7 +31,8 @@ class Run:
 
 
 class Turns:
-    """Runs that take turns. `start` them, then `finish`; both belong to the thread that made this, `start` to a run's as well."""
+    """Runs that take turns: `start` them, then `finish`. Both are for the creating thread; runs may call `start`,
+    too."""
 
     def __init__(self) -> None:
         self._runs: list[Run] = []
@@ -40,20 +41,20 @@ class Turns:
         self._failed = False
 
     def start(self, work: Callable[[], Any]) -> Run:
-        """A further run, as far as the one in front. It begins when its turn comes."""
+        """Add a run, level with the most advanced one. It begins when its turn comes."""
         run = Run(work, max((each.passed for each in self._runs), default=0))
         run.thread = Thread(target=self._work, args=(run,), daemon=True)
         self._runs.append(run)
         return run
 
     def pause(self) -> None:
-        """Called by a run in front of each part: the others come as far first."""
+        """Called by a run before each part: lets the others catch up."""
         if (run := self._of_thread.get(get_ident())) is not None:
             self._let_go(run)
             run.passed += 1
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Called by a run: what it needs next is made by another. It goes on beside the one in front."""
+        """Called by a run that needs another one's result. It then continues level with the most advanced one."""
         run = self._of_thread[get_ident()]
         if not ready():
             run.ready = ready
@@ -61,7 +62,7 @@ class Turns:
             run.passed = max(each.passed for each in self._runs)
 
     def finish(self) -> None:
-        """Let all runs end. Raises what one of them has raised; the others then end where they are."""
+        """Run all to the end. Raises the error of a failed run, after stopping the others."""
         stuck = False
         while alive := [run for run in self._runs if not run.ended]:
             waiting = [run for run in alive if run.ready is not None and (self._failed or run.ready())]
@@ -81,7 +82,7 @@ class Turns:
             if run.error is not None and not isinstance(run.error, _Ended):
                 raise run.error
         if stuck:
-            raise RuntimeError("runs wait for what none of them makes")
+            raise RuntimeError("all runs are waiting for one another")
 
     def _let_go(self, run: Run) -> None:
         self._back.release()
@@ -94,7 +95,7 @@ class Turns:
 
         self._of_thread[get_ident()] = run
         try:
-            with torch.no_grad():  # what another thread has set does not hold here
+            with torch.no_grad():  # the setting is per thread
                 run.result = run.work()
         except BaseException as error:  # noqa: BLE001 - raised again by `finish`
             run.error = error

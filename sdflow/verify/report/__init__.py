@@ -1,1 +1,1 @@
-"""The report of a verification: a page, plots, JSON."""
+"""The report of a verification: an HTML page, plots, JSON."""

@@ -1,4 +1,4 @@
-"""The report of a verification: one HTML page that needs nothing else, and the same as JSON."""
+"""The report of a verification as one self-contained HTML page, and as JSON."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from sdflow.verify.result import CaseDistance, ImageVerdict, SubmodelVerdict, Ve
 
 
 def write_reports(verified: Verified, folder: Path) -> Path:
-    """Write `<name>.verify.html` and `<name>.verify.json` into `folder`; returns the page's path."""
+    """Write `<name>.verify.html` and `<name>.verify.json` into `folder`. Returns the page's path."""
     result = verified.result
     _replace(folder / f"{result.name}.verify.json", json.dumps(result.to_json(), indent=1).encode())
     page = folder / f"{result.name}.verify.html"
@@ -40,7 +40,7 @@ def write_reports(verified: Verified, folder: Path) -> Path:
 
 
 def write_html(verified: Verified, path: Path) -> None:
-    """Write the page, in one step."""
+    """Write the page, atomically."""
     _replace(path, page(verified.result, verified.images).encode())
 
 
@@ -59,7 +59,7 @@ def page(result: Verification, images: Mapping[str, bytes]) -> str:
     sentence = (
         f"Every submodel matches the PyTorch model within its limit, for target {result.target}."
         if result.passed
-        else f"{problems} problem{'s' if problems > 1 else ''}, each with what to do, below."
+        else f"{problems} problem{'s' if problems > 1 else ''}, listed below with remedies."
     )
     facts = [
         ("target", result.target),
@@ -96,7 +96,7 @@ _LEGEND = (
 
 
 def _coloured(columns: Sequence[str], rows: Rows) -> str:
-    """A table whose last column are verdicts."""
+    """A table whose last column holds verdicts."""
     cells = [(*map(escape, row[:-1]), _verdict(row[-1])) for row in rows]
     return table((*columns[:-1], "verdict"), cells, NUMBERS)
 
@@ -113,7 +113,7 @@ def _problems(result: Verification) -> str:
         for where, what, remedy in result.problems
     )
     gone = [
-        f"{escape(part.name)}: of {len(part.block.gone)} blocks before the first that differs, the graph does not have the end: "
+        f"{escape(part.name)}: the graph lacks the ends of {len(part.block.gone)} blocks before the first that differs: "
         f"they were fused<br><small>{escape(', '.join(part.block.gone))}</small>"
         for part in result.submodels.values()
         if part.block and part.block.gone
@@ -122,7 +122,7 @@ def _problems(result: Verification) -> str:
 
 
 def _steps(part: SubmodelVerdict) -> str:
-    """The error along the denoising steps, of a submodel that is run at each."""
+    """The error along the denoising steps, for a submodel that runs in each."""
     steps = [case for case in part.cases if case.group == "trajectory" and case.step is not None]
     if len(steps) < 2:
         return ""
@@ -135,7 +135,8 @@ def _steps(part: SubmodelVerdict) -> str:
 
 
 def _plot_of(steps: Sequence[CaseDistance], ratio: float | None) -> str:
-    """Distances on a logarithmic axis over the steps, as SVG. ratio: also a line at so many times fp16 PyTorch's distance."""
+    """An SVG plot of distances over the steps, with a logarithmic axis. ratio: add a line at this multiple of fp16
+    PyTorch's."""
     lines = {
         "artifact": ("#0b57d0", [case.distance for case in steps]),
         "fp16 PyTorch": ("#8a8a8a", [case.yardstick for case in steps]),
@@ -200,7 +201,7 @@ def _image(title: str, verdict: ImageVerdict | None, images: Mapping[str, bytes]
     ]
     text = f"<p>{escape(verdict.prompt)}; {verdict.steps} steps, {verdict.height}x{verdict.width} pixels, the same latents.</p>"
     figures_of_both = table(("against fp32 PyTorch", "PSNR", "SSIM", "largest difference"), rows)
-    words = f"{verdict.quantized}, held to no limit" if verdict.quantized else "passed"
+    words = f"{verdict.quantized}, without a limit" if verdict.quantized else "passed"
     return section(f"{title}: {_verdict('FAILED' if verdict.problems else words)}", text, figures, figures_of_both)
 
 
@@ -224,7 +225,7 @@ def _findings(result: Verification) -> str:
 
 
 def _places(kind: Kind) -> str:
-    """Where a kind was found, folded away where there are several places; what is said there, if it is not the same."""
+    """The places of a kind, folded if there are several, with their texts where these differ."""
     shown = {kind.first.remedy}
     lines = []
     for finding in kind.findings:
@@ -257,7 +258,7 @@ def _operators(result: Verification) -> str:
 
 def _not_covered(result: Verification) -> list[str]:
     parts = result.submodels.values()
-    unproved = [f"{part.name}: not proved without its roundings: {part.unproved}" for part in parts if part.unproved]
+    unproved = [f"{part.name}: not proved without roundings: {part.unproved}" for part in parts if part.unproved]
     return unproved + [
         f"{part.name}: its fixed shapes leave out {', '.join(part.left_out)}" for part in parts if part.left_out
     ]

@@ -1,4 +1,4 @@
-"""The tables of a verification, the same on a page and in a terminal: columns and rows, a verdict in the last."""
+"""The tables of a verification, for pages and terminals: columns and rows, with a verdict in the last column."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUMBERS = (
 
 
 def submodel_rows(result: Verification) -> Rows:
-    """Of `SUBMODELS`: each with the output that comes nearest to its limit, or goes farthest beyond."""
+    """Rows of `SUBMODELS`: each with the output nearest to its limit, or farthest beyond."""
     rows: Rows = []
     for part in result.submodels.values():
         if not part.outputs:
@@ -37,7 +37,7 @@ def submodel_rows(result: Verification) -> Rows:
 
 
 def output_rows(result: Verification) -> Rows:
-    """Of `OUTPUTS`: everything that is known of each output of each submodel."""
+    """Rows of `OUTPUTS`: all results of each output of each submodel."""
     rows: Rows = []
     for part in result.submodels.values():
         graph, exact = f"{part.precision}, {part.ran}", {each.name: each for each in part.exact}
@@ -59,8 +59,8 @@ def output_rows(result: Verification) -> Rows:
 
 
 def device_rows(result: Verification, *, worst: bool = False) -> tuple[str, Rows]:
-    """What the end of a title says of tuning and of cases that were left out, and rows of `DEVICES`: what the provider's own
-    kernels gave, beside what this CPU gave. worst: of each submodel the worst output alone."""
+    """Return a suffix for the title, about tuning and omitted cases, and rows of `DEVICES`: results of the provider's own
+    kernels next to this CPU's. worst: only each submodel's worst output."""
     rows: Rows = []
     tuned, left_out = "", 0
     for part in result.submodels.values():

@@ -54,7 +54,7 @@ DATA = bytes(64)
 BAD: dict[str, tuple[bytes, str]] = {
     "of nothing": (b"", "it is empty"),
     "of another kind": (b"<html>login</html>", "it is a web page"),
-    "version 1": (gguf(TWO, DATA, version=1), "version 1, where 2 and 3 are read"),
+    "version 1": (gguf(TWO, DATA, version=1), "version 1; 2 and 3 are supported"),
     "big-endian": (gguf(TWO, DATA, version=3 << 24), "it is big-endian"),
     "truncated": (gguf(TWO, DATA[:-1]), "its tensors end at byte"),
     "truncated header": (gguf(TWO, DATA)[:60], "bytes at byte"),
@@ -67,7 +67,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "a size of 0": (gguf([info("a", (0, 8), F32, 0)], DATA), r"tensor a is \[8, 0\]"),
     "many axes": (gguf([info("a", (1,) * 9, F32, 0)], DATA), "tensor a has 9 axes"),
     "an unknown type": (gguf([info("a", (8,), 99, 0)], DATA), "tensor a is of the unknown type 99"),
-    "half a block": (gguf([info("a", (48,), Q8_0, 0)], DATA), "rows of 48 values of a are no whole blocks of Q8_0"),
+    "half a block": (gguf([info("a", (48,), Q8_0, 0)], DATA), "rows of 48 values of a are not whole blocks of Q8_0"),
     "no name": (gguf([info(b"\xff\xfe", (8,), F32, 0)], DATA), "not UTF-8"),
     "a long name": (gguf([text("x" * 2000) + bytes(40)], DATA), "a name of 2000 bytes"),
     "endless tensors": (gguf(TWO, DATA, counts=(2**62, 0)), "tensors and 0 entries of metadata"),
@@ -82,9 +82,9 @@ BAD: dict[str, tuple[bytes, str]] = {
     "an odd alignment": (gguf(TWO, DATA, [entry("general.alignment", 4, struct.pack("<I", 48))]), "an alignment of 48"),
     "another shape": (
         gguf(TWO, DATA, [entry("comfy.gguf.orig_shape.a", 9, struct.pack("<IQ2i", 5, 2, 3, 3))]),
-        r"a is \[8\], and its original shape would be \(3, 3\)",
+        r"a is \[8\], but its original shape is given as \(3, 3\)",
     ),
-    "a part": (gguf(TWO, DATA, [entry("split.count", 2, struct.pack("<H", 3))]), "it is one of 3 files"),
+    "a part": (gguf(TWO, DATA, [entry("split.count", 2, struct.pack("<H", 3))]), "it is one of 3 parts"),
 }  # fmt: skip
 
 

@@ -204,9 +204,11 @@ DAMAGED = {
     "a.weight has 0 scales": int8(weight_scale=None, comfy_quant=DESCRIBED),
     "a.weight has 2 scales": int8(scale_weight=torch.ones(1), comfy_quant=DESCRIBED),
     "holds no a.weight": int8(weight=None, comfy_quant=DESCRIBED),
-    "is of dtype F32 where int8_tensorwise is said": int8(weight=torch.ones(4, 8), comfy_quant=DESCRIBED),
-    "nothing says how it was quantized": int8(),
-    "which is no power of 4": int8(comfy_quant=described(format="int8_tensorwise", convrot=True, convrot_groupsize=8)),
+    "is of dtype F32, but described as int8_tensorwise": int8(weight=torch.ones(4, 8), comfy_quant=DESCRIBED),
+    "without a description of its quantization": int8(),
+    "which is not a power of 4": int8(
+        comfy_quant=described(format="int8_tensorwise", convrot=True, convrot_groupsize=8)
+    ),
     "groups of 16 for a weight": int8(
         comfy_quant=described(format="int8_tensorwise", convrot=True, convrot_groupsize=16)
     ),
@@ -214,7 +216,7 @@ DAMAGED = {
         comfy_quant=described(format="int8_tensorwise", params={"convrot": 1, "convrot_groupsize": "x"})
     ),
     "is not JSON": int8(comfy_quant=torch.full((3,), 65, dtype=torch.uint8)),
-    "is no description": int8(comfy_quant=torch.zeros(5000, dtype=torch.uint8)),
+    "is not a description": int8(comfy_quant=torch.zeros(5000, dtype=torch.uint8)),
 }
 
 

@@ -84,7 +84,7 @@ def test_a_replaced_component_needs_no_weights(tmp_path: Path) -> None:
     assert {name: each.identity for name, each in rest.submodels.items()} == {
         name: each.identity for name, each in whole.submodels.items()
     }
-    with pytest.raises(CheckpointError, match=r"no weights: diffusion_pytorch_model\.safetensors is not there"):
+    with pytest.raises(CheckpointError, match=r"no weights: diffusion_pytorch_model\.safetensors is missing"):
         opened(str(tmp_path / "rest"))
 
 

@@ -219,5 +219,5 @@ def test_every_operator_set_gives_the_same(opset: int) -> None:
 def test_an_output_that_no_node_makes_is_said() -> None:
     x, y = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2]) for name in "xy")
     graph = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["x"], ["z"])], "g", [x], [y])
-    with pytest.raises(VerificationError, match="no node of the model puts out 'y', which it promises"):
+    with pytest.raises(VerificationError, match="no node of the model outputs 'y', which it promises"):
         lower(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)]))
