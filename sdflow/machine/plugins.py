@@ -80,7 +80,7 @@ def plugins_of(ort: Any, target: Target) -> Plugins:
                 _here.done.add(provider)
                 _here.errors.pop(provider, None)
         offered = list(ort.get_ep_devices())
-        devices = {}
+        devices: dict[str, list[Any]] = {}
         for provider in target.plugins:
             if mine := [each for each in offered if each.ep_name.lower() == provider.lower()]:
                 devices[provider] = sorted(mine, key=_rank)
