@@ -46,8 +46,9 @@ ENVIRONMENT = {
 }
 """Of the process that verifies. glibc keeps what is freed: modules and graphs, gigabytes each, take one another's place, and
 memory fresh from the system must be cleared page by page. Where it is fresh, as block by block, it comes in pages of 2 MB (glibc
-2.35, Linux): a float16 or bfloat16 matrix of 38 M values was widened and multiplied in half the processor time. torch's threads sleep while they wait: where another process
-has a core, those that spin take the other one from the thread that they wait for (a small UNet's run: 6 s, not 0.1)."""
+2.35, Linux): a float16 or bfloat16 matrix of 38 M values was widened and multiplied in half the processor time. torch's threads
+sleep while they wait: where another process has a core, those that spin take the other one from the thread that
+they wait for (a small UNet's run: 6 s, not 0.1)."""
 CARRIED = "its passes carried its weights, so that no recipes tell what they were before they were rounded"
 GONE = "the cache no longer has the recipes of its weights; its workflow, run again, makes them anew"
 Progress = Callable[[str], None]
