@@ -37,7 +37,7 @@ def require_model(out: Path, name: str) -> None:
     try:
         model = load_graph(out / MODEL_FILE)
     except decode_errors() as error:
-        raise PassError(f"wrote a {MODEL_FILE} that is no ONNX model", where=name, remedy=REMEDY) from error
+        raise PassError(f"wrote a {MODEL_FILE} that is not an ONNX model", where=name, remedy=REMEDY) from error
     except VerificationError as error:
         raise PassError(f"wrote {error.what}", where=name, remedy=error.remedy) from error
     if wrong := next(_wrong(model, out), None):

@@ -191,7 +191,7 @@ def test_a_vocabulary_that_is_none_is_told(folder: Path, file: str, content: byt
 def test_what_a_scheduler_refuses_when_it_steps_is_told(folder: Path, entries: dict[str, Any]) -> None:
     edit(folder / "scheduler/scheduler_config.json", **entries)
     scheduler = load_companions(folder)["scheduler"]
-    with pytest.raises(UsageError, match=r"cannot make 2 steps: .*\n.*--scheduler"):
+    with pytest.raises(UsageError, match=r"cannot run 2 steps: .*\n.*--scheduler"):
         trace(scheduler, 2)
 
 
