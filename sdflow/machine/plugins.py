@@ -11,6 +11,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,15 +92,16 @@ def plugins_of(ort: Any, target: Target) -> Plugins:
 
 
 def _unregister(ort: Any, providers: Iterable[str]) -> None:
-    """Let go of libraries that offer no device, and so have no sessions: each looks for devices once, when it is registered, and
-    the next call is to find those that have come since."""
+    """Unregister libraries without a device. A library looks for devices only when it is registered, so the next call can find
+    new ones."""
     for provider in providers:
-        ort.unregister_execution_provider_library(provider)
-        _here.done.discard(provider)
+        with suppress(*onnxruntime_errors(ort)):  # still in use: it stays registered
+            ort.unregister_execution_provider_library(provider)
+            _here.done.discard(provider)
 
 
 def is_emulated(ort: Any, target: Target) -> bool:
-    """Whether a target's sessions are made on a GPU that the processor emulates: a run takes seconds in place of milliseconds."""
+    """Return whether a target's GPU is emulated by the processor, so that a run takes seconds instead of milliseconds."""
     devices = plugins_of(ort, target).devices.get(WEBGPU_PROVIDER, [])
     return bool(devices) and _kind(devices[0]) == "CPU"
 

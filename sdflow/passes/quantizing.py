@@ -83,7 +83,7 @@ def chosen(layers: Sequence[str], keep: Sequence[str], name: str) -> list[str]:
     """
     if strange := [pattern for pattern in keep if not any(fnmatchcase(layer, pattern) for layer in layers)]:
         raise PassError(
-            f"keep names {strange[0]}, which is no layer that would be quantized",
+            f"keep names {strange[0]}, which matches no layer that can be quantized",
             where=name,
             remedy=f"Layers are named like {layers[0]}; a pipeline's sdflow.json lists them.",
         )

@@ -53,6 +53,7 @@ WORKER = "sdflow.selftest.worker"
 RUNS, EMULATED_RUNS = LatencySpec(warmup=1, runs=5), LatencySpec(warmup=1, runs=1)
 STEPS, EMULATED_STEPS = 20, 2
 """On a GPU that the processor emulates, a step takes seconds."""
+EMULATED_NOTE = f"emulated GPU: one image of {EMULATED_STEPS} steps"
 
 
 def selftest(
@@ -107,6 +108,8 @@ def selftest(
         )
         listener.doing("measure", "")
         draft.report = _with_times(draft.report, measured)
+        if emulated:
+            draft.report = replace(draft.report, notes=(*draft.report.notes, EMULATED_NOTE))
         drawn = _drawn(scratch, pipeline, target, steps, listener, engine_cache)
         draft.report = judged(draft.report, reference, drawn)
     return Private.here().cleared(draft.report)
@@ -123,7 +126,7 @@ def _require_here(target: str, listener: Listener) -> bool:
     if not found.available:
         raise TargetUnavailableError(found.reason or "does not run here", where=target, remedy=found.remedy)
     if found.emulated:
-        listener.note(f"{target}: its GPU is emulated: one image of {EMULATED_STEPS} steps")
+        listener.note(f"{target}: {EMULATED_NOTE}")
     return found.emulated
 
 

@@ -66,10 +66,12 @@ class Layout:
         """Whether the root carries the tag that `ensure` writes."""
         try:
             text = read_input(self.tag)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
         except OSError:
             if is_regular(self.tag):
                 raise
-            return False  # nothing, a pipe, a folder: no tag
+            return False  # a pipe, a folder: no tag
         return text.startswith(SIGNATURE.encode()) and b"sdflow" in text
 
     def ensure(self) -> None:

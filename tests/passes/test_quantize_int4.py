@@ -207,7 +207,7 @@ def test_layers_that_are_kept_or_small_stay(products: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"keep": ("to_v",)}, "keep names to_v, which is no layer"),
+        ({"keep": ("to_v",)}, "keep names to_v, which matches no layer"),
         ({"keep": ("*",)}, "keep names every layer"),
         ({"block_size": 256}, "no layer that can be quantized"),
     ],

@@ -131,7 +131,7 @@ def test_layers_that_are_kept_stay_float32(products: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("keep", "said"), [(("to_v",), "keep names to_v, which is no layer"), (("*",), "keep names every layer")]
+    ("keep", "said"), [(("to_v",), "keep names to_v, which matches no layer"), (("*",), "keep names every layer")]
 )
 def test_a_keep_that_does_not_fit_is_said(keep: tuple[str, ...], said: str, products: Path, tmp_path: Path) -> None:
     with pytest.raises(PassError, match=said):

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 from sdflow.runtime.sessions.specialize import specialize
 from sdflow.runtime.sessions.webgpu_angles import with_right_angles
 
-ANGLES = np.concatenate([np.linspace(-1000, 1000, 20_001), np.linspace(-7, 7, 20_001)]).reshape(2, -1)
+ANGLES = np.concatenate([np.linspace(-5000, 5000, 20_001), np.linspace(-7, 7, 20_001)]).reshape(2, -1)
 KNOWN = {"Sin": np.sin, "Cos": np.cos}
 
 

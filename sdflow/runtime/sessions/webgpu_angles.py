@@ -16,13 +16,13 @@ TURNS = {"Sin": 0.0, "Cos": 0.25}
 """Operator -> the part of a turn that is added to the angle: cos(x) is sin(x + a quarter)."""
 TERMS = 7
 """Of the polynomial, in odd powers: with 7 the error is below 1e-8."""
-COARSE_BITS = 14
-"""Of the first part of 2 pi: its product with a whole number of turns, of up to 8 bits and two for quarters, is exact."""
+COARSE_BITS = 11
+"""Bits of each of the first two parts of 2 pi: their products with up to 2**13 quarter turns (angles up to 12,800) are exact."""
 
 
 def with_right_angles(model: Any) -> None:
-    """Replace Sin and Cos of a ModelProto, in place. Those of one value share a chain. Where its types are not known
-    (`specialize` makes them so), it must be of opset 15 or later."""
+    """Replace Sin and Cos of a ModelProto's main graph, in place; subgraphs stay unchanged. Nodes of one value share a chain.
+    Without known types (`specialize` infers them), the model must have opset 15 or later."""
     graph = model.graph
     types = {item.name: item.type.tensor_type.elem_type for item in (*graph.input, *graph.value_info)}
     together: dict[str, list[Any]] = {}
@@ -45,7 +45,7 @@ def _chain(graph: Any, nodes: Sequence[Any], kind: int | None) -> list[Any]:
     import numpy as np
     from onnx import TensorProto, helper, numpy_helper
 
-    name = f"{nodes[0].name or nodes[0].output[0]}_angle"
+    name = f"{nodes[0].output[0]}_angle"  # a value's name: those of nodes need not be unique
     made: list[Any] = []
 
     def constant(value: Any, of: str, dtype: Any = np.float32) -> str:
@@ -64,9 +64,12 @@ def _chain(graph: Any, nodes: Sequence[Any], kind: int | None) -> list[Any]:
     above = constant([TURNS[each.op_type] + 0.5 for each in nodes], "turns_and_half")
     turns = node("Add", [node("Mul", [angle, constant(1 / math.tau, "per_turn")], "in_turns"), above], "with_turns")
     whole = node("Sub", [node("Floor", [turns], "rounded"), added], "whole")
-    coarse = math.floor(math.tau * 2 ** (COARSE_BITS - 3)) / 2 ** (COARSE_BITS - 3)
-    rest = angle
-    for of, part in (("coarse", coarse), ("fine", math.tau - coarse)):
+    rest, left, parts = angle, math.tau, []
+    for of in ("coarse", "middle"):
+        unit = 2.0 ** (COARSE_BITS - math.frexp(left)[1])
+        parts.append((of, math.floor(left * unit) / unit))
+        left -= parts[-1][1]
+    for of, part in (*parts, ("fine", left)):
         rest = node("Sub", [rest, node("Mul", [whole, constant(part, of)], f"{of}_turns")], f"less_{of}")
     square = node("Mul", [rest, rest], "square")
     first, *others = reversed(_coefficients())

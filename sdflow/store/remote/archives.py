@@ -40,7 +40,7 @@ _MOST_LISTED, _MOST = 64 << 20, 4 << 30
 _BLOCK = 1 << 20
 _REPLACE = "Name another file, or delete this one."
 _DAMAGED = (
-    *(OSError, EOFError, ValueError, OverflowError, RuntimeError, NotImplementedError),  # two are for a password
+    *(EOFError, ValueError, OverflowError, RuntimeError, NotImplementedError),  # two are for a password
     *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, tarfile.TarError, BadRecord),
 )
 
@@ -111,9 +111,10 @@ def _is_earlier(path: Path) -> bool:
 @contextmanager
 def _reading(path: Path, remedy: str) -> Iterator[None]:
     try:
-        yield
+        with os_errors_as("cannot be unpacked", path, "Look at the disk and the permissions, then run again."):
+            yield
     except _DAMAGED as error:
-        raise UsageError(f"is no archive, or is damaged: {error}", where=str(path), remedy=remedy) from error
+        raise UsageError(f"is not an archive, or is damaged: {error}", where=str(path), remedy=remedy) from error
 
 
 def _unpack(path: Path, folder: Path, remedy: str) -> None:

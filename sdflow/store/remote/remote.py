@@ -78,8 +78,8 @@ class Remote:
         except Absent as error:
             if isinstance(error, Refused):
                 self._say(
-                    f"{self.spec.shown} refuses to tell what it lacks (403): that counts as not there. If it should be, look "
-                    "at what these credentials may read."
+                    f"{self.spec.shown} answers 403 for a missing entry, which is treated as missing. If it should exist, check "
+                    "the permissions of these credentials."
                 )
         except Unusable as error:
             self._give_up(error)
@@ -288,7 +288,7 @@ class Remote:
             if self.distrusted is not None:  # by another thread, and told
                 return
             self.distrusted = str(error)
-        place = keep_bytes(self._layout, error.path, error.data, f"{self.spec.shown}: {error}")
+        place = keep_bytes(self._layout, error.path, error.data, f"{self.spec.shown}: {error}") if error.data else None
         kept = f"; what it gave is in {place}" if place else ""
         self._say(
             f"{self.spec.shown} is wrong: {error}{kept}; nothing more is fetched from it in this run, and the rest is built here"

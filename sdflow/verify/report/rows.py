@@ -78,7 +78,7 @@ def device_rows(result: Verification, *, worst: bool = False) -> tuple[str, Rows
             rows.append((part.name, "", device.target, *[""] * 4, "FAILED"))
     said = f", tuned: {tuned}" if tuned else ""
     if left_out:
-        said += f" (an emulated GPU: {left_out} cases left out that have the shapes of others)"
+        said += f" (emulated GPU: {left_out} further cases of the same shapes were not run)"
     return said, rows
 
 

@@ -165,7 +165,7 @@ def test_a_bucket_that_may_not_be_listed_refuses_what_it_lacks(
     assert fetched is not None
     assert files_of(fetched) == contents(ACTION)
     assert len(machine.told) == 1, machine.told
-    assert "refuses to tell what it lacks (403)" in machine.told[0]
+    assert "answers 403 for a missing entry" in machine.told[0]
 
 
 @pytest.mark.slow
