@@ -330,5 +330,9 @@ def read_sizes(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     if not all(part.isdigit() and 0 < int(part) <= 64 for part in text.split(",")):
-        raise UsageError(f"{text!r} is no list of sizes", where="--batch-sizes", remedy="Write --batch-sizes 1,2,4.")
+        raise UsageError(
+            f"{text!r} is no list of sizes",
+            where="--batch-sizes",
+            remedy="Write numbers from 1 to 64: --batch-sizes 1,2,4.",
+        )
     return tuple(sorted({1, *map(int, text.split(","))}))

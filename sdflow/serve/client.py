@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import json
+import ssl
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sdflow.disk.input_file import read_input
 from sdflow.errors import UsageError, os_errors_as
+from sdflow.machine.packages import EXTRAS, require_packages
 from sdflow.prompts.limits import report
 from sdflow.serve import deployments
 from sdflow.serve.deployments import Deployment, find_deployment, terminate
@@ -77,25 +79,28 @@ class Answer(NamedTuple):
 
 def query_answers(name: str, prompt: str, **fields: Any) -> list[Answer]:
     """The same with all that is said of each."""
+    deployed = find_deployment(name)
+    require_packages("query", *EXTRAS["serve"])
     import httpx
 
-    deployed = find_deployment(name)
     files = {each: _content(each, fields.pop(each)) for each in ("image", "mask") if fields.get(each) is not None}
     if references := fields.pop("references", None):
         fields["references"] = [b64encode(_content("references", each)).decode() for each in references]
     request = {"prompt": prompt, **fields, "response_format": "b64_json"}
-    path, body = "generations", dict[str, Any](json=request)
+    # As ASCII: the server refuses what JSON or UTF-8 cannot hold, in its own words.
+    path, body = "generations", dict[str, Any](content=json.dumps(request).encode())
+    headers = {"Content-Type": "application/json"}
     if files:  # a form, in which lists are JSON
         given = {each: value for each, value in request.items() if value is not None}
         texts = [json.dumps(value) if isinstance(value, list | tuple) else str(value) for value in given.values()]
         path, body = "edits", {"data": dict(zip(given, texts, strict=True)), "files": files}
-    headers = {}
+        headers = {}
     if deployed.key_file is not None:
         headers["Authorization"] = f"Bearer {read_keys(Path(deployed.key_file))[0]}"
     url = f"{_reachable(deployed.url)}/v1/images/{path}"
     try:
         # Straight there: a proxy knows nothing of this machine.
-        with httpx.Client(trust_env=False, timeout=None) as client:
+        with httpx.Client(trust_env=False, timeout=None, verify=ssl.create_default_context()) as client:
             answer = client.post(url, headers=headers, **body)
             found = answer.json()["data"] if answer.is_success else []
     except (httpx.HTTPError, ValueError) as error:

@@ -3,6 +3,7 @@ which each of its images waits and one in which it is generated. They are sent b
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -11,6 +12,8 @@ from typing import Any
 from sdflow import __version__
 from sdflow.machine.packages import EXTRAS, require_packages
 
+CLOSE_SECONDS = 2.0
+"""For a collector that does not answer, the exporter would retry longer."""
 RECORD: ContextVar[Callable[[str, float, Mapping[str, Any]], None] | None] = ContextVar("record", default=None)
 """Adds what is over to the request that is being answered: a name, how many seconds ago it began, and what is said of it."""
 
@@ -28,8 +31,8 @@ class Tracing:
 
         resource = Resource.create({"service.name": "sdflow", "service.version": __version__})
         self._provider = TracerProvider(resource=resource)
-        exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces")
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces")
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("sdflow", __version__)
 
     def begin(
@@ -62,5 +65,9 @@ class Tracing:
         return end
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans, within CLOSE_SECONDS."""
+        timer = threading.Timer(CLOSE_SECONDS, self._exporter.shutdown)
+        timer.daemon = True
+        timer.start()
         self._provider.shutdown()
+        timer.cancel()

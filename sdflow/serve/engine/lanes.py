@@ -128,7 +128,7 @@ class Lanes:
                     changed.wait(WAIT_SECONDS)
                 within = None if large is None else REST_SECONDS
                 changed.wait_for(lambda: self._ended or engine.retired or lane.chores or engine.busy, within)
-                if engine.retired and not engine.jobs:
+                if engine.retired and not engine.jobs and not lane.chores:
                     self._lanes.remove(lane)
                     return
                 if self._ended:

@@ -29,9 +29,8 @@ class Connection(H11Protocol):
         super().__init__(*arguments, **more)
         # uvicorn answers 503 to whole requests beyond its limit, and holds the connections of those that never are.
         self._most, self.limit_concurrency = self.limit_concurrency, None
-        self._timers: dict[
-            str, asyncio.TimerHandle
-        ] = {}  # of a head that is to come, and of an answer that is to be read
+        # Of a head that is to come, and of an answer that is to be read.
+        self._timers: dict[str, asyncio.TimerHandle] = {}
         self._refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

@@ -132,6 +132,8 @@ class Guard:
                     message = await receive()
             except TimeoutError:
                 raise self._refusal(ApiError(408, "the request took too long to arrive.", code="too_slow")) from None
+            if message["type"] == "http.disconnect" and not whole:
+                raise ApiError(499, "the client has gone away.")
             more = len(message.get("body", b""))
             size, whole = size + more, not message.get("more_body", False)
             if size > most:

@@ -45,8 +45,8 @@ class Models(Mapping[str, ServedModel]):
     def get_named(self, name: str | None) -> ServedModel:
         """The pipeline of this name or alias. Raises ApiError."""
         if (found := self.named(name)) is None:
-            known = ", ".join([*self, *self.aliases]) or "there is none"
-            words = f"no pipeline is named {name!r} here, only {known}."
+            known = ", ".join([*self, *self.aliases])
+            words = f"no pipeline is named {name!r} here, only {known}." if known else "there is no pipeline here."
             raise ApiError(404, words, param="model", code="model_not_found")
         return found
 

@@ -147,11 +147,12 @@ def require_form(request: Request) -> None:
 def of_validation(error: RequestValidationError | ValidationError, content_type: str = "json") -> ApiError:
     """The first thing that is wrong, in words. content_type: of the request."""
     problem = error.errors()[0]
-    place, kind, words = [str(each) for each in problem["loc"] if each != "body"], problem["type"], problem["msg"]
+    of_body = isinstance(error, RequestValidationError) and problem["loc"][:1] == ("body",)
+    place, kind, words = [str(each) for each in problem["loc"][of_body:]], problem["type"], problem["msg"]
     param = ".".join(place) or None
     if kind == "json_invalid":
         param, words = None, f"the body is no JSON: {problem['ctx']['error']}"
-    elif problem["loc"] == ("body",) and "json" not in content_type:
+    elif of_body and not place and "json" not in content_type:
         words = f"the body is to be JSON: Content-Type application/json, not {content_type or 'nothing'}."
         return invalid(None, words, code="unsupported_content_type")
     elif kind == "extra_forbidden":

@@ -120,7 +120,8 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server(address, family=family, backlog=2048, dualstack_ipv6=both)
     except OSError as error:
         words, remedy = f"cannot listen at {host} port {port}", "Take another port; --port 0 finds a free one."
-        raise UsageError(f"{words}: {error.strerror or error}", where="--port", remedy=remedy) from error
+        why = (error.strerror or str(error)).partition(" (while ")[0]  # where create_server repeats the address
+        raise UsageError(f"{words}: {why}", where="--port", remedy=remedy) from error
 
 
 def access_of(

@@ -123,7 +123,7 @@ def read_conditioning_images(
     if shown and model.adapters > 1 and len(shown) != model.adapters:
         raise invalid(param, f"there are {len(shown)} images for {model.adapters} IP-Adapters.")
     if model.adapters == 1 and len({each.scale for each in shown}) > 1:
-        raise invalid(param, "the images of one IP-Adapter have one scale.")
+        raise invalid(param, "the images of one IP-Adapter share one scale.")
 
     def read(text: str, param: str) -> Image:
         return as_rgb(read_base64(text, param, limits))
