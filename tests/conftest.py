@@ -51,7 +51,8 @@ LONGEST_FILES = (
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     for mark in item.iter_markers("once"):
-        if item.callspec.indices[mark.args[0]]:  # type: ignore[attr-defined]
+        name, *index = mark.args
+        if item.callspec.indices[name] != (index[0] if index else 0):  # type: ignore[attr-defined]
             item.add_marker(pytest.mark.slow)
 
 

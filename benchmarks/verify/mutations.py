@@ -49,11 +49,12 @@ from sdflow.verify.artifact.exact import open_exact
 from sdflow.verify.artifact.graph import RunnableGraph, read_graph, run_graph
 from sdflow.verify.artifact.judge import Desk
 from sdflow.verify.artifact.judge_request import JudgeRequest
+from sdflow.verify.artifact.stored import DIFFERS, MISSING
 from sdflow.verify.reference.selection import read_selection
 from sdflow.verify.reference.torch_images import IMAGE_FILE
 
 KINDS = {**KINDS_OF_NUMBERS, **WIRING}
-IN_THE_STRUCTURE = ("the structure does not have it", "is not what the structure has")
+IN_THE_STRUCTURE = (MISSING, DIFFERS)
 """What is said of a value that came into the graph behind the builder's back. A pass that is wrong would have put it into the
 structure too, so this does not count as found."""
 

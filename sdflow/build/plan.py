@@ -211,7 +211,7 @@ def _plan_pipeline(
             said["scheduler"] = known_scheduler(said["scheduler"], "generate.scheduler", schedulers)
         checkpoint = replace(checkpoint, said=said)
         if few_steps:
-            notes.append(f"{few_steps['because']}: default settings: {spelled(said)}")
+            notes.append(f"{few_steps['because']}, so the defaults are {spelled(said)}")
     return PipelinePlan(pipeline, checkpoint, tuple(loras), tuple(chains), tuple(notes), few_steps)
 
 

@@ -237,7 +237,7 @@ def main_ports(config: Config, where: str, time_ids: int = UNet.time_ids) -> tup
     for option in _MORE_INPUTS:
         if config.get(option) is not None and (option, config[option]) != ("addition_embed_type", "text_time"):
             raise PassError(
-                f"{option}={config[option]!r}: this UNet has unsupported inputs",
+                f"{option}={config[option]!r}: this UNet has inputs other than sample, timestep, and encoder_hidden_states",
                 where=where,
                 remedy="Only the architectures of Stable Diffusion 1.x, 2.x and XL are supported.",
             )

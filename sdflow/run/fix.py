@@ -58,7 +58,7 @@ def fix(subject: Subject, spec: VerifySpec, verification: Verification, cache: C
     """Find a fix for each submodel that overflows or exceeds its limit in `verification`, which belongs to `subject`.
 
     Builds and verifies the submodel about 2 * k * log2(n) times for n suspects of which k are kept; see `smallest`.
-    Raises VerificationError if a submodel fails even with all suspects in fp32, or with any single layer quantized.
+    Raises VerificationError if a submodel fails even with all suspects in fp32, or whichever single layer alone stays quantized.
     """
     both = [*verification.overflowing, *verification.beyond_stated]
     own = [name for name in both if not name.startswith(f"{REFINER}/")]

@@ -132,9 +132,9 @@ class Pipeline(PipelineParts):
         latents.
         prompt_syntax: one of `sdflow.prompts.reading.SYNTAXES`. clip_skip: number of the text encoders' last layers to
         skip, for the prompt but not the negative prompt. reuse: reuse deep features over some steps, {"every": 2,
-        "from": 0.1, "to": 0.9, "layers": 1}. guidance_interval: fraction of the steps with guidance, {"from": 0.1,
-        "to": 0.8}. Both are approximations (`sdflow.families.shared.approximation`). more: the family's own arguments
-        (`Family.arguments`). Raises UsageError for sizes and images that the model does not support.
+        "from": 0.1, "to": 0.9, "layers": 1}. guidance_interval: the range of steps with guidance, as fractions,
+        {"from": 0.1, "to": 0.8}. Both are approximations (`sdflow.families.shared.approximation`). more: the family's own
+        arguments (`Family.arguments`). Raises UsageError for sizes and images that the model does not support.
         """
         import torch
 

@@ -169,7 +169,7 @@ def _checked(path: Path, tensors: Mapping[str, Any]) -> dict[str, Floats]:
         rows = tensor[None] if tensor.ndim == 1 else tensor
         if rows.ndim != 2 or not rows.size or len(rows) > MOST_VECTORS or not np.isfinite(rows).all():
             raise CheckpointError(
-                f"{name} is {list(tensor.shape)}, or not finite: these are not the vectors of a word",
+                f"{name} is {list(tensor.shape)} or has values that are not finite, so it does not hold the vectors of a word",
                 where=str(path),
                 remedy=_REMEDY,
             )

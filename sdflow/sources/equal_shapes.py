@@ -23,7 +23,8 @@ def choose(
     said: prediction types that the file states; if it states none, the first architecture is chosen. wanted: the user's
     choice. spelled: defaults to `FILE#NAME`.
 
-    Raises CheckpointError if the file fits none of them, states another prediction type, or contradicts itself.
+    Raises CheckpointError if `wanted` is none of them, or if the file states another prediction type or contradicts
+    itself.
     """
     spelled = spelled or f"{path.name}#{{}}".format
     predicts = {name: _prediction(name) for name in fitting}

@@ -36,7 +36,7 @@ Progress = Callable[[str], None]
 @dataclass(frozen=True)
 class EnsembleRequest:
     """base, refiner: what PyTorch loads; the base's selection and `out` apply to both. folders: of the two pipelines.
-    hand_over: the fraction of the steps before the refiner."""
+    hand_over: the fraction of the way from noise to image at which the refiner takes over."""
 
     base: ReferenceRequest
     refiner: ReferenceRequest

@@ -7,7 +7,7 @@ A weight (N, K) is divided into blocks of `size` values along K. A value x is st
     otherwise   scale = (hi - lo) / (2^bits - 1), zero = -lo / scale to the nearest
 
 The bytes equal those of onnxruntime.quantization.matmul_nbits_quantizer (onnxruntime/core/mlas/lib/q4_dq.cpp), computed
-in float32, except that subnormal scales become 0, and only zero points are then stored.
+in float32, except that subnormal scales become 0; every value of such a block is then stored as its zero point.
 
 `algorithm: mse` searches for scales with a smaller squared error, without calibration data: it tries the range lo to hi
 times each of `SHRUNK`; ties keep the first. The scale is then the best fit for the stored numbers, sum(x m) / sum(m m)

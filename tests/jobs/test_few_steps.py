@@ -86,7 +86,7 @@ def test_a_baked_lora_leaves_its_scheduler_and_its_defaults_in_the_folder(bench:
 
     result = bake(plain.folder, [str(lora)], bench.folder / "out/fast", bench.cache, bench.events)
     (note,) = result.plan.notes
-    assert note == f"{HYPER} is Hyper-SD: default settings: 8 steps, no guidance, scheduler ddim_trailing"
+    assert note == f"{HYPER} is Hyper-SD, so the defaults are 8 steps, no guidance, scheduler ddim_trailing"
     config = scheduler_of(result.folder)
     assert (config["_class_name"], config["timestep_spacing"]) == ("DDIMScheduler", "trailing")
     own = folder_defaults(result.folder)

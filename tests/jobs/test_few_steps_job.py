@@ -66,7 +66,8 @@ def test_a_lora_that_is_baked_changes_how_the_pipeline_draws_and_verifies(shell:
     baked = shell.run(*arguments)
     assert baked.returncode == 0, baked.stderr
     assert (
-        "lcm-lora-sdv1-5.safetensors is LCM-LoRA: default settings: 4 steps, no guidance, scheduler lcm" in baked.stdout
+        "lcm-lora-sdv1-5.safetensors is LCM-LoRA, so the defaults are 4 steps, no guidance, scheduler lcm"
+        in baked.stdout
     )
     done = shell.run("generate", "pipelines/fast", "--prompt", "an otter", "--seed", "1", *SMALL, "--out", "fast")
     assert done.returncode == 0, done.stderr

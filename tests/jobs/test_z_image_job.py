@@ -259,9 +259,7 @@ def test_bench_compares_it_with_diffusers(shell: Shell, built: str) -> None:
 
 
 def test_a_server_draws_prompts_of_different_lengths(shell: Shell, built: str) -> None:
-    with running_server(
-        str(shell.folder / built), "--batch-sizes", "1", environment=shell.environment(), started=shell.started
-    ) as server:
+    with running_server(str(shell.folder / built), environment=shell.environment(), started=shell.started) as server:
         for prompt in (PROMPT, LONG):
             wanted = {"prompt": prompt, "size": "64x64", "steps": 2, "response_format": "b64_json"}
             answer = httpx.post(f"{server.url}/v1/images/generations", json=wanted, timeout=PATIENCE)

@@ -21,8 +21,8 @@ def refused(request: dict[str, str], versions: dict[str, str]) -> dict[str, str]
 def test_a_node_with_other_packages_refuses_and_names_them(tmp_path: Path) -> None:
     versions = {"numpy": "0.0.1", "onnx": distribution_version("onnx"), "not-there": "1"}
     error = refused({"out": str(tmp_path)}, versions)
-    assert f"numpy 0.0.1 is required, found {distribution_version('numpy')}" in error["what"]
-    assert "not-there 1 is required, found not installed" in error["what"]
+    assert f"numpy 0.0.1 is required, but {distribution_version('numpy')} is installed" in error["what"]
+    assert "not-there 1 is required, but none is installed" in error["what"]
     assert "onnx " not in error["what"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         root = root.parent
     with FileLock(root / "objects.lock"):  # the other worker of pytest-xdist waits
         if not (made := root / "objects").exists():
-            (building := root / "objects.building").mkdir()
+            building = Path(tempfile.mkdtemp(prefix="objects.", dir=root))
             compile_objects(building)
             building.rename(made)
     return objects_in(made)

@@ -99,7 +99,7 @@ def test_nets_change_from_call_to_call_and_without_any_the_image_is_the_plain_on
     assert_equal(built.ours(PROMPT, generator=generator(), **given).images, plain.images)
 
 
-@pytest.mark.once("built")
+@pytest.mark.once("built", 1)
 def test_several_images_of_several_prompts_without_guidance_equal_diffusers(built: Built) -> None:
     settings = {**SETTINGS, "guidance_scale": 1.0, "num_inference_steps": 2, "num_images_per_prompt": 2}
     prompts = [PROMPT, "a red house"]
@@ -119,7 +119,7 @@ def test_guess_mode_equals_diffusers(built: Built) -> None:
     assert differ(drawn.images, plain.images), "guess mode changes nothing"
 
 
-@pytest.mark.once("built")
+@pytest.mark.once("built", 1)
 def test_image_to_image_equals_diffusers(built: Built) -> None:
     vae = built.torch.vae
     pixels = torch.from_numpy(np.asarray(pattern(4)) / 127.5 - 1).float().permute(2, 0, 1)[None]
@@ -136,7 +136,7 @@ def test_image_to_image_equals_diffusers(built: Built) -> None:
 
 
 @pytest.mark.parametrize("strength", [1.0, 0.6])
-@pytest.mark.once("built")
+@pytest.mark.once("built", 1)
 def test_into_a_mask_with_nets_equals_diffusers(built: Built, strength: float) -> None:
     """One net and two; the mean of what the VAE encodes to, as ours, not a sample of it."""
     mask = np.zeros((SIZE, SIZE), "uint8")

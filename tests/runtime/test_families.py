@@ -25,12 +25,12 @@ from sdflow.sources import PlainDigests, load_module, load_pipeline, open_checkp
 
 SETTINGS: dict[str, Any] = {"num_inference_steps": 4, "output_type": "np"}
 KINDS = {
-    "sd21-tiny": ("StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline"),
     "sdxl-tiny": (
         "StableDiffusionXLPipeline",
         "StableDiffusionXLImg2ImgPipeline",
         "StableDiffusionXLInpaintPipeline",
     ),
+    "sd21-tiny": ("StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline"),
 }
 WORDS: dict[str, dict[str, Any]] = {
     "with guidance and nothing else": {},

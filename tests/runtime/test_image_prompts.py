@@ -78,7 +78,7 @@ def test_an_image_for_each_adapter_with_its_scale_equals_diffusers(built: Built,
     assert differ(drawn, built.ours(PROMPT, ip_adapter_scale=[0.6, 0.4], generator=generator(), **given).images)
 
 
-@pytest.mark.once("built")
+@pytest.mark.once("built", 1)
 def test_several_images_of_one_adapter_and_a_batch_equal_diffusers(built: Built, theirs: Any) -> None:
     """All images of a batch get the same image prompts. The images are of different sizes; CLIP's processor crops them."""
     settings = {**SETTINGS, "num_images_per_prompt": 2}
@@ -116,7 +116,7 @@ def test_one_adapter_without_an_image_is_left_out(built: Built) -> None:
     assert_equal(drawn.images, expected)
 
 
-@pytest.mark.once("built")
+@pytest.mark.once("built", 1)
 def test_image_to_image_equals_diffusers(built: Built) -> None:
     theirs = built.theirs("Img2Img")
     theirs.set_ip_adapter_scale([0.6, 0.4])
@@ -130,7 +130,7 @@ def test_image_to_image_equals_diffusers(built: Built) -> None:
     assert_equal(drawn, expected)
 
 
-@pytest.mark.once("built")
+@pytest.mark.once("built", 1)
 def test_inpainting_equals_diffusers(built: Built) -> None:
     theirs = built.theirs("Inpaint")
     theirs.set_ip_adapter_scale([0.6, 0.4])

@@ -180,7 +180,7 @@ def test_an_adapter_that_lacks_matrices_is_refused_when_it_is_loaded(folder: Pat
     ("adapter", "told"),
     [
         (AdapterReference("nowhere.safetensors", encoder="synthetic:ip-adapter-tiny"), "no such file"),
-        (AdapterReference("synthetic:ip-adapter-tiny", encoder="synthetic:sd15-tiny"), "is no IP-Adapter"),
+        (AdapterReference("synthetic:ip-adapter-tiny", encoder="synthetic:sd15-tiny"), "is not an IP-Adapter"),
         (AdapterReference("synthetic:ip-adapter"), "reads 224 pixels"),
     ],
 )

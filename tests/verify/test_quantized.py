@@ -61,7 +61,7 @@ def test_it_is_held_to_the_limit_that_is_stated(weights: str, request: pytest.Fi
     distance = max(output.distance for output in far.outputs)
     assert distance > 1e-4, "float32's limit is not met"
     assert distance < 0.2 or (weights == "built" and sums_are_cut())
-    assert spell_limit(far, far.outputs[0]) == "1.00e+00, the workflow says"
+    assert spell_limit(far, far.outputs[0]) == "1.00e+00 (workflow)"
     near = built.verdict(artifact, distance / 2)
     assert not near.passed
     assert f"the workflow's limit is {distance / 2:g}" in near.problems[0][0]

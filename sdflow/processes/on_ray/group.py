@@ -222,9 +222,9 @@ def _require_versions(versions: Mapping[str, str]) -> None:
     """Raises PassError if this node's packages differ from the driver's."""
     different = []
     for name, wanted in versions.items():
-        found = found_version(name) or "not installed"
+        found = found_version(name)
         if found != wanted:
-            different.append(f"{name} {wanted} is required, found {found}")
+            different.append(f"{name} {wanted} is required, but {found or 'none'} is installed")
     if different:
         raise PassError(
             f"the node {os.uname().nodename} has other packages: " + "; ".join(different),

@@ -118,7 +118,11 @@ class Source:
     def _alone(self, parsed: SyntheticReference) -> Found:
         """Open a shipped architecture of only this component, with random weights."""
         if COMPONENT_ARCHITECTURES[parsed.architecture] != self.component:
-            raise CheckpointError(f"is not a {self.component}", where=self.reference, remedy="Name one.")
+            raise CheckpointError(
+                f"is not a {self.component}",
+                where=self.reference,
+                remedy=f"Name an architecture of a {self.component} alone.",
+            )
         config = architecture_config(parsed.architecture, self.component)
         return Found(
             {part.name: self.synthetic_part(part, config, parsed.seed) for part in self.parts},

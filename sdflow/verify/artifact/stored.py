@@ -52,6 +52,7 @@ READERS = 2
 
 Result = TypeVar("Result")
 
+MISSING, DIFFERS = "is missing from the structure", "differs from the structure's"
 OTHER_VALUES = "its recipe gives other values than the model has"
 
 
@@ -107,9 +108,9 @@ def stored_weights(
             if recipe is not None:
                 return _by_recipe(name, tensor, bound.folder, recipe, read)
             if name not in own:
-                return Stored(name, None, "it has no recipe and is missing from the structure")
+                return Stored(name, None, f"it has no recipe and {MISSING}")
             if _bytes(tensor, bound.folder) != _bytes(own[name], structure):
-                return Stored(name, None, "it belongs to the graph, but differs from the structure's")
+                return Stored(name, None, f"it belongs to the graph, but {DIFFERS}")
             return None
 
         yield from (each for each in ahead(stored, model) if each is not None)

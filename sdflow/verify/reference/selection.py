@@ -121,7 +121,9 @@ def select(spec: VerifySpec, image: ImageSpec, submodels: Sequence[str], checkpo
         sizes.append(small if pixels is None else pixels // latents.scale)
     rows, columns = sizes
     shapes = [(2, rows, columns * 2)]
-    vae_shapes = [(2, max(1, rows // 2), columns)]  # a VAE halves nothing on the way; its work grows with the pixels
+    vae_shapes = [
+        (2, max(1, rows // 2), columns)
+    ]  # a VAE takes odd numbers of latents too; its work grows with the pixels
     if full:
         shapes = vae_shapes = [(1, rows, columns * 2), (2, rows * 2, columns), (3, rows, columns), (1, own, own)]
     drawn = checkpoint.defaults()["text"]
