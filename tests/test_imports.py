@@ -1,5 +1,5 @@
-"""A module that begins a process imports on its own: commands that tests fork find sdflow's modules imported already, so a circle,
-or a module that is used and not imported, would show in nobody's test."""
+"""Modules that begin a process import on their own. Commands that tests fork find sdflow's modules imported already, which
+would hide a circular import."""
 
 from __future__ import annotations
 

@@ -264,7 +264,7 @@ def test_schedules_tell_two_schedulers_apart(folder: Path, checkpoint: Checkpoin
     *_, finding = found_in(folder, checkpoint)
     assert finding.node == SCHEDULER
     assert finding.level == "error"
-    assert finding.what.startswith("the schedule is not the checkpoint's: timestep 1 of 4 steps is 742, where 751")
+    assert finding.what.startswith("the schedule is not the checkpoint's: timestep 1 of 4 steps is 742, expected 751")
 
 
 def test_coefficients_tell_where_timesteps_do_not(folder: Path, checkpoint: Checkpoint) -> None:
