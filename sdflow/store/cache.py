@@ -39,8 +39,7 @@ class Cache:
     """A cache directory, created by the first write. Raises UsageError if the root is a file.
 
     salt: part of every action, to separate otherwise equal entries. rehash: ignore stored digests and read every file.
-    remote: source of `fetch`, and destination if pushing is enabled. cuts: offsets that split files for the remote.
-    signer: signs uploads.
+    remote: source of `fetch`, and destination if pushing is enabled. cuts: where to split files. signer: for uploads.
     """
 
     def __init__(
@@ -158,8 +157,7 @@ class Cache:
         return os.access(next(place for place in places if place.exists()), os.W_OK)
 
     def check(self, artifact: Artifact) -> None:
-        """Hash an artifact again, before a pass reads it or it is copied. Quarantines the object and raises
-        CorruptArtifactError if it differs from what was published."""
+        """Hash an artifact before it is read or copied. If damaged, quarantine it and raise CorruptArtifactError."""
         with reading(self.root):
             try:
                 find(self._layout, self.stat, artifact.digest, anew=True)
@@ -178,8 +176,7 @@ class Cache:
 
     @contextmanager
     def staging(self, action: Action, *, keep_failed: bool = False) -> Iterator[Staging]:
-        """Yield a directory for a pass to write into. It is removed unless published; keep_failed: or kept as
-        `Staging.kept`. Raises CacheError if the cache cannot be written or the disk is full."""
+        """Yield a directory to write into, removed at the end unless published or `keep_failed`. Raises CacheError."""
         self._layout.ensure()
         path = self._layout.staging / f"{action.digest[:12]}-{os.getpid()}-{os.urandom(4).hex()}"
         owner = path.with_name(f"{path.name}.lock")
@@ -206,8 +203,7 @@ class Cache:
     def lock(
         self, action: Action, waiting: Callable[[], None] = lambda: None, meanwhile: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """Lock an action so that one process builds it: look up, lock, look up again, build. waiting, meanwhile: as in
-        `held`. Raises CacheError if the cache cannot be written."""
+        """Lock an action, as `held` does, so that one process builds it: look up, lock, look up again, build."""
         self._layout.ensure()
         with ExitStack() as stack:
             with writing(self.root):
@@ -290,8 +286,7 @@ class Cache:
                 yield record
 
     def gc(self, max_size: int | None = None, *, dry_run: bool = False) -> GcReport:
-        """Remove rubbish, and the least recently used entries above `max_size` bytes, except what pipelines and running
-        builds use. Raises CacheError if the cache cannot be written."""
+        """Remove rubbish, and the least recently used entries above `max_size` bytes that no pipeline or build uses."""
         return collect(self._layout, self.stat, max_size, dry_run=dry_run)
 
     def clean(self) -> None:

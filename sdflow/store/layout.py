@@ -63,7 +63,6 @@ class Layout:
         return self.locks / f"{name}.lock"
 
     def is_ours(self) -> bool:
-        """Return whether the root has the tag that `ensure` writes."""
         try:
             text = read_input(self.tag)
         except OSError:

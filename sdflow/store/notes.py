@@ -121,8 +121,7 @@ def _without_versions(action: Action) -> dict[str, Any]:
 
 
 def note(layout: Layout, write: Callable[[], None], what: str, without: Set[int] = READ_ONLY | FULL) -> bool:
-    """Write an optional note and return whether it was written. Errors in `without` are logged: a read-only or full
-    disk still serves cache hits."""
+    """Write an optional note. Returns False on errors in `without`: a read-only or full disk still serves hits."""
     try:
         with writing(layout.root):
             write()

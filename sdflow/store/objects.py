@@ -51,7 +51,6 @@ def scan(files: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def tree_of(files: Path) -> str:
-    """Return the digest that a folder's files have as an object. Raises BadTree, OSError."""
     return digest_tree(FileEntry(name, found.st_size, digest_file(files / name)) for name, found in scan(files))
 
 
@@ -106,8 +105,7 @@ def read_manifest(directory: Path, digest: str) -> tuple[FileEntry, ...]:
 
 
 def find(layout: Layout, stats: StatCache, digest: str, *, anew: bool = False) -> Artifact:
-    """Check an object's file names, sizes and content (by the stat cache; anew: by hashing every file) and return it.
-    Raises AbsentObject, or BadTree for any difference, including unlisted files."""
+    """Return the object if names, sizes and content (by stat; anew: by hashing) match. Raises AbsentObject, BadTree."""
     directory = layout.object(digest)
     with _being_there(directory):
         entries = read_manifest(directory, digest)

@@ -27,9 +27,7 @@ KEY_VARIABLE = "SDFLOW_SIGNING_KEY"
 CERTIFICATE_VARIABLE = "SDFLOW_SIGNING_CERTIFICATE"
 SIGSTORE = "sigstore"
 """As a key: the environment's identity, as in GitHub Actions. `sigstore:IDENTITY ISSUER` names a trusted signer."""
-EARLIER = re.compile(
-    "[0-9a-f]{64}"
-)  # Ed25519 key of an earlier sdflow; this is the last release to read its signatures
+EARLIER = re.compile("[0-9a-f]{64}")  # Ed25519 key of an earlier sdflow, whose signatures the next release drops
 POINT = re.compile("0[23]([0-9a-f]{64}|[0-9a-f]{96}|[0-9a-f]{132})")
 SIGNER = re.compile(rf"{EARLIER.pattern}|{POINT.pattern}|sigstore:\S+ https?://\S+|.+\.(pem|pub|crt|cer)")
 """Spelling of a trusted signer: public key, Sigstore identity and issuer, or PEM file (a key, or root certificates)."""
@@ -82,11 +80,10 @@ def make_key(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Signer:
-    """Signs with a private key in a PEM file, optionally with its certificate; with Sigstore if there is no key.
+    """Signs with a private key (PEM), optionally with its certificate, or with Sigstore if there is no key.
 
-    certificates: PEM file with the key's certificate first, then intermediates. identity_token: for Sigstore; default:
-    the environment's, or a browser login. trust_config: for a private Sigstore. Raises UsageError for an invalid key,
-    or if packages are missing.
+    certificates: PEM file, the key's first, then intermediates. identity_token: for Sigstore; default: environment's
+    or browser login. trust_config: for a private Sigstore. Raises UsageError for an invalid key or missing packages.
     """
 
     key: Path | None
@@ -167,10 +164,8 @@ def certificates_from_environment(environment: Mapping[str, str] = os.environ) -
 
 
 def verify(model: Path, signature: bytes, trust: Sequence[str], trust_config: Path | None = None) -> str:
-    """Verify that a trusted signer signed a file or folder in its current state, and return that signer.
-
-    Raises Untrusted with the reason, or UsageError if a trusted key or certificate cannot be read.
-    """
+    """Return the trusted signer that signed a file or folder in its current state. Raises Untrusted with the reason, or
+    UsageError if a trusted key or certificate cannot be read."""
     why = "no key that is trusted has signed it"
     try:
         bundle = parse_json(signature)

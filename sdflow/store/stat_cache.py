@@ -1,7 +1,7 @@
 """Caches digests of files by their stat, so that unchanged gigabytes are not hashed on every run.
 
-An entry is valid while size, mtime, inode and ctime are unchanged (except ctime on Windows, where it is the creation
-time). ctime cannot be set back, so a change with a restored mtime is detected.
+An entry is valid while size, mtime, inode and ctime are unchanged (not ctime on Windows, which is the creation time).
+ctime cannot be set back, so a change with a restored mtime is detected.
 
 Two changes within one clock tick share a stat, and a write through a memory map keeps the old stat until the kernel
 updates it. As in git, an entry is stored only if the file was untouched for `SETTLED_NS` before reading began. Writes

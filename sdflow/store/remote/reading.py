@@ -171,8 +171,7 @@ def _at_most(pairs: Iterable[tuple[str, dict[str, Any]]], before: int = 0) -> di
 
 
 def open_limits(scheme: str, seconds: float) -> dict[str, Any]:
-    """Return fsspec options that limit time and answers, and disable listing caches, as others write there too. Raises
-    ImportError."""
+    """Return fsspec options: limits, and no listing cache, as others write there too. Raises ImportError."""
     anew = {"use_listings_cache": False, "skip_instance_cache": True}
     if scheme in S3:
         times = {"connect_timeout": seconds, "read_timeout": seconds}

@@ -1,7 +1,4 @@
-"""A remote as a run uses it: downloads are checked by digest, and a failing remote is given up for the rest of the run.
-
-Failures of the remote are reported once instead of raised, and the step is built locally.
-"""
+"""A remote as a run uses it: its failures are reported once and end its use; the run then builds the steps itself."""
 
 from __future__ import annotations
 
@@ -36,8 +33,7 @@ PATIENCE = 300.0  # seconds a download may take, or 20 times the object's build 
 
 
 class Remote:
-    """A remote cache, thread-safe. tell: receives messages for the user. signer: signs uploads. Raises UsageError if
-    `trust` is set and signatures cannot be checked."""
+    """A remote cache. Thread-safe. tell: gets user messages. Raises UsageError if signatures cannot be checked."""
 
     def __init__(
         self, spec: RemoteSpec, layout: Layout, cuts: form.Cuts = form.no_cuts, signer: Signer | None = None

@@ -168,8 +168,7 @@ class Lines:
         timeout: float | None = None,
     ) -> None:
         """Call `do` with each item in several threads, and `done` with each result in the calling thread. Raises
-        Unusable after `timeout` seconds without a result (default: the remote's), and what `do` or `meanwhile`
-        raises."""
+        Unusable after `timeout` seconds without a result (default: the remote's), and what they and `meanwhile` raise."""
         patience = self.share.spec.timeout if timeout is None else timeout
         left: SimpleQueue[T] = SimpleQueue()
         results: SimpleQueue[tuple[bool, R | BaseException]] = SimpleQueue()
@@ -246,11 +245,9 @@ def _opened(spec: RemoteSpec) -> tuple[Any, str]:
 
 @contextmanager
 def _usable(also: type[Exception] | None = None) -> Iterator[None]:
-    """Turn exceptions of the body into Unusable, except TooLong and FileNotFoundError unless they are in `also`.
-
-    Only here everything is caught: each store's library (botocore, aiohttp, azure, google, paramiko) has its own
-    errors, which cannot be named without importing it, and none may fail a build.
-    """
+    """Turn exceptions of the body into Unusable, except TooLong and FileNotFoundError unless in `also`. Only here
+    everything is caught: each store's library (botocore, aiohttp, azure, google, paramiko) has its own errors, which
+    cannot be named without importing it, and none may fail a build."""
     try:
         yield
     except Exception as error:

@@ -16,9 +16,7 @@ URL_VARIABLE = "SDFLOW_REMOTE_CACHE"
 PUSH_VARIABLE = "SDFLOW_REMOTE_CACHE_PUSH"
 TIMEOUT = 30.0
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::|://)")
-_STORES = {
-    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs",
-}  # fmt: skip
+_STORES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"}
 """Scheme -> distribution that implements it, each in an extra of its own."""
 _ARCHIVE, _ARCHIVES = "zip://", (".zip", ".sdflow")  # prefix, suffixes; any existing file is taken for an archive
 _LINKS = re.compile(r"::(?=[A-Za-z][A-Za-z0-9+.-]*://)")

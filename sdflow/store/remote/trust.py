@@ -46,8 +46,7 @@ def require_signed(data: bytes, trust: Sequence[str], read: Callable[[], bytes])
 
 
 def is_signed(data: bytes, signature: bytes | None, trust: Sequence[str]) -> bool:
-    """Return whether a record is valid and signed by a trusted signer. With no `trust`, any signature counts: there is
-    no key to check it with."""
+    """Return whether a record is valid and signed by a trusted signer; without `trust`, by anyone, unchecked."""
     try:
         load(data)
         if signature is None:
@@ -86,8 +85,7 @@ def _earlier(data: bytes) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of verification. versions: of the packages it ran with. key: the signer's, or None if unsigned. trusted:
-    whether that key is trusted."""
+    """A claim of verification. versions: of packages. key: signer's, None if unsigned. trusted: whether `key` is."""
 
     level: str
     target: str
