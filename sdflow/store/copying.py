@@ -17,10 +17,8 @@ from sdflow.store.remote.up import Sent
 
 @dataclass(frozen=True)
 class Copied:
-    """missing: number of actions that this cache lacked; all of them when pushing. new: downloaded. sent: uploaded."""
-
-    missing: int
-    new: tuple[Record, ...]
+    missing: int  # actions that this cache lacked; all of them when pushing
+    new: tuple[Record, ...]  # downloaded
     sent: Sent
 
 

@@ -33,7 +33,6 @@ def default_cache() -> Path:
 
 
 def _checkout() -> Path | None:
-    """Return the checkout that sdflow runs from, if the current folder is inside it."""
     root = Path(sdflow.__file__).resolve().parent.parent
     try:
         inside = Path.cwd().resolve().is_relative_to(root)

@@ -30,8 +30,7 @@ KEEP_SECONDS, STRAY_SECONDS = 14 * 24 * 3600, 3600
 
 @dataclass(frozen=True)
 class Entry:
-    """A finished action. Times are Unix seconds. bytes: size of its object, which other actions may share. structure: a
-    graph without weights. quantized: the type of quantized weights, or ""."""
+    """A finished action. Times are Unix seconds."""
 
     action: str
     object: str
@@ -39,23 +38,20 @@ class Entry:
     submodel: str
     published: float
     last_used: float
-    bytes: int
+    bytes: int  # of its object, which other actions may share
     pinned_by: tuple[str, ...]
-    structure: bool = False
-    quantized: str = ""
+    structure: bool = False  # a graph without weights
+    quantized: str = ""  # the type of quantized weights
 
 
 @dataclass(frozen=True)
 class GcReport:
-    """orphans: objects without an action. rubbish: leftovers of killed processes, expired quarantine, and trash.
-    bytes_freed, bytes_kept: sizes of objects. over: kept bytes above the limit, all in use."""
-
     removed: tuple[Entry, ...] = ()
-    orphans: int = 0
-    rubbish: int = 0
-    bytes_freed: int = 0
+    orphans: int = 0  # objects without an action
+    rubbish: int = 0  # leftovers of killed processes, expired quarantine, and trash
+    bytes_freed: int = 0  # of objects
     bytes_kept: int = 0
-    over: int = 0
+    over: int = 0  # kept bytes above the limit, all in use
 
 
 def entries(layout: Layout) -> Iterator[tuple[Path, Entry | BadRecord | BadTree]]:

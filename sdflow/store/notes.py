@@ -18,11 +18,9 @@ from sdflow.store.records import BadRecord, dump, load, read_record
 
 @dataclass(frozen=True)
 class Failure:
-    """A failed step. at: UTC, ISO 8601. error: at most MOST_SAID characters of the message."""
-
     action: Action
-    at: str
-    error: str
+    at: str  # UTC, ISO 8601
+    error: str  # at most MOST_SAID characters
 
 
 MOST_SAID = 4000
@@ -43,7 +41,6 @@ class Notes:
             self._remember(self._path(step_id), step=step_id, action=action.content)
 
     def last_action(self, step_id: str) -> Action | None:
-        """Return the action of the step's last run, or None if unknown."""
         body = self._body(self._path(step_id), step_id, "action")
         return None if body is None else Action(body["action"])
 

@@ -164,12 +164,12 @@ def actions(layout: Layout) -> Iterator[tuple[Path, Stored | BadRecord]]:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """objects, actions, bytes: totals that are intact. damaged: (path, reason), quarantined except those in `stuck`."""
+    """Totals of what is intact, and what is damaged."""
 
     objects: int
     actions: int
     bytes: int
-    damaged: tuple[tuple[Path, str], ...]
+    damaged: tuple[tuple[Path, str], ...]  # with the reason; quarantined, except those in `stuck`
     stuck: tuple[Path, ...] = ()
 
 

@@ -81,11 +81,9 @@ def _digest(path: Path) -> str | None:
 
 @dataclass(frozen=True)
 class _Record:
-    """A pin, or a note of an output folder. places: candidate paths of its folder."""
-
     path: Path
     body: Mapping[str, Any]
-    places: tuple[Path, ...]
+    places: tuple[Path, ...]  # where its folder may be
 
 
 def _records(layout: Layout, folder: Path) -> Iterator[_Record]:

@@ -24,13 +24,13 @@ class BadRecord(Exception):
 
 @dataclass(frozen=True)
 class Stored:
-    """Content of an action file: the action produced the object. published: Unix time in seconds."""
+    """Content of an action file: the action produced the object."""
 
     action: Action
     object: str
     facts: Mapping[str, Any]
     built: Mapping[str, Any]
-    published: float
+    published: float  # Unix time
 
 
 def dump(body: Mapping[str, Any]) -> bytes:

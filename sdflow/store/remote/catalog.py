@@ -24,21 +24,17 @@ _NAME = re.compile(r"[0-9a-f]{2}/([0-9a-f]{64})(\.json|\.sig)?")
 
 @dataclass(frozen=True)
 class Listed:
-    """A finished action. bytes: size of its object, None without a valid manifest. pushed: the store's Unix time."""
-
     entry: Stored
-    bytes: int | None
-    pushed: float | None
+    bytes: int | None  # of its object; None if the manifest is missing or wrong
+    pushed: float | None  # Unix time by the store's clock
 
 
 @dataclass(frozen=True)
 class Swept:
-    """Counts of removed actions, manifests and pieces; bytes of removed and kept pieces."""
-
     actions: int
     manifests: int
     pieces: int
-    bytes_freed: int
+    bytes_freed: int  # of pieces
     bytes_kept: int
 
 

@@ -102,7 +102,6 @@ async def _read_s3(files: Any, path: str, limit: int) -> bytes:
 
 
 async def _read_stream(stream: Any, limit: int) -> bytes:
-    """Read a stream. Raises TooLong once it exceeds `limit` bytes."""
     data = bytearray()
     while chunk := await stream.read(min(_CHUNK, limit + 1 - len(data))):
         data += chunk

@@ -53,11 +53,9 @@ class Unusable(Exception):
 
 @dataclass(frozen=True)
 class Found:
-    """A file of the remote. path: under the prefix. size: bytes. changed: Unix time by the store's clock."""
-
-    path: str
+    path: str  # under the prefix
     size: int
-    changed: float | None
+    changed: float | None  # Unix time by the store's clock
 
 
 class Share:
@@ -167,7 +165,7 @@ class Lines:
         done: Callable[[R], None] = lambda result: None,
         timeout: float | None = None,
     ) -> None:
-        """Call `do` with each item in several threads, and `done` with each result in the calling thread. Raises
+        """Call `do` with each item in threads, and `done` with each result in the calling thread. Raises
         Unusable after `timeout` seconds without a result (default: the remote's), and what they and `meanwhile` raise."""
         patience = self.share.spec.timeout if timeout is None else timeout
         left: SimpleQueue[T] = SimpleQueue()

@@ -30,11 +30,9 @@ class DamagedHere(Exception):
 
 @dataclass(frozen=True)
 class Sent:
-    """results: new in the remote. bytes: uploaded. there: bytes that the remote already had."""
-
-    results: int = 0
-    bytes: int = 0
-    there: int = 0
+    results: int = 0  # new in the remote
+    bytes: int = 0  # uploaded
+    there: int = 0  # bytes that the remote already had
 
     def __add__(self, other: Sent) -> Sent:
         return Sent(self.results + other.results, self.bytes + other.bytes, self.there + other.there)
