@@ -54,8 +54,7 @@ class Cache:
     ) -> None:
         if root.exists() and not root.is_dir():
             raise UsageError(f"{root} is a file, not a folder", where="--cache", remedy="name another folder")
-        self.root = root
-        self.salt = salt
+        self.root, self.salt = root, salt
         self._layout = Layout(root)
         self._rehash, self._cuts, self._signer = rehash, cuts, signer
         self.stat = StatCache(self._layout, rehash=rehash)

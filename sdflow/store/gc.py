@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from sdflow.disk.locked_folder import remove_abandoned_scratch
 from sdflow.errors import CacheError
@@ -74,27 +73,20 @@ def entries(layout: Layout) -> Iterator[tuple[Path, Entry | BadRecord | BadTree]
             continue
         content = stored.action.content
         step = content.get("pass")
-        yield (
-            path,
-            Entry(
-                action=stored.action.digest,
-                object=stored.object,
-                pass_name=str(step.get("name", "?")) if isinstance(step, dict) else "?",
-                submodel=str(content.get("submodel", "?")),
-                published=stored.published,
-                last_used=used,
-                bytes=sum(file.size for file in files),
-                pinned_by=tuple(pinned_by[stored.object]),
-                structure=content.get("weights") == "symbolic",
-                quantized=_quantized(stored.facts),
-            ),
+        measured = [stored.facts.get(name) for name in ("operators", "dtypes")]  # may be anything
+        entry = Entry(
+            action=stored.action.digest,
+            object=stored.object,
+            pass_name=str(step.get("name", "?")) if isinstance(step, dict) else "?",
+            submodel=str(content.get("submodel", "?")),
+            published=stored.published,
+            last_used=used,
+            bytes=sum(file.size for file in files),
+            pinned_by=tuple(pinned_by[stored.object]),
+            structure=content.get("weights") == "symbolic",
+            quantized=quantized_to(*(each if isinstance(each, Mapping) else () for each in measured)) or "",
         )
-
-
-def _quantized(facts: Mapping[str, Any]) -> str:
-    """Return the quantized type that a step's facts imply, or "". Facts may hold anything."""
-    found = [facts.get(name) for name in ("operators", "dtypes")]
-    return quantized_to(*(each if isinstance(each, Mapping) else () for each in found)) or ""
+        yield path, entry
 
 
 def collect(layout: Layout, stats: StatCache, max_size: int | None, *, dry_run: bool) -> GcReport:

@@ -43,15 +43,12 @@ class Layout:
     """The paths of a cache. The constructor does not touch the disk; `ensure` creates the directories."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.tag = root / "CACHEDIR.TAG"
-        self.own = root / "v1"
+        self.root, self.tag, self.own = root, root / "CACHEDIR.TAG", root / "v1"
         self.contents = [self.own / name for name in ("objects", "actions", "steps", "pins", "imported", "outputs")]
         self.objects, self.actions, self.steps, self.pins, self.imported, self.outputs = self.contents
         self.services = [self.own / name for name in ("staging", "quarantine", "trash", "locks", "leases")]
         self.staging, self.quarantine, self.trash, self.locks, self.leases = self.services
-        self.incoming = self.own / "incoming"
-        self.stat = self.own / "stat.sqlite"
+        self.incoming, self.stat = self.own / "incoming", self.own / "stat.sqlite"
 
     def object(self, digest: str) -> Path:
         return self.objects / digest[:2] / digest

@@ -48,8 +48,7 @@ class _Entry:
 def listed(share: Share, meanwhile: Callable[[], None] = lambda: None) -> list[Listed]:
     lines = Lines(share, meanwhile)
     entries = sorted(_entries(lines, _in_place(lines.listed("actions"))), key=lambda each: each.file.path)
-    contents = _manifests(lines, {each.stored.object for each in entries})
-    sizes = {digest: content.bytes for digest, content in contents.items()}
+    sizes = {digest: of.bytes for digest, of in _manifests(lines, {each.stored.object for each in entries}).items()}
     return [Listed(each.stored, sizes.get(each.stored.object), each.file.changed) for each in entries]
 
 

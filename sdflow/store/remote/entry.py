@@ -76,15 +76,13 @@ def read_list(data: bytes) -> tuple[Mapping[str, Any], list[str]]:
 def read_entry(data: bytes, digest: str) -> Stored:
     """Parse the entry of an action and check the values that reports use. Raises BadRecord."""
     stored = load_action(data)
-    if stored.action.digest != digest:
+    action, built, facts = stored.action, stored.built, stored.facts
+    if action.digest != digest:
         raise BadRecord("it belongs to another action")
-    built, facts = stored.built, stored.facts
     try:
         sizes = [each["bytes"] for each in facts.get("dtypes", {}).values()]
         numbers = [built["seconds"], built["peak_memory"], *facts.get("operators", {}).values(), *sizes]
-        plain = (
-            isinstance(built["finished"], str) and isinstance(stored.action.content, dict) and is_digest(stored.object)
-        )
+        plain = isinstance(built["finished"], str) and isinstance(action.content, dict) and is_digest(stored.object)
     except (KeyError, TypeError, AttributeError) as error:
         raise BadRecord(f"it lacks what is read of it ({error})") from error
     # A JSON integer may have thousands of digits.

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,8 +41,7 @@ class Remote:
     ) -> None:
         if spec.trust:
             require_signers(spec.trust)
-        self.spec = spec
-        self.share = Share(spec)
+        self.spec, self.share = spec, Share(spec)
         self.tell: Callable[[str], None] = log.warning
         # Reasons why the remote is no longer used, no longer read (wrong content), and no longer pushed to.
         self.unusable: str | None = None
@@ -62,13 +62,8 @@ class Remote:
         if digest in self._known:
             return self._known[digest]
         try:
-            entry = self._read(
-                form.action_path(digest),
-                form.MOST_OF_ENTRY,
-                lambda data: form.read_entry(data, digest),
-                meanwhile,
-                signed=True,
-            )
+            path, parse = form.action_path(digest), partial(form.read_entry, digest=digest)
+            entry = self._read(path, form.MOST_OF_ENTRY, parse, meanwhile, signed=True)
         except Absent as error:
             if isinstance(error, Refused):
                 self._say(
@@ -111,16 +106,14 @@ class Remote:
             return False
         digest, path = entry.action.digest, form.object_path(entry.object)
         try:
-            content = self._read(
-                path, form.MOST_OF_MANIFEST, lambda data: form.read_object(data, entry.object), meanwhile
-            )
+            parse = partial(form.read_object, tree=entry.object)
+            content = self._read(path, form.MOST_OF_MANIFEST, parse, meanwhile)
             missing = content.bytes - min(content.bytes, written(folder))
             if missing > free_bytes(self._layout.root):
                 self._say(f"{spell_bytes(missing)} of {self.spec.shown} have no room on the disk: building here")
                 return False
             patience = max(PATIENCE, 20 * float(entry.built["seconds"]))
-            lines = Lines(self.share, meanwhile)
-            bring(content, folder, self._tried_read, lines, patience=patience, like=self._like)
+            bring(content, folder, self._tried_read, Lines(self.share, meanwhile), patience=patience, like=self._like)
         except Absent as error:
             self._mend.add(digest)
             self._say(f"{self.spec.shown} has lost parts of what it names ({error}): building here")

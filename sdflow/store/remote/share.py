@@ -165,8 +165,8 @@ class Lines:
         done: Callable[[R], None] = lambda result: None,
         timeout: float | None = None,
     ) -> None:
-        """Call `do` with each item in threads, and `done` with each result in the calling thread. Raises
-        Unusable after `timeout` seconds without a result (default: the remote's), and what they and `meanwhile` raise."""
+        """Call `do` with each item in several threads, and `done` with each result in the calling thread. Raises what
+        they and `meanwhile` raise, and Unusable after `timeout` seconds (default: the remote's) without a result."""
         patience = self.share.spec.timeout if timeout is None else timeout
         left: SimpleQueue[T] = SimpleQueue()
         results: SimpleQueue[tuple[bool, R | BaseException]] = SimpleQueue()
@@ -261,14 +261,13 @@ def _unusable(error: Exception) -> Unusable:
         return Unusable(str(error), final=True)
     text = " ".join(str(error).split()) or "no reason given"
     text = _SECRETS.sub(r"\1…", _URLS.sub(lambda match: without_secrets(match[0]), text))
-    final = isinstance(error, PermissionError | NotImplementedError)
-    return Unusable(
-        f"{type(error).__name__}: {text[:200]}", final=final or getattr(error, "status", None) in (401, 403, 405)
-    )
+    status = getattr(error, "status", None)
+    final = isinstance(error, PermissionError | NotImplementedError) or status in (401, 403, 405)
+    return Unusable(f"{type(error).__name__}: {text[:200]}", final=final)
 
 
 def _found(path: str, info: dict[str, Any]) -> Found:
-    changed = None
+    size = int(info.get("size") or 0)
     for key in ("mtime", "LastModified", "last_modified", "updated", "created"):
         value: Any = info.get(key)
         if isinstance(value, str):
@@ -277,6 +276,5 @@ def _found(path: str, info: dict[str, Any]) -> Found:
         if isinstance(value, datetime):
             value = value.timestamp()
         if isinstance(value, int | float):
-            changed = float(value)
-            break
-    return Found(path, int(info.get("size") or 0), changed)
+            return Found(path, size, float(value))
+    return Found(path, size, None)

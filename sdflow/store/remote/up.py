@@ -145,7 +145,6 @@ class Offered:
         self._pusher: threading.Thread | None = None
 
     def offer(self, record: Record) -> None:
-        """Queue a result, once."""
         with self._idle:
             if record.action.digest in self._seen:
                 return
