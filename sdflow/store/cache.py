@@ -99,8 +99,8 @@ class Cache:
         return Record(action, artifact, stored.facts, stored.built)
 
     def fetch(self, action: Action, meanwhile: Callable[[], None] = lambda: None) -> Record | None:
-        """Download an action from the remote and publish it; None, told to `Remote.tell`, if that fails. Call it with
-        the action's lock, after `lookup`. An exception from `meanwhile` ends the wait."""
+        """Download an action from the remote and publish it; None if that fails: `Remote.tell` gets the reason. Call it
+        with the action's lock, after `lookup`. An exception from `meanwhile` ends the wait."""
         if (remote := self.remote) is None:
             return None
         try:
@@ -121,7 +121,7 @@ class Cache:
             return None
 
     def bring(self, action: Action, meanwhile: Callable[[], None] = lambda: None) -> bool:
-        """Download and check an action's files for a later `fetch`. False, told to `Remote.tell`, if that fails."""
+        """Download and check an action's files for a later `fetch`. False if that fails, as None from `fetch`."""
         if (remote := self.remote) is None:
             return False
         with self._incoming(remote, action, meanwhile) as found:
@@ -202,7 +202,7 @@ class Cache:
     def lock(
         self, action: Action, waiting: Callable[[], None] = lambda: None, meanwhile: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """Lock an action, as `held` does, so that one process builds it: look up, lock, look up again, build."""
+        """Lock an action (see `held`) to build it once: look up, lock, look up again, build. Raises CacheError."""
         self._layout.ensure()
         with ExitStack() as stack:
             with writing(self.root):
@@ -285,7 +285,7 @@ class Cache:
                 yield record
 
     def gc(self, max_size: int | None = None, *, dry_run: bool = False) -> GcReport:
-        """Remove rubbish, and the least recently used entries above `max_size` bytes that no pipeline or build uses."""
+        """Remove rubbish, and the least recently used unprotected entries above `max_size` bytes. Raises CacheError."""
         return collect(self._layout, self.stat, max_size, dry_run=dry_run)
 
     def clean(self) -> None:

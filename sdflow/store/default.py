@@ -12,7 +12,7 @@ VARIABLE = "SDFLOW_CACHE"
 
 
 def default_cache() -> Path:
-    """Return ./cache if it is an sdflow cache, `cache` of the checkout we run from if inside it, else the user's cache.
+    """Return ./cache if it is an sdflow cache; inside the checkout that sdflow runs from, its `cache`; else the user's.
     Raises UsageError if the user has no folder for caches."""
     from platformdirs import user_cache_path
 

@@ -14,7 +14,7 @@ from sdflow.digest import canonical_json, digest_json
 from sdflow.disk.input_file import read_input
 
 LARGEST = 64 << 20  # bytes; a manifest of hundreds of thousands of files is smaller
-# Opening a directory, a pipe or device, an oversized file, a link loop, a socket.
+# Errors of opening a directory, a pipe or a device, an oversized file, a link loop, and a socket.
 _NO_RECORD = (errno.EISDIR, errno.EINVAL, errno.EFBIG, errno.ELOOP, errno.ENXIO)
 
 

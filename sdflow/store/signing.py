@@ -82,8 +82,8 @@ def make_key(path: Path) -> str:
 class Signer:
     """Signs with a private key (PEM), optionally with its certificate, or with Sigstore if there is no key.
 
-    certificates: PEM file, the key's first, then intermediates. identity_token: for Sigstore; default: environment's
-    or browser login. trust_config: for a private Sigstore. Raises UsageError for an invalid key or missing packages.
+    certificates: PEM, the key's first, then intermediates. identity_token: for Sigstore; default: the environment's, or
+    a browser login. trust_config: for a private Sigstore. Raises UsageError for an invalid key or missing packages.
     """
 
     key: Path | None
