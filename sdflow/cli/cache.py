@@ -1,4 +1,4 @@
-"""`sdflow cache`: what is in the cache, is it sound, and how to make it smaller."""
+"""`sdflow cache`: list, verify and shrink the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sdflow cache push`, `pull`, `export` and `import`: copies between the cache and elsewhere, and the key that signs them."""
+"""`sdflow cache push`, `pull`, `export` and `import` copy entries; `sdflow cache key` creates a key to sign them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def push(workflow: Workflows = None, url: Url = None, cache: CacheDir = None, js
     records = list(opened.steps()) if not workflow else [each.record for each in plans if each.record is not None]
     remote = remote_of(opened)
     with to_write(remote.spec, add=True) as place:
-        there = opened if place is remote.spec else opened.at(place)  # it may know already what is to be replaced
+        there = opened if place is remote.spec else opened.at(place)  # `opened` may know entries to replace
         remote_of(there)
         copied = copy_entries(there, [record.action for record in records], up=True)
     print_pushed(copied.sent, len(records), remote.spec.shown, as_json=json)
@@ -54,7 +54,7 @@ def pull(workflow: Workflows = None, url: Url = None, cache: CacheDir = None, js
     if workflow:
         actions = [each.action for each in plans if each.state == "remote" and each.action is not None]
     else:
-        # Steps alone: a verdict is each machine's own, whatever somebody has put there.
+        # Steps only: each machine computes its own verdicts, whatever the remote contains.
         with answering(opened.remote) as remote:
             actions = [each.entry.action for each in listed(remote.share, stop.check) if each.entry.action.of_step]
     copied = copy_entries(opened, actions, up=False)
@@ -138,7 +138,7 @@ def _listed(text: str) -> list[str]:
 
 
 def _planned(root: Path, url: str | None, workflows: Sequence[Path]) -> tuple[Cache, list[PlannedStep]]:
-    """The cache with its remote, and the steps of workflows."""
+    """Open the cache with its remote and plan the workflows' steps."""
     from sdflow.build.plan import make_plan
     from sdflow.config import load_workflow
     from sdflow.passes.registry import catalog

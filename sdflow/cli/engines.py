@@ -1,4 +1,4 @@
-"""`sdflow cache engines`: what execution providers have compiled."""
+"""`sdflow cache engines`: list, remove and share compiled engines."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def sign(
 def _signer(
     key: Path | None, certificate: Path | None, sigstore: bool, identity_token: str | None, trust_config: Path | None
 ) -> Signer:
-    """As the options say it, or else the environment. Raises UsageError for options that do not belong together."""
+    """Return the signer from the options, else the environment. Raises UsageError for conflicting options."""
     from sdflow.errors import UsageError
     from sdflow.store.signing import KEY_VARIABLE, SIGSTORE, Signer, certificates_from_environment
 

@@ -1,4 +1,4 @@
-"""What is installed on this machine, and what it has: packages, ONNX Runtime and its providers, processor and devices.
+"""Inspects this machine: packages, ONNX Runtime and its providers, processor and devices.
 
-Nothing is imported before it is asked for: a plan asks for versions and loads no library.
+Libraries are imported on use only: planning reads versions and loads none.
 """

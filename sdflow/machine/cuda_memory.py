@@ -1,7 +1,7 @@
-"""Memory of a CUDA device at addresses that stay while it comes and goes, by the driver's virtual memory management.
+"""CUDA memory that can be freed and mapped again at fixed addresses, by the driver's virtual memory management.
 
-https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html. Sessions and captured CUDA graphs read weights at fixed
-addresses; vLLM's sleep mode frees theirs in the same way.
+See https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html. Sessions and captured CUDA graphs read weights at
+fixed addresses. vLLM's sleep mode frees weights in the same way.
 """
 
 from __future__ import annotations
@@ -49,20 +49,19 @@ class _Access(ctypes.Structure):
 
 
 class AddressRange:
-    """Addresses on a device, with or without memory behind them. Not for several threads at once.
+    """Device addresses, with or without memory mapped. Not thread-safe.
 
-    What lies there is undefined whenever memory comes. Nobody may read or write while there is none: the device would be lost
-    to the process.
+    Newly mapped memory is uninitialized. Accessing unmapped addresses makes the device unusable for the process.
     """
 
     def __init__(self, size: int, device: int) -> None:
-        """size: bytes, of which there will be a little more. device: its index.
+        """Reserve addresses. size: bytes, rounded up to the granularity. device: index.
 
-        Raises TargetUnavailableError when the driver cannot do this.
+        Raises TargetUnavailableError if the driver does not support it.
         """
         import torch
 
-        torch.cuda.synchronize(device)  # makes the device's context that of this thread
+        torch.cuda.synchronize(device)  # makes the device's context current in this thread
         self._address, self._handle, self._filled = ctypes.c_uint64(), ctypes.c_uint64(), False
         self._location = _Location(_DEVICE, device)
         self._properties = _Properties(type=_PINNED, location=self._location)
@@ -74,11 +73,11 @@ class AddressRange:
 
     @property
     def filled(self) -> bool:
-        """Whether there is memory."""
+        """Whether memory is mapped."""
         return self._filled
 
     def fill(self) -> None:
-        """Put memory there. Raises torch.cuda.OutOfMemoryError where the device has none left."""
+        """Map memory. Raises torch.cuda.OutOfMemoryError if the device has too little."""
         no_flags = ctypes.c_uint64(0)
         _call("cuMemCreate", ctypes.byref(self._handle), *_sizes(self.size), ctypes.byref(self._properties), no_flags)
         access = _Access(self._location, _READ_AND_WRITE)
@@ -91,7 +90,7 @@ class AddressRange:
         self._filled = True
 
     def empty(self) -> None:
-        """Give the memory back to the device. All work that was queued on it must be done."""
+        """Return the memory to the device. All work queued on it must have finished."""
         if self._filled:
             self._filled = False
             _call("cuMemUnmap", self._address, *_sizes(self.size))
@@ -106,7 +105,7 @@ class AddressRange:
             _call("cuMemAddressFree", self._address, *_sizes(self.size))
 
     def bytes(self) -> torch.Tensor:
-        """What lies there as a tensor of uint8, which keeps the addresses, but not the memory."""
+        """Return a uint8 tensor of the memory. It keeps the addresses reserved, but not the memory mapped."""
         import torch
 
         assert self._filled, "torch asks the driver whose memory it is"

@@ -1,4 +1,4 @@
-"""What a measurement is made on: processor, memory, accelerator."""
+"""Describes the device of a measurement: processor, memory, accelerator."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 from sdflow.targets import Target
 
 _BY_TORCH = ("cuda", "tensorrt", "rocm")
-"""The targets whose device PyTorch knows; its builds for ROCm answer under the same name."""
+"""Targets whose device PyTorch reports; its ROCm builds report it as CUDA."""
 
 
 def device(target: Target) -> dict[str, Any]:
-    """Processor, its cores that this process may use, memory in bytes, operating system, the target's accelerator."""
+    """Return processor, usable cores, memory in bytes, operating system, and the target's accelerator."""
     import psutil
 
     return {
@@ -29,19 +29,19 @@ def device(target: Target) -> dict[str, Any]:
 
 
 def cores() -> int | None:
-    """The processor's cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def has_cuda() -> bool:
-    """Whether PyTorch sees a CUDA device."""
+    """Return whether PyTorch sees a CUDA device."""
     import torch
 
     return bool(torch.cuda.is_available())
 
 
 def cuda_device() -> dict[str, Any]:
-    """The first CUDA device as PyTorch sees it: name, memory in bytes, CUDA and cuDNN; empty when there is none."""
+    """Return PyTorch's first CUDA device: name, memory in bytes, CUDA and cuDNN versions; {} if there is none."""
     if not has_cuda():
         return {}
     import torch
@@ -56,7 +56,7 @@ def cuda_device() -> dict[str, Any]:
 
 
 def driver_version() -> str | None:
-    """Of NVIDIA's driver, as its own library tells: 580.159.04. None where there is none."""
+    """Return the version of NVIDIA's driver from NVML, such as 580.159.04; None if there is none."""
     name = "nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1"
     said = ctypes.create_string_buffer(96)
     try:
@@ -68,7 +68,7 @@ def driver_version() -> str | None:
 
 
 def amd_versions() -> dict[str, str | None]:
-    """What a program that MIGraphX compiled depends on: the GPU's architecture, the driver, ROCm. None where it is not known."""
+    """Return what programs compiled by MIGraphX depend on: GPU architecture, driver, ROCm; None where unknown."""
     return {
         "architecture": _amd_architecture(),
         "driver": _amd_driver(),
@@ -77,7 +77,7 @@ def amd_versions() -> dict[str, str | None]:
 
 
 def _amd_architecture() -> str | None:
-    """gfx1100; with PyTorch built for ROCm alone."""
+    """Return the architecture, such as gfx1100; None unless PyTorch was built for ROCm."""
     if not has_cuda():
         return None
     import torch
@@ -87,7 +87,7 @@ def _amd_architecture() -> str | None:
 
 
 def _amd_driver() -> str | None:
-    """Of the driver that AMD ships, or the kernel's, which its own is part of."""
+    """Return the version of AMD's driver package, or of the kernel, which has a driver built in."""
     return _text(Path("/sys/module/amdgpu/version")) or (platform.release() if sys.platform == "linux" else None)
 
 

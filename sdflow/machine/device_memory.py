@@ -1,4 +1,4 @@
-"""The memory of this machine's graphics card, asked of NVIDIA's library, its command, or PyTorch, whichever is there."""
+"""Memory of this machine's graphics card, from NVML, `nvidia-smi` or PyTorch, whichever is available."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _SECONDS = 5
 
 @dataclass(frozen=True)
 class Card:
-    """A graphics card: its name and its bytes."""
+    """A graphics card. memory: bytes."""
 
     name: str
     memory: int
 
 
 def card() -> Card | None:
-    """The first one that is seen; None where none is, or nothing can tell. CUDA_VISIBLE_DEVICES counts only for PyTorch."""
+    """Return the first card found, or None. Only PyTorch honors CUDA_VISIBLE_DEVICES."""
     return _of_nvml() or _of_command() or _of_torch()
 
 
@@ -58,7 +58,7 @@ def _of_command() -> Card | None:
 
 
 def _of_torch() -> Card | None:
-    """AMD's, too. Not where PyTorch was built for the CPU alone: importing it takes a second."""
+    """Ask PyTorch, which knows AMD's cards too. Skips CPU-only builds: importing takes a second."""
     version = found_version("torch")
     if version is None or version.endswith("+cpu"):
         return None

@@ -1,4 +1,4 @@
-"""How much memory can still be had: of the host, within the limits of its container, or of a CUDA device; giving it back."""
+"""Available memory of the host (within its container's limit) or of a CUDA device, and returning freed memory."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ import psutil
 if TYPE_CHECKING:
     import torch
 
-HOST = "cpu"
-"""What torch calls the processor's memory."""
+HOST = "cpu"  # torch's name of the host's memory
 
 CGROUPS = Path("/sys/fs/cgroup")
 _LIMITS = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
-"""Of version 2 and 1: the limit, what is used, and of that what the kernel gives back when it is short: cached files."""
+"""For cgroup v2 and v1: files of the limit, the usage and the statistics, and the key of reclaimable page cache."""
 
 
 def available_bytes(device: str = HOST) -> int:
-    """Bytes that this process can still take without swapping. device: as torch calls it; on CUDA, what the driver calls free.
+    """Return the bytes that this process can allocate without swapping; on CUDA, the driver's free bytes.
 
-    What a session's arena holds counts as used, also where its next run finds room in it.
+    Memory held by a session's arena counts as used, even if the next run can reuse it.
     """
     if device != HOST:
         import torch
@@ -38,7 +37,7 @@ def available_bytes(device: str = HOST) -> int:
 
 
 def _left_of_container(root: Path) -> int | None:
-    """What is left of the container's limit; None where there is none, or no control group can be read."""
+    """Return the bytes left of the container's limit; None without a limit or a readable control group."""
     for limit, used, statistics, cached in _LIMITS:
         with suppress(OSError, ValueError):  # "max" is no number
             most = int((root / limit).read_text())
@@ -48,37 +47,37 @@ def _left_of_container(root: Path) -> int | None:
 
 
 def trim() -> None:
-    """Have glibc give back to the system what is free. Elsewhere nothing happens."""
+    """Return glibc's free memory to the system. Does nothing elsewhere."""
     if sys.platform == "linux":
         import ctypes
 
         libc = ctypes.CDLL(None)
-        if hasattr(libc, "malloc_trim"):  # musl has none
+        if hasattr(libc, "malloc_trim"):  # musl lacks it
             libc.malloc_trim(0)
 
 
 def return_freed_memory() -> None:
-    """Have glibc give what is freed from now on back to the system, whatever the environment says. Elsewhere nothing happens."""
+    """Make glibc return memory freed from now on, overriding the environment. Does nothing elsewhere."""
     if sys.platform == "linux":
         import ctypes
 
         libc = ctypes.CDLL(None)
-        if hasattr(libc, "mallopt"):  # musl has none
+        if hasattr(libc, "mallopt"):  # musl lacks it
             trim_threshold, mmap_threshold, mmap_max = -1, -3, -4
             for option, value in ((mmap_max, 1 << 16), (mmap_threshold, 1 << 20), (trim_threshold, 1 << 20)):
                 libc.mallopt(option, value)
 
 
 def let_go(tensor: torch.Tensor) -> None:
-    """Drop the pages of a tensor that is a map of a file from memory; they are read again when they are used.
+    """Page out a tensor that is a memory-mapped file; the next access reads it again. Linux only.
 
-    A tensor with memory of its own stays as it is, and so does any outside of Linux.
+    A tensor with memory of its own keeps its content.
     """
     if sys.platform == "linux":
         import ctypes
         import mmap
 
-        page, pageout = mmap.PAGESIZE, 21  # MADV_PAGEOUT, of Linux 5.4; older ones refuse it, and nothing is lost
+        page, pageout = mmap.PAGESIZE, 21  # MADV_PAGEOUT, Linux 5.4; older kernels reject it harmlessly
         begin = -(-tensor.data_ptr() // page) * page
         end = (tensor.data_ptr() + tensor.nbytes) // page * page
         if end > begin:

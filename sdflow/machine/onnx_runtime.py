@@ -1,4 +1,4 @@
-"""ONNX Runtime itself: its import with its telemetry off, its errors, its names of types."""
+"""Imports ONNX Runtime without telemetry, and maps its errors and type names."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ from sdflow.targets import Target
 
 
 def import_onnxruntime(target: Target | None = None) -> Any:
-    """ONNX Runtime with its telemetry off.
-
-    Raises TargetUnavailableError when no ONNX Runtime is installed.
-    """
-    os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # read at import; without it a device id is written under HOME
+    """Import ONNX Runtime with telemetry disabled. Raises TargetUnavailableError if it cannot be imported."""
+    os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # read at import; without it, ORT writes a device ID under HOME
     try:
         import onnxruntime
     except ImportError as error:
@@ -24,21 +21,21 @@ def import_onnxruntime(target: Target | None = None) -> Any:
             remedy=f"pip install {target.package if target else 'onnxruntime'}",
         ) from error
     onnxruntime.disable_telemetry_events()
-    # cuDNN's complaint about each engine that it tries and cannot use. What is an error raises one.
+    # Silences cuDNN's warnings about each engine it tries and cannot use. Real errors raise.
     onnxruntime.set_default_logger_severity(4)
     return onnxruntime
 
 
 def onnxruntime_errors(ort: Any) -> tuple[type[Exception], ...]:
-    """What making or running a session raises; ONNX Runtime's own errors have no common base."""
+    """Return the exceptions of creating or running a session; ONNX Runtime's own have no common base."""
     state = ort.capi.onnxruntime_pybind11_state
     names = ("Fail", "EPFail", "NotImplemented", "InvalidGraph", "InvalidProtobuf", "InvalidArgument", "NoSuchFile")
-    # (what it says may hold bytes of the model that are no text)
+    # UnicodeDecodeError: its messages may contain non-text bytes of the model.
     return (RuntimeError, UnicodeDecodeError, state.RuntimeException, *(getattr(state, name) for name in names))
 
 
 def numpy_type(value: Any) -> str:
-    """The numpy type name of a session's input or output (`onnxruntime.NodeArg`)."""
+    """Return the numpy type name of a session's input or output (`onnxruntime.NodeArg`)."""
     names = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(double)": "float64"}
     element: str = names.get(value.type, value.type.removeprefix("tensor(").removesuffix(")"))
     return element

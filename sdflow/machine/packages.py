@@ -1,4 +1,4 @@
-"""The installed packages and their versions, read from their metadata: no package is imported."""
+"""Installed packages and their versions, from metadata; nothing is imported."""
 
 from __future__ import annotations
 
@@ -33,13 +33,10 @@ EXTRAS = {
     "samplers": ("scipy", "torchsde"),
     "webgpu": ("onnxruntime-ep-webgpu",),
 }  # fmt: skip
-"""Extra of sdflow -> the distributions that it installs."""
-DRAWS = ("torch", "diffusers", "transformers", "pillow")
-"""What a pipeline draws with, beside ONNX Runtime."""
+"""Extra of sdflow -> distributions that it installs."""
+DRAWS = ("torch", "diffusers", "transformers", "pillow")  # needed to run pipelines, besides ONNX Runtime
 SERVES = EXTRAS["serve"]
-"""What the server is made of."""
-REFERENCE = (*DRAWS, "accelerate", "safetensors")
-"""What makes the PyTorch model that artifacts are held to."""
+REFERENCE = (*DRAWS, "accelerate", "safetensors")  # needed for the PyTorch model that artifacts are verified against
 _DISTRIBUTIONS = {
     "OpenSSL": "pyopenssl",
     "PIL": "pillow",
@@ -51,12 +48,12 @@ _DISTRIBUTIONS = {
     "pynvml": "nvidia-ml-py",
     "python_multipart": "python-multipart",
 }
-"""Module -> its distribution, where they are named differently."""
+"""Module -> distribution, where the names differ."""
 _AROUND = ("diffusers", "numpy", "onnx", "torch", "transformers")
 
 
 def installed_version(name: str) -> str | None:
-    """The version of an installed distribution; None when it is not installed."""
+    """Return the version of a distribution, or None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -64,14 +61,14 @@ def installed_version(name: str) -> str | None:
 
 
 def installed_versions(*names: str) -> dict[str, str]:
-    """Distribution -> version, of those that are installed."""
+    """Return distribution -> version of those that are installed."""
     found = {name: installed_version(name) for name in names}
     return {name: version for name, version in found.items() if version is not None}
 
 
 @cache
 def found_version(name: str) -> str | None:
-    """As `distribution_version`; None when it is not installed."""
+    """Return what `distribution_version` returns, or None if the distribution is not installed."""
     for flavour in ONNXRUNTIME_FLAVOURS if name == "onnxruntime" else (name,):
         if (version := installed_version(flavour)) is not None:
             return version
@@ -79,9 +76,9 @@ def found_version(name: str) -> str | None:
 
 
 def distribution_version(name: str) -> str:
-    """The version of a distribution that must be there; "onnxruntime" is found under the name of any of its flavours.
+    """Return the version of a required distribution; "onnxruntime" stands for any of its flavours.
 
-    Raises UsageError when it is not installed.
+    Raises UsageError if it is not installed.
     """
     if (version := found_version(name)) is not None:
         return version
@@ -90,13 +87,13 @@ def distribution_version(name: str) -> str:
 
 
 def missing(*names: str) -> tuple[str, ...]:
-    """Those of these distributions that are not installed, each once."""
+    """Return the distributions that are not installed, without duplicates."""
     return tuple(name for name in dict.fromkeys(names) if found_version(name) is None)
 
 
 def how_to_install(*names: str) -> str:
-    """The command that installs these distributions."""
-    if "onnxruntime" in names and set(names) & set(EXTRAS["build"]):  # one that brings both
+    """Return the command that installs these distributions."""
+    if "onnxruntime" in names and set(names) & set(EXTRAS["build"]):  # recommend an extra that has both
         others = [name for name in names if name not in EXTRAS["build"] and name != "onnxruntime"]
         command = how_to_install("torch", *others).replace("[build", "[cpu")
         return f"{command}, or cuda, directml or migraphx in place of cpu"
@@ -106,13 +103,13 @@ def how_to_install(*names: str) -> str:
 
 
 def require_packages(what: str, *names: str) -> None:
-    """Raises UsageError when one of the distributions that something needs is not installed. what: "`sdflow generate`"."""
+    """Raise UsageError if a distribution is missing. what: the feature that needs it, such as "`sdflow generate`"."""
     if absent := missing(*names):
         raise lacks(what, absent)
 
 
 def lacks(what: str, absent: Sequence[str], remedy: str | None = None) -> UsageError:
-    """What to tell of a thing that cannot be done without distributions that are not installed."""
+    """Return the error for a feature whose distributions are not installed."""
     are = "are" if len(absent) > 1 else "is"
     return UsageError(
         f"{what} needs {', '.join(absent)}, which {are} not installed", remedy=remedy or how_to_install(*absent)
@@ -120,7 +117,7 @@ def lacks(what: str, absent: Sequence[str], remedy: str | None = None) -> UsageE
 
 
 def of_missing_module(error: ImportError) -> UsageError | None:
-    """What to tell of an import that failed because an extra of sdflow is not installed; None for any other."""
+    """Return the error for an import that failed because an extra is not installed; None for any other failure."""
     module = (error.name or "").partition(".")[0]
     name = _DISTRIBUTIONS.get(module, module)
     if not any(name in distributions for distributions in EXTRAS.values()) or found_version(name) is not None:
@@ -129,12 +126,12 @@ def of_missing_module(error: ImportError) -> UsageError | None:
 
 
 def onnxruntime_packages() -> dict[str, str]:
-    """The installed ONNX Runtime distributions, name -> version. More than one overwrite each other's files."""
+    """Return name -> version of the installed ONNX Runtime distributions. Several overwrite each other's files."""
     return {name: version for name, version in _named_onnxruntime() if not _PLUGINS.match(name)}
 
 
 def plugin_packages() -> dict[str, str]:
-    """The installed distributions of providers that lie beside ONNX Runtime, and overwrite nothing."""
+    """Return name -> version of the installed plugin providers, which do not overwrite ONNX Runtime's files."""
     return {name: version for name, version in _named_onnxruntime() if _PLUGINS.match(name)}
 
 
@@ -149,6 +146,6 @@ def _named_onnxruntime() -> Iterator[tuple[str, str]]:
 
 
 def versions() -> dict[str, str]:
-    """Python, sdflow, the installed ONNX Runtime by the name of its package, and the libraries around it."""
+    """Return the versions of Python, sdflow, the ONNX Runtime packages, and related libraries."""
     own = {"python": platform.python_version(), "sdflow": sdflow.__version__}
     return {**own, **onnxruntime_packages(), **plugin_packages(), **installed_versions(*_AROUND)}

@@ -1,8 +1,7 @@
-"""Execution providers that ONNX Runtime loads as plugins: their libraries, and the devices that they offer on this machine.
+"""Execution providers that ONNX Runtime loads as plugins: their libraries, and the devices they offer on this machine.
 
-A library that offers a device is registered once in a process. It comes with a package that tells where it lies
-(`get_library_path`), or, for Windows ML, from the catalogue of providers that Windows keeps for the machine's hardware (the
-package windowsml).
+A library that offers a device is registered once per process. Its path comes from its package (`get_library_path`) or,
+for Windows ML, from the catalogue that Windows keeps for the machine's hardware (package windowsml).
 """
 
 from __future__ import annotations
@@ -20,21 +19,20 @@ from sdflow.machine.onnx_runtime import onnxruntime_errors
 from sdflow.machine.webgpu import missing_device
 from sdflow.targets import WEBGPU_PROVIDER, Target
 
-CATALOGUE = "windowsml"
-"""The module that stands in `Target.plugins` for Windows ML's catalogue."""
+CATALOGUE = "windowsml"  # the module in `Target.plugins` that stands for Windows ML's catalogue
 
 INSTALL_COMMAND = "python -m sdflow.machine.windows_ml"
 
 _KINDS = ("GPU", "NPU", "CPU")
-"""The kinds of devices, the best for images first: a denoiser is too large for most NPUs."""
+"""Device kinds, best first: a denoiser is too large for most NPUs."""
 
 _VOLATILE = ("library_path", "LUID", "DxgiAdapterNumber", "DxgiHighPerformanceIndex", "pci_bus_id", "card_idx")
-"""What the metadata of a device tells of this boot or this folder, not of the device."""
+"""Metadata that depends on the boot or the folder, not on the device."""
 
 
 @dataclass
 class _Registered:
-    """What was registered in this process. catalogue: kept, since what it found must not outlive it."""
+    """State of registration in this process. catalogue: kept alive, as the providers it found must not outlive it."""
 
     errors: dict[str, str] = field(default_factory=dict)
     done: set[str] = field(default_factory=set)
@@ -47,17 +45,16 @@ _here = _Registered()
 
 @dataclass(frozen=True)
 class Plugins:
-    """devices: provider -> ONNX Runtime's devices (`OrtEpDevice`) that it offers here, the best first. missing: provider -> why
-    it offers none."""
+    """devices: provider -> `OrtEpDevice`s that it offers, best first. missing: provider -> why it offers none."""
 
     devices: Mapping[str, list[Any]]
     missing: Mapping[str, str]
 
 
 def plugins_of(ort: Any, target: Target) -> Plugins:
-    """The target's plugins, registered if they were not.
+    """Register the target's plugins if needed and return them.
 
-    Raises TargetUnavailableError when this ONNX Runtime takes no plugins.
+    Raises TargetUnavailableError if this ONNX Runtime does not support plugins.
     """
     if not target.plugins:
         return Plugins({}, {})
@@ -73,7 +70,7 @@ def plugins_of(ort: Any, target: Target) -> Plugins:
             if provider in _here.done:
                 continue
             try:
-                # Under the name by which the target knows it: NVIDIA's library calls its provider as it is registered.
+                # Use the target's name of the provider: NVIDIA's library names its provider after the registration.
                 ort.register_execution_provider_library(provider, library)
             except onnxruntime_errors(ort) as error:
                 _here.errors[provider] = f"its library cannot be loaded: {error}"
@@ -92,8 +89,8 @@ def plugins_of(ort: Any, target: Target) -> Plugins:
 
 
 def _unregister(ort: Any, providers: Iterable[str]) -> None:
-    """Unregister libraries without a device. A library looks for devices only when it is registered, so the next call can find
-    new ones."""
+    """Unregister libraries without devices, and so without sessions: a library looks for devices only on registration,
+    so the next call can find new ones."""
     for provider in providers:
         with suppress(*onnxruntime_errors(ort)):  # still in use: it stays registered
             ort.unregister_execution_provider_library(provider)
@@ -101,13 +98,13 @@ def _unregister(ort: Any, providers: Iterable[str]) -> None:
 
 
 def is_emulated(ort: Any, target: Target) -> bool:
-    """Return whether a target's GPU is emulated by the processor, so that a run takes seconds instead of milliseconds."""
+    """Return whether the target's sessions run on an emulated GPU: runs take seconds instead of milliseconds."""
     devices = plugins_of(ort, target).devices.get(WEBGPU_PROVIDER, [])
     return bool(devices) and _kind(devices[0]) == "CPU"
 
 
 def device_facts(device: Any) -> dict[str, Any]:
-    """What names a device and the version of its provider, without what changes from boot to boot."""
+    """Return what identifies a device and its provider's version, without values that change per boot."""
     told = {**device.device.metadata, **device.ep_metadata}
     return {
         "vendor": device.device.vendor,
@@ -119,7 +116,7 @@ def device_facts(device: Any) -> dict[str, Any]:
 
 
 def _libraries(target: Target) -> Iterator[tuple[str, str]]:
-    """Provider and library, of those that are installed; of the others, why not is noted."""
+    """Yield provider and library path of the installed ones, and note why the others are missing."""
     for module in dict.fromkeys(target.plugins.values()):
         mine = [provider for provider, other in target.plugins.items() if other == module]
         try:
@@ -135,7 +132,7 @@ def _libraries(target: Target) -> Iterator[tuple[str, str]]:
 
 
 def _in_catalogue(providers: list[str]) -> Iterator[tuple[str, str]]:
-    """Of Windows ML's catalogue, what is on this machine. Nothing is downloaded: `sdflow.machine.windows_ml` does that."""
+    """Yield the catalogue's providers on this machine. Downloads none: `sdflow.machine.windows_ml` does that."""
     windowsml = importlib.import_module(CATALOGUE)
     if _here.catalogue is None:
         _here.catalogue = windowsml.EpCatalog()
@@ -175,7 +172,7 @@ def _rank(device: Any) -> int:
 
 
 def display_drivers() -> list[str]:
-    """Names and versions of the drivers of displays and NPUs, on Windows, as its registry has them; elsewhere none."""
+    """Return names and versions of display and NPU drivers from Windows' registry; [] on other systems."""
     if sys.platform != "win32":
         return []
     import winreg

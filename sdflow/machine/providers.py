@@ -1,6 +1,6 @@
-"""The execution providers that the installed ONNX Runtime was built with.
+"""Execution providers that the installed ONNX Runtime was built with.
 
-That a provider was built in says nothing of its libraries, its driver or a device: see `sdflow.runtime.sessions.availability`.
+A built-in provider may still lack its libraries, driver or device: see `sdflow.runtime.sessions.availability`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PLATFORMS = {"win32": "Windows", "linux": "Linux", "darwin": "macOS"}
 
 
 def require_platform(target: Target) -> None:
-    """Raises TargetUnavailableError when the target runs on another operating system only."""
+    """Raise TargetUnavailableError if the target runs on another operating system only."""
     if target.platform is not None and sys.platform != target.platform:
         raise TargetUnavailableError(
             f"it runs on {_PLATFORMS[target.platform]} only",
@@ -31,9 +31,9 @@ def require_platform(target: Target) -> None:
 
 
 def require_package(target: Target) -> None:
-    """Raises TargetUnavailableError when system and installed packages alone tell that the target cannot run here.
+    """Raise TargetUnavailableError if the system or the installed packages rule the target out. Takes milliseconds.
 
-    The plain `onnxruntime` package has the CPU's provider and none of the targets' others. Costs milliseconds.
+    The plain `onnxruntime` package has the CPU provider only.
     """
     require_platform(target)
     if target.name == "cpu":
@@ -54,9 +54,9 @@ def require_package(target: Target) -> None:
 
 
 def onnxruntime_for(target: Target) -> tuple[Any, str]:
-    """ONNX Runtime, and the target's best provider that it was built with, or that a plugin has a device for.
+    """Return ONNX Runtime, and the target's best provider that is built in or whose plugin has a device.
 
-    Raises TargetUnavailableError when it is not installed, or when it lacks the provider.
+    Raises TargetUnavailableError if ONNX Runtime or the provider is missing.
     """
     require_platform(target)
     ort = import_onnxruntime(target)
@@ -68,10 +68,10 @@ def onnxruntime_for(target: Target) -> tuple[Any, str]:
 def choose_provider(
     target: Target, version: str, available: Iterable[str], missing: Mapping[str, str] = MappingProxyType({})
 ) -> str:
-    """The target's best provider that this ONNX Runtime (its version, the providers it was built with) has.
+    """Return the target's best provider among those available in this ONNX Runtime version.
 
-    missing: provider -> why its plugin is of no use here.
-    Raises TargetUnavailableError that says which package, or which version, is missing.
+    missing: provider -> why its plugin cannot be used.
+    Raises TargetUnavailableError, which names the missing package or version.
     """
     require_platform(target)
     present, reasons = set(available), []

@@ -1,4 +1,4 @@
-"""What WebGPU's provider needs of the system, and how it says that there is none."""
+"""System requirements of the WebGPU provider, and the errors when they are missing."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from sdflow.errors import TargetUnavailableError
 from sdflow.targets import WEBGPU_PROVIDER, Target
 
 SOFTWARE = "ORT_WEBGPU_EP_ALLOW_SOFTWARE_ADAPTER"
-"""The provider takes an adapter that computes on the processor only where this is set to 1."""
+"""Environment variable that makes the provider accept a software adapter if set to 1."""
 
 _NO_ADAPTER = re.compile(r"Failed to get a WebGPU adapter: (?P<cause>[^\n]*)")
 
 
 def adapter_failure(error: Exception, target: Target) -> TargetUnavailableError | None:
-    """What to tell of a session that could not be made because there is no adapter; None for any other failure."""
+    """Return the error for a session that failed because there is no adapter; None for any other failure."""
     found = _NO_ADAPTER.search(str(error))
     if found is None or WEBGPU_PROVIDER not in target.plugins:
         return None
@@ -29,12 +29,12 @@ def adapter_failure(error: Exception, target: Target) -> TargetUnavailableError 
 
 
 def missing_device() -> str:
-    """Why the provider offers no device here."""
+    """Return why the provider offers no device."""
     return missing_library() or f"it finds no GPU (an emulated one is used only with {SOFTWARE}=1)"
 
 
 def missing_library() -> str | None:
-    """Which library of the system is missing, in words; None where none is."""
+    """Return a sentence on the missing system library, or None if none is missing."""
     if sys.platform != "linux":
         return None
     try:

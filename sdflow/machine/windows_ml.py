@@ -1,7 +1,7 @@
 """Downloads the execution providers that Windows ML offers for this machine: `python -m sdflow.machine.windows_ml`.
 
-Windows fetches them from the Microsoft Store, some hundred megabytes each. No other command of sdflow does: they take the
-providers that are there.
+Windows fetches them from the Microsoft Store, some hundred megabytes each. Other commands use only providers that are
+already downloaded.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from importlib import import_module
 
 
 def main() -> int:
-    """Make every provider of the catalogue ready, one after another. Returns the exit status."""
+    """Download every provider of the catalogue. Returns the exit status."""
     if sys.platform != "win32":
         print("Windows ML is on Windows only", file=sys.stderr)
         return 5

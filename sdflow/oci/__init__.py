@@ -1,4 +1,4 @@
-"""Pipelines in OCI registries, as CNCF's ModelPack has models there: `sdflow push` and `sdflow pull`."""
+"""Pushes and pulls pipelines to and from OCI registries in CNCF's ModelPack format."""
 
 from sdflow.oci.pull import Pulled, pull
 from sdflow.oci.push import Pushed, push

@@ -1,6 +1,6 @@
-"""A pipeline as a model artifact of CNCF's ModelPack: a manifest, its configuration, and a layer for each file.
+"""A pipeline as a ModelPack artifact: manifest, configuration, and one layer per file.
 
-https://github.com/modelpack/model-spec. Layers are the files as they are, so that equal files of two pipelines are one blob.
+See https://github.com/modelpack/model-spec. Layers are the raw files, so pipelines share the blobs of equal files.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ ARTIFACT_TYPE = "application/vnd.cncf.model.manifest.v1+json"
 CONFIG_TYPE = "application/vnd.cncf.model.config.v1+json"
 LAYER_TYPE = "application/vnd.cncf.model.{}.v1.raw"
 FILE = "org.cncf.model.filepath"
-TITLE = "org.opencontainers.image.title"
-"""Where ORAS reads a file's name."""
+TITLE = "org.opencontainers.image.title"  # ORAS reads file names from it
 _KINDS = {
     "weight": (".onnx", ".data", ".safetensors", ".bin"),
     "doc": (".md", ".txt", ".sig", ".bundle", "LICENSE", "provenance.json"),
@@ -36,7 +35,7 @@ MOST_BYTES = 1 << 44
 
 
 class Descriptor(BaseModel):
-    """A blob: its type, digest and size."""
+    """Type, digest and size of a blob."""
 
     media_type: str = Field(alias="mediaType")
     digest: Annotated[str, StringConstraints(pattern=r"^sha256:[0-9a-f]{64}$")]
@@ -51,7 +50,7 @@ class _Manifest(BaseModel):
 
 
 def manifest_of(pipeline: Manifest, layers: Mapping[str, tuple[str, int]]) -> tuple[bytes, bytes]:
-    """The manifest and the configuration of a pipeline. layers: file -> SHA-256 and size; the same bytes for the same files."""
+    """Return the manifest and configuration of a pipeline, deterministically. layers: file -> SHA-256 and size."""
     precisions = {each.precision for each in pipeline.origin.chains.values() if each.precision}
     quantized = {*pipeline.origin.quantized.values()}
     config = {
@@ -84,7 +83,7 @@ def manifest_of(pipeline: Manifest, layers: Mapping[str, tuple[str, int]]) -> tu
 
 
 def files_of(content: bytes, where: str) -> dict[str, Descriptor]:
-    """File -> layer of a manifest that anybody may have written. Raises VerificationError for one that is no pipeline's."""
+    """Return file -> layer of an untrusted manifest. Raises VerificationError if it is not a pipeline's."""
     try:
         manifest = _Manifest.model_validate(parse_json(content))
     except ValidationError as error:
@@ -109,8 +108,7 @@ def files_of(content: bytes, where: str) -> dict[str, Descriptor]:
 
 
 def _require_apart(names: Sequence[str], where: str) -> None:
-    """Raises VerificationError for two files in one place, on a system without upper and lower case too, or a file where a folder
-    is."""
+    """Raise VerificationError if two paths collide, ignoring case, or a file has the path of a folder."""
     taken = set()
     folders = {str(parent).casefold() for name in names for parent in PurePosixPath(name).parents}
     for name in names:

@@ -1,7 +1,7 @@
-"""`sdflow pull`: a pipeline from a registry, whole and as it was pushed, or not at all.
+"""`sdflow pull`: downloads a pipeline from a registry, completely and unchanged, or not at all.
 
-Files come into a folder beside the destination. Each is compared with its digest as it comes, all of them with `sdflow.json` and
-the provenance at the end; then the folder takes its place in one step.
+Files are downloaded to a staging folder next to the destination and checked against their digests, then against
+`sdflow.json` and the provenance. The folder is then swapped into place.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ _FOREIGN = "It was not pushed by `sdflow push`, or changed since."
 
 @dataclass(frozen=True)
 class Pulled:
-    """exact: what was pulled, by its digest. fetched, kept: files that came, and that were at the destination. bytes: that
-    came."""
+    """exact: reference by digest. fetched: downloaded files. kept: files copied locally. bytes: downloaded."""
 
     exact: Reference
     folder: Path
@@ -48,10 +47,9 @@ def pull(
     progress: Callable[[str], None] = lambda phrase: None,
     limits: Limits = LIMITS,
 ) -> Pulled:
-    """Make `out` the pipeline that a registry has. A pipeline of sdflow that is there is replaced, once the other is whole.
+    """Download a pipeline to `out`. An existing sdflow pipeline is replaced once the download is complete.
 
-    Raises UsageError where something else is there, VerificationError for what is not what its digest says, RegistryError where
-    it does not come.
+    Raises UsageError if `out` is anything else, VerificationError for wrong content, RegistryError if a transfer fails.
     """
     registry = Registry(reference, plain=plain, limits=limits)
     out = out.parent.resolve() / out.name
@@ -120,7 +118,7 @@ def _require_space(out: Path, files: dict[str, Descriptor]) -> None:
 
 
 def _require_whole(folder: Path, files: dict[str, Descriptor], where: str, within: str = "") -> None:
-    """Raises VerificationError where the files are not those that sdflow.json and the provenance name."""
+    """Raise VerificationError unless the files are exactly those that sdflow.json and the provenance name."""
     try:
         manifest, statement = read_manifest(folder / within), read_provenance(folder / within)
     except UsageError as error:

@@ -1,4 +1,4 @@
-"""`sdflow push`: a pipeline folder into a registry. What the repository has already is not sent again."""
+"""`sdflow push`: uploads a pipeline folder to a registry, skipping blobs that the repository has."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from sdflow.verify.folder.provenance import compare_with_provenance
 
 @dataclass(frozen=True)
 class Pushed:
-    """reference: by tag; exact: by the digest of the manifest. sent, kept: files that were sent, and that the repository had.
-    bytes: that were sent."""
+    """exact: reference by manifest digest. sent: uploaded files. kept: files the repository had. bytes: uploaded."""
 
     reference: Reference
     exact: Reference
@@ -42,9 +41,9 @@ def push(
     plain: bool = False,
     progress: Callable[[str], None] = lambda phrase: None,
 ) -> Pushed:
-    """Send a pipeline, the manifest last, so that a tag never names what is not there whole.
+    """Upload a pipeline, the manifest last, so that a tag never names an incomplete pipeline.
 
-    Raises VerificationError where a file is not what was built, RegistryError where the registry does not take it.
+    Raises VerificationError if a file differs from what was built, RegistryError if the registry rejects it.
     """
     if reference.digest is not None:
         raise UsageError("you cannot push to a digest", where=str(reference), remedy="Name a tag.")
@@ -55,7 +54,7 @@ def push(
     for found in compare_with_provenance(folder, digests):
         raise VerificationError(str(found), where=str(folder))
     files = {name: folder / name for name in sorted(_files(folder))}
-    if more := sorted(files.keys() - files_of_sdflow(folder)):  # else what is pulled could not be replaced
+    if more := sorted(files.keys() - files_of_sdflow(folder)):  # a later pull could not replace them
         raise UsageError(
             f"this pipeline folder holds files that sdflow did not put there: {_some(more)}",
             where=str(folder),
@@ -90,7 +89,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _files(folder: Path, within: str = "") -> Iterator[str]:
-    """Every file, through the links to artifacts that a pipeline has, and through no others."""
+    """Yield every file, following only the pipeline's own links to artifacts."""
     place = folder / within if within else folder
     links = {*read_manifest(place).parts} if within in ("", REFINER) else set()
     for path in place.iterdir():

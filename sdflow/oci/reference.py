@@ -1,4 +1,4 @@
-"""`oci://REGISTRY/NAME:TAG` and `oci://REGISTRY/NAME@sha256:DIGEST`, in the grammar of the OCI distribution specification."""
+"""Parses `oci://REGISTRY/NAME:TAG` and `oci://REGISTRY/NAME@sha256:DIGEST` (OCI distribution specification)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOCAL = re.compile(r"(localhost|127\.\d+\.\d+\.\d+|\[::1\])(:\d+)?")
 
 @dataclass(frozen=True)
 class Reference:
-    """A tag or, where `digest` is given, exactly that artifact."""
+    """A tag of a repository, or the artifact with `digest` if given."""
 
     host: str
     name: str
@@ -30,16 +30,16 @@ class Reference:
 
     @property
     def local(self) -> bool:
-        """A registry of this machine, which is spoken to without TLS."""
+        """Whether the registry runs on this machine and is used without TLS."""
         return _LOCAL.fullmatch(self.host) is not None
 
     def at(self, digest: str) -> Reference:
-        """The same repository, the artifact of a digest."""
+        """Return the same repository's artifact with this digest."""
         return replace(self, digest=digest)
 
 
 def parse_oci(text: str) -> Reference:
-    """Raises UsageError for what is no such reference."""
+    """Parse a reference. Raises UsageError if it is invalid."""
     found = _REFERENCE.fullmatch(text)
     if found is None or len(found["name"]) > 255:
         raise UsageError(

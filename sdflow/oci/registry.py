@@ -1,7 +1,7 @@
-"""A registry over HTTP: what it sends is bounded in size and time, and is what its digest says, or an error.
+"""Client of an OCI registry. Responses are limited in size and time and checked against their digests.
 
-Credentials and tokens are oras's: the configuration of docker and its credential helpers. The transfers are ours, since oras
-has neither limits nor deadlines, and reads what is no file whole.
+oras handles credentials and tokens: docker's configuration and its credential helpers. Transfers are implemented here,
+as oras has no limits or deadlines and reads everything but files into memory whole.
 """
 
 from __future__ import annotations
@@ -23,20 +23,18 @@ from sdflow.oci.reference import Reference
 from sdflow.oci.session import BLOCK, LIMITS, Limits, Misled, open_session
 
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
-ATTEMPTS = 3
-"""How often a blob whose transfer breaks off is gone on with."""
-MOST_OF_A_CHALLENGE = 4096
-"""Characters: oras reads them with an expression that takes the square of their number."""
+ATTEMPTS = 3  # transfers of a blob, each resuming the last
+MOST_OF_A_CHALLENGE = 4096  # characters: oras parses challenges with a regular expression that takes quadratic time
 
 
 class RegistryError(SdflowError):
-    """A registry does not answer, refuses, or has not what is asked for."""
+    """A registry does not answer, refuses, or lacks the requested content."""
 
     exit_code = 2
 
 
 class Registry:
-    """A repository of a registry. plain: HTTP without TLS. Raises UsageError where the extra `oci` is not installed."""
+    """A repository of a registry. plain: HTTP without TLS. Raises UsageError if the extra `oci` is not installed."""
 
     def __init__(self, reference: Reference, *, plain: bool = False, limits: Limits = LIMITS) -> None:
         require_packages("a registry", "oras")
@@ -44,7 +42,7 @@ class Registry:
         import oras.container
         from oras.logger import setup_logger
 
-        setup_logger(quiet=True)  # it logs what is an error here
+        setup_logger(quiet=True)  # oras logs what we raise as errors
         self._where = str(reference)
         self._limits = limits
         self._plain = plain or reference.local
@@ -58,7 +56,7 @@ class Registry:
             self._auth.load_configs(oras.container.Container(reference.name, reference.host), own)
 
     def manifest(self, reference: Reference) -> tuple[bytes, str]:
-        """The manifest of a tag or digest, and its digest. Raises VerificationError for one of another digest."""
+        """Return the manifest of a tag or digest, and its digest. Raises VerificationError if the digest is wrong."""
         url = f"{self._base}/manifests/{reference.digest or reference.tag}"
         answer = self._send("GET", url, {"Accept": MANIFEST_TYPE})
         self._require(answer, f"{reference} is not there")
@@ -72,7 +70,7 @@ class Registry:
         return content, digest
 
     def has(self, digest: str) -> bool:
-        """Whether the repository has a blob."""
+        """Return whether the repository has a blob."""
         answer = self._send("HEAD", f"{self._base}/blobs/{digest}")
         if answer.status_code == 404:
             return False
@@ -80,10 +78,9 @@ class Registry:
         return True
 
     def fetch(self, digest: str, size: int, out: Path, check: Callable[[int], None] = lambda done: None) -> None:
-        """Write a blob to a new file. check: is told how many bytes are there.
+        """Download a blob to a new file, resuming broken transfers. check: called with the bytes downloaded so far.
 
-        Raises VerificationError for one of another size or content; RegistryError when it does not come. What breaks off is
-        gone on with where it ended.
+        Raises VerificationError for a wrong size or digest, RegistryError if the transfer fails.
         """
         done, content = 0, sha256()
         with out.open("xb") as stream:
@@ -113,12 +110,12 @@ class Registry:
             raise self._lies(f"what came as {digest} has the digest sha256:{content.hexdigest()}")
 
     def upload(self, stream: IO[bytes], digest: str, size: int) -> None:
-        """Send what is in a stream of so many bytes. Raises RegistryError where the registry does not take it."""
+        """Upload a blob of `size` bytes from a stream. Raises RegistryError if the registry rejects it."""
         refused = "the registry takes no blob"
         begun = self._send("POST", f"{self._base}/blobs/uploads/")
         self._require(begun, refused)
         place = urljoin(begun.url, begun.headers.get("Location", ""))
-        if urlsplit(place).netloc != self._host:  # a token would go along
+        if urlsplit(place).netloc != self._host:  # the other host would receive the token
             raise RegistryError(
                 f"it wants the upload at another place, {urlsplit(place).netloc:.100}", where=self._where
             )
@@ -131,14 +128,14 @@ class Registry:
             self._session.more = 0
 
     def put_manifest(self, content: bytes, reference: Reference) -> None:
-        """Give a tag a manifest."""
+        """Upload a manifest under a tag."""
         answer = self._send("PUT", f"{self._base}/manifests/{reference.tag}", {"Content-Type": MANIFEST_TYPE}, content)
         self._require(answer, "the registry does not take the manifest")
 
     def _send(
         self, method: str, url: str, headers: Mapping[str, str] | None = None, data: Any = None, stream: bool = False
     ) -> Any:
-        """The answer to a request, once more with credentials where they are asked for."""
+        """Send a request and return the answer. On status 401, send it again with credentials."""
         with self._failing("the registry cannot be reached"):
             for _ in range(2):
                 sent = {**(headers or {}), **self._authorization}
@@ -155,7 +152,7 @@ class Registry:
         return answer
 
     def _authorize(self, answer: Any) -> None:
-        """As the registry asks for it: with the user's name and password, or with a token for what was refused."""
+        """Set the credentials that the challenge asks for: user and password, or a token for the refused scope."""
         challenge = answer.headers.get("Www-Authenticate", "")
         if len(challenge) > MOST_OF_A_CHALLENGE:
             raise Misled(f"it asks for credentials with {len(challenge):,} characters")
@@ -163,7 +160,7 @@ class Registry:
             if (known := getattr(self._auth, "_basic_auth", None)) is not None:
                 self._authorization = {"Authorization": f"Basic {known}"}
             return
-        self._auth.token = None  # one for reading does not do for writing
+        self._auth.token = None  # a token for reading does not allow writing
         try:
             found, _ = self._auth.authenticate_request(answer, {})
         except (AttributeError, TypeError, LookupError) as error:
@@ -171,7 +168,7 @@ class Registry:
         self._authorization = {name: value for name, value in found.items() if name == "Authorization"}
 
     def _require(self, answer: Any, what: str) -> None:
-        """Raises RegistryError for an answer that is a refusal."""
+        """Raise RegistryError if the answer is an error."""
         status = answer.status_code
         if status < 300:
             return
@@ -184,7 +181,7 @@ class Registry:
         raise RegistryError(f"{what} (status {status}{said and f': {said}'})", where=self._where, remedy=remedy)
 
     def _blocks(self, answer: Any) -> Iterator[bytes]:
-        """The body as it comes. Raises RegistryError where it drips."""
+        """Yield the body in blocks. Raises RegistryError if it is compressed or too slow."""
         encoding = answer.headers.get("Content-Encoding", "identity")
         if encoding.lower() != "identity":
             raise RegistryError(f"it compresses what was asked for as it is ({encoding:.40})", where=self._where)
@@ -204,7 +201,7 @@ class Registry:
 
     @contextmanager
     def _failing(self, what: str, *, last: bool = True) -> Iterator[None]:
-        """What the libraries raise, in words. last: otherwise what broke off is gone on with."""
+        """Turn the libraries' errors into RegistryError. last: without it, only Misled raises; the caller retries."""
         from requests import RequestException
         from urllib3.exceptions import HTTPError
 
@@ -220,7 +217,7 @@ class Registry:
 
 
 def _reason(error: BaseException) -> str:
-    """What the system says at the bottom of what three libraries wrapped around it."""
+    """Return the innermost message: three libraries wrap the system's error."""
     inner: BaseException | None = error
     while inner is not None:
         error, inner = inner, inner.__cause__ or inner.__context__
@@ -229,7 +226,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _message(answer: Any) -> str:
-    """What the registry says of its refusal."""
+    """Return the registry's error message, or ""."""
     try:
         errors = parse_json(answer.content)["errors"]
         return f"{errors[0].get('message') or errors[0].get('code')}"[:200]

@@ -1,4 +1,4 @@
-"""HTTP with limits: no answer is longer than it may be, or takes longer, and no redirect leads where it should not."""
+"""HTTP sessions that limit the size and time of answers and restrict redirects."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class Limits:
-    """seconds: without a byte. answer: seconds until an answer begins, and for one that is no blob. manifest, other: bytes of
-    these. rate: bytes a second that a blob comes with at least, over `window` seconds."""
+    """seconds: between bytes. answer: seconds until an answer begins, and for the whole of one that is not a blob.
+    manifest, other: bytes of such answers. rate: minimum bytes per second of a blob, over `window` seconds."""
 
     seconds: float = 30
     answer: float = 120
@@ -34,19 +34,18 @@ LIMITS = Limits()
 
 
 class Misled(Exception):
-    """The registry answers in a way that is not followed."""
+    """The registry answers in a way that sdflow refuses to follow."""
 
 
 def open_session(limits: Limits, plain: bool) -> Any:
-    """A session of requests within limits. plain: addresses without TLS are followed too. What it refuses raises Misled."""
+    """Return a requests session with limits, which raises Misled. plain: allow URLs without TLS."""
     import requests
 
     class Bounded(requests.Session):
-        """No answer is longer than it may be or takes longer, no redirect leaves TLS, and no credentials are sent that were not
-        given for the registry (.netrc)."""
+        """Limits size and time of answers, keeps redirects on TLS, and sends no credentials but the registry's: none of
+        .netrc."""
 
-        more = 0.0
-        """Seconds that a request may take besides."""
+        more = 0.0  # additional seconds for a request
 
         def request(self, method: Any, url: Any, *arguments: Any, stream: Any = False, **options: Any) -> Any:
             options |= {"timeout": limits.seconds, "stream": True, "allow_redirects": False}
@@ -58,7 +57,7 @@ def open_session(limits: Limits, plain: bool) -> Any:
             return answer
 
         def _answer(self, method: str, url: str, ask: Any, *arguments: Any, **options: Any) -> Any:
-            """What a redirect leads to. Its body is not read, and credentials do not go along to another host."""
+            """Follow redirects without reading their bodies or sending credentials to another host."""
             host = urlsplit(url).netloc
             for _ in range(REDIRECTS + 1):
                 if not plain and not url.startswith("https://"):
@@ -76,7 +75,7 @@ def open_session(limits: Limits, plain: bool) -> Any:
             raise Misled(f"it redirects more than {REDIRECTS} times")
 
         def get_redirect_target(self, resp: Any) -> Any:
-            """None: where there is one, requests reads the whole body, though it does not go there."""
+            """Return None: for a target, requests would read the whole body even without following it."""
             return None
 
     session = Bounded()
@@ -96,13 +95,13 @@ def _read(answer: Any, most: int) -> bytes:
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T:
-    """What a call returns, which may take so long and no longer: no socket's timeout bounds a header that drips."""
+    """Return the call's result. Raises Misled after `seconds`: socket timeouts do not bound a header that drips."""
     done: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
 
     def run() -> None:
         try:
             done.put((call(), None))
-        except Exception as error:  # noqa: BLE001  # it is raised where it was called
+        except Exception as error:  # noqa: BLE001  # re-raised by the caller
             done.put((None, error))
 
     threading.Thread(target=run, daemon=True).start()

@@ -1,4 +1,4 @@
-"""The content-addressed cache. It knows files, digests and actions, and nothing of models or passes."""
+"""Content-addressed cache of files, digests and actions. It knows nothing about models or passes."""
 
 from sdflow.store.cache import Cache, CorruptArtifactError
 from sdflow.store.gc import Entry, GcReport
@@ -7,13 +7,4 @@ from sdflow.store.objects import VerifyReport
 from sdflow.store.publish import Staging
 from sdflow.store.stat_cache import StatCache
 
-__all__ = [
-    "Cache",
-    "CorruptArtifactError",
-    "Entry",
-    "Failure",
-    "GcReport",
-    "Staging",
-    "StatCache",
-    "VerifyReport",
-]
+__all__ = ["Cache", "CorruptArtifactError", "Entry", "Failure", "GcReport", "Staging", "StatCache", "VerifyReport"]

@@ -1,8 +1,8 @@
 """The content-addressed cache of build steps.
 
-An entry is an action file, which names an object. `lookup` believes an entry only if the action file carries its own
-digest, belongs to the action, and the object's files have the sizes and, by the stat cache, the content of its
-manifest; `check` reads every byte again. What is damaged goes to quarantine and counts as never built.
+An entry is an action file that names an object. `lookup` checks the digest of the action file, that it belongs to the
+action, and the object's file sizes and content (by the stat cache) against its manifest; `check` hashes every byte.
+Damaged entries are quarantined and count as never built.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ from sdflow.store.stat_cache import StatCache
 
 
 class CorruptArtifactError(CacheError):
-    """An artifact of the cache is not what was published. It has been put aside: build its action again."""
+    """An artifact is missing, or damaged and now quarantined. Its action must be built again."""
 
 
 class Cache:
-    """A cache directory. Opening it touches nothing; the directory is made by the first write.
+    """A cache directory, created by the first write. Raises UsageError if the root is a file.
 
-    salt: part of every action, so that a user can set apart what would be equal. rehash: read every file once more, whatever was
-    noted of it. remote: where `fetch` looks, and results are pushed to if that was asked for. cuts: at which offsets files are
-    best cut into pieces for it. signer: of what goes there. Raises UsageError when the root is a file.
+    salt: part of every action, to separate otherwise equal entries. rehash: ignore stored digests and read every file.
+    remote: source of `fetch`, and destination if pushing is enabled. cuts: where to split files. signer: for uploads.
     """
 
     def __init__(
@@ -55,23 +54,21 @@ class Cache:
     ) -> None:
         if root.exists() and not root.is_dir():
             raise UsageError(f"{root} is a file, not a folder", where="--cache", remedy="name another folder")
-        self.root = root
-        self.salt = salt
+        self.root, self.salt = root, salt
         self._layout = Layout(root)
         self._rehash, self._cuts, self._signer = rehash, cuts, signer
         self.stat = StatCache(self._layout, rehash=rehash)
         self.notes = Notes(self._layout)
         self.remote = None if remote is None else Remote(remote, self._layout, cuts, signer)
         self._lease: Lease | None = None
-        self._damaged: set[str] = set()  # objects that could not be moved to quarantine
+        self._damaged: set[str] = set()  # objects that could not be quarantined
 
     def at(self, remote: RemoteSpec, signer: Signer | None = None) -> Cache:
-        """The same cache with another remote."""
         signer = signer or self._signer
         return Cache(self.root, salt=self.salt, rehash=self._rehash, remote=remote, cuts=self._cuts, signer=signer)
 
     def lookup(self, action: Action) -> Record | None:
-        """The finished action, or None if it has to be built. Raises CacheError if the cache cannot be read."""
+        """Return the finished action, or None if it must be built. Raises CacheError if the cache cannot be read."""
         path = self._layout.action(action.digest)
         with reading(self.root):
             try:
@@ -96,14 +93,14 @@ class Cache:
                 self._quarantine(stored.object, str(error), path)
                 return None
         try:
-            os.utime(path)  # the last use, for `gc`
+            os.utime(path)  # last use, for `gc`
         except OSError as error:
             log.debug("last use of %s not noted: %s", path, error)
         return Record(action, artifact, stored.facts, stored.built)
 
     def fetch(self, action: Action, meanwhile: Callable[[], None] = lambda: None) -> Record | None:
-        """Make an action that the remote has one of this cache. None, and the remote says why, if that is not to be had. Call it
-        with the action's lock, after `lookup`. What `meanwhile` raises ends the waiting."""
+        """Download an action from the remote and publish it; None if that fails: `Remote.tell` gets the reason. Call it
+        with the action's lock, after `lookup`. An exception from `meanwhile` ends the wait."""
         if (remote := self.remote) is None:
             return None
         try:
@@ -124,8 +121,7 @@ class Cache:
             return None
 
     def bring(self, action: Action, meanwhile: Callable[[], None] = lambda: None) -> bool:
-        """Bring what the remote has of an action to where `fetch` goes on from, and check it. False, and the remote says why, if
-        that is not to be had."""
+        """Download and check an action's files for a later `fetch`. False if that fails, as None from `fetch`."""
         if (remote := self.remote) is None:
             return False
         with self._incoming(remote, action, meanwhile) as found:
@@ -138,7 +134,7 @@ class Cache:
     def _incoming(
         self, remote: Remote, action: Action, meanwhile: Callable[[], None]
     ) -> Iterator[tuple[Stored, Path] | None]:
-        """The remote's entry, and the folder with its files, which is this process's alone."""
+        """Yield the remote's entry and the folder with its files, locked for this process; None if unavailable."""
         entry = remote.look(action.digest, meanwhile) if self.writable else None
         if entry is None:
             yield None
@@ -149,19 +145,18 @@ class Cache:
             yield (entry, folder) if remote.bring(entry, folder, meanwhile) else None
 
     def offer(self, record: Record) -> None:
-        """Push a result to the remote, if there is one and that was asked for; `lease` ends when it is there."""
+        """Queue a result for the remote if pushing is enabled. The end of `lease` waits for the upload."""
         if self.remote is not None:
             self.remote.offer(record)
 
     @property
     def writable(self) -> bool:
-        """Whether results can be kept: not on a disk or in a folder that is read-only."""
+        """Whether the cache folder, or the folder it would be created in, is writable."""
         places = (self._layout.staging, *self._layout.staging.parents)
         return os.access(next(place for place in places if place.exists()), os.W_OK)
 
     def check(self, artifact: Artifact) -> None:
-        """Read and hash an artifact again, before a pass reads it or it is copied. Raises CorruptArtifactError, after putting the
-        entry aside, if it is not what was published."""
+        """Hash an artifact before it is read or copied. If damaged, quarantine it and raise CorruptArtifactError."""
         with reading(self.root):
             try:
                 find(self._layout, self.stat, artifact.digest, anew=True)
@@ -180,8 +175,7 @@ class Cache:
 
     @contextmanager
     def staging(self, action: Action, *, keep_failed: bool = False) -> Iterator[Staging]:
-        """A directory for a pass to write into. Without `publish`, nothing of it stays; keep_failed: but `Staging.kept`.
-        Raises CacheError if the cache cannot be written or the disk is full."""
+        """Yield a directory to write into, removed at the end unless published or `keep_failed`. Raises CacheError."""
         self._layout.ensure()
         path = self._layout.staging / f"{action.digest[:12]}-{os.getpid()}-{os.urandom(4).hex()}"
         owner = path.with_name(f"{path.name}.lock")
@@ -189,7 +183,7 @@ class Cache:
             with writing(self.root):
                 lease = self._lease or stack.enter_context(closing(Lease(self._layout)))
                 lock = file_lock(owner)
-                lock.acquire()  # held while we live: `gc` knows the directories of the dead by it
+                lock.acquire()  # held while we live: `gc` removes directories whose lock is free
             staging = Staging(self._layout, self.stat, action, path, lease, self.lookup)
             try:
                 with writing(self.root):
@@ -206,13 +200,9 @@ class Cache:
 
     @contextmanager
     def lock(
-        self,
-        action: Action,
-        waiting: Callable[[], None] = lambda: None,
-        meanwhile: Callable[[], None] = lambda: None,
+        self, action: Action, waiting: Callable[[], None] = lambda: None, meanwhile: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """Hold the action, so that of many processes one builds it: look up, lock, look up again, build. waiting, meanwhile: as
-        in `held`. Raises CacheError if the cache cannot be written."""
+        """Lock an action (see `held`) to build it once: look up, lock, look up again, build. Raises CacheError."""
         self._layout.ensure()
         with ExitStack() as stack:
             with writing(self.root):
@@ -220,15 +210,15 @@ class Cache:
             yield
 
     def forget(self, action: Action) -> None:
-        """Make the action one that has to be built. Its object stays until `gc`, if no other action gave it."""
+        """Delete the action, so that it is built again. `gc` removes its object if no other action produced it."""
         with writing(self.root):
             self._layout.action(action.digest).unlink(missing_ok=True)
 
     @contextmanager
     def lease(self) -> Iterator[None]:
-        """Protect every object that is looked up or published in here from `gc`, by whatever process, until what was offered
-        to the remote is there. On a read-only cache this does nothing."""
-        if self._lease is not None:  # inside another one
+        """Protect objects looked up or published in the body from the `gc` of any process, until offered results are
+        uploaded. Does nothing on a read-only cache."""
+        if self._lease is not None:  # nested
             yield
             return
         with ExitStack() as stack:
@@ -252,11 +242,9 @@ class Cache:
         described: Path | None = None,
         files: Iterable[str] = (),
     ) -> bool:
-        """Protect what an assembled pipeline uses for as long as the pipeline in `folder` exists. False on a read-only cache.
-
-        described: where its sdflow.json is now: beside its place, so that the pin comes first; by default in `folder`. files: all
-        that is put into `folder`. Raises CacheError if an object is not there, or the disk is full.
-        """
+        """Protect the objects of a pipeline while it exists in `folder`. Returns False on a read-only cache. described:
+        the folder with its sdflow.json now (staging, as the pin is written first); default: `folder`. files: all files
+        put into `folder`. Raises CacheError if an object is missing or the disk is full."""
         pin = pins.Pin(name, folder.absolute() if folder else None, tuple(digests), tuple(files))
 
         def write() -> None:
@@ -272,12 +260,12 @@ class Cache:
         return note(self._layout, write, f"the pin of {name}", without=READ_ONLY)
 
     def files_put(self, folder: Path) -> frozenset[str] | None:
-        """What sdflow put into a pipeline folder without a readable sdflow.json; None where no pin proves that it did."""
+        """Return the files that sdflow put into a pipeline without a readable sdflow.json; None if no pin proves it."""
         with reading(self.root):
             return pins.files_put(self._layout, folder.absolute())
 
     def note_output_folder(self, folder: Path) -> None:
-        """Note that pipelines are put together in a folder, so that `gc` finds what killed runs leave there."""
+        """Record a folder of pipelines: `gc` removes what killed runs leave there."""
 
         def write() -> None:
             self._layout.ensure()
@@ -286,12 +274,10 @@ class Cache:
         note(self._layout, write, "a folder of pipelines", without=READ_ONLY)
 
     def entries(self) -> list[Entry]:
-        """Every finished action that the cache holds."""
         with reading(self.root):
             return [entry for _, entry in entries(self._layout) if isinstance(entry, Entry)]
 
     def steps(self) -> Iterator[Record]:
-        """Every finished step of a build, as `lookup` gives it."""
         with reading(self.root):
             found = [stored for _, stored in objects.actions(self._layout) if isinstance(stored, Stored)]
         for stored in found:
@@ -299,17 +285,15 @@ class Cache:
                 yield record
 
     def gc(self, max_size: int | None = None, *, dry_run: bool = False) -> GcReport:
-        """Remove rubbish and, least recently used first, entries until objects take at most `max_size` bytes. What an assembled
-        pipeline or a running build uses stays. Raises CacheError if the cache cannot be written."""
+        """Remove rubbish, and the least recently used unprotected entries above `max_size` bytes. Raises CacheError."""
         return collect(self._layout, self.stat, max_size, dry_run=dry_run)
 
     def clean(self) -> None:
-        """Empty the cache. Raises CacheError if the folder is not a cache of sdflow or a run is using it."""
+        """Empty the cache. Raises CacheError if the folder is not an sdflow cache or a run is using it."""
         self.stat.close()
         clean(self._layout)
         self.stat = StatCache(self._layout, rehash=self._rehash)
 
     def verify(self) -> VerifyReport:
-        """Hash everything again and put what is damaged aside."""
         with reading(self.root):
             return objects.verify(self._layout, self.stat)

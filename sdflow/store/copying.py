@@ -1,4 +1,4 @@
-"""Copies of finished actions between a cache and its remote: a URL, a folder, or an archive."""
+"""Copies finished actions between a cache and its remote: a URL, a folder, or an archive."""
 
 from __future__ import annotations
 
@@ -17,18 +17,14 @@ from sdflow.store.remote.up import Sent
 
 @dataclass(frozen=True)
 class Copied:
-    """missing: how many the other side did not have. new: of those, what this cache has now. sent: what the remote has now."""
-
-    missing: int
-    new: tuple[Record, ...]
+    missing: int  # actions that this cache lacked; all of them when pushing
+    new: tuple[Record, ...]  # downloaded
     sent: Sent
 
 
 def copy_entries(cache: Cache, actions: Iterable[Action], *, up: bool, whole: bool = False) -> Copied:
-    """Copy what the other side does not have: up to the remote, or down from it. whole: all of it or nothing.
-
-    Raises CacheError when the remote cannot be used; what it says otherwise, `Remote.tell` gets.
-    """
+    """Push the actions that the remote lacks, or pull those that the cache lacks. whole: pull all of them or none.
+    Raises CacheError if the remote becomes unusable; other problems go to `Remote.tell`."""
     missing = list({action.digest: action for action in actions}.values())
     sent, new = Sent(), list[Record]()
     with cache.lease(), answering(cache.remote) as remote:
@@ -49,7 +45,7 @@ def copy_entries(cache: Cache, actions: Iterable[Action], *, up: bool, whole: bo
 
 @contextmanager
 def answering(remote: Remote | None) -> Iterator[Remote]:
-    """A remote that is what a command is about. Raises CacheError when it cannot be used, or was given up."""
+    """Yield the remote of a command. Raises CacheError if it is unusable on entry, during the body, or at the end."""
     assert remote is not None, "it was named"
     try:
         yield remote

@@ -1,4 +1,4 @@
-"""Where the cache lies when nobody names a folder."""
+"""The default cache folder."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ VARIABLE = "SDFLOW_CACHE"
 
 
 def default_cache() -> Path:
-    """`cache` in a checkout of sdflow, and where an earlier sdflow has made one in the current folder; else the user's, which
-    all projects share. Raises UsageError where this user has no folder for caches."""
+    """Return ./cache if it is an sdflow cache; inside the checkout that sdflow runs from, its `cache`; else the user's.
+    Raises UsageError if the user has no folder for caches."""
     from platformdirs import user_cache_path
 
     here = Path("cache")
@@ -23,7 +23,7 @@ def default_cache() -> Path:
     if (checkout := _checkout()) is not None:
         return here if checkout == Path.cwd() else checkout / "cache"
     users = user_cache_path("sdflow", appauthor=False)
-    if not users.is_absolute():  # a user without an entry and without HOME, as containers have them
+    if not users.is_absolute():  # containers have users without a passwd entry and HOME
         raise UsageError(
             "this user has no folder for caches",
             where=str(users),
@@ -33,7 +33,6 @@ def default_cache() -> Path:
 
 
 def _checkout() -> Path | None:
-    """The checkout that this sdflow runs from, where the current folder is in it."""
     root = Path(sdflow.__file__).resolve().parent.parent
     try:
         inside = Path.cwd().resolve().is_relative_to(root)

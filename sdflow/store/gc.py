@@ -1,7 +1,7 @@
-"""What the cache holds, and how it shrinks: least recently used first, never what is pinned or in use.
+"""Lists entries and collects garbage: least recently used first, never pinned or leased objects.
 
-Nothing is deleted in place: the action files go, then the object is renamed into the trash, then the trash is emptied.
-Killed at any moment, the cache has fewer entries and some rubbish for the next collection.
+Collection deletes the action files, renames the object into the trash, then empties the trash. A process killed at any
+moment leaves fewer entries and some rubbish for the next collection.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from sdflow.disk.locked_folder import remove_abandoned_scratch
 from sdflow.errors import CacheError
@@ -24,15 +23,13 @@ from sdflow.store.pins import pins, remove_abandoned_staging, tidy
 from sdflow.store.records import BadRecord
 from sdflow.store.stat_cache import StatCache
 
+# For quarantine, failed builds and partial downloads; for temporary files, which live milliseconds.
 KEEP_SECONDS, STRAY_SECONDS = 14 * 24 * 3600, 3600
-"""How long damaged entries, kept failures, and what came half from a remote cache stay; and temporary files, which live for
-milliseconds."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A finished action. Times in seconds since 1970; `bytes` are its object's, which other actions may share. structure: a graph
-    without weights. quantized: the type that weights are quantized to, or ""."""
+    """A finished action. Times are Unix seconds."""
 
     action: str
     object: str
@@ -40,27 +37,24 @@ class Entry:
     submodel: str
     published: float
     last_used: float
-    bytes: int
+    bytes: int  # of its object, which other actions may share
     pinned_by: tuple[str, ...]
-    structure: bool = False
-    quantized: str = ""
+    structure: bool = False  # a graph without weights
+    quantized: str = ""  # the type of quantized weights
 
 
 @dataclass(frozen=True)
 class GcReport:
-    """removed: entries that went. orphans: objects that no action named. rubbish: leftovers of killed processes, old
-    quarantine and trash. bytes_freed, bytes_kept: of objects. over: kept bytes beyond the limit, being in use."""
-
     removed: tuple[Entry, ...] = ()
-    orphans: int = 0
-    rubbish: int = 0
-    bytes_freed: int = 0
+    orphans: int = 0  # objects without an action
+    rubbish: int = 0  # leftovers of killed processes, expired quarantine, and trash
+    bytes_freed: int = 0  # of objects
     bytes_kept: int = 0
-    over: int = 0
+    over: int = 0  # kept bytes above the limit, all in use
 
 
 def entries(layout: Layout) -> Iterator[tuple[Path, Entry | BadRecord | BadTree]]:
-    """Every action file, with its entry or what is wrong with it or with its object."""
+    """Yield every action file with its entry, or with what is wrong with the file or its object."""
     pinned_by = defaultdict(list)
     for pin in pins(layout):
         for digest in pin.objects:
@@ -72,38 +66,31 @@ def entries(layout: Layout) -> Iterator[tuple[Path, Entry | BadRecord | BadTree]
         try:
             used = path.stat().st_mtime
             files = read_manifest(layout.object(stored.object), stored.object)
-        except FileNotFoundError:  # forgotten just now
+        except FileNotFoundError:  # deleted meanwhile
             continue
         except BadTree as error:
             yield path, error
             continue
         content = stored.action.content
         step = content.get("pass")
-        yield (
-            path,
-            Entry(
-                action=stored.action.digest,
-                object=stored.object,
-                pass_name=str(step.get("name", "?")) if isinstance(step, dict) else "?",
-                submodel=str(content.get("submodel", "?")),
-                published=stored.published,
-                last_used=used,
-                bytes=sum(file.size for file in files),
-                pinned_by=tuple(pinned_by[stored.object]),
-                structure=content.get("weights") == "symbolic",
-                quantized=_quantized(stored.facts),
-            ),
+        measured = [stored.facts.get(name) for name in ("operators", "dtypes")]  # may be anything
+        entry = Entry(
+            action=stored.action.digest,
+            object=stored.object,
+            pass_name=str(step.get("name", "?")) if isinstance(step, dict) else "?",
+            submodel=str(content.get("submodel", "?")),
+            published=stored.published,
+            last_used=used,
+            bytes=sum(file.size for file in files),
+            pinned_by=tuple(pinned_by[stored.object]),
+            structure=content.get("weights") == "symbolic",
+            quantized=quantized_to(*(each if isinstance(each, Mapping) else () for each in measured)) or "",
         )
-
-
-def _quantized(facts: Mapping[str, Any]) -> str:
-    """By what a step measured of its graph; facts may be anything."""
-    found = [facts.get(name) for name in ("operators", "dtypes")]
-    return quantized_to(*(each if isinstance(each, Mapping) else () for each in found)) or ""
+        yield path, entry
 
 
 def collect(layout: Layout, stats: StatCache, max_size: int | None, *, dry_run: bool) -> GcReport:
-    """Remove rubbish and, until the objects take at most `max_size` bytes, entries. Raises CacheError."""
+    """Remove rubbish, and entries until the objects take at most `max_size` bytes. Raises CacheError."""
     removed = 0
     if not dry_run:
         remove_abandoned_scratch()
@@ -113,7 +100,7 @@ def collect(layout: Layout, stats: StatCache, max_size: int | None, *, dry_run: 
         layout.ensure()
         removed = remove_abandoned_staging(layout)
     with writing(layout.root), held(layout.lock("gc"), if_possible=dry_run):
-        # No lease is taken, and so nothing published, while we decide and move.
+        # Under the guard lock no lease is taken, so nothing is published while we decide and move.
         with held(layout.lock(GUARD), if_possible=dry_run):
             if not dry_run:
                 tidy(layout)
@@ -128,7 +115,7 @@ def collect(layout: Layout, stats: StatCache, max_size: int | None, *, dry_run: 
 
 
 def _collect_objects(layout: Layout, max_size: int | None, *, dry_run: bool) -> GcReport:
-    # Leases are read before actions: a build that ends in between has left either its lease or its action.
+    # Read leases before actions: a build that ends in between left its lease or its action.
     protected = leased(layout, tidy=not dry_run)[0] | {digest for pin in pins(layout) for digest in pin.objects}
     by_object: defaultdict[str, list[Entry]] = defaultdict(list)
     for path, entry in entries(layout):
@@ -152,7 +139,7 @@ def _collect_objects(layout: Layout, max_size: int | None, *, dry_run: bool) -> 
         for entry in removed:
             layout.action(entry.action).unlink(missing_ok=True)
         for digest in doomed:
-            with suppress(FileNotFoundError):  # moved to quarantine just now
+            with suppress(FileNotFoundError):  # quarantined meanwhile
                 move(layout.object(digest), layout.trash / f"{digest[:16]}-{time.time_ns()}")
     return GcReport(
         removed=tuple(removed),
@@ -164,26 +151,24 @@ def _collect_objects(layout: Layout, max_size: int | None, *, dry_run: bool) -> 
 
 
 def _worth(entries: Sequence[Entry]) -> tuple[bool, float]:
-    """What goes first: models with weights, which a graph gives again in seconds, before the small graphs, which took
-    minutes; of each, what was used least recently."""
+    """Eviction order: models with weights (seconds to rebuild from a graph) before structures (minutes), then LRU."""
     return any(entry.structure for entry in entries), max(entry.last_used for entry in entries)
 
 
 def _size(directory: Path) -> int:
-    """Bytes of all files in a directory; what vanishes meanwhile counts nothing."""
     total = 0
     for path in filter(Path.is_file, directory.rglob("*")):
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):  # removed meanwhile
             total += path.stat().st_size
     return total
 
 
 def _rubbish(layout: Layout) -> Iterator[Path]:
-    """The trash, what dead processes left in staging, and damaged entries and failures kept long enough."""
+    """Yield trash, staging of dead processes, and expired quarantine, failed builds and partial downloads."""
     now = time.time()
     yield from layout.trash.glob("*")
     for path in (*layout.quarantine.glob("*"), *layout.incoming.glob("*")):
-        with suppress(FileNotFoundError):  # it came whole meanwhile, and was published
+        with suppress(FileNotFoundError):  # completed and published meanwhile
             if path.lstat().st_mtime < now - KEEP_SECONDS:
                 yield path
     for path in layout.staging.glob("*"):
@@ -193,7 +178,7 @@ def _rubbish(layout: Layout) -> Iterator[Path]:
             continue
         if path.name.endswith("-failed"):
             gone = age > KEEP_SECONDS
-        elif path.is_dir():  # its lock is held as long as its process lives
+        elif path.is_dir():  # a live process holds its lock
             lock = try_lock(path.with_name(f"{path.name}.lock"), if_possible=True)
             gone = lock is not None
             if lock is not None:
@@ -205,7 +190,7 @@ def _rubbish(layout: Layout) -> Iterator[Path]:
 
 
 def _remove_idle_locks(layout: Layout) -> None:
-    """Lock files that nobody holds. Who waits on one that goes sees it and takes a new one (filelock looks)."""
+    """Remove lock files that nobody holds. A waiter (filelock) notices the removal and creates a new file."""
     for path in (*layout.locks.glob("*.lock"), *layout.staging.glob("*.lock")):
         if path.stem not in (GUARD, "gc", "stat"):
             lock = try_lock(path)
@@ -215,7 +200,7 @@ def _remove_idle_locks(layout: Layout) -> None:
 
 
 def clean(layout: Layout) -> None:
-    """Empty the cache. Raises CacheError if the directory is not a cache of ours or a run is using it."""
+    """Empty the cache. Raises CacheError if the directory is not an sdflow cache or a run is using it."""
     if not layout.root.exists():
         return
     if not layout.is_ours():
@@ -235,7 +220,7 @@ def clean(layout: Layout) -> None:
                 where=str(layout.root),
                 remedy="Nothing was removed. Wait until it ends.",
             )
-        # The actions first: from then on nothing of the rest counts.
+        # Actions go first: without them, nothing else counts.
         remove_abandoned_staging(layout)
         doomed = [layout.actions, *layout.contents, layout.quarantine, layout.staging, layout.incoming]
         for path in (*doomed, layout.stat, Path(f"{layout.stat}-journal")):

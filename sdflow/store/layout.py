@@ -1,13 +1,13 @@
-"""Where everything lies in a cache directory, and how to write there without ever leaving half a file.
+"""Paths of a cache directory, and how to write there without ever leaving a partial file.
 
 CACHEDIR.TAG  .gitignore
-v1/objects/ab/<tree digest>/{manifest.json, files/}    what passes wrote; read-only
-   actions/ab/<action digest>.json                     the commit point: this action gave that object
-   steps/<digest of step id>{,-failed}.json            the last action of a step, and its failure since, for `explain`
+v1/objects/ab/<tree digest>/{manifest.json, files/}    output of passes; read-only
+   actions/ab/<action digest>.json                     the commit point: the action produced the object
+   steps/<digest of step id>{,-failed}.json            last action of a step, and its failure since, for `explain`
    staging/ quarantine/ trash/ locks/ leases/ pins/
-   incoming/<tree digest>/                             what is coming from a remote cache
-   imported/<digest of an action without versions>.json   the versions that structures from elsewhere were made with
-   outputs/                                            the folders in which pipelines are put together
+   incoming/<tree digest>/                             partial downloads from a remote cache
+   imported/<digest of an action without versions>.json   package versions that imported structures were built with
+   outputs/                                            folders that pipelines are assembled in
    stat.sqlite
 """
 
@@ -40,18 +40,15 @@ READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 
 class Layout:
-    """The paths of a cache. Making one touches no disk; `ensure` makes the directories."""
+    """The paths of a cache. The constructor does not touch the disk; `ensure` creates the directories."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.tag = root / "CACHEDIR.TAG"
-        self.own = root / "v1"
+        self.root, self.tag, self.own = root, root / "CACHEDIR.TAG", root / "v1"
         self.contents = [self.own / name for name in ("objects", "actions", "steps", "pins", "imported", "outputs")]
         self.objects, self.actions, self.steps, self.pins, self.imported, self.outputs = self.contents
         self.services = [self.own / name for name in ("staging", "quarantine", "trash", "locks", "leases")]
         self.staging, self.quarantine, self.trash, self.locks, self.leases = self.services
-        self.incoming = self.own / "incoming"
-        self.stat = self.own / "stat.sqlite"
+        self.incoming, self.stat = self.own / "incoming", self.own / "stat.sqlite"
 
     def object(self, digest: str) -> Path:
         return self.objects / digest[:2] / digest
@@ -63,19 +60,16 @@ class Layout:
         return self.locks / f"{name}.lock"
 
     def is_ours(self) -> bool:
-        """Whether the root carries the tag that `ensure` writes."""
         try:
             text = read_input(self.tag)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except OSError:
-            if is_regular(self.tag):
+        except OSError as error:  # another process may make a missing tag meanwhile
+            if not isinstance(error, FileNotFoundError) and is_regular(self.tag):
                 raise
-            return False  # a pipe, a folder: no tag
+            return False  # missing, a pipe, or a folder
         return text.startswith(SIGNATURE.encode()) and b"sdflow" in text
 
     def ensure(self) -> None:
-        """Make the directories, the tag first. Raises CacheError when the root is a foreign directory or read-only."""
+        """Create the directories, the tag first. Raises CacheError if the root is foreign or read-only."""
         with writing(self.root):
             if not self.is_ours():
                 self._adopt()
@@ -83,16 +77,16 @@ class Layout:
                 make_folder(folder)
 
     def foreign(self) -> list[str]:
-        """What lies in the root that is neither ours nor a dot file."""
+        """Return the names in the root that are neither ours nor dot files."""
         own = {self.own.name, "lost+found"}
         if not self.tag.is_dir() and not is_regular(self.tag):
-            own.add(self.tag.name)  # a pipe, or a link that leads nowhere: no program's tag
+            own.add(self.tag.name)  # a pipe or a dangling link is nobody's tag
         return sorted(name for name in os.listdir(self.root) if not name.startswith(".") and name not in own)  # noqa: PTH208
 
     def _adopt(self) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
         foreign = self.foreign()
-        if foreign and not self.is_ours():  # it may have become ours this moment, by another process
+        if foreign and not self.is_ours():  # another process may have just created the cache
             raise CacheError(
                 f"this folder holds other things ({', '.join(foreign[:3])}) and no CACHEDIR.TAG of sdflow",
                 where=str(self.root),
@@ -107,7 +101,7 @@ class Layout:
 
 
 def cache_error(root: Path, error: OSError, *, written: int | None = None) -> CacheError:
-    """What an OSError means for the user of the cache at `root`. `written`: bytes that were already put there."""
+    """Return the CacheError that explains an OSError to the user. written: bytes written before it."""
     if error.errno in FULL:
         so_far = f" after {written:,} bytes" if written else ""
         limit = "the file size limit of this process is reached" if error.errno == errno.EFBIG else "the disk is full"
@@ -126,7 +120,7 @@ def cache_error(root: Path, error: OSError, *, written: int | None = None) -> Ca
 
 
 def free_bytes(root: Path) -> int:
-    """Bytes that the file system under `root` has left for us; 0 when it cannot be asked."""
+    """Return the free bytes of the file system under `root`; 0 if unknown."""
     for place in (root, *root.parents):
         with suppress(OSError):
             return shutil.disk_usage(place).free
@@ -135,7 +129,6 @@ def free_bytes(root: Path) -> int:
 
 @contextmanager
 def writing(root: Path, *, written: Callable[[], int] = lambda: 0) -> Iterator[None]:
-    """Turn an OSError of the body into a CacheError that says what to do."""
     try:
         yield
     except OSError as error:
@@ -143,13 +136,12 @@ def writing(root: Path, *, written: Callable[[], int] = lambda: 0) -> Iterator[N
 
 
 def reading(root: Path) -> AbstractContextManager[None]:
-    """Turn an OSError of reading into a CacheError."""
     remedy = "Look at the permissions and the disk, or give another cache folder."
     return os_errors_as("the cache cannot be read", root, remedy, CacheError, of_many=True)
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a new file, and wait until the disk has it."""
+    """Write a new file and fsync it."""
     with path.open("xb") as stream:
         stream.write(data)
         stream.flush()
@@ -157,7 +149,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder of the cache, also in the place of a file, a pipe or a link that leads nowhere. Raises OSError."""
+    """Create a folder of the cache, replacing a file, pipe or dangling link in its place. Raises OSError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -168,7 +160,7 @@ def make_folder(path: Path) -> None:
 
 
 def replace_file(layout: Layout, path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Give `path` new content at once: readers see the old or the new. durable: wait until the disk has it."""
+    """Replace a file atomically: readers see the old or the new content. durable: fsync it."""
     if path.is_dir():
         discard(layout, path)
     write_whole(path, data, staging=layout.staging, durable=durable)
@@ -177,14 +169,14 @@ def replace_file(layout: Layout, path: Path, data: bytes, *, durable: bool = Fal
 
 
 def move(source: Path, destination: Path) -> None:
-    """Rename; a sealed directory must be writable for the moment, or an ordinary user cannot change its parent."""
+    """Rename. A sealed directory is made writable first: otherwise only root can change its parent."""
     if source.is_dir():
         source.chmod(stat.S_IMODE(source.stat().st_mode) | 0o700)
     source.replace(destination)
 
 
 def discard(layout: Layout, path: Path) -> None:
-    """Remove a file or a directory: into the trash with one rename, then for good. Missing is fine."""
+    """Remove a file or directory, if it exists: rename it into the trash, then delete it."""
     layout.trash.mkdir(parents=True, exist_ok=True)
     grave = layout.trash / f"{path.name[:24]}-{os.urandom(8).hex()}"
     with suppress(FileNotFoundError):
@@ -193,14 +185,14 @@ def discard(layout: Layout, path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a file or a directory, also a sealed one. Another process may be removing it as well."""
+    """Remove a file or directory, even sealed ones. Another process may remove it concurrently."""
     if not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)
         return
     for directory, _, names in os.walk(path):
         with suppress(FileNotFoundError):
             Path(directory).chmod(0o700)
-        if sys.platform == "win32":  # there, a read-only file cannot be removed
+        if sys.platform == "win32":  # Windows does not remove read-only files
             for name in names:
                 (Path(directory) / name).chmod(0o600)
 
@@ -212,11 +204,11 @@ def remove_tree(path: Path) -> None:
 
 
 def put_aside(layout: Layout, paths: list[Path], reason: str) -> bool:
-    """Move `paths` to quarantine with a note. Returns False, and says so, if the cache cannot be written."""
+    """Move `paths` to quarantine with the reason. Log a warning and return False if the cache cannot be written."""
     try:
         place = _quarantine(layout)
         for path in paths:
-            with suppress(FileNotFoundError):  # another process was first
+            with suppress(FileNotFoundError):  # another process moved it first
                 move(path, place / path.name)
         if not any(place.iterdir()):
             place.rmdir()
@@ -230,7 +222,7 @@ def put_aside(layout: Layout, paths: list[Path], reason: str) -> bool:
 
 
 def keep_bytes(layout: Layout, name: str, data: bytes, reason: str) -> Path | None:
-    """Keep what a remote gave in the place of something else. None if the cache cannot be written."""
+    """Keep wrong bytes of a remote in quarantine and return the folder; None if the cache cannot be written."""
     try:
         place = _quarantine(layout)
         (place / Path(name).name).write_bytes(data)
@@ -242,7 +234,6 @@ def keep_bytes(layout: Layout, name: str, data: bytes, reason: str) -> Path | No
 
 
 def _quarantine(layout: Layout) -> Path:
-    """A new folder. Raises OSError."""
     place = layout.quarantine / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.urandom(4).hex()}"
     place.mkdir(parents=True)
     return place

@@ -1,4 +1,4 @@
-"""File locks, and leases: what running builds use, which garbage collection must leave alone. No result rests on a lock."""
+"""File locks, and leases that protect what running builds use from `gc`. Correctness never depends on a lock."""
 
 from __future__ import annotations
 
@@ -16,25 +16,23 @@ from sdflow.store.layout import READ_ONLY, Layout, remove_tree
 if TYPE_CHECKING:
     from filelock import BaseFileLock
 
-MOST_OF_A_LIST = 64 << 20
-"""Bytes of the list of a lease, at most: a million objects."""
-GUARD = "guard"
-"""The lock under which leases grow and under which garbage collection decides and moves: it sees every lease."""
-# filelock takes 80 ms to import, more than a fully cached plan: it is imported when a lock is first needed.
+MOST_OF_A_LIST = 64 << 20  # bytes of a lease's list: a million objects
+GUARD = "guard"  # held while leases grow and while collection decides and moves, so that collection sees every lease
+# filelock takes 80 ms to import, longer than a fully cached plan, so functions import it on first use.
 
 
 def file_lock(path: Path) -> BaseFileLock:
-    """A lock that the operating system drops when its process dies. Waiters look every 5 ms."""
+    """Return a lock that the operating system releases when the process dies. Waiters poll every 5 ms."""
     from filelock import FileLock
 
     with suppress(OSError):
         if not stat.S_ISREG(path.lstat().st_mode):
-            remove_tree(path)  # a folder, a link or a socket in its place could never be locked
+            remove_tree(path)  # a folder, link or socket in its place could never be locked
     return FileLock(path, thread_local=False, poll_interval=0.005)
 
 
 def try_lock(path: Path, *, if_possible: bool = False) -> BaseFileLock | None:
-    """The lock, held, or None if another process holds it. if_possible: on a read-only cache that is not known: None too."""
+    """Acquire a lock, or return None if another process holds it. if_possible: return None on a read-only cache too."""
     from filelock import Timeout
 
     lock = file_lock(path)
@@ -57,8 +55,8 @@ def held(
     *,
     if_possible: bool = False,
 ) -> Iterator[None]:
-    """Hold the lock at `path`. If another process has it, `waiting` is called once, and `meanwhile` again and again:
-    what that raises ends the waiting. if_possible: on a read-only cache, for those who change nothing, go on without."""
+    """Hold the lock at `path`. While another process holds it, call `waiting` once and `meanwhile` repeatedly, whose
+    exceptions end the wait. if_possible: on a read-only cache, proceed without the lock (readers only)."""
     from filelock import Timeout
 
     lock = None
@@ -83,7 +81,7 @@ def held(
 
 
 class Lease:
-    """Objects that this process uses. It counts for as long as its lock file is held: until `close`, or death."""
+    """Objects that this process uses. Counts while its lock file is held: until `close`, or the process dies."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -96,7 +94,7 @@ class Lease:
             self._list.touch()
 
     def add(self, digest: str) -> None:
-        """Protect an object from now on, whether or not it is there yet."""
+        """Protect an object, which need not exist yet."""
         with self._thread_guard:
             if digest in self._digests:
                 return
@@ -106,15 +104,15 @@ class Lease:
 
     def close(self) -> None:
         if self._lock is not None:
-            self._list.unlink(missing_ok=True)  # before its lock: a list without one would stay for ever
+            self._list.unlink(missing_ok=True)  # before its lock: a list without a lock would stay forever
             Path(self._lock.lock_file).unlink(missing_ok=True)
             self._lock.release()
             self._lock = None
 
 
 def leased(layout: Layout, *, tidy: bool = True) -> tuple[set[str], list[int]]:
-    """The objects that processes use, and these processes; on a read-only cache, of every lease. Call it under the guard lock.
-    tidy: remove the leases of dead processes."""
+    """Return the leased objects and their processes. Call it under the guard lock. tidy: remove the leases of dead
+    processes; without it, every lease counts on a read-only cache."""
     objects: set[str] = set()
     users = []
     for path in layout.leases.glob("*.lock"):
@@ -128,6 +126,6 @@ def leased(layout: Layout, *, tidy: bool = True) -> tuple[set[str], list[int]]:
             continue
         number = path.name.split("-")[0]
         users.append(int(number) if number.isdecimal() and len(number) < 20 else 0)
-        with suppress(FileNotFoundError):  # it ended just now
+        with suppress(FileNotFoundError):  # the process ended meanwhile
             objects.update(read_input(listed, MOST_OF_A_LIST).decode(errors="replace").split())
     return objects, sorted(users)

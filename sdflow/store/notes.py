@@ -1,5 +1,4 @@
-"""What helps later runs but no result needs: the last action of a step, how it failed last, and what was done elsewhere and
-imported."""
+"""Notes that help later runs and affect no result: last action and last failure of a step, and imported actions."""
 
 from __future__ import annotations
 
@@ -19,24 +18,22 @@ from sdflow.store.records import BadRecord, dump, load, read_record
 
 @dataclass(frozen=True)
 class Failure:
-    """A step that failed: what was to be done, when (UTC, ISO 8601), and what the error said, at most MOST_SAID characters."""
-
     action: Action
-    at: str
-    error: str
+    at: str  # UTC, ISO 8601
+    error: str  # at most MOST_SAID characters
 
 
 MOST_SAID = 4000
 
 
 class Notes:
-    """The notes of a cache. On a read-only or full disk, steps and their failures are not noted."""
+    """The notes of a cache. Steps and failures are not noted on a read-only or full disk."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
 
     def remember_step(self, step_id: str, action: Action) -> None:
-        """Note the action of a step such as "sd15_cuda/unet/2", for `explain`, and forget its failure."""
+        """Note the action of a step such as "sd15_cuda/unet/2" for `explain`, and delete its failure."""
         failure = self._path(step_id, "-failed")
         if failure.exists():
             note(self._layout, lambda: failure.unlink(missing_ok=True), "the end of a failure")
@@ -44,18 +41,17 @@ class Notes:
             self._remember(self._path(step_id), step=step_id, action=action.content)
 
     def last_action(self, step_id: str) -> Action | None:
-        """The action that the step had when it was last run; None if that is not known."""
         body = self._body(self._path(step_id), step_id, "action")
         return None if body is None else Action(body["action"])
 
     def remember_failure(self, step_id: str, action: Action, error: str) -> None:
-        """Note that a step failed, for `explain`: no result, and part of no key."""
+        """Note a failure for `explain`. It is no result and part of no key."""
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         path = self._path(step_id, "-failed")
         self._remember(path, step=step_id, action=action.content, at=at, error=error[:MOST_SAID])
 
     def last_failure(self, step_id: str) -> Failure | None:
-        """How a step failed since it was last built; None if it did not, or that is not known."""
+        """Return the step's last failure since it was last built, or None if there is none or it is unknown."""
         body = self._body(self._path(step_id, "-failed"), step_id, "action", "at", "error")
         return None if body is None else Failure(Action(body["action"]), body["at"], body["error"])
 
@@ -63,7 +59,6 @@ class Notes:
         return self._layout.steps / f"{digest_json(step_id)}{suffix}.json"
 
     def _body(self, path: Path, step_id: str, *keys: str) -> dict[str, Any] | None:
-        """What was noted of the step, with all of these keys."""
         try:
             body = load(read_record(path))
         except (OSError, BadRecord) as error:
@@ -79,8 +74,7 @@ class Notes:
         note(self._layout, write, "the last action of a step, or its failure")
 
     def note_imported(self, actions: Iterable[Action], architectures: Iterable[Mapping[str, Any]] = ()) -> None:
-        """Note that these were done elsewhere, so that `imported` finds them, and JSON about their architectures. What was noted
-        of others stays. Raises CacheError."""
+        """Add actions built elsewhere for `imported` to find, and JSON about their architectures. Raises CacheError."""
         self._layout.ensure()
         with writing(self._layout.root), held(self._layout.lock("imported")):
             for action in actions:
@@ -91,20 +85,16 @@ class Notes:
                 self._write(self._architectures, architectures=[*there, *more])
 
     def imported(self, action: Action) -> list[Action]:
-        """The imported actions that are this one but for the versions of packages, the last that was imported at the end.
-
-        A key holds the versions of the packages that a pass uses. A machine that lacks one of them cannot know the key of such a
-        step; it takes the versions that are noted here.
-        """
+        """Return the imported actions that differ from this one only in package versions, the latest import last. Keys
+        include the versions of a pass's packages, so a machine without those packages takes the versions noted here."""
         actions = map(Action, self._noted(self._of_any_versions(action), "actions"))
         return [each for each in actions if _without_versions(each) == _without_versions(action)]
 
     def imported_architectures(self) -> list[dict[str, Any]]:
-        """What was noted of the architectures of imported actions."""
         return self._noted(self._architectures, "architectures")
 
     def _noted(self, path: Path, key: str) -> list[dict[str, Any]]:
-        """A note that is damaged says nothing: the structure is imported again."""
+        """Return a list from a note; empty if the note is damaged: the user imports the structure again."""
         with reading(self._layout.root):
             try:
                 found = load(read_record(path))[key]
@@ -128,8 +118,7 @@ def _without_versions(action: Action) -> dict[str, Any]:
 
 
 def note(layout: Layout, write: Callable[[], None], what: str, without: Set[int] = READ_ONLY | FULL) -> bool:
-    """Write what helps later runs but no result needs. A read-only or a full disk does without, and serves hits. Returns whether
-    it is written."""
+    """Write an optional note. Returns False on errors in `without`: a read-only or full disk still serves hits."""
     try:
         with writing(layout.root):
             write()

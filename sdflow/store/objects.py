@@ -1,4 +1,4 @@
-"""Objects: directories of files named by their tree digest, each with the manifest that lists them; and reading all of them."""
+"""Objects: directories of files named by their tree digest, each with a manifest; and `verify`, which rehashes them."""
 
 from __future__ import annotations
 
@@ -20,23 +20,21 @@ from sdflow.store.layout import Layout, put_aside, reading, write_file
 from sdflow.store.records import BadRecord, Stored, load_action, read_record
 from sdflow.store.stat_cache import SHA256, Known, StatCache, identity
 
-READERS, FILE = 0o555, 0o444
-"""Masks of permissions: what is sealed is written by nobody, and a file is not searched or run."""
+READERS, FILE = 0o555, 0o444  # permission masks: sealed means not writable; files are not executable
 MANIFEST, FILES = "manifest.json", "files"
-_DAMAGED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
-"""What reading gives where a file or folder of an object is missing, is of another kind, or is a link to itself."""
+_DAMAGED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # part of an object is missing, of another kind, or a link loop
 
 
 class BadTree(Exception):
-    """Files that are not what an object may hold, or not what its manifest says."""
+    """The files are not allowed in an object, or differ from its manifest."""
 
 
 class AbsentObject(BadTree):
-    """There is no such object."""
+    """The object does not exist."""
 
 
 def scan(files: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Every file under `files` with its POSIX path and stat. Raises BadTree for links, devices and files with a second hardlink:
+    """Yield the POSIX path and stat of every file. Raises BadTree for links, devices and files with a second hardlink:
     onnx refuses to read weights through them."""
     with os.scandir(files) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
@@ -53,16 +51,13 @@ def scan(files: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def tree_of(files: Path) -> str:
-    """The digest that the files of a folder have as an object. Raises BadTree, OSError."""
     return digest_tree(FileEntry(name, found.st_size, digest_file(files / name)) for name, found in scan(files))
 
 
 def seal(files: Path, digests: Mapping[str, str]) -> dict[FileEntry, str]:
-    """Write everything under `files` out to the disk, make it read-only, and hash what is not in `digests`.
-
-    Returns the entries in order, each with its identity for the stat cache. Raises BadTree for nothing, or for what is no plain
-    file. Empty directories go: they have no digest. Who may read it follows from the folder, and so from the umask.
-    """
+    """Flush the files to disk, make them read-only, and hash those not in `digests`. Returns entry -> stat identity, in
+    order. Removes empty directories, which have no digest. Read permissions follow the parent folder, and so the umask.
+    Raises BadTree if there is no file, or an irregular one."""
     names = [name for name, _ in scan(files)]
     if not names:
         raise BadTree("no file was written")
@@ -85,7 +80,7 @@ def seal(files: Path, digests: Mapping[str, str]) -> dict[FileEntry, str]:
 
 
 def write_manifest(directory: Path, entries: tuple[FileEntry, ...]) -> None:
-    """Put the manifest beside `files`, on the disk and read-only."""
+    """Write the read-only manifest next to `files` and flush it to disk."""
     files = [[entry.path, entry.size, entry.sha256] for entry in entries]
     path = directory / MANIFEST
     write_file(path, canonical_json({"format": 1, "digest": digest_tree(entries), "files": files}))
@@ -94,7 +89,7 @@ def write_manifest(directory: Path, entries: tuple[FileEntry, ...]) -> None:
 
 
 def read_manifest(directory: Path, digest: str) -> tuple[FileEntry, ...]:
-    """The files that an object should hold. Raises AbsentObject, or BadTree if the manifest is not that of `digest`."""
+    """Return the files that an object should hold. Raises AbsentObject, or BadTree for a wrong manifest."""
     try:
         with _being_there(directory):
             files = json.loads(read_record(directory / MANIFEST))["files"]
@@ -110,8 +105,7 @@ def read_manifest(directory: Path, digest: str) -> tuple[FileEntry, ...]:
 
 
 def find(layout: Layout, stats: StatCache, digest: str, *, anew: bool = False) -> Artifact:
-    """The object, if each of its files has the right size and, by its stat, the content that was hashed before; anew: by its
-    content. Raises AbsentObject, BadTree, also for a file that the manifest does not list."""
+    """Return the object if names, sizes and content (by stat; anew: by hashing) match. Raises AbsentObject, BadTree."""
     directory = layout.object(digest)
     with _being_there(directory):
         entries = read_manifest(directory, digest)
@@ -133,7 +127,7 @@ def find(layout: Layout, stats: StatCache, digest: str, *, anew: bool = False) -
 
 @contextmanager
 def _being_there(directory: Path) -> Iterator[None]:
-    """Tell damage from an object that another process removes, or puts back, while we look."""
+    """Distinguish damage from an object that another process removes or replaces meanwhile."""
     try:
         before = directory.stat().st_ino
     except OSError as error:
@@ -155,9 +149,9 @@ def _being_there(directory: Path) -> Iterator[None]:
 
 
 def actions(layout: Layout) -> Iterator[tuple[Path, Stored | BadRecord]]:
-    """Every action's file, with what it says or what is wrong with it. Raises OSError."""
+    """Yield every action file with its content, or with what is wrong with it. Raises OSError."""
     for path in sorted(layout.actions.glob("*/*.json")):
-        with suppress(FileNotFoundError):  # forgotten just now
+        with suppress(FileNotFoundError):  # deleted meanwhile
             try:
                 stored = load_action(read_record(path))
                 if layout.action(stored.action.digest) != path:
@@ -170,17 +164,17 @@ def actions(layout: Layout) -> Iterator[tuple[Path, Stored | BadRecord]]:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """objects, actions, bytes: what is sound. damaged: (path, what is wrong), now in quarantine; but for those in `stuck`."""
+    """Totals of what is intact, and what is damaged."""
 
     objects: int
     actions: int
     bytes: int
-    damaged: tuple[tuple[Path, str], ...]
+    damaged: tuple[tuple[Path, str], ...]  # with the reason; quarantined, except those in `stuck`
     stuck: tuple[Path, ...] = ()
 
 
 def verify(layout: Layout, stats: StatCache) -> VerifyReport:
-    """Hash everything again and put what is damaged aside. Raises CacheError if the cache cannot be read."""
+    """Hash every object again and quarantine damaged ones. Raises CacheError if the cache cannot be read."""
     damaged: list[tuple[Path, str]] = []
     stuck: list[Path] = []
     actions_of: defaultdict[str, list[Path]] = defaultdict(list)
@@ -200,7 +194,7 @@ def verify(layout: Layout, stats: StatCache) -> VerifyReport:
         for path in sorted(layout.objects.glob("*/*")):
             try:
                 sound.append(find(layout, stats, path.name, anew=True).bytes)
-            except AbsentObject:  # collected just now
+            except AbsentObject:  # collected meanwhile
                 continue
             except BadTree as error:
                 is_damaged(path, error, *actions_of.pop(path.name, ()))

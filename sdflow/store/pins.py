@@ -1,12 +1,10 @@
-"""What assembled pipelines use, which garbage collection must leave alone; and in which folders pipelines lie.
+"""Pins protect the objects that assembled pipelines use from garbage collection.
 
-A pin says which objects a pipeline links to. It is written before the pipeline takes its place, and counts for as long as
-the pipeline is there, known by its sdflow.json: at its place, at the same place seen from the cache (the project was
-moved), or anywhere on the file system (it was moved: the file's second name lies beside the pin). Collection also looks
-into the folders, and into those beside them, and takes what they really link to.
-
-A pipeline whose sdflow.json is damaged or gone is known by its model_index.json or by its links. Its pin says which files
-were put there: the folder is built anew, and nobody's own file is lost.
+A pin is written before its pipeline is moved into place, and counts while the pipeline's sdflow.json exists: at its
+path, at the same path relative to the cache (the project moved), or anywhere on the file system (the pipeline moved;
+the pin keeps a hardlink). Collection also protects what pipelines in the known output folders, and beside pinned ones,
+link to. A pipeline without a readable sdflow.json is recognized by its model_index.json or its links; its pin lists the
+files that sdflow put there, so rebuilding the folder does not delete the user's own files.
 """
 
 from __future__ import annotations
@@ -35,8 +33,7 @@ _SECOND_NAME = ".manifest"
 
 @dataclass(frozen=True)
 class Pin:
-    """What one assembled pipeline uses. `folder` is where it lies; None counts for ever. files: all that was put there, as POSIX
-    paths."""
+    """The objects of one pipeline. folder: its path; None pins forever. files: POSIX paths of all files put there."""
 
     name: str
     folder: Path | None
@@ -45,10 +42,8 @@ class Pin:
 
 
 def write_pin(layout: Layout, pin: Pin, described: Path | None) -> None:
-    """Pin, and wait until the disk has it. Nothing is written where nothing is to be changed. Raises OSError.
-
-    described: the folder that has the pipeline's sdflow.json now: its own, or the one that will take its place.
-    """
+    """Write a pin durably, unless the same pin exists. described: the folder with the pipeline's sdflow.json now: its
+    own or its staging folder. Raises OSError."""
     manifest = _digest(described / MANIFEST_FILE) if described is not None else None
     identity = digest_json([str(pin.folder) if pin.folder else pin.name, manifest])[:16]
     path = layout.pins / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', pin.name)[:40]}-{identity}.json"
@@ -73,7 +68,7 @@ def write_pin(layout: Layout, pin: Pin, described: Path | None) -> None:
             log.debug("no second name for %s: %s", source, error)
     if _digest(path) != hashlib.sha256(content).hexdigest():
         replace_file(layout, path, content, durable=True)
-    for other in layout.pins.glob(f"*-{identity}.json"):  # of another name
+    for other in layout.pins.glob(f"*-{identity}.json"):  # the same pipeline under its former name
         if other != path:
             other.unlink(missing_ok=True)
 
@@ -86,11 +81,9 @@ def _digest(path: Path) -> str | None:
 
 @dataclass(frozen=True)
 class _Record:
-    """A pin, or a note of a folder of pipelines, as it was read. places: where its folder may be."""
-
     path: Path
     body: Mapping[str, Any]
-    places: tuple[Path, ...]
+    places: tuple[Path, ...]  # where its folder may be
 
 
 def _records(layout: Layout, folder: Path) -> Iterator[_Record]:
@@ -109,7 +102,6 @@ def _records(layout: Layout, folder: Path) -> Iterator[_Record]:
 
 
 def _place(layout: Layout, folder: Path | None) -> dict[str, str | None]:
-    """A folder in two spellings: absolute, and as seen from the cache."""
     relative = None
     with suppress(ValueError):  # Windows: another drive
         relative = os.path.relpath(folder, layout.root.absolute()) if folder else None
@@ -117,7 +109,7 @@ def _place(layout: Layout, folder: Path | None) -> dict[str, str | None]:
 
 
 def _counts(layout: Layout, pin: _Record) -> bool:
-    """Whether what a pin stands for is still there: at one of its places, or elsewhere on the file system."""
+    """Return whether the pinned pipeline still exists: at one of its places, or moved within the file system."""
     with suppress(OSError):
         if pin.path.with_suffix(_SECOND_NAME).stat().st_nlink > 1:
             return True
@@ -130,7 +122,7 @@ def _counts(layout: Layout, pin: _Record) -> bool:
 
 
 def _is_left(layout: Layout, place: Path, body: Mapping[str, Any]) -> bool:
-    """Whether a folder that has no sdflow.json, or a damaged one, is what a pin stands for."""
+    """Return whether a folder without a readable sdflow.json is the pinned pipeline."""
     try:
         read_manifest(place)
     except NewerManifest:
@@ -143,13 +135,13 @@ def _is_left(layout: Layout, place: Path, body: Mapping[str, Any]) -> bool:
 
 
 def files_put(layout: Layout, folder: Path) -> frozenset[str] | None:
-    """What sdflow put into a folder that has lost its sdflow.json, as POSIX paths; None where no pin proves that it did."""
+    """Return the POSIX paths that sdflow put into a folder without a readable sdflow.json; None if no pin proves it."""
     pins = [pin for pin in _records(layout, layout.pins) if folder in pin.places and _is_left(layout, folder, pin.body)]
     return frozenset(name for pin in pins for name in pin.body.get("files", ())) if pins else None
 
 
 def pins(layout: Layout) -> list[Pin]:
-    """The pins that count, and what the folders that are known, and those beside them, link to."""
+    """Return the pins that count, plus a pin for every unpinned link of a pipeline in the known folders."""
     found: list[Pin] = []
     parents = list(output_folders(layout))
     for pin in _records(layout, layout.pins):
@@ -169,7 +161,7 @@ def pins(layout: Layout) -> list[Pin]:
 
 
 def linked_objects(layout: Layout, folder: Path) -> set[str]:
-    """The objects of this cache that a folder links to, whether or not they are there."""
+    """Return the objects of this cache that a folder links to; they may be missing."""
     objects = layout.objects.resolve()
     found = set()
     with suppress(OSError), os.scandir(folder) as entries:
@@ -182,24 +174,22 @@ def linked_objects(layout: Layout, folder: Path) -> set[str]:
 
 
 def note_output_folder(layout: Layout, folder: Path) -> None:
-    """Note that pipelines are put together in this folder: `gc` looks for what killed runs left there. Raises OSError."""
+    """Record a folder of pipelines: `gc` removes what killed runs left there. Raises OSError."""
     path = layout.outputs / f"{digest_json(str(folder))[:32]}.json"
     if not path.is_file():
         replace_file(layout, path, dump({"format": 1, **_place(layout, folder)}), durable=True)
 
 
 def output_folders(layout: Layout) -> list[Path]:
-    """The folders that are there of those that were noted."""
     return [place for noted in _records(layout, layout.outputs) for place in noted.places if place.is_dir()]
 
 
 def remove_abandoned_staging(layout: Layout) -> int:
-    """Remove what killed runs left beside pipelines; returns how many folders there were."""
     return sum(remove_abandoned(folder, STAGING) for folder in dict.fromkeys(output_folders(layout)))
 
 
 def tidy(layout: Layout) -> None:
-    """Forget the pins that no longer count, and folders that are gone."""
+    """Delete the pins that no longer count and the records of missing folders."""
     for pin in _records(layout, layout.pins):
         if not _counts(layout, pin):
             for each in (pin.path, pin.path.with_suffix(_SECOND_NAME)):

@@ -1,7 +1,7 @@
-"""Publishing: from a staging directory to an object and, last, the action file that makes it count.
+"""Publishing turns a staging directory into an object and then writes the action file, which commits the entry.
 
-Whatever is killed, and whenever, the cache holds the whole entry or none: the object appears with one rename, the
-action file with one link, and the action file is made only when the object is on the disk.
+A process killed at any moment leaves a whole entry or none: the object appears with one rename, the action file with
+one link, and the action file is created only once the object is on disk.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sdflow.store.stat_cache import SHA256, Known, StatCache
 
 @dataclass
 class Staging:
-    """Where a pass writes: `files`, which `publish` makes an entry of the cache."""
+    """Directory of one build. The pass writes into `files`; `publish` makes them a cache entry."""
 
     _layout: Layout
     _stats: StatCache
@@ -46,7 +46,7 @@ class Staging:
         return self.path / FILES
 
     def clear(self, *, keep: bool) -> None:
-        """Clear the directory away; after a failure, `keep` leaves it as `<name>-failed`, where `kept` says."""
+        """Remove the directory. keep: after a failure, rename it to `<name>-failed` instead and set `kept`."""
         if keep and not self._published and self.path.exists():
             kept = self.path.with_name(f"{self.path.name}-failed")
             move(self.path, kept)
@@ -58,7 +58,7 @@ class Staging:
         return sum(path.lstat().st_size for path in self.path.rglob("*") if path.is_file())
 
     def tree_digest(self) -> str:
-        """The digest of what was written, to compare without publishing. Seals the files: nothing may follow."""
+        """Return the digest without publishing. Seals the files: nothing may be written afterwards."""
         return digest_tree(self._seal())
 
     def publish(
@@ -68,13 +68,10 @@ class Staging:
         digests: Mapping[str, str] = MappingProxyType({}),
         noted: Sequence[tuple[str, str, str]] = (),
     ) -> Record:
-        """Make the files the result of the action, and return the record that the cache now has: another build's when another
-        process was first, so that all agree.
-
-        digests: SHA-256 of files whose writer hashed them on the way. noted: (file, what, value) for the stat cache.
-        Raises PassError for files that no object may hold, CacheError when the cache cannot be written.
-        """
-        canonical_json([facts, built])  # fails here, not half way, when they are no JSON
+        """Publish the files as the action's result, or return the record of a process that published first. digests:
+        SHA-256 of files hashed while written. noted: (file, what, value) for the stat cache. Raises PassError for files
+        that an object cannot hold, CacheError if the cache cannot be written."""
+        canonical_json([facts, built])  # raises now, before anything is published, if they are not JSON
         digest = digest_tree(self._seal(digests))
         with writing(self._layout.root, written=self.bytes_written):
             self._lease.add(digest)
@@ -82,10 +79,10 @@ class Staging:
             data = dump_action(Stored(self.action, digest, facts, built, time.time()))
             while not self._commit(data):
                 first = self._lookup(self.action)
-                if first is not None:  # another process was first
+                if first is not None:  # another process published first
                     record = first
                     break
-                # Its entry is damaged, or its object gone: the place is ours.
+                # The existing entry is damaged or its object is gone: replace it.
                 self._layout.action(self.action.digest).unlink(missing_ok=True)
             self._published = True
             return record
@@ -104,7 +101,7 @@ class Staging:
         return self._sealed
 
     def _place_object(self, digest: str, noted: Sequence[tuple[str, str, str]]) -> Artifact:
-        """Rename our copy into the objects, or take the one that is there if it is sound."""
+        """Rename our copy into the objects, or use the existing object if it is intact."""
         target, sealed = self._layout.object(digest), self._seal()
         if not (self.path / MANIFEST).exists():
             write_manifest(self.path, tuple(sealed))
@@ -122,11 +119,8 @@ class Staging:
                 self.path.rename(target)
                 break
             except OSError as error:
-                if error.errno not in (
-                    errno.ENOTEMPTY,
-                    errno.EEXIST,
-                ):  # else another process was first: look at its copy
-                    raise
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise  # else another process placed the object: check its copy
         target.chmod(stat.S_IMODE(target.stat().st_mode) & READERS)
         sync_directory(target.parent)
         sync_directory(self._layout.objects)
@@ -139,7 +133,7 @@ class Staging:
         return artifact
 
     def _commit(self, data: bytes) -> bool:
-        """Write the action file unless there is one; the first of several processes wins."""
+        """Write the action file unless it exists: the first process wins."""
         path = self._layout.action(self.action.digest)
         make_folder(path.parent)
         temporary = unfinished(self._layout.staging)
@@ -152,7 +146,7 @@ class Staging:
             except OSError as error:
                 if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
                     raise
-                temporary.replace(path)  # a file system without hardlinks: the last process wins
+                temporary.replace(path)  # without hardlinks, the last process wins
             sync_directory(path.parent)
             sync_directory(self._layout.actions)
             return True

@@ -1,4 +1,4 @@
-"""JSON files of the cache that carry their own digest, so that a truncated or altered one is never believed."""
+"""JSON files of the cache that carry their own digest, so a truncated or altered one is detected."""
 
 from __future__ import annotations
 
@@ -13,29 +13,28 @@ from sdflow.artifact import Action
 from sdflow.digest import canonical_json, digest_json
 from sdflow.disk.input_file import read_input
 
-LARGEST = 64 << 20
-"""Bytes of a record at most: manifests of hundreds of thousands of files have fewer."""
+LARGEST = 64 << 20  # bytes; a manifest of hundreds of thousands of files is smaller
+# Errors of opening a directory, a pipe or a device, an oversized file, a link loop, and a socket.
 _NO_RECORD = (errno.EISDIR, errno.EINVAL, errno.EFBIG, errno.ELOOP, errno.ENXIO)
-"""What opening a directory, a pipe or a device, a giant, links in a circle, and a socket gives."""
 
 
 class BadRecord(Exception):
-    """A file is not a record: truncated, altered, or of another format."""
+    """The file is not a record: truncated, altered, or in another format."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What an action file says: this action gave that object, at `published` (seconds since 1970)."""
+    """Content of an action file: the action produced the object."""
 
     action: Action
     object: str
     facts: Mapping[str, Any]
     built: Mapping[str, Any]
-    published: float
+    published: float  # Unix time
 
 
 def dump(body: Mapping[str, Any]) -> bytes:
-    """The file content for `body`. Raises TypeError or ValueError for what JSON cannot hold."""
+    """Serialize a record. Raises TypeError or ValueError for values that JSON cannot hold."""
     return canonical_json({"record": body, "sha256": digest_json(body)})
 
 
@@ -44,7 +43,7 @@ def dump_action(stored: Stored) -> bytes:
 
 
 def read_record(path: Path) -> bytes:
-    """The bytes of a record's file. Raises OSError, and BadRecord for what is no file, such as a pipe, which would never end."""
+    """Read the bytes of a record. Raises OSError, or BadRecord for anything but a regular file: a pipe never ends."""
     try:
         return read_input(path, LARGEST)
     except OSError as error:
@@ -54,7 +53,7 @@ def read_record(path: Path) -> bytes:
 
 
 def load(data: bytes) -> dict[str, Any]:
-    """The body of a record. Raises BadRecord."""
+    """Parse a record and check its digest. Raises BadRecord."""
     try:
         outer = json.loads(data)
         body, claimed = outer["record"], outer["sha256"]
@@ -67,7 +66,6 @@ def load(data: bytes) -> dict[str, Any]:
 
 
 def load_action(data: bytes) -> Stored:
-    """Raises BadRecord."""
     body = load(data)
     try:
         return Stored(Action(body["action"]), body["object"], body["facts"], body["built"], body["published"])

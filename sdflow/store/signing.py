@@ -1,7 +1,7 @@
-"""OpenSSF Model Signing: signatures of a file or a folder that `model_signing verify` checks, and checks of what it signed.
+"""Signs files and folders and verifies signatures, compatible with OpenSSF Model Signing (`model_signing`).
 
-A signature is a Sigstore bundle in a file of its own. With a key or a certificate, neither signing nor checking uses the network;
-with Sigstore both do. `model_signing` takes a second to import: it is imported when the first signature is made or checked.
+A signature is a Sigstore bundle in its own file. Signing and verifying use the network with Sigstore, not with keys and
+certificates. Functions import `model_signing` on first use: the import takes a second.
 """
 
 from __future__ import annotations
@@ -26,30 +26,24 @@ from sdflow.machine.packages import EXTRAS, require_packages
 KEY_VARIABLE = "SDFLOW_SIGNING_KEY"
 CERTIFICATE_VARIABLE = "SDFLOW_SIGNING_CERTIFICATE"
 SIGSTORE = "sigstore"
-"""In place of a key: the identity that the environment has, as GitHub's actions do. With a colon, identity and issuer of
-who is trusted."""
-EARLIER = re.compile("[0-9a-f]{64}")
-"""A public key of an earlier sdflow (Ed25519). What it signed is read by this release for the last time."""
+"""As a key: the environment's identity, as in GitHub Actions. `sigstore:IDENTITY ISSUER` names a trusted signer."""
+EARLIER = re.compile("[0-9a-f]{64}")  # Ed25519 key of an earlier sdflow, whose signatures the next release drops
 POINT = re.compile("0[23]([0-9a-f]{64}|[0-9a-f]{96}|[0-9a-f]{132})")
 SIGNER = re.compile(rf"{EARLIER.pattern}|{POINT.pattern}|sigstore:\S+ https?://\S+|.+\.(pem|pub|crt|cer)")
-"""How who is trusted is written: a public key, the identity and issuer of Sigstore, or a PEM file of a key or of root
-certificates."""
-_CURVES = {33: "SECP256R1", 49: "SECP384R1", 67: "SECP521R1"}
-"""Bytes of a point, compressed -> its curve."""
-MOST_FILES = 1_000
-"""Of a folder with links: some may lead in a circle."""
-_DIGESTS = re.compile(r": Expected 'Digest\(.*?\)', Actual 'Digest\(.*?\)'(?=\"|$)")
-"""Of a file that was changed: the bytes of both digests, unreadably."""
+"""Spelling of a trusted signer: public key, Sigstore identity and issuer, or PEM file (a key, or root certificates)."""
+_CURVES = {33: "SECP256R1", 49: "SECP384R1", 67: "SECP521R1"}  # bytes of a compressed point -> curve
+MOST_FILES = 1_000  # of a folder with links, which may form a loop
+_DIGESTS = re.compile(r": Expected 'Digest\(.*?\)', Actual 'Digest\(.*?\)'(?=\"|$)")  # raw bytes in library errors
 _CERTIFICATE = b"BEGIN CERTIFICATE"
 _NEW_KEY = "`sdflow cache key FILE` makes one."
 
 
 class Untrusted(Exception):
-    """Something is signed by none of those who are trusted."""
+    """No trusted signer has signed the content."""
 
 
 def require_signers(trust: Sequence[str]) -> None:
-    """Raises UsageError for one who is trusted whose key or certificate cannot be read."""
+    """Raise UsageError if the key or certificate of a trusted signer cannot be read, or the packages are missing."""
     require_packages("checking signatures", *EXTRAS["sign"])
     for each in trust:
         if POINT.fullmatch(each) or is_file(each):
@@ -57,22 +51,19 @@ def require_signers(trust: Sequence[str]) -> None:
 
 
 def is_public_key(key: str) -> bool:
-    """Whether it is a public key: what looks like one need not be a point of its curve."""
+    """Return whether the text is a public key, that is, a point on its curve."""
     with suppress(UsageError):
         return bool(POINT.fullmatch(key) and _pem_of(key))
     return False
 
 
 def is_file(trusted: str) -> bool:
-    """Whether who is trusted is named by a PEM file."""
     return not (EARLIER.fullmatch(trusted) or POINT.fullmatch(trusted) or trusted.startswith(f"{SIGSTORE}:"))
 
 
 def make_key(path: Path) -> str:
-    """Make a private key (P-256) in a new file that only its owner reads, and the public one in another beside it, `.pub`.
-
-    Returns the public key as `trust` takes it.
-    """
+    """Create a private key (P-256) in a new file that only its owner can read, and its public key in FILE.pub. Returns
+    the public key as `trust` takes it. Raises UsageError if the file exists or cannot be written."""
     require_packages("making a key", *EXTRAS["sign"])
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
@@ -89,11 +80,10 @@ def make_key(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Signer:
-    """Signs with a private key in a PEM file, for which a certificate may stand; without a key, with Sigstore.
+    """Signs with a private key (PEM), optionally with its certificate, or with Sigstore if there is no key.
 
-    certificates: a PEM file, the key's own first, then those between it and the root. identity_token: for Sigstore; by default
-    the environment's, or a browser asks for it. trust_config: of another Sigstore than the public one.
-    Raises UsageError for a key that is none, and where the packages are missing.
+    certificates: PEM, the key's first, then intermediates. identity_token: for Sigstore; default: the environment's, or
+    a browser login. trust_config: for a private Sigstore. Raises UsageError for an invalid key or missing packages.
     """
 
     key: Path | None
@@ -107,7 +97,7 @@ class Signer:
 
     @cached_property
     def public(self) -> str:
-        """The public key as `trust` takes it; of Sigstore just that."""
+        """The public key as `trust` takes it, or "sigstore"."""
         if self.key is None:
             return SIGSTORE
         from cryptography.hazmat.primitives import serialization
@@ -130,7 +120,7 @@ class Signer:
         return _spell(key.public_key())
 
     def sign(self, model: Path, ignore: Sequence[Path] = ()) -> bytes:
-        """The signature of a file, or of a folder with all files in it but these. Raises UsageError for what cannot be signed."""
+        """Sign a file, or a folder except the ignored paths. Raises UsageError if signing fails."""
         from model_signing import hashing, signing
 
         with (
@@ -156,13 +146,12 @@ class Signer:
             return signature.read_bytes()
 
     def signature(self, data: bytes) -> bytes:
-        """Of a file with this content."""
         with _written(data) as model:
             return self.sign(model)
 
 
 def signer_from_environment(environment: Mapping[str, str] = os.environ) -> Signer | None:
-    """What signs what is pushed, if $SDFLOW_SIGNING_KEY names a key, or Sigstore. Raises UsageError."""
+    """Return the signer of uploads if $SDFLOW_SIGNING_KEY names a key or Sigstore. Raises UsageError."""
     key = environment.get(KEY_VARIABLE)
     if not key:
         return None
@@ -175,10 +164,8 @@ def certificates_from_environment(environment: Mapping[str, str] = os.environ) -
 
 
 def verify(model: Path, signature: bytes, trust: Sequence[str], trust_config: Path | None = None) -> str:
-    """Check that one of those who are trusted has signed a file or folder as it is, and return which.
-
-    Raises Untrusted, which says why; UsageError for a trusted key or certificate that cannot be read.
-    """
+    """Return the trusted signer that signed a file or folder in its current state. Raises Untrusted with the reason, or
+    UsageError if a trusted key or certificate cannot be read."""
     why = "no key that is trusted has signed it"
     try:
         bundle = parse_json(signature)
@@ -195,13 +182,13 @@ def verify(model: Path, signature: bytes, trust: Sequence[str], trust_config: Pa
         own_hint = hashlib.sha256(pem).hexdigest() if pem is not None and is_key else None
         if is_key is not by_key or (hint and own_hint != hint):
             continue
-        if is_key and not hint:  # else the library prints a warning to standard output
+        if is_key and not hint:  # without a hint, the library prints a warning to stdout
             material["publicKey"] = {"hint": own_hint}
             signature = json.dumps(bundle).encode()
         try:
             with _without_links(model) as (place, linked), _written(signature) as file:
                 _verifier(trusted, pem, trust_config).set_hashing_config(linked).verify(place, file)
-        except Exception as error:  # noqa: BLE001  (what a bundle of a stranger makes the library raise is without end)
+        except Exception as error:  # noqa: BLE001  (an untrusted bundle can make the library raise anything)
             why = _DIGESTS.sub("", " ".join(f"{error}".split()))[:1000] or type(error).__name__
             continue
         return trusted
@@ -209,13 +196,12 @@ def verify(model: Path, signature: bytes, trust: Sequence[str], trust_config: Pa
 
 
 def verify_data(data: bytes, signature: bytes, trust: Sequence[str]) -> str:
-    """As `verify`, of a file with this content."""
     with _written(data) as model:
         return verify(model, signature, trust)
 
 
 def _verifier(trusted: str, pem: bytes | None, trust_config: Path | None) -> Any:
-    """The library's, for one who is trusted; for Sigstore it takes the network."""
+    """Return the library's verifier for one trusted signer. Sigstore needs the network."""
     from model_signing.verifying import Config
 
     config = Config()
@@ -231,7 +217,7 @@ def _verifier(trusted: str, pem: bytes | None, trust_config: Path | None) -> Any
 
 @contextmanager
 def _written(data: bytes) -> Iterator[Path]:
-    """A file with this content: the library takes nothing else. Its name is part of what is signed."""
+    """Yield a temporary file, the only input the library takes. Signatures cover its name."""
     with tempfile.TemporaryDirectory(prefix="sdflow-") as folder:
         file = Path(folder, "signed")
         file.write_bytes(data)
@@ -239,7 +225,7 @@ def _written(data: bytes) -> Iterator[Path]:
 
 
 def _pem_of(trusted: str) -> bytes:
-    """A public key, or certificates, in PEM. Raises UsageError."""
+    """Return the public key or certificates of a trusted signer in PEM. Raises UsageError."""
     from cryptography import x509
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -275,8 +261,8 @@ def _spell(public: Any) -> str:
 
 @contextmanager
 def _without_links(model: Path) -> Iterator[tuple[Path, Any]]:
-    """What to hash of a model, and how, None: as its signature says. Files that links to folders lead to count as lying in the
-    folder itself, as they do in every copy of it."""
+    """Yield the path to hash and the hashing config (None: the signature's own). Files behind links to folders are
+    hashed as files of the model itself, as in every copy of it."""
     if not model.is_dir() or not any(path.is_symlink() for path in model.rglob("*")):
         yield model, None
         return
@@ -300,7 +286,7 @@ def _without_links(model: Path) -> Iterator[tuple[Path, Any]]:
 
 @contextmanager
 def _failing(what: str) -> Iterator[None]:
-    """The library has no errors of its own: whatever it raises is raised as a UsageError."""
+    """Turn any exception into a UsageError: the library has no error classes of its own."""
     try:
         yield
     except Exception as error:

@@ -1,13 +1,12 @@
-"""Digests of files that did not change since they were last read, by their stat: no rehash of gigabytes per run.
+"""Caches digests of files by their stat, so that unchanged gigabytes are not hashed on every run.
 
-An entry is believed when size, mtime, inode and (except on Windows, where it means something else) ctime are the same
-as when the content was read. ctime cannot be set back, so a change with restored mtime is seen as well.
+An entry is valid while size, mtime, inode and ctime are unchanged (not ctime on Windows, which is the creation time).
+ctime cannot be set back, so a change with a restored mtime is detected.
 
-A file that changes twice within one tick of the clock keeps its stat, and one that is written through a memory map keeps
-it until the kernel next looks. As git does, an entry is therefore only kept if the file had been left alone for
-`SETTLED_NS` when reading began: a later write then shows, but for one through a map of a file system that never looks
-(tmpfs); `rehash` is for those. Objects of the cache are the exception: they are made read-only before they are hashed,
-and are hashed again before use.
+Two changes within one clock tick share a stat, and a write through a memory map keeps the old stat until the kernel
+updates it. As in git, an entry is stored only if the file was untouched for `SETTLED_NS` before reading began. Writes
+through a map on a file system that never updates the stat (tmpfs) still go unnoticed: use `rehash`. Objects of the
+cache skip the wait: they are read-only before they are hashed, and hashed again before use.
 """
 
 from __future__ import annotations
@@ -27,13 +26,12 @@ from sdflow.errors import CacheError
 from sdflow.store.layout import Layout, discard, log
 from sdflow.store.locks import held
 
-COARSEST_NS = 2_000_000_000
-"""The coarsest clock of a common file system, FAT."""
+COARSEST_NS = 2_000_000_000  # FAT has the coarsest clock of the common file systems
 
 
 def _settled_ns() -> int:
-    """For how long the kernel may put off the new time of a file that is written through a memory map, and a tick more: pages
-    stay dirty for so long, and only the first write to a clean page renews the time."""
+    """Longest delay of the mtime of a file written through a memory map, plus one tick. Only the first write to a clean
+    page updates the time, and a page may stay dirty for this long."""
     hundredths = 3000 + 500  # Linux's defaults
     try:
         names = ("dirty_expire_centisecs", "dirty_writeback_centisecs")
@@ -43,8 +41,7 @@ def _settled_ns() -> int:
     return hundredths * 10_000_000 + COARSEST_NS
 
 
-SETTLED_NS = _settled_ns()
-"""For how long a file must have been left alone for its stat to be believed later."""
+SETTLED_NS = _settled_ns()  # how long a file must be untouched for its stat to be trusted later
 SCHEMA = 1
 SHA256 = "sha256"
 _HEX = re.compile(r"[0-9a-f]{64}")
@@ -55,7 +52,7 @@ _TABLE = (
 
 
 class Known(NamedTuple):
-    """A value of a file, and the stat at which it was true."""
+    """A value computed from a file, and the stat identity it holds for."""
 
     path: Path
     what: str
@@ -64,20 +61,16 @@ class Known(NamedTuple):
 
 
 def identity(stat: os.stat_result) -> str:
-    """What of a file's stat must be the same for its content to count as the same."""
+    """Return the fields of a stat that must be equal for the content to count as unchanged."""
     return ":".join(map(str, file_stamp.identity(stat)))
 
 
 def stamp_identity(stamp: file_stamp.Stamp) -> str:
-    """`identity`, of the stat that a stamp was made of."""
     return ":".join(str(stamp[key]) for key in ("size", "mtime_ns", "inode", "ctime_ns"))
 
 
 class StatCache:
-    """Remembers values of files in `stat.sqlite`. Without a usable database everything works, by reading again.
-
-    rehash: believe nothing that was noted before: every file is read once more.
-    """
+    """Values of files in `stat.sqlite`. Without a usable database, files are read again. rehash: ignore stored ones."""
 
     def __init__(self, layout: Layout, *, rehash: bool = False) -> None:
         self._layout, self._rehash = layout, rehash
@@ -88,12 +81,12 @@ class StatCache:
         self._guard = threading.RLock()
 
     def digest(self, path: Path) -> str:
-        """SHA-256 of a file's content. Raises OSError if it cannot be read, CacheError if it keeps changing."""
+        """Return the SHA-256 of a file. Raises OSError if it cannot be read, CacheError if it keeps changing."""
         return self.value(path, SHA256, digest_file)
 
     def value(self, path: Path, what: str, compute: Callable[[Path], str]) -> str:
-        """`compute(path)`, or what it gave when the file had this stat. `what` names the computation and its version. Raises what
-        `compute` raises, OSError for a missing file, CacheError for one that changes while it is read."""
+        """Return `compute(path)`, cached by the file's stat. what: name and version of the computation. Raises whatever
+        `compute` raises, OSError for a missing file, CacheError if the file keeps changing."""
         for _ in range(3):
             began = time.time_ns()
             before = path.stat()
@@ -111,7 +104,7 @@ class StatCache:
         )
 
     def recall(self, path: Path, what: str, now: str) -> str | None:
-        """The value of a file whose identity is `now`, if it is known."""
+        """Return the known value of a file whose identity is `now`, else None."""
         key = self._key(path), what
         entry = self._memory.get(key)
         if entry is None and not self._rehash:
@@ -122,33 +115,31 @@ class StatCache:
         return entry[1] if entry is not None and entry[0] == now else None
 
     def remember(self, values: Iterable[Known]) -> None:
-        """Keep values, in this process and, where the cache can be written, for later ones."""
+        """Store values for this process and, if the cache is writable, for later ones."""
         rows = [(self._key(known.path), known.what, known.identity, known.value) for known in values]
         self._memory.update({(row[0], row[1]): (row[2], row[3]) for row in rows})
         statement = "INSERT OR REPLACE INTO stat (path, what, identity, value) VALUES (?, ?, ?, ?)"
         self._execute(statement, rows, write=True)
 
     def prune(self) -> None:
-        """Forget files that are no longer there."""
         paths = self._execute("SELECT DISTINCT path FROM stat", [()], write=False)
         gone = [(str(path),) for (path,) in paths if not (self._layout.root / str(path)).exists()]
         self._execute("DELETE FROM stat WHERE path = ?", gone, write=True)
         self._memory.clear()
 
     def close(self) -> None:
-        """Close the database; it opens again when needed."""
         with self._guard:
             if self._connection is not None and self._process == os.getpid():
                 self._connection.close()
             self._connection = None
 
     def _key(self, path: Path) -> str:
-        """Files of the cache by their place in it, so that it can be moved or mounted elsewhere; others absolute."""
+        """Return a path relative to the cache if inside it, so that the cache can move, else the absolute path."""
         absolute = Path(os.path.abspath(path))  # noqa: PTH100
         return absolute.relative_to(self._root).as_posix() if absolute.is_relative_to(self._root) else str(absolute)
 
     def _execute(self, statement: str, rows: Sequence[Sequence[str]], *, write: bool, again: bool = True) -> list[Any]:
-        """What a statement gives for each row of parameters, in one transaction; nothing without a usable database."""
+        """Run a statement for each row of parameters in one transaction. Returns [] without a usable database."""
         with self._guard:
             try:
                 if not rows or (connection := self._open(create=write)) is None:
@@ -158,7 +149,7 @@ class StatCache:
                         connection.execute("BEGIN IMMEDIATE")
                     return [found for row in rows for found in connection.execute(statement, row)]
             except sqlite3.DatabaseError as error:
-                if self._cope(error) and again:  # once more, on a new database
+                if self._cope(error) and again:  # retry once, on a new database
                     return self._execute(statement, rows, write=write, again=False)
                 return []
 
@@ -183,7 +174,7 @@ class StatCache:
             if is_old():
                 with connection:
                     connection.execute("BEGIN IMMEDIATE")
-                    if is_old():  # nobody else made it while we waited
+                    if is_old():  # no other process created it while we waited
                         for statement in ("DROP TABLE IF EXISTS stat", _TABLE, f"PRAGMA user_version = {SCHEMA}"):
                             connection.execute(statement)
         except sqlite3.DatabaseError:
@@ -193,7 +184,7 @@ class StatCache:
         return connection
 
     def _cope(self, error: sqlite3.DatabaseError) -> bool:
-        """A corrupt database is put away (True: try again); a locked, full or read-only one is done without."""
+        """Discard a corrupt database and return True: try again. Return False for a locked, full or read-only one."""
         self.close()
         if getattr(error, "sqlite_errorcode", 0) & 0xFF not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
             log.debug("stat cache not used: %s", error)
@@ -211,7 +202,7 @@ class StatCache:
         return True
 
     def _is_broken(self) -> bool:
-        """Look again under the lock: another process may have put the corrupt one away already."""
+        """Check again under the lock: another process may have replaced the corrupt database."""
         try:
             connection = sqlite3.connect(self._layout.stat, timeout=5)
             try:

@@ -1,14 +1,14 @@
-"""A cache that machines share, or take along: what one has built, the others fetch. Any URL that fsspec reads, or a zip file.
+"""A remote cache that machines share: any URL that fsspec reads, a folder, or a zip file.
 
 PREFIX/sdflow-v1/pieces/ab/<sha256>           a part of a file, named by its content
-                 objects/ab/<tree digest>     the manifest: the files, and the pieces of each
-                 actions/ab/<action digest>   the commit point: this action gave that object
-                 signatures/ab/<sha256>.sig   by OpenSSF Model Signing, of the action's file with this content
-                 verified/ab/<tree digest>…   who says to have verified it, and on which versions
-                 structures.json              what `sdflow cache export` wrote here
+                 objects/ab/<tree digest>     manifest: the files, and the pieces of each
+                 actions/ab/<action digest>   the commit point: the action produced the object
+                 signatures/ab/<sha256>.sig   OpenSSF Model Signing signature of the action file with this digest
+                 verified/ab/<tree digest>…   claims of verification, with package versions
+                 structures.json              index written by `sdflow cache export`
 
-What can be seen is whole: pieces go up first, then the manifest, the action last. What comes down is believed by its digest
-alone. So a remote can be slow, gone, wrong or hostile, and costs time at most.
+Pieces are uploaded first, then the manifest, the action last, so visible entries are complete. Downloads are checked by
+digest. A slow, missing, wrong or hostile remote therefore costs time at most.
 """
 
 from sdflow.store.remote.remote import Remote

@@ -1,10 +1,10 @@
-"""Archives: a remote in one zip file. It is read in place, and written as a whole.
+"""Archives: a remote in one zip file, read in place and written as a whole.
 
-An earlier sdflow wrote xz-compressed tar files, which are unpacked into the folder of a remote as it is written today. Of these,
-no name is taken for a path:
+Archives of an earlier sdflow are xz-compressed tar files, converted to a folder in today's layout. Their member names
+are never used as paths:
 
-    structures.json   format 1; who wrote it; the actions with their facts; the objects with their files
-    SHA-256           a file, by the digest of its content; each once, in the order of the list
+    structures.json   format 1: writer, actions with facts, objects with files
+    SHA-256           a file named by its digest; each once, in the order of the list
 """
 
 from __future__ import annotations
@@ -32,26 +32,21 @@ from sdflow.store.remote import entry as form
 from sdflow.store.remote.share import FOLDER, Share
 from sdflow.store.remote.spec import RemoteSpec
 
-_TIME = (1980, 1, 1, 0, 0, 0)
-"""The same bytes whenever it is packed."""
+_TIME = (1980, 1, 1, 0, 0, 0)  # constant, so that archives are reproducible
 _XZ = b"\xfd7zXZ\0"
-_MOST_LISTED, _MOST = 64 << 20, 4 << 30
-"""Bytes of the list, and of all files, of an earlier archive at most."""
+_MOST_LISTED, _MOST = 64 << 20, 4 << 30  # bytes of an earlier archive's list, and of all its files
 _BLOCK = 1 << 20
 _REPLACE = "Name another file, or delete this one."
 _DAMAGED = (
-    *(EOFError, ValueError, OverflowError, RuntimeError, NotImplementedError),  # two are for a password
+    *(EOFError, ValueError, OverflowError, RuntimeError, NotImplementedError),  # the last two: encryption
     *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, tarfile.TarError, BadRecord),
 )
 
 
 @contextmanager
 def to_write(spec: RemoteSpec, *, add: bool = False) -> Iterator[RemoteSpec]:
-    """The remote to push to; of an archive, a folder for the moment, which then takes the archive's place. add: what the archive
-    has stays in it.
-
-    Raises UsageError when the archive cannot be written, and then what was there before is unchanged.
-    """
+    """Yield the remote to push to. For an archive, that is a temporary folder, packed at the end. add: keep the
+    archive's content. Raises UsageError if the archive cannot be written; the existing one is then unchanged."""
     if spec.archive is None:
         yield spec
         return
@@ -69,10 +64,7 @@ def to_write(spec: RemoteSpec, *, add: bool = False) -> Iterator[RemoteSpec]:
 
 @contextmanager
 def to_read(spec: RemoteSpec) -> Iterator[RemoteSpec]:
-    """The remote to fetch from; of an archive of an earlier sdflow, a folder that it is unpacked into for the moment.
-
-    Raises UsageError for one that is damaged.
-    """
+    """Yield the remote to fetch from; an earlier sdflow's archive is unpacked first. Raises UsageError if damaged."""
     if spec.archive is None or not _is_earlier(spec.archive):
         yield spec
         return
@@ -82,7 +74,7 @@ def to_read(spec: RemoteSpec) -> Iterator[RemoteSpec]:
 
 
 def require_archive(spec: RemoteSpec) -> None:
-    """Raises UsageError where another file than an archive would be replaced."""
+    """Raise UsageError if writing would replace a file that is not an archive."""
     if spec.archive is None or not _is_there(spec.archive) or _is_earlier(spec.archive):
         return
     with _reading(spec.archive, _REPLACE):
@@ -98,12 +90,11 @@ def require_archive(spec: RemoteSpec) -> None:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether something is to be lost."""
     return path.exists() and (not path.is_file() or path.stat().st_size > 0)
 
 
 def _is_earlier(path: Path) -> bool:
-    """Whether an archive is of the earlier kind. Raises UsageError where it cannot be read."""
+    """Return whether an earlier sdflow wrote the archive. Raises UsageError if it cannot be read."""
     with os_errors_as("cannot be read", path, "Name an archive of `sdflow cache export`."), open_input(path) as file:
         return file.read(len(_XZ)) == _XZ
 
@@ -118,7 +109,7 @@ def _reading(path: Path, remedy: str) -> Iterator[None]:
 
 
 def _unpack(path: Path, folder: Path, remedy: str) -> None:
-    """Write the remote that an archive is into a folder. Raises UsageError for one that is damaged."""
+    """Unpack an archive into a folder, as a remote. Raises UsageError if it is damaged."""
     with _reading(path, remedy):
         if not _is_earlier(path):
             with zipfile.ZipFile(path) as archive:
@@ -127,7 +118,7 @@ def _unpack(path: Path, folder: Path, remedy: str) -> None:
         with open_input(path) as file, lzma.open(file) as stream:
             with tarfile.open(fileobj=stream, mode="r|") as members:
                 _unpack_earlier(members, Share(RemoteSpec(str(folder))))
-            while stream.read(_BLOCK):  # to the end: only there its own checksum is compared
+            while stream.read(_BLOCK):  # xz compares its checksum at the end of the stream
                 stop.check()
 
 
@@ -181,7 +172,7 @@ def _unpack_earlier(members: tarfile.TarFile, share: Share) -> None:
 
 
 def _open(members: tarfile.TarFile, name: str, size: int) -> IO[bytes]:
-    """The next member, which must be a plain file of this name and of that size, the list of that at most."""
+    """Open the next member: a regular file of this name and size (for the list, the maximum). Raises BadRecord."""
     member = members.next()
     if member is None:
         raise BadRecord("it ends before what it lists")

@@ -1,7 +1,7 @@
-"""What a remote holds, and how it shrinks.
+"""Lists and shrinks a remote.
 
-A listing may lack what was written a moment ago, and clocks differ: ages are by the store's own clock, and what nothing
-refers to stays for a day. Who fetches what is removed meanwhile builds it.
+Listings may lack recent writes and clocks differ, so ages follow the store's clock and unreferenced files stay for a
+day. A client that fetches an entry while it is removed builds the step instead.
 """
 
 from __future__ import annotations
@@ -18,62 +18,52 @@ from sdflow.store.remote import entry as form
 from sdflow.store.remote import trust
 from sdflow.store.remote.share import UNFINISHED, Absent, Found, Lines, Share
 
-GRACE = 24 * 3600.0
-"""Seconds for which a manifest and a piece stay that nothing refers to: an action that does may be on its way."""
+GRACE = 24 * 3600.0  # seconds that unreferenced files stay: the action that refers to them may still be uploading
 _NAME = re.compile(r"[0-9a-f]{2}/([0-9a-f]{64})(\.json|\.sig)?")
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A finished action of the remote. bytes: of its object; None when its manifest is gone or wrong. pushed: by the store's
-    clock, seconds since 1970."""
-
     entry: Stored
-    bytes: int | None
-    pushed: float | None
+    bytes: int | None  # of its object; None if the manifest is missing or wrong
+    pushed: float | None  # Unix time by the store's clock
 
 
 @dataclass(frozen=True)
 class Swept:
-    """What went from a remote: actions, manifests and pieces; bytes freed and kept, of pieces."""
-
     actions: int
     manifests: int
     pieces: int
-    bytes_freed: int
+    bytes_freed: int  # of pieces
     bytes_kept: int
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """An action of the remote: its file, what that says, and where its signature lies."""
-
     file: Found
     stored: Stored
-    signature: str
+    signature: str  # path
 
 
 def listed(share: Share, meanwhile: Callable[[], None] = lambda: None) -> list[Listed]:
-    """Every action of the remote that can be read. Raises Unusable."""
     lines = Lines(share, meanwhile)
     entries = sorted(_entries(lines, _in_place(lines.listed("actions"))), key=lambda each: each.file.path)
-    contents = _manifests(lines, {each.stored.object for each in entries})
-    sizes = {digest: content.bytes for digest, content in contents.items()}
+    sizes = {digest: of.bytes for digest, of in _manifests(lines, {each.stored.object for each in entries}).items()}
     return [Listed(each.stored, sizes.get(each.stored.object), each.file.changed) for each in entries]
 
 
 def sweep(
     share: Share, older_than: float, *, dry_run: bool = False, meanwhile: Callable[[], None] = lambda: None
 ) -> Swept:
-    """Remove actions that were pushed more than `older_than` seconds ago, and what then nothing refers to. Actions go first,
-    pieces last: killed at any moment, what can be seen is whole. Raises Unusable."""
+    """Remove actions pushed more than `older_than` seconds ago, then unreferenced files. Actions go first, pieces last,
+    so a killed sweep leaves visible entries complete. Raises Unusable."""
     lines = Lines(share, meanwhile)
     by_store = None if dry_run else _now(lines)
-    # Pieces before what refers to them: whatever is pushed from now on is not among them.
+    # List pieces before what refers to them: later uploads are then not among the candidates.
     folders = [lines.listed(folder) for folder in ("pieces", "objects", trust.SIGNATURES, "actions")]
     files = [file for folder in folders for file in folder]
     pieces, manifests, signatures, actions = map(_in_place, folders)
-    # Who only looks writes nothing: then it is at least as late as the last change that the store tells.
+    # A dry run writes no probe: the store's time is at least that of its last change.
     now = max(time.time(), *(file.changed or 0.0 for file in files), 0.0) if by_store is None else by_store
 
     def older(file: Found, seconds: float = min(GRACE, older_than)) -> bool:
@@ -103,7 +93,7 @@ def sweep(
         known, gone = {file.path for file in kept_actions}, {_digest(file) for file in unused}
         come = _entries(lines, [file for file in _in_place(lines.listed("actions")) if file.path not in known])
         whole = _manifests(lines, {each.stored.object for each in come})
-        # Pushed meanwhile, on what was there still: whoever pushed it would take it for whole from now on.
+        # Actions pushed meanwhile that reuse removed pieces must go, or their pushers would take them for complete.
         objects = {digest for digest, content in whole.items() if not gone & content.pieces}
         remove([each.file for each in come if each.stored.object not in objects])
     freed = sum(file.size for file in unused)
@@ -111,7 +101,6 @@ def sweep(
 
 
 def _in_place(files: Iterable[Found]) -> list[Found]:
-    """Those that have a place in their folder."""
     return [file for file in files if _NAME.fullmatch(file.path.partition("/")[2])]
 
 
@@ -120,7 +109,6 @@ def _digest(file: Found) -> str:
 
 
 def _entries(lines: Lines, files: list[Found]) -> list[_Entry]:
-    """Those of these actions that can be read."""
 
     def read(file: Found) -> _Entry | None:
         with suppress(Absent, BadRecord):
@@ -142,7 +130,7 @@ def _manifests(lines: Lines, digests: Iterable[str]) -> dict[str, form.RemoteObj
 
 
 def _now(lines: Lines) -> float:
-    """What time it is by the store's clock: that of a file written just now."""
+    """Return the time by the store's clock, from the mtime of a probe file."""
     path, share = f"probe/{os.urandom(8).hex()}", lines.share
 
     def ask() -> float:

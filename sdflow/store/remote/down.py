@@ -1,7 +1,7 @@
-"""Bringing an object down: into a folder of its own, each piece checked before it is written, and gone on with after a break.
+"""Downloads an object into a folder of its own, checking each piece before writing it. Resumes after interruptions.
 
-Nothing is believed of what an earlier attempt left: its files are hashed again, piece by piece. What other objects of the
-cache have at the same place of a file of the same name and size is copied from there.
+Files of an earlier attempt are hashed again, piece by piece. Pieces that another object of the cache has at the same
+offset of a file with the same name and size are copied from there.
 """
 
 from __future__ import annotations
@@ -21,17 +21,13 @@ from sdflow.store.remote.entry import Piece, RemoteObject, placed
 from sdflow.store.remote.share import Lines, Unusable
 from sdflow.units import spell_bytes
 
-LOOKED_INTO, WORTH_LOOKING = 2, 4 << 20
-"""How many local files at most are searched for pieces, and from how many bytes of a file on."""
-SETTLING = 15.0
-"""Seconds. Before they have passed, the speed is not judged."""
-
-_Places = dict[Piece, list[tuple[Path, int]]]
-"""Where pieces are to be written: files and offsets."""
+LOOKED_INTO, WORTH_LOOKING = 2, 4 << 20  # most local files to search for pieces; least bytes of a file to search for
+SETTLING = 15.0  # seconds before the speed is judged
+_Places = dict[Piece, list[tuple[Path, int]]]  # piece -> files and offsets to write it to
 
 
 class WrongBytes(Exception):
-    """The remote has other bytes at a path than belong there."""
+    """The remote has the wrong bytes at a path."""
 
     def __init__(self, path: str, data: bytes, reason: str) -> None:
         super().__init__(f"{path}: {reason}")
@@ -39,17 +35,17 @@ class WrongBytes(Exception):
 
 
 def incoming(layout: Layout, entry: Stored) -> Path:
-    """The folder that an object comes into. It outlives the process, so that the next goes on from there."""
+    """Return the folder for an object's download. It outlives the process, so the next one resumes."""
     folder = layout.incoming / entry.object
     if any(not (path.is_dir() or path.is_file()) or path.is_symlink() for path in (folder, *folder.rglob("*"))):
-        remove_tree(folder)  # it is not what `bring` left: a pipe, a link to somewhere else
+        remove_tree(folder)  # `bring` leaves no pipes or links
     folder.mkdir(parents=True, exist_ok=True)
-    os.utime(folder)  # `gc` removes what nobody went on with for long
+    os.utime(folder)  # `gc` removes downloads that were not resumed for long
     return folder
 
 
 def written(folder: Path) -> int:
-    """Bytes that the files of a folder take on the disk: those that are still to come are holes."""
+    """Return the bytes of a folder's files on disk; missing pieces are holes. On Windows, where that is unknown, 0."""
     return sum(512 * path.stat().st_blocks for path in folder.rglob("*") if path.is_file()) if os.name != "nt" else 0
 
 
@@ -62,11 +58,9 @@ def bring(
     patience: float,
     like: Callable[[str, int], Sequence[Path]],
 ) -> None:
-    """Make the object's files in `folder`. read: the remote's file at a path, with the bytes expected. patience: seconds that it
-    may take in all, by the speed so far. like: local files that may have the same pieces.
-
-    Raises WrongBytes, Absent, Unusable, OSError.
-    """
+    """Download the object's files to `folder`. read: gets a file of the remote by path and expected size. patience:
+    seconds in all, extrapolated from the speed so far. like: finds local files that may have the same pieces. Raises
+    WrongBytes, Absent, Unusable, OSError."""
     wanted = _missing(content, folder, like)
     size = sum(piece.size for piece in wanted)
     begun, left = time.monotonic(), size
@@ -74,7 +68,7 @@ def bring(
     def fetch(piece: Piece) -> int:
         data = read(piece.path, piece.size)
         if not _is(data, piece):
-            data = read(piece.path, piece.size)  # a bit may flip on the way
+            data = read(piece.path, piece.size)  # a bit may have flipped in transit
         if not _is(data, piece):
             raise WrongBytes(piece.path, data, f"{len(data):,} bytes that do not have this digest")
         for path, offset in wanted[piece]:
@@ -94,7 +88,7 @@ def bring(
 
 
 def _missing(content: RemoteObject, folder: Path, like: Callable[[str, int], Sequence[Path]]) -> _Places:
-    """The pieces that are not in the folder yet, after taking what is to be had on this machine."""
+    """Copy the pieces that this machine has, and return the others."""
     wanted: _Places = defaultdict(list)
     for entry, pieces in content.files:
         path = folder / entry.path
@@ -113,11 +107,11 @@ def _missing(content: RemoteObject, folder: Path, like: Callable[[str, int], Seq
 
 
 def _take(source: Path, path: Path, lacking: list[tuple[Piece, int]]) -> list[tuple[Piece, int]]:
-    """Copy what a file has of these pieces; returns the others. The file itself, half done, has what is in place."""
+    """Copy the pieces that `source` has to `path` and return the others. If they are one file, nothing is copied."""
     left = []
     try:
         stream = open_input(source)
-    except OSError:  # collected just now, or a pipe in its place
+    except OSError:  # collected meanwhile, or a pipe in its place
         return lacking
     with stream:
         for piece, offset in lacking:

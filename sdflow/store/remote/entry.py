@@ -1,8 +1,8 @@
-"""What the remote says of an action and of an object: JSON that carries its own digest, and is checked against what was asked.
+"""Formats of actions and manifests in a remote: JSON with its own digest, checked against the request.
 
-Files go in pieces, each named by its content, so that what two files have in common is kept and sent once. The cuts lie where
-tensors begin: a LoRA changes some of them, and the others stay the same pieces. Large tensors are cut further, small neighbours
-go together. The rule looks at places alone, never at content: a model and the same model with a LoRA are cut alike.
+Files are cut into pieces named by their content, so that shared parts are stored and sent once. Cuts are at tensor
+boundaries: a LoRA changes some tensors and leaves the other pieces equal. Large tensors are cut further and small
+neighbors share a piece. Cuts depend on offsets alone, so a model with and without a LoRA is cut alike.
 """
 
 from __future__ import annotations
@@ -18,27 +18,17 @@ from sdflow import stop
 from sdflow.digest import FileEntry, digest_tree, inside
 from sdflow.store.records import BadRecord, Stored, dump, load, load_action
 
-MOST = 4 << 20
-"""Bytes of a piece at most: what is sent again when a line breaks, and what a reader holds in memory."""
-SMALL, TOGETHER = 128 << 10, 1 << 20
-"""Tensors of fewer bytes share a piece with their neighbours, up to so many bytes."""
-
-Cuts = Callable[[Path], Mapping[str, Sequence[int]]]
-"""From an artifact's folder to the offsets, in bytes, at which tensors begin in its files."""
-
-MOST_OF_ENTRY = 2 << 20
-"""Bytes of an action's file at most, signatures included. Those of real builds have some thousands."""
-MOST_OF_MANIFEST = 8 << 20
-"""Bytes of a manifest at most: 100,000 pieces, which is 100 GB and more."""
-LIST = "structures.json"
-"""What `sdflow cache export` wrote there: the actions, and JSON about them."""
+MOST = 4 << 20  # bytes of a piece: resent when a connection breaks, and held in memory by readers
+SMALL, TOGETHER = 128 << 10, 1 << 20  # smaller tensors share a piece with their neighbors, up to this many bytes
+Cuts = Callable[[Path], Mapping[str, Sequence[int]]]  # artifact folder -> byte offsets of tensors in its files
+MOST_OF_ENTRY = 2 << 20  # bytes of an action file with signatures; real ones have a few thousand
+MOST_OF_MANIFEST = 8 << 20  # bytes: 100,000 pieces, which is 100 GB and more
+LIST = "structures.json"  # index written by `sdflow cache export`: actions, and JSON about them
 _HEX = frozenset("0123456789abcdef")
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes, and the SHA-256 of the content."""
-
     size: int
     sha256: str
 
@@ -49,8 +39,6 @@ class Piece:
 
 @dataclass(frozen=True)
 class RemoteObject:
-    """An object's files, each with its pieces in order."""
-
     files: tuple[tuple[FileEntry, tuple[Piece, ...]], ...]
 
     @property
@@ -75,7 +63,7 @@ def dump_list(about: Mapping[str, Any], actions: Sequence[str]) -> bytes:
 
 
 def read_list(data: bytes) -> tuple[Mapping[str, Any], list[str]]:
-    """What is said about the exported actions, and their digests. Raises BadRecord."""
+    """Return the JSON about the exported actions, and their digests. Raises BadRecord."""
     body = load(data)
     if body.get("format") != 2:
         raise BadRecord(f"it is of the format {body.get('format')!r:.20}: a newer sdflow wrote it")
@@ -86,27 +74,25 @@ def read_list(data: bytes) -> tuple[Mapping[str, Any], list[str]]:
 
 
 def read_entry(data: bytes, digest: str) -> Stored:
-    """The entry of the action that was asked for, with what reports reckon with. Raises BadRecord."""
+    """Parse the entry of an action and check the values that reports use. Raises BadRecord."""
     stored = load_action(data)
-    if stored.action.digest != digest:
+    action, built, facts = stored.action, stored.built, stored.facts
+    if action.digest != digest:
         raise BadRecord("it belongs to another action")
-    built, facts = stored.built, stored.facts
     try:
         sizes = [each["bytes"] for each in facts.get("dtypes", {}).values()]
         numbers = [built["seconds"], built["peak_memory"], *facts.get("operators", {}).values(), *sizes]
-        plain = (
-            isinstance(built["finished"], str) and isinstance(stored.action.content, dict) and is_digest(stored.object)
-        )
+        plain = isinstance(built["finished"], str) and isinstance(action.content, dict) and is_digest(stored.object)
     except (KeyError, TypeError, AttributeError) as error:
         raise BadRecord(f"it lacks what is read of it ({error})") from error
-    # An integer of JSON may have thousands of digits.
+    # A JSON integer may have thousands of digits.
     if not plain or not all(isinstance(each, int | float) and 0 <= each < 2**63 for each in numbers):
         raise BadRecord("its object, its facts or how it was built cannot be read")
     return stored
 
 
 def require_files(files: Sequence[FileEntry], tree: str) -> None:
-    """Raises BadRecord unless these are the files of the object `tree`, each once and within its folder."""
+    """Raise BadRecord unless these are the files of the object `tree`, each once and inside its folder."""
     if digest_tree(files) != tree:
         raise BadRecord("its files are another object's")
     if len({file.path for file in files}) < len(files) or not files:
@@ -125,7 +111,7 @@ def dump_object(tree: str, content: RemoteObject) -> bytes:
 
 
 def read_object(data: bytes, tree: str) -> RemoteObject:
-    """The manifest of an object. Raises BadRecord unless it is that of `tree` and keeps inside its folder."""
+    """Parse a manifest. Raises BadRecord unless it is that of `tree` with all files inside the object."""
     try:
         files = tuple(
             (FileEntry(str(path), int(size), str(sha)), tuple(Piece(int(each), str(of)) for each, of in pieces))
@@ -147,7 +133,6 @@ def is_digest(text: Any) -> bool:
 
 
 def placed(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, int]]:
-    """Each piece of a file with the offset at which it begins."""
     offset = 0
     for piece in pieces:
         yield piece, offset
@@ -159,7 +144,6 @@ def no_cuts(folder: Path) -> Mapping[str, Sequence[int]]:
 
 
 def sizes(size: int, cuts: Sequence[int]) -> Iterator[int]:
-    """The sizes of the pieces of a file, in order."""
     begins = sorted({0, size, *(cut for cut in cuts if 0 < cut < size)})
     waiting = 0
     for begin, end in pairwise(begins):
@@ -178,7 +162,7 @@ def sizes(size: int, cuts: Sequence[int]) -> Iterator[int]:
 
 
 def cut(path: Path, size: int, cuts: Sequence[int]) -> tuple[tuple[Piece, ...], str]:
-    """The pieces of a file, and the SHA-256 of the whole. Raises OSError, and EOFError when it is shorter."""
+    """Return a file's pieces and SHA-256. Raises OSError, or EOFError if the file is shorter than `size`."""
     whole = hashlib.sha256()
     pieces = []
     with path.open("rb") as stream:

@@ -1,7 +1,7 @@
-"""Reads a file of a remote as a stream that stops at a limit, whatever the other side sends.
+"""Reads files of a remote as streams with a size limit, whatever the server sends.
 
-A server can send without end, drip, compress gigabytes into kilobytes, or redirect. So nothing is read that is longer than the
-caller allows, nothing is decompressed, a redirect stays on its host, and a request has a deadline for the whole of it.
+A server may send endless data, drip, send compression bombs, or redirect. Reads therefore stop at the caller's limit,
+nothing is decompressed, redirects stay on their host, and each request has one overall deadline.
 """
 
 from __future__ import annotations
@@ -17,30 +17,26 @@ from sdflow.disk.input_file import open_input
 from sdflow.store.records import BadRecord
 from sdflow.store.remote.spec import without_secrets
 
-MOST_OF_AN_ANSWER = 16 << 20
-"""Bytes of an answer that is no file, at most: one page of an S3 listing has 1,000 names, an error a few lines."""
-MOST_LISTED = 1_000_000
-"""Files of a listing at most."""
+MOST_OF_AN_ANSWER = 16 << 20  # bytes of a listing's page (1,000 names in S3) or of an error
+MOST_LISTED = 1_000_000  # files
 REDIRECTS = 5
-LOCAL, HTTP, S3 = ("file", "local"), ("http", "https"), ("s3", "s3a")
-"""Names that fsspec has for the stores that are read here in their own way."""
+LOCAL, HTTP, S3 = ("file", "local"), ("http", "https"), ("s3", "s3a")  # fsspec's protocols with readers of their own
 _CHUNK = 64 << 10
 
 
 class TooLong(BadRecord):
-    """A file of the remote is longer than one of its kind can be."""
+    """A file of the remote exceeds the limit of its kind."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"it is longer than the {limit:,} bytes that it can have")
 
 
 class Misled(Exception):
-    """A server answers in a way that was not asked for: compressed, or by naming another host."""
+    """The server answers in a way that was not requested, such as compressed or with a redirect to another host."""
 
 
 def read(files: Any, protocol: str, path: str, limit: int, seconds: float) -> bytes:
-    """A file of a store of fsspec's, within so many seconds. Raises FileNotFoundError, TooLong, Misled, and whatever the store's
-    library raises."""
+    """Read a file of an fsspec store. Raises FileNotFoundError, TooLong, Misled, and errors of the store's library."""
     if protocol in HTTP or protocol in S3:
         from fsspec.asyn import sync
 
@@ -50,7 +46,7 @@ def read(files: Any, protocol: str, path: str, limit: int, seconds: float) -> by
         with open_input(Path(path)) as stream:
             data = stream.read(limit + 1)
     else:
-        info = files.info(path)  # of the store's own server
+        info = files.info(path)
         encoding = info.get("contentEncoding") or getattr(info.get("content_settings"), "content_encoding", None)
         if encoding not in (None, "", "identity"):
             raise Misled(f"it keeps a file compressed that was not pushed so ({encoding:.40})")
@@ -72,7 +68,7 @@ async def _read_http(files: Any, url: str, limit: int) -> bytes:
                 continue
             if answer.status == 404:
                 raise FileNotFoundError(url)
-            if answer.status == 416:  # a range of nothing: the file is empty
+            if answer.status == 416:  # range not satisfiable: the file is empty
                 return b""
             answer.raise_for_status()
             encoding = answer.headers.get("Content-Encoding", "identity")
@@ -83,7 +79,7 @@ async def _read_http(files: Any, url: str, limit: int) -> bytes:
 
 
 def _redirected(here: Any, location: str) -> Any:
-    """Where a redirect leads: the same host, by the same scheme or from http to https. Raises Misled."""
+    """Return a redirect's URL: same host, same scheme and port or https at 443. Raises Misled otherwise."""
     from yarl import URL
 
     try:
@@ -106,7 +102,6 @@ async def _read_s3(files: Any, path: str, limit: int) -> bytes:
 
 
 async def _read_stream(stream: Any, limit: int) -> bytes:
-    """What a stream has, which must be `limit` bytes at most. Raises TooLong as soon as it has more."""
     data = bytearray()
     while chunk := await stream.read(min(_CHUNK, limit + 1 - len(data))):
         data += chunk
@@ -116,7 +111,7 @@ async def _read_stream(stream: Any, limit: int) -> bytes:
 
 
 def open_archive(path: Path) -> Any:
-    """The file system of a zip file. Raises OSError, BadZipFile, and Misled for what cannot be unpacked in small steps."""
+    """Open a zip file as a file system. Raises OSError, BadZipFile, and Misled if it cannot be unpacked in chunks."""
     from zipfile import ZIP_DEFLATED, ZIP_STORED
 
     from fsspec.implementations.zip import ZipFileSystem
@@ -130,7 +125,7 @@ def open_archive(path: Path) -> Any:
 
 
 def listing(files: Any, protocol: str, root: str, seconds: float) -> dict[str, dict[str, Any]]:
-    """Every file under a folder by its path, with what the store tells of it. Raises what that raises, and Misled."""
+    """Return path -> store's info of every file under a folder. Raises Misled, and whatever the store raises."""
     if protocol in LOCAL:
         return _at_most(_walk(files._strip_protocol(root)))
     if protocol in S3:
@@ -141,7 +136,7 @@ def listing(files: Any, protocol: str, root: str, seconds: float) -> dict[str, d
 
 
 def _walk(folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """No link is followed: a folder may link to one above it."""
+    """Walk a folder without following links, which may form a loop."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
@@ -175,10 +170,7 @@ def _at_most(pairs: Iterable[tuple[str, dict[str, Any]]], before: int = 0) -> di
 
 
 def open_limits(scheme: str, seconds: float) -> dict[str, Any]:
-    """What fsspec opens a store with: limits of time and of answers, nothing listed is kept, since others write there too.
-
-    Raises ImportError where the store's package is missing.
-    """
+    """Return fsspec options: limits, and no listing cache, as others write there too. Raises ImportError."""
     anew = {"use_listings_cache": False, "skip_instance_cache": True}
     if scheme in S3:
         times = {"connect_timeout": seconds, "read_timeout": seconds}
@@ -193,10 +185,7 @@ def open_limits(scheme: str, seconds: float) -> dict[str, Any]:
 
 
 def _s3_session() -> type:
-    """The class of aiobotocore's HTTP sessions, whose answers have limits: s3fs and botocore read them whole.
-
-    An object's content is streamed by `_read_s3`; what this bounds are listings and errors.
-    """
+    """Return an aiobotocore session class that limits listings and errors, which s3fs and botocore read whole."""
     from aiobotocore.httpsession import AIOHTTPSession
 
     class Bounded(AIOHTTPSession):  # type: ignore[misc]
@@ -208,7 +197,7 @@ def _s3_session() -> type:
 
 
 async def _ask_s3(request: Any, *arguments: Any, **options: Any) -> Any:
-    """No redirect is followed: botocore does so itself, where it knows the host."""
+    """Request without following redirects: botocore follows them itself, to hosts it knows."""
     answer = await request(*arguments, **options, allow_redirects=False)
     answer.read = partial(_read_stream, answer.content, MOST_OF_AN_ANSWER)
     return answer

@@ -1,7 +1,4 @@
-"""A remote as a run uses it: asked, believed by digests alone, and given up for the rest of the run when it fails.
-
-Nothing here raises for what the remote does. It is said once, and the step is built here.
-"""
+"""A remote as a run uses it: its failures are reported once and end its use; the run then builds the steps itself."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,50 +29,41 @@ from sdflow.units import spell_bytes
 T = TypeVar("T")
 
 TRIES = 3
-PAUSE = 0.2
-"""Seconds before the second try; then twice as many."""
-PATIENCE = 300.0
-"""Seconds that an object may take at least; at most, twenty times what building it took elsewhere."""
+PAUSE = 0.2  # seconds before the second try, doubled for each further one
+PATIENCE = 300.0  # seconds a download may take, or 20 times the object's build time if that is longer
 
 
 class Remote:
-    """A remote cache. `tell` gets what a user should know. It may be used from several threads. signer: of what is pushed.
-    Raises UsageError when keys are trusted and signatures cannot be checked."""
+    """A remote cache. Thread-safe. tell: gets user messages. Raises UsageError if signatures cannot be checked."""
 
     def __init__(
         self, spec: RemoteSpec, layout: Layout, cuts: form.Cuts = form.no_cuts, signer: Signer | None = None
     ) -> None:
         if spec.trust:
             require_signers(spec.trust)
-        self.spec = spec
-        self.share = Share(spec)
+        self.spec, self.share = spec, Share(spec)
         self.tell: Callable[[str], None] = log.warning
-        # Why nothing is done there any more, nothing read (what it gave was wrong), and nothing pushed.
+        # Reasons why the remote is no longer used, no longer read (wrong content), and no longer pushed to.
         self.unusable: str | None = None
         self.distrusted: str | None = None
         self.closed: str | None = None
         self._layout, self._cuts, self._signer = layout, cuts, signer
         self._known: dict[str, Stored] = {}
-        self._mend: set[str] = set()  # actions whose entry is not whole or wrong: the next push replaces it,
-        self._wrongs: set[str] = set()  # and of these all that it is made of
+        self._mend: set[str] = set()  # actions with an incomplete or wrong entry: the next push replaces the entry
+        self._wrongs: set[str] = set()  # actions with wrong content: the next push replaces every piece as well
         self._said: set[str] = set()
         self._lock = threading.Lock()
         self._offered = Offered(self.push, lambda: self._shut, self._close)
 
     def look(self, digest: str, meanwhile: Callable[[], None] = lambda: None) -> Stored | None:
-        """What the remote says that the action gave; None when it has none, or cannot be asked."""
+        """Return the remote's entry of an action; None if it has none or is unusable."""
         if not self._read_from or digest in self._mend:
             return None
         if digest in self._known:
             return self._known[digest]
         try:
-            entry = self._read(
-                form.action_path(digest),
-                form.MOST_OF_ENTRY,
-                lambda data: form.read_entry(data, digest),
-                meanwhile,
-                signed=True,
-            )
+            path, parse = form.action_path(digest), partial(form.read_entry, digest=digest)
+            entry = self._read(path, form.MOST_OF_ENTRY, parse, meanwhile, signed=True)
         except Absent as error:
             if isinstance(error, Refused):
                 self._say(
@@ -93,7 +82,7 @@ class Remote:
         return self._known.get(digest)
 
     def exported(self, meanwhile: Callable[[], None] = lambda: None) -> tuple[Mapping[str, Any], list[Stored]]:
-        """What `export` wrote: JSON about it, and its entries. Raises Absent, WrongBytes, Unusable, Untrusted."""
+        """Return what `export` wrote: the JSON, and the entries. Raises Absent, WrongBytes, Unusable, Untrusted."""
         about, digests = self._read(form.LIST, form.MOST_OF_MANIFEST, form.read_list, meanwhile, signed=True)
         found = []
         for digest in digests:
@@ -104,29 +93,27 @@ class Remote:
         return about, found
 
     def export(self, about: Mapping[str, Any], actions: Sequence[str]) -> None:
-        """Say what was exported, after it was pushed. Raises Unusable."""
+        """Write the index of exported actions. Call it after pushing them. Raises Unusable."""
         data = form.dump_list(about, actions)
         if self._signer is not None:
             self.share.write(signature_path(data), self._signer.signature(data))
         self.share.write(form.LIST, data)
 
     def bring(self, entry: Stored, folder: Path, meanwhile: Callable[[], None] = lambda: None) -> bool:
-        """Make the files of an entry in `folder`, or go on with what an earlier attempt left there. False, and said why, when
-        they cannot be had. The caller checks the tree: `disbelieve` if it is another."""
+        """Download an entry's files to `folder`, resuming an earlier attempt. Returns False, and reports why, on
+        failure. The caller checks the tree digest and calls `disbelieve` if it differs."""
         if not self._read_from:
             return False
         digest, path = entry.action.digest, form.object_path(entry.object)
         try:
-            content = self._read(
-                path, form.MOST_OF_MANIFEST, lambda data: form.read_object(data, entry.object), meanwhile
-            )
+            parse = partial(form.read_object, tree=entry.object)
+            content = self._read(path, form.MOST_OF_MANIFEST, parse, meanwhile)
             missing = content.bytes - min(content.bytes, written(folder))
             if missing > free_bytes(self._layout.root):
                 self._say(f"{spell_bytes(missing)} of {self.spec.shown} have no room on the disk: building here")
                 return False
             patience = max(PATIENCE, 20 * float(entry.built["seconds"]))
-            lines = Lines(self.share, meanwhile)
-            bring(content, folder, self._tried_read, lines, patience=patience, like=self._like)
+            bring(content, folder, self._tried_read, Lines(self.share, meanwhile), patience=patience, like=self._like)
         except Absent as error:
             self._mend.add(digest)
             self._say(f"{self.spec.shown} has lost parts of what it names ({error}): building here")
@@ -134,28 +121,22 @@ class Remote:
             self._give_up(error)
         except WrongBytes as error:
             self._wrong(digest, error)
-        except (IsADirectoryError, FileExistsError, NotADirectoryError) as error:  # a file below a file
+        except (IsADirectoryError, FileExistsError, NotADirectoryError) as error:  # a path below a file
             self._wrong(digest, WrongBytes(path, b"", f"its files do not fit together ({error.strerror})"))
         else:
             return True
         return False
 
     def disbelieve(self, entry: Stored) -> None:
-        """The files of an entry are, all in all, not those that it names."""
+        """Report that an entry's files do not have its tree digest."""
         error = WrongBytes(form.object_path(entry.object), b"", "its pieces do not make up its files")
         self._wrong(entry.action.digest, error)
 
     def _read(
-        self,
-        path: str,
-        limit: int,
-        parse: Callable[[bytes], T],
-        meanwhile: Callable[[], None],
-        *,
-        signed: bool = False,
+        self, path: str, limit: int, parse: Callable[[bytes], T], meanwhile: Callable[[], None], *, signed: bool = False
     ) -> T:
-        """What a file says. All tries together take no longer than the timeout. signed: it must be by one of those who are
-        trusted, where anyone is. Raises WrongBytes, Absent, Unusable, Untrusted."""
+        """Read and parse a file; all tries together take at most the timeout. signed: if there are trusted signers, one
+        must have signed it. Raises WrongBytes, Absent, Unusable, Untrusted."""
 
         def read(path: str, limit: int) -> bytes:
             return Lines(self.share, meanwhile).one(lambda: self._tried_read(path, limit))
@@ -186,7 +167,7 @@ class Remote:
         return self.unusable is None and self.distrusted is None
 
     def _like(self, path: str, size: int) -> Sequence[Path]:
-        """Files of the cache that may have pieces in common with one of this name and size, newest first."""
+        """Return the cache's files of this path and size, newest first."""
         found = []
         for folder in self._layout.objects.glob("*/*"):
             with suppress(BadTree, OSError):
@@ -196,8 +177,8 @@ class Remote:
 
     @contextmanager
     def pushing(self) -> Iterator[None]:
-        """Within it, what is offered is pushed; its end waits until all of it is, or the remote is given up. When it fails, no
-        more is pushed: what is half sent does not count there."""
+        """Push results offered in the body. Its end waits until all are pushed or the remote is given up; an exception
+        abandons the rest: an incomplete upload does not count there."""
         self._offered.abandoned.clear()
         try:
             yield
@@ -212,12 +193,11 @@ class Remote:
             )
 
     def offer(self, record: Record) -> None:
-        """Push a result beside what else goes on, if pushing was asked for."""
         if self.spec.push and not self._shut:
             self._offered.offer(record)
 
     def push(self, record: Record, meanwhile: Callable[[], None] = lambda: None) -> Sent | None:
-        """Push one result now. None, and said why, when it did not get there."""
+        """Push one result now. Returns None, and reports why, if that fails."""
         if self._shut:
             return None
         digest, lines = record.action.digest, Lines(self.share, meanwhile)
@@ -240,7 +220,7 @@ class Remote:
         return None
 
     def vouch(self, objects: Iterable[str], said: Claim) -> None:
-        """Push that these were verified here, if pushing was asked for."""
+        """Push a claim that these objects were verified, if pushing is enabled."""
         if not self.spec.push or self._shut:
             return
         try:
@@ -249,20 +229,18 @@ class Remote:
             self._close(error)
 
     def claims(self, objects: Iterable[str]) -> Mapping[str, Sequence[Claim]]:
-        """Who says to have verified these; empty where the remote cannot be listed."""
+        """Return the verification claims of objects; empty if the remote cannot be listed."""
         if self._read_from:
             with suppress(Unusable):
                 return claims(self.share, self.spec.trust, objects, stop.check)
         return {}
 
     def require_usable(self) -> None:
-        """Raises Unusable for one that was given up."""
         if (why := self.unusable or self.distrusted or self.closed) is not None:
             raise Unusable(why)
 
     @property
     def _shut(self) -> bool:
-        """Whether pushing has no use any more."""
         return self.closed is not None or self.unusable is not None
 
     def _give_up(self, error: Unusable) -> None:
@@ -281,11 +259,11 @@ class Remote:
         self._say(f"nothing is pushed to {self.spec.shown} from here on: {why}")
 
     def _wrong(self, action: str, error: WrongBytes) -> None:
-        """Put aside what the remote gave, and believe nothing more of it in this run."""
+        """Quarantine the remote's wrong content and read nothing more from it in this run."""
         self._mend.add(action)
         self._wrongs.add(action)
         with self._lock:
-            if self.distrusted is not None:  # by another thread, and told
+            if self.distrusted is not None:  # another thread has reported it
                 return
             self.distrusted = str(error)
         place = keep_bytes(self._layout, error.path, error.data, f"{self.spec.shown}: {error}") if error.data else None
@@ -303,7 +281,7 @@ class Remote:
 
 
 def _tried(do: Callable[[], T], ended: Callable[[], bool] = lambda: False) -> T:
-    """What it returns; a line that breaks is tried again, until that has ended. Raises what it raises at last."""
+    """Call `do`, retrying non-final Unusable up to TRIES times in all unless `ended`. Raises the last error."""
     for pause in (PAUSE * 2**attempt for attempt in range(TRIES - 1)):
         try:
             return do()

@@ -1,7 +1,7 @@
-"""The remote's files through fsspec: read, write, look, list, remove; and what each failure means.
+"""File operations on a remote through fsspec, and the meaning of failures.
 
-One rule for all stores: a file is not there (`Absent`), or the remote cannot be used (`Unusable`). No message carries a
-credential: what libraries say is cleared of URLs' users and queries.
+All stores map to two errors: the file is missing (`Absent`) or the remote cannot be used (`Unusable`). Messages of
+libraries are stripped of credentials.
 """
 
 from __future__ import annotations
@@ -24,29 +24,27 @@ from sdflow.store.remote.spec import RemoteSpec, is_url, packages_of, without_se
 T = TypeVar("T")
 R = TypeVar("R")
 
-LINES = 12
-LOOK = 0.1
+LINES = 12  # threads
+LOOK = 0.1  # seconds between calls of `meanwhile`
 FOLDER = "sdflow-v1"
-LISTING = 20
-"""How many times the timeout a listing may take: a long one comes in many pages."""
-UNFINISHED = ".part"
-"""Ends the name of a file that is being written, or was when its writer died."""
+LISTING = 20  # timeouts that a listing may take: a long one has many pages
+UNFINISHED = ".part"  # suffix of files being written, or left by writers that died
 _IN_PLACE = ("file", "local", "sftp", "ssh", "smb", "ftp", "hdfs", "arrow_hdfs", "webhdfs", "memory")
-"""Stores that show a file while it is being written: there it is written under another name and renamed."""
+"""Stores that show partially written files: files are written under another name there and renamed."""
 _URLS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>)]+")
 _SECRETS = re.compile(r"(?i)((?:key|token|secret|signature|password|credential|sig)[\w-]*\s*[=:]\s*)[^\s,;&)'\"]+")
 
 
 class Absent(Exception):
-    """There is no such file in the remote."""
+    """The remote does not have the file."""
 
 
 class Refused(Absent):
-    """The store refuses to tell of a file, as it does of those that are not there."""
+    """The store denies access to a file, as it also does for missing files."""
 
 
 class Unusable(Exception):
-    """The remote does not answer, refuses, or fails. The message says how, without credentials. final: it will again."""
+    """The remote does not answer, refuses, or fails. The message has no credentials. final: a retry would fail too."""
 
     def __init__(self, what: str, *, final: bool = False) -> None:
         super().__init__(what)
@@ -55,15 +53,13 @@ class Unusable(Exception):
 
 @dataclass(frozen=True)
 class Found:
-    """A file of the remote: its path under the prefix, bytes, and the store's own time of its last change (seconds)."""
-
-    path: str
+    path: str  # under the prefix
     size: int
-    changed: float | None
+    changed: float | None  # Unix time by the store's clock
 
 
 class Share:
-    """A remote's files. Opening it reaches for nothing. Its methods may be called from several threads."""
+    """A remote's files. Connects on first use. Thread-safe."""
 
     def __init__(self, spec: RemoteSpec) -> None:
         self.spec = spec
@@ -72,11 +68,11 @@ class Share:
         self._opening = threading.Lock()
 
     def read(self, path: str, limit: int) -> bytes:
-        """The content of a file of at most `limit` bytes. Raises Absent, Unusable, and TooLong, which is a BadRecord."""
+        """Return the content of a file of at most `limit` bytes. Raises Absent, Unusable, TooLong."""
         return self._looked(path, lambda files, whole: read(files, self._protocol, whole, limit, self.spec.timeout))
 
     def stat(self, path: str) -> Found | None:
-        """A file; None where there is none. Raises Unusable."""
+        """Return a file's metadata, or None if missing. Raises Unusable."""
 
         def look(files: Any, whole: str) -> Found:
             files.invalidate_cache()
@@ -87,7 +83,7 @@ class Share:
         return None
 
     def _looked(self, path: str, look: Callable[[Any, str], T]) -> T:
-        """What is found at a path, of the store and by the whole path. Raises Absent, Unusable."""
+        """Call `look` with the store and the full path. Raises Absent, Unusable."""
         files = self._open()
         try:
             with _usable():
@@ -100,7 +96,7 @@ class Share:
             raise
 
     def write(self, path: str, data: bytes) -> None:
-        """Give a file its whole content at once. Raises Unusable."""
+        """Write a file atomically. Raises Unusable."""
         files, target = self._open(), f"{self._root}/{path}"
         if self.spec.archive:
             raise Unusable("an archive is written as a whole: `sdflow cache push --url`, or `export`", final=True)
@@ -114,7 +110,7 @@ class Share:
             files.mv(aside, target)
 
     def list(self, folder: str) -> Iterator[Found]:
-        """Every file under a folder. A store may not list yet what was written a moment ago. Raises Unusable."""
+        """Yield every file under a folder. Stores may omit recent writes. Raises Unusable."""
         files, root = self._open(), f"{self._root}/{folder}"
         if self._protocol in HTTP:
             raise Unusable("nothing can be listed over HTTP", final=True)
@@ -129,14 +125,14 @@ class Share:
             yield _found(path[begins:], info)
 
     def remove(self, path: str) -> None:
-        """Remove a file. Missing is fine. Raises Unusable."""
+        """Remove a file if it exists. Raises Unusable."""
         files = self._open()
         with suppress(FileNotFoundError), _usable():
             files.rm_file(f"{self._root}/{path}")
 
     def _may_be_absent(self, error: BaseException | None) -> bool:
-        """Whether the store may mean that there is no such file: S3 answers 403 to who may not list a bucket. What is
-        wrong with the credentials themselves has names of its own."""
+        """Return whether the file may be missing: S3 then answers 403 to clients that may not list the bucket. Invalid
+        credentials have other codes."""
         if not isinstance(error, PermissionError) or self._protocol not in S3:
             return False
         said: Any = getattr(error.__cause__, "response", None)
@@ -156,11 +152,8 @@ class Share:
 
 @dataclass(frozen=True)
 class Lines:
-    """Work on several lines to the remote at a time, given up when none of them moves. The threads are no reason to stay: one
-    that hangs in a library does not keep the process from its end.
-
-    meanwhile: called again and again by whoever waits; what it raises ends the work.
-    """
+    """Runs work in several threads and gives up when none makes progress. They are daemons: one that hangs in a library
+    does not keep the process alive. meanwhile: called repeatedly while waiting; its exceptions end the work."""
 
     share: Share
     meanwhile: Callable[[], None] = lambda: None
@@ -172,9 +165,8 @@ class Lines:
         done: Callable[[R], None] = lambda result: None,
         timeout: float | None = None,
     ) -> None:
-        """Call `do` with each item, several at a time; `done` with each result, in the calling thread. timeout: by default the
-        remote's. Raises what `do` raises first, Unusable when so many seconds pass without a result, and what `meanwhile` raises.
-        """
+        """Call `do` with each item in several threads, and `done` with each result in the calling thread. Raises what
+        they and `meanwhile` raise, and Unusable after `timeout` seconds (default: the remote's) without a result."""
         patience = self.share.spec.timeout if timeout is None else timeout
         left: SimpleQueue[T] = SimpleQueue()
         results: SimpleQueue[tuple[bool, R | BaseException]] = SimpleQueue()
@@ -192,7 +184,7 @@ class Lines:
                     return
                 try:
                     results.put((True, do(item)))
-                except BaseException as error:  # noqa: BLE001  (it is raised in the caller)
+                except BaseException as error:  # noqa: BLE001  (re-raised in the calling thread)
                     results.put((False, error))
 
         for _ in range(min(LINES, count)):
@@ -217,24 +209,22 @@ class Lines:
             ended.set()
 
     def found(self, items: Iterable[T], look: Callable[[T], R | None]) -> list[R]:
-        """The results of `for_each` but for None, in the order in which they come."""
+        """Return the results of `for_each` other than None, in completion order."""
         results: list[R | None] = []
         self.for_each(items, look, results.append)
         return [result for result in results if result is not None]
 
     def one(self, do: Callable[[], R], timeout: float | None = None) -> R:
-        """The result of one call, in the same way."""
+        """Return the result of one call, run as in `for_each`."""
         results: list[R] = []
         self.for_each([None], lambda _: do(), results.append, timeout)
         return results[0]
 
     def listed(self, folder: str) -> list[Found]:
-        """The files of a folder. A long list takes its time."""
         return self.one(lambda: list(self.share.list(folder)), LISTING * self.share.spec.timeout)
 
 
 def _opened(spec: RemoteSpec) -> tuple[Any, str]:
-    """The store of fsspec's, and the folder in it."""
     try:
         from fsspec.core import url_to_fs
 
@@ -253,11 +243,9 @@ def _opened(spec: RemoteSpec) -> tuple[Any, str]:
 
 @contextmanager
 def _usable(also: type[Exception] | None = None) -> Iterator[None]:
-    """Raises Unusable for what fails in it, but for a file that is too long, or not there unless that is `also` a failure.
-
-    Everything is caught, and here alone: each store's library has errors of its own (botocore, aiohttp, azure, google, paramiko),
-    which cannot be named without it, and none may fail a build.
-    """
+    """Turn exceptions of the body into Unusable, except TooLong and FileNotFoundError unless in `also`. Only here
+    everything is caught: each store's library (botocore, aiohttp, azure, google, paramiko) has its own errors, which
+    cannot be named without importing it, and none may fail a build."""
     try:
         yield
     except Exception as error:
@@ -273,14 +261,13 @@ def _unusable(error: Exception) -> Unusable:
         return Unusable(str(error), final=True)
     text = " ".join(str(error).split()) or "no reason given"
     text = _SECRETS.sub(r"\1…", _URLS.sub(lambda match: without_secrets(match[0]), text))
-    final = isinstance(error, PermissionError | NotImplementedError)
-    return Unusable(
-        f"{type(error).__name__}: {text[:200]}", final=final or getattr(error, "status", None) in (401, 403, 405)
-    )
+    status = getattr(error, "status", None)
+    final = isinstance(error, PermissionError | NotImplementedError) or status in (401, 403, 405)
+    return Unusable(f"{type(error).__name__}: {text[:200]}", final=final)
 
 
 def _found(path: str, info: dict[str, Any]) -> Found:
-    changed = None
+    size = int(info.get("size") or 0)
     for key in ("mtime", "LastModified", "last_modified", "updated", "created"):
         value: Any = info.get(key)
         if isinstance(value, str):
@@ -289,6 +276,5 @@ def _found(path: str, info: dict[str, Any]) -> Found:
         if isinstance(value, datetime):
             value = value.timestamp()
         if isinstance(value, int | float):
-            changed = float(value)
-            break
-    return Found(path, int(info.get("size") or 0), changed)
+            return Found(path, size, float(value))
+    return Found(path, size, None)

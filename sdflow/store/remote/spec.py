@@ -1,4 +1,4 @@
-"""Which remote, and what may be done there: as a workflow says it, or the environment."""
+"""Settings of a remote cache, from the workflow or the environment."""
 
 from __future__ import annotations
 
@@ -16,20 +16,16 @@ URL_VARIABLE = "SDFLOW_REMOTE_CACHE"
 PUSH_VARIABLE = "SDFLOW_REMOTE_CACHE_PUSH"
 TIMEOUT = 30.0
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::|://)")
-_STORES = {
-    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs",
-}  # fmt: skip
-"""Scheme -> the distribution that knows it, each in an extra of sdflow's own."""
-_ARCHIVE, _ARCHIVES = "zip://", (".zip", ".sdflow")
-"""Names of archives begin or end so. Of an archive that is there, any name is taken."""
+_STORES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"}
+"""Scheme -> distribution that implements it, each in an extra of its own."""
+_ARCHIVE, _ARCHIVES = "zip://", (".zip", ".sdflow")  # prefix, suffixes; any existing file is taken for an archive
 _LINKS = re.compile(r"::(?=[A-Za-z][A-Za-z0-9+.-]*://)")
 
 
 @dataclass(frozen=True)
 class RemoteSpec:
-    """url: where, as fsspec reads it. push: what is built here goes there. timeout: seconds without any answer after which
-    it counts as gone for this run. trust: signers, as `sdflow.store.signing` reads them, of whom one must have signed what is
-    fetched; empty: none must. name: what it is called in place of its URL."""
+    """url: for fsspec. push: upload results. timeout: seconds without an answer until the run gives the remote up.
+    trust: signers, one of whom must have signed each entry, unless empty. name: shown instead of the URL."""
 
     url: str
     push: bool = False
@@ -39,23 +35,20 @@ class RemoteSpec:
 
     @property
     def shown(self) -> str:
-        """The URL for eyes and files: without a user, a password, a token."""
+        """The URL to print and store, without credentials."""
         return self.name or (str(self.archive) if self.archive else without_secrets(self.url))
 
     @property
     def archive(self) -> Path | None:
-        """The file that the remote is in."""
         return Path(self.url.removeprefix(_ARCHIVE)) if self.url.startswith(_ARCHIVE) else None
 
 
 def is_url(text: str) -> bool:
-    """Whether it is written as a URL. Else it is a folder."""
     return bool(_SCHEME.match(text))
 
 
 def without_secrets(url: str) -> str:
-    """A URL without what may be a credential: user and password, query, fragment; of a chain, as simplecache::https://…, of
-    each link."""
+    """Strip user, password, query and fragment from a URL, in each link of a chain (simplecache::https://…)."""
     return "::".join(_plain(link) for link in _LINKS.split(url))
 
 
@@ -70,8 +63,8 @@ def _plain(url: str) -> str:
 
 
 def remote_from_environment(said: RemoteSpec | None, environment: Mapping[str, str] = os.environ) -> RemoteSpec | None:
-    """The remote of the workflow, or the one that the environment names in its place; an empty variable: none. There nothing is
-    pushed but where the environment asks for that too; whom the workflow trusts stays. Raises UsageError."""
+    """Return the workflow's remote, replaced by $SDFLOW_REMOTE_CACHE if set; None if that is empty. The replacement
+    keeps the workflow's trust and pushes only if $SDFLOW_REMOTE_CACHE_PUSH is 1. Raises UsageError."""
     url = environment.get(URL_VARIABLE)
     if url is None:
         return said
@@ -87,8 +80,8 @@ def remote_from_environment(said: RemoteSpec | None, environment: Mapping[str, s
 
 
 def at(url: str, said: str) -> str:
-    """The URL; of a folder the absolute path, of an archive zip:// and that. said: by what it was named. Raises UsageError for a
-    scheme that fsspec lacks."""
+    """Make the path of a folder or archive absolute, the latter with zip://. said: source of the URL, for errors.
+    Raises UsageError if fsspec lacks the scheme."""
     if (remedy := unknown_scheme(url)) is not None:
         raise UsageError(f"{without_secrets(url)!r} is no URL of a remote cache", where=said, remedy=remedy)
     if is_url(url) and not url.startswith(_ARCHIVE):
@@ -103,7 +96,7 @@ def scheme_of(url: str) -> str:
 
 
 def packages_of(url: str) -> tuple[str, ...]:
-    """The distributions that a remote at this URL needs, as far as sdflow has an extra for them."""
+    """Return the distributions that a remote at this URL needs and sdflow has an extra for."""
     if not is_url(url) or scheme_of(url) in ("zip", "file", "local"):
         return ()
     store = _STORES.get(scheme_of(url))
@@ -111,7 +104,7 @@ def packages_of(url: str) -> tuple[str, ...]:
 
 
 def unknown_scheme(url: str) -> str | None:
-    """None if fsspec has the URL's scheme; else what to write. Raises UsageError where a package for it is not installed."""
+    """Return None if fsspec knows the scheme, else a remedy. Raises UsageError if a package for it is missing."""
     if not is_url(url):
         return None
     if packages_of(url) and missing(*EXTRAS["remote"]):

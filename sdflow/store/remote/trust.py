@@ -1,7 +1,7 @@
-"""Who is believed: entries and claims are signed by OpenSSF Model Signing, and where signers are named, others are no entries.
+"""Signatures of entries and claims (OpenSSF Model Signing). If signers are trusted, entries of others count as missing.
 
-What is signed is an action's file. It names the object by its tree digest, and so every byte of it. Its signature lies at
-`signatures/ab/<digest of the file>.sig`: whoever replaces the file writes another.
+The signature covers the action file, whose tree digest covers every byte of the object. It is stored at
+`signatures/ab/<digest of the file>.sig`, so replacing the action file never overwrites its signature.
 """
 
 from __future__ import annotations
@@ -23,23 +23,19 @@ from sdflow.store.signing import EARLIER, Signer, Untrusted, is_public_key, veri
 FOLDER = "verified"
 SIGNATURES = "signatures"
 _NAME = re.compile(r"[0-9a-f]{2}/([0-9a-f]{64})\.[0-9a-f]{16}\.json(\.sig)?")
-_MOST = 64
-"""Claims of one object that are read, and versions of one claim."""
-MOST_OF_CLAIM = MOST_OF_SIGNATURE = 64 << 10
-"""Bytes of a claim's file, and of a signature, at most: those with a chain of certificates have some thousands."""
-MOST_SIGNATURES = 16
-"""Of one record of an earlier sdflow. Each takes its time to check, and whoever can write to a remote can add some."""
+_MOST = 64  # claims read per object, and versions per claim
+MOST_OF_CLAIM = MOST_OF_SIGNATURE = 64 << 10  # bytes; a signature with a certificate chain has a few thousand
+MOST_SIGNATURES = 16  # per record of an earlier sdflow: checks take time, and any writer to the remote can add some
 
 
 def signature_path(data: bytes) -> str:
-    """Where the signature of a file with this content lies."""
     digest = hashlib.sha256(data).hexdigest()
     return f"{SIGNATURES}/{digest[:2]}/{digest}.sig"
 
 
 def require_signed(data: bytes, trust: Sequence[str], read: Callable[[], bytes]) -> bool:
-    """Raises Untrusted unless one of those who are trusted has signed a record, BadRecord for what is none. read: its signature,
-    which may raise Absent. Returns whether it is signed as an earlier sdflow did it."""
+    """Raise Untrusted unless a trusted signer signed the record, or BadRecord. read: returns its signature or raises
+    Absent. Returns whether the signature is in an earlier sdflow's format."""
     if _signed_earlier(data, trust):
         return True
     try:
@@ -50,8 +46,7 @@ def require_signed(data: bytes, trust: Sequence[str], read: Callable[[], bytes])
 
 
 def is_signed(data: bytes, signature: bytes | None, trust: Sequence[str]) -> bool:
-    """Whether a record is sound and signed by one who is trusted; where nobody is, whether it has a signature: whose, cannot be
-    told without a key."""
+    """Return whether a record is valid and signed by a trusted signer; without `trust`, by anyone, unchecked."""
     try:
         load(data)
         if signature is None:
@@ -64,7 +59,7 @@ def is_signed(data: bytes, signature: bytes | None, trust: Sequence[str]) -> boo
 
 
 def _signed_earlier(data: bytes, trust: Sequence[str]) -> str | None:
-    """Who of these has signed a record within the record itself, as an earlier sdflow did it: the content, with Ed25519."""
+    """Return the key of `trust` that signed a record in an earlier sdflow's format: Ed25519, embedded in the record."""
     content = canonical_json(load(data))
     for key, signature in _earlier(data):
         if key in trust and EARLIER.fullmatch(key):
@@ -78,7 +73,7 @@ def _signed_earlier(data: bytes, trust: Sequence[str]) -> str | None:
 
 
 def _earlier(data: bytes) -> list[tuple[str, str]]:
-    """The keys and signatures that a sound record carries, checked or not. Raises BadRecord when there are too many."""
+    """Return the keys and signatures embedded in a record, unchecked. Raises BadRecord if there are too many."""
     given = json.loads(data).get(SIGNATURES)
     if not isinstance(given, list):
         return []
@@ -90,8 +85,7 @@ def _earlier(data: bytes) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Claim:
-    """level, target: as of a verification. versions: of the packages that it ran with. key: that has signed it; None: nobody.
-    trusted: whether that key is."""
+    """A claim of verification. versions: of packages. key: signer's, None if unsigned. trusted: whether `key` is."""
 
     level: str
     target: str
@@ -101,7 +95,6 @@ class Claim:
 
     @property
     def words(self) -> str:
-        """In one line."""
         who = "nobody signed it" if self.key is None else f"signed by {self.key[:16]}…"
         doubt = "" if self.key is None or self.trusted else ", whom this machine does not name in trust"
         versions = ", ".join(f"{name} {version}" for name, version in sorted(self.versions.items()))
@@ -109,7 +102,7 @@ class Claim:
 
 
 def claim(share: Share, objects: Iterable[str], said: Claim, signer: Signer | None) -> None:
-    """Write that these were verified. What is said already is not said again. Raises Unusable."""
+    """Write a claim for each object, unless the same claim exists. Raises Unusable."""
     body = {"format": 2, "level": said.level, "target": said.target, "versions": dict(said.versions)}
     for digest in objects:
         data = dump({**body, "object": digest, "key": signer.public if signer else None})
@@ -127,7 +120,7 @@ def claim(share: Share, objects: Iterable[str], said: Claim, signer: Signer | No
 def claims(
     share: Share, trust: Sequence[str], objects: Iterable[str], meanwhile: Callable[[], None] = lambda: None
 ) -> dict[str, list[Claim]]:
-    """What is said of these objects. A claim that is none, or whose signature does not hold, is left out. Raises Unusable."""
+    """Return the claims of these objects. Skips malformed ones and those with invalid signatures. Raises Unusable."""
     wanted, lines = set(objects), Lines(share, meanwhile)
     files = lines.listed(FOLDER)
     signed = {file.path for file in files if file.path.endswith(".sig")}
@@ -151,16 +144,14 @@ def claims(
 
 
 def named(file: Found) -> str | None:
-    """The object that a claim's file, or the signature of one, is of; None for what is neither."""
+    """Return the object of a claim's file or signature; None for other files."""
     match = _NAME.fullmatch(file.path.partition("/")[2])
     return None if match is None else match[1]
 
 
 def read_claim(data: bytes, signature: bytes | None, object_digest: str, trust: Sequence[str]) -> Claim:
-    """Raises BadRecord for what is no claim of this object, Untrusted for a signature that does not hold.
-
-    Who signed is one who is trusted, or else the key that the claim itself names.
-    """
+    """Parse a claim of this object and check its signature with the trusted keys and the one it names. Raises BadRecord
+    if it is no such claim, Untrusted if the signature is invalid or cannot be checked."""
     body = load(data)
     level, target, versions, key = (body.get(name) for name in ("level", "target", "versions", "key"))
     if body.get("object") != object_digest or not isinstance(versions, dict) or len(versions) > _MOST:

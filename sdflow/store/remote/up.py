@@ -1,4 +1,4 @@
-"""Sending a finished action up: the pieces that are not there, the manifest, and last the action, which makes it count."""
+"""Uploads a finished action: missing pieces, the manifest, and last the action file, which commits it."""
 
 from __future__ import annotations
 
@@ -21,21 +21,18 @@ from sdflow.store.remote.share import Absent, Lines, Share
 from sdflow.store.remote.trust import MOST_OF_SIGNATURE, is_signed, signature_path
 from sdflow.store.signing import Signer
 
-FROM = "from"
-"""Of how an artifact was built: the remote that it came from. It stays on this machine, and what has it is not signed here."""
+FROM = "from"  # in `built`: the remote an artifact was fetched from; never uploaded, and never signed here
 
 
 class DamagedHere(Exception):
-    """A file of the local cache is not what was published: it is not passed on."""
+    """A file of the local cache differs from what was published, and is not uploaded."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What pushing did: results that are new in the remote, bytes that went there, and bytes that it had already."""
-
-    results: int = 0
-    bytes: int = 0
-    there: int = 0
+    results: int = 0  # new in the remote
+    bytes: int = 0  # uploaded
+    there: int = 0  # bytes that the remote already had
 
     def __add__(self, other: Sent) -> Sent:
         return Sent(self.results + other.results, self.bytes + other.bytes, self.there + other.there)
@@ -51,10 +48,10 @@ def send(
     signer: Signer | None = None,
     trust: Sequence[str] = (),
 ) -> Sent:
-    """Push a finished action, unless the remote has it; with a signer, unless it has it signed. mend: even so. rewrite: every
-    piece of it, whatever the remote has in its place. Raises Unusable, DamagedHere, OSError."""
+    """Push a finished action unless the remote has it (with a signer: has it signed). mend: push it anyway. rewrite:
+    upload every piece even if the remote has it. Raises Unusable, DamagedHere, OSError."""
     share, artifact, committed = lines.share, record.artifact, form.action_path(record.action.digest)
-    if FROM in record.built:  # a signature says who has built it
+    if FROM in record.built:  # a signature vouches for the builder
         signer = None
     if signer is not None and (there := lines.one(lambda: _there(share, committed))) is not None:
         mend = mend or there[1] is None
@@ -83,12 +80,12 @@ def send(
     if len(manifest) > form.MOST_OF_MANIFEST:
         raise DamagedHere(f"{artifact.path} makes a manifest of {len(manifest):,} bytes, which nobody would read")
     lines.one(lambda: share.write(form.object_path(artifact.digest), manifest))
-    if is_there():  # another machine was first: the first result stands
+    if is_there():  # another machine pushed first: keep its result
         return sent + Sent(results=1)
     built = {key: value for key, value in record.built.items() if key != FROM}
     data = dump_action(Stored(record.action, artifact.digest, record.facts, built, time.time()))
     signature = None if signer is None else signer.signature(data)
-    # What is signed, or signed by who is trusted, gives way to nothing that is not.
+    # Never replace a signed entry by an unsigned one, nor one by a trusted signer by another's.
     there = lines.one(lambda: _there(share, committed)) if mend else None
     if there and any(is_signed(*there, keys) and not is_signed(data, signature, keys) for keys in (trust, ())):
         return sent
@@ -101,7 +98,7 @@ def send(
 def _cut(
     record: Record, cuts: form.Cuts, meanwhile: Callable[[], None]
 ) -> tuple[form.RemoteObject, dict[form.Piece, tuple[Path, int]]]:
-    """The pieces of an object, and where each begins. Raises DamagedHere, OSError."""
+    """Return an object's manifest, and the file and offset of each piece. Raises DamagedHere, OSError."""
     cut_at = cuts(record.artifact.path)
     files = []
     where: dict[form.Piece, tuple[Path, int]] = {}
@@ -121,7 +118,7 @@ def _cut(
 
 
 def _there(share: Share, path: str) -> tuple[bytes, bytes | None] | None:
-    """An entry that is there, and its signature, where it has one of today's."""
+    """Return the remote's action file and its signature (None: unsigned or in an earlier format); None if missing."""
     with suppress(Absent, TooLong):
         data = share.read(path, form.MOST_OF_ENTRY)
         with suppress(Absent, TooLong):
@@ -131,8 +128,7 @@ def _there(share: Share, path: str) -> tuple[bytes, bytes | None] | None:
 
 
 class Offered:
-    """Results pushed by a thread of their own, beside the run that makes them. push: one result; `shut`: whether pushing has no
-    use any more; `failed`: gets what it raised."""
+    """Pushes results in a background thread. shut: whether pushing was given up. failed: gets exceptions of `push`."""
 
     def __init__(
         self,
@@ -149,7 +145,6 @@ class Offered:
         self._pusher: threading.Thread | None = None
 
     def offer(self, record: Record) -> None:
-        """Push it when those before it are pushed. One that was offered before is not pushed again."""
         with self._idle:
             if record.action.digest in self._seen:
                 return
@@ -161,7 +156,7 @@ class Offered:
                 self._pusher.start()
 
     def finish(self, meanwhile: Callable[[], None]) -> Sent:
-        """Wait until all are pushed, or pushing has no use any more. Returns what was sent since the last time."""
+        """Wait until all are pushed or pushing is given up. Returns the totals since the last call."""
         with self._idle:
             while self._waiting and not self._shut():
                 self._idle.wait(0.1)
@@ -174,9 +169,9 @@ class Offered:
             record = self._records.get()
             try:
                 self._sent += self._push(record, self._go_on) or Sent()
-            except (_Abandoned, stop.Stopped):  # the run's own end tells it
+            except (_Abandoned, stop.Stopped):  # the run reports its own end
                 self._seen.discard(record.action.digest)
-            except Exception as error:  # noqa: BLE001  (else this thread ends, and `finish` waits for ever)
+            except Exception as error:  # noqa: BLE001  (else this thread would end and `finish` wait forever)
                 log.debug("pushing has failed", exc_info=error)
                 self._failed(error)
             with self._idle:
@@ -189,4 +184,4 @@ class Offered:
 
 
 class _Abandoned(Exception):
-    """The run has ended before its results were pushed."""
+    """The run ended before its results were pushed."""
