@@ -1,4 +1,4 @@
-"""What `/metrics` tells Prometheus."""
+"""Prometheus metrics for `/metrics`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BATCHES = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
 class Metrics:
-    """The figures of one server."""
+    """Metrics of one server."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -39,7 +39,7 @@ class Metrics:
         self.restarts = counter("sdflow_worker_losses", "How often the process that draws ended.")
 
     def hear(self, message: Message) -> None:
-        """What the worker says."""
+        """Update the metrics from a worker message."""
         if isinstance(message, Turned):
             for images, places, _ in message.batches:
                 self.batches.observe(images)
@@ -64,5 +64,5 @@ class Metrics:
             self.restarts.inc()
 
     def text(self) -> bytes:
-        """In Prometheus' format."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)
