@@ -94,9 +94,9 @@ class Engine:
         self._shares = Shares()
         self._overtaken = 0
         self.retired = False
-        """It begins no more images."""
+        """Set to start no more images."""
         self.progress = 0
-        """Changes whenever an image goes on."""
+        """Changes whenever an image advances."""
         self._counts = 0, 0
 
     @property
