@@ -34,7 +34,7 @@ GAIN = 0.95
 """Several lanes must take at most this fraction of one lane's time."""
 
 ROUNDS, STEPS = 2, 8
-"""Of images that lanes are measured by, and of each."""
+"""Rounds of images by which lanes are compared, and steps of each image."""
 
 MEASURED_RUNS = 5
 """Denoiser runs per batch size."""

@@ -15,11 +15,11 @@ RECENT = 8
 """Number of recent runs per size that count."""
 
 FIRST_TRIAL, MOST_BETWEEN = 64, 4096
-"""Runs between two trials of other sizes: at first, and at most. Each trial that changes nothing doubles them."""
+"""Initial and maximum runs between two trials of other sizes. A trial that changes nothing doubles the number."""
 
 TRIAL_RUNS, UNTIMED = 6, 2
-"""Of a trial: all, and those at its beginning that tell nothing. The first makes the session; on a GPU the call of the second
-waits for the run before it, which was of another size."""
+"""Runs of a trial, and how many of the first are not timed: the first creates the session, and on a GPU the second
+waits for the previous run, which had another size."""
 
 
 class Pace:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 PULSE_SECONDS = 0.5
 
 LEAST_SECONDS, TIMES = 60.0, 10
-"""A piece of work may take so long at least, and so many times what the slowest took at the start."""
+"""Minimum limit of a task, and its limit as a multiple of the slowest task at startup."""
 
 START_SECONDS = 300.0
 """Maximum silence of a worker that has measured nothing yet."""

@@ -28,7 +28,7 @@ class Waiting:
         self._share = share
         self._taken: list[Job] = []
         self.drawn, self.last = 0, time.monotonic()
-        """How many were taken and left, and when the last one did."""
+        """Number of images that have finished, and when the last one did."""
         self.changed = threading.Condition(threading.RLock())
 
     def __len__(self) -> int:

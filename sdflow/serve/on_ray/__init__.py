@@ -1,1 +1,2 @@
-"""`sdflow serve --on ray`: the server as an application of Ray Serve. One front answers, replicas draw."""
+"""`sdflow serve --on ray`: the server as a Ray Serve application, with one front for requests and replicas that
+generate."""
