@@ -1,5 +1,5 @@
 """Background servers by name. Each has a folder in the user folder with `deployment.json` and `log.txt`. A name is in
-use while the process recorded there is alive."""
+use while its process is alive."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 @dataclass(frozen=True)
 class Deployment:
     """A server in the background. created: process start time in seconds since 1970, because pids are reused. drain:
-    seconds that requests may continue after a termination signal."""
+    seconds that requests may continue after SIGTERM."""
 
     name: str
     pid: int
@@ -101,8 +101,8 @@ def deploy(
 
 
 def _started(name: str, folder: Path, pipelines: Sequence[Path], options: Sequence[str], key: str | None) -> Deployment:
-    """Start the server and record it as soon as it listens, so that it is known even if this process is killed while
-    the pipelines load."""
+    """Start the server. It is recorded once it listens, so that it is known even if this process dies while pipelines
+    load."""
     import psutil
 
     log = folder / LOG

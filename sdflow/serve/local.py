@@ -1,7 +1,6 @@
-"""A pipeline folder in this process, with LoRAs per call and latents as input and output. ComfyUI's nodes use it.
+"""A pipeline folder in this process, with LoRAs per call and latents as input and output, for ComfyUI's nodes.
 
-Images are generated as on the server, and those of one call share denoiser runs. Latents here are the VAE's own,
-unscaled, as ComfyUI passes them between nodes.
+Images of one call share denoiser runs as on the server. Latents are the VAE's own, unscaled, as ComfyUI passes them.
 """
 
 from __future__ import annotations
@@ -124,8 +123,8 @@ class LocalPipeline:
             return torch.cat(images)
 
     def encode(self, images: torch.Tensor) -> torch.Tensor:
-        """Encode images, (images, height, width, 3) in [0, 1]. Sides must be multiples of `latents.granularity`. Raises
-        UsageError if the pipeline has no VAE encoder."""
+        """Encode images, (images, height, width, 3) in [0, 1], with sides a multiple of `latents.granularity`. Raises
+        UsageError."""
         import torch
 
         pipeline = self.base

@@ -1,4 +1,4 @@
-"""The server's log: one JSON line per event on standard error, including output of libraries and Python itself."""
+"""The server's log on standard error: one JSON line per event, including output of libraries and Python itself."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ from pathlib import Path
 from typing import Any
 
 ROTATED = "SDFLOW_LOG_FILE"
-"""Environment variable with the file that receives standard error and that the server rotates; set by `sdflow
-deploy`."""
+"""Environment variable: the file that receives standard error and is to be rotated; set by `sdflow deploy`."""
 
 MOST_BYTES = 10 << 20
 """Size at which the log file is moved to FILE.1, replacing the previous one."""
 
 
 def log_line(event: str, **fields: Any) -> None:
-    """Write one JSON line to standard error. A line that cannot be written, as on a full disk, is dropped; the request
-    goes on."""
+    """Write one JSON line to standard error. A line that cannot be written, as on a full disk, is dropped."""
     stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     line = json.dumps({"time": stamp, "event": event, **fields}, ensure_ascii=False, default=str) + "\n"
     with suppress(OSError):
@@ -34,7 +32,7 @@ def log_line(event: str, **fields: Any) -> None:
 
 
 def _write(line: str) -> None:
-    """Bypass Python's buffer: a signal handler that logs must not re-enter it during a write."""
+    """Bypass Python's buffer, which a signal handler that logs must not re-enter during a write."""
     try:
         descriptor = sys.stderr.fileno()
     except (OSError, ValueError):  # sys.stderr was replaced
@@ -47,8 +45,7 @@ def _write(line: str) -> None:
 
 
 def rotate(path: Path, most: int = MOST_BYTES) -> None:
-    """Start the file anew if it exceeds `most` bytes. It is copied and truncated because other processes append to
-    it."""
+    """Start the file anew above `most` bytes. It is copied and truncated, because other processes append to it."""
     if path.stat().st_size > most:
         shutil.copyfile(path, path.with_name(f"{path.name}.1"))
         os.truncate(path, 0)

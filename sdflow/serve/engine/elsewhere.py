@@ -31,7 +31,7 @@ class Pending:
 
 def start(asked: Fetch | Compute) -> Pending:
     """Start the work: CPU tasks in a thread pool, copies on the device's stream behind the runs that produce the
-    values. Only the engine's thread may query the device, because other threads must not do so during graph capture."""
+    values. Only the engine's thread may query the device: others must not during a graph capture."""
     import torch
 
     if isinstance(asked, Compute):
@@ -52,8 +52,7 @@ def start(asked: Fetch | Compute) -> Pending:
 
 
 class OneAhead:
-    """Limits the device queue to two runs, one running and one queued: new images wait briefly and the device never
-    idles."""
+    """Limits the device queue to one running and one queued run: new images start soon and the device never idles."""
 
     def __init__(self, place: Place) -> None:
         self._place = place

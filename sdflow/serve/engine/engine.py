@@ -1,9 +1,9 @@
 """The engine loop. Each turn advances a batch of images by one denoising step.
 
-A turn starts queued images while places are free. It then picks the group of same-sized images that has used the least
-device time, and runs one step for the oldest of them, as many as are fastest together. New images therefore join at the
-next step, finished ones leave, and a small image waits for one step of a large one rather than for all of them.
-Decoding, the safety checker and file encoding (`elsewhere`) take no place.
+A turn starts queued images while places are free. It then runs one step for the group of same-sized images that has
+used the least device time, the oldest first, as many as are fastest together. A new image thus joins at the next step,
+and a small image waits for one step of a large one, not for all. Decoding, safety checker and encoding (`elsewhere`)
+take no place.
 """
 
 from __future__ import annotations
@@ -38,17 +38,16 @@ Batch = tuple[int, int, float]
 
 @dataclass(eq=False)
 class _Running:
-    """A running image that either wants a denoising step or waits for pending work. seconds: by stage. since: when the
-    wait began. show: a preview that a client requested after the next step."""
+    """A running image that either wants a denoising step or waits for pending work."""
 
     job: Job
     pipeline: ServedPipeline = field(init=False)
     work: Work = field(init=False)
     drawing: Drawing | None = None
     pending: Pending | None = None
-    seconds: dict[str, float] = field(default_factory=lambda: {"begin": 0.0, "steps": 0.0, "end": 0.0})
-    since: float = 0.0
-    show: Show | None = None
+    seconds: dict[str, float] = field(default_factory=lambda: {"begin": 0.0, "steps": 0.0, "end": 0.0})  # by stage
+    since: float = 0.0  # start of the wait
+    show: Show | None = None  # preview requested after the next step
 
     def take_show(self) -> Show | None:
         """Return and clear the requested preview."""
@@ -72,9 +71,9 @@ class _Running:
 class Engine:
     """Runs jobs.
 
-    find: returns the pipeline for a job, with its LoRAs. ready: whether that pipeline is loaded; a true second argument
-    starts loading it. seconds: duration of a denoiser run by pipeline and batch size, fixed or measured continuously;
-    only these sizes are used. places: concurrent images of one size. tell: receives messages.
+    find: returns the pipeline for a job, with its LoRAs. ready: whether it is loaded; a true second argument starts
+    loading. seconds: of a denoiser run by pipeline and batch size, fixed or updated; only these sizes are used. places:
+    concurrent images of one size. tell: receives messages.
     """
 
     def __init__(
@@ -183,8 +182,8 @@ class Engine:
             pending.wait()
 
     def _next(self, waiting: Sequence[Job]) -> Job | None:
-        """Return the oldest job with a free place. Jobs with the LoRAs of running images overtake it, because they
-        share runs, up to a limit; while its pipeline is loading, any job with a loaded pipeline does."""
+        """Return the oldest job with a free place. A limited number of jobs with the LoRAs of running images overtake
+        it, because they share runs; while its pipeline loads, any job with a loaded pipeline does."""
         waiting = self._with_places(waiting)
         if not waiting:
             return None
@@ -239,8 +238,7 @@ class Engine:
         return groups[self._shares.next({key: _flow(group[0].job) for key, group in groups.items()})]
 
     def _finish_others(self, group: Sequence[_Running]) -> None:
-        """Let pending work finish before a long step, so that those images do not wait for it too. Skipped on a GPU,
-        whose steps are short."""
+        """Let pending work finish before a long step instead of after it. A GPU's steps are short."""
         if group[0].pipeline.base.place.stream is not None:
             return
         end = time.perf_counter() + SHORT * self._shares.step(_flow(group[0].job))
@@ -269,8 +267,8 @@ class Engine:
         return [(len(together), size, seconds)]
 
     def _no_room(self, running: _Running, size: int) -> None:
-        """Record that a batch of this size does not fit in memory. A failure with reference images, whose steps are
-        larger, says nothing about other images."""
+        """Record that this batch size does not fit. With reference images, whose steps are larger, it says nothing
+        about others."""
         if running.steps is not None and running.job.conditioning.references:
             running.steps.alone = True
         else:

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 MOST_LANES = 8
 
 SMALL_SECONDS = 0.1
-"""Try several lanes only if a denoiser run takes less than this: larger models use all cores, and lanes multiply their
-memory."""
+"""Try several lanes only for faster denoiser runs: larger models use all cores, and each lane needs their memory."""
 
 GAIN = 0.95
 """Several lanes must take at most this fraction of one lane's time."""
@@ -42,18 +41,17 @@ MEASURED_RUNS = 5
 
 @dataclass(frozen=True)
 class LoadedLane:
-    """The pipelines of one lane. seconds: duration of a denoiser run by pipeline and batch size, for the sizes worth
-    using. first: seconds to load all pipelines and generate one image with each. threads: of its sessions."""
+    """The pipelines of one lane."""
 
     pipelines: dict[str, ServedPipeline]
-    seconds: dict[str, Mapping[int, float]]
-    first: float
-    threads: int | None = None
+    seconds: dict[str, Mapping[int, float]]  # of a denoiser run by pipeline and worthwhile batch size
+    first: float  # seconds to load all pipelines and generate one image with each
+    threads: int | None = None  # per session
 
 
 def load_lanes(options: WorkerOptions) -> list[LoadedLane]:
-    """Load as many lanes as the options say, or as a measurement finds best. Raises VerificationError if a pipeline
-    cannot generate, UsageError for several lanes with a pipeline that runs on a GPU."""
+    """Load as many lanes as configured, or as a measurement finds best. Raises VerificationError if a pipeline cannot
+    generate, UsageError for several lanes on a GPU."""
     threads = options.threads or cores() or 1
     one = _load(options, options.threads)
     on_device = [name for name, each in one.pipelines.items() if each.base.place.stream is not None]
@@ -107,9 +105,8 @@ def with_room(options: WorkerOptions) -> WorkerOptions:
 
 
 def patience_of(lane: LoadedLane, options: WorkerOptions, pixels: Mapping[str, int]) -> Patience:
-    """Return how long a task may take: the configured stall time, or a multiple of the first load. Providers that
-    compile for each new size, such as TensorRT, get the time of a whole request. pixels: the default image size of each
-    pipeline."""
+    """Return the configured stall time, or a multiple of the first load. Providers that compile for each new size, such
+    as TensorRT, get the time of a whole request. pixels: default image size by pipeline."""
     if options.stall is not None:
         return Patience(options.stall, options.stall, pixels)
     targets = [
@@ -208,8 +205,8 @@ class Room:
 
     @classmethod
     def measured(cls, lane: LoadedLane) -> Room:
-        """Measure this process as it is now. On the CPU its memory is then limited to what is available: a run that
-        exceeds it fails alone, whereas the kernel's OOM killer would end them all."""
+        """Measure this process now. On the CPU, limit it to the available memory: a run that exceeds it then fails
+        alone, instead of the kernel killing the process."""
         import psutil
 
         room = cls({}, {})

@@ -1,7 +1,7 @@
 """Heartbeats of the worker, and a watchdog that kills a worker that is stopped or hangs in a kernel.
 
-A thread of the worker reports twice a second whether an image has made no progress for too long. The limit is a
-multiple of the time that loading and the first image took, and more for larger images.
+The worker reports twice a second whether an image has made no progress for too long: several times what loading and the
+first image took, and more for larger images.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Pulse:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a task may take. seconds: for an image of the model's own size. most: for any image. pixels: own size of
-    each pipeline; larger images get time by the square of their pixels, as attention does."""
+    """How long a task may take. seconds: for the model's own size. most: for any size. pixels: own size by pipeline;
+    larger images get time by the square of their pixels, as attention does."""
 
     seconds: float
     most: float

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import PIL.Image
 
 RESTING = {"session.intra_op.allow_spinning": "0"}
-"""Idle session threads would otherwise spin on cores that the next session needs: on 2 cores an image of 8 steps takes
+"""Idle session threads would otherwise spin on cores that the next session needs: an image of 8 steps on 2 cores takes
 0.39 s with spinning and 0.29 s without."""
 
 Work = Generator[Drawing | Fetch | Compute, Any, Drawn]
@@ -81,9 +81,8 @@ class ServedPipeline:
         return cls(Pipeline.load(folder, target, **options), reload)
 
     def with_submodels(self, folder: Path, live: Mapping[str, LiveWeights | None]) -> ServedPipeline:
-        """Return this pipeline with some submodels replaced by those of another folder. If a submodel has live weights,
-        the folder is the pipeline's own and its weights are read from memory. All other submodels, and the refiner, are
-        shared."""
+        """Return this pipeline with submodels of another folder; the others and the refiner are shared. Submodels with
+        live weights come from the pipeline's own folder and read those weights from memory."""
         assert self._reload is not None, "it was loaded from a folder"
         base, reload = self.base, self._reload
 
@@ -128,8 +127,8 @@ class ServedPipeline:
                     submodel.unload()
 
     def holding(self, hold: Callable[[], None]) -> ServedPipeline:
-        """Return a pipeline with the same sessions and other weights. hold: makes the next runs read those weights
-        (`sdflow.runtime.sessions.live_weights`)."""
+        """Return a pipeline with the same sessions and other weights. hold: sets the weights of the next runs
+        (`live_weights`)."""
         base = copy.copy(self.base)
         base.schedules = {}  # timestep outputs are cached by schedule and depend on the weights
         other = copy.copy(self)
@@ -138,8 +137,8 @@ class ServedPipeline:
         return other
 
     def prepare(self, job: Job, size: int = 1) -> None:
-        """Load what the first step of such a job needs, for a batch of this size. On a CPU this may run in another
-        thread before the pipeline is used; on a GPU it may not, because its only stream may be capturing a graph."""
+        """Load what the first step of such a job needs, for a batch of this size. On a CPU any thread may call this
+        before the pipeline is used; on a GPU not, because its only stream may be capturing a graph."""
         base = self.base
         if self.why_alone is not None or job.conditioning.references:
             return
@@ -200,8 +199,8 @@ class ServedPipeline:
         return Drawn(job.request, job.index, file, image.size, flagged, {}, warnings=warnings)
 
     def step(self, drawings: Sequence[Drawing], size: int) -> None:
-        """Run the denoiser once, for one drawing or for several with the same `shared_steps`, in a batch of this size.
-        On a GPU the run is only queued, and the previous one has finished. Raises VerificationError if the provider
+        """Run the denoiser once for one drawing, or for several with the same `shared_steps`. size: of the batch. On a
+        GPU the run is only queued, and the previous one has finished. Raises VerificationError if the provider
         fails."""
         import torch
 

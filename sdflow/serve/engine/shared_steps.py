@@ -1,8 +1,8 @@
 """Denoiser runs shared by images at different steps, with different schedules, prompts and guidance.
 
-The denoiser is split (`sdflow.runtime.denoiser.split`). The part that depends on the prompt runs once per image, the
-part that depends on the timestep once per schedule. The part that runs at every step reads one row of both for each
-image. In a batch with guidance, an image without guidance takes both rows, and only the second output is used.
+The denoiser is split (`sdflow.runtime.denoiser.split`): the text part runs once per image, the timestep part once per
+schedule. The step part reads one row of both for each image. In a batch with guidance, an image without guidance takes
+both rows, and only the second output is used.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ QUEUED_RUNS = 4
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """Outputs of the text part for one image's prompt and reference images. values: by name, (halves, rows per half,
-    ...), the negative prompt first; without guidance it is missing. common: values that are equal for all images."""
+    """Outputs of the text part for one image's prompt and reference images. values: by name, (halves, rows, ...), the
+    negative prompt first if there is guidance. common: values that are equal for all images."""
 
     values: Mapping[str, torch.Tensor]
     common: Mapping[str, torch.Tensor]
@@ -44,8 +44,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class Step:
-    """One image's share of a run. sample: latents as the model reads them, (channels, rows, columns). times: one row
-    per step of the schedule. index: the row of this step."""
+    """One image of a run. sample: latents, (channels, rows, columns). times: a row per step. index: of the row."""
 
     sample: torch.Tensor
     texts: Texts
@@ -62,8 +61,8 @@ class SharedSteps:
     """Runs of one denoiser for images of one size."""
 
     def __init__(self, model: Submodel, sizes: Mapping[str, int], cuts: Cuts) -> None:
-        """sizes: the graph's axes by name, without `batch`. Inputs without a batch axis must be equal for all images.
-        Raises PassError for a graph that cannot be split."""
+        """sizes: of the graph's axes by name, without `batch`. Inputs without a batch axis must be equal for all
+        images. Raises PassError for a graph that cannot be split."""
         if model.path is None:
             raise PassError("this target runs whole graphs only")
         self._model, self.sizes = model, dict(sizes)
@@ -80,8 +79,7 @@ class SharedSteps:
         self.alone = False
         """Whether a batch of several images did not fit in memory."""
         self.one_time = False
-        """Whether all images of a batch must be at one timestep, because the graph has a single one. Known after the first
-        batch of several images."""
+        """Whether the graph has a single timestep for the batch. Known after the first batch of several images."""
         self._tables: list[tuple[Schedule, torch.Tensor]] = []
         self._forms: dict[tuple[int, int], _Form] = {}
 
@@ -93,7 +91,7 @@ class SharedSteps:
             found: dict[str, torch.Tensor] = {
                 **self._text.inputs,
                 **self._text.run(),
-            }  # a step may read inputs or outputs
+            }  # a step may read both
             rows = {name: value for name, value in found.items() if name not in self._common}
             return Texts(
                 {name: value.unflatten(0, (2, -1))[-halves:].clone() for name, value in rows.items()},
@@ -112,8 +110,8 @@ class SharedSteps:
         return made
 
     def run(self, steps: Sequence[Step], size: int) -> list[torch.Tensor]:
-        """Return the prediction for each image, (halves, channels, rows, columns), valid until the next run. size: of
-        the batch, at least the number of images. Raises VerificationError if the provider fails."""
+        """Return the predictions, (halves, channels, rows, columns), valid until the next run. size: of the batch,
+        which may exceed the number of steps. Raises VerificationError if the provider fails."""
         return self.form(size, max(step.texts.halves for step in steps)).run(steps)
 
     def form(self, size: int, halves: int) -> _Form:
@@ -163,8 +161,8 @@ class SharedSteps:
 
 
 class SharedDenoiser:
-    """The denoiser (`sdflow.runtime.denoiser.denoiser.Denoiser`) of one image that shares runs: holds what depends on
-    its prompt and its schedule."""
+    """The denoiser of one image that shares runs, with its text and timestep values
+    (`sdflow.runtime.denoiser.denoiser`)."""
 
     def __init__(self, steps: SharedSteps, halves: int) -> None:
         """halves: 2 with guidance, else 1."""

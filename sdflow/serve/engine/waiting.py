@@ -1,8 +1,7 @@
 """The queue of images, in order of arrival, shared by the lanes.
 
-Images larger than the model's own size share the memory measured at startup. One starts when its share fits beside
-those that are running, or when no other large one is running. Smaller images overtake it meanwhile; other large ones do
-not.
+Images larger than the model's own size share the memory measured at startup: one starts when its share fits or no other
+large one is running. Smaller images overtake it meanwhile; other large ones do not.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ class Waiting:
             self.changed.notify_all()
 
     def take(self, choose: Callable[[Sequence[Job]], Job | None]) -> Job | None:
-        """Remove and return the job that `choose` picks, or None if no job fits in memory. The queue is locked
-        meanwhile."""
+        """Remove and return the job that `choose` picks under a lock, or None if none fits in memory."""
         with self.changed:
             chosen = choose(self._jobs)
             if chosen is not None and not self._fits(chosen):
@@ -89,18 +87,14 @@ class Waiting:
 
 
 def next_batch(images: int, seconds: Mapping[int, float]) -> int:
-    """Return the batch size with the least time per image for the oldest of this many images. Images without a place
-    wait for an older one to finish; taking turns would delay all of them and speed up none.
-
-    seconds: of one run, by batch size.
-    """
+    """Return the batch size with the least time per image for the oldest of this many images. The rest wait: taking
+    turns would delay all images and speed up none. seconds: of one run, by batch size."""
     return min(seconds, key=lambda size: (seconds[size] / min(size, images), size))
 
 
 def worthwhile_sizes(measure: Callable[[int], float | None]) -> dict[int, float]:
     """Return the seconds of a run for each worthwhile batch size: 1, and each larger size that saves time per image.
-    measure: seconds of a run of a size, None if it does not fit in memory. It is not called beyond the first size that
-    does not pay."""
+    measure: returns the seconds of a size, or None if it does not fit in memory; called until a size does not pay."""
     kept: dict[int, float] = {}
     for size in SIZES:
         seconds = measure(size)

@@ -36,7 +36,7 @@ from sdflow.serve.metrics import Metrics
 from sdflow.serve.tracing import RECORD
 
 RESTART_SECONDS = 5
-"""Retry-After while the worker restarts."""
+"""Retry-After in seconds while no worker is ready."""
 
 
 @dataclass

@@ -81,8 +81,8 @@ def serve(settings: Settings, where: Listening, started: Callable[[str, int], No
             config.load()  # reads the TLS files
 
     class Server(uvicorn.Server):
-        """Takes no more drawings when it is told to end, and says so to whoever asks; it ends when all that it has begun is
-        done, or the time for that is over. Told twice, it ends what it has begun; a third time, itself."""
+        """Drains on the first signal: rejects new requests and exits when current ones finish or the drain time is
+        over. The second signal cancels current requests, the third exits at once."""
 
         end = float("inf")
 
@@ -99,7 +99,7 @@ def serve(settings: Settings, where: Listening, started: Callable[[str, int], No
                 config.timeout_graceful_shutdown = max(1, round(self.end - time.monotonic()))
             return await super().on_tick(counter)
 
-    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn re-raises the signals it captured when it ends
+    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn re-raises captured signals when it ends
         signal.signal(number, lambda *_: None)
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # the terminal was closed
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))

@@ -97,7 +97,7 @@ def webui_routes(settings: Settings, drawing: Drawing) -> APIRouter:
         scheduler = asked.scheduler_of(model.schedulers)
         width, height = asked.width or side, asked.height or side
         if isinstance(asked, FromImage) and image is not None and mask is not None:
-            if asked.inpaint_full_res:  # scaled here, so the worker cannot reject the size
+            if asked.inpaint_full_res:  # check the size before scaling the part to it
                 most = drawing.most_pixels(model.name) or settings.limits.sent_pixels
                 settings.limits.require_size(height, width, model.latents.granularity, most)
             if asked.inpainting_fill == 0:

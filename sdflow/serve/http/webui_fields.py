@@ -46,7 +46,7 @@ class Known(BaseModel):
 
 
 class Options(Known):
-    """Settings: the default pipeline, and at which last layer of the text encoder to stop."""
+    """Settings: the default pipeline, and the text encoder layer to stop at, counted from the last."""
 
     sd_model_checkpoint: Words | None = None
     CLIP_stop_at_last_layers: Annotated[int | None, Field(ge=1, le=12)] = None

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from sdflow.weights.recipe import Recipe
 
 READERS = frozenset(["Attention", "Conv", "Gemm", "MatMul", "NhwcConv"])
-"""Operators that accept a non-constant weight with identical results; NhwcConv only with 1x1 kernels
-(`LiveWeights.open`)."""
+"""Operators that compute the same with a non-constant weight; NhwcConv only for 1x1 kernels (`LiveWeights.open`)."""
 
 LORAS_KEPT = 4
 """Number of LoRAs whose factors stay on the device."""
@@ -52,13 +51,12 @@ Names = Mapping[str, frozenset[str]]
 
 @dataclass(frozen=True)
 class Structure:
-    """The graph of a submodel without weights. load: how its checkpoint is loaded. own: the LoRAs built into the
-    pipeline."""
+    """The graph of a submodel without weights."""
 
     submodel: str
     folder: Path
-    load: Any
-    own: tuple[LoraInput, ...]
+    load: Any  # how its checkpoint is loaded
+    own: tuple[LoraInput, ...]  # LoRAs built into the pipeline
 
     @cached_property
     def parameters(self) -> Mapping[str, tuple[int, ...]]:
@@ -114,8 +112,8 @@ class LiveLoras:
     """Sessions of a pipeline whose weights are inputs, and the weights with LoRAs."""
 
     def __init__(self, folder: Path, base: ServedPipeline, structures: Mapping[str, Structure], names: Names) -> None:
-        """names: initializers that may change. Keeps the checkpoint's parameters for them in memory, in their stored
-        type. Raises CheckpointError if its files are not those that the pipeline was built with."""
+        """names: initializers that may change. Keeps their checkpoint parameters in memory, in the stored type. Raises
+        CheckpointError if the files are not those that the pipeline was built with."""
         place = base.base.place
         self.names, self._structures, self._device = names, structures, place.device
         self._kept_factors: dict[str, list[tuple[Mapping[str, Layer], Factors]]] = {}
@@ -140,7 +138,7 @@ class LiveLoras:
 
     def computed(self, names: Names, layers: Mapping[str, Layers], inputs: Sequence[LoraInput]) -> Values:
         """Compute these initializers on the device, with LoRAs in addition to the pipeline's own. layers: by submodel.
-        inputs: the LoRA files. Raises CheckpointError for non-finite values."""
+        inputs: LoRA files. Raises CheckpointError for non-finite values."""
         import torch
 
         from sdflow.weights.on_device import evaluate, leaves_of, merged

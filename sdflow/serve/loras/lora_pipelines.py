@@ -1,9 +1,9 @@
 """Pipelines with LoRAs, created while other images run, bit-identical to `sdflow bake`.
 
-Weights that LoRAs change are always computed from the checkpoint by the graph's recipes, never by adding to or
-subtracting from existing weights. If the graph allows it, they go into live sessions (`live_loras.py`) shared by all
-LoRAs; otherwise they are written to files for separate sessions (`sdflow.weights.bind`). Submodels that no LoRA changes
-are shared with the pipeline without LoRAs. The graph comes from the cache; nothing is exported or fused.
+Weights with LoRAs are always computed from the checkpoint by the graph's recipes, never from existing weights. If the
+graph allows it, they go into live sessions (`live_loras.py`) shared by all LoRAs, otherwise into files for separate
+sessions (`sdflow.weights.bind`). Unchanged submodels are shared. The graph comes from the cache; nothing is exported or
+fused.
 """
 
 from __future__ import annotations
@@ -48,13 +48,12 @@ class Made:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The changes that LoRAs make. names: initializers by submodel. layers: LoRA layers by submodel. live: whether live
-    sessions can take all of them."""
+    """The changes that LoRAs make."""
 
     loras: tuple[LoraFile, ...]
-    names: Names
-    layers: Mapping[str, Layers]
-    live: bool
+    names: Names  # initializers by submodel
+    layers: Mapping[str, Layers]  # by submodel
+    live: bool  # whether live sessions can take all changes
 
 
 @dataclass(eq=False)
@@ -171,8 +170,8 @@ class LoraPipelines:
         self._files_alone, self._live = True, None
 
     def _live_for(self, names: Names) -> LiveLoras | None:
-        """Return sessions in which these initializers may change, or None if that is not possible. They are recreated
-        only for weights that LoRAs rarely change."""
+        """Return sessions in which these initializers may change, or None. Only weights that LoRAs rarely change
+        require new sessions."""
         if self._files_alone:
             return None
         if self._live is None or not self._live.covers(names):

@@ -1,2 +1,1 @@
-"""`sdflow serve --on ray`: the server as a Ray Serve application, with one front for requests and replicas that
-generate."""
+"""`sdflow serve --on ray`: the server as a Ray Serve application, with a front and replicas."""

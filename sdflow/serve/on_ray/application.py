@@ -1,10 +1,9 @@
 """The Ray Serve application: a front, which is the server's own ASGI application behind Ray Serve's proxy, and
 replicas.
 
-The front holds all state that requests share: the queue, uploaded LoRAs and metrics. There is therefore one, and it
-needs no core of its own. Replicas scale with the number of running and queued images. Each image is a separate request
-to Ray Serve, which picks the replica. If the replica is lost, another one generates the image again: a job contains
-everything that its image depends on. Imports Ray.
+The front holds what requests share: queue, uploaded LoRAs and metrics. There is one, and it needs no core of its own.
+Replicas scale with the running and queued images. Each image is a request of its own, for which Ray Serve picks a
+replica. If the replica is lost, another one repeats it: a job contains all that its image depends on. Imports Ray.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ ATTEMPTS = 4
 LOST = (ActorDiedError, ActorUnavailableError, RayActorError)
 
 FORGOTTEN = 64
-"""Number of recently deleted LoRAs that each job carries along, because Ray Serve cannot broadcast to replicas."""
+"""Recent LoRA deletions that each job carries along, because Ray Serve cannot broadcast to replicas."""
 REPLICAS = "Replica"
 REQUESTS = 1000
-"""Maximum concurrent requests of the front, including those of the page and of monitoring."""
+"""Maximum concurrent requests of the front, including the page and monitoring."""
 UPSCALE_SECONDS = 5.0
 
 
@@ -111,8 +110,7 @@ class ReplicaLine:
         self._asking = self._loop.create_task(self._ask())
 
     def send(self, message: Order) -> None:
-        """Send an order, in the event loop's thread. The line does not know which replica has an image, so it cannot
-        request previews."""
+        """Send an order, in the event loop's thread. Previews are not possible: the replica of an image is unknown."""
         if isinstance(message, Job):
             self._begin(message.request, self._draw(message))
         elif isinstance(message, Forget):

@@ -1,7 +1,7 @@
 """A replica generates images for the front in its own worker process, like the server on a single machine.
 
-Ray Serve knows the loaded LoRAs through model multiplexing: each combination of LoRAs counts as a model, and requests
-for it go to a replica that has it unless that replica is overloaded. Imports Ray.
+Ray Serve tracks loaded LoRAs by model multiplexing: a combination of LoRAs counts as a model, and its requests go to a
+replica that has it unless that one is overloaded. Imports Ray.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ LORAS_HELD = 32
 
 
 def loras_id(job: Job) -> str:
-    """Return the id of a job's LoRAs for Ray Serve, "" without any. It ignores scales, because the files read are the
-    same."""
+    """Return the id of a job's LoRAs for Ray Serve, "" without any. Scales do not matter: the files are the same."""
     if not job.loras:
         return ""
     files = "\n".join([job.pipeline, *(lora.sha256 for lora in job.loras)])
@@ -75,12 +74,9 @@ class Replica:
         return self._found
 
     async def draw(self, job: Job, loras: str, forgotten: tuple[tuple[str, str], ...] = ()) -> AsyncIterator[Message]:
-        """Generate one image and yield its messages, ending with `Drawn`, `Failed` or `Lost`. If the caller stops
-        early, the image is cancelled.
-
-        job: with a request id of its own. loras: from `loras_id`. forgotten: (deletion id, path) of recently deleted
-        LoRAs.
-        """
+        """Generate one image and yield its messages, ending with `Drawn`, `Failed` or `Lost`. Closing the generator
+        cancels it. job: with its own request id. loras: from `loras_id`. forgotten: (id, path) of recent LoRA
+        deletions."""
         if loras:
             await self._holding(loras)
         await self._ready.wait()
@@ -103,8 +99,8 @@ class Replica:
 
     @serve.multiplexed(max_num_models_per_replica=LORAS_HELD)  # type: ignore[untyped-decorator,unused-ignore]
     async def _holding(self, loras: str) -> str:
-        """Tell Ray Serve that this replica has these LoRAs. It returns before the worker loads them, so that further
-        requests queue here instead of loading them elsewhere."""
+        """Mark these LoRAs as loaded before the worker loads them, so that further requests queue here instead of
+        elsewhere."""
         return loras
 
     def _hear(self, message: Message) -> None:

@@ -18,8 +18,8 @@ log = logging.getLogger("sdflow.serve")
 
 
 class ReadyPipelines:
-    """A pipeline, without and with LoRAs. LoRA pipelines are created one at a time. On a GPU the thread only reads
-    files, because the device's only stream may be capturing a graph."""
+    """A pipeline, without and with LoRAs. One with LoRAs is created at a time. On a GPU the thread only reads files,
+    because the device's only stream may be capturing a graph."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class ReadyPipelines:
 
     def _begin(self, job: Job) -> Future[Made | Wanted]:
         """Start creating the job's pipeline. A previous one that nobody fetched, because its job was cancelled or ran
-        in another lane, is kept for reuse. LoRAs that were only read are dropped."""
+        in another lane, is kept for reuse, but not LoRAs that were only read."""
         if self._coming is not None and self._coming[1].exception() is None:
             made = self._coming[1].result()
             if isinstance(made, Made):

@@ -1,7 +1,7 @@
-"""The worker process generates images apart from the server process, so that a crash does not drop connections.
+"""The worker process generates images apart from the server, so that a crash does not drop connections.
 
-It receives jobs over a pipe and sends back what happens to them (`sdflow.serve.jobs`); it ends when the pipe closes.
-`WorkerLine` is the server's side.
+It receives jobs over a pipe, sends back messages (`sdflow.serve.jobs`) and ends when the pipe closes. `WorkerLine` is
+the server's side.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ END_SECONDS = 5.0
 
 
 class Sender(threading.Thread):
-    """Sends messages over a pipe in the order of calls, until the first None. A message may exceed the pipe's buffer,
-    so a separate thread keeps the engine and the server from blocking until the other side reads."""
+    """Sends messages over a pipe in order, until the first None, without blocking the caller on a full pipe."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(name="sender", daemon=True)
@@ -109,8 +108,7 @@ def _listen(connection: Connection, stock: Stock) -> None:
 
 
 class WorkerLine:
-    """Runs one worker at a time and restarts it. hear: receives its messages from another thread, and `Lost` when it
-    ends."""
+    """Runs one worker at a time. hear: receives its messages, and `Lost` when it ends, from another thread."""
 
     def __init__(self, options: WorkerOptions, hear: Callable[[Message], None]) -> None:
         self._options, self._hear = options, hear
@@ -156,8 +154,7 @@ class WorkerLine:
                 self._hear(lost)
 
     def _run(self) -> tuple[Lost | None, bool]:
-        """Run one worker to its end. Return why it ended, unless that was reported already, and whether it was ready
-        before."""
+        """Run one worker. Return why it ended, unless already reported, and whether it was ready before."""
         ours, theirs = self._context.Pipe()
         heard, output = self._context.Pipe(duplex=False) if sys.platform != "win32" else (None, None)
         arguments = (theirs, self._options, output)
