@@ -57,10 +57,9 @@ def _as_options(name: str, value: Any) -> list[str]:
 
 
 def query(name: str, prompt: str, **fields: Any) -> list[Image]:
-    """Generate images on a deployed server. fields: those of `/v1/images/generations`, or of `/v1/images/edits` if
-    `image` (and `mask`) are given. `image`, `mask` and each of `references` are paths or file contents. Warns with
-    TruncatedPrompt if a prompt was truncated. Raises UsageError if the server rejects the request or a file cannot be
-    read."""
+    """Generate images on a deployed server. fields: those of `/v1/images/generations`, or of `/v1/images/edits` with
+    `image` (and `mask`). `image`, `mask` and `references` are paths or file contents. Warns with TruncatedPrompt if a
+    prompt was truncated. Raises UsageError for a rejected request or an unreadable file."""
     import PIL.Image
 
     answers = query_answers(name, prompt, **fields)

@@ -74,8 +74,7 @@ def deploy(
 ) -> Deployment:
     """Start `sdflow serve` with these options in the background and wait until it is ready. It outlives this process.
 
-    Raises UsageError if the name is taken or invalid, or if the server exits before it is ready, with the end of its
-    log.
+    Raises UsageError if the name is taken or invalid, or with the end of the log if the server exits first.
     """
 
     def refuse() -> NoReturn:
@@ -101,8 +100,7 @@ def deploy(
 
 
 def _started(name: str, folder: Path, pipelines: Sequence[Path], options: Sequence[str], key: str | None) -> Deployment:
-    """Start the server. It is recorded once it listens, so that it is known even if this process dies while pipelines
-    load."""
+    """Start the server and record it once it listens, before the pipelines load and this process can be interrupted."""
     import psutil
 
     log = folder / LOG
@@ -154,7 +152,7 @@ def find_deployment(name: str) -> Deployment:
 
 
 def terminate(name: str) -> Deployment:
-    """Terminate a server after current requests finish and remove its record; one that died is only removed. Raises
+    """Terminate a server after current requests finish and forget it; a dead one is only forgotten. Raises
     UsageError."""
     folder = _folder(name)
     found = _read(folder)
@@ -191,8 +189,8 @@ def _read(folder: Path) -> Deployment | None:
 
 
 def _wait_for(event: str, process: subprocess.Popen[bytes], log: Path, name: str) -> dict[str, Any]:
-    """Wait for this event in the log and return its fields. Raises UsageError if the server ends first or cannot load
-    its pipelines."""
+    """Wait for this event in the log and return its fields. Raises UsageError if the server or its worker fails
+    first."""
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end:
         ended = process.poll() is not None

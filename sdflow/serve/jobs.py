@@ -131,8 +131,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Result of a Load order. found: what was measured; None if loading failed, with the reason in error. number: of
-    the order."""
+    """Result of a Load order. found: measurements; None if loading failed, with the reason in error."""
 
     name: str
     folder: Path

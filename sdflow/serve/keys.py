@@ -62,9 +62,8 @@ class Caller:
 
 @dataclass(frozen=True)
 class Access:
-    """Access control. keys, admin_keys: those of users and administrators. Without keys, anyone may generate; without
-    admin_keys, anyone who may generate may administer. origins: allowed CORS origins. hosts: accepted Host headers;
-    None accepts any."""
+    """Access control. Without keys, anyone may generate; without admin_keys, anyone who may generate may administer.
+    origins: allowed CORS origins. hosts: accepted Host headers; None: any."""
 
     keys: Keys | None = None
     origins: tuple[str, ...] = ()

@@ -30,8 +30,7 @@ LORA_MEMORY = 8 << 30
 
 @dataclass(frozen=True)
 class LocalPipeline:
-    """A loaded pipeline and its selected LoRAs. base: the pipeline without LoRAs. pipelines: the same with any
-    LoRAs."""
+    """A loaded pipeline and its selected LoRAs. base: without LoRAs. pipelines: with any LoRAs."""
 
     base: Pipeline
     pipelines: LoraPipelines
@@ -46,8 +45,7 @@ class LocalPipeline:
         return cls(served.base, LoraPipelines(folder, served, cache or default_cache(), LORA_MEMORY))
 
     def with_lora(self, file: Path | str, scale: float) -> LocalPipeline:
-        """Return this pipeline with one more LoRA, which is loaded on the first use. Raises UsageError for a missing
-        file."""
+        """Return this pipeline with one more LoRA, loaded on first use. Raises UsageError for a missing file."""
         path = Path(file)
         if not path.is_file():
             raise UsageError("no such file", where=str(path), remedy="Check the path of the LoRA.")
@@ -123,7 +121,7 @@ class LocalPipeline:
             return torch.cat(images)
 
     def encode(self, images: torch.Tensor) -> torch.Tensor:
-        """Encode images, (images, height, width, 3) in [0, 1], with sides a multiple of `latents.granularity`. Raises
+        """Encode images, (images, height, width, 3) in [0, 1], sides divisible by `latents.granularity`. Raises
         UsageError."""
         import torch
 

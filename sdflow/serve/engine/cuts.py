@@ -29,8 +29,8 @@ class Cuts:
     def of(
         self, model: Path, sizes: Mapping[str, int], *, moving: Moving, guidance: bool, edits: Sequence[Edit] = ()
     ) -> Parts:
-        """Split the graph in this file after applying the edits. Raises like `split`, and VerificationError if the file
-        is not a graph."""
+        """Split the graph in this file with the edits applied. Raises like `split`, or VerificationError for an invalid
+        file."""
         with model.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
 

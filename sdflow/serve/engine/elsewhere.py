@@ -1,5 +1,4 @@
-"""Work that runs while the engine continues with other images: copies from the device and CPU tasks such as file
-encoding."""
+"""Work beside the engine, which continues with other images: copies from the device, and CPU tasks such as encoding."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ MOST_THREADS = 8
 
 @dataclass(frozen=True)
 class Pending:
-    """Pending work. done: whether it finished. wait: blocks until then or for a short while. result: returns the result
-    or raises the error."""
+    """Pending work. done: whether it finished. wait: blocks at least briefly. result: returns the result or raises the
+    error."""
 
     done: Callable[[], bool]
     wait: Callable[[], object]

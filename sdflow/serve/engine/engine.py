@@ -2,8 +2,7 @@
 
 A turn starts queued images while places are free. It then runs one step for the group of same-sized images that has
 used the least device time, the oldest first, as many as are fastest together. A new image thus joins at the next step,
-and a small image waits for one step of a large one, not for all. Decoding, safety checker and encoding (`elsewhere`)
-take no place.
+and a small one waits for one step of a large one, not for all. Finishing an image (`elsewhere`) takes no place.
 """
 
 from __future__ import annotations
@@ -135,8 +134,7 @@ class Engine:
             self.turn()
 
     def turn(self) -> bool:
-        """Run one batch of steps, and return whether any image is running. If none wants a step, wait briefly for
-        pending work."""
+        """Run one batch of steps, or wait briefly for pending work. Return whether any image is running."""
         self._resume()
         while not self.retired and (job := self._waiting.take(self._next)) is not None:
             self._begin(job)
@@ -247,8 +245,7 @@ class Engine:
             self._resume()
 
     def _run_batch(self, together: Sequence[_Running], size: int) -> list[Batch]:
-        """Run one batch. If it fails, for example out of memory, retry each image alone, so that only the failing ones
-        fail."""
+        """Run one batch. If it fails, for example out of memory, run each image alone, so that only some may fail."""
         key, begun = together[0].next_step(), time.perf_counter()
         try:
             together[0].pipeline.step([each.drawing for each in together if each.drawing is not None], size)
@@ -267,8 +264,7 @@ class Engine:
         return [(len(together), size, seconds)]
 
     def _no_room(self, running: _Running, size: int) -> None:
-        """Record that this batch size does not fit. With reference images, whose steps are larger, it says nothing
-        about others."""
+        """Record that this batch size does not fit, unless because of reference images, whose steps are larger."""
         if running.steps is not None and running.job.conditioning.references:
             running.steps.alone = True
         else:

@@ -53,8 +53,8 @@ class Lanes:
         self._process, self._memory, self._looked = psutil.Process(), 0, 0.0
 
     def add(self, make: Callable[[Waiting, Tell], Engine], rest: Callable[[], None] = lambda: None) -> None:
-        """Add an engine. rest: releases what only large images need; called in the lane's thread some time after the
-        last one."""
+        """Add an engine. rest: releases what only large images need; called in its thread some time after the last
+        one."""
         self._lanes.append(lane := _Lane(make(self.waiting, self._pass_on), rest))
         if self._running:
             self._start(lane)
@@ -100,8 +100,7 @@ class Lanes:
         self.look_again()
 
     def run(self) -> None:
-        """Run until `end`. The first engine runs in this thread, because a GPU's captured graphs belong to the thread
-        that warmed up."""
+        """Run until `end`. The first engine runs in this thread, which a GPU's captured graphs belong to."""
         self._running = True
         for lane in self._lanes[1:]:
             self._start(lane)

@@ -161,8 +161,7 @@ def warm(name: str, pipeline: ServedPipeline, options: WorkerOptions) -> dict[in
 
 
 def measured_seconds(pipeline: ServedPipeline, sizes: Sequence[int] | None = None) -> dict[int, float]:
-    """Return the seconds of a denoiser run at the model's own size by batch size: for these sizes, or for those that
-    are worthwhile."""
+    """Return the seconds of a denoiser run at the model's own size, for these or for all worthwhile batch sizes."""
     stage, side = pipeline.base, pipeline.base.latents.size
     steps = pipeline.shared_steps(side, side)
     if steps is None:
@@ -225,7 +224,6 @@ class Room:
         )
 
     def share(self, job: Job) -> float:
-        """Return the fraction of memory that an image takes; 0 up to the model's own size, for which all places have
-        room."""
+        """Return the fraction of memory that an image takes; 0 up to the model's own size, which always fits."""
         pixels = job.arguments.get("height", 0) * job.arguments.get("width", 0)
         return float(pixels / self.most[job.pipeline]) if pixels > self.own[job.pipeline] else 0.0

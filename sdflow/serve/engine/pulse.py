@@ -29,7 +29,7 @@ START_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Pulse:
-    """A heartbeat. stuck: seconds without progress, if they exceed the limit. silence: maximum seconds until the next
+    """A heartbeat. stuck: seconds without progress, if above the limit. silence: maximum seconds to the next
     message."""
 
     stuck: float | None = None
@@ -61,8 +61,7 @@ class Pulses:
         threading.Thread(target=self._beat, name="pulse", daemon=True).start()
 
     def watch(self, lanes: Lanes, patience: Patience, loading: Callable[[], bool]) -> None:
-        """Start watching these lanes. loading: whether images may be waiting for a pipeline, which may take as long as
-        a start or a request."""
+        """Watch these lanes. loading: whether a pipeline is loading, which may take as long as a start or a request."""
         self._watched = lanes, patience, loading
         self._tell(Pulse(None, patience.seconds))
 

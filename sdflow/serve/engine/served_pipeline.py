@@ -52,8 +52,8 @@ class ServedPipeline:
         reload: Callable[..., Submodel] | None = None,
         cuts: Cuts | None = None,
     ) -> None:
-        """reload: `load_submodel` with the pipeline's options. cuts: those of a pipeline with the same graphs, to
-        share."""
+        """reload: `load_submodel` with the pipeline's options. cuts: to share with a pipeline that has the same
+        graphs."""
         self._reload = reload
         self.stages = [pipeline] if isinstance(pipeline, Pipeline) else [pipeline.base, pipeline.refiner]
         self._cuts = Cuts() if cuts is None else cuts
@@ -65,8 +65,7 @@ class ServedPipeline:
     def load(
         cls, folder: Path, threads: int | None = None, checker: bool = True, embeddings: Path | None = None
     ) -> ServedPipeline:
-        """Load a pipeline folder for the target that it was built for. embeddings: folder of textual inversion files.
-        Raises like `Pipeline.load`."""
+        """Load a pipeline folder for its target. embeddings: textual inversion files. Raises like `Pipeline.load`."""
         origin = read_manifest(folder).origin
         target = find_target(origin.target, str(folder / MANIFEST_FILE))
         recorded, family = recorded_tuning(folder, target).tuning, folder_family(folder)
@@ -127,7 +126,7 @@ class ServedPipeline:
                     submodel.unload()
 
     def holding(self, hold: Callable[[], None]) -> ServedPipeline:
-        """Return a pipeline with the same sessions and other weights. hold: sets the weights of the next runs
+        """Return a pipeline with the same sessions and other weights. hold: sets the next runs' weights
         (`live_weights`)."""
         base = copy.copy(self.base)
         base.schedules = {}  # timestep outputs are cached by schedule and depend on the weights
@@ -200,8 +199,7 @@ class ServedPipeline:
 
     def step(self, drawings: Sequence[Drawing], size: int) -> None:
         """Run the denoiser once for one drawing, or for several with the same `shared_steps`. size: of the batch. On a
-        GPU the run is only queued, and the previous one has finished. Raises VerificationError if the provider
-        fails."""
+        GPU the run is only queued, and the previous one has finished. Raises VerificationError on failure."""
         import torch
 
         with self.base.place.current(), torch.no_grad():
@@ -219,8 +217,7 @@ class ServedPipeline:
             self._ahead.queued()
 
     def drawings(self, job: Job, **more: Any) -> Iterator[Drawing]:
-        """Yield the pipeline's drawing, then its refiner's, if any. more: call arguments that jobs do not have, such as
-        start latents."""
+        """Yield the drawings of the pipeline and of its refiner, if any. more: call arguments beyond those of jobs."""
         import torch
 
         with self.base.place.current():

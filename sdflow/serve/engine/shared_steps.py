@@ -133,8 +133,7 @@ class SharedSteps:
         return self._cuts.of(self._path, sizes, moving=self.moving, guidance=guidance, edits=self._model.edits)
 
     def seconds(self, size: int, *, runs: int, halves: int, schedule: Schedule) -> float:
-        """Return the fastest of several runs of a batch of this size, in seconds. Raises like `run` if it does not fit
-        in memory."""
+        """Return the fastest of several runs of a batch of this size, in seconds. Raises like `run`."""
         import torch
 
         # On a device, the next run is queued while one executes.
@@ -185,14 +184,12 @@ class SharedDenoiser:
 
 
 class _Form:
-    """The step for one batch size. An image keeps its place between runs, so that its text values are copied only
-    once."""
+    """The step for one batch size. An image keeps its place between runs, so that its texts are copied only once."""
 
     def __init__(
         self, session: Any, model: Submodel, times: Sequence[str], names: tuple[str, str], size: int, halves: int
     ) -> None:
-        """times: inputs with the timestep values, in the order of the table's columns. names: of the latents input and
-        of the output."""
+        """times: inputs with timestep values, in the order of the table's columns. names: latents input and output."""
         latents, self._prediction = names
         self._size, self._halves, self._place = size, halves, model.place
         inputs = empty_inputs(session, model.place.device)

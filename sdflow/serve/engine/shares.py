@@ -33,6 +33,5 @@ class Shares:
         self._took[kind], self._ended[kind] = seconds, self._until[group]
 
     def step(self, kind: Hashable) -> float:
-        """Return the seconds of the last step of this kind, 0 before the first. By kind, because the group may change
-        at each step."""
+        """Return the seconds of this kind's last step, 0 before. By kind, because the group may change at each step."""
         return self._took.get(kind, 0.0)

@@ -1,5 +1,4 @@
-"""Administration of a running server: LoRAs at `/v1/loras`, pipelines at `/v1/models`. OpenAI's `GET /v1/models` is in
-`openai_api`."""
+"""Administration of a running server: `/v1/loras` and `/v1/models`, whose `GET` is OpenAI's (`openai_api`)."""
 
 from __future__ import annotations
 

@@ -38,8 +38,7 @@ DRAWING = (*STREAMED, f"{SDAPI}/txt2img", f"{SDAPI}/img2img")
 
 
 def operation_id(route: Any) -> str:
-    """Return the operation name for generated clients, derived from method and path so that moving code does not change
-    it."""
+    """Return the operation name for generated clients, from method and path, which do not change when code moves."""
     return re.sub(r"\W+", "_", f"{min(route.methods).lower()}{route.path_format}").strip("_")
 
 

@@ -52,8 +52,8 @@ Hear = Callable[[Message], None]
 
 
 def make_app(settings: Settings, make_line: Callable[[Hear], Line] | None = None) -> Guard:
-    """Return the ASGI application, which starts and stops the worker. make_line: creates the connection to it; None: a
-    local worker process."""
+    """Return the ASGI application, which starts and stops the worker. make_line: connects to it; None: a local
+    process."""
     metrics = Metrics()
     tracing = None if settings.traces is None else Tracing(settings.traces)
     drawing = Drawing(settings.limits, metrics)

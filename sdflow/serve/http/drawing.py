@@ -67,8 +67,7 @@ class Drawing:
     """Requests of one worker. All methods run in the event loop's thread. send: sends to the worker once there is one.
     draining: whether the server is shutting down and accepts no more requests.
 
-    When the worker dies, its running requests fail, because one of them may be the cause. Queued ones are sent to the
-    next worker, once.
+    When the worker dies, its running requests fail, because one may be the cause; queued ones are sent again, once.
     """
 
     def __init__(self, limits: Limits, metrics: Metrics, send: Callable[[Order], None] = lambda order: None) -> None:

@@ -26,8 +26,7 @@ STALL_SECONDS = 30.0
 """Maximum time without progress, in either direction."""
 
 SLOWEST = 16 << 10
-"""Minimum bytes per second: a transfer may take `STALL_SECONDS` plus its bytes at this rate, which ends slow-drip
-requests."""
+"""Minimum bytes per second: a transfer may take `STALL_SECONDS` plus its bytes at this rate."""
 
 OPEN = ("/healthz", "/readyz", "/", "/docs")
 """Paths without a key, like those below `PAGE`: they only reveal that the server exists."""

@@ -155,8 +155,7 @@ class Loras:
             path.unlink(missing_ok=True)
 
     def remove(self, name: str) -> Path:
-        """Stop offering a LoRA and return its file. An upload is deleted, a file of the folder stays. Raises
-        ApiError."""
+        """Remove a LoRA and return its file, which is deleted if it was uploaded. Raises ApiError."""
         with self._naming:
             path = self.files().get(name)
             if path is None:

@@ -1,5 +1,4 @@
-"""OpenAI's images API as its official client uses it: `/v1/images/generations`, `edits`, `variations` and
-`/v1/models`."""
+"""OpenAI's images API for its official client: `/v1/images/generations`, `edits`, `variations` and `/v1/models`."""
 
 from __future__ import annotations
 

@@ -28,8 +28,7 @@ class Lora(Strict):
 
 
 class ControlField(Strict):
-    """An image for a ControlNet of the pipeline, by name. It applies from `start` to `end` as fractions of the
-    steps."""
+    """An image for a ControlNet of the pipeline, by name. `start` and `end` are fractions of the steps."""
 
     name: str = Field(max_length=200)
     image: str = Field(description="In base64.")
@@ -53,8 +52,7 @@ def _from_json(value: Any) -> Any:
 
 
 class Fields(Strict):
-    """Fields of generations and edits apart from the generation settings. Those after `partial_images` are sdflow's
-    own."""
+    """Fields of all requests except generation settings. Those after `partial_images` are sdflow's own."""
 
     prompt: Text = Field(description="Prompt.")
     model: str | None = Field(None, description="A pipeline of `/v1/models`. Default: the first.")

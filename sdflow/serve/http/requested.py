@@ -1,5 +1,4 @@
-"""Convert requests to jobs, one per image, and check them against the server's limits and the pipeline's
-capabilities."""
+"""Convert requests to jobs, one per image, within the limits of the server and the features of the pipeline."""
 
 from __future__ import annotations
 

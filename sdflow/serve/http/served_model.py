@@ -56,8 +56,7 @@ class ServedModel:
 
     @property
     def left_aside(self) -> Approximation:
-        """Approximations that the workflow sets. The server ignores them: images share runs, and every step runs the
-        whole model."""
+        """Approximations set by the workflow, which the server ignores: shared runs execute the whole model."""
         return Approximation.chosen(self.manifest.origin.said, None, None)
 
     @property
@@ -71,8 +70,7 @@ class ServedModel:
         return f"verified, {self.verified}{limits}{low_bits}"
 
     def to_json(self, most_pixels: int | None = None) -> dict[str, Any]:
-        """Return the pipeline as an OpenAI model with details under `sdflow`. most_pixels: per image; None: not
-        measured yet."""
+        """Return the pipeline as an OpenAI model, with details under `sdflow`. most_pixels: None: not measured yet."""
         origin, latents = self.manifest.origin, self.latents
         return {
             "id": self.name,
@@ -108,8 +106,7 @@ class ServedModel:
 def read_served(folder: Path, *, require_verified: bool = False, check: bool = True) -> ServedModel:
     """Read a pipeline folder. check: verify its files against the recorded digests.
 
-    Raises UsageError if the folder is no pipeline or lacks a required verification, VerificationError if its files
-    changed since the build.
+    Raises UsageError if the folder is no pipeline or not verified as required, VerificationError if its files changed.
     """
     manifest, family, refiner = read_manifest(folder), folder_family(folder), refiner_of(folder)
     arguments = {**family.arguments, **({} if refiner is None else folder_family(refiner).arguments)}

@@ -82,8 +82,7 @@ def plain(opened: Any) -> Image:
 
 
 def as_mask(image: Image) -> Image:
-    """Return a mask that is white where to inpaint: the transparent pixels of an RGBA image, as in OpenAI's API,
-    otherwise its white."""
+    """Return a mask, white where to inpaint: where RGBA is transparent, as in OpenAI's API, or the image is white."""
     from PIL import ImageOps
 
     opened = as_pil(image)

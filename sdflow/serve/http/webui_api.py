@@ -31,8 +31,7 @@ from sdflow.serve.jobs import Drawn, Image, Job, Preview, Stepped
 
 
 def loras_in(prompt: str) -> tuple[str, list[LoraField]]:
-    """Return the prompt without `<lora:NAME:SCALE>`, and the LoRAs named in it. Raises ApiError for an invalid
-    scale."""
+    """Return the prompt without `<lora:NAME:SCALE>`, and the LoRAs named in it. Raises ApiError."""
     found = []
     for name, scale in LORA.findall(prompt):
         try:
@@ -62,8 +61,7 @@ class _Open:
 
 @dataclass
 class _Own:
-    """State of one owner (a `Caller`'s). The webui runs one request at a time, so its clients ask about whatever is in
-    progress."""
+    """State of one owner (of a `Caller`). The webui runs one request at a time, so its clients ask about all."""
 
     options: Options = field(default_factory=Options)
     open: dict[str, _Open] = field(default_factory=dict)

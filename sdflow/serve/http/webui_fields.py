@@ -1,7 +1,7 @@
 """Pydantic models of A1111's webui API.
 
-Clients always send all fields. An unimplemented field is accepted if its value turns it off and rejected otherwise, so
-that nothing is silently ignored.
+Clients always send all fields. An unimplemented field is accepted only with a value that turns it off, so that nothing
+is silently ignored.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ class Options(Known):
 
 
 class Unit(Known):
-    """A ControlNet unit as in the webui's extension. The image must already be a map; preprocessors are not
-    implemented."""
+    """A ControlNet unit of the webui's extension. Its image is a map: preprocessors are not implemented."""
 
     WITHOUT_EFFECT = frozenset(
         ("low_vram", "lowvram", "processor_res", "threshold_a", "threshold_b", "pixel_perfect", "hr_option")
@@ -71,8 +70,7 @@ class Unit(Known):
     resize_mode: str | int = 0
 
     def field(self, start: str | None) -> ControlField:
-        """Convert to the server's field. start: image of an img2img request, used if the unit has none. Raises
-        ApiError."""
+        """Convert to the server's field. start: image of an img2img request, used if there is none. Raises ApiError."""
         if self.module not in (None, "", "none", "None"):
             words = f"the preprocessor {self.module!r} is not supported: send its result, with the module 'none'"
             raise _refused_unit(words)

@@ -35,8 +35,7 @@ def filled(image: Image, mask: Image) -> Image:
 
 @dataclass(frozen=True)
 class Part:
-    """The masked part of an image, which is generated alone and pasted back. box: left, top, right and bottom in the
-    image."""
+    """The masked part of an image, which is generated alone and pasted back. box: left, top, right and bottom."""
 
     image: Image
     mask: Image
@@ -45,8 +44,7 @@ class Part:
 
     @classmethod
     def of(cls, image: Image, mask: Image, width: int, height: int, padding: int, blur: float) -> Part:
-        """Return the part around the mask's white with padding, in the aspect ratio width:height as far as the image
-        allows."""
+        """Return the part around the mask's white plus padding, in the shape of width x height if the image allows."""
         opened = as_pil(mask).resize(image.size)
         left, top, right, bottom = opened.getbbox() or (0, 0, *image.size)
         across = _wider(left - padding, right + padding, (bottom - top + 2 * padding) * width / height, image.size[0])

@@ -77,8 +77,7 @@ class Structure:
 
     @cached_property
     def changeable(self) -> frozenset[str]:
-        """Initializers that can become inputs: stored in the data file, and read only by operators that accept inputs
-        as weights."""
+        """Initializers that can become inputs: in the data file, and read only by operators in READERS."""
         readers: dict[str, list[bool]] = {}
         for node in self._graph.node:
             takes = node.op_type in READERS and (node.op_type != "NhwcConv" or over_single_pixels(node))
@@ -177,8 +176,7 @@ class LiveLoras:
         self._kept_factors.clear()
 
     def _factors(self, submodel: str, held: Mapping[str, Layer]) -> Factors:
-        """Return a LoRA's factors for a submodel. The last few stay on the device, keyed by the identity of the
-        layers."""
+        """Return a LoRA's factors for a submodel, cached on the device by the identity of its layers."""
         import torch
 
         from sdflow.weights.on_device import Factors

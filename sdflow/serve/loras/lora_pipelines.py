@@ -2,8 +2,7 @@
 
 Weights with LoRAs are always computed from the checkpoint by the graph's recipes, never from existing weights. If the
 graph allows it, they go into live sessions (`live_loras.py`) shared by all LoRAs, otherwise into files for separate
-sessions (`sdflow.weights.bind`). Unchanged submodels are shared. The graph comes from the cache; nothing is exported or
-fused.
+sessions (`sdflow.weights.bind`). Unchanged submodels are shared. The graph comes from the cache, without an export.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ COPIES = 2
 
 @dataclass(frozen=True)
 class Made:
-    """A pipeline with LoRAs. size: approximate bytes of its own weights. unused: whether no other pipeline uses its
-    sessions."""
+    """A pipeline with LoRAs. size: approximate bytes of its weights. unused: whether no other shares its sessions."""
 
     loras: tuple[LoraFile, ...]
     pipeline: ServedPipeline
@@ -62,8 +60,7 @@ class LoraPipelines:
 
     cache: the cache that the folder was built with, read on the first LoRA. values: shared by all lanes. `read` and
     `carry_out` may run in another thread than the other methods, `forget` in any. Methods raise UsageError if the
-    pipeline was built in a way that cannot take LoRAs or its graphs are not in the cache, and CheckpointError for a
-    LoRA that does not fit.
+    pipeline cannot take LoRAs or its graphs are not in the cache, CheckpointError for a LoRA that does not fit.
     """
 
     folder: Path
@@ -109,8 +106,7 @@ class LoraPipelines:
             return self._alive.get(loras)
 
     def keep(self, made: Made) -> ServedPipeline:
-        """Keep a pipeline while memory beside the shared sessions allows, least recently used first out. One with a
-        forgotten LoRA is not kept."""
+        """Keep a pipeline unless a LoRA of it is forgotten, and drop the least recently used ones above the limit."""
         with self._lock:
             left = self.memory - self.size_of_sessions - made.size
             while self._made and sum(each.size for each in self._made.values()) > left:
@@ -160,8 +156,7 @@ class LoraPipelines:
         return Made(loras, live.with_values(values), size, live is not before)
 
     def prepare(self) -> ServedPipeline | None:
-        """Create the live sessions ahead of the first LoRA, and return their pipeline, or None if they are not
-        possible."""
+        """Create the live sessions ahead of the first LoRA. Return their pipeline, or None if not possible."""
         live = None if self.base.why_alone is not None else self._live_for({})
         return None if live is None else live.pipeline
 
@@ -170,8 +165,7 @@ class LoraPipelines:
         self._files_alone, self._live = True, None
 
     def _live_for(self, names: Names) -> LiveLoras | None:
-        """Return sessions in which these initializers may change, or None. Only weights that LoRAs rarely change
-        require new sessions."""
+        """Return sessions in which these initializers may change, or None. Rarely changed ones need new sessions."""
         if self._files_alone:
             return None
         if self._live is None or not self._live.covers(names):

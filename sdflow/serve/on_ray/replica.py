@@ -74,9 +74,8 @@ class Replica:
         return self._found
 
     async def draw(self, job: Job, loras: str, forgotten: tuple[tuple[str, str], ...] = ()) -> AsyncIterator[Message]:
-        """Generate one image and yield its messages, ending with `Drawn`, `Failed` or `Lost`. Closing the generator
-        cancels it. job: with its own request id. loras: from `loras_id`. forgotten: (id, path) of recent LoRA
-        deletions."""
+        """Generate one image and yield its messages, up to `Drawn`, `Failed` or `Lost`; cancel it if closed earlier.
+        job: with its own request id. loras: from `loras_id`. forgotten: (id, path) of recent LoRA deletions."""
         if loras:
             await self._holding(loras)
         await self._ready.wait()
@@ -99,8 +98,7 @@ class Replica:
 
     @serve.multiplexed(max_num_models_per_replica=LORAS_HELD)  # type: ignore[untyped-decorator,unused-ignore]
     async def _holding(self, loras: str) -> str:
-        """Mark these LoRAs as loaded before the worker loads them, so that further requests queue here instead of
-        elsewhere."""
+        """Mark these LoRAs as loaded before the worker loads them, so that further requests queue here."""
         return loras
 
     def _hear(self, message: Message) -> None:

@@ -169,8 +169,7 @@ def _reason(message: str) -> str:
 
 
 def _require_answer(url: str) -> None:
-    """Raise UsageError if the proxy listens at another address: it belongs to the cluster, and its first user chose the
-    address."""
+    """Raise UsageError if the cluster's proxy listens elsewhere: its address is fixed by the first application."""
     end = time.monotonic() + ANSWER_SECONDS
     while time.monotonic() < end:
         try:

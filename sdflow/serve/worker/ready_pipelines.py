@@ -1,5 +1,4 @@
-"""Pipelines that are ready for jobs. Pipelines with LoRAs are created in a thread while the engine continues with
-others."""
+"""Pipelines that are ready for jobs. Those with LoRAs are created in a thread while the engine continues."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ class ReadyPipelines:
         values: SharedValues | None = None,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """folder: of the pipeline. cache, memory, values: see `LoraPipelines`. changed: called in another thread when a
-        pipeline becomes ready."""
+        """folder: of the pipeline. cache, memory, values: see `LoraPipelines`. changed: called in another thread when
+        one is ready."""
         self.base, self._changed = base, changed
         self._loras = LoraPipelines(folder, base, cache, memory, values or SharedValues())
         self.forget = self._loras.forget
@@ -63,8 +62,7 @@ class ReadyPipelines:
                 self._loras.use_files()
 
     def ready(self, job: Job, *, begin: bool) -> bool:
-        """Whether `find` returns without waiting. begin: if not, start creating the pipeline, unless another is in
-        progress."""
+        """Whether `find` returns without waiting. begin: if not, start creating it, unless another is in progress."""
         if self._loras.get(job.loras) is not None:
             return True
         if self._is_coming(job):
@@ -74,8 +72,7 @@ class ReadyPipelines:
         return False
 
     def find(self, job: Job) -> ServedPipeline:
-        """Return the pipeline for a job. Raises UsageError if the pipeline cannot take LoRAs, CheckpointError for a
-        LoRA that does not fit."""
+        """Return the pipeline for a job. Raises UsageError or CheckpointError like `LoraPipelines`."""
         if (found := self._loras.get(job.loras)) is not None:
             return found
         coming = self._coming[1] if self._coming is not None and self._is_coming(job) else self._begin(job)

@@ -195,8 +195,8 @@ class Stock:
         return found.find(job)
 
     def load_others(self) -> dict[str, Mapping[str, Any]]:
-        """Load each remaining pipeline once, unloading others to make room, and return what was measured for all.
-        Raises like loading."""
+        """Load each remaining pipeline once, unloading others for room. Return the measurements of all. Raises like
+        loading."""
         known = {name: self.about(name) for name in self._used}
         for name, folder in self._options.pipelines.items():
             if name not in known:
@@ -218,8 +218,8 @@ class Stock:
             self._load_or_note(name)
 
     def _make_room(self, name: str) -> bool:
-        """Whether there is room for one more pipeline. Each call unloads at most one: the least recently used, if it is
-        not running."""
+        """Whether there is room for one more. Each call unloads at most the least recently used one, if it is not
+        running."""
         most, wanted = self._options.memory, {*self._used, name}
         if most is None or not self._used:
             return True
@@ -239,8 +239,8 @@ class Stock:
         self._leaving.clear()
 
     def _load(self, name: str) -> None:
-        """Load a pipeline in every lane, replacing one of the same name. Raises UsageError for a GPU pipeline with
-        several lanes."""
+        """Load a pipeline in every lane, replacing one of the same name. Raises UsageError on a GPU with several
+        lanes."""
         folder, begun, made = self._folders[name], time.perf_counter(), list[ServedPipeline]()
         self._is_loading = True
         try:

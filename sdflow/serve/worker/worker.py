@@ -1,7 +1,7 @@
 """The worker process generates images apart from the server, so that a crash does not drop connections.
 
-It receives jobs over a pipe, sends back messages (`sdflow.serve.jobs`) and ends when the pipe closes. `WorkerLine` is
-the server's side.
+It receives jobs over a pipe, sends back messages (`sdflow.serve.jobs`) and ends with the pipe. `WorkerLine` controls
+it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ class Sender(threading.Thread):
 
 
 def work(connection: Connection, options: WorkerOptions, output: Connection | None = None) -> None:
-    """Load the pipelines, report ready and run jobs until the pipe closes. output: receives standard error, including
-    that of native libraries."""
+    """Load the pipelines, report ready and run jobs until the pipe closes. output: receives standard error."""
     if output is not None:
         os.dup2(output.fileno(), 2)
     os.environ.pop(ROTATED, None)  # only the server rotates the file
