@@ -100,7 +100,7 @@ def deploy(
 
 
 def _started(name: str, folder: Path, pipelines: Sequence[Path], options: Sequence[str], key: str | None) -> Deployment:
-    """Start the server and record it once it listens, before the pipelines load and this process can be interrupted."""
+    """Start the server. Record it once it listens, in case this process is killed while the pipelines load."""
     import psutil
 
     log = folder / LOG

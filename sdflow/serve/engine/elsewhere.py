@@ -20,8 +20,7 @@ MOST_THREADS = 8
 
 @dataclass(frozen=True)
 class Pending:
-    """Pending work. done: whether it finished. wait: blocks at least briefly. result: returns the result or raises the
-    error."""
+    """Pending work. wait: blocks until it is done or for a moment. result: returns the result or raises the error."""
 
     done: Callable[[], bool]
     wait: Callable[[], object]

@@ -245,7 +245,7 @@ class Engine:
             self._resume()
 
     def _run_batch(self, together: Sequence[_Running], size: int) -> list[Batch]:
-        """Run one batch. If it fails, for example out of memory, run each image alone, so that only some may fail."""
+        """Run one batch. If it fails, out of memory for example, run its images one by one."""
         key, begun = together[0].next_step(), time.perf_counter()
         try:
             together[0].pipeline.step([each.drawing for each in together if each.drawing is not None], size)
@@ -264,7 +264,8 @@ class Engine:
         return [(len(together), size, seconds)]
 
     def _no_room(self, running: _Running, size: int) -> None:
-        """Record that this batch size does not fit, unless because of reference images, whose steps are larger."""
+        """Record that this batch size does not fit; with reference images, whose steps are larger, only for their
+        sizes."""
         if running.steps is not None and running.job.conditioning.references:
             running.steps.alone = True
         else:

@@ -53,8 +53,7 @@ class Lanes:
         self._process, self._memory, self._looked = psutil.Process(), 0, 0.0
 
     def add(self, make: Callable[[Waiting, Tell], Engine], rest: Callable[[], None] = lambda: None) -> None:
-        """Add an engine. rest: releases what only large images need; called in its thread some time after the last
-        one."""
+        """Add an engine. rest: releases what only large images need; called in its thread if none came for a while."""
         self._lanes.append(lane := _Lane(make(self.waiting, self._pass_on), rest))
         if self._running:
             self._start(lane)

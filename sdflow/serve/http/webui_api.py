@@ -61,7 +61,7 @@ class _Open:
 
 @dataclass
 class _Own:
-    """State of one owner (of a `Caller`). The webui runs one request at a time, so its clients ask about all."""
+    """State of one owner (of a `Caller`). Clients of the webui do not name requests, as it runs one at a time."""
 
     options: Options = field(default_factory=Options)
     open: dict[str, _Open] = field(default_factory=dict)
