@@ -46,7 +46,6 @@ def deploy(name: str, pipelines: Sequence[Path | str], **options: Any) -> Deploy
 
 
 def _as_options(name: str, value: Any) -> list[str]:
-    """Convert one keyword argument to command-line arguments."""
     option = name.replace("_", "-")
     if value is None:
         return []

@@ -56,7 +56,6 @@ class Caller:
     administers: bool = True
 
     def may_stop(self, owner: str | None) -> bool:
-        """Whether this caller may stop a request of this owner."""
         return self.owner is None or self.owner == owner
 
 

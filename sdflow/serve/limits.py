@@ -34,7 +34,6 @@ class Limits:
 
     @property
     def sent_pixels(self) -> int:
-        """Maximum pixels of an uploaded image."""
         return MOST_SENT if self.pixels is None else self.pixels
 
     def require_size(self, height: int, width: int, granularity: int, most: int | None) -> None:

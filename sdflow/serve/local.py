@@ -59,7 +59,6 @@ class LocalPipeline:
 
     @property
     def schedulers(self) -> tuple[str, ...]:
-        """Names of the supported schedulers."""
         return available(self.base.family.noising.schedulers)
 
     def sample(
@@ -99,7 +98,6 @@ class LocalPipeline:
             return torch.cat([self.latents.to_vae(each.latents().float().cpu()) for each in found])
 
     def _of_image(self, index: int, **given: torch.Tensor | None) -> dict[str, Any]:
-        """Return the call arguments of one image."""
         names = {"start": "image", "noise": "latents", "mask": "mask_image"}
         one = {
             names[name]: value[index % len(value)][None].clone().float()

@@ -62,5 +62,4 @@ class Tracing:
         return end
 
     def close(self) -> None:
-        """Flush pending spans."""
         self._provider.shutdown()

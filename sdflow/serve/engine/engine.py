@@ -217,7 +217,6 @@ class Engine:
                 self._ready(other, True)
 
     def _begin(self, job: Job) -> None:
-        """Start a job, up to its first denoising step."""
         running = _Running(job)
         running.work = self._work(running)
         self._running.append(running)

@@ -84,7 +84,6 @@ class Lanes:
         self.look_again()
 
     def show(self, wanted: Show) -> None:
-        """Request previews of a request's running images."""
         for engine in self.engines:
             engine.show(wanted)
 

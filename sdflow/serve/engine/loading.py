@@ -87,7 +87,6 @@ def load(folder: Path, threads: int | None, options: WorkerOptions) -> ServedPip
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the size of a pipeline's files."""
     return sum(path.stat().st_size for path in folder.resolve().glob("*/*") if path.is_file())
 
 
@@ -217,7 +216,6 @@ class Room:
         return room
 
     def add(self, name: str, loaded: ServedPipeline) -> None:
-        """Add a loaded pipeline."""
         self.own[name] = loaded.base.latents.image_size**2
         self.most[name] = min(
             most_pixels_of(stage.family, stage.configs, device=stage.place.device) for stage in loaded.stages

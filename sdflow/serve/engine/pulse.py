@@ -98,7 +98,6 @@ class Watchdog:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def hear(self, message: object) -> None:
-        """Note a message from the worker."""
         self._last = message if isinstance(message, Pulse) else self._last
         self._heard.set()
 

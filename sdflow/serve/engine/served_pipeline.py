@@ -153,7 +153,6 @@ class ServedPipeline:
 
     @property
     def base(self) -> Pipeline:
-        """The first stage."""
         return self.stages[0]
 
     def shared_steps(self, rows: int, columns: int) -> SharedSteps | None:
@@ -255,7 +254,6 @@ def preview_steps(previews: int, runs: int) -> tuple[int, ...]:
 
 
 def encoded(image: PIL.Image.Image, job: Job) -> bytes:
-    """Encode the image as a file in the job's format."""
     file = io.BytesIO()
     options: dict[str, Any] = {} if job.format == "PNG" else {"quality": job.quality}
     image.save(file, job.format, **options)

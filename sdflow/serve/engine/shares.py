@@ -28,7 +28,6 @@ class Shares:
         return chosen
 
     def ran(self, group: Hashable, kind: Hashable, seconds: float) -> None:
-        """Record a step of a group."""
         self._until[group] = self._until.get(group, self._now) + seconds
         self._took[kind], self._ended[kind] = seconds, self._until[group]
 

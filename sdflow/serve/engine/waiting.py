@@ -56,7 +56,6 @@ class Waiting:
             self.changed.notify_all()
 
     def cancel(self, request: str) -> None:
-        """Remove the jobs of this request."""
         with self.changed:
             self._jobs = [job for job in self._jobs if job.request != request]
             self.changed.notify_all()

@@ -26,7 +26,6 @@ class Addition(Strict):
 
 
 def require_admin(request: Request) -> None:
-    """Raise ApiError if the caller is not an administrator."""
     if not request.state.caller.administers:
         raise ApiError(403, "this takes a key of those who administer the server.", code="admin_key_required")
 

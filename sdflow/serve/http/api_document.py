@@ -67,7 +67,6 @@ def describe(app: FastAPI) -> None:
 
 
 def _forms() -> dict[str, Any]:
-    """Return the schemas of multipart forms by path."""
     found, image = {"/v1/loras": _EXAMPLES["forms"]["loras"]}, _EXAMPLES["forms"]["image"]
     for path, kind in (("/v1/images/edits", Edit), ("/v1/images/variations", Variation)):
         schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
@@ -95,7 +94,6 @@ def _responses(method: str, path: str, own: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refusals(method: str, path: str) -> tuple[int, ...]:
-    """Return the error statuses of an operation."""
     if path == "/healthz":
         return ()
     if path == "/readyz":

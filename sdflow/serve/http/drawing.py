@@ -81,7 +81,6 @@ class Drawing:
 
     @property
     def ready(self) -> bool:
-        """Whether requests are accepted."""
         return self.found is not None and not self.draining
 
     @property
@@ -90,7 +89,6 @@ class Drawing:
         return sum(len(waiting.open) for waiting in self._requests.values())
 
     def hear(self, message: Message) -> None:
-        """Handle a worker message."""
         self._metrics.hear(message)
         if isinstance(message, Ready):
             if self.found is None:

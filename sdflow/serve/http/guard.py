@@ -56,7 +56,6 @@ HEADERS = (
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-opener-policy", b"same-origin"),
 )
-"""Headers of every answer."""
 
 
 class Guard:

@@ -62,7 +62,6 @@ class Loras:
         return Loras, (self.folder, self.sent_below, self.require_fit, self.limits)
 
     def close(self) -> None:
-        """Remove the uploaded files."""
         self._closing.close()
 
     def files(self) -> dict[str, Path]:

@@ -39,7 +39,6 @@ class Models(Mapping[str, ServedModel]):
         return len(self._models)
 
     def named(self, name: str | None) -> ServedModel | None:
-        """Return the pipeline of this name or alias, or None."""
         return self._models.get(self.aliases.get(name or "", name or ""))
 
     def get_named(self, name: str | None) -> ServedModel:
@@ -57,7 +56,6 @@ class Models(Mapping[str, ServedModel]):
         return self.get_named(name)
 
     def put(self, model: ServedModel) -> None:
-        """Add a pipeline, replacing one of the same name."""
         self._models[model.name] = model
 
     def remove(self, name: str) -> None:

@@ -41,7 +41,6 @@ NO_USAGE = {
 
 
 def openai_routes(settings: Settings, drawing: Drawing) -> APIRouter:
-    """The routes."""
     routes = APIRouter(prefix="/v1", tags=["OpenAI"])
 
     @routes.get("/models", summary="The pipelines, and whether they are verified", operation_id="listModels")

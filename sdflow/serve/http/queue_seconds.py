@@ -30,7 +30,6 @@ class QueueSeconds:
             self._steps[name, _size(found["pixels"])] = deque([best], RECENT)
 
     def note(self, job: Job, drawn: Drawn) -> None:
-        """Record a finished image."""
         key, seconds = (job.pipeline, _size(job.pixels)), drawn.seconds
         if "steps" in seconds:
             self._steps.setdefault(key, deque(maxlen=RECENT)).append(seconds["steps"] / job.steps)

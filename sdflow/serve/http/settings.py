@@ -16,8 +16,6 @@ from sdflow.serve.log import log_line
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a server."""
-
     models: Models
     worker: WorkerOptions
     access: Access

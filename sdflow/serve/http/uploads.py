@@ -70,14 +70,12 @@ def decoded(text: str, param: str) -> bytes:
 
 
 def as_pil(image: Image) -> Any:
-    """Convert to a PIL image."""
     import PIL.Image
 
     return PIL.Image.frombytes(image.mode, image.size, image.pixels)
 
 
 def plain(opened: Any) -> Image:
-    """Convert from a PIL image."""
     return Image(opened.mode, opened.size, opened.tobytes())
 
 

@@ -68,7 +68,6 @@ class _Own:
 
 
 def webui_routes(settings: Settings, drawing: Drawing) -> APIRouter:
-    """The routes."""
     routes = APIRouter(prefix="/sdapi/v1", tags=["A1111's webui"])
     owners: dict[str | None, _Own] = {}
 

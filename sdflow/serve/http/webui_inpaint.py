@@ -11,7 +11,6 @@ from sdflow.serve.jobs import Image
 
 
 def inverted(mask: Image) -> Image:
-    """Invert a mask."""
     from PIL import ImageOps
 
     return plain(ImageOps.invert(as_pil(mask)))

@@ -52,7 +52,6 @@ class PngInfo(BaseModel):
 
 
 def webui_lists(settings: Settings) -> APIRouter:
-    """The routes."""
     routes, served = APIRouter(tags=["A1111's webui"]), settings.models
 
     def listed(path: str, found: Any, summary: str) -> None:

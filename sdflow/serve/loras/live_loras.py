@@ -163,8 +163,6 @@ class LiveLoras:
         return values
 
     def with_values(self, values: Values) -> ServedPipeline:
-        """Return the pipeline with these values."""
-
         def hold() -> None:
             for submodel, live in self._live.items():
                 live.hold(values.get(submodel, {}))
@@ -172,7 +170,6 @@ class LiveLoras:
         return self.pipeline.holding(hold)
 
     def forget_factors(self) -> None:
-        """Release the LoRA factors on the device."""
         self._kept_factors.clear()
 
     def _factors(self, submodel: str, held: Mapping[str, Layer]) -> Factors:

@@ -87,7 +87,6 @@ class LoraPipelines:
 
     @property
     def there(self) -> list[ServedPipeline]:
-        """The pipelines that are kept."""
         return [made.pipeline for made in list(self._made.values())]
 
     def served(self, loras: tuple[LoraFile, ...]) -> ServedPipeline:

@@ -106,7 +106,6 @@ def _applications(serve: Any) -> Any:
 
 
 def _head(ray: Any) -> str:
-    """Return the address of the head node."""
     for node in ray.nodes():
         if node["Alive"] and "node:__internal_head__" in node["Resources"]:
             return str(node["NodeManagerAddress"])

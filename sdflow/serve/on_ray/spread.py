@@ -8,7 +8,6 @@ from sdflow.errors import UsageError
 from sdflow.processes.on_ray.cluster import ray_address
 
 NAME = "sdflow"
-"""Name of the application."""
 QUIET = {"log_level": "WARNING", "enable_access_log": False}
 
 

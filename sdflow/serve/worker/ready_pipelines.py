@@ -109,7 +109,6 @@ class ReadyPipelines:
         return coming
 
     def _make(self, job: Job) -> Made | Wanted:
-        """Create the pipeline, in the background thread."""
         wanted = self._loras.read(job.loras)
         if wanted.live and not self._in_background:
             return wanted

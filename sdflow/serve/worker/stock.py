@@ -42,8 +42,6 @@ REMOVED = "its pipeline was removed"
 
 @dataclass
 class _Lane:
-    """The pipelines of one lane."""
-
     loaded: LoadedLane
     ready: dict[str, ReadyPipelines] = field(default_factory=dict)
     paces: dict[str, Pace] = field(default_factory=dict)
