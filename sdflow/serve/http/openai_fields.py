@@ -86,7 +86,7 @@ class Fields(Strict):
     progress: bool | None = Field(False, description="With `stream`: an event for every step, too.")
 
     def settings(self) -> Settings:
-        """The settings of the drawing, without its size."""
+        """Return the generation settings, without the size."""
         given = {name: getattr(self, name) for name in type(self).model_fields if name in ALL}
         return Settings(**settings_of(given.items()))
 

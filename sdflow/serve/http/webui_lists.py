@@ -176,7 +176,7 @@ def _refuse(words: str) -> Any:
 
 
 def _png_info(text: str) -> dict[str, Any]:
-    """Raises ApiError for what is no image."""
+    """Raises ApiError if the file is not an image."""
     with opened_image(decoded(text, "image"), "image") as opened:
         items = {name: said for name, said in opened.info.items() if isinstance(said, str)}
     said = items.get(PARAMETERS, "")
