@@ -1,4 +1,4 @@
-"""Measure ONNX Runtime's search for fusions with and without the caching of `sdflow.weights.faster_fusion`.
+"""Measure ONNX Runtime's search for fusions with and without `sdflow.weights.faster_fusion`.
 
     python benchmarks/build/fusion.py [MODEL] [--target cuda] [--blocks N] [--json FILE]
 
