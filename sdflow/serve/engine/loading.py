@@ -117,8 +117,8 @@ def patience_of(lane: LoadedLane, options: WorkerOptions, pixels: Mapping[str, i
 
 
 def _pays(several: Sequence[LoadedLane], one: LoadedLane, name: str) -> bool:
-    """Whether several lanes finish the same number of images sooner than one. Other load on the machine can falsify
-    this, so the server measures again later."""
+    """Whether several lanes finish the same number of images sooner than one. Other load on the machine distorts this,
+    so the server measures again later."""
     images = max(max(one.seconds[name]), sum(max(each.seconds[name]) for each in several))
     for lane in several:
         _seconds_for([lane], name, 1)  # warm up

@@ -1,6 +1,6 @@
 """Duration of a denoiser run by batch size, measured at startup and updated by the runs of requests.
 
-A busy machine can falsify a single measurement. The last runs of each size therefore count, and if enough images are
+A busy machine distorts single measurements. The last runs of each size therefore count, and if enough images are
 queued, a size that did not pay before is tried again now and then.
 """
 

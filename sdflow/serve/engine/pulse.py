@@ -39,7 +39,7 @@ class Pulse:
 @dataclass(frozen=True)
 class Patience:
     """How long a task may take. seconds: for the model's own size. most: for any size. pixels: own size by pipeline;
-    larger images get time by the square of their pixels, as attention does."""
+    the limit grows with the square of the pixels, as attention does."""
 
     seconds: float
     most: float

@@ -61,7 +61,7 @@ class Waiting:
             self.changed.notify_all()
 
     def take(self, choose: Callable[[Sequence[Job]], Job | None]) -> Job | None:
-        """Remove and return the job that `choose` picks under a lock, or None if none fits in memory."""
+        """Remove and return the job that `choose` picks, or None if none fits in memory. Holds the lock meanwhile."""
         with self.changed:
             chosen = choose(self._jobs)
             if chosen is not None and not self._fits(chosen):

@@ -108,7 +108,7 @@ class Stock:
             names = list(self._used)
         loaded = loading.load_lanes(replace(self._options, pipelines={name: self._folders[name] for name in names}))
         if waiting.drawn != before or waiting.busy or len(loaded) == lanes:
-            return False  # concurrent requests falsify the measurement
+            return False  # concurrent requests distort the measurement
         self.lanes.replace(partial(self._adopt, loaded))
         log_line("lanes", lanes=len(loaded))
         for name in names:
