@@ -77,8 +77,8 @@ class Job:
     format: str = "PNG"  # as PIL names it
     quality: int = 90  # of lossy formats, 1 to 100
     conditioning: ConditioningImages = ConditioningImages()
-    steps: int = 1  # as far as the request tells
-    pixels: int = 1  # as far as the request tells
+    steps: int = 1  # denoiser runs, estimated from the request
+    pixels: int = 1  # per image, estimated from the request
 
 
 @dataclass(frozen=True)
@@ -241,4 +241,4 @@ class WorkerOptions:
     stall: float | None = None  # seconds without progress before the worker is killed; None: as measured
     embeddings: Path | None = None  # folder of textual inversion files
     memory: int | None = None  # bytes of pipeline files that may be loaded at once; None: no limit
-    chunks: int | None = None  # of 75 tokens per prompt
+    chunks: int | None = None  # of 75 tokens per prompt; None: no limit
