@@ -1,11 +1,11 @@
-"""Writes the tables of this folder from its results, and records new ones.
+"""Write the tables of this folder from its results, and record new results.
 
     python benchmarks/tables.py                                        # write README.md, RESULTS.md and */RESULTS.md anew
     python benchmarks/tables.py --check                                # say which of them are not current, and end with 1
     python benchmarks/tables.py --record build/first "80 s, 0.18x" --machine 2-cores --met
 
-claims.json: what is claimed, the command that measures it, and its goal. results/MACHINE/COMMIT.json: what was measured on a
-machine at a commit, `unrecorded` where nobody wrote the commit down.
+claims.json: claims with the command that measures each, and its goal. results/MACHINE/COMMIT.json: measurements on a
+machine at a commit, `unrecorded` if the commit is unknown.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""sdflow's builds beside Olive's passes and beside `cp`, in one run.
+"""Compare sdflow's builds with Olive's passes and with `cp`, in one run.
 
     python benchmarks/build/beside_olive.py [--scratch DIR] [--architecture sd15] [--target cuda] [--part NAME ...] [--many 20]
         [--results FILE]
 
 Writes two checkpoints of an architecture with random float16 weights (SD1.5: 2.7 GB each, SDXL: 7 GB) and a LoRA, as
-diffusers folders and a kohya file, and measures, each as commands in processes of their own:
+diffusers folders and a kohya file. Each measurement is a command in a separate process:
 
     olive   the first build with Olive's own passes, submodel after submodel, pass after pass (benchmarks/build/olive_chain.py)
     first   sdflow's first build into an empty cache: all submodels
@@ -13,9 +13,9 @@ diffusers folders and a kohya file, and measures, each as commands in processes 
     lora    a LoRA of rank 16 on what LoRAs change, and `cp` of those submodels
     many    20 LoRAs for two targets, by `matrix:` (only with --many N or --part many)
 
-A part that fails or is killed is told as such; the others go on. Peak memory: `largest`, the largest process of the
-part; `together`, all its processes at a time, sampled. Figures go to FILE (JSON lines) as they come; the table is made
-of all that are there, so that parts can be run one by one. Olive's fusion of the UNet needs about 18 GB.
+A part that fails or is killed is reported and skipped. Peak memory: `largest` is the part's largest process, `together`
+the sampled sum of all its processes. Results go to FILE (JSON lines) as they come. The table covers all of FILE, so
+parts can be run one by one. Olive's fusion of the UNet needs about 18 GB.
 """
 
 from __future__ import annotations

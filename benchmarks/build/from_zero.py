@@ -1,13 +1,13 @@
-"""A workflow built from an empty cache, measured from the shell: wall and processor time, the largest step, the cache's bytes.
+"""Build a workflow from an empty cache and measure wall and processor time, the largest step, and the size of the
+cache.
 
     python benchmarks/build/from_zero.py [WORKFLOW] [MODEL] [--scratch DIR] [--jobs N] [--memory] [--same-as CACHE] [--keep]
 
-By default workflows/sd15_cuda.yaml with synthetic:sd15: 2.6 GB under --scratch, removed at the end. Nothing is verified or
-evaluated. Processor time is user and system of the command and of everything that it started: on a machine that does
-other work too, compare that. Peak memory of a step counts the pages of packages that it shares with other steps as its own;
-`--memory` adds "together", the largest sum over all processes of the run with shared pages counted once. It is looked at
-ten times a second, which slows the run itself down: take the time from a run without it.
-`--same-as` compares every artifact with another cache's: an equal step that gave other bytes is an error.
+The default is workflows/sd15_cuda.yaml with synthetic:sd15: 2.6 GB under --scratch, removed at the end. Nothing is
+verified or evaluated. Processor time is user and system time of the command and its child processes: compare it if the
+machine is busy. A step's peak memory includes shared pages of packages. `--memory` adds "together", the largest sum
+over all processes with shared pages counted once. It samples ten times a second, which slows the run: measure time
+without it. `--same-as` compares every artifact with another cache's: an equal step with other bytes is an error.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""How long ONNX Runtime's search for fusions takes, with what `sdflow.weights.faster_fusion` keeps and without.
+"""Measure ONNX Runtime's search for fusions with and without `sdflow.weights.faster_fusion`.
 
     python benchmarks/build/fusion.py [MODEL] [--target cuda] [--blocks N] [--json FILE]
 
-MODEL: synthetic:sd15 by default, whose UNet is fused. --blocks: in its place the transformer of Stable Diffusion 3.5 with so many
-blocks of few channels: its graph has the nodes of a large one. The graph is exported once, without weights; each way to fuse
-runs in a process of its own. Processor seconds, imports not included; all must write the same bytes.
+MODEL: synthetic:sd15 by default, whose UNet is fused. --blocks: use instead the transformer of Stable Diffusion 3.5
+with this many blocks of few channels, whose graph has the nodes of a large one. The graph is exported once, without
+weights. Each variant runs in a separate process. Times are processor seconds without imports. All variants must write
+the same bytes.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A LoRA baked into a large denoiser that was built before, beside a copy of its weights by `cp`.
+"""Bake a LoRA into a large denoiser that is already built, compared with `cp` of its weights.
 
     python benchmarks/build/large_lora.py PIPELINE MODEL --cache CACHE [--rank 16] [--repeat 2] [--folder DIR]
 
-PIPELINE: as built with MODEL, `synthetic:NAME`, and CACHE (benchmarks/build/from_zero.py --keep). A LoRA of random numbers for
-every matrix of the denoiser's blocks is written under --folder, in the names of diffusers. Then, in turns: `cp` of the denoiser's
-weights as they lie in PIPELINE, `cp` and `sync` of the copy, and `sdflow bake`, from the start of the process to its end, with
-the processor time of all that it starts. The weights are in memory before. What was baked leaves the cache again after each turn.
+PIPELINE: built with MODEL, `synthetic:NAME`, and CACHE (benchmarks/build/from_zero.py --keep). Writes a random LoRA for
+every matrix of the denoiser's blocks under --folder, with the names of diffusers. Then measures in turns `cp` of the
+denoiser's weights in PIPELINE, `cp` plus `sync`, and the whole process of `sdflow bake`, with the processor time of its
+children. The weights are in the page cache beforehand. Baked entries are removed from the cache after each turn.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""A pipeline from one file, on a machine without torch, beside a copy of the file by `cp`.
+"""Build a pipeline from one file on a machine without torch, compared with `cp` of the file.
 
     python benchmarks/build/light_bind.py make FILE [--model synthetic:sd15] [--float32]
     python benchmarks/build/light_bind.py run FILE ARCHIVE --python LIGHT/bin/python [--target cuda]...
         [--repeat 2] [--folder DIR]
 
-`make` writes a checkpoint with random weights in the original names, in float16 or float32. It wants the packages of a build.
-`run` imports the archive of `sdflow cache export` into a new cache, and measures `sdflow run` of the file by another Python, the
-light installation's, from its start to its end: reading the file for its digests, planning, binding, writing to the disk,
-putting the folder together. Of further targets the file's digests are known. Beside it `cp` of the same file, and `cp` followed
-by `sync` of the copy: a build is on the disk when it ends. Each repeat has a cache of its own; the file is in memory before, for
-all of them.
+`make` writes a checkpoint with random weights under the original names, in float16 or float32; it needs the packages of
+a build. `run` imports the archive of `sdflow cache export` into a new cache, and measures the whole process of `sdflow
+run` with the Python of the light installation: reading and digesting the file, planning, binding, writing to disk,
+assembling the folder. Further targets reuse the file's digests. For comparison it measures `cp` of the same file with
+and without `sync`: a build is on disk when it ends. Each repeat has its own cache; the file is in the page cache
+beforehand.
 """
 
 from __future__ import annotations

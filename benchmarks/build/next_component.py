@@ -1,12 +1,12 @@
-"""A fine-tuned denoiser bound into a pipeline that was built before, beside a copy of its file by `cp`.
+"""Bind a fine-tuned denoiser into a pipeline that is already built, compared with `cp` of its file.
 
     python benchmarks/build/next_component.py BASE MODEL COMPONENT --cache CACHE [--target cuda] [--repeat 2]
         [--folder DIR] [--dtype float16|bfloat16|float32]
 
-CACHE: where BASE was built with MODEL, `synthetic:NAME` (benchmarks/build/from_zero.py --keep), so that only weights are left
-to be bound. A safetensors file of COMPONENT with other random weights is written under --folder, in the names of diffusers.
-Then, in turns: `cp` of the file, `cp` and `sync` of the copy, and `sdflow run` with that component, from the start of the process
-to its end. The file is in memory before, for all of them. What was bound leaves the cache again after each turn.
+CACHE: cache in which BASE was built with MODEL, `synthetic:NAME` (benchmarks/build/from_zero.py --keep), so that only
+weights remain to be bound. Writes a safetensors file of COMPONENT with other random weights under --folder, with the
+names of diffusers. Then measures in turns `cp` of the file, `cp` plus `sync`, and the whole process of `sdflow run`
+with that component. The file is in the page cache beforehand. Bound entries are removed from the cache after each turn.
 """
 
 from __future__ import annotations

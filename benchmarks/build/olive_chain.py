@@ -1,10 +1,10 @@
-"""Time and peak memory of Olive's own passes on a checkpoint or an ONNX model, for comparison with sdflow's.
+"""Measure time and peak memory of Olive's own passes on a checkpoint or an ONNX model, for comparison with sdflow's.
 
     python benchmarks/build/olive_chain.py MODEL --submodel unet [--float16 one-pass|two-passes|no] [--options JSON] [--json]
 
-MODEL: a folder with model.onnx, or a checkpoint as workflows name it, which is converted first. Each pass runs in a
-process of its own, as Olive's classes have it: no engine, no cache, none of sdflow's mends. Peak memory is the process's
-maximum resident set, the imports included.
+MODEL: a folder with model.onnx, or a checkpoint as in workflows, which is converted first. Each pass runs in a separate
+process with Olive's unmodified classes, without engine or cache. Peak memory is the process's maximum resident set,
+including imports.
 """
 
 from __future__ import annotations

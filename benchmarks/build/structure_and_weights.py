@@ -1,14 +1,13 @@
-"""Structure and bind, measured: time and peak memory, beside a plain copy of the result and the carrying passes.
+"""Measure time and peak memory of structure and bind, compared with a copy of the result and with carrying weights.
 
     python benchmarks/build/structure_and_weights.py [MODEL] [--submodel unet ...] [--target cuda ...] [--loras N] [--carried]
         [--json]
 
-MODEL: as in a workflow, synthetic:sd15 by default; of synthetic:sdxl only the UNet is there. Each step runs in a process
-of its own; peak memory is that process's maximum resident set, imports included. `--carried` runs the same chain with the
-weights carried through every pass, and compares: the two results must be equal byte for byte. `--loras N` merges N random
-LoRAs into UNet and text encoder, in both. A step that fails or is killed is told, and the others go on.
-The whole proof: all submodels, `--target cuda --target rocm --target directml --target cpu --carried`, with `--loras` 0,
-1 and 2.
+MODEL: as in a workflow, synthetic:sd15 by default; synthetic:sdxl has only the UNet. Each step runs in a separate
+process; peak memory is its maximum resident set, including imports. `--carried` also runs the chain with weights
+carried through every pass, and requires both results to be equal byte for byte. `--loras N` merges N random LoRAs into
+UNet and text encoder in both. A step that fails or is killed is reported and skipped. The whole proof: all submodels,
+`--target cuda --target rocm --target directml --target cpu --carried`, with `--loras` 0, 1 and 2.
 """
 
 from __future__ import annotations

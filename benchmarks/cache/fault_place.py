@@ -1,4 +1,4 @@
-"""Where `faults.py` works: workflows of the small model, a cache, pipelines, and what is looked at after each fault."""
+"""The environment of `faults.py`: workflows of the small model, a cache, pipelines, and the checks after each fault."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The cache and the pipelines under faults: kills, signals, lost writes, full disks, collections, inputs that change.
+"""Test the cache and pipelines under faults: kills, signals, lost writes, full disks, collections, changing inputs.
 
     python benchmarks/cache/faults.py [--seconds 3600] [--kills N] [--rounds N] [--only KIND ...] [--seed N]
         [--scratch DIR] [--json F]
 
-Real runs of the small Stable Diffusion (UNet and text encoder, with a LoRA), each in a process of its own on one cache:
+Runs the small Stable Diffusion (UNet and text encoder, with a LoRA), each in a separate process on one cache:
 
     small      workers on small made-up artifacts build, read, forget, collect and assemble at once; killed at random moments
     operation  a run is killed before one of its file operations, chosen at random; links and copies
@@ -13,9 +13,9 @@ Real runs of the small Stable Diffusion (UNet and text encoder, with a LoRA), ea
     full       no file may grow beyond a size chosen at random
     change     the LoRA is replaced at a random moment
 
-After each the cache is collected and looked at. **bad**: a damaged entry, a pipeline folder that is not whole, a digest that is
-not a fresh cache's, a run that does not end or fails in another way than it should. **left**: what `gc` did not remove of
-processes, temporary folders, staging, leases. Exit status 1 if there is any. Linux.
+After each fault the cache is collected and checked. **bad**: a damaged entry, an incomplete pipeline folder, a digest
+other than a fresh cache's, a run that hangs or fails in an unexpected way. **left**: processes, temporary folders,
+staging and leases that `gc` did not remove. The exit status is 1 if there is any. Linux only.
 """
 
 from __future__ import annotations

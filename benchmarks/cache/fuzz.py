@@ -1,4 +1,4 @@
-"""Inputs of strangers, mutated: whatever they hold, sdflow reads them or says in words what is wrong, and does nothing else.
+"""Fuzz untrusted inputs: sdflow must read any file or report what is wrong with it, and do nothing else.
 
     python benchmarks/cache/fuzz.py [--count 10000] [--only KIND ...] [--seed N] [--first N] [--seconds N] [--samples DIR]
         [--json FILE]
@@ -11,12 +11,12 @@
     graph     model.onnx of a pipeline folder: read, and loaded by ONNX Runtime
     format    GGUF and quantized safetensors: refused, or dequantized to the values of gguf and PyTorch
 
-Everything is done in a process of its own for each kind, whose memory and time have limits. A finding is: an exception that is
-none of sdflow's; a message of more than 4,000 characters; more than 5 seconds of the processor; a file that is written outside
-its folder; a process that dies; a merge that is not PEFT's; a weight that is not the library's. Case N of a kind is the same
-every time: `--only KIND --first N --count 1`. --seconds: for each kind, after which no further case is begun. --samples: where
-what is mutated lies; it is made if it is not there. So many of these can run at once. Exit status 1 if there is a finding.
-Linux.
+Each kind runs in a separate process with limits on memory and time. Findings are: an exception that is not sdflow's; a
+message over 4,000 characters; over 5 seconds of processor time; a file written outside its folder; a dead process; a
+merge that differs from PEFT's; a weight that differs from the library's. Case N of a kind is deterministic: `--only
+KIND --first N --count 1`. --seconds: start no more cases of a kind after this time. --samples: folder of the files to
+mutate, created if missing, so that several fuzzers can share it. The exit status is 1 if there is a finding. Linux
+only.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The kind `format` of `fuzz.py`: GGUF and quantized safetensors files, mutated. What is taken has the values that `gguf` and
-PyTorch make of the same bytes."""
+"""The kind `format` of `fuzz.py`: mutated GGUF and quantized safetensors files. Accepted files must have the values
+that `gguf` and PyTorch compute from the same bytes.
+"""
 
 from __future__ import annotations
 

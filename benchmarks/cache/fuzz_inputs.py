@@ -1,4 +1,4 @@
-"""Mutations of what strangers write: JSON, bytes, safetensors files, ONNX graphs. Each is a function of its random source."""
+"""Mutations of untrusted inputs: JSON, bytes, safetensors files, ONNX graphs. Each is a function of a random source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What `fuzz.py` mutates: a small checkpoint's folder, a pipeline folder of its text encoder, LoRAs in three styles."""
+"""Files that `fuzz.py` mutates: a small checkpoint folder, a pipeline folder of its text encoder, LoRAs in three
+styles.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""How many bytes 20 LoRAs of one base take in a remote cache: baked one after the other, and pushed to a folder.
+"""Measure the bytes of 20 LoRAs of one base in a remote cache: baked one after the other, and pushed to a folder.
 
     python benchmarks/cache/remote_loras.py --scratch DIR
 
-The sample pipeline is built and pushed first. The LoRAs have random weights and ranks from 4 to 64, and change by turns the
-attention of the UNet, all of its linear layers, and these and the text encoder's. What is counted lies in the folder, manifests
-and all.
+Builds and pushes the sample pipeline first. The LoRAs have random weights and ranks from 4 to 64. In turn they change
+the attention of the UNet, all of its linear layers, and those plus the text encoder's. Counts all bytes in the folder,
+including manifests.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How many bytes 20 LoRAs of one Stable Diffusion 1.5 take in a remote cache, calculated at full size from its tensors.
+"""Calculate the bytes of 20 LoRAs of one Stable Diffusion 1.5 in a remote cache, at full size from its tensors.
 
     python benchmarks/cache/remote_pieces.py
 
-A tensor that a LoRA changes counts with every piece that it touches. Nothing is built or sent: shapes alone, in float16.
+A changed tensor counts with every piece that it touches. Nothing is built or sent; only float16 shapes are used.
 """
 
 from __future__ import annotations

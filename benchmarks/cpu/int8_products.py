@@ -1,8 +1,9 @@
-"""Products of Stable Diffusion 1.5's UNet in int8 beside float32, by their sizes: what `QuantizeInt8` makes of each, in turns.
+"""Compare matrix products of Stable Diffusion 1.5's UNet in int8, as `QuantizeInt8` creates them, with float32, by
+size.
 
     python benchmarks/cpu/int8_products.py [--rounds 3]
 
-One thread; processor time of a product, the fastest, with what quantizes its input.
+One thread. Reports the fastest processor time of a product, including quantization of its input.
 """
 
 from __future__ import annotations

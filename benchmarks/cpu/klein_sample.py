@@ -1,11 +1,11 @@
-"""All cases of the sample in FLUX.2-klein's shape through ONNX Runtime: 240 prompts and 120 edits, as `samples/klein/evaluate.py`
-draws them with diffusers.
+"""Run all cases of the FLUX.2-klein sample through ONNX Runtime: the 240 prompts and 120 edits that
+`samples/klein/evaluate.py` runs with diffusers.
 
     sdflow run shapes_klein --no-evaluate
     python benchmarks/cpu/klein_sample.py pipelines/shapes_klein [--steps 4] [--threads 1]
 
-Prints the share of images that show what was asked for, and of edits that show the whole scene, beside PyTorch's share from
-samples/klein/scores.json. The first latents are those of that evaluation.
+Prints the share of images that match the prompt, and of edits that show the whole scene, next to PyTorch's share from
+samples/klein/scores.json. The initial latents are those of that evaluation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What quantization costs the sample pipeline in meaning and in likeness, and what it saves: beside itself unquantized, in turns.
+"""Measure how quantization changes prompt adherence, similarity and speed of the sample pipeline, against the
+unquantized one.
 
     sdflow run workflows/shapes_cpu.yaml --no-evaluate
     sdflow run workflows/shapes_int8_cpu.yaml --no-evaluate
@@ -14,13 +15,13 @@
     sdflow run shapes_klein --no-evaluate, sdflow run workflows/shapes_klein_int4_cpu.yaml --no-evaluate
     python benchmarks/cpu/quantized_pipeline.py pipelines/shapes_klein pipelines/shapes_klein_int4_cpu --steps 4 --guidance 1
 
-Both draw the fixed cases of the sample's evaluation from the same latents, a batch each in turn, in one process with one thread.
-Prints the share of images that show what was asked for, PSNR and SSIM of the second pipeline's images to the first's, processor
-time of an image, and the size of the submodels.
+Both pipelines generate the fixed cases of the sample's evaluation from the same latents, a batch each in turn, in one
+process with one thread. Prints the share of images that match the prompt, PSNR and SSIM of the second pipeline's images
+against the first's, processor time per image, and the size of the submodels.
 
-A pipeline for the CPU draws as it does for everybody. One for another target is lowered as `sdflow verify` lowers it, and drawn
-by diffusers' loop: its images are those that its operators' definitions give, every result rounded where the target rounds it,
-and its processor time says nothing of the target.
+A pipeline for the CPU runs as usual. One for another target is lowered as in `sdflow verify` and runs in diffusers'
+loop: its images follow the definitions of its operators, rounded where the target rounds, and its processor time says
+nothing about the target.
 """
 
 from __future__ import annotations

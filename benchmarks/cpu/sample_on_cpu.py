@@ -1,11 +1,11 @@
-"""The sample pipeline on the CPU: sdflow and PyTorch eager in turns, in one process.
+"""Compare the sample pipeline on the CPU with eager PyTorch, in turns in one process.
 
     sdflow run workflows/shapes_cpu.yaml --no-evaluate
     python benchmarks/cpu/sample_on_cpu.py pipelines/shapes_cpu [--threads 2] [--rounds 5] [--waiting spin --waiting stop ...]
 
-Prints wall and processor time of an image of 1 and of 9 runs of the UNet, the ratio for 20, and the largest difference
-of the images. On a busy machine compare processor time, with one thread: waiting threads spin. --waiting: sdflow once more with
-ONNX Runtime's threads told what to do meanwhile: "spin", "stop" spinning as a run ends, or "sleep".
+Prints wall and processor time of images with 1 and 9 runs of the UNet, the ratio for 20, and the largest difference
+between the images. On a busy machine compare processor time with one thread, because waiting threads spin. --waiting:
+repeat sdflow with this behavior of ONNX Runtime's idle threads: "spin", "stop" spinning when a run ends, or "sleep".
 """
 
 from __future__ import annotations

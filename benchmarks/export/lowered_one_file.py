@@ -1,10 +1,11 @@
-"""A graph of `sdflow export --one-file` for any target, run on the CPU: its contrib operators and those of its loop's body are
-lowered as `sdflow verify` lowers those of a submodel, with float16 kept where the graph has it.
+"""Run a graph of `sdflow export --one-file` for any target on the CPU. Its contrib operators, including those of the
+loop body, are lowered as in `sdflow verify`; float16 stays where the graph has it.
 
     python benchmarks/export/lowered_one_file.py PIPELINE... [--steps 4] [--latents 8] [--any-size]
 
-Draws an image with each pipeline's graph, one in the plain loop of diffusers with its submodels, lowered too, and two with
-PyTorch, in float32 and float16: the first two should be one, and no farther from float32 PyTorch than float16 PyTorch is.
+Generates an image with each pipeline's graph, one in diffusers' plain loop with its lowered submodels, and two with
+PyTorch in float32 and float16. The first two should be equal, and no farther from float32 PyTorch than float16 PyTorch
+is.
 """
 
 from __future__ import annotations

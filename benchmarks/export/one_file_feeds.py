@@ -1,4 +1,4 @@
-"""What the graph of `sdflow export --one-file` is given for an image, made of a text with the pipeline's own tokenizers."""
+"""Inputs of a graph from `sdflow export --one-file` for an image, from a prompt and the pipeline's own tokenizers."""
 
 from __future__ import annotations
 

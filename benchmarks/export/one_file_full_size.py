@@ -1,9 +1,10 @@
-"""A pipeline that is too large to be in memory twice, as one graph and by `sdflow generate`'s code, each in a process of its own:
+"""Run a pipeline that does not fit in memory twice as one graph and by the code of `sdflow generate`, in separate
+processes.
 
     python benchmarks/export/one_file_full_size.py pipelines/sdxl [--steps 2] [--size 256] [--folder /tmp]
 
-On the CPU. Printed are the time and the peak memory of the export and of each of the two, and how far the images are apart. The
-peak counts the weights that are mapped from their files, which the system takes back when it needs the memory; heap is the rest.
+On the CPU. Prints time and peak memory of the export and of each run, and the distance of the images. The peak includes
+weights mapped from files, which the system can reclaim; `heap` is the rest.
 """
 
 from __future__ import annotations

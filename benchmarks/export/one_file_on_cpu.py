@@ -1,9 +1,9 @@
-"""The pipeline as one graph beside the pipeline itself, on the CPU.
+"""Compare a pipeline as one graph with the pipeline itself, on the CPU.
 
     python benchmarks/export/one_file_on_cpu.py pipelines/shapes_cpu
 
-Both draw the same image from the same noise, by turns, in one process. Printed are the least and the middle time of each, their
-ratio, and how far the images are apart.
+Both generate the same image from the same noise, in turns, in one process. Prints the minimum and median time of each,
+their ratio, and the distance of the images.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""A pipeline as one ONNX graph on a GPU, beside the pipeline itself: image, time, and where the time goes.
+"""Compare a pipeline as one ONNX graph on a GPU with the pipeline itself: image, time, and a profile.
 
     python benchmarks/export/one_file_on_gpu.py PIPELINE... [--steps 20] [--rounds 5] [--out FILE.json] [--target cpu]
 
-PIPELINE: a built folder, or what benchmarks/gpu/structures.py wrote of one, whose weights are then bound here. The graph runs
-as a program would run it, arrays in and out; for any size, and for the one size that it draws here (`--height`, `--width`,
-`--images` of `sdflow export`). First all times are taken: a profiler, once it ran in a process, makes what is queued later
-slower. Then of each a profile of one image is read: what ran on the CPU, what was copied between it and the GPU, which kernels
-there are, how much of the time the GPU had nothing to do. `--target cpu` is to try it.
+PIPELINE: a built folder, or the output of benchmarks/gpu/structures.py for one, whose weights are then bound here. The
+graph runs with arrays as inputs and outputs, once for any size and once for the single size generated here (`--height`,
+`--width`, `--images` of `sdflow export`). All times are measured first, because a profiler slows everything queued
+after it in the process. Then one image of each is profiled: nodes on the CPU, copies between CPU and GPU, kernels, and
+the GPU's idle time. Use `--target cpu` to try it.
 """
 
 from __future__ import annotations

@@ -1,20 +1,19 @@
-"""Pipelines on a GPU, held against float32 PyTorch part by part: nodes on the device, distances, times a step.
+"""Compare pipelines on a GPU with float32 PyTorch, part by part: node placement, distances, and times per step.
 
     python benchmarks/gpu/beside_float32.py WEIGHTS NAME [NAME ...] [--steps 28] [--guidance 4.5] [--torch bfloat16 float16]
         [--compiled float16 ...] [--profile] [--rounds 5] [--processes 1] [--lock FILE] [--graphs DIR] [--json FILE]
         [--target cpu]
 
-WEIGHTS/NAME: what benchmarks/gpu/with_weights.py made; all of one checkpoint. diffusers' own pipeline draws in float32
-(TensorFloat-32 off) with the same weights and first latents, and what it feeds each submodel is recorded. Each artifact gets
-the same inputs; so does PyTorch in the artifact's 16 bits, which is the yardstick. Then the final latents and the image are
-compared.
-PyTorch's float16 and bfloat16 pipelines stand beside ours, with eager times; `float8` is bfloat16 with the denoiser's large
-Linears in float8 (float8_linear.py), the yardstick of denoisers in float8. --compiled: also a step of each, PyTorch's of these
-types with its repeated blocks compiled, in turns in one process; --profile: and the kernels of it. --processes: random weights
-are made by so many. --lock: a file; whoever has it locked has the device, the others load meanwhile. --graphs: the pipelines
-without their weights, where with_weights.py is still at work; each is waited for. What was found is in FILE after each part. The
-status is 1 if a node is not on the device, a distance exceeds FLOAT16_RATIO yardsticks, something is not finite, or a part
-failed.
+WEIGHTS/NAME: output of benchmarks/gpu/with_weights.py, all of one checkpoint. diffusers' own pipeline runs in float32
+(TensorFloat-32 off) with the same weights and initial latents, and the inputs of each submodel are recorded. Each
+artifact gets the same inputs. So does PyTorch in the artifact's 16-bit type, which is the yardstick. Then the final
+latents and the image are compared. PyTorch's float16 and bfloat16 pipelines are measured too, with eager times.
+`float8` is bfloat16 with the denoiser's large Linears in float8 (float8_linear.py), the yardstick of float8 denoisers.
+--compiled: also time a step of each, and PyTorch's with compiled repeated blocks, in turns in one process. --profile:
+with its kernels. --processes: number of processes that create random weights. --lock: a file; its holder uses the
+device while others load. --graphs: pipelines without weights that with_weights.py is still working on; each is waited
+for. FILE is updated after each part. The exit status is 1 if a node is not on the device, a distance exceeds
+FLOAT16_RATIO yardsticks, a value is not finite, or a part failed.
 """
 
 from __future__ import annotations

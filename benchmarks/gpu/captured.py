@@ -1,4 +1,4 @@
-"""What the measurements of kernels share: a session whose runs are replays of one CUDA graph, and the time of a run."""
+"""Shared by the kernel benchmarks: a session that replays one CUDA graph, and the time of a run."""
 
 from __future__ import annotations
 

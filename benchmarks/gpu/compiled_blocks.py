@@ -1,7 +1,7 @@
-"""A step of a diffusion transformer: sdflow's pipelines and PyTorch with its repeated blocks compiled, in turns in one process.
+"""Time a step of a diffusion transformer in turns in one process: sdflow, and PyTorch with compiled repeated blocks.
 
-What `beside_float32.py --compiled` measures. To compile a whole transformer of 24 to 57 blocks takes minutes; its blocks are of
-two or three kinds, and each is compiled once.
+Used by `beside_float32.py --compiled`. Compiling a whole transformer of 24 to 57 blocks takes minutes; its two or three
+kinds of blocks are each compiled once.
 """
 
 from __future__ import annotations

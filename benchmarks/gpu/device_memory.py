@@ -1,9 +1,9 @@
-"""Where the device's memory goes while sdflow draws an image, stage by stage, and what each choice saves.
+"""Measure sdflow's device memory for an image by stage, and what each option saves.
 
     python benchmarks/gpu/device_memory.py GRAPHS [--steps 10] [--variant NAME ...]
 
-GRAPHS: as for benchmarks/gpu/image_latency.py. Weights are drawn once; each variant then runs in a process of its own, which
-prints what is in use on the device, by anybody, above what was in use when the process had its CUDA context.
+GRAPHS: as for benchmarks/gpu/image_latency.py. Weights are created once. Each variant runs in a separate process and
+prints the total memory in use on the device, minus what was in use right after it created its CUDA context.
 """
 
 from __future__ import annotations

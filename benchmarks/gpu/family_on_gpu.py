@@ -1,11 +1,12 @@
-"""A family at full size on a GPU: every node on CUDA, images right against float32 PyTorch, and what they take.
+"""Test a family at full size on a GPU: node placement on CUDA, images against float32 PyTorch, and times.
 
     python benchmarks/gpu/family_on_gpu.py GRAPHS --family stable_diffusion_xl --architecture sdxl [--steps 20]
 
-GRAPHS: a folder with every submodel's structure (a graph without weights, `parameters.json`, `config.json`): what the step
-before BindWeights leaves in the cache, some MB. Weights are drawn here, seeded, rounded to float16, and given to every
-engine; so are the latents. Text to image, then image to image, at the model's own size: diffusers' own pipelines in float32
-are the reference, in float16 the yardstick. Needs torch, diffusers, transformers, onnx and ONNX Runtime.
+GRAPHS: a folder with every submodel's structure (a graph without weights, `parameters.json`, `config.json`): what the
+step before BindWeights leaves in the cache, some MB. Weights are random, seeded and rounded to float16; every engine
+gets the same weights and latents. Runs text-to-image, then image-to-image, at the model's own size. diffusers' own
+pipelines in float32 are the reference, in float16 the yardstick. Needs torch, diffusers, transformers, onnx and ONNX
+Runtime.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""PyTorch's own products in float8: what sdflow's are held to and measured beside.
+"""PyTorch's own float8 products, as reference and yardstick for sdflow's.
 
-A Linear as torchao has it with PerRow scales (float8 dynamic activations and weights): weights in E4M3 with a scale for each
-output channel, what comes in row by row as it comes, and torch._scaled_mm, which is cuBLASLt's. Nothing of sdflow's is in here.
+A Linear like torchao's with PerRow scales (float8 dynamic activations and weights): E4M3 weights with a scale per
+output channel, inputs quantized per row at run time, and torch._scaled_mm, which uses cuBLASLt. Shares no code with
+sdflow.
 """
 
 from __future__ import annotations

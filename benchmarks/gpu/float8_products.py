@@ -1,10 +1,12 @@
-"""Products in float8 at the sizes of transformers: PyTorch's beside ours and what cuBLASLt gives in our operator.
+"""Compare float8 products at the sizes of transformers: PyTorch's, and sdflow's operator with its own kernels and
+cuBLASLt's.
 
     python benchmarks/gpu/float8_products.py [ROWSxKxN ...] [--json FILE]
 
-Microseconds of one and TFLOP/s, medians of turns: torch.matmul in bfloat16, torch._scaled_mm with scales for rows and columns,
-and Float8ProductBfloat16 by cuBLASLt, by our tiles, and by our tiles with warpgroups in turns. Each is a captured graph of
-several products with values of their own, more than the L2 holds. First each library is compiled and proved.
+Prints microseconds and TFLOP/s, medians of turns, for torch.matmul in bfloat16, torch._scaled_mm with row and column
+scales, and Float8ProductBfloat16 with cuBLASLt, with sdflow's tiles, and with its tiles and alternating warpgroups.
+Each is a captured graph of several products with separate values, more than the L2 cache holds. First each library is
+compiled and verified.
 """
 
 from __future__ import annotations

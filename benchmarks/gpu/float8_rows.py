@@ -1,10 +1,11 @@
-"""What quantizing costs: our kernels that give rows of float8 to products, at the sizes of a step of SDXL's UNet.
+"""Measure quantization: the kernels that produce float8 rows for products, at the sizes of a step of SDXL's UNet.
 
     python benchmarks/gpu/float8_rows.py [NAME=VALUE,... ...]
 
-Each in a CUDA graph, often, with other values each time; microseconds for one, and milliseconds for a step's. NAME=VALUE: other
-sizes of blocks than `library.DEFINES` has, each set in turn. Beside them what they take the place of: the kernel of ours that
-computes a GELU with its gate, and torch's copy of the same number of halves, the least that a kernel between two products takes.
+Each runs many times in a CUDA graph, with different values each time. Prints microseconds of one, and milliseconds per
+step. NAME=VALUE: other block sizes than in `library.DEFINES`, each set in turn. The baselines are sdflow's kernel that
+computes a GELU with its gate, which they replace, and torch's copy of the same number of halves, the minimum for a
+kernel between two products.
 """
 
 from __future__ import annotations

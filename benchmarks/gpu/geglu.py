@@ -1,9 +1,10 @@
-"""A product and its gate in ONNX Runtime: MatMul and BiasSplitGelu, beside Geglu, at the sizes of the UNets.
+"""Compare a product and its gate in ONNX Runtime at the sizes of the UNets: MatMul and BiasSplitGelu against Geglu.
 
     python benchmarks/gpu/geglu.py [ROWSxDEPTHxCOLUMNS ...]
 
-COLUMNS: of the weights, of which a half are gates. Both have our kernels and a captured graph of several products with weights of
-their own, more than the L2 holds; they take turns. Microseconds for one, medians; and how far apart the results are.
+COLUMNS: of the weights, half of them gates. Both use sdflow's kernels in a captured graph of several products with
+separate weights, more than the L2 cache holds, and take turns. Prints median microseconds of one, and the distance of
+the results.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""Whole images, engines side by side in one process: sdflow, PyTorch eager, torch.compile.
+"""Compare the latency of whole images in one process: sdflow, eager PyTorch and torch.compile.
 
     python benchmarks/gpu/image_latency.py GRAPHS [--device cuda] [--images 1 8] [--steps 50] [--rounds 5]
         [--engines sdflow eager compile]
 
-GRAPHS: a folder with text_encoder, unet and vae_decoder, each a structure (a graph without weights, `parameters.json`,
+GRAPHS: a folder with the structures of text_encoder, unet and vae_decoder (a graph without weights, `parameters.json`,
 `config.json`): what the step before BindWeights leaves in the cache, some 700 KB for Stable Diffusion 1.5; and the
-tokenizer, if it is not that of CLIP. Weights are
-drawn here, seeded, rounded to float16, and given to every engine; so are the latents. Engines take turns, image by
-image. Every image is compared with PyTorch's in float32. Needs torch, diffusers, transformers, onnx and ONNX Runtime.
-What fails is printed in full, and the rest goes on.
+tokenizer, unless it is CLIP's. Weights are random, seeded and rounded to float16; every engine gets the same weights
+and latents. Engines alternate image by image. Every image is compared with float32 PyTorch's. Needs torch, diffusers,
+transformers, onnx and ONNX Runtime. Failures are printed in full and skipped.
 """
 
 from __future__ import annotations

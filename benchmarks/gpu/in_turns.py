@@ -1,18 +1,18 @@
-"""sdflow and torch.compile in one process, in turns, with sdflow's approximations between them: times, memory, distances.
+"""Compare sdflow, its approximations and torch.compile in turns in one process: times, memory, distances.
 
     python benchmarks/gpu/in_turns.py GRAPHS NAME --draw '{"num_inference_steps": 30}' ... [--near '{"reuse": {"every": 2}}' ...]
         [--beside NAME ...] [--parts] [--weights DIR] [--rounds 5] [--turn FILE --of 2] [--compile-only] [--out JSON]
         [--device cpu]
 
-GRAPHS, NAME, the JSON of --draw, --weights: as of benchmarks/gpu/pipelines_on_gpu.py, and "images": 8 for as many at once.
---near: arguments that make an image of sdflow's an approximation; each is drawn for the first --draw and held against sdflow's
-own exact image of the same latents. --beside: another pipeline of sdflow's of the same checkpoint, a quantized one, say; it
-draws what --draw says, and is held against the first one's images. --parts: also the step and the decoder by themselves, of the
-first --draw, many in a row. --turn, --of: as of benchmarks/gpu/pipelines_beside_torch.py, whose torch.compile it is: UNet and
-decoder in half precision, reduce-overhead, query, key and value fused. A second process finds what torch compiled in
-$TORCHINDUCTOR_CACHE_DIR; --compile-only does nothing but that. Memory is what the driver says of this process: for sdflow when
-it has drawn the first image, for PyTorch what its allocator took beyond that. `--device cpu` is to try it: in float32, not
-compiled.
+GRAPHS, NAME, the JSON of --draw, --weights: as in benchmarks/gpu/pipelines_on_gpu.py, with "images": 8 for a batch.
+--near: arguments for an approximation; each runs for the first --draw and is compared with sdflow's exact image of the
+same latents. --beside: another pipeline of the same checkpoint, such as a quantized one; it runs each --draw and is
+compared with the first one's images. --parts: also time the step and the decoder alone, many in a row, for the first
+--draw. --turn, --of: as in benchmarks/gpu/pipelines_beside_torch.py, whose torch.compile setup this uses: UNet and
+decoder in half precision, reduce-overhead, with fused query, key and value. A second process reuses torch's
+compilations from $TORCHINDUCTOR_CACHE_DIR; --compile-only does nothing else. Memory is the driver's figure for this
+process: sdflow's after its first image, PyTorch's by its allocator's growth. Use `--device cpu` to try it in float32,
+not compiled.
 """
 
 from __future__ import annotations

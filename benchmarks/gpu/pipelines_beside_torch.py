@@ -1,12 +1,12 @@
-"""What benchmarks/gpu/pipelines_on_gpu.py drew, held against diffusers' own pipelines, and their times and memory beside it.
+"""Compare the output of benchmarks/gpu/pipelines_on_gpu.py with diffusers' own pipelines: images, times and memory.
 
     python benchmarks/gpu/pipelines_beside_torch.py GRAPHS DIR NAME [--compile] [--rounds 5] [--turn FILE --of 3] [--device cpu]
 
-GRAPHS, NAME: as there. DIR: its `--drawn`. The same weights go to diffusers, in float32 (the reference: TensorFloat-32 is off)
-and in float16 as a user would run it (TensorFloat-32 where there is float32): eager, or with UNets, ControlNets and decoder
-compiled with reduce-overhead, and their query, key and value fused. A pipeline a process, so that memory is its own. To compile
-takes minutes of one core: `--turn` a file in a folder that several processes share, `--of` how many they are; they compile side
-by side, and are measured one after another once all are ready.
+GRAPHS, NAME: as there. DIR: its `--drawn`. diffusers gets the same weights, in float32 (the reference, TensorFloat-32
+off) and in float16 as users run it (TensorFloat-32 for float32 parts): eager, or with UNets, ControlNets and decoder
+compiled with reduce-overhead and fused query, key and value. Run one pipeline per process, so that its memory is
+separate. Compiling takes minutes of one core: `--turn` is a file in a folder shared by several processes, `--of` their
+number; they compile in parallel, and are measured one by one once all are ready.
 """
 
 from __future__ import annotations

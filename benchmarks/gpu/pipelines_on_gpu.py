@@ -1,16 +1,16 @@
-"""Pipelines at full size on a GPU: every node on CUDA, times, memory, and what they draw, kept for PyTorch to be held against.
+"""Run pipelines at full size on a GPU: node placement on CUDA, times and memory; images are kept to compare with
+PyTorch.
 
     python benchmarks/gpu/pipelines_on_gpu.py GRAPHS --draw 'NAME {"num_inference_steps": 4}' ... --drawn DIR [--rounds 5]
         [--weights DIR] [--target cpu]
     python benchmarks/gpu/pipelines_beside_torch.py GRAPHS DIR NAME [--compile]
 
-GRAPHS: what benchmarks/gpu/structures.py wrote of pipelines that were built from `synthetic:` models. Their weights are bound
-here, as BindWeights does. NAME: a pipeline; the JSON: arguments of its call, "control": true for an image for each of
-its ControlNets, "shown": 0.6 for an image prompt at this scale for each of its IP-Adapters, "refiner_start": with its refiner
-from there on, "images": 8 for as many a call. The second command reads from DIR what each call was given.
-Memory is what the driver says of this process. --weights: where benchmarks/gpu/with_weights.py has bound them before.
-Needs torch, diffusers, transformers, accelerate, onnx and ONNX Runtime. What fails is printed in full, and the rest goes on.
-`--target cpu` is to try it.
+GRAPHS: output of benchmarks/gpu/structures.py for pipelines built from `synthetic:` models. Their weights are bound
+here, as in BindWeights. NAME: a pipeline. The JSON holds arguments of its call; "control": true adds an image for each
+ControlNet, "shown": 0.6 an image prompt at this scale for each IP-Adapter, "refiner_start" its refiner from there on,
+"images": 8 is the batch size. The second command reads the inputs of each call from DIR. Memory is the driver's figure
+for this process. --weights: output of benchmarks/gpu/with_weights.py. Needs torch, diffusers, transformers, accelerate,
+onnx and ONNX Runtime. Failures are printed in full and skipped. Use `--target cpu` to try it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random weights of a `synthetic:` checkpoint, made by several processes: numpy's generator holds the interpreter's lock."""
+"""Create random weights of a `synthetic:` checkpoint in several processes, because numpy's generator holds the GIL."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""What gives a transformer's attention its inputs in ONNX Runtime, beside RotaryQkv: each kind of attention in a built graph.
+"""Compare ONNX Runtime's nodes before a transformer's attention with RotaryQkv, for each kind of attention in a built
+graph.
 
     python benchmarks/gpu/rotary.py transformer/model.onnx AXIS=SIZE...
 
-A place goes from the products to the attention's result; of places with the same shapes, the first is measured. It needs no
-weights: inputs are random. Both ways are captured graphs and take turns. It prints medians in microseconds, how often the graph
-has the place, and how far apart the results are; exit status 1 if that is more than rounding.
+A match spans from the products to the attention's output; the first of each shape is measured. No weights are needed,
+as inputs are random. Both variants are captured graphs and take turns. Prints median microseconds, the number of
+matches, and the distance of the results. The exit status is 1 if that exceeds rounding.
 """
 
 from __future__ import annotations

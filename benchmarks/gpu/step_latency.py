@@ -1,20 +1,20 @@
-"""A step of the UNet and the decoder on CUDA: pipelines side by side, with our kernels and with ONNX Runtime's.
+"""Time a UNet step and the decoder on CUDA, for several pipelines with sdflow's and with ONNX Runtime's kernels.
 
     python benchmarks/gpu/step_latency.py PIPELINE [PIPELINE ...] [--kernels ours ort ...] [--images 1] [--processes 1]
         [--defines APPLY_PER_PROCESSOR=2,...] [--what step] [--turns 7] [--runs 100] [--profile] [--top 25] [--full FILE]
         [--target cpu]
 
-Each pipeline (built for cuda) with each choice of kernels, in turns in one process: a step with guidance of so many images and
-the decoder of one, each run many times in a row, the decoder two fifths as often; medians of the turns. A choice of kernels is
-`ours` or `ort`, and behind a comma what is different from it: `ours,-GroupNorm` leaves the nodes of that type to ONNX Runtime,
-`ours,cuda_graphs=off` is an option of Tuning's, `ours,sdpa_kernel=2` one of the provider's, and with
-`ours,kernels.replace._is_group_norm_ours=off` that function of sdflow.runtime finds nothing. `PIPELINE:ours,-GroupNorm`: for this
-pipeline alone, in place of --kernels. What cannot be made is printed, and the others are measured. What cuDNN picks for a
-convolution varies from process to process: --processes repeats all that. --defines: other sizes of our kernels' blocks than in
-`library.DEFINES`. --what: the step or the decoder alone. --profile: how long all kernels of each take by the profiler, how many
-launches and memsets those are; the --top kernels of the first (0: of none); all kernels of all in FILE. Distances are to the
-first row's results, or the first of that size. What of a pipeline is not measured and the same as the first one's is loaded
-once, so the memory that is said of a later one leaves it out. `--target cpu` is to try it.
+Measures each pipeline (built for cuda) with each kernel selection, in turns in one process: a step with guidance for
+this many images and the decoder for one, each many times in a row, the decoder two fifths as often. Prints medians of
+the turns. A kernel selection is `ours` or `ort`, with changes after commas: `ours,-GroupNorm` leaves nodes of that type
+to ONNX Runtime, `ours,cuda_graphs=off` is an option of Tuning, `ours,sdpa_kernel=2` one of the provider, and with
+`ours,kernels.replace._is_group_norm_ours=off` that function of sdflow.runtime finds nothing. `PIPELINE:ours,-GroupNorm`
+replaces --kernels for this pipeline. Selections that fail are reported and skipped. cuDNN's choice for a convolution
+varies between processes: --processes repeats everything. --defines: other block sizes than in `library.DEFINES`.
+--what: only the step or the decoder. --profile: profiled time, launches and memsets of all kernels; the --top kernels
+of the first selection (0: none), and all kernels of all selections in FILE. Distances are to the first row's results,
+or to the first of that size. Submodels that are not measured and equal the first pipeline's are loaded once, and not
+counted in later ones' memory. Use `--target cpu` to try it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Assembled pipelines without their weights, to take along to a machine with a GPU.
+"""Write assembled pipelines without their weights, to take to a machine with a GPU.
 
     python benchmarks/gpu/structures.py PIPELINE... --out GRAPHS [--cache DIR]
     python benchmarks/gpu/structures.py --workflow FILE... [--set KEY=VALUE]... --out GRAPHS [--cache DIR]
 
-Of each pipeline folder: its small files, and for each submodel the structure (a graph without weights, `parameters.json`,
-`config.json`), which the step before BindWeights left in the cache, and its record, by which a proof finds the recipes
-(`proof_on_gpu.py`). Some MB for Stable Diffusion XL.
-Of a workflow: the same but for the records, where no pipeline was built. Its chains run up to BindWeights: it takes neither the
-memory nor the disk of weights.
+Writes the small files of each pipeline folder. For each submodel it adds the structure (a graph without weights,
+`parameters.json`, `config.json`) that the step before BindWeights left in the cache, and its record, by which
+`proof_on_gpu.py` finds the recipes. Some MB for Stable Diffusion XL. For a workflow it writes the same without records
+and builds no pipeline: its chains run up to BindWeights, without the memory or disk space for weights.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What lies between the products of a transformer's block: ONNX Runtime's nodes beside our operators, at 1024x1024.
+"""Compare ONNX Runtime's nodes between the products of a transformer's block with sdflow's operators, at 1024x1024.
 
     python benchmarks/gpu/transformer_kernels.py [PART-OF-A-NAME ...] [NAME=VALUE,... ...]
 
-Each in a captured graph of several with values of their own, more than the L2 holds; both take turns. Microseconds for one,
-medians; the memory that ours has to read and write and at what rate it does; and how far apart the results are, in L2. First the
-kernels are compiled and proved, as a session does it. The rate of a copy is the most that can be. NAME=VALUE: other sizes of
-blocks than `library.DEFINES` has, RESIDUAL_HELD=2 for one, each set in turn after those.
+Each is a captured graph of several with separate values, more than the L2 cache holds; both take turns. Prints median
+microseconds of one, the memory traffic of sdflow's kernel and its rate, and the distance of the results in L2. First
+the kernels are compiled and verified, as in a session. The rate of a copy is the upper bound. NAME=VALUE: other block
+sizes than in `library.DEFINES`, such as RESIDUAL_HELD=2, each set in turn after those.
 """
 
 from __future__ import annotations

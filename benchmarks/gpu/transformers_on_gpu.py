@@ -1,12 +1,12 @@
-"""beside_float32.py for several models in the time that a GPU is there for.
+"""Run beside_float32.py for several models within a limited GPU time.
 
     python benchmarks/gpu/transformers_on_gpu.py GRAPHS OUT --scratch DIR --seconds 480
         --model '200 NAME [NAME ...] [OPTIONS]' ...
 
-GRAPHS: as of with_weights.py. A model: the seconds that it may have the device, pipelines of one checkpoint, and options of
-beside_float32.py. While one is measured the next one's weights are made, in DIR; they are gone when it is done. OUT gets what
-was found of each, NAME.json, after every part, and NAME.log. After all the seconds, what is not done is ended; what was found is
-printed in any case.
+GRAPHS: as for with_weights.py. A model: seconds of device time, pipelines of one checkpoint, and options of
+beside_float32.py. While one is measured, the next one's weights are created in DIR, and removed afterwards. OUT gets
+the results of each model, NAME.json, after every part, and NAME.log. When the total time is over, unfinished work is
+killed; results are printed in any case.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parts of a run that nobody watches: their times, their errors, results in a file as they come, and whose turn it is."""
+"""Parts of an unattended run: times, errors, results written to a file as they come, and turns on a shared device."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Upsampling by 2 and the 3x3 convolution behind it on CUDA: convolved after it (NhwcResize) and before it (SubpixelConv).
+"""Compare upsampling by 2 with its following 3x3 convolution on CUDA: NhwcResize convolves after it, SubpixelConv
+before it.
 
     python benchmarks/gpu/upsampling_on_gpu.py [--target cpu --sides 8]
 
-Milliseconds of a layer at the sizes of the decoders and UNets, in sessions as sdflow makes them: several layers with tensors
-and weights of their own in one CUDA graph, so that all of it comes from memory; the median of the runs. `plain` is SubpixelConv
-with ONNX Runtime's operators alone. Distances (relative L2) are to the first way's results. `--target cpu` is to try it.
+Prints median milliseconds of a layer at the sizes of decoders and UNets, in sessions like sdflow's: several layers with
+separate tensors and weights in one CUDA graph, so that all data comes from memory. `plain` is SubpixelConv with ONNX
+Runtime's operators alone. Distances (relative L2) are to the first variant. Use `--target cpu` to try it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Images of a pipeline whose weights do not fit on the device together, beside the same images with all of them there.
+"""Compare images of a pipeline whose weights do not fit on the device together with the same images when all weights
+fit.
 
     python benchmarks/gpu/weights_in_turns.py PIPELINE --gb 10 [--size 1024] [--steps 4] [--guidance 0] [--images 3] [--json FILE]
 
-PIPELINE: with weights (benchmarks/gpu/with_weights.py). Each way has a process of its own. In the second, memory is held so
-that only --gb of the device are free when it begins, CUDA's context included: the limit is the device's own. The latents
-of both must be the same bits.
+PIPELINE: with weights (benchmarks/gpu/with_weights.py). Each variant runs in a separate process. In the second, memory
+is reserved so that only --gb of the device are free at its start, including CUDA's context: the device itself sets the
+limit. The latents of both must be bit-identical.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""A transformer's whole images, from text to pixels, and their parts: sdflow and PyTorch with every part compiled, in turns.
+"""Compare whole images of a transformer, and their parts, in turns: sdflow against PyTorch with all parts compiled.
 
     python benchmarks/gpu/whole_images.py WEIGHTS NAME [--dtype bfloat16] [--steps 4] [--guidance 1] [--images 1 4] [--size N]
         [--rounds 5] [--processes 1] [--lock FILE] [--graphs DIR] [--json FILE] [--target cpu]
 
-WEIGHTS/NAME: what benchmarks/gpu/with_weights.py made; --processes, --lock, --graphs as of beside_float32.py. PyTorch is
-diffusers' own pipeline in --dtype with the same weights: the repeated blocks of the transformer (fullgraph) and the layers of the
-text encoders compiled, the decoder compiled as a whole, channels last. Rows: an image, several at once, a prompt through
-the text encoder of most parameters, the decoder. Memory: what the driver gave to the process for each, PyTorch's after sdflow's.
-`--target cpu` is to try it: nothing is compiled.
+WEIGHTS/NAME: output of benchmarks/gpu/with_weights.py; --processes, --lock, --graphs as in beside_float32.py. PyTorch
+is diffusers' own pipeline in --dtype with the same weights, with compiled repeated transformer blocks (fullgraph), text
+encoder layers and decoder, in channels last. Rows: an image, a batch, a prompt through the largest text encoder, the
+decoder. Memory: the driver's figure for each, PyTorch's after sdflow's. `--target cpu` is to try it without compiling.
 """
 
 from __future__ import annotations

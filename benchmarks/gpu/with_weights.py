@@ -1,10 +1,10 @@
-"""Pipelines with their weights from graphs without: once, for several benchmarks.
+"""Bind weights to graphs once, for several benchmarks.
 
     python benchmarks/gpu/with_weights.py GRAPHS NAME [NAME ...] --out DIR
 
-GRAPHS, NAME: as of benchmarks/gpu/pipelines_on_gpu.py. DIR/NAME is what its --weights and benchmarks/gpu/step_latency.py take.
-The pipelines are made side by side, a process each, but for those that are there already; a submodel whose graph another one of
-the same checkpoint has too is a link to that one's. DIR/NAME.made is there when DIR/NAME is whole.
+GRAPHS, NAME: as in benchmarks/gpu/pipelines_on_gpu.py. DIR/NAME is the input of its --weights and of
+benchmarks/gpu/step_latency.py. Pipelines are created in parallel processes; existing ones are kept. A submodel with the
+same graph and checkpoint as another pipeline's becomes a link. DIR/NAME.made appears when DIR/NAME is complete.
 """
 
 from __future__ import annotations

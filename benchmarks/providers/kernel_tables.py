@@ -1,4 +1,4 @@
-"""Writes the kernel tables of `sdflow/verify/kernels/` from the providers' own binaries, on a machine without their hardware.
+"""Write the kernel tables of `sdflow/verify/kernels/` from the providers' own binaries, without their hardware.
 
     python benchmarks/providers/kernel_tables.py cpu
     python benchmarks/providers/kernel_tables.py cuda --wheel onnxruntime_gpu-1.31.1-cp311-cp311-manylinux_2_28_x86_64.whl
@@ -12,18 +12,18 @@
     python benchmarks/providers/kernel_tables.py vitisai
     python benchmarks/providers/kernel_tables.py webgpu
 
-pip fetches a wheel for another system: `pip download --no-deps --only-binary=:all: --platform win_amd64
+Download a wheel for another system with pip: `pip download --no-deps --only-binary=:all: --platform win_amd64
 --python-version 3.11 onnxruntime-directml`.
 
-CPU, CUDA, ROCm: a provider's list of kernels is made when the provider is, and that asks for the GPU's libraries. No GPU
-is needed to list kernels: for a wheel, empty libraries are compiled in which every function that the provider's library
-wants returns 0, "success", and ONNX Runtime is asked from a process that finds those. Needs gcc, readelf, and a Python
-that fits the wheel and has numpy and onnx. No kernel is run. MIGraphX is asked node by node (`kernels_asked.py`),
-DirectML's array is read out of its library (`kernels_in_dll.py`), TensorRT's out of its parser's document
-(`kernels_in_document.py`): it is not on the package index. TensorRT for RTX is asked by compiling ahead of time, which
-needs no GPU (`rtx_without_gpu.py`); OpenVINO node by node, on the CPU, where it runs; QNN's operators are names in its
-library (`kernels_named.py`). VitisAI's provider is in no package: its table says that nothing is known. WebGPU, a plugin of the
-installed ONNX Runtime, is asked node by node, version by version and type by type (`kernels_placed.py`).
+CPU, CUDA, ROCm: a provider creates its kernel list when it is created, which loads the GPU's libraries but needs no
+GPU. For a wheel, stub libraries are compiled in which every function that the provider imports returns 0 ("success"),
+and ONNX Runtime is queried in a process that finds them. This needs gcc, readelf, and a Python that fits the wheel and
+has numpy and onnx. No kernel is run. MIGraphX is queried node by node (`kernels_asked.py`), DirectML's array is read
+from its library (`kernels_in_dll.py`), and TensorRT's operators from its parser's document (`kernels_in_document.py`),
+because it is not on the package index. TensorRT for RTX is queried by compiling ahead of time without a GPU
+(`rtx_without_gpu.py`), OpenVINO node by node on the CPU, which it supports, and QNN's operators are names in its
+library (`kernels_named.py`). No package contains VitisAI's provider, so its table says that nothing is known. WebGPU, a
+plugin of the installed ONNX Runtime, is queried by node, version and type (`kernels_placed.py`).
 """
 
 from __future__ import annotations

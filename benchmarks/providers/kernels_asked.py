@@ -1,11 +1,13 @@
-"""Which operators MIGraphX's provider takes, asked of its own library on a machine without a GPU.
+"""Query which operators MIGraphX's provider takes, on a machine without a GPU.
 
-The provider has no list of kernels: it looks at each node's operator and types, and takes whole graphs. So it is asked
-with graphs of one node: a session says whose the node is (`get_provider_graph_assignment_info`). The dimensions are left
-open, so that nothing is compiled before a first run, which never comes; the empty libraries of `kernel_tables.py` do.
+The provider has no kernel list: it decides by each node's operator and types, and takes whole graphs. It therefore gets
+graphs of one node, and `get_provider_graph_assignment_info` of the session tells where the node goes. Dimensions stay
+open, so that nothing is compiled before a first run, which never happens; the empty libraries of `kernel_tables.py`
+suffice.
 
-The source of ASK runs in the Python that fits the wheel; it prints what `migraphx_kernels` takes. A provider that makes no
-session without its device tells by what it compiles which nodes it takes: `rtx_without_gpu.py` asks with another `placed`.
+The source of ASK runs in a Python that fits the wheel and prints the input of `migraphx_kernels`. A provider that
+creates no session without its device shows which nodes it takes by what it compiles: `rtx_without_gpu.py` replaces
+`placed`.
 """
 
 from __future__ import annotations

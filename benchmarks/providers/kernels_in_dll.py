@@ -1,10 +1,10 @@
-"""DirectML's kernels, read out of the Windows wheel on any machine: nothing of it is run.
+"""Read DirectML's kernels from the Windows wheel on any machine, without running it.
 
-ONNX Runtime keeps them as one constant array of records (`operatorRegistrationInformationTable` in
-core/providers/dml/DmlExecutionProvider/src/Operators/OperatorRegistration.cpp), and the linker writes that array into
-the library as it stands: name, first version, domain, names of the type constraints, and a bit set of types for each.
-Where the array lies is found by a name that only it points to. What the bits mean is held to operators whose types the
-standard fixes: an error, where ONNX Runtime has changed them.
+ONNX Runtime keeps them in one constant array (`operatorRegistrationInformationTable` in
+core/providers/dml/DmlExecutionProvider/src/Operators/OperatorRegistration.cpp), which is in the library as linked:
+name, first version, domain, names of the type constraints, and a bit set of types for each. The array is located by a
+name that only it points to. The bits' meaning is checked against operators whose types the standard fixes, with an
+error if ONNX Runtime has changed them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""TensorRT's operators, as the document of its parser lists them: docs/operators.md of github.com/onnx/onnx-tensorrt.
+"""Read TensorRT's operators from its parser's documentation: docs/operators.md of github.com/onnx/onnx-tensorrt.
 
-The parser is inside TensorRT's libraries, so the document is the nearest source there is. Its last column, restrictions
-in words, is not read: those that matter to a graph of ours stand in conditions.json.
+The parser is inside TensorRT's libraries, so the document is the closest source. Its last column, restrictions in
+prose, is not read: those that matter to sdflow's graphs are in conditions.json.
 """
 
 from __future__ import annotations

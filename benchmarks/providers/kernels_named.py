@@ -1,9 +1,8 @@
-"""QNN's operators, as their names stand in the Windows wheel's library: nothing of it is run.
+"""Read QNN's operators from their names in the library of the Windows wheel, without running it.
 
-The provider registers a builder for each operator by name (`op_builder_factory.cc`), and the compiler writes nearly all of these
-names one after the other. The place with the most names of operators is taken. Some names are missing there, because the linker
-shares them with another text or because they are short and stand in the code: an operator that is not found may be one that the
-provider takes.
+The provider registers a builder per operator name (`op_builder_factory.cc`), and the compiler stores nearly all names
+contiguously. The region with the most operator names is used. Some names are missing there, because the linker shares
+them with another string or because short ones are inlined in code: the provider may take an operator that is not found.
 """
 
 from __future__ import annotations

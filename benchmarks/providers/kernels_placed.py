@@ -1,11 +1,12 @@
-"""Which operators, versions and types a plugin provider takes, asked of the provider itself.
+"""Query which operators, versions and types a plugin provider takes, from the provider itself.
 
-A plugin's kernels are not in `get_all_opkernel_def()`. So ONNX Runtime is given graphs of one node: a session says whose the node
-is (`get_provider_graph_assignment_info`). Nothing is run. WebGPU wants an adapter to make a session at all; SwiftShader's does
-(docs/targets.md says how to get it): which kernels there are does not depend on it.
+A plugin's kernels are not in `get_all_opkernel_def()`. ONNX Runtime therefore gets graphs of one node, and
+`get_provider_graph_assignment_info` of the session tells where the node goes. Nothing is run. WebGPU creates a session
+only with an adapter; SwiftShader suffices (docs/targets.md says how to get it), because the kernels do not depend on
+it.
 
-The source of ASK is run with the names of the provider and of the plugin's module, and the provider's options; it prints what
-`placed_rows` takes.
+The source of ASK runs with the names of the provider and of the plugin's module, and the provider's options. It prints
+the input of `placed_rows`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Writes the options of every pass of olive-ai to `sdflow/passes/olive_options.json`, from the installed olive-ai.
+"""Write the options of every olive-ai pass to `sdflow/passes/olive_options.json`, from the installed olive-ai.
 
     python benchmarks/providers/olive_options.py
 
-So workflows are checked without importing olive (6 s). A test verifies that the two are equal. Types are JSON Schema. An option
-that is a path, a function or a data set is marked `external`: what it points to would not be part of a step's key.
+Workflows can then be checked without importing olive (6 s). A test verifies that both are equal. Types are JSON Schema.
+An option that is a path, a function or a data set is marked `external`, because its content would not be part of a
+step's key.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""pip as it resolves on Windows, run on any system: it installs nothing.
+"""Resolve requirements with pip as on Windows, on any system, without installing anything.
 
     python benchmarks/providers/pip_for_windows.py ".[directml]" -c constraints.txt [--report FILE]
 
-`pip install --platform win_amd64 --dry-run` takes wheels of Windows but decides by this system what is wanted (`sys_platform` in
-a requirement's marker): on Linux it asks for what torch wants there, and fails. Here pip's own markers are those of Windows. It
-downloads what it resolves, some 200 MB, and takes wheels alone.
+`pip install --platform win_amd64 --dry-run` takes Windows wheels but evaluates markers such as `sys_platform` for this
+system: on Linux it requires torch's Linux dependencies, and fails. Here pip's own markers are those of Windows. It
+downloads what it resolves, some 200 MB, and accepts only wheels.
 """
 
 from __future__ import annotations

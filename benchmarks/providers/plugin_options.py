@@ -1,9 +1,9 @@
-"""The options that providers take besides TensorRT's (`tensorrt_options.py`), read out of their wheels: no GPU is needed.
+"""Read the options of providers other than TensorRT (`tensorrt_options.py`) from their wheels, without a GPU.
 
     python benchmarks/providers/plugin_options.py onnxruntime_ep_nv_tensorrt_rtx_cu13-*.whl > tests/runtime/rtx_options.json
     python benchmarks/providers/plugin_options.py onnxruntime_migraphx-1.27.1-*.whl > tests/runtime/migraphx_options.json
 
-NVIDIA's wheel has a header that lists them, with what each means. MIGraphX's stand in its library as text
+NVIDIA's wheel has a header that lists and describes them. MIGraphX's are strings in its library
 (`migraphx_provider_option` in migraphx_execution_provider_info.h).
 """
 

@@ -1,15 +1,15 @@
-"""What TensorRT for RTX takes and makes of graphs, asked of its own provider on a machine without a GPU.
+"""Query which nodes TensorRT for RTX takes and what it compiles, from its own provider on a machine without a GPU.
 
     python benchmarks/providers/rtx_without_gpu.py PIPELINE --wheel onnxruntime_ep_nv_tensorrt_rtx_cu13-0.5.0-*linux*.whl
 
-compiles each graph of a pipeline that was built for `nv_tensorrt_rtx`, and prints how many engines came of it, which nodes were
-left over, and the seconds and bytes. Nothing is run: that takes a GPU.
+compiles each graph of a pipeline built for `nv_tensorrt_rtx`, and prints the number of engines, the remaining nodes,
+seconds and bytes. Nothing is run: that takes a GPU.
 
-The provider compiles ahead of time for a GPU that is not there (its option `nv_target_sm`). It offers that in Windows' sandboxes
-alone, to programs that configure ONNX Runtime's environment, which Python cannot. So a bridge is compiled (gcc) that ONNX
-Runtime loads as the plugin: it loads the provider, tells it that it is in such a sandbox, and answers what it asks of the
-environment. The libraries of CUDA's driver and NVML, which the provider is linked with, are stand-ins that answer "no device".
-What is compiled is NVIDIA's own work.
+The provider can compile ahead of time for an absent GPU (its option `nv_target_sm`), but only in Windows sandboxes and
+for programs that configure ONNX Runtime's environment, which Python cannot do. A compiled bridge (gcc), which ONNX
+Runtime loads as the plugin, therefore loads the provider, reports such a sandbox, and answers its queries of the
+environment. The CUDA driver and NVML libraries that the provider links against are stubs that report no device. The
+compilation itself is NVIDIA's.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The options that ONNX Runtime's TensorRT provider takes, read out of its library: no TensorRT and no GPU are needed.
+"""Read the options of ONNX Runtime's TensorRT provider from its library, without TensorRT or a GPU.
 
     python benchmarks/providers/tensorrt_options.py onnxruntime_gpu-1.31.1-cp311-*.whl > tests/runtime/tensorrt_options.json
 
-Their names stand in the library as text (`provider_option_names` in tensorrt_execution_provider_info.cc). What each means is on
-https://onnxruntime.ai/docs/execution-providers/TensorRT-ExecutionProvider.html.
+Their names are strings in the library (`provider_option_names` in tensorrt_execution_provider_info.cc). They are
+documented at https://onnxruntime.ai/docs/execution-providers/TensorRT-ExecutionProvider.html.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Attention of ONNX Runtime's WebGPU provider against NumPy, by shape: which kernel is right on this machine's adapter.
+"""Compare attention of ONNX Runtime's WebGPU provider with NumPy, by shape, to find which kernels are correct on an
+adapter.
 
     python benchmarks/providers/webgpu_attention.py
 
-Needs onnxruntime-ep-webgpu and an adapter; docs/targets.md says how to get SwiftShader's. Prints a line for each shape; what they
-showed is in webgpu_attention.md.
+Needs onnxruntime-ep-webgpu and an adapter; docs/targets.md says how to get SwiftShader's. Prints a line per shape;
+findings are in webgpu_attention.md.
 """
 
 from __future__ import annotations

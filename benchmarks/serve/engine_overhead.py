@@ -1,10 +1,10 @@
-"""What the server's engine costs beside the runs of the denoiser: a batch of each size, an image alone, several at once.
+"""Measure the overhead of the server's engine around denoiser runs, by batch size, for single and concurrent images.
 
     python benchmarks/serve/engine_overhead.py PIPELINE [--steps 20] [--images 1 8 24] [--out FILE]
 
-In one process, without HTTP. A turn: from one batch of steps to the next; of it ONNX Runtime's call, on the CPU the computing
-itself, and waiting for the device (a GPU computes one run while the next is queued). What is left is the engine's: threads,
-copies, factors, messages. These are medians of the turns in which no image began or ended.
+In one process, without HTTP. A turn lasts from one batch of steps to the next. It includes ONNX Runtime's call, which
+on the CPU is the computation, and waiting for the device (a GPU computes one run while the next is queued). The rest is
+the engine's: threads, copies, factors, messages. Reports medians of turns in which no image started or ended.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""A change of LoRAs in the server's engine at full size: what the next request waits for, and the bits.
+"""Measure a change of LoRAs in the server's engine at full size: the next request's latency, and bit-identical weights.
 
     python benchmarks/serve/lora_change.py GRAPHS NAME... [--steps 20] [--rank 16] [--rounds 6]
 
-GRAPHS: what benchmarks/gpu/structures.py wrote of pipelines of `synthetic:` models; NAME: of these. Their weights are bound here.
-Two LoRAs of random values touch every linear layer and convolution over single pixels of the attentions, and the text encoders'
-layers. Timed is a job from the moment when the engine gets it to its image: with the LoRAs of the job before, with others that
-are kept, with others at a scale that was not asked for yet. The weights that the sessions then read are compared with what
-`bind` writes, byte by byte.
+GRAPHS: output of benchmarks/gpu/structures.py for `synthetic:` models; NAME: one of them. Their weights are bound here.
+Two random LoRAs change every linear layer and 1x1 convolution of the attentions, and the text encoders' layers. A job
+is timed from submission to image: with the previous job's LoRAs, with others that are kept, and with others at a new
+scale. The weights that the sessions then read are compared with the output of `bind`, byte by byte.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""A served pipeline under load: requests that arrive at random, at parts of what it can take, beside two plainer servers.
+"""Load-test a served pipeline with random arrivals at fractions of its capacity, against two simpler servers.
 
     python benchmarks/serve/serve_load.py PIPELINE [--seconds 60]
 
-The plainer ones draw the same pipeline behind the same HTTP: one request after the other, and batches of up to 8 of what
-arrives within 50 ms. They are what one writes first: a call of the pipeline, then the files. --beside also shows them with
-files that other threads write while the next call runs, as a second look would have it. All get the same arrivals: a Poisson
-process with a seed, which does not wait for answers. That is why the client is httpx and none of the known load tools: locust,
-k6 and wrk have users that each wait for their answer, so a slow server gets less to do, and its tail looks better than it is
-(coordinated omission).
+The simpler servers run the same pipeline behind the same HTTP: one request at a time, and batches of up to 8 that
+arrive within 50 ms. They are the obvious first implementation: call the pipeline, then encode the files. --beside also
+measures them with files encoded by other threads during the next call. All get the same arrivals, a seeded Poisson
+process that does not wait for answers. The client is httpx because users of locust, k6 and wrk wait for their answer: a
+slow server then gets less load, and its tail latency looks better than it is (coordinated omission).
 
-The rates are parts of what `sdflow serve` answers to 16 clients that wait.
+The rates are fractions of the throughput of `sdflow serve` with 16 waiting clients.
 """
 
 from __future__ import annotations

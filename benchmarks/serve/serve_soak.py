@@ -1,13 +1,13 @@
-"""What the memory of a server does in an hour of requests that differ in steps, guidance, size, start and LoRAs.
+"""Watch a server's memory over an hour of requests that differ in steps, guidance, size, start image and LoRAs.
 
     python benchmarks/serve/serve_soak.py PIPELINE --rate 0.4 [--seconds 3600] [--loras DIR --cache DIR --lanes 2]
         [--large 512x512]
 
---rate: random arrivals, on average so many a second; --every SECONDS instead: one after each such pause, which suits a machine
-that does other work. With LoRAs, one after the other is also sent to the server, used, and deleted. --large: every five minutes
-an image of this size, whose memory the worker is to give back. Every half minute a line: the requests that were answered and
-refused so far, and the resident memory of each process of the server. At the end the table of start, thirds and end, and whether
-the memory stayed flat: after the first third it grows by no more than a tenth. Else the exit status is 1.
+--rate: random arrivals per second on average; --every SECONDS: one after each such pause instead, for a busy machine.
+With LoRAs, they are also uploaded, used and deleted one by one. --large: every five minutes an image of this size,
+whose memory the worker should release. Every half minute it prints the answered and rejected requests and the resident
+memory of each server process. At the end it prints memory at the start, by thirds, and at the end, and whether it
+stayed flat: after the first third it grows by at most a tenth. Otherwise the exit status is 1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A verification in this process, whose imports are made once; all else is `sdflow verify`."""
+"""Run `sdflow verify` in this process, which imports its modules only once."""
 
 from __future__ import annotations
 

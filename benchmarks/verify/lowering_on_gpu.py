@@ -1,9 +1,10 @@
-"""Every lowered operator against the real CUDA kernel: `python benchmarks/verify/lowering_on_gpu.py [--cases 20] [--seed 0]`.
+"""Compare lowered operators with the real CUDA kernels: `python benchmarks/verify/lowering_on_gpu.py [--cases 20]
+[--seed 0]`.
 
-Draws shapes, attributes and optional inputs as Stable Diffusion's graphs have them, in float16; runs each node on the CUDA
-provider, and lowered on the CPU; prints one line for each operator. Differences count in float16's units in the last place,
-of the value or, for smaller values, of the root mean square of the result. Ends with status 1 if an operator disagrees.
-Needs numpy, onnx, onnxruntime-gpu, torch (for its CUDA libraries) and this repository.
+Draws random shapes, attributes and optional inputs as in Stable Diffusion's graphs, in float16. Runs each node on the
+CUDA provider, and lowered on the CPU, and prints one line per operator. Differences are in float16 units in the last
+place, of the value or, for smaller values, of the root mean square of the result. The exit status is 1 if an operator
+disagrees. Needs numpy, onnx, onnxruntime-gpu, torch (for its CUDA libraries) and this repository.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A pipeline folder that `mutations.py` may damage: its own copy of what is changed, and its graphs with what changes them."""
+"""A pipeline folder that `mutations.py` may damage: a copy of the changed files, and its graphs with editing methods."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The kinds of faults that `mutations.py` plants, each at a random place and of a random size.
+"""Kinds of faults that `mutations.py` plants, each at a random place and of a random size.
 
-A kind takes a Folder and a source of chance. It says in words what it did, or gives None where there is no place for it.
+A kind takes a Folder and a random source. It returns a description of its change, or None if there is no place for it.
 """
 
 from __future__ import annotations

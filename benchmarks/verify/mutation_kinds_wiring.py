@@ -1,7 +1,7 @@
-"""More kinds of faults for `mutations.py`: right parts put together wrongly, and words of configs rather than numbers.
+"""More kinds of faults for `mutations.py`: correct parts wired wrongly, and wrong words instead of numbers in configs.
 
-These are what a pass or an exporter gets wrong without any number being wrong: a time embedding's bias in another block, the
-two halves of a skip connection in the other order, a block left out, heads cut otherwise, a square matrix not transposed.
+A pass or an exporter can make these mistakes without any wrong number: a time embedding's bias in another block, the
+halves of a skip connection swapped, a block left out, heads split differently, a square matrix not transposed.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Plants faults in a built pipeline, from a seed, and counts which `sdflow verify --quick` finds.
+"""Plant seeded faults in a built pipeline, and count which of them `sdflow verify --quick` finds.
 
     python benchmarks/verify/mutations.py pipelines/shapes-cuda --cache cache --out mutations.jsonl [--count 50] [--seed 0]
         [--first 0] [--minutes 5] [--kinds epsilon scaled ...]
 
-The kinds are those of `mutation_kinds.py` and `mutation_kinds_wiring.py`, in turn; place and size come from the seed and the
-number of the fault. The digests are written anew, as whoever built the pipeline so would have written them. The verification
-begins with the submodel that has the fault and ends at the first part that finds something (`in_process.py`). Of what is
-missed: how far the image is from the unchanged pipeline's (relative L2), beside fp16 PyTorch's own distance to fp32 PyTorch, and
-where it is more, how far without any rounding. Each result is a line of --out; what is there is not done again, so a run that was
-ended goes on. The exit status is 1 when a fault was missed that changes the image by more than fp16 PyTorch does, rounded and
-not. `mutations_of_many.py` does so with many pipelines at once.
+The kinds are those of `mutation_kinds.py` and `mutation_kinds_wiring.py`, in turn; place and size derive from the seed
+and the fault's number. Digests are rewritten, as if the pipeline had been built that way. Verification starts with the
+damaged submodel and ends at the first part that finds something (`in_process.py`). For a missed fault it reports the
+image's distance from the unchanged pipeline's (relative L2) next to the distance of fp16 from fp32 PyTorch and, if it
+is larger, the distance without rounding. Each result is a line of --out; existing ones are skipped, so an interrupted
+run resumes. The exit status is 1 if a fault was missed that changes the image more than fp16 PyTorch does, with and
+without rounding. `mutations_of_many.py` does this with many pipelines at once.
 
-The cache is used as it is, and what passes is kept in it: take one that may be thrown away.
+The cache is used directly, and passed verifications are stored in it: use a disposable one.
 """
 
 from __future__ import annotations

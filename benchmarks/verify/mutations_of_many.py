@@ -1,15 +1,15 @@
-"""Faults in many pipelines at once, on a machine that builds nothing: which of them `sdflow verify --quick` finds.
+"""Plant faults in many pipelines at once, without builds, and count which of them `sdflow verify --quick` finds.
 
     python benchmarks/verify/mutations_of_many.py GRAPHS --out faults.jsonl [--only NAME ...] [--count 512] [--seed 100]
         [--jobs 16] [--minutes 8]
     python benchmarks/verify/mutations_of_many.py --table faults.jsonl ...
 
-GRAPHS: what benchmarks/gpu/structures.py wrote of pipelines that pass. Each is filled with its weights, as BindWeights does, and
-verified; then faults are planted as `mutations.py` does it. The seed and a fault's number say in which pipeline, of which kind,
-and where; all are shuffled, so that however many were done, they are a fair sample. The work is done by --jobs processes of
-one thread. A fault is begun as soon as its pipeline is ready, and its result is a line of --out as soon as it is known; what
-is there is not done again. Where the first results are tracebacks, the run ends. --minutes: after that none is begun, and
-those that are not done soon after are given up. The second form prints the table of what is there.
+GRAPHS: output of benchmarks/gpu/structures.py for pipelines that pass. Each gets its weights, as in BindWeights, and is
+verified; then faults are planted as in `mutations.py`. The seed and a fault's number determine the pipeline, kind and
+place. All are shuffled, so any number of them is a fair sample. --jobs processes of one thread do the work. A fault
+starts as soon as its pipeline is ready, and its result is a line of --out; existing ones are skipped. If the first
+results are tracebacks, the run ends. --minutes: start none after this time, and abort those that do not finish soon
+after. The second form prints the table of existing results.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Holds the kernel table of CUDA against ONNX Runtime itself, on a machine without a GPU.
+"""Check the kernel table of CUDA against ONNX Runtime itself, on a machine without a GPU.
 
     python benchmarks/verify/placement_without_gpu.py onnxruntime_gpu-1.31.1-*.whl PIPELINE ... [--python PYTHON]
 
-Every graph of the pipelines, whatever their target, is given to a CUDA session in a process that finds empty CUDA
-libraries (`benchmarks/providers/kernel_tables.py`). ONNX Runtime decides as ever which provider takes which node, and says so;
-nothing is run. The nodes that it leaves to the CPU, less those that only compute shapes, must be those that
-`sdflow.verify.artifact.unsupported_nodes` finds no kernel for. Nodes that ONNX Runtime's own optimizations make, and which the
-graph does not have, are counted apart. Needs gcc and readelf; the Python must fit the wheel and have what sdflow has.
+Every graph of the pipelines, whatever their target, is loaded in a CUDA session in a process with empty CUDA libraries
+(`benchmarks/providers/kernel_tables.py`). ONNX Runtime assigns nodes to providers as usual and reports it; nothing is
+run. The nodes left to the CPU, except those that only compute shapes, must be those for which
+`sdflow.verify.artifact.unsupported_nodes` finds no kernel. Nodes created by ONNX Runtime's own optimizations are
+counted separately. Needs gcc and readelf; the Python must fit the wheel and have sdflow's dependencies.
 """
 
 from __future__ import annotations

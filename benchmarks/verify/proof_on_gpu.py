@@ -1,11 +1,11 @@
-"""The proof on a machine that builds nothing: pipelines are filled with their weights, and verified as `sdflow verify --quick`
-does, on their target's own hardware too where it is --run-on.
+"""Verify pipelines on a machine that builds nothing: bind their weights, then verify as `sdflow verify --quick` does,
+with --run-on also on their target's own hardware.
 
     python benchmarks/verify/proof_on_gpu.py GRAPHS [--run-on cuda] [--jobs 16]
 
-GRAPHS: what benchmarks/gpu/structures.py wrote of pipelines that pass. Weights are bound here, as BindWeights does. What each
-verification took is printed in processor seconds, the part without roundings by itself. `mutations_of_many.py` plants faults in
-the same pipelines.
+GRAPHS: output of benchmarks/gpu/structures.py for pipelines that pass. Weights are bound here, as in BindWeights.
+Prints the processor seconds of each verification, with the part without rounding separately. `mutations_of_many.py`
+plants faults in the same pipelines.
 """
 
 from __future__ import annotations

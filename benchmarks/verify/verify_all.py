@@ -1,17 +1,18 @@
-"""No false alarm: what the repository's workflows build, at small size and for every target, is verified and must pass.
+"""Check for false alarms: all of the repository's workflows, built at small size for every target, must pass
+verification.
 
     python benchmarks/verify/verify_all.py SCRATCH [--full] [--targets cuda cpu ...] [--only shapes_cpu tiny ...]
         [--jobs 16] [--minutes 5] [--threads 1] [--out lines.jsonl]
     python benchmarks/verify/verify_all.py SCRATCH --take GRAPHS ...
     python benchmarks/verify/verify_all.py SCRATCH --graphs GRAPHS ...
 
-The tiny workflow stands for those of Stable Diffusion 1.5: it has their chains and what each target changes. The sample's
-workflows are built with and without LoRAs. Each is built, then verified as `sdflow verify` does it, --jobs processes
-at a time. --take: nothing is verified; the pipelines are left in GRAPHS without their weights. --graphs: on a machine that builds
-nothing: what was taken so, or by benchmarks/gpu/structures.py, is filled with its weights and verified, whatever it is.
+The tiny workflow stands for those of Stable Diffusion 1.5, with the same chains and target-specific changes. The
+sample's workflows are built with and without LoRAs. Each is built, then verified as in `sdflow verify`, by --jobs
+processes. --take: verify nothing and leave the pipelines in GRAPHS without their weights. --graphs: on a machine that
+builds nothing, bind weights to the output of --take or of benchmarks/gpu/structures.py and verify it.
 
-A line each as it ends, of JSON in --out; what is there is not done again, so a run that was ended goes on. After --minutes no
-more is begun. The exit status is 1 when one does not pass.
+Each result is a line of JSON in --out; existing ones are skipped, so an interrupted run resumes. After --minutes no
+more start. The exit status is 1 if one does not pass.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""A server of built pipelines: requests of different kinds share the runs of the denoiser."""
+"""HTTP server for built pipelines. Requests of different kinds share denoiser runs."""

@@ -1,4 +1,4 @@
-"""What a request is refused with: an HTTP status, and the error in the form of OpenAI's API."""
+"""API errors: an HTTP status with an error body in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KINDS = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
-"""`type` of an error by status; all others are the server's."""
+"""Error `type` by status; any other status is a `server_error`."""
 
 CODES = {
     400: "invalid_value",
@@ -25,12 +25,12 @@ CODES = {
     499: "client_closed_request",
     500: "server_error",
 }
-"""`code` of an error by status, where nothing more exact is known."""
+"""Default error `code` by status."""
 
 
 class ApiError(HTTPException):
-    """A refusal. message: what is wrong and what to do. param: the field that is wrong. code: for programs; each is in
-    docs/reference/errors.md. retry_after: seconds until it is worth another try."""
+    """A rejected request. message: what is wrong and what to do. param: the invalid field. code: machine-readable,
+    listed in docs/reference/errors.md. retry_after: seconds until a retry makes sense."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class ApiError(HTTPException):
         self.retry_after = retry_after
 
     def body(self, path: str = "") -> dict[str, Any]:
-        """As OpenAI writes it; for a path of A1111's API, as the webui does."""
+        """Return the JSON body in OpenAI's format, or in the webui's for paths of A1111's API."""
         if path.startswith(("/sdapi/", "/controlnet/")):
             return {"error": "HTTPException", "detail": self.message, "body": "", "errors": self.message}
         kind = KINDS.get(self.status, "server_error")
@@ -55,7 +55,7 @@ class ApiError(HTTPException):
 
 
 def invalid(param: str | None, message: str, *, code: str | None = None) -> ApiError:
-    """The refusal of a field's value."""
+    """Return the error for an invalid field value."""
     return ApiError(400, message, param=param, code=code)
 
 
@@ -66,16 +66,16 @@ PARAMS = {
     "height": "size",
     "width": "size",
 }
-"""What a pipeline's call names -> the field of a request."""
+"""Argument name of a pipeline call -> request field."""
 
 NO_MEMORY = ("allocate memory", "bad_alloc")
-"""What ONNX Runtime and torch say, among other words, when there is none left."""
+"""Fragments of the out-of-memory messages of ONNX Runtime and torch."""
 
 
 def of_failure(failed: Failed) -> ApiError:
-    """What a request is answered whose image was not drawn."""
+    """Return the response error for an image that failed."""
     said = f"{failed.what}. {failed.remedy}" if failed.remedy else failed.what
-    if failed.kind == "CheckpointError":  # of a LoRA: the path is nobody's business
+    if failed.kind == "CheckpointError":  # a LoRA's: leave its path out
         return invalid("loras", f"a LoRA of the request {failed.what}.", code="invalid_lora")
     if failed.kind == "UsageError":
         return invalid(PARAMS.get(failed.where or "", failed.where), said)
@@ -84,6 +84,6 @@ def of_failure(failed: Failed) -> ApiError:
     if failed.kind in ("MemoryError", "OutOfMemoryError") or any(each in failed.what for each in NO_MEMORY):
         words = "There is not enough memory for this image: take a smaller size."
         return ApiError(503, words, code="out_of_memory", retry_after=5)
-    if not hasattr(errors, failed.kind):  # what nobody foresaw may name files of the server
+    if not hasattr(errors, failed.kind):  # unexpected messages may contain server paths
         said = "the server's log says why"
     return ApiError(500, f"The image could not be drawn: {said}.", code=failed.kind)

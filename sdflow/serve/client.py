@@ -1,4 +1,4 @@
-"""Deployed servers from Python: deploy, query, terminate.
+"""Deploy, query and terminate servers from Python.
 
 from sdflow.serve.client import deploy, query, terminate
 
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MOST_IMAGE = 1 << 30
-"""Bytes of a file that is sent. The server says how many it takes."""
+"""Maximum bytes of an uploaded file; the server has its own limit."""
 
 __all__ = ["Deployment", "deploy", "query", "terminate"]
 
 
 def deploy(name: str, pipelines: Sequence[Path | str], **options: Any) -> Deployment:
-    """Start a server in the background. options: of `sdflow serve`, `max_queue=8` for `--max-queue 8`, `no_auth=True` for
-    `--no-auth`, a list for one that is repeatable.
+    """Start a server in the background. options: those of `sdflow serve`: `max_queue=8` for `--max-queue 8`,
+    `no_auth=True` for `--no-auth`, a list for a repeatable option.
 
-    Raises UsageError as `sdflow deploy`.
+    Raises UsageError like `sdflow deploy`.
     """
     key = options.pop("api_key_file", None)
     given = [each for name, value in {"port": 0, **options}.items() for each in _as_options(name, value)]
@@ -48,7 +48,6 @@ def deploy(name: str, pipelines: Sequence[Path | str], **options: Any) -> Deploy
 
 
 def _as_options(name: str, value: Any) -> list[str]:
-    """An option as the command takes it."""
     option = name.replace("_", "-")
     if value is None:
         return []
@@ -59,9 +58,9 @@ def _as_options(name: str, value: Any) -> list[str]:
 
 
 def query(name: str, prompt: str, **fields: Any) -> list[Image]:
-    """Images from a deployed server. fields: of `/v1/images/generations`. With image, and mask, which are files' paths or what
-    is in them: of `/v1/images/edits`. references: such files too. Warns of what was cut off of a prompt (TruncatedPrompt). Raises
-    UsageError as the server refuses, and for a file that cannot be read."""
+    """Generate images on a deployed server. fields: those of `/v1/images/generations`, or of `/v1/images/edits` with
+    `image` (and `mask`). `image`, `mask` and `references` are paths or file contents. Warns with TruncatedPrompt if a
+    prompt was truncated. Raises UsageError for a rejected request or an unreadable file."""
     import PIL.Image
 
     answers = query_answers(name, prompt, **fields)
@@ -70,7 +69,7 @@ def query(name: str, prompt: str, **fields: Any) -> list[Image]:
 
 
 class Answer(NamedTuple):
-    """An image as a file. warnings: what was cut off of its prompts."""
+    """A generated image file. warnings: what was truncated from its prompts."""
 
     file: bytes
     seed: int
@@ -78,7 +77,7 @@ class Answer(NamedTuple):
 
 
 def query_answers(name: str, prompt: str, **fields: Any) -> list[Answer]:
-    """The same with all that is said of each."""
+    """Like `query`, but return each image's file, seed and warnings."""
     deployed = find_deployment(name)
     require_packages("query", *EXTRAS["serve"])
     import httpx
@@ -90,7 +89,7 @@ def query_answers(name: str, prompt: str, **fields: Any) -> list[Answer]:
     # As ASCII: the server refuses what JSON or UTF-8 cannot hold, in its own words.
     path, body = "generations", dict[str, Any](content=json.dumps(request).encode())
     headers = {"Content-Type": "application/json"}
-    if files:  # a form, in which lists are JSON
+    if files:  # a form carries lists as JSON
         given = {each: value for each, value in request.items() if value is not None}
         texts = [json.dumps(value) if isinstance(value, list | tuple) else str(value) for value in given.values()]
         path, body = "edits", {"data": dict(zip(given, texts, strict=True)), "files": files}
@@ -99,7 +98,7 @@ def query_answers(name: str, prompt: str, **fields: Any) -> list[Answer]:
         headers["Authorization"] = f"Bearer {read_keys(Path(deployed.key_file))[0]}"
     url = f"{_reachable(deployed.url)}/v1/images/{path}"
     try:
-        # Straight there: a proxy knows nothing of this machine.
+        # No proxy: it could not reach a server on this machine.
         with httpx.Client(trust_env=False, timeout=None, verify=ssl.create_default_context()) as client:
             answer = client.post(url, headers=headers, **body)
             found = answer.json()["data"] if answer.is_success else []
@@ -122,7 +121,7 @@ def _content(name: str, given: Path | str | bytes) -> bytes:
 
 
 def _reachable(url: str) -> str:
-    """Of a server that listens at all addresses, this machine's own."""
+    """Replace a wildcard address with the loopback address."""
     return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 

@@ -1,5 +1,5 @@
-"""Servers in the background, by name. Each has a folder among the user's, with `deployment.json` and `log.txt`; a name is in use
-while the process lives that the file names."""
+"""Background servers by name. Each has a folder in the user folder with `deployment.json` and `log.txt`. A name is in
+use while its process is alive."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ DRAIN = "--drain-timeout"
 FILE, LOG = "deployment.json", "log.txt"
 START_SECONDS = 600.0
 END_SECONDS = 30.0
-"""For what a server does when its requests are finished."""
+"""Time for the server to shut down after its requests finish."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """A server in the background. created: of its process, in seconds since 1970; a pid alone may be another's by now. drain:
-    seconds that its requests may go on when it is told to end."""
+    """A server in the background. created: process start time in seconds since 1970, because pids are reused. drain:
+    seconds that requests may continue after SIGTERM."""
 
     name: str
     pid: int
@@ -50,7 +50,7 @@ class Deployment:
 
     @property
     def running(self) -> bool:
-        """Whether its process lives."""
+        """Whether the process is alive."""
         import psutil
 
         with suppress(psutil.NoSuchProcess):
@@ -60,7 +60,7 @@ class Deployment:
 
     @property
     def state(self) -> str:
-        """ "running", "ended" in order, or "died"."""
+        """Either "running", "ended" (a clean shutdown) or "died"."""
         if self.running:
             return "running"
         with suppress(OSError):
@@ -72,9 +72,9 @@ class Deployment:
 def deploy(
     name: str, pipelines: Sequence[Path], options: Sequence[str] = (), *, key_file: Path | None = None
 ) -> Deployment:
-    """Start `sdflow serve` with these options in the background, and wait until it draws. It outlives this process.
+    """Start `sdflow serve` with these options in the background and wait until it is ready. It outlives this process.
 
-    Raises UsageError for a name that is taken or cannot be, and when the server ends before it draws: with what it said.
+    Raises UsageError if the name is taken or invalid, or with the end of the log if the server exits first.
     """
 
     def refuse() -> NoReturn:
@@ -100,15 +100,15 @@ def deploy(
 
 
 def _started(name: str, folder: Path, pipelines: Sequence[Path], options: Sequence[str], key: str | None) -> Deployment:
-    """It is noted as soon as it listens: then it is known of, even if this process is ended while the pipelines are loaded."""
+    """Start the server. Record it once it listens, in case this process is killed while the pipelines load."""
     import psutil
 
     log = folder / LOG
     command = [*python_command("sdflow", "serve"), *map(str, pipelines), *options]
-    here = str(Path(__file__).parents[2])  # where a checkout of sdflow is found
+    here = str(Path(__file__).parents[2])  # so that a checkout of sdflow is importable
     paths = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", ROTATED: str(log)}
-    with log.open("ab") as sink:  # appended to: it may be cut off (`sdflow.serve.log`)
+    with log.open("ab") as sink:  # append mode: the server truncates it (`sdflow.serve.log`)
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True, env=env
         )
@@ -129,14 +129,14 @@ def _started(name: str, folder: Path, pipelines: Sequence[Path], options: Sequen
 
 
 def deployments() -> list[Deployment]:
-    """All that are known, also those whose process has died."""
+    """Return all known deployments, including those whose process has died."""
     root = user_folder("deployments", VARIABLE)
     found = [_read(folder) for folder in sorted(root.iterdir())] if root.is_dir() else []
     return [each for each in found if each is not None]
 
 
 def find_deployment(name: str) -> Deployment:
-    """The one of this name, whose process lives. Raises UsageError, with the end of its log where it has died."""
+    """Return the running deployment of this name. Raises UsageError otherwise, with the end of its log."""
     found = _read(_folder(name))
     if found is None:
         known = ", ".join(each.name for each in deployments()) or "none"
@@ -152,11 +152,12 @@ def find_deployment(name: str) -> Deployment:
 
 
 def terminate(name: str) -> Deployment:
-    """End it, once what it draws is drawn, and forget it; one that has died is only forgotten. Raises UsageError."""
+    """Terminate a server after current requests finish and forget it; a dead one is only forgotten. Raises
+    UsageError."""
     folder = _folder(name)
     found = _read(folder)
     if found is None:
-        return find_deployment(name)  # says so
+        return find_deployment(name)  # raises
     if found.running:
         os.kill(found.pid, signal.SIGTERM)
         end = time.monotonic() + found.drain + END_SECONDS
@@ -165,8 +166,8 @@ def terminate(name: str) -> Deployment:
                 with suppress(ProcessLookupError):
                     os.kill(found.pid, getattr(signal, "SIGKILL", signal.SIGTERM))
             time.sleep(0.05)
-    with suppress(FileNotFoundError), alone_in(folder):  # another may end it, too
-        if _read(folder) in (found, None):  # not one that was deployed since; None: whoever was deploying it gave up
+    with suppress(FileNotFoundError), alone_in(folder):  # another process may terminate it too
+        if _read(folder) in (found, None):  # unless redeployed; None: a deploy that gave up
             shutil.rmtree(folder)
     return found
 
@@ -188,7 +189,8 @@ def _read(folder: Path) -> Deployment | None:
 
 
 def _wait_for(event: str, process: subprocess.Popen[bytes], log: Path, name: str) -> dict[str, Any]:
-    """What the log tells with this event. Raises UsageError where the server ends before, or cannot load its pipelines."""
+    """Wait for this event in the log and return its fields. Raises UsageError if the server or its worker fails
+    first."""
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end:
         ended = process.poll() is not None

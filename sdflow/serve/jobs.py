@@ -1,4 +1,4 @@
-"""What goes to the process that draws, and what comes back. Plain data, as it is pickled on the way; a None ends either."""
+"""Messages to and from the worker process. They are plain data because they are pickled; None ends either stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sdflow.store.default import default_cache
 
 @dataclass(frozen=True)
 class Image:
-    """Pixels: of a mode and a size as PIL names them, row by row."""
+    """Pixels in row-major order; mode and size as in PIL."""
 
     mode: str
     size: tuple[int, int]
@@ -21,7 +21,7 @@ class Image:
 
 @dataclass(frozen=True)
 class LoraFile:
-    """A LoRA of the server, and how much it counts. sha256: of the file, which may be exchanged for another."""
+    """A LoRA of the server with its scale. sha256: digest of the file, which may be replaced on disk."""
 
     name: str
     path: str
@@ -31,7 +31,7 @@ class LoraFile:
 
 @dataclass(frozen=True)
 class ControlImage:
-    """An image for the ControlNet of this name. scale, start, end: as of `runtime.control.Control`."""
+    """The image for the ControlNet of this name. scale, start, end: see `Control`."""
 
     name: str
     image: Image
@@ -42,7 +42,7 @@ class ControlImage:
 
 @dataclass(frozen=True)
 class ImagePrompt:
-    """An image for an IP-Adapter, and how much it counts. adapter: which, from 0 on."""
+    """An image for an IP-Adapter. adapter: index of the adapter."""
 
     image: Image
     scale: float
@@ -51,7 +51,7 @@ class ImagePrompt:
 
 @dataclass(frozen=True)
 class ConditioningImages:
-    """Images that condition a drawing, beside the one to start from."""
+    """Images that condition generation, apart from the start image."""
 
     controls: tuple[ControlImage, ...] = ()
     prompts: tuple[ImagePrompt, ...] = ()
@@ -60,43 +60,37 @@ class ConditioningImages:
 
 @dataclass(frozen=True)
 class Job:
-    """One image to draw. request: which it belongs to; index: the how-manieth of it.
-
-    pipeline: by name. prompt, negative_prompt: texts. seed: of its noise. arguments: of the pipeline's call. image, mask: to
-    start from, to draw into. scheduler: by name; None: the pipeline's. loras: in order. previews: how many unfinished
-    images are wanted on the way. format: as PIL names it; quality: of one that loses something, 1 to 100. conditioning:
-    further images. steps, pixels: that it takes and has, as far as the request tells.
-    """
+    """One image to generate."""
 
     request: str
-    index: int
+    index: int  # position within the request
     pipeline: str
     prompt: str
-    seed: int
+    seed: int  # of the noise
     negative_prompt: str | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    image: Image | None = None
-    mask: Image | None = None
-    scheduler: str | None = None
-    loras: tuple[LoraFile, ...] = ()
-    previews: int = 0
-    format: str = "PNG"
-    quality: int = 90
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the pipeline call
+    image: Image | None = None  # start image
+    mask: Image | None = None  # region to inpaint
+    scheduler: str | None = None  # None: the pipeline's default
+    loras: tuple[LoraFile, ...] = ()  # applied in order
+    previews: int = 0  # number of preview images
+    format: str = "PNG"  # as PIL names it
+    quality: int = 90  # of lossy formats, 1 to 100
     conditioning: ConditioningImages = ConditioningImages()
-    steps: int = 1
-    pixels: int = 1
+    steps: int = 1  # denoiser runs, estimated from the request
+    pixels: int = 1  # per image, estimated from the request
 
 
 @dataclass(frozen=True)
 class Cancel:
-    """Draw no more of a request."""
+    """Stop generating the images of a request."""
 
     request: str
 
 
 @dataclass(frozen=True)
 class Load:
-    """Load the pipeline of a folder, in the place of one of this name if there is one. number: tells orders apart."""
+    """Load the pipeline in a folder, replacing one of the same name. number: identifies the order."""
 
     name: str
     folder: Path
@@ -105,39 +99,39 @@ class Load:
 
 @dataclass(frozen=True)
 class Drop:
-    """Unload this pipeline once no image of it is drawn or waits."""
+    """Unload this pipeline once none of its images is running or queued."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Forget:
-    """Release the memory of weights with the LoRA of this file, which was removed."""
+    """Release weights that were merged with this LoRA file, which was removed."""
 
     path: str
 
 
 @dataclass(frozen=True)
 class Show:
-    """Send a preview of the images of a request that are being drawn, after their next step. end: they are finished with that."""
+    """Send a preview of the request's running images after their next step. end: finish them with that preview."""
 
     request: str
     end: bool = False
 
 
-# What comes back
+# Messages from the worker
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The process draws from now on. pipelines: what it found out about each, by name."""
+    """The worker accepts jobs. pipelines: what it measured for each, by name."""
 
     pipelines: Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was found out about a pipeline that was to be loaded; None: it cannot be, and error says why. number: of the order."""
+    """Result of a Load order. found: measurements; None if loading failed, with the reason in error."""
 
     name: str
     folder: Path
@@ -148,7 +142,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was found out anew about a pipeline that is there."""
+    """New measurements of a loaded pipeline."""
 
     name: str
     found: Mapping[str, Any]
@@ -156,7 +150,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class OfImage:
-    """Of an image: the request that it belongs to, and the how-manieth of that it is."""
+    """Base class of messages about one image. index: its position within the request."""
 
     request: str
     index: int
@@ -164,12 +158,12 @@ class OfImage:
 
 @dataclass(frozen=True)
 class Begun(OfImage):
-    """It is being drawn."""
+    """The image started."""
 
 
 @dataclass(frozen=True)
 class Stepped(OfImage):
-    """Steps of an image that are done, and in all."""
+    """Progress of an image in steps."""
 
     done: int
     total: int
@@ -177,7 +171,7 @@ class Stepped(OfImage):
 
 @dataclass(frozen=True)
 class Preview(OfImage):
-    """What an image will be like, as a file. number: counts up from 0."""
+    """A preview image file. number: counts up from 0."""
 
     number: int
     file: bytes
@@ -185,20 +179,19 @@ class Preview(OfImage):
 
 @dataclass(frozen=True)
 class Drawn(OfImage):
-    """An image, as a file. flagged: what the safety checker said; None without one. seconds: by stage. replica: which drew
-    it, where there are several. warnings: what was cut off of its prompts."""
+    """A finished image file."""
 
     file: bytes
     size: tuple[int, int]
-    flagged: bool | None
-    seconds: Mapping[str, float]
-    replica: str | None = None
-    warnings: tuple[str, ...] = ()
+    flagged: bool | None  # by the safety checker; None without one
+    seconds: Mapping[str, float]  # by stage
+    replica: str | None = None  # that generated it, on a cluster
+    warnings: tuple[str, ...] = ()  # what was truncated from its prompts
 
 
 @dataclass(frozen=True)
 class Failed(OfImage):
-    """An image that was not drawn. kind: the class of the error; the rest as of SdflowError."""
+    """An image that failed. kind: class name of the error; other fields as in SdflowError."""
 
     kind: str
     what: str
@@ -208,18 +201,17 @@ class Failed(OfImage):
 
 @dataclass(frozen=True)
 class Turned:
-    """One turn of the loop. batches: (images, places, seconds) of each run of the denoiser. drawing: images that go through their
-    steps. memory: resident bytes of the process."""
+    """One iteration of the engine loop."""
 
-    batches: tuple[tuple[int, int, float], ...]
-    drawing: int
+    batches: tuple[tuple[int, int, float], ...]  # (images, batch size, seconds) of each denoiser run
+    drawing: int  # images in their denoising steps
     waiting: int
-    memory: int = 0
+    memory: int = 0  # resident bytes of the process
 
 
 @dataclass(frozen=True)
 class Lost:
-    """The process cannot draw, now or ever. As of SdflowError."""
+    """The worker has ended or cannot generate. Fields as in SdflowError."""
 
     kind: str
     what: str
@@ -230,28 +222,23 @@ class Lost:
 Message = Lost | Ready | Loaded | Measured | OfImage | Turned
 
 Order = Job | Cancel | Show | Load | Drop | Forget
-"""What the process that draws is told."""
+"""A message to the worker."""
 
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """pipelines: folders by name. batch_sizes: images of a batch; None: those that a measurement finds worth it. threads: of
-    the CPU. checker: whether the safety checkers see the images. cache: that the pipelines were built with; lora_memory: bytes
-    of weights with LoRAs that are kept; loras: whether requests will name some. lanes: how many images are drawn side by side,
-    each by its part of the CPU's threads; None: as a measurement finds best. deadline: seconds of a request. stall: seconds after
-    which an image that does not go on is given up, and the process with it; None: as follows from a measurement. embeddings: a
-    folder of textual inversion files."""
+    """Options of the worker process."""
 
-    pipelines: Mapping[str, Path]
-    batch_sizes: tuple[int, ...] | None = None
-    threads: int | None = None
-    checker: bool = True
-    cache: Path = field(default_factory=default_cache)
-    lora_memory: int = 4 << 30
-    loras: bool = False
-    lanes: int | None = None
-    deadline: float = 600.0
-    stall: float | None = None
-    embeddings: Path | None = None
-    memory: int | None = None
-    chunks: int | None = None
+    pipelines: Mapping[str, Path]  # folders by name
+    batch_sizes: tuple[int, ...] | None = None  # None: those that a measurement finds worthwhile
+    threads: int | None = None  # of the CPU
+    checker: bool = True  # whether safety checkers run
+    cache: Path = field(default_factory=default_cache)  # the cache that the pipelines were built with
+    lora_memory: int = 4 << 30  # bytes of weights with LoRAs to keep
+    loras: bool = False  # whether requests will use LoRAs
+    lanes: int | None = None  # images generated in parallel, each on a share of the threads; None: as measured
+    deadline: float = 600.0  # seconds per request
+    stall: float | None = None  # seconds without progress before the worker is killed; None: as measured
+    embeddings: Path | None = None  # folder of textual inversion files
+    memory: int | None = None  # bytes of pipeline files that may be loaded at once; None: no limit
+    chunks: int | None = None  # of 75 tokens per prompt; None: no limit

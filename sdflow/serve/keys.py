@@ -1,4 +1,4 @@
-"""API keys: of those who generate, and of those who administer. Files of them are read again when they change."""
+"""API keys for users and administrators. Key files are reread when they change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """The keys in a file, one on each line; lines that begin with # are comments. Raises UsageError."""
+    """Return the keys in a file, one per line; lines starting with # are comments. Raises UsageError."""
     try:
         lines = read_input(path).decode("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -29,14 +29,14 @@ def read_keys(path: Path) -> tuple[str, ...]:
 
 @dataclass
 class Keys:
-    """known: the keys. path: of the file that they are from. A file that cannot be read any more leaves the last ones valid."""
+    """A set of API keys. path: the file they come from. If it becomes unreadable, the last keys stay valid."""
 
     known: tuple[str, ...]
     path: Path | None = None
     _stamp: tuple[int, int] | None = None
 
     def match(self, given: bytes) -> str | None:
-        """A name for the key that was given, from which the key does not follow; None: it is none of these."""
+        """Return an identifier that does not reveal the key, or None if the key is unknown."""
         with suppress(OSError, UsageError):
             if self.path is not None:
                 stat = self.path.stat()
@@ -49,22 +49,20 @@ class Keys:
 
 @dataclass(frozen=True)
 class Caller:
-    """Whose request it is. owner: a name of their key; None: nobody is told apart, and all requests may be stopped. administers:
-    whether LoRAs and pipelines may be added and removed."""
+    """The sender of a request. owner: identifier of the key; None may stop any request. administers: whether the caller
+    may add and remove LoRAs and pipelines."""
 
     owner: str | None = None
     administers: bool = True
 
     def may_stop(self, owner: str | None) -> bool:
-        """Whether this caller may stop a request of this owner."""
         return self.owner is None or self.owner == owner
 
 
 @dataclass(frozen=True)
 class Access:
-    """Who may ask. keys, admin_keys: of those who generate, and of those who administer; None: anyone may generate, and whoever
-    may generate may administer. origins: of pages of other servers that may. hosts: names of this server that a browser may know
-    it by; None: any."""
+    """Access control. Without keys, anyone may generate; without admin_keys, anyone who may generate may administer.
+    origins: allowed CORS origins. hosts: accepted Host headers; None: any."""
 
     keys: Keys | None = None
     origins: tuple[str, ...] = ()
@@ -72,14 +70,14 @@ class Access:
     admin_keys: Keys | None = None
 
     def caller(self, authorization: bytes) -> Caller | None:
-        """Who sends this header; None: nobody who may generate."""
+        """Return the caller with this Authorization header, or None if it is not authorized."""
         kind, _, given = authorization.partition(b" ")
-        if kind.lower() == b"basic":  # as clients of A1111's webui send it
+        if kind.lower() == b"basic":  # sent by clients of A1111's webui
             try:
                 given = base64.b64decode(given).partition(b":")[2]
             except ValueError:
                 given = b""
-        elif kind.lower() != b"bearer":  # a gateway counts requests by this header: few spellings of one key
+        elif kind.lower() != b"bearer":  # gateways rate-limit by this header, so a key must have few spellings
             given = b""
         given = given.strip()
         if self.admin_keys is not None and self.admin_keys.match(given) is not None:

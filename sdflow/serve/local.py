@@ -1,7 +1,6 @@
-"""A pipeline folder in this process, with LoRAs chosen per call and latents in and out: what ComfyUI's nodes draw with.
+"""A pipeline folder in this process, with LoRAs per call and latents as input and output, for ComfyUI's nodes.
 
-It draws as the server does; the images of one call share the denoiser's runs. Latents here are the VAE's own, unscaled, as
-ComfyUI passes them between nodes.
+Images of one call share denoiser runs as on the server. Latents are the VAE's own, unscaled, as ComfyUI passes them.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ if TYPE_CHECKING:
     import torch
 
 LORA_MEMORY = 8 << 30
-"""Bytes of weights with LoRAs that are kept."""
+"""Bytes of weights with LoRAs to keep."""
 
 
 @dataclass(frozen=True)
 class LocalPipeline:
-    """A loaded pipeline, and the LoRAs that it draws with. base, pipelines: without LoRAs, and with any."""
+    """A loaded pipeline and its selected LoRAs. base: without LoRAs. pipelines: with any LoRAs."""
 
     base: Pipeline
     pipelines: LoraPipelines
@@ -39,14 +38,14 @@ class LocalPipeline:
 
     @classmethod
     def load(cls, folder: Path | str, cache: Path | None = None, threads: int | None = None) -> LocalPipeline:
-        """Load a pipeline folder on the target that it was built for. cache: that it was built with, which LoRAs need; None: the
-        user's. Raises as `Pipeline.load`."""
+        """Load a pipeline folder for the target that it was built for. cache: the cache that it was built with, needed
+        for LoRAs; None: the user's default. Raises like `Pipeline.load`."""
         folder = Path(folder).absolute()
         served = ServedPipeline.load(folder, threads)
         return cls(served.base, LoraPipelines(folder, served, cache or default_cache(), LORA_MEMORY))
 
     def with_lora(self, file: Path | str, scale: float) -> LocalPipeline:
-        """With one more LoRA, which weighs in when something is drawn. Raises UsageError for a file that is not there."""
+        """Return this pipeline with one more LoRA, loaded on first use. Raises UsageError for a missing file."""
         path = Path(file)
         if not path.is_file():
             raise UsageError("no such file", where=str(path), remedy="Check the path of the LoRA.")
@@ -55,12 +54,11 @@ class LocalPipeline:
 
     @property
     def latents(self) -> Any:
-        """Channels, scale and sizes of its latents (`sdflow.families.shared.latents`)."""
+        """Channels, scale and sizes of the latents (`sdflow.families.shared.latents`)."""
         return self.base.latents
 
     @property
     def schedulers(self) -> tuple[str, ...]:
-        """The names of those that it can draw with."""
         return available(self.base.family.noising.schedulers)
 
     def sample(
@@ -77,11 +75,11 @@ class LocalPipeline:
         on_step: Callable[[int, int], None] = lambda done, total: None,
         **arguments: Any,
     ) -> torch.Tensor:
-        """Latents of an image for each seed, (images, channels, rows, columns) float32.
+        """Return one latent per seed, (images, channels, rows, columns) float32.
 
-        size: height and width in pixels. start, noise: latents to start from, and standard normal ones to begin with, one for
-        each image. mask: (1 or images, 1, height, width), 1 where it is drawn. on_step: called with steps done and in all.
-        arguments: of `Pipeline.drawing`. Raises as that, and for LoRAs that do not fit as `sdflow bake`.
+        size: height and width in pixels. start, noise: latents to start from and standard normal noise, one per image.
+        mask: (1 or images, 1, height, width), 1 where to inpaint. on_step: called with finished and total steps.
+        arguments: those of `Pipeline.drawing`. Raises like it, and like `sdflow bake` for LoRAs that do not fit.
         """
         import torch
 
@@ -94,13 +92,12 @@ class LocalPipeline:
             job = Job(request, index, "", prompt, seed, negative_prompt, given, scheduler=scheduler, loras=self.loras)
             works.append(served.drawings(job, **self._of_image(index, start=start, noise=noise, mask=mask)))
         found: tuple[Drawing, ...] = ()
-        for found in zip(*works, strict=True):  # those of the pipeline, then those of its refiner
+        for found in zip(*works, strict=True):  # the pipeline's drawings, then its refiner's
             _run(served, found, on_step)
         with torch.no_grad():
             return torch.cat([self.latents.to_vae(each.latents().float().cpu()) for each in found])
 
     def _of_image(self, index: int, **given: torch.Tensor | None) -> dict[str, Any]:
-        """The arguments of a call for one image."""
         names = {"start": "image", "noise": "latents", "mask": "mask_image"}
         one = {
             names[name]: value[index % len(value)][None].clone().float()
@@ -110,7 +107,7 @@ class LocalPipeline:
         return one if "image" not in one else {**one, "image": self.latents.from_vae(one["image"])}
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Images of latents, (images, height, width, 3) in [0, 1]."""
+        """Decode latents to images, (images, height, width, 3) in [0, 1]."""
         import torch
 
         pipeline = self.base
@@ -122,7 +119,8 @@ class LocalPipeline:
             return torch.cat(images)
 
     def encode(self, images: torch.Tensor) -> torch.Tensor:
-        """Latents of images, (images, height, width, 3) in [0, 1], sides a multiple of `latents.granularity`."""
+        """Encode images, (images, height, width, 3) in [0, 1], sides divisible by `latents.granularity`. Raises
+        UsageError."""
         import torch
 
         pipeline = self.base
@@ -137,7 +135,7 @@ class LocalPipeline:
 
 
 def _run(served: ServedPipeline, drawings: Sequence[Drawing], on_step: Callable[[int, int], None]) -> None:
-    """To the end, in runs of the denoiser that they share where they can."""
+    """Run the drawings to the end, sharing denoiser runs where possible."""
     shared = shared_steps(drawings[0])
     alike = shared is not None and all(shared_steps(each) is shared for each in drawings)
     groups = [list(drawings)] if alike else [[each] for each in drawings]

@@ -1,4 +1,4 @@
-"""The server's log: a line of JSON for each event on standard error, also for what libraries and Python itself say."""
+"""The server's log on standard error: one JSON line per event, including output of libraries and Python itself."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 ROTATED = "SDFLOW_LOG_FILE"
-"""Names the file that standard error goes to, if the server is to keep it short: `sdflow deploy` sets it."""
+"""Environment variable: the file that receives standard error and is to be rotated; set by `sdflow deploy`."""
 
 MOST_BYTES = 10 << 20
-"""Of that file. Then it becomes FILE.1, in the place of the one before."""
+"""Size at which the log file is moved to FILE.1, replacing the previous one."""
 
 
 def log_line(event: str, **fields: Any) -> None:
-    """One line of JSON on standard error. Where that cannot be written, as on a full disk, it is lost, and no request with it."""
+    """Write one JSON line to standard error. A line that cannot be written, as on a full disk, is dropped."""
     stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     line = json.dumps({"time": stamp, "event": event, **fields}, ensure_ascii=False, default=str) + "\n"
     with suppress(OSError):
@@ -32,10 +32,10 @@ def log_line(event: str, **fields: Any) -> None:
 
 
 def _write(line: str) -> None:
-    """Past Python's buffer, which a signal handler that logs must not enter while a line is being written."""
+    """Bypass Python's buffer, which a signal handler that logs must not re-enter during a write."""
     try:
         descriptor = sys.stderr.fileno()
-    except (OSError, ValueError):  # somebody has put something else in its place
+    except (OSError, ValueError):  # sys.stderr was replaced
         sys.stderr.write(line)
         sys.stderr.flush()
         return
@@ -45,14 +45,14 @@ def _write(line: str) -> None:
 
 
 def rotate(path: Path, most: int = MOST_BYTES) -> None:
-    """Begin anew if the file has more bytes. It is copied and cut off: other processes append to the same file."""
+    """Start the file anew above `most` bytes. It is copied and truncated, because other processes append to it."""
     if path.stat().st_size > most:
         shutil.copyfile(path, path.with_name(f"{path.name}.1"))
         os.truncate(path, 0)
 
 
 class JsonHandler(logging.Handler):
-    """Writes what libraries log as such lines."""
+    """Writes library logs as JSON lines."""
 
     def emit(self, record: logging.LogRecord) -> None:
         fields: dict[str, Any] = {"level": record.levelname.lower(), "logger": record.name}
@@ -62,7 +62,7 @@ class JsonHandler(logging.Handler):
 
 
 def log_as_json() -> None:
-    """From now on this process writes nothing else: what libraries log, warnings, and errors that nobody caught."""
+    """Redirect library logs, warnings and uncaught exceptions of this process to the JSON log."""
     logging.basicConfig(handlers=[JsonHandler()], level=logging.WARNING, force=True)
     logging.captureWarnings(True)
     warnings.formatwarning = lambda message, category, *_: f"{category.__name__}: {message}"
@@ -70,6 +70,6 @@ def log_as_json() -> None:
 
 
 def log_error(error: BaseException) -> None:
-    """One that nobody foresaw, with its traceback."""
+    """Log an unexpected error with its traceback."""
     said = "".join(traceback.format_exception(error))
     log_line("error", kind=type(error).__name__, message=str(error), traceback=said)

@@ -1,4 +1,4 @@
-"""What `/metrics` tells Prometheus."""
+"""Prometheus metrics for `/metrics`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ BATCHES = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
 class Metrics:
-    """The figures of one server."""
-
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
@@ -39,7 +37,6 @@ class Metrics:
         self.restarts = counter("sdflow_worker_losses", "How often the process that draws ended.")
 
     def hear(self, message: Message) -> None:
-        """What the worker says."""
         if isinstance(message, Turned):
             for images, places, _ in message.batches:
                 self.batches.observe(images)
@@ -64,5 +61,4 @@ class Metrics:
             self.restarts.inc()
 
     def text(self) -> bytes:
-        """In Prometheus' format."""
         return generate_latest(self.registry)

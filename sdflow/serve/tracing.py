@@ -1,5 +1,5 @@
-"""OpenTelemetry traces of requests, where an operator names a collector: a span of each request, below it one for the time in
-which each of its images waits and one in which it is generated. They are sent by OTLP over HTTP, and nothing else is."""
+"""OpenTelemetry traces of requests, sent over OTLP/HTTP if the operator configures a collector. Each request has a
+span, with child spans for each image's time in the queue and in generation. Nothing else is sent."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sdflow.machine.packages import EXTRAS, require_packages
 CLOSE_SECONDS = 2.0
 """For a collector that does not answer, the exporter would retry longer."""
 RECORD: ContextVar[Callable[[str, float, Mapping[str, Any]], None] | None] = ContextVar("record", default=None)
-"""Adds what is over to the request that is being answered: a name, how many seconds ago it began, and what is said of it."""
+"""Records a finished child span of the current request: name, seconds since it began, attributes."""
 
 
 class Tracing:
-    """endpoint: of a collector, as http://localhost:4318."""
+    """endpoint: the collector's URL, such as http://localhost:4318."""
 
     def __init__(self, endpoint: str) -> None:
-        """Raises UsageError where OpenTelemetry is not installed."""
+        """Raises UsageError if OpenTelemetry is not installed."""
         require_packages("--traces", *EXTRAS["traces"])
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -38,8 +38,8 @@ class Tracing:
     def begin(
         self, method: str, path: str, headers: Mapping[bytes, bytes], request: str
     ) -> Callable[[str, int, Mapping[str, Any]], None]:
-        """The span of a request; below that of the client, if it names one (traceparent). It is ended by what this returns, with
-        the route, the status, and what the log says of it."""
+        """Start the span of a request, as a child of the client's if it sent a traceparent header. Return a function
+        that ends it, given the route, the status and the log fields."""
         from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

@@ -1,1 +1,1 @@
-"""The engine: images at different steps share runs of the denoiser."""
+"""The engine: images at different steps share denoiser runs."""

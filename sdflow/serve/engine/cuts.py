@@ -1,4 +1,4 @@
-"""Graphs of denoisers, split once for all pipelines with the same graph: LoRAs change weights alone."""
+"""Split denoiser graphs, cached for all pipelines with the same graph. LoRAs only change weights."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ GRAPHS_KEPT, CUTS_KEPT = 4, 16
 
 
 class Cuts:
-    """The parts of denoisers by the bytes of their graphs and by size. The parts name the weights that lie beside a graph, and
-    say where in the file each is: equal graphs so have equal parts, whatever the weights are. For several threads."""
+    """Split denoisers, cached by graph contents and sizes. A split graph refers to weights by file offset, so equal
+    graphs have equal parts whatever their weights. Thread-safe."""
 
     def __init__(self) -> None:
         self._graphs: Once[Any] = Once({}, GRAPHS_KEPT)
@@ -29,8 +29,8 @@ class Cuts:
     def of(
         self, model: Path, sizes: Mapping[str, int], *, moving: Moving, guidance: bool, edits: Sequence[Edit] = ()
     ) -> Parts:
-        """The parts of the graph in this file, changed by these edits. Raises as `split`, VerificationError for what is no
-        graph."""
+        """Split the graph in this file with the edits applied. Raises like `split`, or VerificationError for an invalid
+        file."""
         with model.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -42,15 +42,15 @@ class Cuts:
 
 
 class Once(Generic[Value]):
-    """Values by key, each computed by one thread, for which those wait that want the same key."""
+    """A cache in which each value is computed by one thread; other threads that want the same key wait for it."""
 
     def __init__(self, kept: MutableMapping[Hashable, Value], most: int | None = None) -> None:
-        """kept: where they stay. most: how many, the last ones asked for; None: any number."""
+        """kept: storage. most: maximum number of values, dropping the least recently used; None: no limit."""
         self._lock, self._kept, self._most = threading.Lock(), kept, most
         self._computing: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
 
     def get(self, key: Hashable, compute: Callable[[], Value]) -> Value:
-        """The value of this key. Raises what `compute` raises, each time anew."""
+        """Return the value of this key. Errors of `compute` are raised and not cached."""
         with self._lock:
             computing = self._computing.setdefault(key, threading.Lock())
         with computing:

@@ -1,4 +1,4 @@
-"""What an image waits for while the engine goes on with others: values from the device, and files that the CPU writes."""
+"""Work beside the engine, which continues with other images: copies from the device, and CPU tasks such as encoding."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from sdflow.runtime.drawing.waits import Compute, Fetch
 from sdflow.runtime.sessions.place import Place
 
 WAIT_SECONDS = 0.002
-"""An engine that has nothing else to do looks so often whether there is."""
+"""Polling interval of an idle engine."""
 
 MOST_THREADS = 8
 
 
 @dataclass(frozen=True)
 class Pending:
-    """done: whether it is. wait: until it is, or for a little while. result: what came of it; raises what the work raised."""
+    """Pending work. wait: blocks until it is done or for a moment. result: returns the result or raises the error."""
 
     done: Callable[[], bool]
     wait: Callable[[], object]
@@ -28,8 +28,8 @@ class Pending:
 
 
 def start(asked: Fetch | Compute) -> Pending:
-    """Begin with it. Work of the processor is done in another thread. Copies are queued behind what makes the values; nobody but
-    the engine asks the device whether they are done: while a graph is captured, another thread must not."""
+    """Start the work: CPU tasks in a thread pool, copies on the device's stream behind the runs that produce the
+    values. Only the engine's thread may query the device: others must not during a graph capture."""
     import torch
 
     if isinstance(asked, Compute):
@@ -45,20 +45,19 @@ def start(asked: Fetch | Compute) -> Pending:
         ]
         copied = torch.cuda.Event()
         copied.record(stream)
-    # Memory that a device copies into is given back by the engine's thread, not by any that had it last.
+    # Cloned so that pinned memory is always freed by the engine's thread.
     return Pending(copied.query, copied.synchronize, lambda: [value.clone() for value in found])
 
 
 class OneAhead:
-    """Keeps what is queued on a device short: a run is computed while the next is queued, and no third. So a new image waits for
-    little, and the device for nothing."""
+    """Limits the device queue to one running and one queued run: new images start soon and the device never idles."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
         self._before: Any = None
 
     def queued(self) -> None:
-        """A run was: wait for the one before."""
+        """Wait for the previous run after a new one was queued."""
         import torch
 
         if self._place.stream is None:

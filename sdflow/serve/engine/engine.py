@@ -1,9 +1,8 @@
-"""The loop: each image that is being drawn goes a step further when it is its turn, those that fit together in one run.
+"""The engine loop. Each turn advances a batch of images by one denoising step.
 
-A turn: images that wait begin while there is a place; those of the size that has had the least of the device's time get a step in
-one batch, the oldest first, as many as are fastest together. So a new image joins at the next step, a finished one leaves, and a
-small image waits for a step of a large one, not for all of it. Its decoder, the safety checker and its file (`elsewhere`) take
-no place: the others go on.
+A turn starts queued images while places are free. It then runs one step for the group of same-sized images that has
+used the least device time, the oldest first, as many as are fastest together. A new image thus joins at the next step,
+and a small one waits for one step of a large one, not for all. Finishing an image (`elsewhere`) takes no place.
 """
 
 from __future__ import annotations
@@ -27,41 +26,40 @@ from sdflow.serve.jobs import Begun, Failed, Job, LoraFile, Message, Show, Turne
 from sdflow.serve.log import log_error, log_line
 
 MOST_OVERTAKEN = 2
-"""How many images may overtake one, for each place."""
+"""How many images may overtake a queued one, per place."""
 
 SHORT = 0.1
-"""The part of a step's time that is waited for what others wait for."""
+"""Fraction of a step's time to wait for images with pending work."""
 
 Batch = tuple[int, int, float]
-"""Images, places, seconds."""
+"""(images, batch size, seconds)."""
 
 
 @dataclass(eq=False)
 class _Running:
-    """An image on its way. It wants a step of its drawing, or waits for something. seconds: by stage. since: when it began to
-    wait. show: what a client wants to see of it after its next step."""
+    """A running image that either wants a denoising step or waits for pending work."""
 
     job: Job
     pipeline: ServedPipeline = field(init=False)
     work: Work = field(init=False)
     drawing: Drawing | None = None
     pending: Pending | None = None
-    seconds: dict[str, float] = field(default_factory=lambda: {"begin": 0.0, "steps": 0.0, "end": 0.0})
-    since: float = 0.0
-    show: Show | None = None
+    seconds: dict[str, float] = field(default_factory=lambda: {"begin": 0.0, "steps": 0.0, "end": 0.0})  # by stage
+    since: float = 0.0  # start of the wait
+    show: Show | None = None  # preview requested after the next step
 
     def take_show(self) -> Show | None:
-        """It is wanted no more after this."""
+        """Return and clear the requested preview."""
         found, self.show = self.show, None
         return found
 
     @property
     def steps(self) -> SharedSteps | None:
-        """With what its next step may share a run."""
+        """The shared steps of the next run, if it can be shared."""
         return None if self.drawing is None else shared_steps(self.drawing)
 
     def next_step(self) -> Hashable:
-        """What is equal for those that can share a run."""
+        """Return a key that is equal for images that can share a run."""
         assert self.drawing is not None, "it wants a step"
         steps, moment = self.steps, None
         if steps is not None and steps.one_time:
@@ -70,11 +68,11 @@ class _Running:
 
 
 class Engine:
-    """Draws jobs.
+    """Runs jobs.
 
-    find: returns the pipeline that draws a job, with its LoRAs. ready: whether that is loaded; if its second argument is true,
-    loading starts. seconds: of a run of each pipeline's denoiser by batch size, fixed or measured again; these sizes are used.
-    places: how many images of one size are drawn at once. tell: receives messages about what happens.
+    find: returns the pipeline for a job, with its LoRAs. ready: whether it is loaded; a true second argument starts
+    loading. seconds: of a denoiser run by pipeline and batch size, fixed or updated; only these sizes are used. places:
+    concurrent images of one size. tell: receives messages.
     """
 
     def __init__(
@@ -94,24 +92,24 @@ class Engine:
         self._shares = Shares()
         self._overtaken = 0
         self.retired = False
-        """It begins no more images."""
+        """Set to start no more images."""
         self.progress = 0
-        """Changes whenever an image goes on."""
+        """Changes whenever an image advances."""
         self._counts = 0, 0
 
     @property
     def busy(self) -> bool:
-        """Whether there is something to do."""
+        """Whether there is anything to do."""
         return bool((self._waiting and not self.retired) or self._running)
 
     @property
     def jobs(self) -> tuple[Job, ...]:
-        """That are being drawn; for other threads, too."""
+        """Running jobs. Thread-safe."""
         return tuple(each.job for each in tuple(self._running))
 
     @property
     def drawing(self) -> int:
-        """How many images go through their steps; for other threads, too."""
+        """Number of images in their denoising steps. Thread-safe."""
         return len(self._stepping)
 
     @property
@@ -119,24 +117,24 @@ class Engine:
         return [each for each in tuple(self._running) if each.drawing is not None]
 
     def cancel(self, request: str) -> None:
-        """Draw no more of a request; its places are free for the next turn."""
+        """Stop the images of a request; their places are free in the next turn."""
         self._waiting.cancel(request)
         for running in [each for each in self._running if each.job.request == request]:
             self._leave(running)
 
     def show(self, wanted: Show) -> None:
-        """From any thread: show the images of a request after their next step."""
+        """Send previews of a request's images after their next step. Thread-safe."""
         for running in tuple(self._running):
             if running.job.request == wanted.request and not (running.show and running.show.end):
                 running.show = wanted
 
     def run_all(self) -> None:
-        """Draw all that waits."""
+        """Run until nothing is queued or running."""
         while self.busy:
             self.turn()
 
     def turn(self) -> bool:
-        """A batch of steps; whether any image is being drawn. Where none wants a step, it waits a little for the others."""
+        """Run one batch of steps, or wait briefly for pending work. Return whether any image is running."""
         self._resume()
         while not self.retired and (job := self._waiting.take(self._next)) is not None:
             self._begin(job)
@@ -156,13 +154,13 @@ class Engine:
         elif any_drawn:
             self._wait()
         counts = self.drawing, len(self._waiting)
-        if batches or counts != self._counts:  # while all that waits is being made, turns follow each other quickly
+        if batches or counts != self._counts:  # turns are frequent while pipelines load: report changes only
             self._counts = counts
             self._tell(Turned(tuple(batches), *counts))
         return any_drawn
 
     def _places_of(self, job: Job) -> int:
-        """How many images of this one's size are drawn at once."""
+        """Return how many images of this job's size may run at once."""
         return self._places or self._pace(job).places
 
     def _pace(self, job: Job) -> Pace:
@@ -170,7 +168,7 @@ class Engine:
         return found if isinstance(found, Pace) else Pace(found)
 
     def _resume(self) -> None:
-        """Go on with what was waited for, and wait for nothing."""
+        """Advance the images whose pending work is done, without blocking."""
         for running in tuple(self._running):
             if running.pending is not None and running.pending.done():
                 running.seconds["end"] += time.perf_counter() - running.since
@@ -182,8 +180,8 @@ class Engine:
             pending.wait()
 
     def _next(self, waiting: Sequence[Job]) -> Job | None:
-        """The oldest job with a free place, or before it one with the LoRAs that are being drawn, which shares its runs. It
-        is overtaken only so many times, unless its pipeline is still being made: then by any job whose pipeline is loaded."""
+        """Return the oldest job with a free place. A limited number of jobs with the LoRAs of running images overtake
+        it, because they share runs; while its pipeline loads, any job with a loaded pipeline does."""
         waiting = self._with_places(waiting)
         if not waiting:
             return None
@@ -199,8 +197,8 @@ class Engine:
         return found
 
     def _with_places(self, waiting: Sequence[Job]) -> list[Job]:
-        """The jobs with a free place, the oldest first. A job of one size too many waits until another size is done, and no later
-        job overtakes it."""
+        """Return the jobs with a free place, oldest first. At most SIZES_KEPT sizes run at once; a job of a further
+        size waits, and no later job overtakes it."""
         taken = Counter(_size(each.job) for each in self._stepping)
         found = []
         for job in waiting:
@@ -211,15 +209,14 @@ class Engine:
         return found
 
     def _look_ahead(self) -> None:
-        """While all places are taken, the pipeline of the next job with other LoRAs is made."""
+        """Start loading the pipeline of the next job with other LoRAs while all places are taken."""
         kinds = {_kind(each.job) for each in self._running}
-        with self._waiting.changed:  # as where one is taken: who makes pipelines has a lock of its own
+        with self._waiting.changed:  # same lock order as in `take`: `ready` locks too
             other = next((job for job in self._waiting.jobs if _kind(job) not in kinds), None)
             if other is not None:
                 self._ready(other, True)
 
     def _begin(self, job: Job) -> None:
-        """From the prompt to the first step."""
         running = _Running(job)
         running.work = self._work(running)
         self._running.append(running)
@@ -231,14 +228,14 @@ class Engine:
         return (yield from running.pipeline.draw(running.job, self._tell, running.take_show))
 
     def _next_group(self, stepping: Sequence[_Running]) -> list[_Running]:
-        """The images of one pipeline and size that share the next run."""
+        """Return the images that share the next run."""
         groups: dict[Hashable, list[_Running]] = {}
         for running in stepping:
             groups.setdefault(running.next_step(), []).append(running)
         return groups[self._shares.next({key: _flow(group[0].job) for key, group in groups.items()})]
 
     def _finish_others(self, group: Sequence[_Running]) -> None:
-        """Images that wait for a file or for a safety checker do not wait for a long step, too. A GPU's steps are short."""
+        """Let pending work finish before a long step instead of after it. A GPU's steps are short."""
         if group[0].pipeline.base.place.stream is not None:
             return
         end = time.perf_counter() + SHORT * self._shares.step(_flow(group[0].job))
@@ -247,12 +244,11 @@ class Engine:
             self._resume()
 
     def _run_batch(self, together: Sequence[_Running], size: int) -> list[Batch]:
-        """Run one batch. When it fails, for lack of memory for example, each image is run by itself, and only those fail that
-        fail so too."""
+        """Run one batch. If it fails, out of memory for example, run its images one by one."""
         key, begun = together[0].next_step(), time.perf_counter()
         try:
             together[0].pipeline.step([each.drawing for each in together if each.drawing is not None], size)
-        except Exception as error:  # noqa: BLE001  (ONNX Runtime's and torch's have no common class; it is told)
+        except Exception as error:  # noqa: BLE001  (errors of ONNX Runtime and torch share no class)
             if len(together) > 1:
                 log_line("batch_failed", images=len(together), kind=type(error).__name__, message=str(error))
                 self._no_room(together[0], size)
@@ -267,21 +263,22 @@ class Engine:
         return [(len(together), size, seconds)]
 
     def _no_room(self, running: _Running, size: int) -> None:
-        """There was none for a batch of this size. With reference images, whose steps are larger, that says nothing of others."""
+        """Record that this batch size does not fit; with reference images, whose steps are larger, only for their
+        sizes."""
         if running.steps is not None and running.job.conditioning.references:
             running.steps.alone = True
         else:
             self._pace(running.job).failed(size)
 
     def _go_on(self, running: _Running, stage: str) -> None:
-        """To its next step, to what it waits for, or to its end."""
+        """Advance an image to its next step, its next pending work or its end."""
         begun, drawn = time.perf_counter(), None
         self.progress += 1
         try:
             self._advance(running)
         except StopIteration as end:
             drawn = end.value
-        except Exception as error:  # noqa: BLE001  (it is told, with its traceback if nobody foresaw it)
+        except Exception as error:  # noqa: BLE001  (reported; unexpected errors with a traceback)
             self._fail(running, error)
             return
         finally:
@@ -293,7 +290,7 @@ class Engine:
             self._tell(replace(drawn, seconds=dict(running.seconds)))
 
     def _advance(self, running: _Running) -> None:
-        """Raises StopIteration at its end, with the `Drawn`."""
+        """Advance the generator. Raises StopIteration with the `Drawn` message at the end."""
         pending, running.drawing, running.pending = running.pending, None, None
         wanted = next(running.work) if pending is None else _sent(running.work, pending)
         while not isinstance(wanted, Drawing):
@@ -321,29 +318,29 @@ class Engine:
 
 
 def _sent(work: Work, pending: Pending) -> Drawing | Fetch | Compute:
-    """What the image wants next, with what came of what it waited for."""
+    """Send the result or error of the pending work to the image's generator, and return what it waits for next."""
     try:
         found = pending.result()
-    except Exception as error:  # noqa: BLE001  (the image's own, whatever it is)
+    except Exception as error:  # noqa: BLE001  (any error belongs to the image)
         return work.throw(error)
     return work.send(found)
 
 
 def own_size(job: Job) -> bool:
-    """Whether it says no size, so that its image has the model's own."""
+    """Whether the image has the model's own size, because the job gives none."""
     return "height" not in job.arguments
 
 
 def _kind(job: Job) -> tuple[str, tuple[LoraFile, ...]]:
-    """What must be equal for two to share runs."""
+    """Return a key that is equal for jobs that may share runs."""
     return job.pipeline, job.loras
 
 
 def _size(job: Job) -> Hashable:
-    """Of its images, as far as it is known before one begins."""
+    """Return a key for the image size, as far as it is known before the start."""
     return job.pipeline, job.arguments.get("height"), job.arguments.get("width")
 
 
 def _flow(job: Job) -> Hashable:
-    """What shares the device with others."""
+    """Return the key by which device time is shared."""
     return _kind(job), _size(job)

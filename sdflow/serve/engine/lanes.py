@@ -1,7 +1,7 @@
-"""Engines side by side, each in a thread with sessions of its own, that take from one queue.
+"""Lanes: engines in parallel threads, each with its own sessions, that take from one queue.
 
-On a CPU a small model does not keep all cores busy: two images, each drawn by one core, are finished before one is drawn by
-both and then the other. How many lanes there are, a measurement says (`sdflow.serve.engine.loading`). A GPU has one.
+On a CPU a small model does not use all cores: two images on one core each finish sooner than one after the other on
+both. A measurement decides the number of lanes (`sdflow.serve.engine.loading`). A GPU has one.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from sdflow.serve.jobs import Job, Message, Show, Turned
 from sdflow.serve.log import log_error
 
 WAIT_SECONDS = 0.005
-"""Between two looks whether what the only jobs wait for is there."""
+"""Polling interval while all jobs wait for something that is loading."""
 
 RESIDENT_SECONDS = 0.5
-"""How old the memory that is told may be: looking takes as long as several steps' messages."""
+"""Maximum age of the reported memory: reading it takes as long as several step messages."""
 
 REST_SECONDS = 10.0
-"""After the last large image, the memory that it took goes back."""
+"""Delay after the last large image before its memory is released."""
 
 Tell = Callable[[Message], None]
 
 
 @dataclass(eq=False)
 class _Lane:
-    """rest: gives back what only large images need. chores: to do between two steps, in its thread."""
+    """rest: releases what only large images need. chores: calls to run in the lane's thread between steps."""
 
     engine: Engine
     rest: Callable[[], None]
@@ -42,7 +42,7 @@ class _Lane:
 
 
 class Lanes:
-    """The engines of a process. tell: receives what happens; calls are serialized. share: as of `Waiting`."""
+    """The engines of a process. tell: receives messages; calls are serialized. share: see `Waiting`."""
 
     def __init__(self, tell: Tell, share: Callable[[Job], float] = lambda job: 0.0) -> None:
         self.waiting, self._share = Waiting(share), share
@@ -53,13 +53,13 @@ class Lanes:
         self._process, self._memory, self._looked = psutil.Process(), 0, 0.0
 
     def add(self, make: Callable[[Waiting, Tell], Engine], rest: Callable[[], None] = lambda: None) -> None:
-        """One more engine. rest: gives back what only large images need, in the lane's thread, some time after the last one."""
+        """Add an engine. rest: releases what only large images need; called in its thread if none came for a while."""
         self._lanes.append(lane := _Lane(make(self.waiting, self._pass_on), rest))
         if self._running:
             self._start(lane)
 
     def replace(self, add: Callable[[], None]) -> None:
-        """Those that `add` adds take the place of those that are there, which finish what they draw. On a CPU only."""
+        """Replace the lanes with those that `add` adds; the old ones finish their running images. CPU only."""
         with self.waiting.changed:
             for lane in self._lanes:
                 lane.engine.retired = True
@@ -71,51 +71,49 @@ class Lanes:
         return [lane.engine for lane in self._lanes]
 
     def cancel(self, request: str) -> None:
-        """Draw no more of a request; what is being drawn of it ends at its next step."""
+        """Stop the images of a request; running ones stop at their next step."""
         with self.waiting.changed:
             for lane in self._lanes:
                 lane.chores.append(partial(lane.engine.cancel, request))
             self.waiting.cancel(request)
 
     def do(self, chore: Callable[[], None]) -> None:
-        """In the thread of the first lane, between two steps."""
+        """Run a call in the first lane's thread between two steps."""
         with self.waiting.changed:
             self._lanes[0].chores.append(chore)
         self.look_again()
 
     def show(self, wanted: Show) -> None:
-        """Of a request, what is being drawn."""
         for engine in self.engines:
             engine.show(wanted)
 
     def look_again(self) -> None:
-        """What a job waits for may be there now."""
+        """Wake the lanes: something that jobs wait for may be loaded."""
         with self.waiting.changed:
             self.waiting.changed.notify_all()
 
     def end(self) -> None:
-        """Draw no more at all: `run` returns."""
+        """Stop all lanes, so that `run` returns."""
         self._ended = True
         self.look_again()
 
     def run(self) -> None:
-        """Draw until the end. The first engine runs in this thread: a GPU's captured graphs belong to the thread that warmed
-        up."""
+        """Run until `end`. The first engine runs in this thread, which a GPU's captured graphs belong to."""
         self._running = True
         for lane in self._lanes[1:]:
             self._start(lane)
         self._run(self._lanes[0])
-        with self.waiting.changed:  # others may have taken its place
+        with self.waiting.changed:  # the first lane may have been replaced
             self.waiting.changed.wait_for(lambda: self._ended)
 
     def _start(self, lane: _Lane) -> None:
         threading.Thread(target=self._run_or_die, args=(lane,), name="lane", daemon=True).start()
 
     def _run_or_die(self, lane: _Lane) -> None:
-        """What nobody foresaw ends the process, as it does in the first lane: it is started again."""
+        """End the process on an unexpected error, as in the first lane; the server restarts it."""
         try:
             self._run(lane)
-        except BaseException as error:  # noqa: BLE001  (a thread would end alone, and its images never)
+        except BaseException as error:  # noqa: BLE001  (else only the thread would end, and its images hang)
             log_error(error)
             os._exit(1)
 
@@ -136,7 +134,7 @@ class Lanes:
                 chores, lane.chores = lane.chores, []
             for chore in chores:
                 chore()
-            stuck = not engine.turn()  # what it waits for is being made
+            stuck = not engine.turn()  # it waits for something that is loading
             if any(map(self._share, engine.jobs)):
                 large = time.monotonic()
             elif large is not None and time.monotonic() > large + REST_SECONDS:

@@ -1,4 +1,4 @@
-"""The pipelines of a server, loaded, warm and measured: for one lane with all cores, or for several."""
+"""Load, warm up and measure the pipelines of a server, for one lane with all cores or for several."""
 
 from __future__ import annotations
 
@@ -27,32 +27,31 @@ if TYPE_CHECKING:
 MOST_LANES = 8
 
 SMALL_SECONDS = 0.1
-"""Several lanes are tried where a run of the denoiser takes less: larger models keep all cores busy, and need their memory."""
+"""Try several lanes only for faster denoiser runs: larger models use all cores, and each lane needs their memory."""
 
 GAIN = 0.95
-"""Several lanes must take at most this part of the time that one takes."""
+"""Several lanes must take at most this fraction of one lane's time."""
 
 ROUNDS, STEPS = 2, 8
-"""Of images that lanes are measured by, and of each."""
+"""Rounds of images by which lanes are compared, and steps of each image."""
 
 MEASURED_RUNS = 5
-"""Of the denoiser, for each size of a batch."""
+"""Denoiser runs per batch size."""
 
 
 @dataclass(frozen=True)
 class LoadedLane:
-    """What one lane draws with. seconds: of a run of each pipeline's denoiser, by size of the batch; these sizes are worth it.
-    first: that loading all of it and drawing an image of each took. threads: of its sessions."""
+    """The pipelines of one lane."""
 
     pipelines: dict[str, ServedPipeline]
-    seconds: dict[str, Mapping[int, float]]
-    first: float
-    threads: int | None = None
+    seconds: dict[str, Mapping[int, float]]  # of a denoiser run by pipeline and worthwhile batch size
+    first: float  # seconds to load all pipelines and generate one image with each
+    threads: int | None = None  # per session
 
 
 def load_lanes(options: WorkerOptions) -> list[LoadedLane]:
-    """As many as the options say, or as a measurement finds best. Raises VerificationError for what cannot draw, UsageError for
-    several lanes of what is no CPU."""
+    """Load as many lanes as configured, or as a measurement finds best. Raises VerificationError if a pipeline cannot
+    generate, UsageError for several lanes on a GPU."""
     threads = options.threads or cores() or 1
     one = _load(options, options.threads)
     on_device = [name for name, each in one.pipelines.items() if each.base.place.stream is not None]
@@ -78,7 +77,7 @@ def _load(options: WorkerOptions, threads: int | None) -> LoadedLane:
 
 
 def load(folder: Path, threads: int | None, options: WorkerOptions) -> ServedPipeline:
-    """A pipeline, as the options say. Raises as `ServedPipeline.load`."""
+    """Load a pipeline with these options. Raises like `ServedPipeline.load`."""
     from sdflow.serve.engine.served_pipeline import ServedPipeline
 
     made = ServedPipeline.load(folder, threads, options.checker, options.embeddings)
@@ -88,12 +87,11 @@ def load(folder: Path, threads: int | None, options: WorkerOptions) -> ServedPip
 
 
 def folder_bytes(folder: Path) -> int:
-    """The size of a pipeline's files."""
     return sum(path.stat().st_size for path in folder.resolve().glob("*/*") if path.is_file())
 
 
 def with_room(options: WorkerOptions) -> WorkerOptions:
-    """With the first of the pipelines, as many as may stay loaded together."""
+    """Keep only as many of the first pipelines as may be loaded together."""
     if options.memory is None:
         return options
     taken, left = dict[str, Path](), options.memory
@@ -106,8 +104,8 @@ def with_room(options: WorkerOptions) -> WorkerOptions:
 
 
 def patience_of(lane: LoadedLane, options: WorkerOptions, pixels: Mapping[str, int]) -> Patience:
-    """How long a piece of work may take: as the options say, or as the first took. What compiles for every new size, as TensorRT
-    does, may take as long as a request. pixels: of each pipeline's own images."""
+    """Return the configured stall time, or a multiple of the first load. Providers that compile for each new size, such
+    as TensorRT, get the time of a whole request. pixels: default image size by pipeline."""
     if options.stall is not None:
         return Patience(options.stall, options.stall, pixels)
     targets = [
@@ -119,17 +117,17 @@ def patience_of(lane: LoadedLane, options: WorkerOptions, pixels: Mapping[str, i
 
 
 def _pays(several: Sequence[LoadedLane], one: LoadedLane, name: str) -> bool:
-    """Whether several lanes are done with as many images earlier than one. Other work on the machine may make it say the wrong
-    thing, so it is measured again while serving."""
+    """Whether several lanes finish the same number of images sooner than one. Other load on the machine distorts this,
+    so the server measures again later."""
     images = max(max(one.seconds[name]), sum(max(each.seconds[name]) for each in several))
     for lane in several:
-        _seconds_for([lane], name, 1)  # what the first image makes
+        _seconds_for([lane], name, 1)  # warm up
     rounds = [(_seconds_for(several, name, images), _seconds_for([one], name, images)) for _ in range(ROUNDS)]
     return min(together for together, _ in rounds) < GAIN * min(alone for _, alone in rounds)
 
 
 def _seconds_for(lanes: Sequence[LoadedLane], name: str, images: int) -> float:
-    """What these lanes take for so many images, each of few steps."""
+    """Return the seconds that these lanes take for this many images of a few steps."""
     from sdflow.serve.engine.engine import Engine
 
     job, waiting = warm_up_job(name, lanes[0].pipelines[name]), Waiting()
@@ -148,7 +146,7 @@ def _seconds_for(lanes: Sequence[LoadedLane], name: str, images: int) -> float:
 
 
 def warm(name: str, pipeline: ServedPipeline, options: WorkerOptions) -> dict[int, float]:
-    """Draw once, so that what the first image would wait for is there; seconds of a run by size of the batch."""
+    """Generate one image to warm up, and return the seconds of a denoiser run by batch size."""
     from sdflow.serve.engine.engine import Engine
 
     said: list[Message] = []
@@ -162,8 +160,7 @@ def warm(name: str, pipeline: ServedPipeline, options: WorkerOptions) -> dict[in
 
 
 def measured_seconds(pipeline: ServedPipeline, sizes: Sequence[int] | None = None) -> dict[int, float]:
-    """Seconds of a run of the denoiser by size of the batch, at the model's own size: of these sizes, or of those that are worth
-    it."""
+    """Return the seconds of a denoiser run at the model's own size, for these or for all worthwhile batch sizes."""
     stage, side = pipeline.base, pipeline.base.latents.size
     steps = pipeline.shared_steps(side, side)
     if steps is None:
@@ -173,7 +170,7 @@ def measured_seconds(pipeline: ServedPipeline, sizes: Sequence[int] | None = Non
         with stage.place.current():
             try:
                 return steps.seconds(size, runs=MEASURED_RUNS, halves=halves, schedule=schedule)
-            except (VerificationError, RuntimeError, MemoryError):  # no room
+            except (VerificationError, RuntimeError, MemoryError):  # out of memory
                 steps.forget(size)
                 return None
 
@@ -186,7 +183,8 @@ def measured_seconds(pipeline: ServedPipeline, sizes: Sequence[int] | None = Non
 
 
 def warm_up_job(name: str, pipeline: ServedPipeline) -> Job:
-    """The least that takes every submodel of a pipeline along: of the model's own size, with what it must start from."""
+    """Return the smallest job that runs every submodel of a pipeline, at the model's own size and with a start image
+    and mask if the task needs them."""
     base = pipeline.base
     side, task = base.latents.image_size, base.task
     image = None if task == "text" else Image("RGB", (side, side), b"\x80" * (3 * side * side))
@@ -198,15 +196,15 @@ def warm_up_job(name: str, pipeline: ServedPipeline) -> Job:
 
 @dataclass(frozen=True)
 class Room:
-    """Pixels of an image by pipeline. own: that the model was made for. most: that one may have."""
+    """Pixels per image by pipeline. own: the model's own size. most: the maximum."""
 
     own: dict[str, int]
     most: dict[str, int]
 
     @classmethod
     def measured(cls, lane: LoadedLane) -> Room:
-        """Of this process as it is now. On the CPU it gets no more memory from now on than there is: a run that wants more fails,
-        and none fails with it, as all would when the kernel kills the process."""
+        """Measure this process now. On the CPU, limit it to the available memory: a run that exceeds it then fails
+        alone, instead of the kernel killing the process."""
         import psutil
 
         room = cls({}, {})
@@ -218,14 +216,12 @@ class Room:
         return room
 
     def add(self, name: str, loaded: ServedPipeline) -> None:
-        """A pipeline that is loaded."""
         self.own[name] = loaded.base.latents.image_size**2
         self.most[name] = min(
             most_pixels_of(stage.family, stage.configs, device=stage.place.device) for stage in loaded.stages
         )
 
     def share(self, job: Job) -> float:
-        """The part of the memory that an image takes; 0 of one that is no larger than the model's own: for these there is room
-        at all places."""
+        """Return the fraction of memory that an image takes; 0 up to the model's own size, which always fits."""
         pixels = job.arguments.get("height", 0) * job.arguments.get("width", 0)
         return float(pixels / self.most[job.pipeline]) if pixels > self.own[job.pipeline] else 0.0

@@ -1,7 +1,7 @@
-"""How long a run of the denoiser takes by size of the batch: measured at startup, and again by the runs of requests.
+"""Duration of a denoiser run by batch size, measured at startup and updated by the runs of requests.
 
-A moment in which the machine was busy says little of the next. So the last runs of each size count, and now and then, where
-enough images wait, a size is tried that did not pay before.
+A busy machine distorts single measurements. The last runs of each size therefore count, and if enough images are
+queued, a size that did not pay before is tried again now and then.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from collections.abc import Callable, Mapping
 from sdflow.serve.engine.waiting import SIZES, next_batch, worthwhile_sizes
 
 RECENT = 8
-"""Runs of a size that count."""
+"""Number of recent runs per size that count."""
 
 FIRST_TRIAL, MOST_BETWEEN = 64, 4096
-"""Runs between two trials of other sizes: at first, and at most. Each trial that changes nothing doubles them."""
+"""Initial and maximum runs between two trials of other sizes. A trial that changes nothing doubles the number."""
 
 TRIAL_RUNS, UNTIMED = 6, 2
-"""Of a trial: all, and those at its beginning that tell nothing. The first makes the session; on a GPU the call of the second
-waits for the run before it, which was of another size."""
+"""Runs of a trial, and how many of the first are not timed: the first creates the session, and on a GPU the second
+waits for the previous run, which had another size."""
 
 
 class Pace:
-    """Of one pipeline in one lane. seconds: of a run by size. again: whether other sizes are tried. forget: gives back what a
-    size that does not pay holds."""
+    """The pace of one pipeline in one lane. seconds: of a run by size. again: whether to try other sizes. forget:
+    releases what a size that does not pay holds."""
 
     def __init__(
         self, seconds: Mapping[int, float], *, again: bool = False, forget: Callable[[int], None] = lambda size: None
@@ -38,22 +38,22 @@ class Pace:
 
     @property
     def seconds(self) -> Mapping[int, float]:
-        """Of a run, by size of the batch; sizes that are worth it."""
+        """Seconds of a run by batch size, for the sizes worth using."""
         return self._chosen
 
     @property
     def places(self) -> int:
-        """How many images may go through their steps at once."""
+        """Number of images that may be in their denoising steps at once."""
         return max(self._trial or 1, *self._chosen)
 
     def size(self, images: int) -> int:
-        """Of the batch that so many images are drawn in next."""
+        """Return the size of the next batch for this many images."""
         if self._trial is not None and images >= self._trial:
             return self._trial
         return next_batch(images, self._chosen)
 
     def note(self, size: int, seconds: float, waiting: int) -> None:
-        """A run of images of the model's own size is done. waiting: images that it had no place for."""
+        """Record a run of images of the model's own size. waiting: images that did not fit into it."""
         self._in_a_row = self._in_a_row + 1 if size == self._before else 1
         self._before = size
         if self._in_a_row > UNTIMED:
@@ -67,11 +67,11 @@ class Pace:
             self._begin_trial(size + waiting)
         elif size == self._trial and self._in_a_row >= TRIAL_RUNS:
             self._end_trial()
-        elif self._runs >= self._between + 2 * FIRST_TRIAL:  # fewer images came than it needs
+        elif self._runs >= self._between + 2 * FIRST_TRIAL:  # too few images for the trial
             self._trial, self._runs = None, 0
 
     def failed(self, size: int) -> None:
-        """There is no room for batches of this size."""
+        """Record that batches of this size do not fit in memory."""
         self._impossible.add(size)
         self._last.pop(size, None)
         self._trial, self._chosen = None, self._worthwhile()

@@ -1,6 +1,6 @@
-"""Heartbeats of the worker, and the end of one that was stopped or whose kernel never ends.
+"""Heartbeats of the worker, and a watchdog that kills a worker that is stopped or hangs in a kernel.
 
-A thread of the worker says twice a second whether an image has not gone on for too long: several times what loading and the
+The worker reports twice a second whether an image has made no progress for too long: several times what loading and the
 first image took, and more for larger images.
 """
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 PULSE_SECONDS = 0.5
 
 LEAST_SECONDS, TIMES = 60.0, 10
-"""A piece of work may take so long at least, and so many times what the slowest took at the start."""
+"""Minimum limit of a task, and its limit as a multiple of the slowest task at startup."""
 
 START_SECONDS = 300.0
-"""How long nothing may be heard of a process that has measured nothing yet."""
+"""Maximum silence of a worker that has measured nothing yet."""
 
 
 @dataclass(frozen=True)
 class Pulse:
-    """A sign of life. stuck: seconds for which an image has not gone on, if that is too long. silence: how long nothing may be
-    heard from now on."""
+    """A heartbeat. stuck: seconds without progress, if above the limit. silence: maximum seconds to the next
+    message."""
 
     stuck: float | None = None
     silence: float = START_SECONDS
@@ -38,22 +38,22 @@ class Pulse:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a piece of work may take. seconds: of an image of the model's own size. most: of any. pixels: of the own size of
-    each pipeline; larger images may take longer, as attention does, by the square."""
+    """How long a task may take. seconds: for the model's own size. most: for any size. pixels: own size by pipeline;
+    the limit grows with the square of the pixels, as attention does."""
 
     seconds: float
     most: float
     pixels: Mapping[str, int]
 
     def of(self, jobs: tuple[Job, ...]) -> float:
-        """For a lane that draws these."""
+        """Return the limit for a lane with these running jobs."""
         sizes = [each.arguments.get("height", 0) * each.arguments.get("width", 0) for each in jobs]
         largest = max((size / self.pixels[job.pipeline] for size, job in zip(sizes, jobs, strict=True)), default=1.0)
         return min(self.seconds * max(1.0, largest) ** 2, self.most)
 
 
 class Pulses:
-    """The worker's. tell: receives each, on a thread of its own."""
+    """Heartbeats of the worker. tell: receives them, on a separate thread."""
 
     def __init__(self, tell: Callable[[Pulse], None]) -> None:
         self._tell = tell
@@ -61,7 +61,7 @@ class Pulses:
         threading.Thread(target=self._beat, name="pulse", daemon=True).start()
 
     def watch(self, lanes: Lanes, patience: Patience, loading: Callable[[], bool]) -> None:
-        """Tell of these, too. loading: whether they may wait for a pipeline, which may take as long as a start, or a request."""
+        """Watch these lanes. loading: whether a pipeline is loading, which may take as long as a start or a request."""
         self._watched = lanes, patience, loading
         self._tell(Pulse(None, patience.seconds))
 
@@ -79,8 +79,8 @@ class Pulses:
             stuck, any_drawn = None, any(engine.jobs for engine in lanes.engines)
             for number, engine in enumerate(lanes.engines):
                 before, seconds = known.get(number, (-1, 0.0))
-                # Looks are counted, not the clock: it goes on while all of sdflow is stopped by Ctrl-Z.
-                waits = engine.busy and (bool(engine.jobs) or not any_drawn)  # else, for room beside another lane's
+                # Polls are counted, because the clock goes on while sdflow is stopped by Ctrl-Z.
+                waits = engine.busy and (bool(engine.jobs) or not any_drawn)  # else it waits for another lane's memory
                 seconds = seconds + PULSE_SECONDS if waits and not spared and engine.progress == before else 0.0
                 known[number] = engine.progress, seconds
                 if seconds > patience.of(engine.jobs):
@@ -89,7 +89,8 @@ class Pulses:
 
 
 class Watchdog:
-    """The server's, of one worker. give_up: ends that and receives the reason, on a thread of its own. ended: it is gone."""
+    """Watches one worker for the server. give_up: kills the worker and receives the reason, on a separate thread.
+    ended: set once the worker has exited."""
 
     def __init__(self, give_up: Callable[[Lost], None]) -> None:
         self._give_up, self._last = give_up, Pulse()
@@ -97,7 +98,6 @@ class Watchdog:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def hear(self, message: object) -> None:
-        """Something was heard of it."""
         self._last = message if isinstance(message, Pulse) else self._last
         self._heard.set()
 

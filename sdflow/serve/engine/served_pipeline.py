@@ -1,4 +1,4 @@
-"""A pipeline that draws many images at once, each by a drawing of its own, whose steps are run together with others'."""
+"""A pipeline that generates many images at once. Each has its own drawing, and drawings share denoiser runs."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
     import PIL.Image
 
 RESTING = {"session.intra_op.allow_spinning": "0"}
-"""The threads of a session that has nothing to do would go round for a while, on the cores that the next session's need:
-an image of 8 steps takes 0.29 s without that, and 0.39 with, on 2 cores."""
+"""Idle session threads would otherwise spin on cores that the next session needs: an image of 8 steps on 2 cores takes
+0.39 s with spinning and 0.29 s without."""
 
 Work = Generator[Drawing | Fetch | Compute, Any, Drawn]
-"""Gives what an image waits for: a drawing that wants a step, which is run before it goes on; and what is done elsewhere."""
+"""Yields what an image waits for: a drawing that needs a step before the generator resumes, or work done elsewhere."""
 
 
 class ServedPipeline:
-    """A pipeline, with its refiner if it has one."""
+    """A pipeline with its refiner, if any."""
 
     def __init__(
         self,
@@ -52,7 +52,8 @@ class ServedPipeline:
         reload: Callable[..., Submodel] | None = None,
         cuts: Cuts | None = None,
     ) -> None:
-        """reload: `load_submodel` with the options of the pipeline. cuts: of one with the same graphs."""
+        """reload: `load_submodel` with the pipeline's options. cuts: to share with a pipeline that has the same
+        graphs."""
         self._reload = reload
         self.stages = [pipeline] if isinstance(pipeline, Pipeline) else [pipeline.base, pipeline.refiner]
         self._cuts = Cuts() if cuts is None else cuts
@@ -64,8 +65,7 @@ class ServedPipeline:
     def load(
         cls, folder: Path, threads: int | None = None, checker: bool = True, embeddings: Path | None = None
     ) -> ServedPipeline:
-        """Load a pipeline folder on the target that it was built for. embeddings: a folder of textual inversion files. Raises as
-        `Pipeline.load`."""
+        """Load a pipeline folder for its target. embeddings: textual inversion files. Raises like `Pipeline.load`."""
         origin = read_manifest(folder).origin
         target = find_target(origin.target, str(folder / MANIFEST_FILE))
         recorded, family = recorded_tuning(folder, target).tuning, folder_family(folder)
@@ -80,8 +80,8 @@ class ServedPipeline:
         return cls(Pipeline.load(folder, target, **options), reload)
 
     def with_submodels(self, folder: Path, live: Mapping[str, LiveWeights | None]) -> ServedPipeline:
-        """The same pipeline with these submodels of another folder, by name, each with the weights that it reads from memory:
-        then of the pipeline's own folder. All others are shared. A refiner stays as it is."""
+        """Return this pipeline with submodels of another folder; the others and the refiner are shared. Submodels with
+        live weights come from the pipeline's own folder and read those weights from memory."""
         assert self._reload is not None, "it was loaded from a folder"
         base, reload = self.base, self._reload
 
@@ -106,18 +106,18 @@ class ServedPipeline:
         return type(self)(whole, self._reload, self._cuts)
 
     def forget_batch(self, size: int) -> None:
-        """Give back what batches of so many images of the model's own size hold."""
+        """Release what batches of this many images of the model's own size hold."""
         side = self.base.latents.size
         if (steps := self.shared_steps(side, side)) is not None:
             steps.forget(size)
 
     def keep_sizes(self, pixels: int) -> None:
-        """What was made for several sizes stays as long as these have no more pixels than this together."""
+        """Keep sessions for several sizes as long as their total pixels stay within this limit."""
         for stage, denoisers in zip(self.stages, self._denoisers, strict=True):
             denoisers.room = pixels // stage.latents.scale**2
 
     def rest(self) -> None:
-        """Give back what only images need that are larger than the model's own: it is made again for the next one."""
+        """Release what only images larger than the model's own need; it is recreated on demand."""
         for stage, denoisers in zip(self.stages, self._denoisers, strict=True):
             denoisers.forget_large(stage.latents.size**2)
             side = stage.latents.size
@@ -126,17 +126,18 @@ class ServedPipeline:
                     submodel.unload()
 
     def holding(self, hold: Callable[[], None]) -> ServedPipeline:
-        """The same sessions with other weights. hold: lets the next runs read them (`sdflow.runtime.sessions.live_weights`)."""
+        """Return a pipeline with the same sessions and other weights. hold: sets the next runs' weights
+        (`live_weights`)."""
         base = copy.copy(self.base)
-        base.schedules = {}  # what timesteps give depends on the weights, and is kept by schedule
+        base.schedules = {}  # timestep outputs are cached by schedule and depend on the weights
         other = copy.copy(self)
         other.stages = [base, *self.stages[1:]]
         other._hold = hold
         return other
 
     def prepare(self, job: Job, size: int = 1) -> None:
-        """Load what the first step of a job like this waits for, in a batch of this size. May be in another thread than the one
-        that draws, before that has this pipeline; on a GPU not: its one stream may be captured meanwhile."""
+        """Load what the first step of such a job needs, for a batch of this size. On a CPU any thread may call this
+        before the pipeline is used; on a GPU not, because its only stream may be capturing a graph."""
         base = self.base
         if self.why_alone is not None or job.conditioning.references:
             return
@@ -152,21 +153,20 @@ class ServedPipeline:
 
     @property
     def base(self) -> Pipeline:
-        """That which begins."""
         return self.stages[0]
 
     def shared_steps(self, rows: int, columns: int) -> SharedSteps | None:
-        """Of the stage that begins, for latents of so many rows and columns; None where images are not drawn together."""
+        """Return the first stage's shared steps for latents of this size; None if images run alone."""
         return self._denoisers[0].of(rows, columns)
 
     @property
     def why_alone(self) -> str | None:
-        """Why images are not drawn together; None where they are. Known when one was drawn."""
+        """Why images cannot share runs, or None if they can. Known after the first image."""
         return self._denoisers[0].why_alone
 
     def draw(self, job: Job, tell: Callable[[Message], None], show: Callable[[], Show | None]) -> Work:
-        """One image, by a generator that says what it waits for. tell: receives its steps and previews. show: what a client wants
-        to see of it now, once. Raises UsageError as a pipeline does."""
+        """Generate one image as a generator that yields what it waits for. tell: receives steps and previews. show:
+        returns a preview that a client requested, once. Raises UsageError like a pipeline."""
         number = 0
         truncated: list[str] = []
         for drawing in self.drawings(job):
@@ -176,7 +176,7 @@ class ServedPipeline:
                 yield drawing
                 tell(Stepped(job.request, job.index, drawing.index, drawing.runs))
                 wanted = show()
-                if wanted is not None or drawing.index - 1 in previewed:  # the safety checker sees that, too
+                if wanted is not None or drawing.index - 1 in previewed:  # the safety checker sees previews too
                     preview = drawing.preview()
                     drawn = yield from self.base.finishing(preview.latents, kept=preview.kept)
                     (image,) = drawn.images
@@ -197,8 +197,8 @@ class ServedPipeline:
         return Drawn(job.request, job.index, file, image.size, flagged, {}, warnings=warnings)
 
     def step(self, drawings: Sequence[Drawing], size: int) -> None:
-        """Run the denoiser once for one drawing, or for several with the same `shared_steps`, in a batch of this size. On a GPU
-        that is queued, and the run before it is done. Raises VerificationError when the provider cannot."""
+        """Run the denoiser once for one drawing, or for several with the same `shared_steps`. size: of the batch. On a
+        GPU the run is only queued, and the previous one has finished. Raises VerificationError on failure."""
         import torch
 
         with self.base.place.current(), torch.no_grad():
@@ -216,15 +216,14 @@ class ServedPipeline:
             self._ahead.queued()
 
     def drawings(self, job: Job, **more: Any) -> Iterator[Drawing]:
-        """That of the pipeline, then that of its refiner, if it has one. more: arguments of a call that no job has, latents to
-        start from for one."""
+        """Yield the drawings of the pipeline and of its refiner, if any. more: call arguments beyond those of jobs."""
         import torch
 
         with self.base.place.current():
             self._hold()  # for the text encoders
         stages = []
         for stage, denoisers in zip(self.stages, self._denoisers, strict=True):
-            stages.append(made := copy.copy(stage))  # the same submodels
+            stages.append(made := copy.copy(stage))  # shares the submodels
             made.denoisers = denoisers
             if job.scheduler is not None:
                 made.scheduler = stage.named_scheduler(job.scheduler)
@@ -244,18 +243,17 @@ class ServedPipeline:
 
 
 def shared_steps(drawing: Drawing) -> SharedSteps | None:
-    """With what it may share a run; None: with nothing."""
+    """Return the shared steps of a drawing, or None if it runs alone."""
     return drawing.denoiser.steps if isinstance(drawing.denoiser, SharedDenoiser) else None
 
 
 def preview_steps(previews: int, runs: int) -> tuple[int, ...]:
-    """Behind which steps there is one: spread evenly, none behind the last."""
+    """Return the steps that are followed by a preview: evenly spaced, and never the last."""
     wanted = min(previews, runs - 1)
     return tuple((number + 1) * runs // (wanted + 1) - 1 for number in range(wanted))
 
 
 def encoded(image: PIL.Image.Image, job: Job) -> bytes:
-    """The image as a file, as the job wants it."""
     file = io.BytesIO()
     options: dict[str, Any] = {} if job.format == "PNG" else {"quality": job.quality}
     image.save(file, job.format, **options)
@@ -263,7 +261,7 @@ def encoded(image: PIL.Image.Image, job: Job) -> bytes:
 
 
 def _conditioning_arguments(images: ConditioningImages) -> dict[str, Any]:
-    """The arguments of a call: an image for each ControlNet, for each IP-Adapter its images, and the references."""
+    """Return the call arguments for ControlNets, IP-Adapters and reference images."""
     controls = {each.name: Control(_pil(each.image), each.scale, each.start, each.end) for each in images.controls}
     given: dict[str, Any] = {"control": controls} if controls else {}
     if images.prompts:

@@ -1,4 +1,4 @@
-"""The denoisers of drawings that share runs, by size."""
+"""Denoisers for drawings that share runs, by size."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from sdflow.serve.engine.shared_steps import SharedDenoiser, SharedSteps, common
 SIZES_KEPT = 4
 
 Key = tuple[tuple[tuple[str, int], ...], tuple[tuple[int, int], ...]]
-"""Sizes of axes by name; rows and columns of each reference image."""
+"""Axis sizes by name, and (rows, columns) of each reference image."""
 
 
 class SharedDenoisers(DenoiserSource):
-    """In place of a pipeline's own, for drawings of one image: shared steps by size, made when first wanted; the last are kept.
-    Images with reference images share steps with those whose references have the same sizes.
+    """Replaces a pipeline's denoisers for drawings of one image. Shared steps are created by size on demand, and the
+    last few are kept. Images share steps only if their reference images have the same sizes.
 
-    room: rows times columns of all that are kept, as each holds memory. why_alone: why images of no size are drawn
-    together; None where they are.
+    room: maximum latent pixels (rows times columns) of all that are kept, because each holds memory. why_alone: why
+    images of any size run alone; None if they can share runs.
     """
 
     def __init__(self, pipeline: Pipeline, cuts: Cuts) -> None:
@@ -46,7 +46,7 @@ class SharedDenoisers(DenoiserSource):
     def get(self, request: DenoiserRequest) -> Denoiser:
         images, _, rows, columns = request.shape
         assert images == 1 and not request.fewer, "a server draws exact images, each by itself"
-        if request.skipped:  # its further runs are shared with none
+        if request.skipped:  # the runs with skipped layers cannot be shared
             return self._own.get(request)
         steps = self.of(rows, columns, request.conditions, request.axes, request.references)
         return self._own.get(request) if steps is None else SharedDenoiser(steps, request.rows)
@@ -62,8 +62,8 @@ class SharedDenoisers(DenoiserSource):
         axes: Mapping[str, int] = MappingProxyType({}),
         references: tuple[tuple[int, int], ...] = (),
     ) -> SharedSteps | None:
-        """For latents of so many rows and columns; None where each image is drawn by itself. axes: the sizes of the denoiser's
-        further axes. references: rows and columns of the latents of reference images."""
+        """Return the shared steps for latents of this size, or None if each image runs alone. axes: sizes of the
+        denoiser's other axes. references: (rows, columns) of reference latents."""
         model = self._referencing if references else self._model
         if self.why_alone is not None or model is None:
             return None
@@ -82,7 +82,7 @@ class SharedDenoisers(DenoiserSource):
             try:
                 made = SharedSteps(model, sizes, self._cuts)
             except PassError as error:
-                if not self._made:  # the first is of the model's own size
+                if not self._made:  # the first has the model's own size
                     self.why_alone = str(error)
                 self._alone.add(key)
                 return None
@@ -92,7 +92,7 @@ class SharedDenoisers(DenoiserSource):
         return made
 
     def forget_large(self, most: int) -> None:
-        """Keep nothing for sizes of more rows times columns than this."""
+        """Drop sizes with more latent pixels than this."""
         self._made = {key: made for key, made in self._made.items() if _latents(key) <= most}
 
     @property
@@ -101,6 +101,6 @@ class SharedDenoisers(DenoiserSource):
 
 
 def _latents(key: Key) -> int:
-    """Pixels of latents that a step reads, reference images included."""
+    """Return the latent pixels that a step reads, including reference images."""
     sizes = dict(key[0])
     return sizes["latent_height"] * sizes["latent_width"] + sizes.get(REFERENCE_TOKENS, 0)

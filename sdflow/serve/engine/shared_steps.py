@@ -1,8 +1,8 @@
-"""One run of the denoiser for images that stand at different steps, with other schedules, prompts and guidance.
+"""Denoiser runs shared by images at different steps, with different schedules, prompts and guidance.
 
-The denoiser is split (`sdflow.runtime.denoiser.split`). What depends on the prompt is computed once for an image, what depends
-on the timestep once for a schedule; in the part that is run at every step, each image has a row of both. An image without
-guidance takes both rows of a batch with guidance, and only the second is used.
+The denoiser is split (`sdflow.runtime.denoiser.split`): the text part runs once per image, the timestep part once per
+schedule. The step part reads one row of both for each image. In a batch with guidance, an image without guidance takes
+both rows, and only the second output is used.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ QUEUED_RUNS = 4
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """What the prompt and the reference images of one image give. values: by name, (halves, rows of it, ...), the negative prompt
-    first, which is missing without guidance. common: those that are equal for all images."""
+    """Outputs of the text part for one image's prompt and reference images. values: by name, (halves, rows, ...), the
+    negative prompt first if there is guidance. common: values that are equal for all images."""
 
     values: Mapping[str, torch.Tensor]
     common: Mapping[str, torch.Tensor]
@@ -44,8 +44,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class Step:
-    """What an image asks for. sample: its latents as the model reads them, (channels, rows, columns). times: of its
-    schedule, a row for each step; index: which."""
+    """One image of a run. sample: latents, (channels, rows, columns). times: a row per step. index: of the row."""
 
     sample: torch.Tensor
     texts: Texts
@@ -54,16 +53,16 @@ class Step:
 
     @property
     def moment(self) -> tuple[int, int]:
-        """Equal for those at one timestep of one schedule."""
+        """Key that is equal for images at the same timestep of the same schedule."""
         return id(self.times), self.index
 
 
 class SharedSteps:
-    """The runs of one denoiser for images of one size."""
+    """Runs of one denoiser for images of one size."""
 
     def __init__(self, model: Submodel, sizes: Mapping[str, int], cuts: Cuts) -> None:
-        """sizes: of the graph's axes by name, without `batch`. The inputs that have no row for each image must be equal for all
-        images. Raises PassError for a graph that cannot be taken apart."""
+        """sizes: of the graph's axes by name, without `batch`. Inputs without a batch axis must be equal for all
+        images. Raises PassError for a graph that cannot be split."""
         if model.path is None:
             raise PassError("this target runs whole graphs only")
         self._model, self.sizes = model, dict(sizes)
@@ -78,19 +77,21 @@ class SharedSteps:
             self._text = Bound(text, model.place, empty_inputs(text, model.place.device))
         self._common = _of_these_alone(parts.text, common_inputs(model))
         self.alone = False
-        """Whether there was no room for a batch of several."""
+        """Whether a batch of several images did not fit in memory."""
         self.one_time = False
-        """Whether the images of a batch are at the same timestep, as the graph has one for all; known with the first batch of
-        several."""
+        """Whether the graph has a single timestep for the batch. Known after the first batch of several images."""
         self._tables: list[tuple[Schedule, torch.Tensor]] = []
         self._forms: dict[tuple[int, int], _Form] = {}
 
     def texts(self, conditions: Mapping[str, torch.Tensor], halves: int) -> Texts:
-        """What the step reads of these conditions: of one image, `halves` rows."""
+        """Run the text part for the conditions of one image with `halves` rows."""
         with self._model.place.current():
             for name, value in conditions.items():
-                self._text.inputs[name].copy_(value)  # a single row goes to both
-            found: dict[str, torch.Tensor] = {**self._text.inputs, **self._text.run()}  # a step may read either
+                self._text.inputs[name].copy_(value)  # broadcasts a single row to both halves
+            found: dict[str, torch.Tensor] = {
+                **self._text.inputs,
+                **self._text.run(),
+            }  # a step may read both
             rows = {name: value for name, value in found.items() if name not in self._common}
             return Texts(
                 {name: value.unflatten(0, (2, -1))[-halves:].clone() for name, value in rows.items()},
@@ -99,7 +100,7 @@ class SharedSteps:
             )
 
     def times(self, schedule: Schedule) -> torch.Tensor:
-        """(steps, width): what the step reads of each timestep of a schedule."""
+        """Return the timestep part's outputs for each step of a schedule, (steps, width)."""
         if (found := next((made for known, made in self._tables if known is schedule), None)) is not None:
             return found
         with self._model.place.current():
@@ -109,12 +110,12 @@ class SharedSteps:
         return made
 
     def run(self, steps: Sequence[Step], size: int) -> list[torch.Tensor]:
-        """What the model makes of each: (halves, channels, rows, columns), good until the next run. size: of the batch, at
-        least as many. Raises VerificationError when the provider cannot."""
+        """Return the predictions, (halves, channels, rows, columns), valid until the next run. size: of the batch,
+        which may exceed the number of steps. Raises VerificationError if the provider fails."""
         return self.form(size, max(step.texts.halves for step in steps)).run(steps)
 
     def form(self, size: int, halves: int) -> _Form:
-        """The session for a batch of so many images, made when it is first wanted."""
+        """Return the session for a batch size, created on first use."""
         if (found := self._forms.get((size, halves))) is not None:
             return found
         parts = self._cut(size * halves, guidance=halves == 2)
@@ -132,10 +133,10 @@ class SharedSteps:
         return self._cuts.of(self._path, sizes, moving=self.moving, guidance=guidance, edits=self._model.edits)
 
     def seconds(self, size: int, *, runs: int, halves: int, schedule: Schedule) -> float:
-        """Of a run of a batch of this size, the least of so many. Raises what `run` raises where there is no room for it."""
+        """Return the fastest of several runs of a batch of this size, in seconds. Raises like `run`."""
         import torch
 
-        # On a device, one is queued while another is computed.
+        # On a device, the next run is queued while one executes.
         in_a_row = 1 if self._model.place.stream is None else QUEUED_RUNS
         with torch.no_grad():
             shapes = self._model.shapes({**self.sizes, "batch": halves})
@@ -154,13 +155,13 @@ class SharedSteps:
         return min(taken)
 
     def forget(self, size: int) -> None:
-        """Give the memory of the batches of this size back."""
+        """Release the memory of batches of this size."""
         self._forms = {key: form for key, form in self._forms.items() if key[0] != size}
 
 
 class SharedDenoiser:
-    """The denoiser (`sdflow.runtime.denoiser.denoiser.Denoiser`) of one image among others: what depends on its prompt and its
-    schedule."""
+    """The denoiser of one image that shares runs, with its text and timestep values
+    (`sdflow.runtime.denoiser.denoiser`)."""
 
     def __init__(self, steps: SharedSteps, halves: int) -> None:
         """halves: 2 with guidance, else 1."""
@@ -171,7 +172,7 @@ class SharedDenoiser:
         return self.steps.run([self.at(inputs, latents, index)], 1)[0]
 
     def at(self, inputs: DenoiserInputs, latents: torch.Tensor, index: int) -> Step:
-        """The step of these latents (1, channels, rows, columns) at this index, for a run with others."""
+        """Return the step of these latents, (1, channels, rows, columns), at this index, for a shared run."""
         import torch
 
         if self._held is None or self._held[0] is not inputs:
@@ -183,13 +184,12 @@ class SharedDenoiser:
 
 
 class _Form:
-    """The step for one size of batch. An image keeps its place from one run to the next, so that its texts are copied once."""
+    """The step for one batch size. An image keeps its place between runs, so that its texts are copied only once."""
 
     def __init__(
         self, session: Any, model: Submodel, times: Sequence[str], names: tuple[str, str], size: int, halves: int
     ) -> None:
-        """times: the inputs that hold what a timestep gives, in the order of a table's columns. names: of the input of the
-        latents, and of the output."""
+        """times: inputs with timestep values, in the order of the table's columns. names: latents input and output."""
         latents, self._prediction = names
         self._size, self._halves, self._place = size, halves, model.place
         inputs = empty_inputs(session, model.place.device)
@@ -201,7 +201,7 @@ class _Form:
         self._placed: list[Texts | None] = [None] * size
 
     def run(self, steps: Sequence[Step]) -> list[torch.Tensor]:
-        """Where the graph has one timestep for all, images at others have a run of their own."""
+        """If the graph has a single timestep for the batch, images at other timesteps run separately."""
         moments = [step.moment for step in steps]
         if not self.one_time or len({*moments}) == 1:
             return self._run(steps)
@@ -227,7 +227,7 @@ class _Form:
             return [found[-step.texts.halves :, place] for place, step in zip(places, steps, strict=True)]
 
     def _places(self, wanted: Sequence[Texts]) -> list[int]:
-        """Where each stands; what is new takes the place of what is not wanted now."""
+        """Return the place of each image; new images replace ones that are not in this run."""
         here = {id(texts): place for place, texts in enumerate(self._placed) if texts is not None}
         kept = {here[id(texts)] for texts in wanted if id(texts) in here}
         free = iter(place for place in range(self._size) if place not in kept)
@@ -247,13 +247,13 @@ class _Form:
 
 
 def common_inputs(model: Submodel) -> list[str]:
-    """The inputs that all images of a run share, beside the timestep."""
+    """Return the inputs, apart from the timestep, that all images of a run share."""
     inputs = model.part.ports(model.config).inputs
     return [port.name for port in inputs if port.axes[0] != "batch" and port.role is not Role.TIMESTEP]
 
 
 def _of_these_alone(graph: Any, inputs: Collection[str]) -> frozenset[str]:
-    """The values of a graph, these inputs included, that depend on these inputs and on no others."""
+    """Return the values of a graph that depend on no other inputs than these, including the inputs themselves."""
     given = {item.name for item in graph.graph.input}
     found, others = set(inputs) & given, given - set(inputs)
     for node in in_order(graph.graph.node):

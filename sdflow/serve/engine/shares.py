@@ -1,4 +1,4 @@
-"""Who gets the device next: groups of images share its time, whatever a step of each takes (start-time fair queueing)."""
+"""Fair sharing of device time between groups of images, however long their steps take (start-time fair queueing)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Hashable, Mapping
 
 
 class Shares:
-    """A group that comes starts where the one began that ran last, so that it need not wait for another step. A kind that comes
-    again starts where its last group ended, so that it gets no more than its share."""
+    """A new group starts at the virtual time of the group that ran last, so that it does not wait for another step. A
+    returning kind starts where its last group ended, so that it gets no more than its share."""
 
     def __init__(self) -> None:
         self._until: dict[Hashable, float] = {}
@@ -16,7 +16,7 @@ class Shares:
         self._now = 0.0
 
     def next(self, kinds: Mapping[Hashable, Hashable]) -> Hashable:
-        """Of these groups, each with its kind, the one that has had least; of several, the first."""
+        """Return the group with the least device time, the first of equals. kinds: the kind of each group."""
         self._until = {
             group: self._until.get(group, max(self._now, self._ended.get(kind, 0.0))) for group, kind in kinds.items()
         }
@@ -28,10 +28,9 @@ class Shares:
         return chosen
 
     def ran(self, group: Hashable, kind: Hashable, seconds: float) -> None:
-        """It had a step."""
         self._until[group] = self._until.get(group, self._now) + seconds
         self._took[kind], self._ended[kind] = seconds, self._until[group]
 
     def step(self, kind: Hashable) -> float:
-        """Seconds that the last one of this kind took; 0 before it. Not by group, which may be another at each step."""
+        """Return the seconds of this kind's last step, 0 before. By kind, because the group may change at each step."""
         return self._took.get(kind, 0.0)

@@ -1,7 +1,7 @@
-"""The images that wait to be drawn, in the order in which they came. Several lanes may take from it.
+"""The queue of images, in order of arrival, shared by the lanes.
 
-Those that are larger than the model's own size share the memory that is measured at the start: one is taken when there is room
-beside those that are being drawn, or none is. Smaller ones overtake one that waits for that, other large ones do not.
+Images larger than the model's own size share the memory measured at startup: one starts when its share fits or no other
+large one is running. Smaller images overtake it meanwhile; other large ones do not.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from collections.abc import Callable, Mapping, Sequence
 from sdflow.serve.jobs import Job
 
 SIZES = (1, 2, 4, 8)
-"""Images of a batch that are tried. Each is a session of its own, on CUDA with a captured graph, so they are few."""
+"""Batch sizes to try. They are few because each needs its own session, on CUDA with a captured graph."""
 
 GAIN = 0.95
-"""A larger batch must take at most this part of the time for an image that the best smaller one takes."""
+"""A larger batch must take at most this fraction of the best smaller batch's time per image."""
 
 
 class Waiting:
-    """For several threads. changed: notified when something came or went. share: the part of the memory that an image takes."""
+    """Thread-safe queue. changed: notified on every change. share: fraction of memory that an image takes."""
 
     def __init__(self, share: Callable[[Job], float] = lambda job: 0.0) -> None:
         self._jobs: list[Job] = []
         self._share = share
         self._taken: list[Job] = []
         self.drawn, self.last = 0, time.monotonic()
-        """How many were taken and left, and when the last one did."""
+        """Number of images that have finished, and when the last one did."""
         self.changed = threading.Condition(threading.RLock())
 
     def __len__(self) -> int:
@@ -35,18 +35,18 @@ class Waiting:
 
     @property
     def jobs(self) -> Sequence[Job]:
-        """What waits now, the oldest first."""
+        """Queued jobs, oldest first."""
         with self.changed:
             return tuple(self._jobs)
 
     @property
     def busy(self) -> bool:
-        """Whether something waits or is drawn."""
+        """Whether any image is queued or running."""
         return bool(self._jobs or self._taken)
 
     @property
     def pipelines(self) -> frozenset[str]:
-        """Whose images are drawn now."""
+        """Pipelines with running images."""
         with self.changed:
             return frozenset(job.pipeline for job in self._taken)
 
@@ -56,13 +56,12 @@ class Waiting:
             self.changed.notify_all()
 
     def cancel(self, request: str) -> None:
-        """Remove the jobs of this request."""
         with self.changed:
             self._jobs = [job for job in self._jobs if job.request != request]
             self.changed.notify_all()
 
     def take(self, choose: Callable[[Sequence[Job]], Job | None]) -> Job | None:
-        """What is chosen of it, which waits no more; None where there is no room for it. Nobody else takes anything meanwhile."""
+        """Remove and return the job that `choose` picks, or None if none fits in memory. Holds the lock meanwhile."""
         with self.changed:
             chosen = choose(self._jobs)
             if chosen is not None and not self._fits(chosen):
@@ -79,7 +78,7 @@ class Waiting:
         return not (share and others) or share + others <= 1
 
     def release(self, job: Job) -> None:
-        """One that was taken is drawn no more."""
+        """Record that a job is no longer running."""
         with self.changed:
             if job in self._taken:
                 self._taken.remove(job)
@@ -87,17 +86,14 @@ class Waiting:
 
 
 def next_batch(images: int, seconds: Mapping[int, float]) -> int:
-    """The size of the batch that the oldest of so many images are drawn in next: the one that takes least time for each. Those
-    that have no place wait until an older one is done; in turns of their own, all would be done later, and none earlier.
-
-    seconds: of one run, by size of the batch.
-    """
+    """Return the batch size with the least time per image for the oldest of this many images. The rest wait: taking
+    turns would delay all images and speed up none. seconds: of one run, by batch size."""
     return min(seconds, key=lambda size: (seconds[size] / min(size, images), size))
 
 
 def worthwhile_sizes(measure: Callable[[int], float | None]) -> dict[int, float]:
-    """Seconds of a run for each size of a batch that is worth it: the first is 1, and each larger saves time. measure: seconds
-    of a run of this size; None where there is no room for it. It is not asked beyond the first that does not pay."""
+    """Return the seconds of a run for each worthwhile batch size: 1, and each larger size that saves time per image.
+    measure: returns the seconds of a size, or None if it does not fit in memory; called until a size does not pay."""
     kept: dict[int, float] = {}
     for size in SIZES:
         seconds = measure(size)

@@ -1,5 +1,4 @@
-"""What is added to and removed from a running server: LoRAs at `/v1/loras`, pipelines at `/v1/models`. `GET /v1/models` is
-OpenAI's (`openai_api`)."""
+"""Administration of a running server: `/v1/loras` and `/v1/models`, whose `GET` is OpenAI's (`openai_api`)."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from sdflow.serve.http.settings import Settings
 
 
 class Addition(Strict):
-    """A pipeline to add, or to read again."""
+    """A pipeline to add or reload."""
 
     id: str = Field(
         max_length=255, description="Its folder's name below the server's --pipeline-folder, or one that is served."
@@ -27,13 +26,12 @@ class Addition(Strict):
 
 
 def require_admin(request: Request) -> None:
-    """Raises ApiError for a request of those who only generate."""
     if not request.state.caller.administers:
         raise ApiError(403, "this takes a key of those who administer the server.", code="admin_key_required")
 
 
 def admin_routes(settings: Settings, drawing: Drawing) -> APIRouter:
-    """Those that take an administrator's key, and the list of LoRAs."""
+    """Return the routes for administrators and the list of LoRAs."""
     routes, loras, models = APIRouter(prefix="/v1"), settings.loras, settings.models
     admin = [Depends(require_admin)]
 

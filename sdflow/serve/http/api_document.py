@@ -1,8 +1,7 @@
-"""What `/openapi.json` says and `/docs` shows: an example of every request and every answer
-(`api_examples.yaml`), and the errors as they come.
+"""The content of `/openapi.json` and `/docs`: an example of every request, answer (`api_examples.yaml`) and error.
 
-FastAPI knows the fields of requests. It knows neither the answers, which are made here by hand, nor that errors have
-OpenAI's form: it would describe others, with a status that is never sent.
+FastAPI only knows the fields of requests. It does not know the answers, which are built by hand, or that errors have
+OpenAI's format: it would document its own, with a status that is never sent.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from sdflow.serve.limits import Limits
 _TEXT = (Path(__file__).parent / "api_examples.yaml").read_text(encoding="utf-8")
 _EXAMPLES = yaml.safe_load(_TEXT.replace("DENOISER", FAMILIES[DEFAULT].denoiser))
 ONE_PIXEL = _EXAMPLES["requests"]["PngInfo"]["image"]
-"""A PNG file in base64."""
+"""A PNG file, base64-encoded."""
 
 ANSWERS: dict[str, Any] = {
     **_EXAMPLES["answers"],
@@ -32,19 +31,19 @@ ANSWERS: dict[str, Any] = {
     **{f"get {SDAPI}/{path}": [] for path in EMPTY},
     **{f"post {SDAPI}/{path}": None for path in REFRESHED},
 }
-"""The answer to each request, by method and path, as an example."""
+"""Example answer by method and path."""
 
 STREAMED = ("/v1/images/generations", "/v1/images/edits", "/v1/images/variations")
 DRAWING = (*STREAMED, f"{SDAPI}/txt2img", f"{SDAPI}/img2img")
 
 
 def operation_id(route: Any) -> str:
-    """What generated clients call an operation: of its method and path, so that it stays when code is moved."""
+    """Return the operation name for generated clients, from method and path, which do not change when code moves."""
     return re.sub(r"\W+", "_", f"{min(route.methods).lower()}{route.path_format}").strip("_")
 
 
 def describe(app: FastAPI) -> None:
-    """Let the application tell its API so."""
+    """Replace the application's OpenAPI document."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -68,7 +67,6 @@ def describe(app: FastAPI) -> None:
 
 
 def _forms() -> dict[str, Any]:
-    """The schemas of forms, by path."""
     found, image = {"/v1/loras": _EXAMPLES["forms"]["loras"]}, _EXAMPLES["forms"]["image"]
     for path, kind in (("/v1/images/edits", Edit), ("/v1/images/variations", Variation)):
         schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
@@ -96,7 +94,6 @@ def _responses(method: str, path: str, own: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refusals(method: str, path: str) -> tuple[int, ...]:
-    """Statuses."""
     if path == "/healthz":
         return ()
     if path == "/readyz":

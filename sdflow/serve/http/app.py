@@ -1,4 +1,4 @@
-"""The application: its routes, and what they have in common."""
+"""The ASGI application: routes, error handlers and middleware."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ from sdflow.serve.tracing import Tracing
 from sdflow.serve.worker.worker import WorkerLine
 
 PAGE_FOLDER = Path(__file__).parents[1] / "page"
-"""What `/` shows, as files: index.html, and what it names as /page/FILE."""
+"""Files of the web page: index.html for `/`, the others under /page/."""
 
 
 class Line(Protocol):
-    """What draws, seen from the application: started and ended with it, told jobs; what it says goes to who made it."""
+    """Connection to the worker that generates images, started and stopped with the application. Its messages go to the
+    callback that it was made with."""
 
     def start(self) -> None: ...
 
@@ -47,11 +48,12 @@ class Line(Protocol):
 
 
 Hear = Callable[[Message], None]
-"""Is told what is said; from any thread."""
+"""Receives worker messages, from any thread."""
 
 
 def make_app(settings: Settings, make_line: Callable[[Hear], Line] | None = None) -> Guard:
-    """The ASGI application. What draws starts and ends with it. make_line: makes it; None: a worker process beside this one."""
+    """Return the ASGI application, which starts and stops the worker. make_line: connects to it; None: a local
+    process."""
     metrics = Metrics()
     tracing = None if settings.traces is None else Tracing(settings.traces)
     drawing = Drawing(settings.limits, metrics)
@@ -88,7 +90,7 @@ def make_app(settings: Settings, make_line: Callable[[Hear], Line] | None = None
         version=__version__,
         description="Images from the pipelines that sdflow built: OpenAI's images API, and what clients of A1111's webui call.",
         lifespan=lifespan,
-        docs_url=None,  # FastAPI's is loaded from elsewhere, and could not send the key
+        docs_url=None,  # FastAPI's page loads from a CDN and cannot send the key
         redoc_url=None,
         generate_unique_id_function=operation_id,
         exception_handlers=handlers,
@@ -125,7 +127,7 @@ def _own_routes(app: FastAPI, drawing: Drawing, metrics: Metrics) -> None:
 
     @app.get("/metrics", tags=["Server"], summary="For Prometheus")
     async def figures() -> Response:
-        metrics.ready.set(int(drawing.ready))  # 0 while it drains, too
+        metrics.ready.set(int(drawing.ready))  # also 0 while draining
         return PlainTextResponse(metrics.text(), media_type="text/plain; version=0.0.4")
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
@@ -140,7 +142,7 @@ def _own_routes(app: FastAPI, drawing: Drawing, metrics: Metrics) -> None:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    """In OpenAI's form; of the webui's API in the webui's."""
+    """Return the error in OpenAI's format, or in the webui's for its API."""
     path = path_of(request.scope)
     if isinstance(error, ApiError):
         found = error

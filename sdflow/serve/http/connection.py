@@ -1,4 +1,4 @@
-"""A connection to a client: HTTP/1.1 as uvicorn has it, for clients that go on. There are only so many at a time."""
+"""HTTP/1.1 connections on uvicorn, with timeouts for stalled clients and a limit on open connections."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from sdflow.serve.api_error import ApiError
 from sdflow.serve.http.guard import transfer_seconds
 
 HEAD_SECONDS = 10.0
-"""In which the head of a request must have come. uvicorn waits for ever, and each that waits takes a file descriptor."""
+"""Timeout for a request head. uvicorn has none, and each waiting connection uses a file descriptor."""
 
 REFUSED_SECONDS = 1.0
-"""For which one too many stays open, so that its client reads why."""
+"""How long a rejected connection stays open for the client to read the reason."""
 
 RETRY_SECONDS = 5
 
 
 class Connection(H11Protocol):
-    """It is closed when a client opens it and sends nothing, begins a request and does not go on, goes on with a request that
-    was answered, or does not read its answer. Between two requests uvicorn's own limit counts."""
+    """Closes a connection if the client sends nothing, stalls within a request, keeps sending a request that was
+    answered, or does not read its answer. Between requests uvicorn's keep-alive timeout applies."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        # uvicorn answers 503 to whole requests beyond its limit, and holds the connections of those that never are.
+        # uvicorn's limit only answers 503 to complete requests, and keeps connections whose request never completes.
         self._most, self.limit_concurrency = self.limit_concurrency, None
-        # Of a head that is to come, and of an answer that is to be read.
-        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}  # "head": to arrive; "answer": to be read
         self._refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -60,10 +59,10 @@ class Connection(H11Protocol):
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
-        self._abort_later()  # closing waits until all is read
+        self._abort_later()  # closing waits until the client has read everything
 
     def _refuse(self) -> None:
-        """Tell the client why, and take nothing from it."""
+        """Send the reason and ignore the client's data."""
         self._refused = True
         self.connections.discard(self)
         error = ApiError(503, "the server has reached its limit of connections.", retry_after=RETRY_SECONDS)
@@ -75,7 +74,7 @@ class Connection(H11Protocol):
         self.loop.call_later(REFUSED_SECONDS, self.transport.abort)
 
     def _watch(self) -> None:
-        """Wait for a head from now on, or for the end of a body that nobody wants; no more once it is there."""
+        """Run the timer while a request head, or the rest of an answered request's body, is due."""
         their, answered = self.conn.their_state, self.conn.our_state in (h11.DONE, h11.MUST_CLOSE)
         if their is not h11.IDLE and not (answered and their is h11.SEND_BODY):
             self._stop("head")

@@ -1,4 +1,4 @@
-"""The requests that are being drawn: how many there may be, what they hear of the worker, and how they end."""
+"""Open requests: admission to the queue, delivery of worker messages, and how requests end."""
 
 from __future__ import annotations
 
@@ -36,21 +36,19 @@ from sdflow.serve.metrics import Metrics
 from sdflow.serve.tracing import RECORD
 
 RESTART_SECONDS = 5
-"""What is told of when the worker will be back."""
+"""Retry-After in seconds while no worker is ready."""
 
 
 @dataclass
 class _OpenRequest:
-    """A request that is being drawn. open: its images that are not finished; begun: those of them that the worker began, with the
-    part of their steps that is left. queue: what is said of it; None: it was interrupted. count: of the images that will come.
-    survived: whether a worker died while it waited there."""
+    """A request in progress."""
 
     jobs: Sequence[Job]
-    open: set[int]
-    count: int
-    begun: dict[int, float] = field(default_factory=dict)
-    queue: asyncio.Queue[OfImage | Lost | None] = field(default_factory=asyncio.Queue)
-    survived: bool = False
+    open: set[int]  # unfinished images
+    count: int  # images that will be delivered
+    begun: dict[int, float] = field(default_factory=dict)  # running images -> fraction of steps left
+    queue: asyncio.Queue[OfImage | Lost | None] = field(default_factory=asyncio.Queue)  # None: interrupted
+    survived: bool = False  # a worker died while this was queued
 
     def hear(self, message: OfImage) -> None:
         if message.index not in self.open:
@@ -66,11 +64,10 @@ class _OpenRequest:
 
 
 class Drawing:
-    """The requests of one worker; all of it in the event loop's thread. send: to the worker, once there is one. draining: whether
-    the server ends when what it has begun is done, so that it takes nothing more.
+    """Requests of one worker. All methods run in the event loop's thread. send: sends to the worker once there is one.
+    draining: whether the server is shutting down and accepts no more requests.
 
-    When the worker dies, those fail that it was drawing: one of them may be why. Those that waited are sent to the next
-    worker, once.
+    When the worker dies, its running requests fail, because one may be the cause; queued ones are sent again, once.
     """
 
     def __init__(self, limits: Limits, metrics: Metrics, send: Callable[[Order], None] = lambda order: None) -> None:
@@ -84,16 +81,14 @@ class Drawing:
 
     @property
     def ready(self) -> bool:
-        """Whether requests are taken."""
         return self.found is not None and not self.draining
 
     @property
     def images(self) -> int:
-        """That are drawn or wait."""
+        """Number of running and queued images."""
         return sum(len(waiting.open) for waiting in self._requests.values())
 
     def hear(self, message: Message) -> None:
-        """What the worker says."""
         self._metrics.hear(message)
         if isinstance(message, Ready):
             if self.found is None:
@@ -104,7 +99,7 @@ class Drawing:
                 self._note(name, found)
         elif isinstance(message, Loaded):
             number, _ = self._loading.get(message.name, (None, None))
-            if number != message.number:  # it was removed since
+            if number != message.number:  # removed meanwhile
                 return
             if message.found is not None and self.found is not None:
                 self._note(message.name, message.found)
@@ -142,7 +137,7 @@ class Drawing:
             loading.set_exception(error)
 
     async def load(self, name: str, folder: Path) -> None:
-        """Have the worker load a pipeline. Raises ApiError when it cannot."""
+        """Have the worker load a pipeline. Raises ApiError if it cannot."""
         self.require_place(0)
         if name in self._loading:
             raise ApiError(409, f"{name} is being loaded already.", param="id", code="loading")
@@ -152,23 +147,23 @@ class Drawing:
         await asyncio.shield(loading)
 
     def drop(self, name: str) -> None:
-        """Have the worker unload a pipeline, when it has drawn what it has begun."""
+        """Have the worker unload a pipeline after its open requests finish."""
         words = f"{name} was removed while it was being loaded."
         self._end_loading(name, ApiError(409, words, param="id", code="loading"))
         self.send(Drop(name))
         self.found = None if self.found is None else {each: self.found[each] for each in self.found if each != name}
 
     def forget(self, lora: Path) -> None:
-        """Have the worker release the memory of weights with the LoRA of this file."""
+        """Have the worker release weights with this LoRA file."""
         self.send(Forget(str(lora)))
 
     def most_pixels(self, pipeline: str) -> int | None:
-        """Of an image: as somebody said, or as the worker measured; None before that."""
+        """Return the configured or measured maximum pixels of an image, None before the measurement."""
         found: int | None = (self.found or {}).get(pipeline, {}).get("max_pixels", self._limits.pixels)
         return found
 
     def _send_open(self, waiting: _OpenRequest, ready: Ready | None = None) -> None:
-        """ready: what a new worker said; images whose pipeline was removed since have failed."""
+        """Send unfinished images. ready: message of a new worker; images whose pipeline was removed meanwhile fail."""
         for job in waiting.jobs:
             if job.index in waiting.open:
                 if ready is None or job.pipeline in ready.pipelines:
@@ -177,7 +172,7 @@ class Drawing:
                     waiting.hear(Failed(job.request, job.index, "UsageError", "its pipeline was removed", "model"))
 
     def require_place(self, images: int) -> None:
-        """Raises ApiError when so many more images cannot be taken now."""
+        """Raise ApiError if this many more images cannot be accepted now."""
         if self.draining:
             raise self._refusal("draining", 503, "The server is about to end: it takes no more.", RESTART_SECONDS)
         if self.found is None:
@@ -188,7 +183,7 @@ class Drawing:
             raise self._refusal("queue_full", 429, words, seconds)
 
     def _seconds_until(self, ended: int) -> int:
-        """Until so many of the images that are drawn or wait are finished."""
+        """Estimate the seconds until this many running or queued images finish."""
         drawing, waiting = list[float](), list[float]()
         for each in self._requests.values():
             for job in each.jobs:
@@ -202,12 +197,12 @@ class Drawing:
         return ApiError(status, message, code=code, retry_after=retry_after)
 
     def show(self, request: str, *, end: bool = False) -> None:
-        """Previews of what is being drawn of a request will come, after their next step. end: as the finished images."""
+        """Request previews of a request's running images after their next step. end: as the finished images."""
         self.send(Show(request, end))
 
     def interrupt(self, request: str) -> None:
-        """What is being drawn of a request is finished as it is after its next step; what waits is not drawn."""
-        if (waiting := self._requests.get(request)) is None:  # it has ended
+        """Finish a request's running images as they are after their next step, and drop the queued ones."""
+        if (waiting := self._requests.get(request)) is None:  # already ended
             return
         self.show(request, end=True)
         waiting.count -= len(waiting.open - waiting.begun.keys())
@@ -215,10 +210,10 @@ class Drawing:
         waiting.queue.put_nowait(None)
 
     async def draw(self, jobs: Sequence[Job]) -> AsyncIterator[OfImage]:
-        """What happens to the images of one request, until the last is drawn.
+        """Yield the messages of one request's images until the last image is finished.
 
-        Raises ApiError when there is no place for them, one fails, the worker dies, or it takes too long. However it ends,
-        nothing of it is drawn any more.
+        Raises ApiError if the queue is full, an image fails, the worker dies, or the deadline passes. If the caller
+        stops early, the remaining images are cancelled.
         """
         self.require_place(len(jobs))
         request, record, sent = jobs[0].request, RECORD.get(), time.monotonic()
@@ -228,7 +223,7 @@ class Drawing:
         try:
             self._send_open(waiting)
             while drawn < waiting.count:
-                async with asyncio.timeout_at(end):  # not around `yield`: it would end whoever asks
+                async with asyncio.timeout_at(end):  # not around `yield`: it would cancel the caller
                     message = await waiting.queue.get()
                 if isinstance(message, Lost):
                     self._metrics.refusals.labels("worker_lost").inc()

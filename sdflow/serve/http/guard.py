@@ -1,4 +1,4 @@
-"""What stands before every request: its id, the key, the body's size, where a browser's request comes from, the log's line."""
+"""Middleware for every request: id, authentication, body size, Host and Origin checks, and the log line."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
     from sdflow.serve.tracing import Tracing
 
 STALL_SECONDS = 30.0
-"""How long nothing may move, in either direction."""
+"""Maximum time without progress, in either direction."""
 
 SLOWEST = 16 << 10
-"""Bytes a second: a transfer may take `STALL_SECONDS` and what its bytes take at this rate. So one that drips ends."""
+"""Minimum bytes per second: a transfer may take `STALL_SECONDS` plus its bytes at this rate."""
 
 OPEN = ("/healthz", "/readyz", "/", "/docs")
-"""Paths that need no key, as those below `PAGE`: they tell nothing but that the server is there."""
+"""Paths without a key, like those below `PAGE`: they only reveal that the server exists."""
 
 PAGE = "/page/"
 
 UPLOADS = "/v1/loras"
-"""The path of what is received into files; all other bodies are in memory."""
+"""The path whose bodies go to files; all others stay in memory."""
 
 PROBES = ("/healthz", "/readyz", "/metrics")
-"""Paths that are asked for all the time: their requests are not logged."""
+"""Frequently polled paths, which are not logged."""
 
 MOST_DIGITS = 20
-"""Of a Content-Length. Python refuses to read a number of more than 4,300."""
+"""Maximum digits of a Content-Length: Python refuses to parse more than 4,300."""
 
 ID = b"x-request-id"
 _WELL_FORMED = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
@@ -56,18 +56,17 @@ HEADERS = (
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-opener-policy", b"same-origin"),
 )
-"""Of every answer."""
 
 
 class Guard:
-    """Around the whole application. drawing: of its requests, for whoever runs it."""
+    """Middleware around the whole application. drawing: open requests, for the server's shutdown."""
 
     def __init__(
         self, app: ASGIApp, settings: Settings, metrics: Metrics, drawing: Drawing, tracing: Tracing | None
     ) -> None:
         self._app, self._settings, self._metrics, self._tracing = app, settings, metrics, tracing
         self.drawing = drawing
-        self._in_memory = 0  # bytes of all bodies that are being received or answered
+        self._in_memory = 0  # body bytes of all open requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -106,7 +105,7 @@ class Guard:
     async def _guarded(
         self, scope: Scope, path: str, headers: Mapping[bytes, bytes], receive: Receive, send: Send
     ) -> None:
-        """path: behind the prefix."""
+        """Check and run a request. path: without the proxy's prefix."""
         limits = self._settings.limits
         most = limits.lora_bytes if path == UPLOADS else limits.body
         try:
@@ -124,7 +123,7 @@ class Guard:
         begun, size, held, whole = loop.time(), 0, 0, False
 
         async def received() -> Message:
-            """The next message. Raises ApiError, which the application answers."""
+            """Receive the next message. The application answers an ApiError raised here."""
             nonlocal size, held, whole
             end = None if whole else min(loop.time() + STALL_SECONDS, begun + transfer_seconds(size))
             try:
@@ -157,15 +156,15 @@ class Guard:
 
 
 def _caller(access: Access, method: str, path: str, headers: Mapping[bytes, bytes]) -> Caller:
-    """Who asks. Raises ApiError for nobody who may."""
+    """Return the authorized caller. Raises ApiError for others."""
     host, origin = (headers.get(name, b"").decode("latin-1") for name in (b"host", b"origin"))
-    # A page of another server must not use a browser to get here, nor a name that was made to point here.
+    # Block cross-site requests and DNS rebinding.
     if access.hosts is not None and _parts(f"//{host}").hostname not in access.hosts:
         raise ApiError(403, f"this server does not accept the Host {host!r}.", code="host")
     if origin and origin not in access.origins and _parts(origin).netloc != host:
         raise ApiError(403, f"requests from pages of {origin} are not allowed: see --cors-origin.", code="origin")
     caller = access.caller(headers.get(b"authorization", b""))
-    # A browser asks without the key whether a page of an allowed server may send it.
+    # CORS preflight requests carry no key.
     asks_first = method == "OPTIONS" and origin in access.origins and b"access-control-request-method" in headers
     if caller is None and not asks_first and path not in OPEN and not path.startswith(PAGE):
         raise ApiError(401, "the key is missing or wrong: Authorization: Bearer KEY.", code="invalid_api_key")
@@ -173,13 +172,13 @@ def _caller(access: Access, method: str, path: str, headers: Mapping[bytes, byte
 
 
 def path_of(scope: Scope) -> str:
-    """Of a request, behind the prefix of a proxy."""
+    """Return the request's path without the proxy's prefix."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", "").rstrip("/")) or "/"
 
 
 def _parts(url: str) -> SplitResult:
-    """Of what is no URL, as with half a pair of brackets, nothing."""
+    """Split a URL; an invalid one, such as an unbalanced bracket, gives empty parts."""
     try:
         return urlsplit(url)
     except ValueError:
@@ -191,5 +190,5 @@ def _too_large(most: int) -> ApiError:
 
 
 def transfer_seconds(size: int) -> float:
-    """How long so many bytes may take."""
+    """Return the maximum duration of a transfer of this many bytes."""
     return STALL_SECONDS + size / SLOWEST

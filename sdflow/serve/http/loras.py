@@ -1,4 +1,4 @@
-"""The LoRAs of a server: those of its folder, and those that were sent to it. Requests know them by name alone."""
+"""LoRAs of a server, from its folder and uploaded. Requests refer to them by name only."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _SUFFIX = ".safetensors"
 DEFAULTS = Limits()
 
 AT_ONCE = 2
-"""LoRAs that are being sent: until it is whole, each takes its size among the system's temporary files, too."""
+"""Maximum concurrent uploads: each also takes its size in the system's temporary files until it is complete."""
 
 
 class Loras:
-    """LoRAs by name. folder: whose .safetensors files they are; files may come and go. None: there is none.
+    """LoRAs by name. folder: of .safetensors files, which may come and go; None: none.
 
-    sent_below: a folder in which those that are sent get one of their own; None: the system's temporary one. A process to which
-    this is passed on has another of its own. require_fit: raises CheckpointError or UsageError for a file that no pipeline can
-    draw with; None: there are no pipelines to look at. limits: how many may be sent, and how large all of them may be.
+    sent_below: parent of the scratch folder for uploads; None: the system's temporary folder. A pickled copy creates
+    its own scratch folder. require_fit: raises CheckpointError or UsageError for a file that fits no pipeline; None: no
+    check. limits: number and size of uploads.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class Loras:
         require_fit: Callable[[Path], None] | None = None,
         limits: Limits = DEFAULTS,
     ) -> None:
-        """Raises UsageError for a folder that is not there."""
+        """Raises UsageError if the folder does not exist."""
         if folder is not None and not folder.is_dir():
             raise UsageError("there is no such folder", where=str(folder), remedy="Name one with --loras.")
         self.folder, self.sent_below, self.require_fit, self.limits = folder, sent_below, require_fit, limits
-        remove_abandoned_scratch(sent_below)  # of servers that were killed
+        remove_abandoned_scratch(sent_below)  # left by killed servers
         self._closing = contextlib.ExitStack()
         self._sent = self._closing.enter_context(scratch_folder("sent-loras", sent_below))
         self._removed: set[str] = set()
@@ -62,23 +62,22 @@ class Loras:
         return Loras, (self.folder, self.sent_below, self.require_fit, self.limits)
 
     def close(self) -> None:
-        """Remove what was sent."""
         self._closing.close()
 
     def files(self) -> dict[str, Path]:
-        """Those that are there now, by name; one that was sent stands before one of the folder."""
+        """Return the current files by name. An upload takes precedence over the folder."""
         own = [] if self.folder is None else sorted(self.folder.glob(f"*{_SUFFIX}"))
         found = {path.stem: path for path in own if path.stem not in self._removed}
         return {**found, **{path.stem: path for path in sorted(self._sent.glob(f"*{_SUFFIX}"))}}
 
     def to_json(self) -> list[dict[str, Any]]:
-        """All of them, in OpenAI's way to list things. One that cannot be read says why."""
+        """Return all LoRAs as an OpenAI list. Unreadable ones have an `error`."""
         listed = []
         for name, path in self.files().items():
             entry = {"id": name, "object": "lora", "sent": path.parent == self._sent}
             try:
                 size, sha256, submodels, words = _look_at(path)
-            except FileNotFoundError:  # taken away meanwhile
+            except FileNotFoundError:  # removed meanwhile
                 continue
             except (CheckpointError, OSError) as error:
                 listed.append({**entry, "error": _reason(error)})
@@ -87,7 +86,7 @@ class Loras:
         return listed
 
     def find(self, wanted: Sequence[tuple[str, float]]) -> tuple[LoraFile, ...]:
-        """The files of these names with their scales. Raises ApiError."""
+        """Return the LoRAs of these names and scales. Raises ApiError."""
         files, found = self.files(), []
         for name, scale in wanted:
             if name not in files:
@@ -102,8 +101,8 @@ class Loras:
 
     @contextlib.contextmanager
     def receiving(self, size: int) -> Iterator[None]:
-        """While one of so many bytes is being sent; in the event loop's thread. Raises ApiError where there is no room for it
-        beside those that are there, or others are being sent."""
+        """Reserve room for an upload of this many bytes while it is received, in the event loop's thread. Raises
+        ApiError if there is no room or too many uploads are in progress."""
         if len(self._receiving) >= AT_ONCE:
             words = f"{AT_ONCE} LoRAs are being uploaded already. Try again when they are done."
             raise ApiError(503, words, code="overloaded", retry_after=5)
@@ -119,8 +118,8 @@ class Loras:
             self._receiving.remove(size)
 
     def add(self, name: str, content: IO[bytes]) -> dict[str, Any]:
-        """Take one that was sent. Raises ApiError for a name that cannot be, one that is taken, what is no LoRA, one that no
-        pipeline here can draw with, and where the disk is full: then nothing of it is left."""
+        """Add an uploaded file. Raises ApiError if the name is invalid or taken, the file is no LoRA or fits no
+        pipeline, or the disk is full; then nothing of it is kept."""
         name = name.removesuffix(_SUFFIX)
         if not _NAME.fullmatch(name):
             raise invalid("name", "a name has letters, digits, spaces and any of _.+- only, 100 at most.")
@@ -143,7 +142,7 @@ class Loras:
                 ) from error
             size = path.stat().st_size
             with self._naming:
-                if name in self.files():  # another was sent meanwhile
+                if name in self.files():  # taken meanwhile
                     raise _taken(name)
                 path.rename(self._sent / f"{name}{_SUFFIX}")
             return {"id": name, "object": "lora", "sent": True, "bytes": size, "sha256": sha256, "submodels": submodels}
@@ -155,7 +154,7 @@ class Loras:
             path.unlink(missing_ok=True)
 
     def remove(self, name: str) -> Path:
-        """Offer it no more: its file. What was sent is deleted; a file of the folder stays there. Raises ApiError."""
+        """Remove a LoRA and return its file, which is deleted if it was uploaded. Raises ApiError."""
         with self._naming:
             path = self.files().get(name)
             if path is None:
@@ -168,7 +167,7 @@ class Loras:
 
 
 def _look_at(path: Path) -> tuple[int, str, tuple[str, ...], list[str]]:
-    """Its bytes, its digest, the submodels that it is for, and its trigger words. Raises CheckpointError, OSError."""
+    """Return size, digest, submodels and trigger words of a LoRA file. Raises CheckpointError, OSError."""
     stat = path.stat()
     return stat.st_size, *_read(path, stat.st_size, stat.st_mtime_ns)
 
@@ -179,7 +178,7 @@ def _read(path: Path, size: int, changed: int) -> tuple[str, tuple[str, ...], li
 
 
 def _reason(error: CheckpointError | OSError) -> str:
-    """Without the path, which is nobody's business."""
+    """Return the reason without the path, which clients must not see."""
     return error.what if isinstance(error, CheckpointError) else error.strerror or type(error).__name__
 
 

@@ -1,4 +1,4 @@
-"""The pipelines of a server by name: aliases of them, the one that is taken by default, and those added and removed."""
+"""Pipelines of a server by name, with aliases and a default. Pipelines can be added and removed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sdflow.serve.http.served_model import ServedModel, read_served
 
 
 class Models(Mapping[str, ServedModel]):
-    """The default comes first. aliases: other names of pipelines. default: the pipeline of requests that name none, or one that
-    is not there; None: the first, for requests that name none."""
+    """Pipelines by name, the default first. aliases: other names of pipelines. default: used if a request names none,
+    or one that does not exist; None: the first, only if a request names none."""
 
     def __init__(
         self, models: Mapping[str, ServedModel], aliases: Mapping[str, str] | None = None, default: str | None = None
     ) -> None:
-        """Raises UsageError for a name that no pipeline has, and for an alias that is a pipeline's name."""
+        """Raises UsageError if an alias or the default names no pipeline, or an alias equals a pipeline's name."""
         self._models, self.aliases, self._default = dict(models), dict(aliases or {}), default
         if both := self._models.keys() & self.aliases.keys():
             words = f"a pipeline is named {min(both)!r} itself"
@@ -39,11 +39,10 @@ class Models(Mapping[str, ServedModel]):
         return len(self._models)
 
     def named(self, name: str | None) -> ServedModel | None:
-        """The pipeline of this name or alias; None where there is none."""
         return self._models.get(self.aliases.get(name or "", name or ""))
 
     def get_named(self, name: str | None) -> ServedModel:
-        """The pipeline of this name or alias. Raises ApiError."""
+        """Return the pipeline of this name or alias. Raises ApiError."""
         if (found := self.named(name)) is None:
             known = ", ".join([*self, *self.aliases])
             words = f"no pipeline is named {name!r} here, only {known}." if known else "there is no pipeline here."
@@ -51,32 +50,31 @@ class Models(Mapping[str, ServedModel]):
         return found
 
     def find(self, name: str | None) -> ServedModel:
-        """The pipeline of this name or alias; the default where none is named. Raises ApiError."""
+        """Return the pipeline of this name or alias, or the default. Raises ApiError."""
         if self.named(name) is None and self._models and (name is None or self._default in self._models):
             return self._models[next(iter(self))]
         return self.get_named(name)
 
     def put(self, model: ServedModel) -> None:
-        """One more, or another in the place of one of this name."""
         self._models[model.name] = model
 
     def remove(self, name: str) -> None:
-        """Raises ApiError for a name that is not there."""
+        """Remove a pipeline. Raises ApiError if there is none of this name."""
         if self._models.pop(name, None) is None:
             raise ApiError(404, f"no pipeline is named {name!r} here.", param="model", code="model_not_found")
 
 
 @dataclass(frozen=True)
 class Additions:
-    """How pipelines are added. folder: in which their folders are; None: only those that are there are read again.
-    require_verified, check: as of `read_served`."""
+    """How pipelines are added. folder: parent of their folders; None: existing ones can only be reloaded.
+    require_verified, check: see `read_served`."""
 
     folder: Path | None = None
     require_verified: bool = False
     check: bool = True
 
     def read(self, name: str, there: ServedModel | None) -> ServedModel:
-        """The pipeline of this name: the one that is there, read again, or one of the folder. Raises ApiError."""
+        """Read the pipeline of this name from its current folder, or else from the server's. Raises ApiError."""
         folder = there.folder if there is not None else self._find(name)
         try:
             found = read_served(folder, require_verified=self.require_verified, check=self.check)
@@ -100,7 +98,7 @@ NO_ADDITIONS = Additions()
 
 
 def read_aliases(texts: list[str]) -> dict[str, str]:
-    """Of options like dall-e-3=NAME. Raises UsageError."""
+    """Parse options like dall-e-3=NAME. Raises UsageError."""
     found = {}
     for text in texts:
         alias, equals, name = text.partition("=")

@@ -1,4 +1,4 @@
-"""OpenAI's images API as its official client calls it: `/v1/images/generations`, `edits`, `variations`, and `/v1/models`."""
+"""OpenAI's images API for its official client: `/v1/images/generations`, `edits`, `variations` and `/v1/models`."""
 
 from __future__ import annotations
 
@@ -37,11 +37,10 @@ NO_USAGE = {
     "total_tokens": 0,
     "input_tokens_details": {"image_tokens": 0, "text_tokens": 0},
 }
-"""Nothing is charged here, so no tokens are counted."""
+"""Tokens are not counted, because nothing is billed."""
 
 
 def openai_routes(settings: Settings, drawing: Drawing) -> APIRouter:
-    """The routes."""
     routes = APIRouter(prefix="/v1", tags=["OpenAI"])
 
     @routes.get("/models", summary="The pipelines, and whether they are verified", operation_id="listModels")
@@ -58,7 +57,7 @@ def openai_routes(settings: Settings, drawing: Drawing) -> APIRouter:
     async def drawn(
         request: Request, fields: Fields, images: Sequence[Image] = (), mask: Image | None = None
     ) -> Response:
-        """JSON, or events as they come. images: of an edit's files."""
+        """Return JSON or a stream of events. images: files of an edit."""
         model = settings.models.find(fields.model)
         image, references = start_and_references(fields, model, images, mask)
         jobs = await prepared(request, settings, drawing, fields, model, image, mask, references)
@@ -103,7 +102,7 @@ def openai_routes(settings: Settings, drawing: Drawing) -> APIRouter:
 
 
 async def read_form(request: Request, limits: Limits, kind: type[Edit]) -> tuple[Edit, list[Image], Image | None]:
-    """The fields of a form, its images, and its mask: where there is none, the transparent part of the first image.
+    """Read a form's fields, images and mask. Without a mask, the transparent part of the first image is used.
 
     Raises ApiError, ValidationError.
     """
@@ -137,7 +136,7 @@ async def read_form(request: Request, limits: Limits, kind: type[Edit]) -> tuple
 
 
 def require_form(request: Request) -> None:
-    """Raises ApiError for a body of another kind, in which no file would be found."""
+    """Raise ApiError if the body is not a multipart form, which would contain no file."""
     kind = request.headers.get("content-type", "")
     if not kind.startswith("multipart/form-data"):
         words = f"the body is to be a form: multipart/form-data, not {kind or 'nothing'}."
@@ -145,7 +144,7 @@ def require_form(request: Request) -> None:
 
 
 def of_validation(error: RequestValidationError | ValidationError, content_type: str = "json") -> ApiError:
-    """The first thing that is wrong, in words. content_type: of the request."""
+    """Convert the first validation error. content_type: of the request."""
     problem = error.errors()[0]
     of_body = isinstance(error, RequestValidationError) and problem["loc"][:1] == ("body",)
     place, kind, words = [str(each) for each in problem["loc"][of_body:]], problem["type"], problem["msg"]
@@ -173,7 +172,7 @@ async def prepared(
     mask: Image | None,
     references: tuple[Image, ...] = (),
 ) -> list[Job]:
-    """The images of a request, noted for its log line. Raises ApiError."""
+    """Return a job for each image of a request and record the request for the log line. Raises ApiError."""
     wanted = [(lora.name, lora.scale) for lora in fields.loras]
     loras = await run_in_threadpool(settings.loras.find, wanted) if wanted else ()
     conditioning = await run_in_threadpool(read_conditioning_images, fields, model, settings.limits, references)
@@ -188,7 +187,7 @@ async def prepared(
 
 
 async def wanted_still(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """What the coroutine gives; it is cancelled when the client goes away."""
+    """Await the coroutine, and cancel it if the client disconnects."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -218,7 +217,7 @@ def _said(job: Job, image: Drawn) -> dict[str, Any]:
 async def _events(
     drawing: Drawing, jobs: Sequence[Job], kind: str, progress: bool | None, shared: dict[str, str]
 ) -> AsyncIterator[bytes]:
-    """In OpenAI's form; besides, each says of which image it is, and `progress` events say how far that is."""
+    """Yield OpenAI's events. In addition, each has the index of its image, and `progress` events report steps."""
 
     def event(kind: str, **fields: Any) -> bytes:
         return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()

@@ -1,4 +1,4 @@
-"""The fields of OpenAI's images API, and those that sdflow takes besides, as pydantic checks them."""
+"""Pydantic models of OpenAI's images API with sdflow's additional fields."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from sdflow.disk.input_file import parse_json
 from sdflow.families.settings import ALL, SERVED, Settings, settings_of
 
 OF_TEXT = {name: each for name, each in SERVED.items() if each.needs is None}
-"""The settings that need no image."""
+"""Settings that need no image."""
 
 
 class Strict(BaseModel):
-    """Known fields only."""
+    """Rejects unknown fields."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class Lora(Strict):
-    """A LoRA of the server's folder, by name."""
+    """A LoRA of the server, by name."""
 
     name: str = Field(max_length=200)
     scale: float = Field(1.0, ge=-10, le=10, allow_inf_nan=False)
 
 
 class ControlField(Strict):
-    """An image for a ControlNet of the pipeline, by name. It counts from `start` to `end` of the steps."""
+    """An image for a ControlNet of the pipeline, by name. `start` and `end` are fractions of the steps."""
 
     name: str = Field(max_length=200)
     image: str = Field(description="In base64.")
@@ -38,21 +38,21 @@ class ControlField(Strict):
 
 
 class ImagePromptField(Strict):
-    """An image that an IP-Adapter of the pipeline reads."""
+    """An image for an IP-Adapter of the pipeline."""
 
     image: str = Field(description="In base64.")
     scale: float = Field(1.0, ge=-10, le=10, allow_inf_nan=False)
 
 
 def _from_json(value: Any) -> Any:
-    """A form has texts only: what is a list there comes as JSON."""
+    """Decode a list that a form carries as JSON text."""
     if isinstance(value, str):
         return parse_json(value)
     return value
 
 
 class Fields(Strict):
-    """What both ways to draw take besides the settings of a drawing. Those behind `partial_images` are not OpenAI's."""
+    """Fields of all requests except generation settings. Those after `partial_images` are sdflow's own."""
 
     prompt: Text = Field(description="Prompt.")
     model: str | None = Field(None, description="A pipeline of `/v1/models`. Default: the first.")
@@ -86,24 +86,24 @@ class Fields(Strict):
     progress: bool | None = Field(False, description="With `stream`: an event for every step, too.")
 
     def settings(self) -> Settings:
-        """The settings of the drawing, without its size."""
+        """Return the generation settings, without the size."""
         given = {name: getattr(self, name) for name in type(self).model_fields if name in ALL}
         return Settings(**settings_of(given.items()))
 
 
 @with_fields(OF_TEXT)
 class Generation(Fields):
-    """A request to draw from text."""
+    """Generate images from text."""
 
 
 @with_fields(SERVED)
 class Edit(Fields):
-    """A request to draw from an image, or into a part of it; the files come besides."""
+    """Generate images from an image, optionally only in a masked part of it. The form also carries the files."""
 
     input_fidelity: str | None = Field(None, description="Has no effect: see `strength`.")
 
 
 class Variation(Edit):
-    """A request for an image like another; OpenAI's has no prompt."""
+    """Generate an image similar to another. OpenAI's request has no prompt."""
 
     prompt: Text = Field("", description="Prompt.")

@@ -1,4 +1,4 @@
-"""How long the queue takes, from the steps that are left and the time that steps of finished images took."""
+"""Queue time estimates, from the steps left and the step times of finished images."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from sdflow.serve.jobs import Drawn, Job
 
 RECENT = 5
-"""Images whose median counts: the first of a size waits for its sessions."""
+"""Number of recent images for the median, because the first image of a size waits for its sessions."""
 
 
 class QueueSeconds:
-    """By pipeline and about by size: images of twice the pixels are another size."""
+    """Step times by pipeline and approximate size, as the rounded log2 of the pixels."""
 
     def __init__(self) -> None:
         self._steps: dict[tuple[str, int], deque[float]] = {}
@@ -23,26 +23,25 @@ class QueueSeconds:
         self._lanes = 1
 
     def start(self, name: str, found: Mapping[str, Any]) -> None:
-        """With what was measured when a pipeline was loaded."""
+        """Record what was measured when a pipeline was loaded."""
         self._lanes = found.get("lanes", 1)
         if seconds := found.get("batch_seconds"):
             best = min(taken / int(size) for size, taken in seconds.items())
             self._steps[name, _size(found["pixels"])] = deque([best], RECENT)
 
     def note(self, job: Job, drawn: Drawn) -> None:
-        """An image is finished."""
         key, seconds = (job.pipeline, _size(job.pixels)), drawn.seconds
         if "steps" in seconds:
             self._steps.setdefault(key, deque(maxlen=RECENT)).append(seconds["steps"] / job.steps)
             self._rests.setdefault(key, deque(maxlen=RECENT)).append(seconds["begin"] + seconds["end"])
 
     def of(self, job: Job, left: float) -> float:
-        """Of an image, of whose steps this part is left."""
+        """Return the seconds that an image still takes. left: fraction of its steps."""
         return job.steps * left * self._known(self._steps, job, 1.0) + self._known(self._rests, job, 0.0)
 
     def until(self, ended: int, drawing: Sequence[float], waiting: Sequence[float]) -> int:
-        """Seconds until so many images are finished, rounded up. drawing: what each image that shares the device takes; waiting:
-        those behind them."""
+        """Return the seconds until this many images finish, rounded up. drawing: seconds of each running image; these
+        share the device. waiting: seconds of each queued image."""
         if ended <= len(drawing):
             last = sorted(drawing)[ended - 1]
             seconds = sum(min(each, last) for each in drawing)
@@ -52,7 +51,7 @@ class QueueSeconds:
 
     @staticmethod
     def _known(known: Mapping[tuple[str, int], Sequence[float]], job: Job, otherwise: float) -> float:
-        """Of this size, else of the nearest one, by the number of pixels."""
+        """Return the median for this size, or scale that of the nearest size by the number of pixels."""
         size = _size(job.pixels)
         sizes = [each for pipeline, each in known if pipeline == job.pipeline]
         if not sizes:

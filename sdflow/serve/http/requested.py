@@ -1,4 +1,4 @@
-"""Requests to jobs: one for each image, held to the limits of the server and to what the pipeline can."""
+"""Convert requests to jobs, one per image, within the limits of the server and the features of the pipeline."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def jobs_of(
     conditioning: ConditioningImages = NOTHING,
     wildcards: Wildcards | None = None,
 ) -> list[Job]:
-    """The images of a request. most_pixels: of each. image, mask: what it begins with. loras, conditioning: of the fields,
-    found and read. wildcards: that its prompts may name.
+    """Return the jobs of a request. most_pixels: per image. image, mask: start image and mask. loras, conditioning:
+    resolved from the fields. wildcards: available to prompts.
 
-    Raises ApiError for what cannot be.
+    Raises ApiError for an invalid request.
     """
     images, previews = fields.n or 1, fields.partial_images or 0
     limits.require_at_most("n", images, limits.images)
@@ -95,7 +95,7 @@ def jobs_of(
         )
         for index, seed in enumerate((first + index) % (MOST_SEED + 1) for index in range(images))
     ]
-    # Each section between BREAKs is a chunk at least; the worker counts tokens, too.
+    # Each section between BREAKs is at least one chunk; the worker also counts tokens.
     texts = [text for job in jobs for text in (job.prompt, job.negative_prompt or "")]
     chunks = max(len(BREAK.split(text)) for text in texts) if settings.prompt_syntax == "a1111" else 1
     limits.require_cost(images, steps, pixels, chunks)
@@ -103,7 +103,7 @@ def jobs_of(
 
 
 def _require_settings(settings: Settings, model: ServedModel, image: Image | None, mask: Image | None) -> None:
-    """Raises ApiError for settings that the pipeline or the request's images leave without meaning."""
+    """Raise ApiError for settings that have no effect with this pipeline or without an image."""
     if settings.scheduler is not None:
         try:
             require_installed(known_scheduler(settings.scheduler, schedulers=model.schedulers))
@@ -139,8 +139,8 @@ def _size(
     image: Image | None,
     conditioning: ConditioningImages,
 ) -> dict[str, int]:
-    """Height and width of the image, as a call takes them; where none are said those of the image to start from, else of that for
-    a ControlNet, else that the first reference is read at."""
+    """Return the height and width arguments. The default is the size of the start image, else of the first ControlNet
+    image, else the size at which the first reference is read; empty if there are none."""
     wanted, multiple = read_size(fields.size), model.latents.granularity
     if wanted is None:
         references = folder_family(model.folder).references

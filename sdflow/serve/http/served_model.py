@@ -1,4 +1,4 @@
-"""What a pipeline folder tells of itself without being loaded: what `/v1/models` says, and what requests are held to."""
+"""Metadata of a pipeline folder, read without loading the pipeline: for `/v1/models` and to check requests."""
 
 from __future__ import annotations
 
@@ -30,10 +30,7 @@ from sdflow.runtime.files.soundness import require_sound_pipeline
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A pipeline that is served. checker: whether it has a safety checker. created: when it was built, in seconds since 1970.
-    arguments: the names of what its family, and its refiner's, take besides the common settings. nets: its ControlNets by name.
-    adapters: how many IP-Adapters it has. schedulers: those that its family knows. references: how many reference
-    images it takes at most."""
+    """A served pipeline."""
 
     name: str
     folder: Path
@@ -42,30 +39,29 @@ class ServedModel:
     defaults: Mapping[Task, Defaults]
     task: Task
     title: str
-    arguments: tuple[str, ...]
+    arguments: tuple[str, ...]  # beyond the common settings, of its family and its refiner's
     from_images: bool
-    checker: bool
-    created: int
-    nets: tuple[str, ...] = ()
-    adapters: int = 0
+    checker: bool  # whether it has a safety checker
+    created: int  # build time in seconds since 1970
+    nets: tuple[str, ...] = ()  # ControlNets by name
+    adapters: int = 0  # number of IP-Adapters
     schedulers: Mapping[str, SchedulerRow] = field(default_factory=dict)
-    references: int = 0
+    references: int = 0  # maximum number of reference images
 
     @property
     def verified(self) -> str | None:
-        """The level at which it was verified when it was built; None where it was not, or nobody knows."""
+        """The level at which it was verified when it was built; None if it was not or this is unknown."""
         said = self.manifest.origin.verified
         return None if said == NOT_SAID else said
 
     @property
     def left_aside(self) -> Approximation:
-        """What the workflow says of drawing with less work. Images are exact here: they share runs, at every step with all of the
-        model."""
+        """Approximations set by the workflow, which the server ignores: shared runs execute the whole model."""
         return Approximation.chosen(self.manifest.origin.said, None, None)
 
     @property
     def verdict(self) -> str:
-        """In words: whether it was verified, and by which measure."""
+        """Verification status as text, with the measure used."""
         if not self.verified:
             return "not verified"
         types = ", ".join(dict.fromkeys(self.manifest.origin.quantized.values()))
@@ -74,7 +70,7 @@ class ServedModel:
         return f"verified, {self.verified}{limits}{low_bits}"
 
     def to_json(self, most_pixels: int | None = None) -> dict[str, Any]:
-        """As OpenAI lists a model, and under `sdflow` what it is. most_pixels: of an image; None: not known yet."""
+        """Return the pipeline as an OpenAI model, with details under `sdflow`. most_pixels: None: not measured yet."""
         origin, latents = self.manifest.origin, self.latents
         return {
             "id": self.name,
@@ -108,10 +104,9 @@ class ServedModel:
 
 
 def read_served(folder: Path, *, require_verified: bool = False, check: bool = True) -> ServedModel:
-    """What a pipeline folder says. check: whether its files are held to the digests in it.
+    """Read a pipeline folder. check: verify its files against the recorded digests.
 
-    Raises UsageError for what is no pipeline, or is not verified where it must be, VerificationError for files that are not
-    what was built.
+    Raises UsageError if the folder is no pipeline or not verified as required, VerificationError if its files changed.
     """
     manifest, family, refiner = read_manifest(folder), folder_family(folder), refiner_of(folder)
     arguments = {**family.arguments, **({} if refiner is None else folder_family(refiner).arguments)}
@@ -144,7 +139,7 @@ def read_served(folder: Path, *, require_verified: bool = False, check: bool = T
 def read_all_served(
     folders: Sequence[Path], *, require_verified: bool = False, check: bool = True
 ) -> dict[str, ServedModel]:
-    """The pipelines by name. Raises UsageError as `read_served`, and for two of one name."""
+    """Return the pipelines by name. Raises UsageError like `read_served`, and for duplicate names."""
     found: dict[str, ServedModel] = {}
     for folder in folders:
         model = read_served(folder, require_verified=require_verified, check=check)

@@ -1,4 +1,4 @@
-"""`sdflow serve`: the application on uvicorn, from the port to the last request."""
+"""`sdflow serve`: run the application on uvicorn, from binding the port to draining the last request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sdflow.serve.http.settings import Settings
 
 DRAIN_SECONDS = 60.0
-"""How long requests that are being drawn may take when the server is told to end."""
+"""How long current requests may continue after a termination signal."""
 
 SILENT = {
     "HF_HUB_OFFLINE": "1",
@@ -28,27 +28,26 @@ SILENT = {
     "ORT_DISABLE_TELEMETRY": "1",
     "TRANSFORMERS_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
-    "OMP_NUM_THREADS": "1",  # torch's work is small here, and each call is a thread that would start threads of its own
+    "OMP_NUM_THREADS": "1",  # torch does little work here, and each calling thread would start its own pool
 }
 
 
 @dataclass(frozen=True)
 class Listening:
-    """Where and how it listens. port: 0: a free one. forwarded: addresses of proxies whose X-Forwarded-For and -Proto count, as
-    of uvicorn. drain: seconds that requests may go on when it is told to end. certificate, certificate_key: files of TLS."""
+    """Address and TLS of the server."""
 
     host: str
-    port: int
-    forwarded: str = "127.0.0.1"
-    drain: float = DRAIN_SECONDS
-    certificate: Path | None = None
-    certificate_key: Path | None = None
+    port: int  # 0: a free one
+    forwarded: str = "127.0.0.1"  # proxies whose X-Forwarded-For and -Proto headers are trusted, as in uvicorn
+    drain: float = DRAIN_SECONDS  # seconds that current requests may continue after a termination signal
+    certificate: Path | None = None  # TLS certificate file
+    certificate_key: Path | None = None  # TLS key file
 
 
 def serve(settings: Settings, where: Listening, started: Callable[[str, int], None] = lambda url, port: None) -> None:
-    """Serve until SIGTERM or Ctrl-C, then finish what was begun.
+    """Serve until SIGTERM or Ctrl-C, then finish current requests.
 
-    started: called with the URL and the port. Raises UsageError for a port in use, and for files of TLS that cannot be read.
+    started: called with the URL and the port. Raises UsageError if the port is in use or the TLS files cannot be read.
     """
     import uvicorn
 
@@ -79,11 +78,11 @@ def serve(settings: Settings, where: Listening, started: Callable[[str, int], No
     )
     if where.certificate is not None:
         with os_errors_as("is no certificate with its key", where.certificate):
-            config.load()  # it reads them
+            config.load()  # reads the TLS files
 
     class Server(uvicorn.Server):
-        """Takes no more drawings when it is told to end, and says so to whoever asks; it ends when all that it has begun is
-        done, or the time for that is over. Told twice, it ends what it has begun; a third time, itself."""
+        """Drains on the first signal: rejects new requests and exits when current ones finish or the drain time is
+        over. The second signal cancels current requests, the third exits at once."""
 
         end = float("inf")
 
@@ -100,9 +99,9 @@ def serve(settings: Settings, where: Listening, started: Callable[[str, int], No
                 config.timeout_graceful_shutdown = max(1, round(self.end - time.monotonic()))
             return await super().on_tick(counter)
 
-    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn's stand before them, and raise them again at the end
+    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn re-raises captured signals when it ends
         signal.signal(number, lambda *_: None)
-    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # its terminal is closed
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # the terminal was closed
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     scheme = "http" if where.certificate is None else "https"
     url = f"{scheme}://{f'[{where.host}]' if ':' in where.host else where.host}:{found}"
@@ -113,7 +112,7 @@ def serve(settings: Settings, where: Listening, started: Callable[[str, int], No
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there. Raises UsageError."""
+    """Return a listening socket. Raises UsageError."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
@@ -133,8 +132,8 @@ def access_of(
     admin_key_file: Path | None = None,
     hosts: Sequence[str] = (),
 ) -> Access:
-    """Who may ask. hosts: further names of this server. Raises UsageError for an address beyond this machine without a key,
-    unless that is meant."""
+    """Return the access control. hosts: additional names of this server. Raises UsageError for a non-loopback address
+    without a key, unless `no_auth` is set."""
     keys, admin_keys = (None if file is None else Keys(read_keys(file), file) for file in (key_file, admin_key_file))
     own = host in LOOPBACK
     if keys is None and not own and not no_auth:

@@ -1,4 +1,4 @@
-"""What a server was started with."""
+"""Settings of a server."""
 
 from __future__ import annotations
 
@@ -16,9 +16,6 @@ from sdflow.serve.log import log_line
 
 @dataclass(frozen=True)
 class Settings:
-    """Of a server. additions: None: its pipelines stay as they are, as on a cluster. root_path: the prefix of its paths behind a
-    proxy. traces: the collector that they are sent to."""
-
     models: Models
     worker: WorkerOptions
     access: Access
@@ -27,6 +24,6 @@ class Settings:
     log_prompts: bool = False
     wildcards: Wildcards | None = None
     log: Callable[..., None] = log_line
-    additions: Additions | None = NO_ADDITIONS
-    root_path: str = ""
-    traces: str | None = None
+    additions: Additions | None = NO_ADDITIONS  # None: pipelines cannot change, as on a cluster
+    root_path: str = ""  # prefix of the server's paths behind a proxy
+    traces: str | None = None  # URL of an OpenTelemetry collector

@@ -1,5 +1,5 @@
-"""Images that a request brings along: looked at before they are unpacked. For ControlNets and
-IP-Adapters, and as references, they come in base64; the files of an edit may be references too."""
+"""Images in requests, checked before they are decoded. Images for ControlNets and IP-Adapters are base64-encoded;
+references are too, or files of an edit."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ FORMATS = ("PNG", "JPEG", "WEBP")
 
 
 def read_upload(content: bytes, param: str, limits: Limits) -> Image:
-    """The first frame of an image file, as RGBA where it has transparent pixels, else as RGB.
+    """Decode the first frame of an image file, as RGBA if it has transparent pixels, otherwise as RGB.
 
-    Raises ApiError for what is no image of these formats, is damaged, or has too many pixels.
+    Raises ApiError if the file has another format, is damaged, or has too many pixels.
     """
     from PIL import ImageOps
 
@@ -34,13 +34,13 @@ def read_upload(content: bytes, param: str, limits: Limits) -> Image:
         turned = ImageOps.exif_transpose(opened)
         made = turned.convert("RGBA" if turned.has_transparency_data else "RGB")
         if made.mode == "RGBA" and made.getchannel("A").getextrema()[0] == 255:
-            made = made.convert("RGB")  # a browser's canvas writes alpha where nothing is transparent
+            made = made.convert("RGB")  # browsers' canvases write an alpha channel even if nothing is transparent
     return plain(made)
 
 
 @contextmanager
 def opened_image(content: bytes, param: str) -> Iterator[Any]:
-    """The image file, as PIL opens it. Raises ApiError for one that cannot be read."""
+    """Open an image file with PIL. Raises ApiError for an unreadable one."""
     import PIL.Image
 
     try:
@@ -48,19 +48,19 @@ def opened_image(content: bytes, param: str) -> Iterator[Any]:
             warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
             yield PIL.Image.open(io.BytesIO(content), formats=FORMATS)
     except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError, Warning) as error:
-        # The words of an unidentified image name the buffer's address.
+        # The message of UnidentifiedImageError contains the buffer's address.
         why = "" if isinstance(error, PIL.UnidentifiedImageError) else f": {error}"
         words = f"cannot be read as an image of {', '.join(FORMATS)}{why}"
         raise invalid(param, words, code="invalid_image") from error
 
 
 def read_base64(text: str, param: str, limits: Limits) -> Image:
-    """The image of a file in base64. Raises ApiError."""
+    """Decode a base64-encoded image file. Raises ApiError."""
     return read_upload(decoded(text, param), param, limits)
 
 
 def decoded(text: str, param: str) -> bytes:
-    """What is in base64, with or without `data:image/png;base64,` before it. Raises ApiError."""
+    """Decode base64, with or without a `data:image/png;base64,` prefix. Raises ApiError."""
     head, comma, rest = text.partition(",")
     encoded = rest if comma and head.startswith("data:") else text
     try:
@@ -70,19 +70,17 @@ def decoded(text: str, param: str) -> bytes:
 
 
 def as_pil(image: Image) -> Any:
-    """The image as PIL has it."""
     import PIL.Image
 
     return PIL.Image.frombytes(image.mode, image.size, image.pixels)
 
 
 def plain(opened: Any) -> Image:
-    """What PIL has opened."""
     return Image(opened.mode, opened.size, opened.tobytes())
 
 
 def as_mask(image: Image) -> Image:
-    """White where it is to be drawn. Of an image with transparent pixels these are drawn, as in OpenAI's API; else the white."""
+    """Return a mask, white where to inpaint: where RGBA is transparent, as in OpenAI's API, or the image is white."""
     from PIL import ImageOps
 
     opened = as_pil(image)
@@ -90,15 +88,15 @@ def as_mask(image: Image) -> Image:
 
 
 def as_rgb(image: Image) -> Image:
-    """Without its transparency: the colours that lie beneath."""
+    """Drop transparency, keeping the colors beneath it."""
     return image if image.mode == "RGB" else plain(as_pil(image).convert("RGB"))
 
 
 def start_and_references(
     fields: Fields, model: ServedModel, images: Sequence[Image], mask: Image | None
 ) -> tuple[Image | None, tuple[Image, ...]]:
-    """Of the image files of an edit, the one to start from and those that are references: without mask and strength, all are.
-    Raises ApiError for several images where the pipeline takes one."""
+    """Split the images of an edit into a start image and references. If the pipeline takes references and there is
+    neither a mask nor a strength, all are references. Raises ApiError for several images if the pipeline takes one."""
     if model.references and mask is None and getattr(fields, "strength", None) is None:
         return None, tuple(images)
     if len(images) > 1 and not model.references:
@@ -109,8 +107,8 @@ def start_and_references(
 def read_conditioning_images(
     fields: Fields, model: ServedModel, limits: Limits, references: tuple[Image, ...] = ()
 ) -> ConditioningImages:
-    """What a request brings along. references: that came as files. Raises ApiError for what is no image, and for what this
-    pipeline has no use for."""
+    """Decode the images in a request's fields. references: those uploaded as files. Raises ApiError for an invalid
+    image, and for images that the pipeline does not support."""
     count, param = len(references) + len(fields.references), "references" if fields.references else "image"
     if count and not model.references:
         raise invalid(param, f"{model.name} takes no reference images.")
@@ -133,7 +131,7 @@ def read_conditioning_images(
             ControlImage(each.name, read(each.image, "control"), each.scale, each.start, each.end)
             for each in fields.control
         ),
-        tuple(  # with one adapter all images are its, with several there is one for each
+        tuple(  # all images for a single adapter, else one for each
             ImagePrompt(read(each.image, param), each.scale, number if model.adapters > 1 else 0)
             for number, each in enumerate(shown)
         ),

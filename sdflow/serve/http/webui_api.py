@@ -1,5 +1,5 @@
-"""What the common clients of A1111's webui call to draw: `/sdapi/v1/txt2img`, `img2img`, `progress`, `interrupt`, `skip` and
-`options`. Prompts are read as the webui reads them, `<lora:name:0.8>` in them included."""
+"""The generation endpoints of A1111's webui that its common clients use: `/sdapi/v1/txt2img`, `img2img`, `progress`,
+`interrupt`, `skip` and `options`. Prompts have the webui's syntax, including `<lora:name:0.8>`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from sdflow.serve.jobs import Drawn, Image, Job, Preview, Stepped
 
 
 def loras_in(prompt: str) -> tuple[str, list[LoraField]]:
-    """The prompt without `<lora:NAME:SCALE>`, and what these name. Raises ApiError for a scale that is no number."""
+    """Return the prompt without `<lora:NAME:SCALE>`, and the LoRAs named in it. Raises ApiError."""
     found = []
     for name, scale in LORA.findall(prompt):
         try:
@@ -45,7 +45,7 @@ def loras_in(prompt: str) -> tuple[str, list[LoraField]]:
 
 @dataclass
 class _Open:
-    """A request that is being drawn. steps: done and in all, by image; preview: the last one."""
+    """A request in progress. steps: (finished, total) by image. preview: the latest one."""
 
     batch: int
     steps: dict[int, tuple[int, int]]
@@ -61,26 +61,24 @@ class _Open:
 
 @dataclass
 class _Own:
-    """What this API is to remember of an owner (a `Caller`'s): the webui draws one request at a time, so its clients ask about
-    whatever is being drawn."""
+    """State of one owner (of a `Caller`). Clients of the webui do not name requests, as it runs one at a time."""
 
     options: Options = field(default_factory=Options)
     open: dict[str, _Open] = field(default_factory=dict)
 
 
 def webui_routes(settings: Settings, drawing: Drawing) -> APIRouter:
-    """The routes."""
     routes = APIRouter(prefix="/sdapi/v1", tags=["A1111's webui"])
     owners: dict[str | None, _Own] = {}
 
     def own(request: Request) -> _Own:
         found = owners.setdefault(request.state.caller.owner, _Own())
-        if settings.models.named(found.options.sd_model_checkpoint) is None:  # it was removed since
+        if settings.models.named(found.options.sd_model_checkpoint) is None:  # removed meanwhile
             found.options.sd_model_checkpoint = None
         return found
 
     def seen(request: Request) -> dict[str, _Open]:
-        """What this one may see and stop: its owner's."""
+        """Return the requests that the caller may see and stop."""
         visible = [each for owner, each in owners.items() if request.state.caller.may_stop(owner)]
         return {name: found for each in visible for name, found in each.open.items()}
 
@@ -96,7 +94,7 @@ def webui_routes(settings: Settings, drawing: Drawing) -> APIRouter:
         scheduler = asked.scheduler_of(model.schedulers)
         width, height = asked.width or side, asked.height or side
         if isinstance(asked, FromImage) and image is not None and mask is not None:
-            if asked.inpaint_full_res:  # the part is enlarged to this size here, before the worker sees it
+            if asked.inpaint_full_res:  # check the size before scaling the part to it
                 most = drawing.most_pixels(model.name) or settings.limits.sent_pixels
                 settings.limits.require_size(height, width, model.latents.granularity, most)
             if asked.inpainting_fill == 0:
@@ -164,7 +162,7 @@ def webui_routes(settings: Settings, drawing: Drawing) -> APIRouter:
         if opened and not skip_current_image:
             first = next(iter(opened))
             shown = opened[first].preview
-            drawing.show(first)  # for the next time that this is asked
+            drawing.show(first)  # for the next poll
         return {
             "progress": share,
             "eta_relative": seconds / share - seconds if share else 0.0,
@@ -215,7 +213,7 @@ def _changed(options: Options, changes: Options) -> Options:
 
 
 def _info(asked: Text, jobs: Sequence[Job], files: list[bytes], size: tuple[int, int], model: str) -> dict[str, Any]:
-    """What the webui says of its images: `infotexts` are those in the files."""
+    """Return the webui's `info` object. `infotexts` are those in the files."""
     import PIL.Image
 
     texts = [PIL.Image.open(io.BytesIO(file)).info.get(PARAMETERS, "") for file in files]
@@ -240,7 +238,7 @@ def _info(asked: Text, jobs: Sequence[Job], files: list[bytes], size: tuple[int,
 
 
 async def _watched(drawing: Drawing, jobs: Sequence[Job], batch: int, own: _Own) -> dict[int, Drawn]:
-    """The images by index: all of them, unless it was interrupted."""
+    """Run the jobs and return the images by index: all of them unless the request was interrupted."""
     request, found = jobs[0].request, dict[int, Drawn]()
     seen = _Open(batch, {job.index: (0, job.arguments["num_inference_steps"]) for job in jobs})
     own.open[request] = seen
@@ -255,7 +253,7 @@ async def _watched(drawing: Drawing, jobs: Sequence[Job], batch: int, own: _Own)
                 found[message.index] = message
                 seen.finished += 1
     except ApiError:
-        if not seen.interrupted and not seen.skipped:  # servers of clusters end what was interrupted without an image
+        if not seen.interrupted and not seen.skipped:  # on a cluster, interrupted images end without a result
             raise
     finally:
         await messages.aclose()  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""The fields of A1111's webui API that clients send, as pydantic checks them.
+"""Pydantic models of A1111's webui API.
 
-Clients always send all fields. One that sdflow does not implement is accepted with the value that turns it off, and rejected with
-any other, so that nothing that was asked for is silently left out.
+Clients always send all fields. An unimplemented field is accepted only with a value that turns it off, so that nothing
+is silently ignored.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ OFF: dict[str, tuple[Any, ...]] = {
     "seed_resize_from_w": (0, -1),
     "sd_vae": ("Automatic", "None", ""),
 }
-"""The values that turn a field off, besides null; for all others 0, false, and what is empty."""
+"""Values besides null that turn a field off. All other fields are off if 0, false or empty."""
 
 
 class Known(BaseModel):
-    """Fields, and others that are turned off. WITHOUT_EFFECT: fields that change no image in the webui either, unless another is
-    turned on, and what is about its files: nothing is stored here."""
+    """Known fields, and others that are turned off. WITHOUT_EFFECT: fields that do not change images in the webui
+    either, unless another is on, and fields about its output files, as nothing is stored here."""
 
     model_config = ConfigDict(extra="allow")
     WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset()
@@ -46,15 +46,14 @@ class Known(BaseModel):
 
 
 class Options(Known):
-    """Settings: the pipeline of requests that name none, and how many layers of the text encoder count."""
+    """Settings: the default pipeline, and the text encoder layer to stop at, counted from the last."""
 
     sd_model_checkpoint: Words | None = None
     CLIP_stop_at_last_layers: Annotated[int | None, Field(ge=1, le=12)] = None
 
 
 class Unit(Known):
-    """An image for a ControlNet, as the webui's extension has it: a map already. Preprocessors, which make a map of an image,
-    are not implemented."""
+    """A ControlNet unit of the webui's extension. Its image is a map: preprocessors are not implemented."""
 
     WITHOUT_EFFECT = frozenset(
         ("low_vram", "lowvram", "processor_res", "threshold_a", "threshold_b", "pixel_perfect", "hr_option")
@@ -71,7 +70,7 @@ class Unit(Known):
     resize_mode: str | int = 0
 
     def field(self, start: str | None) -> ControlField:
-        """As the server's requests have it. start: the image of an img2img request, where there is no own. Raises ApiError."""
+        """Convert to the server's field. start: image of an img2img request, used if there is none. Raises ApiError."""
         if self.module not in (None, "", "none", "None"):
             words = f"the preprocessor {self.module!r} is not supported: send its result, with the module 'none'"
             raise _refused_unit(words)
@@ -83,7 +82,7 @@ class Unit(Known):
         return ControlField(name=name, image=image, scale=self.weight, start=start_at, end=end_at)
 
     def require_shape(self, size: tuple[int, int], drawn: tuple[int, int]) -> None:
-        """Raises ApiError for a map that is to be cropped or padded: it is stretched to the size that is drawn."""
+        """Raise ApiError for a map that would need cropping or padding: maps are stretched to the generated size."""
         across, down = size
         width, height = drawn
         stretched = self.resize_mode in (0, "Just Resize", "Scale to Fit (Just Resize)")
@@ -99,7 +98,7 @@ def _refused_unit(words: str) -> ApiError:
 
 
 class Text(Known):
-    """A request to draw from text."""
+    """Generate images from text."""
 
     WITHOUT_EFFECT = frozenset(
         ("denoising_strength", "firstphase_width", "firstphase_height", "image_cfg_scale", "script_args", "subseed")
@@ -124,12 +123,12 @@ class Text(Known):
     alwayson_scripts: dict[str, Any] = Field(default_factory=dict, description="Of the extensions, ControlNet only.")
 
     def settings(self) -> dict[str, Any]:
-        """The settings of a drawing by name, without size, seed and scheduler, which are spelled otherwise here."""
+        """Return the generation settings by name, except size, seed and scheduler, which have another form here."""
         named = {name: each.webui for name, each in COMMON.items() if each.webui in type(self).model_fields}
         return {name: getattr(self, field) for name, field in named.items()} | {"prompt_syntax": "a1111"}
 
     def units(self) -> list[Unit]:
-        """Its ControlNet units. Raises ApiError for other extensions that are turned on."""
+        """Return the ControlNet units. Raises ApiError if another extension is on."""
         found: list[Unit] = []
         for name, script in self.alwayson_scripts.items():
             arguments = script.get("args", []) if isinstance(script, dict) else script
@@ -143,14 +142,14 @@ class Text(Known):
         return [unit for unit in found if unit.enabled]
 
     def scheduler_of(self, schedulers: Mapping[str, SchedulerRow]) -> str | None:
-        """The scheduler of the sampler and the schedule type; None: the pipeline's own. Without a schedule type the webui takes
-        the sampler's usual one. Raises ApiError."""
+        """Return the scheduler for the sampler and schedule type; None for the pipeline's default. Without a schedule
+        type the webui uses the sampler's usual one. Raises ApiError."""
         sampler, schedule = self.sampler_name or self.sampler_index, self.scheduler
         if sampler is None or sampler == AUTOMATIC:
             if schedule in (None, "", AUTOMATIC, AUTOMATIC.lower()):
                 return None
             raise invalid("scheduler", f"the schedule type {schedule!r} needs a sampler: send sampler_name too.")
-        told = schedule or (None if sampler in schedulers else AUTOMATIC)  # our own names say it all
+        told = schedule or (None if sampler in schedulers else AUTOMATIC)  # sdflow's names include the schedule
         found = scheduler_of(sampler, told, schedulers)
         if found is None and scheduler_of(sampler, None, schedulers) is not None:
             words = f"{sampler} takes no schedule type {schedule!r} here; see /sdapi/v1/schedulers."
@@ -163,7 +162,7 @@ class Text(Known):
 
 
 class FromImage(Text):
-    """A request to draw from an image, in base64; with a mask, into its white part."""
+    """Generate images from a base64-encoded image; with a mask, only in its white part."""
 
     init_images: list[str] = Field(min_length=1, max_length=1)
     include_init_images: bool = False

@@ -1,4 +1,4 @@
-"""Inpainting as A1111's webui does it: what is below the mask, and drawing only the masked part of an image at the full size."""
+"""Inpainting like A1111's webui: filling the masked area, and generating only that part of an image at full size."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from sdflow.serve.jobs import Image
 
 
 def inverted(mask: Image) -> Image:
-    """White where it was black."""
     from PIL import ImageOps
 
     return plain(ImageOps.invert(as_pil(mask)))
 
 
 def filled(image: Image, mask: Image) -> Image:
-    """The image with the colors around the mask spread over what is below it, from far and then from near."""
+    """Fill the masked area with the surrounding colors, blurred from far to near."""
     import PIL.Image
     from PIL import ImageFilter, ImageOps
 
@@ -35,7 +34,7 @@ def filled(image: Image, mask: Image) -> Image:
 
 @dataclass(frozen=True)
 class Part:
-    """The masked part of an image, which is drawn alone and put back. box: left, top, right and bottom in the image."""
+    """The masked part of an image, which is generated alone and pasted back. box: left, top, right and bottom."""
 
     image: Image
     mask: Image
@@ -44,7 +43,7 @@ class Part:
 
     @classmethod
     def of(cls, image: Image, mask: Image, width: int, height: int, padding: int, blur: float) -> Part:
-        """Around the white of the mask, with padding, in the shape of width x height as far as the image goes."""
+        """Return the part around the mask's white plus padding, in the shape of width x height if the image allows."""
         opened = as_pil(mask).resize(image.size)
         left, top, right, bottom = opened.getbbox() or (0, 0, *image.size)
         across = _wider(left - padding, right + padding, (bottom - top + 2 * padding) * width / height, image.size[0])
@@ -52,12 +51,12 @@ class Part:
         return cls(image, plain(opened), (across[0], down[0], across[1], down[1]), blur)
 
     def cut(self, width: int, height: int) -> tuple[Image, Image]:
-        """The image and the mask to draw with, of this size."""
+        """Return the image and mask of the part, scaled to this size."""
         image, mask = (as_pil(each).crop(self.box).resize((width, height)) for each in (self.image, self.mask))
         return plain(image), plain(mask)
 
     def put_back(self, file: bytes) -> bytes:
-        """What was drawn, as a PNG file, in the whole image."""
+        """Paste the generated PNG file into the whole image."""
         import PIL.Image
         from PIL import ImageFilter
 
@@ -71,7 +70,7 @@ class Part:
 
 
 def _wider(low: int, high: int, length: float, limit: int) -> tuple[int, int]:
-    """An interval made as long as this at least, and moved to between 0 and the limit."""
+    """Extend an interval to at least this length, shifted to lie between 0 and the limit."""
     more = max(0, round(length) - (high - low))
     low, high = low - more // 2, high + more - more // 2
     if low < 0:

@@ -1,5 +1,5 @@
-"""What clients of A1111's webui ask for besides images: lists, settings, the text of a PNG file. What does not exist here is an
-empty list; what cannot be done is refused."""
+"""Other endpoints that clients of A1111's webui call: lists, settings, PNG metadata. Missing features are empty lists;
+unsupported actions are rejected."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SDAPI, CONTROLNET = "/sdapi/v1", "/controlnet"
 
 EMPTY = ("hypernetworks", "face-restorers", "realesrgan-models", "prompt-styles", "latent-upscale-modes", "sd-vae")
 REFRESHED = ("refresh-checkpoints", "refresh-loras", "refresh-vae", "refresh-embeddings")
-"""Files are looked for at every request, and pipelines are those that are served: there is nothing to refresh."""
+"""Nothing needs refreshing: files are looked up at every request, and the pipelines are those served."""
 
 REFUSED = {
     f"{SDAPI}/extra-single-image": "enlarging and restoring faces is not supported by this server",
@@ -46,13 +46,12 @@ REFUSED = {
 
 
 class PngInfo(BaseModel):
-    """An image in base64."""
+    """A base64-encoded image."""
 
     image: str
 
 
 def webui_lists(settings: Settings) -> APIRouter:
-    """The routes."""
     routes, served = APIRouter(tags=["A1111's webui"]), settings.models
 
     def listed(path: str, found: Any, summary: str) -> None:
@@ -77,7 +76,7 @@ def webui_lists(settings: Settings) -> APIRouter:
         ]
 
     def samplers() -> list[dict[str, Any]]:
-        """Those of any of the pipelines. One of noise and one of flow matching may have one name."""
+        """Return the samplers of all pipelines. A diffusion and a flow-matching sampler may share a name."""
         known = {name: row for model in served.values() for name, row in model.schedulers.items() if name in SAMPLERS}
         found: dict[str, list[str]] = {}
         for name in available(known):
@@ -177,7 +176,7 @@ def _refuse(words: str) -> Any:
 
 
 def _png_info(text: str) -> dict[str, Any]:
-    """Raises ApiError for what is no image."""
+    """Raises ApiError if the file is not an image."""
     with opened_image(decoded(text, "image"), "image") as opened:
         items = {name: said for name, said in opened.info.items() if isinstance(said, str)}
     said = items.get(PARAMETERS, "")

@@ -1,1 +1,1 @@
-"""LoRAs of a running server: merged into live sessions, by the same arithmetic as `sdflow bake`."""
+"""LoRAs on a running server, merged into live sessions with the same arithmetic as `sdflow bake`."""

@@ -1,7 +1,7 @@
-"""LoRAs in live sessions: the same bits as `sdflow bake` gives.
+"""LoRAs in live sessions, bit-identical to `sdflow bake`.
 
-The weights that LoRAs may touch are inputs of the graphs (`sdflow.runtime.sessions.live_weights`), computed from the checkpoint
-by the recipes of the graph, on the device, and copied into place before the next run.
+Weights that LoRAs may change are graph inputs (`sdflow.runtime.sessions.live_weights`). They are computed on the device
+from the checkpoint by the graph's recipes, and copied into place before the next run.
 """
 
 from __future__ import annotations
@@ -37,48 +37,47 @@ if TYPE_CHECKING:
     from sdflow.weights.recipe import Recipe
 
 READERS = frozenset(["Attention", "Conv", "Gemm", "MatMul", "NhwcConv"])
-"""Operators that take a weight which is no constant, and compute the same with it; NhwcConv over single pixels alone
-(`LiveWeights.open`)."""
+"""Operators that compute the same with a non-constant weight; NhwcConv only for 1x1 kernels (`LiveWeights.open`)."""
 
 LORAS_KEPT = 4
-"""Whose factors stay on the device."""
+"""Number of LoRAs whose factors stay on the device."""
 
 Layers = Sequence[tuple[Mapping[str, "Layer"], float]]
-"""What each LoRA holds for a submodel, and how much it counts."""
+"""The layers of each LoRA for one submodel, and its scale."""
 
 Names = Mapping[str, frozenset[str]]
-"""Names of initializers by submodel."""
+"""Initializer names by submodel."""
 
 
 @dataclass(frozen=True)
 class Structure:
-    """The graph of a submodel without weights, how its checkpoint is loaded, and the pipeline's own LoRAs."""
+    """The graph of a submodel without weights."""
 
     submodel: str
     folder: Path
-    load: Any
-    own: tuple[LoraInput, ...]
+    load: Any  # how its checkpoint is loaded
+    own: tuple[LoraInput, ...]  # LoRAs built into the pipeline
 
     @cached_property
     def parameters(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of all parameters of the module."""
+        """Shapes of all parameters of the module."""
         return read_parameters(self.folder)
 
     @cached_property
     def own_layers(self) -> Layers:
-        """Of the pipeline's own LoRAs."""
+        """Layers of the LoRAs built into the pipeline."""
         return read_loras(self.submodel, self.own, self.parameters, self.load.get("family", DEFAULT)).layers
 
     @cached_property
     def recipes(self) -> Mapping[str, Recipe]:
-        """How each initializer comes from the checkpoint, by name; of those that do."""
+        """Recipes of the initializers that are computed from the checkpoint, by name."""
         where = str(self.folder / MODEL_FILE)
         found = ((tensor, read_recipe(tensor, self.parameters, where)) for tensor in self._graph.initializer)
         return {tensor.name: recipe for tensor, recipe in found if recipe is not None}
 
     @cached_property
     def changeable(self) -> frozenset[str]:
-        """The initializers that may be inputs: they lie in the data file, and every operator that reads them can do that."""
+        """Initializers that can become inputs: in the data file, and read only by operators in READERS."""
         readers: dict[str, list[bool]] = {}
         for node in self._graph.node:
             takes = node.op_type in READERS and (node.op_type != "NhwcConv" or over_single_pixels(node))
@@ -89,7 +88,7 @@ class Structure:
 
     @cached_property
     def usual(self) -> frozenset[str]:
-        """Those of them that LoRAs are mostly made for: linear layers, and convolutions of single pixels."""
+        """The changeable initializers that most LoRAs target: linear layers and 1x1 convolutions."""
         return frozenset(
             name
             for name in self.changeable
@@ -97,7 +96,7 @@ class Structure:
         )
 
     def touched(self, layers: Layers) -> frozenset[str]:
-        """The initializers that these change."""
+        """Return the initializers that these layers change."""
         keys = {key for held, scale in layers if scale for key in held}
         return frozenset(
             name for name, recipe in self.recipes.items() if any(each.key in keys for each in params(recipe))
@@ -109,11 +108,11 @@ class Structure:
 
 
 class LiveLoras:
-    """Sessions of a pipeline, and what their weights are with LoRAs."""
+    """Sessions of a pipeline whose weights are inputs, and the weights with LoRAs."""
 
     def __init__(self, folder: Path, base: ServedPipeline, structures: Mapping[str, Structure], names: Names) -> None:
-        """names: what may be changed. Reads the parameters of the checkpoint that they come from: they stay in memory, in the
-        type that they are stored in. Raises CheckpointError when its files are not those that the pipeline was built with."""
+        """names: initializers that may change. Keeps their checkpoint parameters in memory, in the stored type. Raises
+        CheckpointError if the files are not those that the pipeline was built with."""
         place = base.base.place
         self.names, self._structures, self._device = names, structures, place.device
         self._kept_factors: dict[str, list[tuple[Mapping[str, Layer], Factors]]] = {}
@@ -128,17 +127,17 @@ class LiveLoras:
 
     @cached_property
     def size_of_sessions(self) -> int:
-        """Bytes beside those of the pipeline without LoRAs: the memory that is written, and the checkpoint's parameters."""
+        """Bytes in addition to the pipeline without LoRAs: the inputs and the checkpoint's parameters."""
         read: int = sum(values.nbytes for own in self._own.values() for values in own.values())
         return read + sum(each.size for each in self._live.values())
 
     def covers(self, names: Names) -> bool:
-        """Whether these may be changed."""
+        """Whether these initializers may change."""
         return all(wanted <= self.names.get(name, frozenset()) for name, wanted in names.items())
 
     def computed(self, names: Names, layers: Mapping[str, Layers], inputs: Sequence[LoraInput]) -> Values:
-        """The values of these with LoRAs beside the pipeline's own, on the device. layers: of each submodel. inputs: the files of
-        them. Raises CheckpointError for values that are not finite."""
+        """Compute these initializers on the device, with LoRAs in addition to the pipeline's own. layers: by submodel.
+        inputs: LoRA files. Raises CheckpointError for non-finite values."""
         import torch
 
         from sdflow.weights.on_device import evaluate, leaves_of, merged
@@ -156,7 +155,7 @@ class LiveLoras:
                     name: _by_itself(evaluate(recipe, found.__getitem__, device)) for name, recipe in recipes.items()
                 }
             every = [each for found in values.values() for each in found.values()]
-            # A sum with something that is not finite is not either.
+            # A sum is finite only if all its values are.
             sums = torch.stack([each.sum(dtype=torch.float32) for each in every]) if every else torch.zeros(0)
             finite = all(torch.isfinite(sums).tolist())
         if not finite:
@@ -164,8 +163,6 @@ class LiveLoras:
         return values
 
     def with_values(self, values: Values) -> ServedPipeline:
-        """The pipeline with these values."""
-
         def hold() -> None:
             for submodel, live in self._live.items():
                 live.hold(values.get(submodel, {}))
@@ -173,11 +170,10 @@ class LiveLoras:
         return self.pipeline.holding(hold)
 
     def forget_factors(self) -> None:
-        """Release those of LoRAs that are on the device."""
         self._kept_factors.clear()
 
     def _factors(self, submodel: str, held: Mapping[str, Layer]) -> Factors:
-        """Of a LoRA for a submodel; of the last ones they stay on the device, as long as what they are of is kept."""
+        """Return a LoRA's factors for a submodel, cached on the device by the identity of its layers."""
         import torch
 
         from sdflow.weights.on_device import Factors
@@ -207,7 +203,7 @@ class LiveLoras:
             }
 
     def _refuse(self, values: Values, layers: Mapping[str, Layers], inputs: Sequence[LoraInput]) -> None:
-        """Raises CheckpointError for the first value that is not finite, naming what it is from."""
+        """Raise CheckpointError for the first non-finite value, naming its source."""
         import torch
 
         from sdflow.weights.finite import FiniteWeights
@@ -224,7 +220,7 @@ class LiveLoras:
 
 
 def _by_itself(values: torch.Tensor) -> torch.Tensor:
-    """The values as C-contiguous memory in which nothing else is."""
+    """Return the values as C-contiguous memory with a storage of its own."""
     import torch
 
     alone = values.untyped_storage().nbytes() == values.numel() * values.element_size()
@@ -232,11 +228,11 @@ def _by_itself(values: torch.Tensor) -> torch.Tensor:
 
 
 class Values(dict[str, Mapping[str, "torch.Tensor"]]):
-    """By submodel and name of the initializer; a dict that can be referred to weakly."""
+    """Values by submodel and initializer name; a dict that supports weak references."""
 
 
 class SharedValues(Once[Values]):
-    """The weights of a pipeline by LoRAs. They stay for as long as a lane keeps them."""
+    """Weights of a pipeline by LoRAs, alive as long as a lane uses them."""
 
     def __init__(self) -> None:
         super().__init__(WeakValueDictionary())

@@ -1,9 +1,8 @@
-"""A pipeline with LoRAs, made while others are drawn: the same bits as `sdflow bake` gives.
+"""Pipelines with LoRAs, created while other images run, bit-identical to `sdflow bake`.
 
-The weights that LoRAs touch are computed from the checkpoint by the recipes of the graph, never by adding to weights that are
-there or taking from them. Where the graph allows it they are put into live sessions (`live_loras.py`), the same for all LoRAs;
-else files are written for sessions of their own (`sdflow.weights.bind`). Submodels that no LoRA touches are shared with the
-pipeline without LoRAs. The graph is the one in the cache; nothing is exported or fused.
+Weights with LoRAs are always computed from the checkpoint by the graph's recipes, never from existing weights. If the
+graph allows it, they go into live sessions (`live_loras.py`) shared by all LoRAs, otherwise into files for separate
+sessions (`sdflow.weights.bind`). Unchanged submodels are shared. The graph comes from the cache, without an export.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from sdflow.sources.loras.lora import read_lora, require_made_for
 from sdflow.weights.lora import LoraInput
 
 LORAS_READ = 8
-"""How many files of LoRAs stay in memory."""
+"""Number of LoRA files kept in memory."""
 
 COPIES = 2
-"""How often a submodel's weights lie in memory, about: a session for every size of batch may pack them for itself."""
+"""Approximate copies of a submodel's weights in memory: the session of each batch size may pack its own."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """A pipeline with LoRAs, and about how many bytes of weights are its own. unused: no other one draws with its sessions."""
+    """A pipeline with LoRAs. size: approximate bytes of its weights. unused: whether no other shares its sessions."""
 
     loras: tuple[LoraFile, ...]
     pipeline: ServedPipeline
@@ -47,22 +46,21 @@ class Made:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What LoRAs change. names: the initializers of each submodel. layers: what they hold for it. live: whether all of those may
-    be changed in sessions that live."""
+    """The changes that LoRAs make."""
 
     loras: tuple[LoraFile, ...]
-    names: Names
-    layers: Mapping[str, Layers]
-    live: bool
+    names: Names  # initializers by submodel
+    layers: Mapping[str, Layers]  # by submodel
+    live: bool  # whether live sessions can take all changes
 
 
 @dataclass(eq=False)
 class LoraPipelines:
-    """The pipeline of a folder with any LoRAs. Those that were asked for last stay, up to so many bytes of weights.
+    """The pipeline of a folder with any LoRAs. The most recently used ones are kept, up to `memory` bytes of weights.
 
-    cache: that the folder was built with; it is read with the first LoRA. values: of the same pipeline in all lanes. `read` and
-    `carry_out` may be called from another thread than the rest, `forget` from any. Raise UsageError for a pipeline that was
-    built in a way that LoRAs cannot be bound, or whose graphs are not in the cache, CheckpointError for a LoRA that does not fit.
+    cache: the cache that the folder was built with, read on the first LoRA. values: shared by all lanes. `read` and
+    `carry_out` may run in another thread than the other methods, `forget` in any. Methods raise UsageError if the
+    pipeline cannot take LoRAs or its graphs are not in the cache, CheckpointError for a LoRA that does not fit.
     """
 
     folder: Path
@@ -80,7 +78,7 @@ class LoraPipelines:
 
     @cached_property
     def built_from(self) -> Read:
-        """Its checkpoint, and the graphs that LoRAs go into."""
+        """The checkpoint, and the graphs that LoRAs apply to."""
         return read_structures(self.folder, self.cache)
 
     @property
@@ -89,16 +87,15 @@ class LoraPipelines:
 
     @property
     def there(self) -> list[ServedPipeline]:
-        """Those that are kept."""
         return [made.pipeline for made in list(self._made.values())]
 
     def served(self, loras: tuple[LoraFile, ...]) -> ServedPipeline:
-        """The pipeline with these, in this order: made if it is not there."""
+        """Return the pipeline with these LoRAs in this order, creating it if necessary."""
         found = self.get(loras)
         return self.keep(self.carry_out(self.read(loras))) if found is None else found
 
     def get(self, loras: tuple[LoraFile, ...]) -> ServedPipeline | None:
-        """The pipeline with these if it is there: kept, or in use."""
+        """Return the pipeline with these LoRAs if it exists, kept or in use."""
         loras = _counting(loras)
         if not loras:
             return self.base
@@ -108,8 +105,7 @@ class LoraPipelines:
             return self._alive.get(loras)
 
     def keep(self, made: Made) -> ServedPipeline:
-        """Keep one for as long as there is room beside the sessions for all LoRAs, it is asked for more than others, and none
-        of its LoRAs is forgotten."""
+        """Keep a pipeline unless a LoRA of it is forgotten, and drop the least recently used ones above the limit."""
         with self._lock:
             left = self.memory - self.size_of_sessions - made.size
             while self._made and sum(each.size for each in self._made.values()) > left:
@@ -120,7 +116,7 @@ class LoraPipelines:
         return made.pipeline
 
     def forget(self, path: str) -> None:
-        """Keep nothing that was made with the LoRA of this file, nor is being made now, until it is read anew."""
+        """Drop everything made with this LoRA file, including what is in progress, until it is read again."""
         with self._lock:
             self._forgotten.add(path)
             self._read = Once({}, LORAS_READ)
@@ -130,11 +126,11 @@ class LoraPipelines:
 
     @property
     def size_of_sessions(self) -> int:
-        """How many bytes those that are the same for all LoRAs take beside the pipeline."""
+        """Bytes of the sessions shared by all LoRAs, in addition to the pipeline."""
         return 0 if self._live is None else self._live.size_of_sessions
 
     def read(self, loras: tuple[LoraFile, ...]) -> Wanted:
-        """What these change. Nothing is done on the device."""
+        """Return the changes that these LoRAs make, without using the device."""
         loras = _counting(loras)
         with self._lock:
             self._forgotten.difference_update(each.path for each in loras)
@@ -142,14 +138,14 @@ class LoraPipelines:
         both = list(zip(held, [lora.scale for lora in loras], strict=True))
         layers: dict[str, Layers] = {name: [(each[name], scale) for each, scale in both] for name in self._structures}
         names = {name: found for name, each in self._structures.items() if (found := each.touched(layers[name]))}
-        # Differences are read from their files, which are checked after files of weights were written.
+        # Difference layers are read from their file lazily. Only `_written` checks afterwards that it is unchanged.
         every = [each for found in held for layer in found.values() for each in layer.values()]
         changeable = all(wanted <= self._structures[name].changeable for name, wanted in names.items())
         live = changeable and not self.base.why_alone and not any(isinstance(each, DifferenceLayer) for each in every)
         return Wanted(loras, names, layers, live)
 
     def carry_out(self, wanted: Wanted) -> Made:
-        """The pipeline with what was read."""
+        """Create the pipeline with these changes."""
         loras, names = wanted.loras, wanted.names
         before, live = self._live, self._live_for(names) if wanted.live else None
         if live is None:
@@ -159,17 +155,16 @@ class LoraPipelines:
         return Made(loras, live.with_values(values), size, live is not before)
 
     def prepare(self) -> ServedPipeline | None:
-        """Make what the first LoRA would wait for: sessions in which LoRAs are changed, None where that cannot be."""
+        """Create the live sessions ahead of the first LoRA. Return their pipeline, or None if not possible."""
         live = None if self.base.why_alone is not None else self._live_for({})
         return None if live is None else live.pipeline
 
     def use_files(self) -> None:
-        """From now on each combination of LoRAs has files and sessions of its own; those that live are let go."""
+        """Stop using live sessions and release them: each combination of LoRAs gets its own files and sessions."""
         self._files_alone, self._live = True, None
 
     def _live_for(self, names: Names) -> LiveLoras | None:
-        """Sessions in which these may be changed; None where that cannot be. What is there is made anew only for weights that
-        LoRAs seldom touch."""
+        """Return sessions in which these initializers may change, or None. Rarely changed ones need new sessions."""
         if self._files_alone:
             return None
         if self._live is None or not self._live.covers(names):
@@ -182,7 +177,7 @@ class LoraPipelines:
         return None if self._live.pipeline.why_alone else self._live
 
     def _layers(self, lora: LoraFile) -> Mapping[str, Mapping[str, Layer]]:
-        """What a LoRA holds for each submodel; the last ones stay, as they are small."""
+        """Return a LoRA's layers by submodel. They are small, so the last few stay in memory."""
 
         def read() -> Mapping[str, Mapping[str, Layer]]:
             path, checkpoint = Path(lora.path), self.built_from[0]
@@ -195,7 +190,7 @@ class LoraPipelines:
         return self._read.get(lora.sha256, read)
 
     def _written(self, loras: tuple[LoraFile, ...], touched: Sequence[str]) -> Made:
-        """The pipeline with submodels of its own, whose weights are written to files."""
+        """Create a pipeline with separate submodels whose weights are written to files."""
         from sdflow.weights.bind import BindRequest, bind
 
         scratch = Path(tempfile.mkdtemp(prefix="sdflow-loras-"))
@@ -217,7 +212,7 @@ class LoraPipelines:
 
 
 def _require_same(lora: LoraFile) -> None:
-    """What was read is kept by its digest. Raises CheckpointError for a file that became another since it was asked for."""
+    """Raise CheckpointError if the file changed since the request: contents are cached by its digest."""
     with os_errors_as("cannot be read", lora.path, kind=CheckpointError):
         found = digest_file(Path(lora.path))
     if found != lora.sha256:
@@ -229,5 +224,5 @@ def _inputs(loras: Sequence[LoraFile]) -> list[LoraInput]:
 
 
 def _counting(loras: Sequence[LoraFile]) -> tuple[LoraFile, ...]:
-    """Without those that count nothing."""
+    """Drop LoRAs with scale 0."""
     return tuple(lora for lora in loras if lora.scale)

@@ -1,4 +1,4 @@
-"""What a pipeline was built from, as far as LoRAs need it: read from the cache, without loading anything of the pipeline."""
+"""Read from the cache what LoRAs need to know of how a pipeline was built, without loading the pipeline."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Read = tuple[Checkpoint, dict[str, Structure]]
 
 
 def read_structures(folder: Path, cache: Path) -> Read:
-    """The checkpoint of a pipeline, and the graphs that LoRAs go into by submodel. Raises UsageError when it was built in a way
-    that LoRAs cannot be bound, or its graphs are not in the cache."""
+    """Return a pipeline's checkpoint, and the graphs that LoRAs apply to by submodel. Raises UsageError if the pipeline
+    was built in a way that cannot take LoRAs, or its graphs are not in the cache."""
     origin, where, store = read_manifest(folder).origin, folder / MANIFEST_FILE, Cache(cache)
     (plan,) = make_plan(workflow_of(where, origin, (), origin.name), store).pipelines
     checkpoint = plan.checkpoint
@@ -55,20 +55,20 @@ def read_structures(folder: Path, cache: Path) -> Read:
 
 
 class LoraFit:
-    """Whether a LoRA can be put into the pipelines of a server, which may come and go. For several threads."""
+    """Checks whether a LoRA fits a pipeline of the server. Pipelines may come and go. Thread-safe."""
 
     def __init__(self, models: Mapping[str, Any], cache: Path) -> None:
-        """models: each has its `folder`. cache: that they were built with."""
+        """models: with a `folder` each. cache: the cache that they were built with."""
         self._models, self._cache = models, cache
         self._read: dict[tuple[Path, int], Read] = {}
 
     def require(self, path: Path) -> None:
-        """Raises CheckpointError for a file that fits none of the pipelines, UsageError when none takes LoRAs at all."""
+        """Raise CheckpointError if the file fits none of the pipelines, UsageError if none of them takes LoRAs."""
         problems: list[CheckpointError | UsageError] = []
         for model in list(self._models.values()):
             try:
                 key = model.folder, (model.folder / MANIFEST_FILE).stat().st_mtime_ns
-                if key not in self._read:  # twice, if two ask at once: it is the same
+                if key not in self._read:  # concurrent callers may both read it: same result
                     self._read[key] = read_structures(model.folder, self._cache)
                 checkpoint, structures = self._read[key]
                 require_made_for(path, checkpoint)
@@ -77,6 +77,6 @@ class LoraFit:
                 problems.append(error)
             else:
                 return
-        fitting = [each for each in problems if isinstance(each, CheckpointError)]  # says more than that none goes in
+        fitting = [each for each in problems if isinstance(each, CheckpointError)]  # more specific than UsageError
         if problems:
             raise (fitting or problems)[0]

@@ -1,1 +1,1 @@
-"""`sdflow serve --on ray`: the server as an application of Ray Serve. One front answers, replicas draw."""
+"""`sdflow serve --on ray`: the server as a Ray Serve application, with a front and replicas."""

@@ -1,8 +1,9 @@
-"""The application of Ray Serve: a front, which is the server's own application behind Ray Serve's proxy, and the replicas.
+"""The Ray Serve application: a front, which is the server's own ASGI application behind Ray Serve's proxy, and
+replicas.
 
-All that requests share is the front's: the queue, LoRAs that were sent, metrics. So there is one, which needs no core of its own.
-How many replicas there are follows the images that are drawn or wait. Each image is a request of its own to Ray Serve, which
-chooses the replica; one whose replica is lost is drawn again by another: a job says all that its image depends on. Imports Ray.
+The front holds what requests share: queue, uploaded LoRAs and metrics. There is one, and it needs no core of its own.
+Replicas scale with the running and queued images. Each image is a request of its own, for which Ray Serve picks a
+replica. If the replica is lost, another one repeats it: a job contains all that its image depends on. Imports Ray.
 """
 
 from __future__ import annotations
@@ -40,22 +41,22 @@ from sdflow.serve.on_ray.replica import Replica, loras_id
 from sdflow.serve.on_ray.spread import NAME, QUIET, Spread
 
 ATTEMPTS = 4
-"""So often an image is begun whose replica is lost."""
+"""How often to start an image whose replica is lost."""
 LOST = (ActorDiedError, ActorUnavailableError, RayActorError)
 
 FORGOTTEN = 64
-"""The last LoRAs that were deleted, which each image's replica is told of: Ray Serve sends nothing to all replicas."""
+"""Recent LoRA deletions that each job carries along, because Ray Serve cannot broadcast to replicas."""
 REPLICAS = "Replica"
 REQUESTS = 1000
-"""That the front has under way at most: beside those that draw, the page's and a monitor's."""
+"""Maximum concurrent requests of the front, including the page and monitoring."""
 UPSCALE_SECONDS = 5.0
 
 
 def application(settings: Settings, spread: Spread) -> Any:
-    """What Ray Serve runs. All of it is read on the nodes under the same paths as here."""
+    """Build the Ray Serve application. Nodes read all files under the same paths as this machine."""
 
     def front() -> Any:
-        """In the front's process."""
+        """Create the front, in its process."""
         handle = serve.get_deployment_handle(REPLICAS, NAME)
         return make_app(settings, lambda hear: ReplicaLine(handle, hear))
 
@@ -91,7 +92,7 @@ def application(settings: Settings, spread: Spread) -> Any:
 
 
 class ReplicaLine:
-    """A `Line` to the replicas. handle: Ray Serve's, of their deployment."""
+    """A `Line` to the replicas. handle: Ray Serve's handle of their deployment."""
 
     def __init__(self, handle: Any, hear: Hear) -> None:
         self._handle, self._hear = handle, hear
@@ -99,17 +100,17 @@ class ReplicaLine:
         self._asking: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open: dict[tuple[str, int], bool] = {}
-        """Images by request and index: whether a replica has begun them."""
+        """(request, index) of each open image: whether a replica has begun it."""
         self._forgotten = deque[tuple[str, str]](maxlen=FORGOTTEN)
         self._memory = 0
 
     def start(self) -> None:
-        """In the event loop. What is said comes from it."""
+        """Start, in the event loop. Messages come from its thread."""
         self._loop = asyncio.get_running_loop()
         self._asking = self._loop.create_task(self._ask())
 
     def send(self, message: Order) -> None:
-        """In the event loop's thread. Which replica draws an image is not known here, so none can be shown before it is done."""
+        """Send an order, in the event loop's thread. Previews are not possible: the replica of an image is unknown."""
         if isinstance(message, Job):
             self._begin(message.request, self._draw(message))
         elif isinstance(message, Forget):
@@ -122,7 +123,7 @@ class ReplicaLine:
                     self._hear(Failed(request, index, "Interrupted", "it was interrupted"))
 
     def end(self) -> None:
-        """From another thread. What is under way is cancelled."""
+        """Cancel all work. Called from another thread."""
         assert self._loop is not None, "it was started"
 
         def cancel() -> None:
@@ -147,7 +148,7 @@ class ReplicaLine:
         task.add_done_callback(ended)
 
     async def _ask(self) -> None:
-        """Until the first replica answers."""
+        """Wait for the first replica to answer."""
         while True:
             with suppress(*LOST):
                 self._hear(Ready(await self._handle.found.remote()))
@@ -169,7 +170,7 @@ class ReplicaLine:
                             return
                 except LOST as error:
                     lost = f"its replica is gone ({type(error).__name__})"
-                except TaskCancelledError:  # by Ray Serve, at the end of the replica
+                except TaskCancelledError:  # by Ray Serve, when the replica shuts down
                     lost = "its replica ended"
                 self._open[place] = False
             self._hear(Failed(job.request, job.index, "ReplicaLost", f"{lost}, {ATTEMPTS} times"))
@@ -178,7 +179,7 @@ class ReplicaLine:
             self._count(())
 
     async def _drawn(self, job: Job) -> Any:
-        """One attempt. The replica knows it by a name of its own: images of a request may meet there."""
+        """Make one attempt, under a new request id: images of one request may meet on a replica."""
         known = loras_id(job)
         handle = self._handle.options(stream=True, multiplexed_model_id=known)
         response = handle.draw.remote(replace(job, request=uuid.uuid4().hex), known, tuple(self._forgotten))
@@ -199,6 +200,6 @@ class ReplicaLine:
             self._hear(replace(message, request=job.request, index=job.index))
 
     def _count(self, batches: tuple[tuple[int, int, float], ...]) -> None:
-        """What is drawn and waits in all replicas: each knows its own alone."""
+        """Report running and queued images of all replicas; each replica knows only its own."""
         drawing = sum(self._open.values())
         self._hear(Turned(batches, drawing, len(self._open) - drawing, self._memory))

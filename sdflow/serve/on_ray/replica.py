@@ -1,7 +1,7 @@
-"""A replica: draws the images that the front sends, in a worker process of its own, as the server of one machine does.
+"""A replica generates images for the front in its own worker process, like the server on a single machine.
 
-Which LoRAs it has loaded is known to Ray Serve by its own means, model multiplexing: a combination of LoRAs is a model there, and
-a request for one goes to a replica that has it, unless that has too much to do. Imports Ray.
+Ray Serve tracks loaded LoRAs by model multiplexing: a combination of LoRAs counts as a model, and its requests go to a
+replica that has it unless that one is overloaded. Imports Ray.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from sdflow.serve.jobs import Cancel, Drawn, Failed, Forget, Job, Lost, Message,
 from sdflow.serve.worker.worker import WorkerLine
 
 LORAS_HELD = 32
-"""Combinations of LoRAs that a replica counts as having; the last ones asked for. The worker keeps weights by bytes."""
+"""LoRA combinations that a replica reports as loaded, most recently used. The worker limits weights by bytes."""
 
 
 def loras_id(job: Job) -> str:
-    """What Ray Serve knows the LoRAs of a job by; "" without any. Other scales of the same files are the same: what is read of
-    them is shared."""
+    """Return the id of a job's LoRAs for Ray Serve, "" without any. Scales do not matter: the files are the same."""
     if not job.loras:
         return ""
     files = "\n".join([job.pipeline, *(lora.sha256 for lora in job.loras)])
@@ -33,12 +32,14 @@ def loras_id(job: Job) -> str:
 
 
 class Replica:
-    """One that draws. It is there once its pipelines are loaded."""
+    """A replica, ready once its pipelines are loaded."""
 
     async def __init__(self, options: WorkerOptions) -> None:  # type: ignore[misc]  # Ray Serve awaits it
-        """Raises RuntimeError in words when they cannot be."""
+        """Raises RuntimeError with the reason if they cannot be loaded."""
         loop = asyncio.get_running_loop()
-        os.environ.update({name: os.environ.get(name, value) for name, value in SILENT.items()})  # of the worker
+        os.environ.update(
+            {name: os.environ.get(name, value) for name, value in SILENT.items()}
+        )  # inherited by the worker
         self._requests: dict[str, asyncio.Queue[Message]] = {}
         self._found: Mapping[str, Mapping[str, Any]] | None = None
         self._ready = asyncio.Event()
@@ -62,20 +63,19 @@ class Replica:
             self._line.end()
 
     def check_health(self) -> None:
-        """Ray Serve asks now and then, and starts another replica in the place of one whose worker does not come back."""
+        """Called periodically by Ray Serve, which replaces the replica if its worker does not come back."""
         if self._lost is not None:
             raise RuntimeError(spelled(self._lost))
 
     async def found(self) -> Mapping[str, Mapping[str, Any]]:
-        """What it found out about each pipeline."""
+        """Return what was measured for each pipeline."""
         await self._ready.wait()
         assert self._found is not None, "it is ready"
         return self._found
 
     async def draw(self, job: Job, loras: str, forgotten: tuple[tuple[str, str], ...] = ()) -> AsyncIterator[Message]:
-        """What happens to one image, up to `Drawn`, `Failed` or `Lost`. job: with a request of its own. loras: as `loras_id`
-        gives it. forgotten: the LoRAs that were deleted last, each with a name of its deletion. However it ends, nothing of it
-        is drawn any more."""
+        """Generate one image and yield its messages, up to `Drawn`, `Failed` or `Lost`; cancel it if closed earlier.
+        job: with its own request id. loras: from `loras_id`. forgotten: (id, path) of recent LoRA deletions."""
         if loras:
             await self._holding(loras)
         await self._ready.wait()
@@ -98,8 +98,7 @@ class Replica:
 
     @serve.multiplexed(max_num_models_per_replica=LORAS_HELD)  # type: ignore[untyped-decorator,unused-ignore]
     async def _holding(self, loras: str) -> str:
-        """From now on Ray Serve knows that they are here. The worker loads them with the first job, and what comes meanwhile
-        waits there, and does not load them elsewhere too."""
+        """Mark these LoRAs as loaded before the worker loads them, so that further requests queue here."""
         return loras
 
     def _hear(self, message: Message) -> None:
@@ -114,13 +113,13 @@ class Replica:
             for queue in self._requests.values():
                 queue.put_nowait(message)
         elif isinstance(message, Turned):
-            for queue in list(self._requests.values())[:1]:  # one tells it: it is counted
+            for queue in list(self._requests.values())[:1]:  # only one: the front counts them
                 queue.put_nowait(message)
         elif isinstance(message, OfImage) and message.request in self._requests:
             self._requests[message.request].put_nowait(message)
 
 
 def spelled(lost: Lost) -> str:
-    """In one line."""
+    """Format the error as one line."""
     what = f"{lost.where}: {lost.what}" if lost.where else lost.what
     return f"{what}. {lost.remedy}" if lost.remedy else what

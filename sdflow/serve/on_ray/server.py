@@ -1,4 +1,4 @@
-"""`sdflow serve --on ray`: the application put on a cluster, held there, and taken down."""
+"""`sdflow serve --on ray`: deploy the application on a cluster, watch it and take it down."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS, WATCH_SECONDS = 0.3, 2.0
 ANSWER_SECONDS = 30.0
-"""In which the proxy answers, once the application runs."""
+"""Timeout for the proxy's first answer once the application runs."""
 SERVE_FAILS = "The replicas' logs, on their nodes: /tmp/ray/session_latest/logs/serve."
 
 
@@ -35,10 +35,10 @@ def serve_on_ray(
     spread: Spread,
     started: Callable[[str, int], None] = lambda url, port: None,
 ) -> None:
-    """Serve on a cluster until SIGTERM or Ctrl-C, then finish what was begun, and take it down.
+    """Serve on a cluster until SIGTERM or Ctrl-C, then finish current requests and take the application down.
 
-    host, port: of Ray Serve's proxy, on the head node. started: as of `serve`. Raises UsageError where Ray Serve is not
-    installed, there is no cluster, it cannot listen there, or the replicas cannot start.
+    host, port: of Ray Serve's proxy on the head node. started: see `serve`. Raises UsageError if Ray Serve is not
+    installed, there is no cluster, the address is taken, or the replicas cannot start.
     """
     ray = connect(spread.address)
     try:
@@ -79,7 +79,7 @@ def _ray_serve() -> Any:
 
 
 def _make_room(serve: Any, spread: Spread) -> None:
-    """Raises UsageError for an application that is there, unless it is to give way."""
+    """Delete a running application if `spread.take_over`, otherwise raise UsageError."""
     if NAME not in _applications(serve):
         return
     if not spread.take_over:
@@ -88,11 +88,11 @@ def _make_room(serve: Any, spread: Spread) -> None:
             where="--on",
             remedy="End it where it was started, or let this one take its place: --take-over.",
         )
-    serve.delete(NAME)  # what it has begun is finished first
+    serve.delete(NAME)  # finishes current requests first
 
 
 def _applications(serve: Any) -> Any:
-    """What Ray Serve runs, by name. Raises UsageError when the cluster is gone."""
+    """Return Ray Serve's applications by name. Raises UsageError if the cluster is gone."""
     from ray.exceptions import RayError
 
     try:
@@ -106,7 +106,6 @@ def _applications(serve: Any) -> Any:
 
 
 def _head(ray: Any) -> str:
-    """The address of the head node."""
     for node in ray.nodes():
         if node["Alive"] and "node:__internal_head__" in node["Resources"]:
             return str(node["NodeManagerAddress"])
@@ -114,7 +113,7 @@ def _head(ray: Any) -> str:
 
 
 def _lacking(ray: Any, cores: int, spread: Spread) -> str | None:
-    """What no node has that a replica asks for. Nodes may still come."""
+    """Return a message if no current node has the resources of a replica. Nodes may still join."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if any(node.get("GPU", 0) >= spread.gpus and node.get("CPU", 0) >= cores for node in nodes):
         return None
@@ -123,7 +122,7 @@ def _lacking(ray: Any, cores: int, spread: Spread) -> str | None:
 
 
 def _put(serve: Any, settings: Settings, host: str, port: int, spread: Spread) -> float | None:
-    """When Ray Serve has taken it. Raises UsageError for what it refuses."""
+    """Deploy the application and return its deployment time. Raises UsageError if Ray Serve rejects it."""
     from ray.exceptions import RayError
 
     from sdflow.serve.on_ray.application import application
@@ -142,13 +141,13 @@ def _put(serve: Any, settings: Settings, host: str, port: int, spread: Spread) -
 
 
 def _deployed(serve: Any) -> float | None:
-    """When the application was put there that is there; another one has another time. None: there is none."""
+    """Return the deployment time of the running application, which identifies it; None without one."""
     found = _applications(serve).get(NAME)
     return None if found is None or found.status == "DELETING" else found.last_deployed_time_s
 
 
 def _wait_until_running(serve: Any, ended: threading.Event) -> bool:
-    """Whether it runs; not when it is ended before. Raises UsageError when it cannot."""
+    """Wait until the application runs; False if `ended` is set first. Raises UsageError if it fails."""
     while not ended.wait(LOOK_SECONDS):
         found = _applications(serve).get(NAME)
         if found is None:
@@ -162,20 +161,20 @@ def _wait_until_running(serve: Any, ended: threading.Event) -> bool:
 
 
 def _reason(message: str) -> str:
-    """What is told by the last line that names an error."""
+    """Return the last line that names an error."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     named = [line for line in lines if "Error: " in line]
     return (named or lines or ["Ray Serve does not say why"])[-1]
 
 
 def _require_answer(url: str) -> None:
-    """Raises UsageError when the proxy listens elsewhere: it belongs to the cluster, and who came first has chosen."""
+    """Raise UsageError if the cluster's proxy listens elsewhere: its address is fixed by the first application."""
     end = time.monotonic() + ANSWER_SECONDS
     while time.monotonic() < end:
         try:
             with urllib.request.urlopen(f"{url}/healthz", timeout=LOOK_SECONDS * 10):
                 return
-        except urllib.error.HTTPError:  # it answers, for hosts by other names
+        except urllib.error.HTTPError:  # it answers, but rejects this Host
             return
         except OSError:
             time.sleep(LOOK_SECONDS)
@@ -187,11 +186,11 @@ def _require_answer(url: str) -> None:
 
 
 def _take_down(serve: Any, ours: float | None) -> bool:
-    """Whether it was still there, or was about to come. What was begun is finished first. Ray Serve ends too, where it serves
-    nothing else."""
+    """Delete the application after current requests finish, and shut Ray Serve down if it serves nothing else. Return
+    False if the application was replaced or deleted before."""
     from ray.exceptions import RayError
 
-    with suppress(RayError, RuntimeError, TimeoutError, UsageError):  # the cluster is gone, and the application with it
+    with suppress(RayError, RuntimeError, TimeoutError, UsageError):  # the cluster and the application are gone
         if ours is not None and _deployed(serve) != ours:
             return False
         serve.delete(NAME)

@@ -1,4 +1,4 @@
-"""How a server is spread over a cluster, as the command line says it."""
+"""Distribution of a server over a cluster, from command-line options."""
 
 from __future__ import annotations
 
@@ -8,27 +8,25 @@ from sdflow.errors import UsageError
 from sdflow.processes.on_ray.cluster import ray_address
 
 NAME = "sdflow"
-"""Of the application."""
 QUIET = {"log_level": "WARNING", "enable_access_log": False}
 
 
 @dataclass(frozen=True)
 class Spread:
-    """address: of the cluster. least, most: replicas. gpus: of each, 0.5 for a half. queue: images for each, at which another one
-    is started. take_over: an application of this name that runs there already gives way."""
+    """Cluster and replicas of a server."""
 
     address: str
-    least: int = 1
-    most: int = 1
-    gpus: float = 0.0
-    queue: int = 4
-    take_over: bool = False
+    least: int = 1  # replicas
+    most: int = 1  # replicas
+    gpus: float = 0.0  # per replica; 0.5 shares one between two
+    queue: int = 4  # images per replica above which another one starts
+    take_over: bool = False  # replace a running application of the same name
 
 
 def read_spread(
     on: str | None, port: int, replicas: str | None, gpus: float | None, queue: int | None, take_over: bool
 ) -> Spread | None:
-    """Of the options; None: on this machine. Raises UsageError for those that do not fit together."""
+    """Read the options; None means this machine. Raises UsageError for options that conflict."""
     if on is None:
         if replicas is not None or gpus is not None or queue is not None or take_over:
             raise UsageError(
@@ -48,7 +46,7 @@ def read_spread(
 
 
 def read_replicas(text: str) -> tuple[int, int]:
-    """Least and most, of "2" or "1:4". Raises UsageError."""
+    """Return the minimum and maximum of "2" or "1:4". Raises UsageError."""
     least, colon, most = text.partition(":")
     found = [int(each) if each.isascii() and each.isdigit() else 0 for each in (least, most if colon else least)]
     if not 0 < found[0] <= found[1]:

@@ -1,9 +1,9 @@
-// The server's API, as the page calls it. Every failure is a Problem, whose message can be shown.
+// Client of the server's API. Every failure is a Problem with a message to show.
 
 import { dataUrl } from "./dom.js";
 
 export class Problem extends Error {
-  /** status: of HTTP; 0 where there was no answer. retryAfter: seconds. */
+  /** status: HTTP status, 0 without an answer. retryAfter: seconds. */
   constructor(message, status = 0, retryAfter = null) {
     super(message);
     this.status = status;
@@ -22,10 +22,10 @@ function headers() {
   return key ? { Authorization: `Bearer ${key}` } : {};
 }
 
-/** Where a path of the server is: a proxy may have put a prefix before it. */
+/** Resolve a path of the server, which may be behind a proxy's prefix. */
 const at = (path) => new URL(`..${path}`, import.meta.url);
 
-/** An answer that is good; raises Problem. */
+/** Fetch a successful answer. Throws Problem otherwise. */
 export async function ask(path, options = {}) {
   let answer;
   try {
@@ -40,18 +40,18 @@ export async function ask(path, options = {}) {
     const said = await answer.json();
     message = said.detail ?? said.error.message;
   } catch {
-    // It is not one of the server's own errors, so there is nothing better to show.
+    // Not an error of this server, so there is no better message.
   }
   const retry = Number(answer.headers.get("Retry-After"));
   throw new Problem(message, answer.status, retry || null);
 }
 
-/** The pipelines, each as `/v1/models` tells it. */
+/** Return the pipelines of `/v1/models`. */
 export async function models() {
   return (await (await ask("/v1/models")).json()).data;
 }
 
-/** The LoRAs that the server can read. */
+/** Return the LoRAs that the server can read. */
 export async function loras() {
   const { data } = await (await ask("/v1/loras")).json();
   return data.filter((lora) => !lora.error);
@@ -63,18 +63,18 @@ export async function uploadLora(file) {
   return (await ask("/v1/loras", { method: "POST", body: form })).json();
 }
 
-/** Of A1111's API: "samplers", "schedulers". */
+/** Return a list of A1111's API: "samplers" or "schedulers". */
 export async function webuiList(name) {
   return (await ask(`/sdapi/v1/${name}`)).json();
 }
 
-/** The text in an image file: {items, parameters}. */
+/** Return the metadata in an image file: {items, parameters}. */
 export async function imageText(file) {
   const body = JSON.stringify({ image: await dataUrl(file) });
   return (await ask("/sdapi/v1/png-info", { method: "POST", body, headers: { "Content-Type": "application/json" } })).json();
 }
 
-/** Whether the server generates now. */
+/** Whether the server is ready to generate. */
 export async function ready() {
   try {
     return (await fetch(at("/readyz"))).ok;
@@ -84,8 +84,8 @@ export async function ready() {
 }
 
 /**
- * Generate one image. fields: as the API names them. start: {image: Blob, mask: Blob or null}, or null.
- * on: {progress(done, total), preview(url)}. Returns {url, seed, flagged, warnings}. Raises Problem, or AbortError for the signal.
+ * Generate one image. fields: those of the API. start: {image: Blob, mask: Blob or null}, or null.
+ * on: {progress(done, total), preview(url)}. Returns {url, seed, flagged, warnings}. Throws Problem, or AbortError if aborted.
  */
 export async function draw(fields, start, on, signal) {
   const wanted = { ...fields, n: 1, stream: true, progress: true, partial_images: 8 };

@@ -1,4 +1,4 @@
-// The API to read and to try out, from /openapi.json. Nothing is loaded from elsewhere.
+// Interactive API reference from /openapi.json, without third-party resources.
 
 import * as api from "./api.js";
 import { add, parts } from "./dom.js";
@@ -7,7 +7,7 @@ let document_ = null;
 
 const resolved = (schema) => (schema?.$ref ? document_.components.schemas[schema.$ref.split("/").pop()] : schema ?? {});
 
-/** What a field may be, in a few words. */
+/** Describe the type of a field. */
 function kind(schema) {
   const one = resolved(schema);
   if (one.anyOf) return one.anyOf.filter((each) => each.type !== "null").map(kind).join(" or ");
@@ -104,7 +104,7 @@ function ask(path, method, inputs, files, body, type) {
   return api.ask(whole, { method: "POST", body: form });
 }
 
-/** Images as images, all else as text. */
+/** Show images as images and other answers as text. */
 async function show(place, answer) {
   const text = await answer.text();
   place.replaceChildren();
@@ -112,7 +112,7 @@ async function show(place, answer) {
   try {
     found = JSON.parse(text);
   } catch {
-    add(place, "pre", text.replace(/"b64_json": "[^"]{40,}"/g, '"b64_json": "…"').slice(0, 20000)); // events, or figures
+    add(place, "pre", text.replace(/"b64_json": "[^"]{40,}"/g, '"b64_json": "…"').slice(0, 20000)); // events or metrics
     return;
   }
   const images = [...(found.images ?? []), ...(Array.isArray(found.data) ? found.data.map((each) => each.b64_json) : [])];

@@ -1,4 +1,4 @@
-// What the parts of the page share: the elements by id, making elements, and values kept in this browser.
+// Helpers for the page: elements by id, creating elements, and local storage.
 
 export const parts = Object.fromEntries([...document.querySelectorAll("[id]")].map((element) => [element.id, element]));
 
@@ -10,7 +10,7 @@ export function add(parent, name, text = "", kind = "") {
   return made;
 }
 
-/** label: what is read out, where the text is not enough. */
+/** label: for screen readers, if the text is not enough. */
 export function button(parent, text, action, label = "") {
   const made = add(parent, "button", text);
   made.type = "button";
@@ -23,11 +23,11 @@ export function kept(name, otherwise) {
   try {
     return JSON.parse(localStorage.getItem(`sdflow.${name}`)) ?? otherwise;
   } catch {
-    return otherwise; // what another program put there, or storage that is off
+    return otherwise; // not our value, or storage is disabled
   }
 }
 
-/** Whether there was room for it. */
+/** Store a value. Returns whether there was room. */
 export function keep(name, value) {
   try {
     localStorage.setItem(`sdflow.${name}`, JSON.stringify(value));
@@ -44,7 +44,7 @@ export function save(url, name) {
   link.click();
 }
 
-/** A file from a data URL: a content security policy may not let `fetch` read one. */
+/** Convert a data URL to a file without `fetch`, which a content security policy may block. */
 export function fileOf(url, name = "image.png") {
   const [head, encoded] = url.split(",");
   const bytes = Uint8Array.from(atob(encoded), (letter) => letter.charCodeAt(0));
@@ -60,7 +60,7 @@ export function dataUrl(file) {
   });
 }
 
-/** A small version of an image, as a data URL. Raises Error for what is no image. */
+/** Return a thumbnail as a data URL. Throws Error if the file is not an image. */
 export async function smaller(url, side = 144) {
   const image = new Image(), canvas = document.createElement("canvas");
   image.src = url;

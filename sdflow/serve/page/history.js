@@ -1,11 +1,11 @@
-// What was generated, with its settings, kept in this browser. Images are kept small, so that many fit.
+// History of generated images with their settings, in local storage. It keeps thumbnails, so that many fit.
 
 import { add, button, keep, kept, parts, smaller } from "./dom.js";
 
 const MOST = 60;
 
 export class History {
-  /** use: called with the settings of an image that are to be used again. */
+  /** use: called with the settings of an image to reuse. */
   constructor(use) {
     this.use = use;
     parts.clear_history.addEventListener("click", () => this.write([]));
@@ -48,7 +48,7 @@ export class History {
   }
 }
 
-/** The settings of an image in a line. */
+/** Summarize the settings of an image in one line. */
 export function tell(settings) {
   const loras = (settings.loras ?? []).map((lora) => `${lora.name} ${lora.scale}`);
   const parts = [`seed ${settings.seed}`, settings.size, `${settings.steps} steps`, `guidance ${settings.guidance_scale}`];

@@ -1,11 +1,11 @@
-// The list of LoRAs: a slider for each, search, the words that trigger them, uploading.
+// The list of LoRAs: sliders, search, trigger words and uploads.
 
 import * as api from "./api.js";
 import { add, button, parts } from "./dom.js";
 
 let rows = [];
 
-/** Ask the server for its LoRAs; those that were chosen stay so. */
+/** Reload the server's LoRAs and keep the selection. */
 export async function showLoras() {
   const before = chosen();
   const data = await api.loras();
@@ -58,12 +58,12 @@ function insert(word) {
   prompt.focus();
 }
 
-/** As the API names them. */
+/** Return the selected LoRAs in the API's format. */
 export function chosen() {
   return rows.filter(({ on }) => on.checked).map(({ name, scale }) => ({ name, scale: Number(scale.value) }));
 }
 
-/** Set all rows; the names that are not there. */
+/** Set all rows and return the names that do not exist. */
 export function choose(loras = []) {
   for (const each of rows) each.set(loras.find((lora) => lora.name === each.name));
   return loras.map(({ name }) => name).filter((name) => !rows.some((each) => each.name === name));

@@ -1,14 +1,14 @@
-// The image to start from, and the mask that is painted on it: with a pointer, a finger, or the keyboard.
+// The start image and the mask painted on it by mouse, touch or keyboard.
 
 import { fileOf } from "./dom.js";
 
 const PAINT = "#e0348c", MOST_UNDONE = 30;
 
 export class Start {
-  /** parts: the elements by id. size: what gives {width, height} of the image that is generated. */
+  /** parts: elements by id. size: returns {width, height} of the image to generate. */
   constructor(parts, size) {
     Object.assign(this, { parts, size, painted: false, erasing: false, before: [] });
-    this.at = null; // where the keyboard's brush is
+    this.at = null; // position of the keyboard's brush
     parts.clear_mask.addEventListener("click", () => this.clear());
     parts.remove_start.addEventListener("click", () => this.remove());
     parts.undo.addEventListener("click", () => this.undo());
@@ -26,14 +26,14 @@ export class Start {
     canvas.addEventListener("pointerleave", () => this.show());
     canvas.addEventListener("keydown", (event) => this.key(event));
     canvas.addEventListener("blur", () => this.show());
-    this.strokes = document.createElement("canvas"); // what is painted; the visible canvas shows the brush too
+    this.strokes = document.createElement("canvas"); // without the brush, which the visible canvas shows
   }
 
   get given() {
-    return !this.parts.start.hidden && !this.parts.start_tools.hidden; // another pipeline may have no use for it
+    return !this.parts.start.hidden && !this.parts.start_tools.hidden; // hidden if the pipeline does not support it
   }
 
-  /** Raises Error for what is no image. */
+  /** Throws Error if the file is not an image. */
   async take(file) {
     if (!file) return;
     const { start_image: image, mask } = this.parts;
@@ -59,7 +59,7 @@ export class Start {
     this.lift();
   }
 
-  /** Take an image that was generated here. */
+  /** Use a generated image. */
   async takeUrl(url) {
     await this.take(fileOf(url));
     this.parts.start.scrollIntoView({ block: "nearest" });
@@ -80,7 +80,7 @@ export class Start {
     this.parts.canvas_size.style.width = `${100 * Number(this.parts.zoom.value)}%`;
   }
 
-  // ---- what can be undone
+  // ---- undo
 
   remember() {
     this.before = [...this.before, this.pixels()].slice(-MOST_UNDONE);
@@ -103,7 +103,7 @@ export class Start {
     this.lift();
   }
 
-  /** A stroke is finished. */
+  /** Called after a stroke. */
   lift() {
     this.last = null;
     this.painted = new Uint32Array(this.pixels().data.buffer).some(Boolean);
@@ -151,13 +151,13 @@ export class Start {
     context.lineWidth = this.width();
     context.beginPath();
     context.moveTo(from.x, from.y);
-    context.lineTo(to.x + 0.01, to.y); // a line of no length is not drawn
+    context.lineTo(to.x + 0.01, to.y); // canvas does not draw a line of length zero
     context.stroke();
     context.globalCompositeOperation = "source-over";
     this.show(to);
   }
 
-  /** In the image's pixels: as wide on the screen at every zoom. */
+  /** Brush width in image pixels, constant on the screen at every zoom. */
   width() {
     return ((Number(this.parts.brush.value) / 100) * this.parts.mask.width) / Number(this.parts.zoom.value);
   }
@@ -176,7 +176,7 @@ export class Start {
     }
   }
 
-  /** {image, mask} as PNG files of the size that is generated; the mask is white where something is, or null. */
+  /** Return {image, mask} as PNG files of the size to generate. The mask is white where painted, null if nothing is. */
   async files() {
     if (!this.given) return null;
     const { width, height } = this.size();

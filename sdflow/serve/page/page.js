@@ -1,4 +1,4 @@
-// The page: what the form asks of the server, the queue, and where the images go.
+// The page: form, queue and grid of images.
 
 import * as api from "./api.js";
 import { fileOf, keep, kept, parts } from "./dom.js";
@@ -9,7 +9,7 @@ import { addReferences, references } from "./references.js";
 import * as fields from "./settings.js";
 import { Tile } from "./tile.js";
 
-const AT_ONCE = 4; // a browser keeps six connections to a server, and other requests need some
+const AT_ONCE = 4; // browsers open six connections per server, and other requests need some
 const running = new Set(), queue = [];
 let models = [], tiles = [];
 
@@ -19,7 +19,7 @@ const history = new History(use);
 const model = () => models.find((each) => each.id === parts.model.value)?.sdflow;
 const showModel = () => model() && fields.showModel(model());
 
-/** Put the settings of an image into the fields. */
+/** Set the fields from the settings of an image. */
 function use(settings) {
   if (models.some((each) => each.id === settings.model) && parts.model.value !== settings.model) {
     parts.model.value = settings.model;
@@ -36,7 +36,7 @@ function use(settings) {
   parts.prompt.scrollIntoView({ block: "center" });
 }
 
-/** What the fields say, as the API names it, for the image of this number. */
+/** Return the API fields of the image with this number. */
 function settings(index, seed) {
   const { width, height } = fields.size();
   const told = {
@@ -52,10 +52,10 @@ function settings(index, seed) {
     loras: loras.chosen(),
     strength: start.given ? Number(parts.strength.value) : undefined,
   };
-  return JSON.parse(JSON.stringify(told)); // without what is undefined
+  return JSON.parse(JSON.stringify(told)); // drops undefined values
 }
 
-/** The images that the fields ask for. */
+/** Return a tile for each image to generate. */
 function wanted(files) {
   const sent = { start: files, references: references() };
   const seed = parts.seed.value === "" ? crypto.getRandomValues(new Uint32Array(1))[0] : Number(parts.seed.value);
@@ -86,11 +86,11 @@ async function generate(event) {
   tiles = [...more, ...tiles];
   parts.images.classList.toggle("pairs", more.some((tile) => tile.note));
   parts.images.prepend(...more.map((tile) => tile.item));
-  if (parts.images.getBoundingClientRect().top > innerHeight) parts.images_title.scrollIntoView(); // below the form, on a phone
+  if (parts.images.getBoundingClientRect().top > innerHeight) parts.images_title.scrollIntoView(); // on a phone they are below the form
   for (const tile of more) enqueue(tile);
 }
 
-/** What a pipeline that only goes on from images, or only draws into them, still needs; null where nothing is. */
+/** Return the missing input of a pipeline that needs a start image or a mask, or null. */
 function lacking() {
   const task = model()?.task;
   if (task === "image" && !start.given) return "This pipeline needs an image to start from: choose one.";
@@ -104,7 +104,7 @@ function enqueue(tile) {
   queue.push(tile);
   tile.stop.signal.addEventListener("abort", () => {
     const place = queue.indexOf(tile);
-    if (place < 0) return; // it is being generated, and ends by itself
+    if (place < 0) return; // already running
     queue.splice(place, 1);
     cancelled(tile);
     tell();
@@ -153,7 +153,7 @@ function replace(tile) {
   enqueue(anew);
 }
 
-/** Generate, and where it is asked for, again with the next seed until the safety checker passes it. */
+/** Generate, and if requested, retry with the next seed until the safety checker passes the image. */
 async function untilPassed(tile, most) {
   for (let attempt = 1; ; attempt++) {
     const drawn = await patiently(tile);
@@ -162,7 +162,7 @@ async function untilPassed(tile, most) {
   }
 }
 
-/** Generate; where the server has too much to do or is loading, wait as long as it says and ask again. */
+/** Generate, and retry after the server's Retry-After if it is overloaded or loading. */
 async function patiently(tile) {
   const { references: shown, start: files } = tile.files;
   for (;;) {
@@ -191,7 +191,7 @@ function cancelAll() {
   for (const tile of [...queue, ...running]) tile.stop.abort();
 }
 
-// ---- what is shown
+// ---- display
 
 function tell() {
   const all = tiles.length, open = running.size + queue.length, stopped = tiles.filter((tile) => tile.again).length;
@@ -212,7 +212,7 @@ function problem(words) {
   parts.problem.textContent = words ?? "";
 }
 
-/** Do something that may fail, and show why it did. */
+/** Run an action and show its error, if any. */
 async function attempt(action) {
   problem(null);
   try {
@@ -229,7 +229,7 @@ async function explain(error) {
     parts.key_field.hidden = false;
     parts.key.focus();
   }
-  const theirs = error.status >= 400 && error.status < 500; // what the server refuses does not mean that it is gone
+  const theirs = error.status >= 400 && error.status < 500; // a rejected request does not mean that the server is down
   if (!theirs && !(await api.ready())) await untilBack();
 }
 
@@ -267,7 +267,7 @@ async function readSettings(file) {
 
 const refer = (files) => addReferences(files, model()?.references ?? 0);
 
-/** By where they are dropped, and what they are. */
+/** Handle dropped files by drop target and type. */
 async function dropped(event) {
   const files = [...event.dataTransfer.files], within = (part) => part.contains(event.target);
   const tensors = files.filter((file) => file.name.endsWith(".safetensors"));
@@ -282,7 +282,7 @@ async function dropped(event) {
 const chosenFile = (part, action) =>
   part.addEventListener("change", () => part.files.length && attempt(() => action([...part.files])));
 
-// ---- the wiring
+// ---- event handlers
 
 fields.listen();
 parts.settings.addEventListener("submit", generate);

@@ -1,10 +1,10 @@
-// The reference images of a pipeline that edits with them.
+// Reference images of a pipeline that supports them.
 
 import { add, button, dataUrl, parts, smaller } from "./dom.js";
 
 let urls = [];
 
-/** In base64, as the API takes them; none where the pipeline has no use for them. */
+/** Return the images in base64 for the API; none if the pipeline does not support them. */
 export const references = () => (parts.references.hidden ? [] : urls.map((url) => url.split(",")[1]));
 
 export async function addReferences(files, most) {

@@ -1,4 +1,4 @@
-// The fields of the form: what a pipeline makes of them, what is kept of them over a reload, and reading them from an image.
+// Form fields: defaults of the pipeline, persistence over reloads, and settings read from image files.
 
 import * as api from "./api.js";
 import { keep, kept, parts } from "./dom.js";
@@ -20,7 +20,7 @@ export function set(values) {
 
 export const size = () => ({ width: Number(parts.width.value), height: Number(parts.height.value) });
 
-/** Put a pipeline's own values into the fields. about: as `/v1/models` tells it. */
+/** Set the fields to a pipeline's defaults. about: its entry in `/v1/models`. */
 export function showModel(about) {
   const [width, height] = about.size.split("x");
   const defaults = about.defaults.text ?? Object.values(about.defaults)[0];
@@ -35,7 +35,7 @@ export function showModel(about) {
   parts.verdict.classList.toggle("good", Boolean(about.verified));
 }
 
-/** Sizes of about as many pixels as the pipeline's own: [["3:2 (624x416)", "624x416"]]. */
+/** Return sizes with about the pipeline's own number of pixels: [["3:2 (624x416)", "624x416"]]. */
 function presets({ size, multiple, max_pixels: most }) {
   const own = Number(size.split("x")[0]), found = new Map();
   for (const [across, down] of SHAPES) {
@@ -56,7 +56,7 @@ function showStrength() {
   parts.strength_value.textContent = parts.strength.value;
 }
 
-/** The fields as they were before a reload; the pipeline that was chosen then, if it is still there. */
+/** Restore the fields after a reload, with the previous pipeline if it still exists. */
 export function restore(models, choose) {
   const before = kept("fields", {});
   if (models.some((each) => each.id === before.model)) parts.model.value = before.model;
@@ -70,21 +70,21 @@ export function keepFields() {
   keep("fields", { model: parts.model.value, ...Object.fromEntries(values) });
 }
 
-/** The settings in the text of an image file, as the page names them, or null. sdflow's own say the most. */
+/** Return the page's settings from an image file's metadata, or null. sdflow's own metadata is preferred. */
 export async function read(file) {
   const { items, parameters: webui } = await api.imageText(file);
   try {
     return await settingsIn(items, webui);
   } catch (error) {
     if (error instanceof api.Problem) throw error;
-    return null; // another program's text of the same name
+    return null; // another program's metadata of the same name
   }
 }
 
 async function settingsIn(items, webui) {
   if (items.sdflow) {
     const said = JSON.parse(items.sdflow);
-    if (typeof said.prompt !== "string") return null; // a contact sheet has several
+    if (typeof said.prompt !== "string") return null; // a contact sheet has several prompts
     return { ...said, model: said.pipeline, size: said.size?.join("x"), scheduler: said.scheduler_name, weighted: said.prompt_syntax === "a1111" };
   }
   if (webui.Steps) {
@@ -105,7 +105,7 @@ async function settingsIn(items, webui) {
   return null;
 }
 
-/** Our names of a sampler and a schedule type of the webui: one, or another for flow matching. */
+/** Return sdflow's names for a webui sampler and schedule type: one for diffusion, one for flow matching. */
 async function schedulerOf(name, label = "Automatic") {
   const sampler = (await api.webuiList("samplers")).find((each) => each.name === name);
   const type = (await api.webuiList("schedulers")).find((each) => each.label === label)?.name;

@@ -1,12 +1,11 @@
-// One image of the grid: its preview, how far it is, what became of it.
+// One image of the grid: preview, progress and result.
 
 import { add, button, parts, save } from "./dom.js";
 import { tell } from "./history.js";
 import { view } from "./viewer.js";
 
 export class Tile {
-  /** settings: as the API names them. files: that go with them. note: what stands before them; compared: of which LoRA that
-   * tells, if of any. */
+  /** settings: fields of the API. files: sent with them. note: prefix of the caption. compared: the LoRA in the note, if any. */
   constructor(settings, files, note, compared) {
     Object.assign(this, { settings, files, note, compared, stop: new AbortController(), image: null, again: null });
     this.item = document.createElement("li");
@@ -29,7 +28,7 @@ export class Tile {
   }
 
   progress(done, total) {
-    this.first ??= { done, at: performance.now() }; // the first step may wait for a model that is being loaded
+    this.first ??= { done, at: performance.now() }; // the first step may include loading a model
     const steps = done - this.first.done;
     const left = steps ? ((performance.now() - this.first.at) / steps) * (total - done) / 1000 : null;
     this.bar.max = total;
@@ -46,7 +45,7 @@ export class Tile {
     Object.assign(this.image, { className: kind, alt, src: url });
   }
 
-  /** drawn: as of `api.draw`. actions: text -> what a button with that text does. */
+  /** drawn: result of `api.draw`. actions: button text -> handler. */
   finished({ url, flagged, warnings }, attempts, actions) {
     this.url = url;
     this.show(url, "finished", this.settings.prompt);
@@ -67,7 +66,7 @@ export class Tile {
     save(this.url, `${this.settings.seed}.png`);
   }
 
-  /** wrong: whether something failed; a request that was cancelled did not. */
+  /** wrong: whether it failed rather than was cancelled. */
   ended(words, wrong, again) {
     this.again = again;
     this.frame.hidden = !this.image;

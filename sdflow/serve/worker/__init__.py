@@ -1,1 +1,1 @@
-"""The process that draws, and the front's view of it."""
+"""The worker process, which generates images, and the server's connection to it."""

@@ -1,4 +1,4 @@
-"""The pipelines that draw jobs. One with LoRAs is made in a thread beside the engine, which goes on with what is there."""
+"""Pipelines that are ready for jobs. Those with LoRAs are created in a thread while the engine continues."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ log = logging.getLogger("sdflow.serve")
 
 
 class ReadyPipelines:
-    """A pipeline without LoRAs, and with them. One is made at a time.
-
-    On a GPU only files are read beside the engine: its one stream may be captured meanwhile.
-    """
+    """A pipeline, without and with LoRAs. One with LoRAs is created at a time. On a GPU the thread only reads files,
+    because the device's only stream may be capturing a graph."""
 
     def __init__(
         self,
@@ -31,8 +29,8 @@ class ReadyPipelines:
         values: SharedValues | None = None,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """folder: of the pipeline. cache, memory, values: as of `LoraPipelines`. changed: is called, in another thread, when what
-        was being made is there."""
+        """folder: of the pipeline. cache, memory, values: see `LoraPipelines`. changed: called in another thread when
+        one is ready."""
         self.base, self._changed = base, changed
         self._loras = LoraPipelines(folder, base, cache, memory, values or SharedValues())
         self.forget = self._loras.forget
@@ -41,10 +39,11 @@ class ReadyPipelines:
         self._coming: tuple[Job, Future[Made | Wanted]] | None = None
 
     def prepare(self, job: Job, sizes: Sequence[int], warm: Callable[[ServedPipeline], object]) -> None:
-        """Make what the first request with LoRAs would wait for, beside the engine; on a GPU now. What cannot be made, that
-        request will be told; where sessions for LoRAs cannot draw, for want of memory say, requests with LoRAs get their own.
+        """Create what the first request with LoRAs would wait for: in the background on a CPU, immediately on a GPU.
+        Errors are left to that request. If live sessions fail, for example out of memory, each LoRA gets its own
+        sessions.
 
-        job: one like those that will come. sizes: of the batches. warm: draws with a pipeline, for what is captured then.
+        job: similar to later ones. sizes: batch sizes. warm: runs a pipeline once, to capture graphs.
         """
 
         def make() -> ServedPipeline | None:
@@ -63,7 +62,7 @@ class ReadyPipelines:
                 self._loras.use_files()
 
     def ready(self, job: Job, *, begin: bool) -> bool:
-        """Whether `find` has nothing to wait for. begin: if it has, it is made from now on, unless another still is."""
+        """Whether `find` returns without waiting. begin: if not, start creating it, unless another is in progress."""
         if self._loras.get(job.loras) is not None:
             return True
         if self._is_coming(job):
@@ -73,7 +72,7 @@ class ReadyPipelines:
         return False
 
     def find(self, job: Job) -> ServedPipeline:
-        """Raises UsageError when LoRAs cannot be put into this pipeline, CheckpointError for one that does not fit."""
+        """Return the pipeline for a job. Raises UsageError or CheckpointError like `LoraPipelines`."""
         if (found := self._loras.get(job.loras)) is not None:
             return found
         coming = self._coming[1] if self._coming is not None and self._is_coming(job) else self._begin(job)
@@ -82,24 +81,24 @@ class ReadyPipelines:
         return self._loras.keep(self._loras.carry_out(made) if isinstance(made, Wanted) else made)
 
     def rest(self) -> None:
-        """Give back what only large images need."""
+        """Release what only large images need."""
         for each in (self.base, *self._loras.there):
             each.rest()
 
     def close(self) -> None:
-        """It is unloaded."""
+        """Stop the background thread when the pipeline is unloaded."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _is_coming(self, job: Job) -> bool:
-        """Whether what this job needs is being made, or was. What failed for another job is tried again."""
+        """Whether the job's pipeline is in progress or was created. One that failed for another job is tried again."""
         if self._coming is None or self._coming[0].loras != job.loras:
             return False
         wanted_by, coming = self._coming
         return wanted_by is job or not coming.done() or coming.exception() is None
 
     def _begin(self, job: Job) -> Future[Made | Wanted]:
-        """What was made for a job that was cancelled, or that another lane drew, may be wanted again, unless a LoRA of it was
-        removed. What was only read is let go."""
+        """Start creating the job's pipeline. A previous one that nobody fetched, because its job was cancelled or ran
+        in another lane, is kept for reuse, but not LoRAs that were only read."""
         if self._coming is not None and self._coming[1].exception() is None:
             made = self._coming[1].result()
             if isinstance(made, Made):
@@ -110,7 +109,6 @@ class ReadyPipelines:
         return coming
 
     def _make(self, job: Job) -> Made | Wanted:
-        """In the other thread."""
         wanted = self._loras.read(job.loras)
         if wanted.live and not self._in_background:
             return wanted

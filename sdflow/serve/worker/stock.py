@@ -1,9 +1,8 @@
-"""The pipelines of the process that draws, in all its lanes: loaded, unloaded where memory is short, added and removed, while
-others are drawn.
+"""The worker's pipelines in all lanes: loaded, unloaded when memory is short, added and removed while images run.
 
-One is loaded at a time: on the CPU in a thread beside the lanes; on a GPU by the lane, whose stream may be captured. Where the
-files of all are more than may stay loaded, those that were asked for longest ago make room once nothing of them is drawn; they
-take no new images until what they make room for is loaded, so that neither waits for ever.
+One pipeline loads at a time: on a CPU in a background thread, on a GPU in the lane's thread, because the lane's stream
+may be capturing a graph. If not all pipelines may stay loaded, the least recently used one is unloaded once none of its
+images are running. It takes no new images until its replacement is loaded, so that neither waits forever.
 """
 
 from __future__ import annotations
@@ -33,25 +32,23 @@ from sdflow.serve.loras.live_loras import SharedValues
 from sdflow.serve.worker.ready_pipelines import ReadyPipelines
 
 REST_SECONDS, MOST_REST, LOOK_SECONDS = 60.0, 3600.0, 5.0
-"""How long nothing is drawn before lanes are measured again, at first and at most, and between two looks."""
+"""Idle time before lanes are measured again, initially and at most, and the polling interval."""
 
 IDLE_SECONDS = 0.05
-"""Between two looks whether a pipeline is drawn that is to be unloaded."""
+"""Polling interval while a pipeline to be unloaded is still in use."""
 
 REMOVED = "its pipeline was removed"
 
 
 @dataclass
 class _Lane:
-    """What one lane draws with."""
-
     loaded: LoadedLane
     ready: dict[str, ReadyPipelines] = field(default_factory=dict)
     paces: dict[str, Pace] = field(default_factory=dict)
 
 
 class Stock:
-    """loaded: the lanes, with some of the pipelines. tell: receives what becomes of those that are added."""
+    """loaded: the lanes, with some of the pipelines. tell: receives the results of loading."""
 
     def __init__(self, options: WorkerOptions, loaded: list[LoadedLane], tell: Callable[[Message], None]) -> None:
         self._options, self._tell = options, tell
@@ -74,9 +71,9 @@ class Stock:
             Thread(target=self._choose_lanes_again, name="choice of lanes", daemon=True).start()
 
     def _adopt(self, loaded: list[LoadedLane]) -> None:
-        """Draw with these lanes from now on."""
+        """Use these lanes from now on."""
         with self._lock:
-            known = self._lanes[0].paces if self._lanes else {}  # those too that are not loaded now
+            known = self._lanes[0].paces if self._lanes else {}  # also of pipelines that are not loaded now
             paces = [{name: Pace(pace.seconds) for name, pace in known.items()} for _ in loaded]
             self._lanes = [_Lane(each, paces=of) for each, of in zip(loaded, paces, strict=True)]
         for name in list(loaded[0].pipelines):
@@ -89,7 +86,7 @@ class Stock:
         return Engine(partial(self.find, lane), lane.paces, tell, ready=ready, waiting=waiting)
 
     def _choose_lanes_again(self) -> None:
-        """Some time after requests were drawn: at the start the machine may have been busy."""
+        """Measure lanes again after requests have run: the machine may have been busy at startup."""
         waiting, known, pause = self.lanes.waiting, 0, REST_SECONDS
         while True:
             time.sleep(LOOK_SECONDS)
@@ -97,21 +94,21 @@ class Stock:
                 known, changed = waiting.drawn, False
                 try:
                     changed = self._pool.submit(self._measure_lanes).result()
-                except Exception as error:  # noqa: BLE001  (there may be no memory for it; the lanes stay)
+                except Exception as error:  # noqa: BLE001  (out of memory, for example; keep the lanes)
                     log_error(error)
                 pause = REST_SECONDS if changed else min(2 * pause, MOST_REST)
 
     def _measure_lanes(self) -> bool:
-        """Whether another number of lanes is better, which is there from now on."""
+        """Switch to another number of lanes if it is better, and return whether it was."""
         waiting, lanes = self.lanes.waiting, len(self._lanes)
         before, paces = waiting.drawn, list(self._lanes[0].paces.values())
         if any(each.seconds[1] >= loading.SMALL_SECONDS * lanes for each in paces):
-            return False  # of larger models one keeps all cores busy
+            return False  # one lane of a larger model uses all cores
         with self._lock:
             names = list(self._used)
         loaded = loading.load_lanes(replace(self._options, pipelines={name: self._folders[name] for name in names}))
         if waiting.drawn != before or waiting.busy or len(loaded) == lanes:
-            return False  # what is drawn beside it makes it say nothing
+            return False  # concurrent requests distort the measurement
         self.lanes.replace(partial(self._adopt, loaded))
         log_line("lanes", lanes=len(loaded))
         for name in names:
@@ -119,7 +116,7 @@ class Stock:
         return True
 
     def about(self, name: str) -> Mapping[str, Any]:
-        """What was found out about a pipeline when it was loaded."""
+        """Return what was measured when a pipeline was loaded."""
         first = self._lanes[0]
         return {
             "batch_seconds": dict(first.paces[name].seconds),
@@ -131,7 +128,7 @@ class Stock:
 
     @property
     def loading(self) -> bool:
-        """Whether images may have to wait for a pipeline."""
+        """Whether images may be waiting for a pipeline."""
         return self._is_loading or self._is_bringing
 
     @property
@@ -139,41 +136,41 @@ class Stock:
         return self._coming is not None and not self._coming.done()
 
     def submit(self, job: Job) -> None:
-        """Draw this when there is a place for it. One whose pipeline is not there any more has failed."""
-        with self.lanes.waiting.changed:  # so that it is not removed in between
+        """Queue a job. If its pipeline was removed, the job fails."""
+        with self.lanes.waiting.changed:  # keeps the pipeline from being removed in between
             if job.pipeline in self._folders:
                 self.lanes.submit(job)
                 return
         self._tell(Failed(job.request, job.index, "UsageError", REMOVED, "model"))
 
     def do(self, order: Load | Drop) -> None:
-        """While others are drawn. What becomes of it is told. Of the orders for one name, the newest counts."""
+        """Execute an order while images run, and report the result. The newest order for a name wins."""
         self._newest[order.name] = order
         self._begin(order)
 
     def forget(self, lora: str) -> None:
-        """Release the memory of weights with the LoRA of this file; what is being drawn with it is finished."""
+        """Release weights with this LoRA file; images that are running with it finish."""
         self._do(partial(self._forget, lora))
 
     def _begin(self, order: Load | Drop) -> None:
         self._do(partial(self._add, order) if isinstance(order, Load) else partial(self._drop, order))
 
     def _do(self, work: Callable[[], None]) -> None:
-        """Beside the lanes; on a GPU between two steps, as it would spoil a graph that is being captured."""
+        """Run in the background; on a GPU between two steps, because it would break a graph capture."""
         if self._on_cpu:
             self._pool.submit(work)
         else:
             self.lanes.do(work)
 
     def is_ready(self, lane: _Lane, job: Job, begin: bool) -> bool:
-        """Whether `find` has nothing to wait for. begin: if it has, that is begun."""
+        """Whether `find` returns without waiting. begin: if not, start loading."""
         with self._lock:
             name = job.pipeline
             if name not in self._folders:
                 self._problems[name] = UsageError(REMOVED, where="model")
                 return True
             if begin and not self._adding and not self._is_bringing:
-                self._leaving.discard(name)  # what it made room for was older, and is not wanted any more
+                self._leaving.discard(name)  # the older job that it made room for was cancelled
             found = None if name in self._leaving else lane.ready.get(name)
             if found is None:
                 if begin and name not in {*self._problems, *self._leaving}:
@@ -185,18 +182,19 @@ class Stock:
         return found.ready(job, begin=begin)
 
     def find(self, lane: _Lane, job: Job) -> ServedPipeline:
-        """Raises what kept it from being loaded."""
+        """Return the pipeline for a job. Raises the error that kept it from loading."""
         with self._lock:
             if problem := self._problems.pop(job.pipeline, None):
                 self._told[job.pipeline] = problem
                 raise problem
             found = lane.ready.get(job.pipeline)
-            if found is None:  # another lane was told in the meantime
+            if found is None:  # another lane took the error
                 raise self._told.get(job.pipeline) or UsageError(REMOVED, where="model")
         return found.find(job)
 
     def load_others(self) -> dict[str, Mapping[str, Any]]:
-        """What is known of all pipelines, those included that there is no room for: these are loaded once. Raises as loading."""
+        """Load each remaining pipeline once, unloading others for room. Return the measurements of all. Raises like
+        loading."""
         known = {name: self.about(name) for name in self._used}
         for name, folder in self._options.pipelines.items():
             if name not in known:
@@ -208,7 +206,7 @@ class Stock:
         return known
 
     def _bring(self, name: str) -> None:
-        """Load one, once there is room. Asked again until it is there."""
+        """Load a pipeline once there is room. Called repeatedly until it is loaded."""
         if self._is_bringing or not self._make_room(name):
             return
         if self._on_cpu:
@@ -218,7 +216,8 @@ class Stock:
             self._load_or_note(name)
 
     def _make_room(self, name: str) -> bool:
-        """Whether there is room for one more; unloads, one at each call, what was asked for longest ago and is not drawn."""
+        """Whether there is room for one more. Each call unloads at most the least recently used one, if it is not
+        running."""
         most, wanted = self._options.memory, {*self._used, name}
         if most is None or not self._used:
             return True
@@ -233,13 +232,13 @@ class Stock:
     def _load_or_note(self, name: str) -> None:
         try:
             self._load(name)
-        except Exception as error:  # noqa: BLE001  (whoever asked for it is told)
+        except Exception as error:  # noqa: BLE001  (reported to the job that needs it)
             self._problems[name] = error
         self._leaving.clear()
 
     def _load(self, name: str) -> None:
-        """In every lane; in the place of the one that is there, if there is one. Raises UsageError for a pipeline on a GPU among
-        several lanes."""
+        """Load a pipeline in every lane, replacing one of the same name. Raises UsageError on a GPU with several
+        lanes."""
         folder, begun, made = self._folders[name], time.perf_counter(), list[ServedPipeline]()
         self._is_loading = True
         try:
@@ -258,7 +257,7 @@ class Stock:
         log_line("loaded", pipeline=name, seconds=round(time.perf_counter() - begun, 2))
 
     def _keep(self, name: str, made: list[ServedPipeline], seconds: Sequence[Mapping[int, float]]) -> None:
-        """For jobs from now on; all lanes have it at the same moment."""
+        """Use these pipelines for new jobs, in all lanes at the same moment."""
         options, values, kept = self._options, SharedValues(), list[tuple[ReadyPipelines, Pace]]()
         memory = options.lora_memory // len(self._lanes)
         for pipeline, measured in zip(made, seconds, strict=True):
@@ -293,7 +292,7 @@ class Stock:
         _free()
 
     def _rest(self, lane: _Lane) -> None:
-        """Give back what the large images of a lane took."""
+        """Release what a lane's large images used."""
         with self._lock:
             every = list(lane.ready.values())
         for each in every:
@@ -311,7 +310,7 @@ class Stock:
                 self._adding = False
                 self._load(order.name)
                 found, said = self.about(order.name), ""
-            except Exception as error:  # noqa: BLE001  (it is told, and the others go on)
+            except Exception as error:  # noqa: BLE001  (reported; other pipelines continue)
                 said = error.what if isinstance(error, SdflowError) else f"{type(error).__name__}: {error}"
                 if not isinstance(error, SdflowError):
                     log_error(error)
@@ -338,13 +337,13 @@ class Stock:
             self._do_again(order)
 
     def _do_again(self, order: Load | Drop) -> None:
-        """When what is drawn now has gone on; on a GPU this is the thread that draws it."""
+        """Retry once running images have advanced; on a GPU this is the thread that runs them."""
         if self._on_cpu:
             time.sleep(IDLE_SECONDS)
         self._begin(order)
 
 
 def _free() -> None:
-    """Return to the system what Python has let go."""
+    """Return freed memory to the system."""
     gc.collect()
     trim()

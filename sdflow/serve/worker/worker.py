@@ -1,7 +1,7 @@
-"""The process that draws, apart from the one that answers, so that a crash takes no connection with it.
+"""The worker process generates images apart from the server, so that a crash does not drop connections.
 
-It gets jobs over a pipe and returns what happens to them (`sdflow.serve.jobs`); it ends when the pipe does. `WorkerLine` is the
-server's view of it.
+It receives jobs over a pipe, sends back messages (`sdflow.serve.jobs`) and ends with the pipe. `WorkerLine` controls
+it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ if TYPE_CHECKING:
     from sdflow.serve.worker.stock import Stock
 
 WAITS = (0.0, 1.0, 5.0, 15.0, 60.0)
-"""Seconds before a start, by how many ended in a row before they were ready; the last for all further ones."""
+"""Seconds before a restart, by the number of consecutive failed starts; the last one repeats."""
 
 END_SECONDS = 5.0
 
 
 class Sender(threading.Thread):
-    """Sends over a pipe in the order of calls, up to the first None. A message may be longer than what a pipe takes at once, and
-    neither the engine nor the server waits until the other has read it."""
+    """Sends messages over a pipe in order, until the first None, without blocking the caller on a full pipe."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(name="sender", daemon=True)
@@ -45,7 +44,7 @@ class Sender(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        with suppress(OSError):  # nobody is there any more, which whoever reads from the pipe finds out
+        with suppress(OSError):  # the other side is gone; the pipe's reader handles that
             while True:
                 self._connection.send(message := self._messages.get())
                 if message is None:
@@ -53,12 +52,12 @@ class Sender(threading.Thread):
 
 
 def work(connection: Connection, options: WorkerOptions, output: Connection | None = None) -> None:
-    """Load the pipelines, say so, and draw until the pipe ends. output: takes standard error, that of native libraries too."""
+    """Load the pipelines, report ready and run jobs until the pipe closes. output: receives standard error."""
     if output is not None:
         os.dup2(output.fileno(), 2)
-    os.environ.pop(ROTATED, None)  # the server keeps the file short
+    os.environ.pop(ROTATED, None)  # only the server rotates the file
     log_as_json()
-    for number in (signal.SIGINT, signal.SIGTERM):  # whoever started it ends it in order
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent process shuts it down
         signal.signal(number, signal.SIG_IGN)
     deny_network()
     sender = Sender(connection)
@@ -70,7 +69,7 @@ def work(connection: Connection, options: WorkerOptions, output: Connection | No
     sender.send(None)
     sender.join()
     sys.stderr.flush()
-    os._exit(0)  # no exit handlers: some libraries send their telemetry there
+    os._exit(0)  # no exit handlers: some libraries send telemetry in theirs
 
 
 def _draw(connection: Connection, options: WorkerOptions, tell: Tell, pulses: Pulses) -> None:
@@ -79,7 +78,7 @@ def _draw(connection: Connection, options: WorkerOptions, tell: Tell, pulses: Pu
     from sdflow.serve.engine.loading import load_lanes, patience_of, with_room
     from sdflow.serve.worker.stock import Stock
 
-    # What torch computes here is small. Each thread that draws would have more of torch's own, which spin beside ONNX Runtime's.
+    # torch does little work here, and its threads, which every lane would start, spin on ONNX Runtime's cores.
     torch.set_num_threads(1)
     loaded = load_lanes(with_room(options))
     stock = Stock(options, loaded, tell)
@@ -91,7 +90,7 @@ def _draw(connection: Connection, options: WorkerOptions, tell: Tell, pulses: Pu
 
 
 def _listen(connection: Connection, stock: Stock) -> None:
-    """Obey the server until the pipe ends or None comes."""
+    """Execute orders until the pipe closes or None arrives."""
     with suppress(EOFError, OSError):
         while (message := connection.recv()) is not None:
             if isinstance(message, Job):
@@ -108,7 +107,7 @@ def _listen(connection: Connection, stock: Stock) -> None:
 
 
 class WorkerLine:
-    """One worker at a time. hear: receives its messages, and `Lost` when it ends, from another thread."""
+    """Runs one worker at a time. hear: receives its messages, and `Lost` when it ends, from another thread."""
 
     def __init__(self, options: WorkerOptions, hear: Callable[[Message], None]) -> None:
         self._options, self._hear = options, hear
@@ -122,11 +121,11 @@ class WorkerLine:
 
     @property
     def pid(self) -> int | None:
-        """Of the worker; None while there is none."""
+        """Process id of the worker, None while there is none."""
         return None if self._process is None else self._process.pid
 
     def send(self, message: Order) -> None:
-        """Without waiting: a worker that computes reads later. Messages to a dead worker are lost."""
+        """Queue a message without waiting for the worker to read it. Messages to a dead worker are lost."""
         if isinstance(message, Load | Drop):
             self._newest[message.name] = message
         if isinstance(message, Drop):
@@ -135,7 +134,7 @@ class WorkerLine:
         self._send(message)
 
     def end(self) -> None:
-        """End the worker, and start no other."""
+        """End the worker without starting another."""
         self._ended.set()
         process = self._process
         if process is not None:
@@ -154,7 +153,7 @@ class WorkerLine:
                 self._hear(lost)
 
     def _run(self) -> tuple[Lost | None, bool]:
-        """One worker from its start to its end: why it ended, unless that was told, and whether it was ready before."""
+        """Run one worker. Return why it ended, unless already reported, and whether it was ready before."""
         ours, theirs = self._context.Pipe()
         heard, output = self._context.Pipe(duplex=False) if sys.platform != "win32" else (None, None)
         arguments = (theirs, self._options, output)
@@ -170,7 +169,7 @@ class WorkerLine:
         def give_up(lost: Lost) -> None:
             given_up.set()
             process.kill()
-            self._hear(lost)  # now: what hangs in a driver ends only when that lets it
+            self._hear(lost)  # at once: a process that hangs in a driver may not die yet
 
         watchdog = Watchdog(give_up)
         with suppress(EOFError, OSError):
@@ -193,14 +192,14 @@ class WorkerLine:
         return said or Lost("WorkerEnded", f"it ended with {words}"), ready
 
     def _note_loaded(self, loaded: Loaded) -> None:
-        """The next worker loads it too, unless it was removed while it was being loaded."""
+        """Make the next worker load this pipeline too, unless it was removed while loading."""
         order = self._newest.get(loaded.name)
         if loaded.found is not None and isinstance(order, Load) and order.number == loaded.number:
             self._options = replace(self._options, pipelines={**self._options.pipelines, loaded.name: loaded.folder})
 
 
 def _pass_on_output(heard: Connection) -> None:
-    """What the worker writes, as lines of JSON."""
+    """Forward the worker's output as JSON lines."""
     with heard, os.fdopen(os.dup(heard.fileno()), encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if line.startswith("{") and line.endswith("}\n"):
