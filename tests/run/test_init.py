@@ -165,7 +165,7 @@ def test_what_does_not_go_together_is_refused_and_nothing_is_written(
 
 def test_a_file_that_is_there_is_written_over_only_when_told_to(tmp_path: Path) -> None:
     (tmp_path / "w.yaml").write_text("mine")
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="already exists"):
         write_workflow(InitRequest(tmp_path / "w.yaml"))
     assert (tmp_path / "w.yaml").read_text() == "mine"
     write_workflow(InitRequest(tmp_path / "w.yaml", force=True))

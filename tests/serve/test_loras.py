@@ -238,7 +238,7 @@ def test_what_gives_infinite_weights_is_refused_by_its_file(built: Path, tmp_pat
     base = ServedPipeline.load(built / "pipelines/shapes_cpu", threads=1)
     pipelines = LoraPipelines(built / "pipelines/shapes_cpu", base, built / "cache", memory=1 << 30)
     large = Loras(tmp_path).find([("large", 0.5)])
-    with pytest.raises(CheckpointError, match="adds to mid_block.* are NaN or infinite") as told:
+    with pytest.raises(CheckpointError, match="added to mid_block.* are NaN or infinite") as told:
         pipelines.served((*of_samples(("outline", 0.5)), *large))
     assert told.value.where == str(tmp_path / "large.safetensors")
 
