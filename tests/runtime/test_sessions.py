@@ -90,7 +90,7 @@ def test_named_dimensions_get_the_sizes_of_the_inputs(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model.onnx", [helper.make_node("Neg", ["x"], ["z"])])
     shapes = {"x": (2, 4, 8, 16), "y": (2, 4)}
     assert free_dimensions(read_graph(model), shapes, str(model)) == {"batch": 2, "rows": 8, "columns": 16}
-    with pytest.raises(VerificationError, match="batch has conflicting sizes 2 and 3"):
+    with pytest.raises(VerificationError, match="dimension batch has conflicting sizes 2 and 3"):
         free_dimensions(read_graph(model), {**shapes, "y": (3, 4)}, str(model))
     with pytest.raises(VerificationError, match="x has size 4, not 5"):
         free_dimensions(read_graph(model), {**shapes, "x": (2, 5, 8, 16)}, str(model))
