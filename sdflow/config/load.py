@@ -198,7 +198,7 @@ class _Loader:
             return {name: chain for name, chain in chains.items() if name not in prompters}
         if not prompters & chains.keys():
             text = f"no chain for image prompts: `submodels` has no {' or '.join(sorted(prompters))}"
-            self.problems.add(self.document.mark, text, "extend a file that has it")
+            self.problems.add(self.document.mark, text, "extend a workflow that has it, such as base/sd15.yaml")
         return chains
 
     def _with_nets(self, chains: Mapping[str, Chain], nets: Mapping[str, str]) -> dict[str, Chain]:
@@ -207,7 +207,7 @@ class _Loader:
         others = {name: chain for name, chain in chains.items() if name not in kinds}
         if nets and not kinds & chains.keys():
             text = f"no chain for the ControlNets: `submodels` has no {' or '.join(sorted(kinds))}"
-            self.problems.add(self.document.mark, text, "extend a file that has it")
+            self.problems.add(self.document.mark, text, "extend a workflow that has it, such as base/sd15.yaml")
             return others
         of_nets = {kind: chain for kind, chain in chains.items() if kind in kinds}
         return others | {f"{kind}_{name}": chain for kind, chain in of_nets.items() for name in sorted(nets)}
@@ -217,7 +217,11 @@ class _Loader:
             document = apply(self.files.for_target(target), self.overrides, self.problems)
             submodels = document.entries.get("submodels")
             if submodels is None:
-                self.problems.add(document.mark, "no `submodels`", "extend a file that has them")
+                self.problems.add(
+                    document.mark,
+                    "no `submodels`",
+                    "extend a workflow that has them, such as `extends: base/sd15.yaml`",
+                )
             chains = self.chains.submodels(submodels, target) if submodels is not None else {}
             evaluate = evaluate_of(document.entries.get("evaluate"), self.problems)
             verify = verify_of(document.entries.get("verify"), self.problems)

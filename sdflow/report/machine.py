@@ -47,7 +47,7 @@ def print_targets(found: Sequence[Availability], *, as_json: bool) -> None:
                 "; ".join(filter(None, (each.reason, each.remedy))),
             )
         )
-    print_table("", ("target", "", "execution provider", "runs here", "why not, and what would help"), rows)
+    print_table("", ("target", "", "execution provider", "runs here", "reason and fix"), rows)
     put("Every target can be built here, even if it does not run here.")
 
 

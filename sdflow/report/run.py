@@ -36,7 +36,7 @@ FUSED = (
 
 
 def to_build(plan: Plan, cache: Cache, options: RunOptions) -> str:
-    """The number of steps to build, and what follows: "11 of 11 steps to build; measurement follows ...". "" if every
+    """The number of steps to build, and what follows: "11 of 11 steps to build, then measurement". "" if every
     step is cached, which progress reports itself, and nothing follows."""
     steps = [step for pipeline in plan.every for step in pipeline.steps(cache)]
     again = options.rebuild or options.check
@@ -49,9 +49,9 @@ def to_build(plan: Plan, cache: Cache, options: RunOptions) -> str:
     verified = options.verify and any(each.verify is not None for each in specs)
     measured = options.evaluate and any(each.evaluate.latency or each.evaluate.image for each in specs)
     if follows := [name for name, wanted in (("verification", verified), ("measurement", measured)) if wanted]:
-        without = " (--no-evaluate: no measurement)" if measured and not building else ""
-        said.append(f"{' and '.join(follows)} follow{'s' if len(follows) == 1 else ''} as the workflow says{without}")
-    return "; ".join(said)
+        without = " (skip the measurement with --no-evaluate)" if measured and not building else ""
+        said.append(f"then {' and '.join(follows)}{without}")
+    return ", ".join(said)
 
 
 def print_run(

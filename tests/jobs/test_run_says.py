@@ -27,7 +27,7 @@ def test_a_run_says_what_is_to_be_built_and_how_to_run_what_cannot_run_here(sdfl
     users = tmp_path / "xdg/sdflow/builds"
     assert made == f"creating the cache in {users} (change it with --cache or SDFLOW_CACHE)"
     assert (users / "v1/objects").is_dir() and not (tmp_path / "cache").exists()
-    steps = begins.partition(" steps to build; measurement follows as the workflow says")[0]
+    steps = begins.partition(" steps to build, then measurement")[0]
     count = int(steps.partition(" of ")[2])
     assert steps == f"{count} of {count}"
     lines = first.stdout.splitlines()
@@ -45,7 +45,7 @@ def test_a_run_says_what_is_to_be_built_and_how_to_run_what_cannot_run_here(sdfl
     copied = sdflow(*arguments, "--copy", folder=tmp_path, SDFLOW_CACHE=str(users))
     nothing, follows = copied.stderr.splitlines()[:2]
     assert nothing == f"nothing to build: all {count} steps are cached"
-    assert follows == "measurement follows as the workflow says (--no-evaluate: no measurement)"
+    assert follows == "then measurement (skip the measurement with --no-evaluate)"
     assert "copy the models" not in copied.stdout and "Take pipelines/text to a Windows machine" in copied.stdout
     told = json.loads(sdflow(*arguments, "--json", folder=tmp_path, SDFLOW_CACHE=str(users)).stdout)["pipelines"][0][
         "evaluation"
