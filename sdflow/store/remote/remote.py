@@ -266,8 +266,8 @@ class Remote:
             if self.distrusted is not None:  # another thread has reported it
                 return
             self.distrusted = str(error)
-        place = keep_bytes(self._layout, error.path, error.data, f"{self.spec.shown}: {error}") if error.data else None
-        kept = f"; what it gave is in {place}" if place else ""
+        place = keep_bytes(self._layout, error.path, error.data, f"{self.spec.shown}: {error}")
+        kept = f"; {'its answer' if error.data else 'the reason'} is in {place}" if place else ""
         self._say(
             f"{self.spec.shown} is wrong: {error}{kept}; nothing more is fetched from it in this run, and the rest is built here"
         )
