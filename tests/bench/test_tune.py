@@ -159,7 +159,7 @@ def test_a_choice_holds_for_the_device_and_the_versions_it_was_made_with(built: 
     path.write_text(json.dumps(content))
     stale = recorded_tuning(built, CPU)
     assert stale.tuning == UNTUNED
-    assert all(word in stale.note for word in ("not tuned", "`sdflow tune`", "other versions")), stale.note
+    assert all(word in stale.note for word in ("not tuned", "`sdflow tune`", "different versions")), stale.note
     record_tuning(built, CPU, replace(CHOICE, threads=2), {})
     assert recorded_tuning(built, CPU).tuning.threads == 2
     assert len(json.loads(path.read_text())["records"]) == 2, "the other machine's choice stays"
