@@ -165,7 +165,7 @@ def test_nothing_that_a_command_names_is_waited_for(tmp_path: Path) -> None:
     )
     for read in taken:
         with pytest.raises(
-            (UsageError, CheckpointError), match="a pipe, a socket or a device|is no file|no such signature"
+            (UsageError, CheckpointError), match="a pipe, a socket or a device|not a regular file|no such signature"
         ):
             read()
 

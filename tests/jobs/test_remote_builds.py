@@ -170,8 +170,8 @@ def test_a_workflow_names_its_remote(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("cache", "said"),
     [
-        ({"remote": "s4://bucket"}, "'s4://bucket' is no URL of a remote cache"),
-        ({"remote": "s4://me:secret@bucket?sig=x"}, "'s4://bucket' is no URL"),
+        ({"remote": "s4://bucket"}, "'s4://bucket' is not the URL of a remote cache"),
+        ({"remote": "s4://me:secret@bucket?sig=x"}, "'s4://bucket' is not the URL"),
         ({"remot": "s3://bucket"}, "unknown option 'remot'"),
         ({"remote": 3}, "'remote' must be text"),
         ({"remote": {"url": "x", "timeout": 0}}, "timeout"),

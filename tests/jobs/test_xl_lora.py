@@ -127,5 +127,5 @@ def test_a_lora_of_another_family_is_refused_at_planning(model: str, other: str,
     else:
         write_lora(path)
     workflow = written(bench, "refused", model=model, loras=[{"file": str(path)}])
-    with pytest.raises(CheckpointError, match=rf"is a LoRA for .*Stable Diffusion {other}.* and {model} is"):
+    with pytest.raises(CheckpointError, match=rf"is a LoRA for .*Stable Diffusion {other}.*, but {model} is"):
         bench.plan(workflow)

@@ -119,7 +119,7 @@ def test_the_server_names_its_extra_where_the_rest_is_there(tmp_path: Path) -> N
     install = light_install(tmp_path, "build", "bind")
     for command in (("serve", "x"), ("deploy", "x", "y")):
         told = says(install, *command)
-        assert "needs fastapi, prometheus-client, python-multipart, uvicorn, which are not installed" in told
+        assert "needs fastapi, httpx, prometheus-client, python-multipart, uvicorn, which are not installed" in told
         assert "pip install 'sdflow[serve]'" in told
     assert "pip install 'sdflow[serve]'" in says(install, "generate", "x", "--interactive")
 

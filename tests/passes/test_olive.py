@@ -74,7 +74,7 @@ def test_a_pass_that_hands_its_input_back_is_an_error(tiny_linear: Any, tmp_path
 
 
 def test_an_option_that_the_pass_does_not_have_is_an_error(tiny_linear: Any, tmp_path: Path) -> None:
-    with pytest.raises(PassError, match="no option per_chanel"):
+    with pytest.raises(PassError, match="unknown option per_chanel"):
         run_olive_pass("OnnxDynamicQuantization", {"per_chanel": True}, tiny_linear.path, tmp_path)
 
 

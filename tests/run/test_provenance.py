@@ -144,7 +144,11 @@ def test_a_second_run_leaves_it_whenever_and_wherever_it_runs(
         ("sdflow.json", lambda path: path.write_text(path.read_text().replace('"cpu"', '"cuda"')), "is not the file"),
         ("scheduler/scheduler_config.json", lambda path: path.unlink(), "is missing"),
         (PROVENANCE_FILE, lambda path: path.write_text("{"), "is not an in-toto statement"),
-        (PROVENANCE_FILE, lambda path: path.write_text(path.read_text().replace('"unet/', '"../unet/')), "no file of"),
+        (
+            PROVENANCE_FILE,
+            lambda path: path.write_text(path.read_text().replace('"unet/', '"../unet/')),
+            "is not a file in the folder",
+        ),
     ],
 )
 def test_what_has_changed_since_is_named(copy: Path, name: str, change: Callable[[Path], Any], says: str) -> None:

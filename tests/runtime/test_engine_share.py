@@ -235,7 +235,7 @@ def test_the_command_pushes_and_pulls(started_python: StartedPython | None, made
         assert refused.returncode == 2 and told in refused.stderr, refused.stderr
     done = shell.run("cache", "engines", "--push", "--url", "shared")
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    assert done.stdout.startswith("1 engines pushed to ") and done.stdout.endswith("0 were there\n")
+    assert done.stdout.startswith("1 engines pushed to ") and done.stdout.endswith("0 were already there\n")
     shell.trust = "anybody"
     pulled = json.loads(shell.run("cache", "engines", "--pull", "--url", "shared", "--json").stdout)
     assert (pulled["engines"], pulled["there"], pulled["pushed"]) == (0, pulled["there"], False)

@@ -175,9 +175,9 @@ def altered(**changes: Any) -> bytes:
 
 
 FOREIGN = {
-    "no JSON": (b"\x89PNG\r\n", "no JSON"),
-    "half of one": (document(WHOLE)[:400], "no JSON"),
-    "empty": (b"", "no JSON"),
+    "no JSON": (b"\x89PNG\r\n", "not JSON"),
+    "half of one": (document(WHOLE)[:400], "not JSON"),
+    "empty": (b"", "not JSON"),
     "a list": (b"[1]", "is not a self-test report"),
     "another document": (b'{"kind": "bench", "format_version": 1}', "is not a self-test report"),
     "a later format": (altered(format_version=2), "has the format 2"),
