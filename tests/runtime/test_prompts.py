@@ -313,7 +313,7 @@ def test_every_kind_of_file_is_read(name: str, tmp_path: Path) -> None:
     ("tensors", "said"),
     [
         ({"a": torch.ones(2, 8), "b": torch.ones(2, 8)}, "holds 2 tensors"),
-        ({"emb_params": torch.full((2, 8), float("nan"))}, "or not finite"),
+        ({"emb_params": torch.full((2, 8), float("nan"))}, "values that are not finite"),
         ({"emb_params": torch.ones(2, 8, 1)}, "does not hold the vectors"),
         ({"emb_params": torch.ones(76, 8)}, "does not hold the vectors"),
         ({" ": torch.ones(2, 8)}, "' ' is not a word"),
