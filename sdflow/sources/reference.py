@@ -121,7 +121,7 @@ def _hub(text: str, rest: str) -> HubReference:
     name, architecture = split_architecture(name)
     found = _REPOSITORY.fullmatch(name)
     if found is None or (at and not revision):
-        raise CheckpointError("not in the form hf:owner/name[@revision]", where=text, remedy=_SPELLINGS)
+        raise CheckpointError("not of the form hf:owner/name[@revision]", where=text, remedy=_SPELLINGS)
     _require_known(architecture, text)
     return HubReference(found[1], revision or "main", (found[2] or "").removeprefix("/"), architecture)
 

@@ -201,7 +201,7 @@ REFUSED: dict[str, tuple[Callable[[str], object], str, str]] = {
     "other latents": (
         lambda folder: edit_config(folder, latent_channels=16),
         r"latent_sample of its vae_encoder is \(batch, 16, .*, but that of synthetic:sd15-tiny is \(batch, 4,",
-        "made for Stable Diffusion 1.x",
+        "Name a vae for Stable Diffusion 1.x",
     ),
     "no latents": (
         lambda folder: edit_config(folder, latent_channels=...),
@@ -246,7 +246,9 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path: Path, vae: Any) -> None:
     tensors = contiguous(vae_tensors(vae))
     path = tmp_path / "other.safetensors"
     save_file({"lora_unet_x.lora_up.weight": torch.zeros(2, 2)}, path)
-    with pytest.raises(CheckpointError, match=r"no tensor encoder\.conv_in\.weight: this is no vae\n  Name a file"):
+    with pytest.raises(
+        CheckpointError, match=r"tensor encoder\.conv_in\.weight is missing: this is not a vae\n  Name a file"
+    ):
         with_vae(str(path))
     wide = torch.zeros(tensors["decoder.conv_in.weight"].shape[0], 16, 3, 3)
     save_file({**tensors, "decoder.conv_in.weight": wide}, path)

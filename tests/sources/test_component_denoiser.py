@@ -159,8 +159,8 @@ def test_from_the_hub_it_is_opened_again_at_the_commit_that_was_used(
         ("synthetic:sd15-tiny", XL, "of its unet is"),
         (XL, "synthetic:sdxl-inpainting-tiny", r"sample of its unet is \(batch, 9,"),
         ("synthetic:sdxl", "synthetic:sdxl-refiner", "this is the SDXL refiner's UNet"),
-        ("synthetic:lcm-tiny", "synthetic:sd15-tiny", "timestep_cond of its unet is not there"),
-        (XL, "synthetic:taesd-tiny", "is no unet"),
+        ("synthetic:lcm-tiny", "synthetic:sd15-tiny", "timestep_cond of its unet is missing"),
+        (XL, "synthetic:taesd-tiny", "is not a unet"),
     ],
 )
 def test_one_that_does_not_fit_is_refused(model: str, reference: str, says: str) -> None:

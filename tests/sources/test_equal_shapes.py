@@ -132,7 +132,7 @@ def test_a_step_that_says_nothing_and_one_that_is_no_number_are_as_none(
 
 def test_a_prediction_that_neither_makes_is_refused(original: dict[str, torch.Tensor], tmp_path: Path) -> None:
     path = write(tmp_path / "model.safetensors", original, {"modelspec.prediction_type": "sample"})
-    with pytest.raises(CheckpointError, match=r"modelspec\.prediction_type is sample, and sd21"):
+    with pytest.raises(CheckpointError, match=r"modelspec\.prediction_type is sample, but sd21"):
         opened(path)
     assert "although its modelspec.prediction_type is sample" in opened(f"{path}#sd21-base").notes[1]
 

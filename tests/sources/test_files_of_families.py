@@ -178,7 +178,7 @@ def test_a_file_that_predicts_in_a_way_that_nothing_here_does_is_refused_unless_
 ) -> None:
     path, fitting = tmp_path / "model.safetensors", opened(written.file).provenance["architecture"]
     save_file(written.original | {"edm_mean": torch.zeros(4)}, path)
-    with pytest.raises(CheckpointError, match=f"has a tensor edm_mean, and {fitting}") as caught:
+    with pytest.raises(CheckpointError, match=f"has a tensor edm_mean, but {fitting}") as caught:
         opened(path)
     assert f"model.safetensors#{fitting}" in str(caught.value.remedy)
     asked = opened(f"{path}#{fitting}")

@@ -215,7 +215,7 @@ def test_a_lora_of_another_family_is_refused_by_its_header(lora: str, model: str
     path = written(tmp_path, only(tensors, ["lora_unet_"]) if part == "unet" else tensors)
     with pytest.raises(CheckpointError) as caught:
         require_made_for(path, opened(f"synthetic:{model}"))
-    assert f"is a LoRA for {TITLES[lora]}, and synthetic:{model} is {TITLES[model]}" in caught.value.what
+    assert f"is a LoRA for {TITLES[lora]}, but synthetic:{model} is {TITLES[model]}" in caught.value.what
     require_made_for(path, opened(f"synthetic:{lora}"))
 
 
@@ -236,7 +236,7 @@ def test_a_lora_of_another_family_is_refused_by_its_header(lora: str, model: str
     ],
 )
 def test_parts_that_read_no_text_tell_too(name: str, width: int, model: str, other: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=rf"is a LoRA for {other}, and .* \({re.escape(name)}"):
+    with pytest.raises(CheckpointError, match=rf"is a LoRA for {other}, but .* \({re.escape(name)}"):
         require_made_for(written(tmp_path, factors(name, width)), opened(f"synthetic:{model}"))
 
 

@@ -227,7 +227,7 @@ class AdapterModule:
             raise Unfit(f"{self.names[role]}: {list(values.shape)}, expected {wanted}{or_else}")
         if len(self.places) > 1 or self.places[0].parts > 1:
             names = " and ".join(place.name for place in self.places)
-            raise Unfit(f"{self.names[role]}: {names} share norms of columns, but are merged separately")
+            raise Unfit(f"{self.names[role]}: weights that are merged separately share its norms of columns: {names}")
         return [Magnitude(values.reshape(-1), 1, blends)]
 
     def _scale(self, rank: int) -> float:

@@ -203,7 +203,7 @@ DAMAGED = {
     r"a.weight_scale is \[8\] for a weight of": int8(weight_scale=torch.ones(8), comfy_quant=DESCRIBED),
     "a.weight has 0 scales": int8(weight_scale=None, comfy_quant=DESCRIBED),
     "a.weight has 2 scales": int8(scale_weight=torch.ones(1), comfy_quant=DESCRIBED),
-    "holds no a.weight": int8(weight=None, comfy_quant=DESCRIBED),
+    "a.weight is missing": int8(weight=None, comfy_quant=DESCRIBED),
     "is of dtype F32, but described as int8_tensorwise": int8(weight=torch.ones(4, 8), comfy_quant=DESCRIBED),
     "without a description of its quantization": int8(),
     "which is not a power of 4": int8(
