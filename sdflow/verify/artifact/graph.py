@@ -19,6 +19,7 @@ from sdflow.onnx_model.quantized import quantized_graph
 from sdflow.onnx_model.reading import load_graph
 from sdflow.verify.artifact.element_types import element_types
 from sdflow.verify.lowering import Lowered, PieceSession, lower, session_of
+from sdflow.verify.lowering.pieces import ort_value
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -154,11 +155,18 @@ def run_each(graph: RunnableGraph, cases: Sequence[Mapping[str, np.ndarray]]) ->
     session = graph.session
     given = (_cast(graph, inputs) for inputs in cases)
     found: Iterable[Sequence[np.ndarray]]
-    found = (
-        session.run_each([*given]) if isinstance(session, PieceSession) else (session.run(None, one) for one in given)
-    )
+    found = session.run_each([*given]) if isinstance(session, PieceSession) else (_run(session, one) for one in given)
     for values in found:
         yield {SCORES if name == graph.scores else name: value for name, value in zip(names, values, strict=True)}
+
+
+def _run(session: onnxruntime.InferenceSession, feeds: Mapping[str, np.ndarray]) -> Sequence[Any]:
+    """All outputs. ONNX Runtime does not take bfloat16 from numpy, so such inputs are passed as OrtValues."""
+    if all(value.dtype != "bfloat16" for value in feeds.values()):
+        return session.run(None, feeds)  # type: ignore[no-any-return]
+    names = [value.name for value in session.get_outputs()]
+    given = {name: ort_value(value) for name, value in feeds.items()}
+    return [value.numpy() for value in session.run_with_ort_values(names, given)]
 
 
 def _cast(graph: RunnableGraph, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -179,10 +179,7 @@ class PieceSession:
 
     def through(self, cases: Sequence[Given]) -> Iterator[list[dict[str, onnxruntime.OrtValue]]]:
         """Yield each piece's outputs for every case, by name."""
-        import onnxruntime
-
-        make = onnxruntime.OrtValue.ortvalue_from_numpy
-        held = [{name: make(value) for name, value in case.items()} for case in cases]
+        held = [{name: ort_value(value) for name, value in case.items()} for case in cases]
         for index, piece in enumerate(self.pieces):
             session = self._session(piece, brief=len(cases) <= FEW and not self.fuse)
             needed = {name for later in self.pieces[index + 1 :] for name in later.inputs}
@@ -207,6 +204,18 @@ class PieceSession:
             given = dict(zip(names, pool.map(lambda name: make(self.exact[name]), names), strict=True))
         part = Lowered(piece.model, {}, {}, {})
         return session_of(part, self.folder, threads=self.threads, fuse=self.fuse, given=given, brief=brief)
+
+
+def ort_value(value: np.ndarray) -> onnxruntime.OrtValue:
+    """Return an OrtValue of an array; bfloat16, which ONNX Runtime does not take from numpy, by its bits."""
+    import numpy as np
+    import onnx
+    import onnxruntime
+
+    if value.dtype != "bfloat16":
+        return onnxruntime.OrtValue.ortvalue_from_numpy(value)
+    kind = onnx.TensorProto.BFLOAT16
+    return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(value.view(np.uint16), kind)
 
 
 def _described(item: Any) -> PortOfPieces:
