@@ -30,7 +30,7 @@ def available_bytes(device: str = HOST) -> int:
     if device != HOST:
         import torch
 
-        return int(torch.cuda.mem_get_info()[0])
+        return int(torch.cuda.mem_get_info(device)[0])
     free = int(psutil.virtual_memory().available)
     limit = _left_of_container(CGROUPS)
     return free if limit is None else min(free, limit)
