@@ -36,6 +36,13 @@ def available_bytes(device: str = HOST) -> int:
     return free if limit is None else min(free, limit)
 
 
+def device_bytes(device: str) -> int:
+    """Return the size of a CUDA device's memory."""
+    import torch
+
+    return int(torch.cuda.mem_get_info(device)[1])
+
+
 def _left_of_container(root: Path) -> int | None:
     """Return the bytes left of the container's limit; None without a limit or a readable control group."""
     for limit, used, statistics, cached in _LIMITS:

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 from sdflow.errors import UsageError
 from sdflow.runtime.denoiser.denoiser import Denoiser, DenoiserInputs, PartlyGuidedDenoiser, SkippingDenoiser
-from sdflow.runtime.denoiser.denoisers import DenoiserRequest, Denoisers, DenoiserSource, Key
+from sdflow.runtime.denoiser.denoisers import DenoiserRequest, Denoisers, DenoiserSource
 from sdflow.runtime.denoiser.schedule import Schedule
 from sdflow.runtime.sessions.place import Place
 
@@ -116,11 +116,6 @@ class HalvedDenoisers(DenoiserSource):
     def __init__(self, first: Denoisers, second: Denoisers, places: tuple[Place, Place]) -> None:
         self._first, self._second, self._places = first, second, places
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="second-device")
-
-    @property
-    def kept(self) -> tuple[Mapping[Key, Denoiser], Mapping[Key, Denoiser]]:
-        """Each device's cached denoisers."""
-        return self._first.kept, self._second.kept
 
     def get(self, request: DenoiserRequest) -> Denoiser:
         """See `Denoisers.get`. Raises UsageError for a request without guidance."""

@@ -160,8 +160,8 @@ class Kernels:
     """
 
     def __init__(self, device: int = 0) -> None:
-        """device: number of the GPU. Raises TargetUnavailableError if a requirement is missing, and UsageError if there is no folder to store
-        it."""
+        """device: number of the GPU. Raises TargetUnavailableError if a requirement is missing, and UsageError if there
+        is no folder to store it."""
         import torch
 
         if not sys.platform.startswith("linux"):
