@@ -1,7 +1,7 @@
 """Measure `sdflow serve --on ray` on a host with several GPUs: replicas, a lost replica, LoRAs, shared GPUs, and binds.
 
     python benchmarks/serve/replicas_on_gpus.py load PIPELINE [--steps 20] [--replicas 1 2] [--seconds 15] [--json FILE]
-    python benchmarks/serve/replicas_on_gpus.py kill PIPELINE [--steps 20] [--capacity N] [--seconds 60]
+        [--kill-seconds 40] [--kill-part 0.8]
     python benchmarks/serve/replicas_on_gpus.py lora PIPELINE --loras DIR --cache DIR [--steps 8]
     python benchmarks/serve/replicas_on_gpus.py share PIPELINE PIPELINE [--steps 4]
     python benchmarks/serve/replicas_on_gpus.py binds GRAPHS --name NAME [--submodel unet] [--workers 1 4 16]
@@ -9,9 +9,9 @@
 Each starts a Ray cluster of this machine and ends it. PIPELINE: with weights (benchmarks/gpu/with_weights.py). Clients
 and arrivals as in serve_load.py.
 
-load: images/s of each number of replicas for waiting clients, then latencies at 80 % of that. kill: kills one of two
-replicas with SIGKILL in the first third of the arrivals; counts what the requests got, and waits until its successor
-draws. lora: which replicas draw the images of two LoRAs. share: two replicas with half of one GPU each serve both
+load: images/s of each number of replicas for waiting clients, then latencies at 80 % of that. With --kill-seconds, one
+of several replicas is then killed (SIGKILL) after a fifth of further arrivals: what the requests got, and the time until
+its successor draws. lora: which replicas draw the images of two LoRAs. share: two replicas with half of one GPU each serve both
 pipelines; the driver's memory of each process. binds: tasks on a Ray cluster bind weights to a graph of GRAPHS (as in
 pipelines_on_gpu.py) and hash the result; each worker makes one. `--gpus 0` tries it on CPUs.
 """
@@ -62,7 +62,7 @@ def cluster(gpus: int, scratch: Path | None) -> Iterator[str]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     from ray.cluster_utils import Cluster
 
-    head = {"num_cpus": os.cpu_count(), "num_gpus": gpus, "include_dashboard": False, "object_store_memory": 10**9}
+    head = {"num_cpus": os.cpu_count(), "num_gpus": gpus, "include_dashboard": False, "object_store_memory": 2 * 10**8}
     if scratch is not None:
         head["temp_dir"] = str(scratch)
     made = Cluster(initialize_head=True, head_node_args=head)
@@ -162,6 +162,11 @@ def by_replica(url: str) -> dict[str, float]:
     return {name.split('"')[1]: float(value) for name, value in lines}
 
 
+def note(options: argparse.Namespace, found: dict[str, Any]) -> None:
+    if options.json:
+        options.json.write_text(json.dumps({"part": options.part, "steps": options.steps, **found}, indent=1) + "\n")
+
+
 def load(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for replicas in options.replicas:
@@ -172,6 +177,9 @@ def load(options: argparse.Namespace) -> dict[str, Any]:
             got, whole = asyncio.run(arrivals(url, body, PART * rate, options.seconds))
             found[str(replicas)] = {"capacity": rate, "at_80_percent": figures(got, whole), "by": by_replica(url)}
             say(f"{replicas} replicas, 80 %: {found[str(replicas)]['at_80_percent']}")
+            note(options, found)
+            if options.kill_seconds and replicas > 1:
+                found["killed"] = killed(url, options, rate)
     first, last = (found[str(each)] for each in (options.replicas[0], options.replicas[-1]))
     found["ratio"] = {
         "capacity": last["capacity"] / first["capacity"],
@@ -184,44 +192,38 @@ def replicas_here() -> list[psutil.Process]:
     return [each for each in psutil.process_iter(["cmdline"]) if (each.info["cmdline"] or [""])[0].startswith(TITLE)]
 
 
-def kill(options: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    with serving(options, 2, options.gpus) as url:
-        body = body_of(options)
-        most = options.capacity or asyncio.run(capacity(url, body, options.seconds / 6, CLIENTS * 2))
-        before, begun = by_replica(url), time.perf_counter()
-        seen: dict[str, Any] = {}
+def killed(url: str, options: argparse.Namespace, most: float) -> dict[str, Any]:
+    """Kill a replica under load. most: images/s that the server can take."""
+    body, before, begun = body_of(options), by_replica(url), time.perf_counter()
+    seen: dict[str, Any] = {}
 
-        def end_one() -> None:
-            time.sleep(options.seconds / 4)
-            victim = replicas_here()[0]
-            seen["killed_at"] = time.perf_counter() - begun
-            victim.send_signal(signal.SIGKILL)
-            while time.perf_counter() - begun < options.seconds + 120:
-                new = by_replica(url).keys() - before.keys()
-                if new:
-                    seen["drew_again_after_s"] = time.perf_counter() - begun - seen["killed_at"]
-                    return
-                time.sleep(0.25)
+    def end_one() -> None:
+        time.sleep(options.kill_seconds / 5)
+        victim = replicas_here()[0]
+        seen["killed_at"] = time.perf_counter() - begun
+        victim.send_signal(signal.SIGKILL)
+        while time.perf_counter() - begun < options.kill_seconds + 60:
+            if by_replica(url).keys() - before.keys():
+                seen["drew_again_after_s"] = time.perf_counter() - begun - seen["killed_at"]
+                return
+            time.sleep(0.25)
 
-        thread = threading.Thread(target=end_one)
-        thread.start()
-        rate = PART * most / 2 if options.half else PART * most
-        got, whole = asyncio.run(arrivals(url, body, rate, options.seconds))
-        while thread.is_alive() and time.perf_counter() - begun < options.seconds + 60:  # its successor needs a request
-            httpx.post(f"{url}/v1/images/generations", json=body | {"n": 4}, timeout=120)
-        thread.join(5)
-        at = seen.get("killed_at", 0.0)
-        found |= {
-            "capacity": most,
-            "rate": rate,
-            **seen,
-            "all": figures(got, whole),
-            "before": figures([each for each in got if each["due"] < at - 3], at or 1.0),
-            "20 s after": figures([each for each in got if at - 3 <= each["due"] < at + 20], 23.0),
-            "errors": [each for each in got if each["status"] != 200][:20],
-        }
-        found["by"] = by_replica(url)
+    thread = threading.Thread(target=end_one)
+    thread.start()
+    rate = options.kill_part * most
+    got, whole = asyncio.run(arrivals(url, body, rate, options.kill_seconds))
+    while thread.is_alive():  # its successor needs a request
+        httpx.post(f"{url}/v1/images/generations", json=body | {"n": 4}, timeout=120)
+    at = seen.get("killed_at", 0.0)
+    found = {
+        "rate": rate,
+        **seen,
+        "all": figures(got, whole),
+        "before": figures([each for each in got if each["due"] < at - 3], at or 1.0),
+        "the next 20 s": figures([each for each in got if at - 3 <= each["due"] < at + 20], 23.0),
+        "errors": [each for each in got if each["status"] != 200][:20],
+        "by": by_replica(url),
+    }
     say(json.dumps({name: value for name, value in found.items() if name != "errors"}, indent=1))
     return found
 
@@ -329,7 +331,7 @@ def binds(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-PARTS = {"load": load, "kill": kill, "lora": lora, "share": share, "binds": binds}
+PARTS = {"load": load, "lora": lora, "share": share, "binds": binds}
 
 
 def main() -> None:
@@ -343,8 +345,8 @@ def main() -> None:
     parser.add_argument("--gpus", type=float, default=1.0, help="per replica")
     parser.add_argument("--threads", type=int, default=1, help="per replica")
     parser.add_argument("--seconds", type=float, default=15.0)
-    parser.add_argument("--capacity", type=float, help="images/s of two replicas, where that was measured before")
-    parser.add_argument("--half", action="store_true", help="kill: 80 %% of what one replica takes")
+    parser.add_argument("--kill-seconds", type=float, default=0.0, help="of arrivals in which a replica is killed")
+    parser.add_argument("--kill-part", type=float, default=PART, help="of the capacity, meanwhile")
     parser.add_argument("--loras", type=Path)
     parser.add_argument("--cache", type=Path)
     parser.add_argument("--submodel", default="unet")
@@ -352,9 +354,7 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, help="for Ray's and other temporary files")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found = PARTS[options.part](options)
-    if options.json:
-        options.json.write_text(json.dumps({"part": options.part, "steps": options.steps, **found}, indent=1) + "\n")
+    note(options, PARTS[options.part](options))
 
 
 if __name__ == "__main__":
