@@ -40,16 +40,16 @@ def deploy(context: typer.Context, name: Name, json: AsJson = False, **said: Any
     from sdflow.serve.http.models import Models, read_aliases
     from sdflow.serve.http.served_model import read_all_served
     from sdflow.serve.http.server import access_of
-    from sdflow.serve.on_ray.spread import read_spread
+    from sdflow.serve.on_ray.spread import read_spread, with_gpus
 
     # Check early, so that mistakes show here instead of in the log.
     access_of(said["host"], said["api_key_file"], (), no_auth=said["no_auth"], admin_key_file=said["admin_key_file"])
-    Models(
-        read_all_served(said["pipeline"], require_verified=said["require_verified"], check=False),  # the server checks
-        read_aliases(said["alias"] or []),
-        said["default"],
-    )
-    read_spread(*(said[each] for each in ("on", "port", "replicas", "gpus", "queue", "take_over")))
+    # The server checks the files.
+    served = read_all_served(said["pipeline"], require_verified=said["require_verified"], check=False)
+    Models(served, read_aliases(said["alias"] or []), said["default"])
+    spread = read_spread(*(said[each] for each in ("on", "port", "replicas", "gpus", "queue", "take_over")))
+    if spread is not None:
+        with_gpus(spread, said["gpus"], [model.manifest for model in served.values()])
     read_sizes(said["batch_sizes"])
     print_deployments(
         [

@@ -207,7 +207,12 @@ def serve(
         typer.Option(help="With --on: number of replicas, or a range to scale in. Default: 1.", metavar="MIN:MAX"),
     ] = None,
     gpus: Annotated[
-        float | None, typer.Option(min=0, help="With --on: GPUs per replica; may be a fraction. Default: 0.")
+        float | None,
+        typer.Option(
+            min=0,
+            help="With --on: GPUs per replica. A fraction also limits its device memory. Default: 1 if a pipeline needs "
+            "one, else 0.",
+        ),
     ] = None,
     queue: Annotated[
         int | None,
@@ -233,7 +238,7 @@ def serve(
     from sdflow.serve.limits import Limits
     from sdflow.serve.loras.lora_structures import LoraFit
     from sdflow.serve.on_ray.server import serve_on_ray
-    from sdflow.serve.on_ray.spread import read_spread
+    from sdflow.serve.on_ray.spread import read_spread, with_gpus
     from sdflow.sources.embedding import embeddings_in
 
     spread = read_spread(on, port, replicas, gpus, queue, take_over)
@@ -254,6 +259,8 @@ def serve(
     )
     served = read_all_served(pipeline, require_verified=require_verified, check=check)
     models = Models(served, read_aliases(alias or []), default)
+    if spread is not None:
+        spread = with_gpus(spread, gpus, [model.manifest for model in served.values()])
     store = cache_folder(cache).absolute()
     folders = {name: model.folder.absolute() for name, model in models.items()}
     settings = Settings(

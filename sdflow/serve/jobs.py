@@ -242,3 +242,4 @@ class WorkerOptions:
     embeddings: Path | None = None  # folder of textual inversion files
     memory: int | None = None  # bytes of pipeline files that may be loaded at once; None: no limit
     chunks: int | None = None  # of 75 tokens per prompt; None: no limit
+    gpu_share: float | None = None  # fraction of the GPU's memory that the worker may use; None: all

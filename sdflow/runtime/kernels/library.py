@@ -83,6 +83,7 @@ FLOAT8_STAGES: tiles along K that a block of float8_product.cu keeps in shared m
 times the tiles of y per multiprocessor, above which cuBLASLt multiplies; FLOAT8_LEAST_FILLED: tenths of the
 multiprocessors, below which it does. FLOAT8_IN_TURNS: 1: its warpgroups also alternate without gates. OVERLAPS: 0: a
 kernel starts only after the previous one has finished (overlap.cuh)."""
+LIBRARY = "libsdflow_kernels.so"
 FOLDER_VARIABLE = "SDFLOW_KERNELS"
 OLDEST = (8, 0)
 """First compute capability that packs two floats into halves in one instruction, as float16.cuh does."""
@@ -102,14 +103,14 @@ class Ready:
     wrong: dict[str, str]
 
 
-def kernel_library(parts: Collection[str] = ()) -> Ready | None:
+def kernel_library(parts: Collection[str] = (), device: int = 0) -> Ready | None:
     """Return the library with these parts compiled and tested, or None if it is unavailable. Warns once, and once per
-    unusable part.
+    unusable part. device: number of the GPU, which is the current one.
 
     The library stays loaded because sessions call into it. Concurrent callers wait for the first one to build it.
     """
     with _asked:
-        kernels = _process_kernels()
+        kernels = _process_kernels(device)
         if kernels is None:
             return None
         wrong = kernels.require(parts)
@@ -124,9 +125,9 @@ def kernel_library(parts: Collection[str] = ()) -> Ready | None:
 
 
 @functools.cache
-def _process_kernels() -> Kernels | None:
+def _process_kernels(device: int = 0) -> Kernels | None:
     try:
-        return Kernels()
+        return Kernels(device)
     except (SdflowError, OSError) as error:
         warnings.warn(
             f"ONNX Runtime's own kernels run, which are slower than sdflow's: {error}", SlowerWarning, stacklevel=4
@@ -134,15 +135,15 @@ def _process_kernels() -> Kernels | None:
         return None
 
 
-def build(parts: Iterable[str] | None = None) -> Path:
+def build(parts: Iterable[str] | None = None, device: int = 0) -> Path:
     """Compile and test these parts of the library unless already done, in which case no C compiler is needed. Default:
-    all parts for this GPU except float8.
+    all parts for this GPU except float8. device: number of the GPU, which is the current one.
 
     Raises TargetUnavailableError if a requirement is missing or kernels are wrong, and UsageError if there is no folder
     to store it.
     """
     with _asked:
-        kernels = Kernels()
+        kernels = Kernels(device)
         usual = (part.name for part in PARTS.values() if part.name != FLOAT8 and (on_hopper() or not part.hopper))
         for name, why in kernels.require(usual if parts is None else parts).items():
             raise TargetUnavailableError(f"{', '.join(PARTS[name].operators)}: {why}")
@@ -152,40 +153,48 @@ def build(parts: Iterable[str] | None = None) -> Path:
 class Kernels:
     """The loaded library and the state of its kernels, for one process and one GPU.
 
+    The library holds kernels of one GPU (custom_ops.c), so each further GPU of a process has a copy with another name,
+    which the system loads separately.
+
     told: parts that were warned about.
     """
 
-    def __init__(self) -> None:
-        """Raises TargetUnavailableError if a requirement is missing, and UsageError if there is no folder to store
-        it."""
+    def __init__(self, device: int = 0) -> None:
+        """device: number of the GPU. Raises TargetUnavailableError if a requirement is missing, and UsageError if there
+        is no folder to store it."""
         import torch
 
         if not sys.platform.startswith("linux"):
             raise TargetUnavailableError("sdflow's kernels require Linux")
         if not torch.cuda.is_available():
             raise TargetUnavailableError("torch sees no CUDA device")
-        device = torch.cuda.get_device_properties(torch.cuda.current_device())
-        if (device.major, device.minor) < OLDEST:
+        found = torch.cuda.get_device_properties(device)
+        if (found.major, found.minor) < OLDEST:
             raise TargetUnavailableError(
-                f"{device.name} has compute capability {device.major}.{device.minor}, "
+                f"{found.name} has compute capability {found.major}.{found.minor}, "
                 f"but sdflow's kernels need {'.'.join(map(str, OLDEST))}"
             )
         self.told: set[str] = set()
-        self._architecture = architecture(f"{device.major}{device.minor}")
+        self._architecture = architecture(f"{found.major}{found.minor}")
         # A MIG instance has fewer multiprocessors than the whole GPU.
-        self._device = [device.name, device.multi_processor_count, driver_version()]
+        self._device = [found.name, found.multi_processor_count, driver_version()]
         self._folder, self._nvrtc = kernel_folder(), Nvrtc()
         self._wrong: dict[str, str | None] = {}
         texts = [path.read_text(encoding="utf-8") for path in (*OPERATORS, *HEADERS)]
         key = digest_json({"sources": texts, "defines": DEFINES, "machine": platform.machine()})
-        self.library = self._folder / key / "libsdflow_kernels.so"
-        self._kept(self.library, key, compile_operators)
+        self.library = self._folder / key / (f"libsdflow_kernels-{device}.so" if device else LIBRARY)
         try:
-            self._loaded = ctypes.CDLL(str(self.library))
+            self._loaded = self._opened(key)
         except OSError:  # built on another system that shares this folder
-            self.library.unlink(missing_ok=True)
-            self._kept(self.library, key, compile_operators)
-            self._loaded = ctypes.CDLL(str(self.library))
+            for path in {self.library, self._folder / key / LIBRARY}:
+                path.unlink(missing_ok=True)
+            self._loaded = self._opened(key)
+
+    def _opened(self, key: str) -> ctypes.CDLL:
+        """Load the library, built unless already done."""
+        built = self._kept(self._folder / key / LIBRARY, key, compile_operators)
+        self._kept(self.library, key, lambda _: built)
+        return ctypes.CDLL(str(self.library))
 
     def require(self, names: Iterable[str]) -> dict[str, str]:
         """Compile and test these parts unless already done. Return unusable parts -> reason."""
@@ -276,7 +285,7 @@ def compile_operators(folder: Path, compiler: str | None = None, flags: Sequence
     compiler = compiler or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise TargetUnavailableError("there is no C compiler", remedy="Install gcc or clang.")
-    made = folder / "libsdflow_kernels.so"
+    made = folder / LIBRARY
     shared = ["-O2", "-shared", "-fPIC", "-fvisibility=hidden", *_defines(), *flags]
     command = [compiler, *shared, "-o", str(made), *map(str, OPERATORS), "-ldl", "-lpthread"]
     try:

@@ -21,6 +21,7 @@ from sdflow.serve.jobs import Failed, Image, Job, Message
 from sdflow.targets import find_target
 
 if TYPE_CHECKING:
+    from sdflow.runtime.pipeline import Pipeline
     from sdflow.serve.engine.served_pipeline import ServedPipeline
     from sdflow.serve.jobs import WorkerOptions
 
@@ -80,7 +81,7 @@ def load(folder: Path, threads: int | None, options: WorkerOptions) -> ServedPip
     """Load a pipeline with these options. Raises like `ServedPipeline.load`."""
     from sdflow.serve.engine.served_pipeline import ServedPipeline
 
-    made = ServedPipeline.load(folder, threads, options.checker, options.embeddings)
+    made = ServedPipeline.load(folder, threads, options.checker, options.embeddings, options.gpu_share)
     for stage in made.stages:
         stage.most_chunks = options.chunks
     return made
@@ -194,6 +195,12 @@ def warm_up_job(name: str, pipeline: ServedPipeline) -> Job:
     return Job("warm-up", 0, name, "a warm-up", 0, arguments=steps, image=image, mask=mask)
 
 
+def _most_pixels(stage: Pipeline) -> int:
+    places = stage.submodels[stage.family.denoiser].residency
+    available = None if places is None else places.room()  # a share of a GPU, or what weights that take turns leave
+    return most_pixels_of(stage.family, stage.configs, available, device=stage.place.device)
+
+
 @dataclass(frozen=True)
 class Room:
     """Pixels per image by pipeline. own: the model's own size. most: the maximum."""
@@ -217,9 +224,7 @@ class Room:
 
     def add(self, name: str, loaded: ServedPipeline) -> None:
         self.own[name] = loaded.base.latents.image_size**2
-        self.most[name] = min(
-            most_pixels_of(stage.family, stage.configs, device=stage.place.device) for stage in loaded.stages
-        )
+        self.most[name] = min(_most_pixels(stage) for stage in loaded.stages)
 
     def share(self, job: Job) -> float:
         """Return the fraction of memory that an image takes; 0 up to the model's own size, which always fits."""
