@@ -96,7 +96,12 @@ def compile_objects(folder: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         made = [
             pool.submit(compile_kernels, folder, name, kernel_texts(), optimization)
-            for name, optimization in (("kernels", "-O1"), ("int8", "-O1"), ("transformers", "-O0"), ("attention", "-O0"))
+            for name, optimization in (
+                ("kernels", "-O1"),
+                ("int8", "-O1"),
+                ("transformers", "-O0"),
+                ("attention", "-O0"),
+            )
         ]
         made += [pool.submit(_compile, [*CPP, "-O1", str(CPU / name)], folder / f"{name}.o") for name in EMULATION]
         made += [pool.submit(compile_operator, path, folder) for path in library.OPERATORS]

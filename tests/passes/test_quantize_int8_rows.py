@@ -39,7 +39,15 @@ def products(folder: Path, element: int) -> dict[str, np.ndarray]:
     that stay: of 12 rows of a weight, of 20 columns, and of one row for each image. Its inputs and outputs are float32. Returns
     its weights."""
     dtype = TYPES[element]
-    shapes = {"a": (64, 48), "a_bias": (48,), "b": (64, 48), "c": (32, 48), "c_bias": (32,), "d": (12, 16), "e": (64, 20)}
+    shapes = {
+        "a": (64, 48),
+        "a_bias": (48,),
+        "b": (64, 48),
+        "c": (32, 48),
+        "c_bias": (32,),
+        "d": (12, 16),
+        "e": (64, 20),
+    }
     weights = {name: (RANDOM.normal(size=shape) * 2).astype(dtype) for name, shape in shapes.items()}
     weights["a"][:, 3] = 0
     nodes = [
@@ -53,14 +61,21 @@ def products(folder: Path, element: int) -> dict[str, np.ndarray]:
         helper.make_node("MatMul", ["pooled", "a"], ["three"], "of_image"),
     ]
     inputs = {"x": [2, 5, 64], "short": [2, 3, 12], "pooled": [2, 64]}
-    outputs = {"biased": [2, 5, 48], "q": [2, 5, 48], "z": [10, 32], "one": [2, 3, 16], "two": [2, 5, 20], "three": [2, 48]}
-    casts = [helper.make_node("Cast", [f"{name}/float32"], [name], name, to=element) for name in inputs]
-    nodes = [*casts, *nodes, *(helper.make_node("Cast", [name], [f"{name}/float32"], name, to=1) for name in outputs)]
+    outputs = {
+        "biased": [2, 5, 48],
+        "q": [2, 5, 48],
+        "z": [10, 32],
+        "one": [2, 3, 16],
+        "two": [2, 5, 20],
+        "three": [2, 48],
+    }
+    casts = [helper.make_node("Cast", [f"{name}/wide"], [name], name, to=element) for name in inputs]
+    nodes = [*casts, *nodes, *(helper.make_node("Cast", [name], [f"{name}/wide"], name, to=1) for name in outputs)]
     graph = helper.make_graph(
         nodes,
         "products",
-        [helper.make_tensor_value_info(f"{name}/float32", 1, shape) for name, shape in inputs.items()],
-        [helper.make_tensor_value_info(f"{name}/float32", 1, shape) for name, shape in outputs.items()],
+        [helper.make_tensor_value_info(f"{name}/wide", 1, shape) for name, shape in inputs.items()],
+        [helper.make_tensor_value_info(f"{name}/wide", 1, shape) for name, shape in outputs.items()],
         [numpy_helper.from_array(each, name) for name, each in weights.items()]
         + [numpy_helper.from_array(np.array([10, 48]), "shape")],
     )
@@ -92,7 +107,9 @@ def check(found: dict[str, np.ndarray], weights: dict[str, np.ndarray], element:
     x, most = X.astype(TYPES[element]), 1e-3 if element == TensorProto.FLOAT16 else 6e-3
     a, b = (by_definition(x, weights[name].T, rotation) for name in ("a", "b"))
     q = found["q"]
-    c = by_definition(q.astype(TYPES[element]).reshape(10, 48), weights["c"], rotation if 48 % (rotation or 1) == 0 else 0)
+    c = by_definition(
+        q.astype(TYPES[element]).reshape(10, 48), weights["c"], rotation if 48 % (rotation or 1) == 0 else 0
+    )
     expected = {"biased": a + weights["a_bias"].astype(float), "q": b, "z": c + weights["c_bias"].astype(float)}
     for name, value in expected.items():
         assert relative_l2(found[name].astype(np.float64), value) < most, name
@@ -111,13 +128,13 @@ def test_products_are_those_of_the_definition(element: int, rotation: int | None
     assert not any(node.op_type == "Add" for node in model.graph.node)
     folder = tmp_path / "after"
     feeds = {"x": X, "short": np.ones((2, 3, 12)), "pooled": np.ones((2, 64))}
-    feeds = {f"{name}/float32": value.astype(np.float32) for name, value in feeds.items()}
+    feeds = {f"{name}/wide": value.astype(np.float32) for name, value in feeds.items()}
     sessions = [session_of(lower(model), folder, threads=1)]
     if element == TensorProto.FLOAT16:
         int8_library.cache_clear()
         with pytest.warns(SlowerWarning, match="int8 products run in ONNX Runtime's operators"):
             sessions.append(create_session(folder / "model.onnx", TARGETS["cpu"]))
-    names = [item.name.removesuffix("/float32") for item in model.graph.output]
+    names = [item.name.removesuffix("/wide") for item in model.graph.output]
     for session in sessions:
         check(dict(zip(names, session.run(None, feeds), strict=True)), weights, element, rotation or 0)
 

@@ -187,10 +187,20 @@ FAULTS = {
         "tile.store(step, held);",
         "depends on which thread comes first|not the product",
     ),
-    "a row too many of y": ("int8_product.cu", "if (row < size.rows && column", "if (row <= size.rows && column", "overflow"),
+    "a row too many of y": (
+        "int8_product.cu",
+        "if (row < size.rows && column",
+        "if (row <= size.rows && column",
+        "overflow",
+    ),
     "chunks beyond the depth": ("int8_product.cu", " && chunk < lanes;", ";", "overflow|not the product"),
     "the other half of b": ("int8_product.cu", "b[j][2], b[j][3]", "b[j][3], b[j][2]", "not the product"),
-    "columns out of order": ("int8_product.cu", "upper ? words[i] : words[i + 2], 2", "upper ? words[i] : words[i + 2], 1", "not the"),
+    "columns out of order": (
+        "int8_product.cu",
+        "upper ? words[i] : words[i + 2], 2",
+        "upper ? words[i] : words[i + 2], 1",
+        "not the",
+    ),
     "no bias": ("int8_product.c", "inputs[BIAS] ? at[BIAS] : 0, to", "0, to", "not the product"),
     "a row too many": ("int8_rows.cu", "row < all.rows ? all.lanes", "row <= all.rows ? all.lanes", "overflow"),
     "no wait for the largest": (

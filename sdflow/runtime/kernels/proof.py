@@ -94,7 +94,14 @@ def sources() -> list[str]:
     names = ["proof", "one_node", "definitions", "float8_proof", "rotary_proof", "rotary_definitions"]
     names += ["transformer_proof", "transformer_definitions", "int8_proof"]
     texts = [(FOLDER / f"{name}.py").read_text(encoding="utf-8") for name in names]
-    limits = KERNEL_LIMIT, KERNEL_LIMIT_BFLOAT16, FLOAT8_ROWS_LIMIT, FLOAT8_PRODUCT_LIMIT, INT8_ROTATED_LIMIT, INT8_ROUNDINGS
+    limits = (
+        KERNEL_LIMIT,
+        KERNEL_LIMIT_BFLOAT16,
+        FLOAT8_ROWS_LIMIT,
+        FLOAT8_PRODUCT_LIMIT,
+        INT8_ROTATED_LIMIT,
+        INT8_ROUNDINGS,
+    )
     return [*texts, f"{limits}"]
 
 
