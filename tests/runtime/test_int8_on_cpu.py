@@ -198,7 +198,7 @@ FAULTS = {
     "columns out of order": (
         "int8_product.cu",
         "upper ? words[i] : words[i + 2], 2",
-        "upper ? words[i] : words[i + 2], 1",
+        "words[i], 1",
         "not the",
     ),
     "no bias": ("int8_product.c", "inputs[BIAS] ? at[BIAS] : 0, to", "0, to", "not the product"),

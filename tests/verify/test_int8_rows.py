@@ -1,5 +1,5 @@
-"""Submodels in int8 with a scale per row: without quantization they are PyTorch's, their weights are what the recipe gives, and they
-are held to the workflow's limit; lowered for a CPU, as no GPU is asked. The frame's own tests are in test_quantized.py."""
+"""Submodels in int8 with a scale per row: without quantization they are PyTorch's, their weights are what the recipe gives,
+and they are held to the workflow's limit; lowered for a CPU, as no GPU is asked. The frame's own tests are in test_quantized.py."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_it_is_proved_and_near(
     }
     built = build(tmp_path, "cuda", passes, source, submodel, begin)
     bound = built.bound(tmp_path / "bound")
-    nodes = [node for node in onnx.load(bound / "model.onnx", load_external_data=False).graph.node]
-    products = [node for node in nodes if node.op_type == INT8_MATMUL]
+    model = onnx.load(bound / "model.onnx", load_external_data=False)
+    products = [node for node in model.graph.node if node.op_type == INT8_MATMUL]
     assert products and bool(rotation) == any(rotation_of(node) for node in products)
     proof = built.proof(bound)
     assert (proof.findings, proof.problems, proof.missing) == ([], (), "") and proof.outputs

@@ -22,8 +22,8 @@ from sdflow.onnx_model.float8 import DOMAIN, has_float8
 from sdflow.onnx_model.int8 import has_int8
 from sdflow.onnx_model.reading import load_graph
 from sdflow.runtime.kernels.float8 import NEEDS, float8_library, with_float8
-from sdflow.runtime.kernels.int8 import int8_library, with_definition, with_int8
 from sdflow.runtime.kernels.hopper import on_hopper
+from sdflow.runtime.kernels.int8 import int8_library, with_definition, with_int8
 from sdflow.runtime.kernels.library import kernel_library
 from sdflow.runtime.kernels.parts import parts_in
 from sdflow.runtime.kernels.replace import with_own_kernels
