@@ -3,8 +3,8 @@
     python benchmarks/gpu/int8_products.py [ROWSxKxN ...] [--json FILE]
 
 Prints microseconds and TFLOP/s (TOP/s), medians of turns, for torch.matmul in bfloat16, torch._int_mm (int32 sums
-without scales), Int8ProductBfloat16 with each of its kernels (wide tiles, narrow tiles, those of compute capability
-7.5) and with the one it chooses, and Int8RowsBfloat16, without and with a rotation of 64. Each is a captured graph of
+without scales), Int8ProductBfloat16 with wide tiles, narrow tiles and those it chooses, Int8Product (float16) with the
+kernel for compute capability 7.5, and Int8RowsBfloat16, without and with a rotation of 64. Each is a captured graph of
 several runs with separate values, more than the L2 cache holds. First the library is compiled and verified. Distances
 are relative L2 to float32.
 """
@@ -101,12 +101,11 @@ def measure(size: str, library: Path) -> dict[str, Any]:
     sums = [lambda each=each: torch._int_mm(each["x"], each["w"].t()) for each in operands]
     attempt("torch int8 sums", lambda: captured(sums))
     for name, kernel in KERNELS.items():
-        result = {"y": (TensorProto.BFLOAT16, (rows, n))}
-        given = {"kernel": kernel}
-        attempt(
-            f"int8, {name}",
-            lambda given=given, result=result: session_run(library, "Int8ProductBfloat16", operands, result, given),
-        )
+        half = kernel == TURING
+        result = {"y": (TensorProto.FLOAT16 if half else TensorProto.BFLOAT16, (rows, n))}
+        given = [each | {"bias": each["bias"].half()} for each in operands] if half else operands
+        called = library, f"Int8Product{'' if half else 'Bfloat16'}", given, result, {"kernel": kernel}
+        attempt(f"int8, {name}", lambda called=called: session_run(*called))
     written = {"rows": (TensorProto.INT8, (rows, k)), "scales": (TensorProto.FLOAT, (rows,))}
     inputs = [{"x": x} for x, _ in halves]
     for name, rotation in (("rows", 0), ("rotated rows", 64)):

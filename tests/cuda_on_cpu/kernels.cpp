@@ -76,7 +76,6 @@ const Kernel int8_kernels[] = {
     {"int8_product_narrow_half", run<int8_product_narrow_half>, 128, 80},
     {"int8_product_narrow_bfloat16", run<int8_product_narrow_bfloat16>, 128, 80},
     {"int8_product_turing_half", run<int8_product_turing_half>, 128, 75},
-    {"int8_product_turing_bfloat16", run<int8_product_turing_bfloat16>, 128, 80},
     {nullptr, nullptr, 0, 0},
 };
 #else

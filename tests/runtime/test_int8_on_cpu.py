@@ -101,7 +101,7 @@ UNEVEN = Int8ProductCase(2, 70, 336, 264, bias=True)
         ("turing_half (6, 1, 1) (128, 1, 1)", UNEVEN, OLD),
         ("narrow_bfloat16 (1, 1, 1) (128, 1, 1)", Int8ProductCase(1, 5, 16, 8, bfloat16=True), AMPERE),
         ("wide_bfloat16 (1, 1, 1) (256, 1, 1)", Int8ProductCase(1, 5, 16, 8, WIDE, bias=True, bfloat16=True), HOPPER),
-        ("turing_bfloat16 (1, 1, 1) (128, 1, 1)", Int8ProductCase(1, 3, 64, 40, TURING, bfloat16=True), HOPPER),
+        ("turing_half (1, 1, 1) (128, 1, 1)", Int8ProductCase(1, 3, 64, 40, TURING), HOPPER),
         ("narrow_half (18, 1, 1) (128, 1, 1)", Int8ProductCase(1, 1100, 32, 256, NARROW), HOPPER),  # more than a group
         ("wide_half (2, 1, 1) (256, 1, 1)", Int8ProductCase(1, 129, 32, 256), Gpu(2, 89)),  # in one round, not in two
     ],
@@ -139,6 +139,7 @@ def operands(rows: int = 2, columns: int = 16, k: int = 16, n: int = 16) -> list
         ("bfloat16 needs a GPU", OLD, "Int8RowsBfloat16", [np.zeros((2, 16), ml_dtypes.bfloat16)], {"rotation": 0}),
         ("bfloat16 needs a GPU", OLD, "Int8ProductBfloat16", operands(), {"kernel": 0}),
         ("does not have this kernel", OLD, "Int8Product", operands(), {"kernel": WIDE}),
+        ("does not have this kernel", HOPPER, "Int8ProductBfloat16", operands(), {"kernel": TURING}),
         ("not for this number of channels", HOPPER, "Int8Rows", [np.zeros((2, 12), np.float16)], {"rotation": 0}),
         ("not for this number of channels", HOPPER, "Int8Rows", [np.zeros((2, 96), np.float16)], {"rotation": 64}),
         ("not for this rotation", HOPPER, "Int8Rows", [np.zeros((2, 96), np.float16)], {"rotation": 48}),

@@ -1,5 +1,5 @@
 """Submodels in int8 with a scale per row: without quantization they are PyTorch's, their weights are what the recipe gives,
-and they are held to the workflow's limit; lowered for a CPU, as no GPU is asked. The frame's own tests are in test_quantized.py."""
+and they are held to the workflow's limit; lowered for a CPU, as no GPU is asked. See test_quantized.py."""
 
 from __future__ import annotations
 

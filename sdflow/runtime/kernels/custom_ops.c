@@ -145,7 +145,6 @@ static int find_part(Part part, const Driver *driver) {
         return FIND(gpu.gated_activation, "tanh_gelu_half", "tanh_gelu_bfloat16", "silu_gated_half", "silu_gated_bfloat16");
     case PART_int8:
         FIND(&gpu.int8_rows[1], "int8_rows_bfloat16");
-        FIND(&gpu.int8_product[1][2], "int8_product_turing_bfloat16");
         for (int i = 0; i < 2; ++i) { /* those of compute capability 8.0 */
             static const char *const wide[] = {"int8_product_wide_half", "int8_product_wide_bfloat16"};
             static const char *const narrow[] = {"int8_product_narrow_half", "int8_product_narrow_bfloat16"};

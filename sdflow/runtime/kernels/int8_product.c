@@ -2,7 +2,7 @@
  *
  * inputs: rows (..., K) int8 and their scales (M) float32, as Int8Rows gives them; weight (N, K) int8 and its scales (N) float32; a
  * bias (N) of the output's type, or none. output: (..., N) float16, or bfloat16. K is a multiple of 16, N of 8. attribute: kernel: 0: the
- * one that is likely the quickest, 1: that of wide tiles, 2: of narrow ones, 3: that of compute capability 7.5, which newer GPUs have too.
+ * one that is likely the quickest, 1: that of wide tiles, 2: of narrow ones, 3: that of compute capability 7.5, for float16, which newer GPUs have too.
  */
 #include "ort.h"
 
@@ -33,7 +33,7 @@ static const char *name(const Op *op) { return in_bfloat16(op) ? "Int8ProductBfl
 static Status *create(const void *given, Api api, const void *info, void **result) {
     const Op *op = given;
     const char *why = load_kernels(PART_int8);
-    if (!why && !gpu.int8_product[in_bfloat16(op)][TURING]) why = TOO_OLD_FOR_BFLOAT16;
+    if (!why && in_bfloat16(op) && !gpu.int8_product[1][NARROW]) why = TOO_OLD_FOR_BFLOAT16;
     if (why) return failure(api, name(op), why);
     Kernel kernel = {api, op, 0};
     TRY(INT_ATTRIBUTE(api)(info, "kernel", &kernel.kind));

@@ -210,10 +210,9 @@ static __device__ __forceinline__ void int8_product(const Int8Operands& of, cons
     tile.write();
 }
 
-template <class Type>
-static __device__ __forceinline__ void int8_product_turing(const Int8Operands& of, const Int8Size& size) {
+extern "C" __global__ void __launch_bounds__(128) int8_product_turing_half(Int8Operands of, Int8Size size) {
     wait_for_earlier_kernels();
-    using Tile = Int8Tile<Type, false, 2, 2>;
+    using Tile = Int8Tile<Half, false, 2, 2>;
     Tile tile(of, size);
     const int steps = (size.depth + INT8_DEPTH - 1) / INT8_DEPTH;
     uint4 held[Tile::COPIES];
@@ -229,15 +228,7 @@ static __device__ __forceinline__ void int8_product_turing(const Int8Operands& o
     tile.write();
 }
 
-extern "C" __global__ void __launch_bounds__(128) int8_product_turing_half(Int8Operands of, Int8Size size) {
-    int8_product_turing<Half>(of, size);
-}
-
 #if __CUDA_ARCH__ >= 800
-extern "C" __global__ void __launch_bounds__(128) int8_product_turing_bfloat16(Int8Operands of, Int8Size size) {
-    int8_product_turing<Bfloat16>(of, size);
-}
-
 extern "C" __global__ void __launch_bounds__(256) int8_product_wide_half(Int8Operands of, Int8Size size) {
     int8_product<Half, 4, INT8_WIDE_STAGES>(of, size);
 }
