@@ -64,6 +64,8 @@ def _fp8_takes(name: str, shape: Shape, options: Options) -> bool:
 
 
 def _int8_takes(name: str, shape: Shape, options: Options) -> bool:
+    if prod(shape) < int(options.get("smallest", 0)):
+        return False
     if options.get("activations", "tensor") == "tensor":
         return True
     return shape[1] % 16 == 0 and shape[0] % 8 == 0 and not OF_IMAGE.search(name)

@@ -29,6 +29,7 @@ Convolutions stay float32: int8 makes them 2.5 times slower on a CPU (benchmarks
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -56,6 +57,7 @@ class QuantizeInt8Config(QuantizeConfig):
         description="size of the Hadamard matrix that rotates inputs and weights before quantization; products whose "
         "inner size is not a multiple of it are not rotated",
     )
+    smallest: int = Field(default=0, ge=0, description="minimum number of values of a quantized weight")
     activations: Literal["tensor", "row"] = Field(
         default="tensor",
         description="tensor: uint8 with one scale per value, in ONNX Runtime's operators (CPU, DirectML); row: int8 with a "
@@ -75,6 +77,7 @@ class QuantizeInt8(QuantizingPass[QuantizeInt8Config, WeightedProduct]):
 
     def layers(self, edit: GraphEdit, config: QuantizeInt8Config) -> list[WeightedProduct]:
         found = [layer for node in edit.graph.node if (layer := weighted_product(edit, node)) is not None]
+        found = [layer for layer in found if prod(layer.sizes(edit)) >= config.smallest]
         if config.activations == "row":
             tokens = of_tokens(edit)
             return [layer for layer in found if layer.node.input[0] in tokens and _fits_rows(edit, layer)]

@@ -158,6 +158,10 @@ def test_a_graph_that_it_does_not_suit_is_told_what_to_do(tmp_path: Path) -> Non
     with pytest.raises(PassError, match=r"bfloat16, which int8 supports with scales per row only") as raised:
         QuantizeInt8().run(PassInputs("unet", tmp_path / "before", {}), tmp_path, QuantizeInt8Config())
     assert raised.value.remedy == "Set activations: row (CUDA)."
+    large = QuantizeInt8Config(activations="row", smallest=64 * 48)
+    (tmp_path / "after").mkdir()
+    facts = QuantizeInt8().run(PassInputs("unet", tmp_path / "before", {}), tmp_path / "after", large)
+    assert facts["quantized"]["layers"] == ["to_q", "to_k"], "the third one is smaller"
     config = QuantizeInt8Config(activations="row", keep=("of_twelve",))
     with pytest.raises(PassError, match="keep names of_twelve"):
         QuantizeInt8().run(PassInputs("unet", tmp_path / "before", {}), tmp_path, config)
