@@ -62,7 +62,7 @@ ROWS_CASES = (
     Int8RowsCase((40, 3072), bfloat16=True),
     Int8RowsCase((2, 30, 1536), rotation=256),
     Int8RowsCase((3, 12288), bfloat16=True),
-    Int8RowsCase((1, 9216), rotation=16, bfloat16=True),
+    Int8RowsCase((4, 9216), rotation=16, bfloat16=True),
 )
 PRODUCT_CASES = (
     Int8ProductCase(2, 77, 640, 640),
