@@ -52,6 +52,8 @@ OPERATORS = tuple(
         "rotary_qkv.c",
         "residual_norm.c",
         "gated_activation.c",
+        "int8_rows.c",
+        "int8_product.c",
     )
 )
 HEADERS = (FOLDER / "ort.h", FOLDER / "few_keys_attention.h")
@@ -77,6 +79,10 @@ DEFINES = {
     "ACTIVATION_PER_PROCESSOR": 5,
     "ACTIVATION_ROW_THREADS": 512,
     "ACTIVATION_HELD": 4,
+    "INT8_WARPS": 8,
+    "INT8_HELD": 5,
+    "INT8_WIDE_STAGES": 4,
+    "INT8_NARROW_STAGES": 3,
 }
 """Threads per block (maximum) and blocks per multiprocessor of each kernel, as measured on an H200.
 FLOAT8_STAGES: tiles along K that a block of float8_product.cu keeps in shared memory. FLOAT8_MOST_DEPTH: limit of K
@@ -143,9 +149,10 @@ def build(parts: Iterable[str] | None = None, device: int = 0) -> Path:
     to store it.
     """
     with _asked:
-        kernels = Kernels(device)
-        usual = (part.name for part in PARTS.values() if part.name != FLOAT8 and (on_hopper() or not part.hopper))
-        for name, why in kernels.require(usual if parts is None else parts).items():
+        usual = [part.name for part in PARTS.values() if part.name != FLOAT8 and (on_hopper() or not part.hopper)]
+        wanted = usual if parts is None else [*parts]
+        kernels = Kernels(device, max(PARTS[name].since or OLDEST for name in wanted))
+        for name, why in kernels.require(wanted).items():
             raise TargetUnavailableError(f"{', '.join(PARTS[name].operators)}: {why}")
         return kernels.library
 
@@ -159,9 +166,10 @@ class Kernels:
     told: parts that were warned about.
     """
 
-    def __init__(self, device: int = 0) -> None:
-        """device: number of the GPU. Raises TargetUnavailableError if a requirement is missing, and UsageError if there
-        is no folder to store it."""
+    def __init__(self, device: int = 0, oldest: tuple[int, int] | None = None) -> None:
+        """device: number of the GPU. oldest: the first compute capability that suits; default: OLDEST.
+
+        Raises TargetUnavailableError if a requirement is missing, and UsageError if there is no folder to store it."""
         import torch
 
         if not sys.platform.startswith("linux"):
@@ -169,10 +177,11 @@ class Kernels:
         if not torch.cuda.is_available():
             raise TargetUnavailableError("torch sees no CUDA device")
         found = torch.cuda.get_device_properties(device)
-        if (found.major, found.minor) < OLDEST:
+        oldest = oldest or OLDEST
+        if (found.major, found.minor) < oldest:
             raise TargetUnavailableError(
                 f"{found.name} has compute capability {found.major}.{found.minor}, "
-                f"but sdflow's kernels need {'.'.join(map(str, OLDEST))}"
+                f"but sdflow's kernels need {'.'.join(map(str, oldest))}"
             )
         self.told: set[str] = set()
         self._architecture = architecture(f"{found.major}{found.minor}")

@@ -19,9 +19,11 @@ from sdflow.machine.plugins import plugins_of
 from sdflow.machine.providers import onnxruntime_for
 from sdflow.machine.webgpu import adapter_failure
 from sdflow.onnx_model.float8 import DOMAIN, has_float8
+from sdflow.onnx_model.int8 import has_int8
 from sdflow.onnx_model.reading import load_graph
 from sdflow.runtime.kernels.float8 import NEEDS, float8_library, with_float8
 from sdflow.runtime.kernels.hopper import on_hopper
+from sdflow.runtime.kernels.int8 import int8_library, with_definition, with_int8
 from sdflow.runtime.kernels.library import kernel_library
 from sdflow.runtime.kernels.parts import parts_in
 from sdflow.runtime.kernels.replace import with_own_kernels
@@ -117,6 +119,11 @@ def create_session(
     if provider == CUDA_PROVIDER and has_float8(read):  # float8 requires sdflow's operators with any tuning
         session_options.register_custom_ops_library(str(float8_library(options.device)))
         read = graph = with_float8(read, hopper=on_hopper())
+    if has_int8(read):
+        library = int8_library(on_cuda=provider == CUDA_PROVIDER)
+        if library is not None:
+            session_options.register_custom_ops_library(str(library))
+        read = graph = with_definition(read) if library is None else with_int8(read)
     devices = plugins_of(ort, target).devices.get(provider, [])
     if target.session.folded:
         read = graph = folded(read, shapes or {}, str(model))
@@ -230,7 +237,7 @@ def _with_own_kernels(graph: onnx.ModelProto, session_options: Any, device: int)
         if ready is None:
             break
         if ready.wrong.keys() <= without:
-            if all(node.domain != DOMAIN for node in graph.graph.node):  # otherwise registered for float8
+            if all(node.domain != DOMAIN for node in graph.graph.node):  # otherwise registered for float8 or int8
                 session_options.register_custom_ops_library(str(ready.library))
             return replaced
         without |= ready.wrong.keys()
