@@ -243,7 +243,7 @@ def started(command: list[str]) -> Iterator[Server]:
                 url = said.get("url", url)
                 if said["event"] == "ready":
                     break
-                if said["event"] == "worker lost":
+                if said["event"] == "worker_lost":
                     raise SystemExit(line.decode())
             else:
                 sys.stderr.buffer.write(line)

@@ -64,7 +64,7 @@ def test_who_reads_slowly_is_not_ended_by_the_deadline_where_it_stands() -> None
 
 
 def test_a_worker_that_ends_is_told_and_nothing_is_taken_until_another_is_there() -> None:
-    error, _, drawing = asked(Limits(), DRAWN, Begun("one", 1), Lost("WorkerEnded", "it ended with signal 9"))
+    error, _, drawing = asked(Limits(), DRAWN, Begun("one", 1), Lost("WorkerEnded", "killed by signal 9"))
     assert (error.status, error.code) == (503, "worker_lost")
     assert "signal 9" in error.message
     with pytest.raises(ApiError) as refused:
@@ -108,13 +108,13 @@ def test_only_its_own_order_answers_a_load_and_what_was_removed_does_not_come_ba
     assert drawing.found == {}
     assert asyncio.run(load(late, Loaded("tiny", Path("tiny"), {"lanes": 6}, number=2))) is None
     assert drawing.found == {"tiny": {"lanes": 6}}
-    lost = asyncio.run(load(Lost("WorkerEnded", "it ended with signal 9")))
+    lost = asyncio.run(load(Lost("WorkerEnded", "killed by signal 9")))
     assert lost is not None and (lost.status, lost.code) == (503, "worker_lost")
 
 
 def test_what_waited_when_a_worker_ended_is_drawn_by_the_next_and_given_up_with_that() -> None:
     """Only what is not finished; the next one may end for the same reason, and not one after the other."""
-    lost, ready = Lost("WorkerEnded", "it ended with signal 9"), Ready({"tiny": {}})
+    lost, ready = Lost("WorkerEnded", "killed by signal 9"), Ready({"tiny": {}})
     sent: list[Any] = []
     drawing = Drawing(Limits(), Metrics(), sent.append)
     drawing.hear(ready)

@@ -57,9 +57,9 @@ def load_lanes(options: WorkerOptions) -> list[LoadedLane]:
     on_device = [name for name, each in one.pipelines.items() if each.base.place.stream is not None]
     if on_device and (options.lanes or 1) > 1:
         raise UsageError(
-            f"{on_device[0]} draws on a GPU, which has one lane",
+            f"{on_device[0]} runs on a GPU, which has one lane",
             where="--lanes",
-            remedy="Leave it out: batches fill it.",
+            remedy="Omit it: batching fills the GPU.",
         )
     count = options.lanes or min(threads, MOST_LANES)
     measured = options.lanes is None
@@ -155,7 +155,7 @@ def warm(name: str, pipeline: ServedPipeline, options: WorkerOptions) -> dict[in
     engine.run_all()
     for failed in said:
         if isinstance(failed, Failed):
-            raise VerificationError(f"cannot draw: {failed.what}", where=str(options.pipelines.get(name, name)))
+            raise VerificationError(f"cannot generate: {failed.what}", where=str(options.pipelines.get(name, name)))
     return measured_seconds(pipeline, options.batch_sizes)
 
 

@@ -140,7 +140,7 @@ class Drawing:
         """Have the worker load a pipeline. Raises ApiError if it cannot."""
         self.require_place(0)
         if name in self._loading:
-            raise ApiError(409, f"{name} is being loaded already.", param="id", code="loading")
+            raise ApiError(409, f"{name} is already being loaded.", param="id", code="loading")
         number, loading = next(self._orders), asyncio.get_running_loop().create_future()
         self._loading[name] = number, loading
         self.send(Load(name, folder, number))
@@ -148,7 +148,7 @@ class Drawing:
 
     def drop(self, name: str) -> None:
         """Have the worker unload a pipeline after its open requests finish."""
-        words = f"{name} was removed while it was being loaded."
+        words = f"{name} was removed while it was loading."
         self._end_loading(name, ApiError(409, words, param="id", code="loading"))
         self.send(Drop(name))
         self.found = None if self.found is None else {each: self.found[each] for each in self.found if each != name}
@@ -174,12 +174,12 @@ class Drawing:
     def require_place(self, images: int) -> None:
         """Raise ApiError if this many more images cannot be accepted now."""
         if self.draining:
-            raise self._refusal("draining", 503, "The server is about to end: it takes no more.", RESTART_SECONDS)
+            raise self._refusal("draining", 503, "The server is shutting down.", RESTART_SECONDS)
         if self.found is None:
-            raise self._refusal("not_ready", 503, "The pipelines are being loaded.", RESTART_SECONDS)
+            raise self._refusal("not_ready", 503, "The pipelines are still loading.", RESTART_SECONDS)
         if self.images + images > self._limits.queue:
             seconds = self._seconds_until(min(self.images, self.images + images - self._limits.queue))
-            words = f"{self.images} images are drawn or wait, and {self._limits.queue} may. Try again in {seconds} s."
+            words = f"The queue is full: {self.images} of {self._limits.queue} images. Try again in {seconds} s."
             raise self._refusal("queue_full", 429, words, seconds)
 
     def _seconds_until(self, ended: int) -> int:
@@ -244,7 +244,7 @@ class Drawing:
                 if message is not None:
                     yield message
         except TimeoutError as error:
-            raise self._refusal("deadline", 504, f"It was not drawn within {self._limits.seconds:g} s.", 1) from error
+            raise self._refusal("deadline", 504, f"Not finished within {self._limits.seconds:g} s.", 1) from error
         finally:
             del self._requests[request]
             if waiting.open or waiting.count < len(jobs):
@@ -252,5 +252,5 @@ class Drawing:
 
 
 def _lost(message: Lost) -> ApiError:
-    words = f"The process that draws ended: {message.what}. It is started again."
+    words = f"The worker process ended: {message.what}. It is being restarted."
     return ApiError(503, words, code="worker_lost", retry_after=RESTART_SECONDS)

@@ -246,8 +246,8 @@ class Stock:
                 made.append(loading.load(folder, lane.loaded.threads, self._options))
                 if made[-1].base.place.stream is not None and len(self._lanes) > 1:
                     raise UsageError(
-                        f"{name} draws on a GPU, which has one lane, and the pipelines on the CPU here have {len(self._lanes)}",
-                        remedy="Start a server for it, or this one with --lanes 1.",
+                        f"{name} runs on a GPU, which has one lane; this server's CPU pipelines have {len(self._lanes)}",
+                        remedy="Serve it separately, or start this server with --lanes 1.",
                     )
             seconds = [warm(name, each, self._options) for each in made]
         finally:
@@ -300,7 +300,7 @@ class Stock:
         _free()
 
     def _add(self, order: Load) -> None:
-        before, found, said = self._folders.get(order.name), None, "it was removed meanwhile"
+        before, found, said = self._folders.get(order.name), None, "it was removed while it was loading"
         if self._newest[order.name] is order:
             self._folders[order.name], self._adding = order.folder, True
             try:
