@@ -126,25 +126,21 @@ async def compare(servers: dict[str, Server], body: dict[str, Any], given: Any) 
         for name in [*names, *beside] if part in given.beside else names:
             bodies = itertools.repeat(asked(name, body))
             took, refused, whole = await arrivals(server_of(name), bodies, rate, given.seconds, given.seed)
-            tail = quantile(took, 0.95)
-            p95 = own.setdefault(part, tail)
-            figures = f"{len(took) / whole:.2f} | {quantile(took, 0.5):.2f} | {tail:.2f} | {p95 / tail:.2f} | {refused}"
+            found_of = {"images/s": len(took) / whole, "p50": quantile(took, 0.5), "p95": quantile(took, 0.95)}
+            p95 = own.setdefault(part, found_of["p95"])
+            cells = [*found_of.values(), p95 / found_of["p95"]]
+            figures = " | ".join([*(f"{each:.2f}" for each in cells), str(refused)])
             print(f"| {part:.0%}, {rate:.2f}/s | {name} | {figures} | {load()} |", flush=True)
-            rows.append(
-                {
-                    "part": part,
-                    "rate": rate,
-                    "server": name,
-                    "refused": refused,
-                    "whole": whole,
-                    "seconds": sorted(took),
-                }
-            )
+            if took:
+                rows.append(
+                    {"part": part, "rate": rate, "server": name, **found_of, "refused": refused, "seconds": took}
+                )
             note()
     print("| server | resident, MB: before, after | on the GPU, MB: before, after |\n|---|---|---|")
     for name, server in servers.items():
-        cells = (f"{was:.0f}, {now:.0f}" for was, now in zip(before[name], memory(server.pid), strict=True))
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+        pairs = zip(before[name], memory(server.pid), strict=True)
+        sizes = ("" if was is None or now is None else f"{was:.0f}, {now:.0f}" for was, now in pairs)
+        print(f"| {name} | {' | '.join(sizes)} |", flush=True)
 
 
 def asked(name: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -208,8 +204,8 @@ def load() -> str:
     return f"load {os.getloadavg()[0]:.1f} of {os.cpu_count()}"
 
 
-def memory(pid: int) -> tuple[float, float]:
-    """MB of a server's processes: resident, and on the GPU as the driver says (NaN without one)."""
+def memory(pid: int) -> tuple[float, float | None]:
+    """MB of a server's processes: resident, and on the GPU as the driver says; None without one."""
     server = psutil.Process(pid)
     own = [server, *server.children(recursive=True)]
     resident = sum(each.memory_info().rss for each in own) / 2**20
@@ -217,9 +213,9 @@ def memory(pid: int) -> tuple[float, float]:
     try:
         lines = subprocess.run(question, capture_output=True, text=True, check=True).stdout.splitlines()
     except (FileNotFoundError, subprocess.CalledProcessError):
-        return resident, float("nan")
-    used = dict(line.split(", ") for line in lines)
-    return resident, sum(float(used.get(str(each.pid), 0)) for each in own)
+        return resident, None
+    used = {pid: float(size) for pid, _, size in (line.partition(", ") for line in lines) if size.strip().isdigit()}
+    return resident, sum(used.get(str(each.pid), 0.0) for each in own) if used else None
 
 
 @contextmanager

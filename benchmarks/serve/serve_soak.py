@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--loras", type=Path, help="the folder that they are in")
     parser.add_argument("--cache", type=Path, help="that the pipeline was built with; without it, sdflow's own")
     parser.add_argument("--large", help="WIDTHxHEIGHT of an image every five minutes")
-    parser.add_argument("--lanes", help="of the server; without it, as it measures")
+    parser.add_argument("--lanes", help="of the server; without it, one")
     given = parser.parse_args()
     more = ["--loras", str(given.loras)] if given.loras else []
     more += ["--lanes", given.lanes] if given.lanes else []

@@ -171,14 +171,9 @@ def serve(
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
     lanes: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=64,
-            help="Batches to run in parallel, each on its share of the CPU threads. Default: the fastest in a "
-            "measurement at startup.",
-        ),
-    ] = None,
+        int,
+        typer.Option(min=1, max=64, help="Batches to run in parallel on a CPU, each with its share of the threads."),
+    ] = 1,
     checker: Annotated[
         bool,
         typer.Option(

@@ -166,7 +166,7 @@ def test_a_connection_too_many_is_told_so_and_closed(
                     head, _, body = answer.partition(b"\r\n\r\n")
                     assert b" 503 " in head and b"Retry-After: " in head
                     assert json.loads(body)["error"]["message"] == "Too many open connections."
-                    found = re.search(rb"\r\nX-Request-ID: (\w{32})\r\n", head)
+                    found = re.search(rb"\r\nX-Request-ID: (\w{32})", head)
                     assert found is not None
                     ids.append(found[1].decode())
                     writer.close()

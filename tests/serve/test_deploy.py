@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +40,10 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def sdflow(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """As a command. On one core, where a server has no lanes to choose from: it measures them for half a minute (test_lanes)."""
+    """As a command."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    on_one = partial(os.sched_setaffinity, 0, {min(os.sched_getaffinity(0))}) if sys.platform == "linux" else None
     command = [sys.executable, "-m", "sdflow", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, preexec_fn=on_one, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 def here(*arguments: str) -> str:

@@ -23,7 +23,6 @@ from sdflow.serve.jobs import (
     Load,
     Loaded,
     Lost,
-    Measured,
     Message,
     OfImage,
     Order,
@@ -105,9 +104,6 @@ class Drawing:
                 self._note(message.name, message.found)
             words = f"{message.name} cannot be loaded: {message.error}."
             self._end_loading(message.name, invalid("id", words) if message.found is None else None)
-        elif isinstance(message, Measured):
-            if self.found is not None and message.name in self.found:
-                self._note(message.name, message.found)
         elif isinstance(message, Lost):
             self.found = None
             for name in tuple(self._loading):
