@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--own-capacity", action="store_true", help="measure the capacity of sdflow serve only")
     parser.add_argument("--cache", type=Path, help="that the pipeline was built with; without it, sdflow's own")
     parser.add_argument("--threads", help="of the server's processor")
+    parser.add_argument("--lanes", help="of sdflow serve")
     parser.add_argument(
         "--beside",
         type=float,
@@ -79,6 +80,7 @@ def main() -> None:
     if given.guidance is not None:
         body["guidance_scale"] = given.guidance
     more = ["--threads", given.threads] if given.threads else []
+    more += ["--lanes", given.lanes] if given.lanes else []
     with ExitStack() as running, ThreadPoolExecutor(2) as pool:
         own = pool.submit(running.enter_context, sdflow_server(given.pipeline, given.cache, *more))
         plain = pool.submit(running.enter_context, started([sys.executable, str(PLAIN_FILE), str(given.pipeline)]))
