@@ -102,7 +102,7 @@ def query(
         list[Path] | None,
         typer.Option(help="Reference image that the model edits or combines. Repeatable.", metavar="FILE"),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Pipeline to use, where the server has several.")] = None,
+    model: Annotated[str | None, typer.Option(help="Pipeline to use, if the server has several.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the images.", metavar="DIR")] = Path("images"),
     **given: Any,
 ) -> None:
@@ -142,7 +142,7 @@ def _lora(text: str) -> dict[str, Any]:
         return {"name": name, "scale": float(scale)}
     except ValueError as error:
         raise UsageError(
-            f"{scale!r} is no scale", where=f"--lora {text}", remedy="Write NAME, or NAME:SCALE as ink:0.8."
+            f"{scale!r} is not a scale", where=f"--lora {text}", remedy="Write NAME or NAME:SCALE, such as ink:0.8."
         ) from error
 
 
@@ -169,4 +169,4 @@ def terminate(name: Name) -> None:
     from sdflow.serve.deployments import terminate as end
 
     ended = end(name)
-    put(f"{ended.name}: ended (it was process {ended.pid}, at {ended.url})")
+    put(f"{ended.name}: stopped (process {ended.pid}, at {ended.url})")

@@ -112,7 +112,7 @@ class Guard:
             scope["state"]["caller"] = _caller(self._settings.access, scope["method"], path, headers)
             length = headers.get(b"content-length", b"0")
             if not length.isdigit():
-                raise ApiError(400, "Content-Length is no number.")
+                raise ApiError(400, "Content-Length is not a number.")
             if len(length.lstrip(b"0")) > MOST_DIGITS or int(length) > most:
                 raise _too_large(most)
         except ApiError as error:
@@ -130,9 +130,9 @@ class Guard:
                 async with asyncio.timeout_at(end):
                     message = await receive()
             except TimeoutError:
-                raise self._refusal(ApiError(408, "the request took too long to arrive.", code="too_slow")) from None
+                raise self._refusal(ApiError(408, "The request took too long to arrive.", code="too_slow")) from None
             if message["type"] == "http.disconnect" and not whole:
-                raise ApiError(499, "the client has gone away.")
+                raise ApiError(499, "the client disconnected.")
             more = len(message.get("body", b""))
             size, whole = size + more, not message.get("more_body", False)
             if size > most:
@@ -141,7 +141,7 @@ class Guard:
                 held += more
                 self._in_memory += more
                 if self._in_memory > 8 * limits.body:
-                    words = "the requests in memory have reached their limit. Try again."
+                    words = "Too many large requests at once. Try again."
                     raise self._refusal(ApiError(503, words, code="overloaded", retry_after=5))
             return message
 
@@ -160,14 +160,14 @@ def _caller(access: Access, method: str, path: str, headers: Mapping[bytes, byte
     host, origin = (headers.get(name, b"").decode("latin-1") for name in (b"host", b"origin"))
     # Block cross-site requests and DNS rebinding.
     if access.hosts is not None and _parts(f"//{host}").hostname not in access.hosts:
-        raise ApiError(403, f"this server does not accept the Host {host!r}.", code="host")
+        raise ApiError(403, f"Host {host!r} is not allowed; see --allowed-host.", code="host")
     if origin and origin not in access.origins and _parts(origin).netloc != host:
-        raise ApiError(403, f"requests from pages of {origin} are not allowed: see --cors-origin.", code="origin")
+        raise ApiError(403, f"Origin {origin} is not allowed; see --cors-origin.", code="origin")
     caller = access.caller(headers.get(b"authorization", b""))
     # CORS preflight requests carry no key.
     asks_first = method == "OPTIONS" and origin in access.origins and b"access-control-request-method" in headers
     if caller is None and not asks_first and path not in OPEN and not path.startswith(PAGE):
-        raise ApiError(401, "the key is missing or wrong: Authorization: Bearer KEY.", code="invalid_api_key")
+        raise ApiError(401, "Missing or invalid key; send Authorization: Bearer KEY.", code="invalid_api_key")
     return caller or Caller("", administers=False)
 
 
@@ -186,7 +186,7 @@ def _parts(url: str) -> SplitResult:
 
 
 def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"the request has more than {most} bytes.", code="body_too_large")
+    return ApiError(413, f"The request is larger than {most} bytes.", code="body_too_large")
 
 
 def transfer_seconds(size: int) -> float:
