@@ -19,7 +19,7 @@ scaled is what no normalization reads: attention's scores, and the layers after 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -101,7 +101,7 @@ class _Stream:
                 continue
             if value in self.edit.results or value not in self.edit.producers:
                 kind = "an output" if value in self.edit.results else "an input or a constant"
-                _refuse(node, f"{value}, {kind} of the graph, would have to be scaled")
+                raise _refused(node, f"{value}, {kind} of the graph, would have to be scaled")
             self.values.add(value)
             waiting += [(other, self.edit.producers[value]) for other in self._behind(self.edit.producers[value])]
             waiting += [(other, reader) for reader in self.edit.readers[value] for other in self._ahead(reader, value)]
@@ -116,7 +116,7 @@ class _Stream:
             return [name for name in node.input if name != factor]
         if node.op_type in LAYERS and self._has_weight(node):
             return []
-        _refuse(node, f"{node.output[0]} would have to be scaled")
+        raise _refused(node, f"{node.output[0]} would have to be scaled")
 
     def _ahead(self, node: Any, value: str) -> list[str]:
         """Values that are scaled if `value`, an input of the node, is."""
@@ -131,7 +131,7 @@ class _Stream:
             return [node.output[0]]
         if (factor := self._other_factor(node)) is not None and factor != value:
             return [node.output[0]]
-        _refuse(node, f"it reads {value}, which would have to be scaled")
+        raise _refused(node, f"it reads {value}, which would have to be scaled")
 
     def _moves(self, node: Any) -> bool:
         """Whether a node's output is linear in its first input, and depends on it alone."""
@@ -182,7 +182,7 @@ class _Stream:
         from sdflow.weights.recipe import Scaled, scaled
 
         if self.edit.weights[name].data_type != onnx.TensorProto.FLOAT:
-            _refuse(node, f"{name} is not float32", "Put it right after OnnxConversion.")
+            raise _refused(node, f"{name} is not float32", "Put it right after OnnxConversion.")
         return self.edit.moved(
             name, f"{name}/scaled", lambda values: scaled(values, -power), lambda recipe: Scaled(-power, recipe)
         )
@@ -195,8 +195,8 @@ def _scale_epsilon(node: Any, power: int) -> None:
     found.f *= 2.0 ** (-2 * power)
 
 
-def _refuse(node: Any, what: str, remedy: str = "") -> NoReturn:
-    raise PassError(
+def _refused(node: Any, what: str, remedy: str = "") -> PassError:
+    return PassError(
         f"{node.op_type} {node.name}: {what}",
         where=ActivationScaling.name,
         remedy=remedy or "Leave the pass out; `sdflow verify` then tells whether float16 overflows.",
