@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
+from starlette.applications import Starlette
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from sdflow.serve.api_error import ApiError
 from sdflow.serve.keys import Access, Caller
@@ -62,11 +63,15 @@ class Guard:
     """Middleware around the whole application. drawing: open requests, for the server's shutdown."""
 
     def __init__(
-        self, app: ASGIApp, settings: Settings, metrics: Metrics, drawing: Drawing, tracing: Tracing | None
+        self, app: Starlette, settings: Settings, metrics: Metrics, drawing: Drawing, tracing: Tracing | None
     ) -> None:
         self._app, self._settings, self._metrics, self._tracing = app, settings, metrics, tracing
         self.drawing = drawing
         self._in_memory = 0  # body bytes of all open requests
+
+    def add_exception_handler(self, kind: type[Exception], handler: Any) -> None:
+        """Have the application answer exceptions of this kind with `handler`. Ray Serve adds one for its own."""
+        self._app.add_exception_handler(kind, handler)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
