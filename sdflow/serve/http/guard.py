@@ -12,6 +12,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
+from starlette.routing import BaseRoute, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from sdflow.serve.api_error import ApiError
@@ -68,6 +69,16 @@ class Guard:
         self._app, self._settings, self._metrics, self._tracing = app, settings, metrics, tracing
         self.drawing = drawing
         self._in_memory = 0  # body bytes of all open requests
+
+    @property
+    def routes(self) -> list[BaseRoute]:
+        """The application's routes, by which Ray Serve names requests in its metrics."""
+        return self._app.routes
+
+    @property
+    def router(self) -> Router:
+        """The application's router, likewise."""
+        return self._app.router
 
     def add_exception_handler(self, kind: type[Exception], handler: Any) -> None:
         """Have the application answer exceptions of this kind with `handler`. Ray Serve adds one for its own."""
