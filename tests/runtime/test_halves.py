@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,25 +31,19 @@ from sdflow.targets import find_target
 NEAR = 1e-6
 """Root mean square of pixels in [0, 1]: products of other batch sizes are summed in another order."""
 
-TEXT: dict[str, Any] = {"negative_prompt": "blurry"}
-SEVERAL: dict[str, Any] = {"num_images_per_prompt": 2, "negative_prompt": "blurry"}
-FEWER: dict[str, Any] = {
-    "guidance_interval": {"from": 0.0, "to": 0.7},
-    "reuse": {"every": 2, "from": 0.0, "to": 1.0, "layers": 1},
-}
-FROM_IMAGE: dict[str, Any] = {"image": pattern(5), "strength": 0.8}
-SKIPPED: dict[str, Any] = {"skip_guidance_layers": [1], "skip_layer_guidance_stop": 0.6}
-CASES: dict[str, Mapping[str, dict[str, Any]]] = {
-    "sd15-tiny": {"several": SEVERAL, "fewer": FEWER},
-    "sdxl-tiny": {"text": TEXT, "from an image": FROM_IMAGE},
-    "sd35-tiny": {"several": SEVERAL, "skipped": SKIPPED},
-    "flux2-base-tiny": {"references": {"references": [pattern(7)], "guidance_scale": 4.0}},
+CASES: dict[str, dict[str, Any]] = {
+    "several": {"num_images_per_prompt": 2, "negative_prompt": "blurry"},
+    "from an image": {"image": pattern(5), "strength": 0.8},
+    "fewer": {
+        "guidance_interval": {"from": 0.0, "to": 0.7},
+        "reuse": {"every": 2, "from": 0.0, "to": 1.0, "layers": 1},
+    },
 }
 
 
-def built(architecture: str, root: Path, converted: Converted) -> Path:
-    checkpoint = open_checkpoint(f"synthetic:{architecture}", digests=PlainDigests(), download=False)
-    return put_together(checkpoint, converted, root / architecture)
+@pytest.fixture(scope="module")
+def two(tiny_pipeline: Path) -> Pipeline:
+    return Pipeline.load(tiny_pipeline, "cpu", threads=1, checker=False, devices=2)
 
 
 def draw(pipeline: Pipeline, **more: Any) -> Any:
@@ -58,22 +51,37 @@ def draw(pipeline: Pipeline, **more: Any) -> Any:
     return pipeline(PROMPT, generator=generator(), **settings).images
 
 
-@pytest.mark.parametrize("architecture", CASES)
-def test_images_of_two_devices_are_those_of_one(architecture: str, converted: Converted, tmp_path: Path) -> None:
-    folder = built(architecture, tmp_path, converted)
-    one, two = (Pipeline.load(folder, "cpu", threads=1, devices=devices) for devices in (1, 2))
-    drawn = {name: draw(two, **case) for name, case in CASES[architecture].items()}
-    for name, case in CASES[architecture].items():
+def distance(drawn: Any, expected: Any) -> float:
+    assert expected.std() > 0.05, "an image of one colour would prove nothing"
+    return float(np.sqrt(np.mean((drawn - expected) ** 2, dtype=np.float64)))
+
+
+def test_images_of_two_devices_are_those_of_one(tiny_pipeline: Path, two: Pipeline) -> None:
+    """Those of SDXL and SD3.5 are compared with diffusers' in test_families.py and test_stable_diffusion_3_job.py."""
+    one = Pipeline.load(tiny_pipeline, "cpu", threads=1, checker=False)
+    drawn = {name: draw(two, **case) for name, case in CASES.items()}
+    for name, case in CASES.items():
         expected = draw(one, **case)
-        distance = float(np.sqrt(np.mean((drawn[name] - expected) ** 2, dtype=np.float64)))
-        assert expected.std() > 0.05 and distance <= NEAR, f"{name}: {distance:.1e}"
-    assert differ(expected, draw(one, **case | {"guidance_scale": 1.5})), "guidance changes nothing"
-    assert (draw(two, **case) == drawn[name]).all(), "drawn again"
+        assert (found := distance(drawn[name], expected)) <= NEAR, f"{name}: {found:.1e}"
+    assert differ(expected, draw(one, **CASES["fewer"], guidance_scale=1.5)), "guidance changes nothing"
+    assert (draw(two, **CASES["fewer"]) == drawn["fewer"]).all(), "drawn again"
 
 
-@pytest.fixture(scope="module")
-def two(tiny_pipeline: Path) -> Pipeline:
-    return Pipeline.load(tiny_pipeline, "cpu", threads=1, checker=False, devices=2)
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_images_of_two_gpus_are_those_of_one(tiny_pipeline: Path) -> None:
+    one, two = (Pipeline.load(tiny_pipeline, "cuda", checker=False, devices=devices) for devices in (1, 2))
+    for case in CASES.values():
+        assert distance(draw(two, **case), draw(one, **case)) <= 1e-3, "TensorFloat-32 rounds to 10 bits"
+
+
+@pytest.mark.slow
+def test_reference_images_are_read_by_both_halves(converted: Converted, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint("synthetic:flux2-base-tiny", digests=PlainDigests(), download=False)
+    folder = put_together(checkpoint, converted, tmp_path / "pipeline")
+    one, two = (Pipeline.load(folder, "cpu", threads=1, devices=devices) for devices in (1, 2))
+    given = {"references": [pattern(7)], "guidance_scale": 4.0}
+    assert distance(draw(two, **given), draw(one, **given)) <= NEAR
 
 
 def test_both_halves_are_computed_at_the_same_time(two: Pipeline) -> None:
