@@ -113,7 +113,7 @@ def quantized(values: np.ndarray, rotation: int = 0) -> tuple[np.ndarray, np.nda
 
     exact = values.astype(np.float32)
     if rotation:
-        turn = np.ones((1, 1))
+        turn: np.ndarray = np.ones((1, 1))
         while len(turn) < rotation:
             turn = np.kron(turn, [[1, 1], [1, -1]])
         groups = exact.astype(np.float64).reshape(-1, rotation) @ turn / rotation**0.5
