@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +88,13 @@ def by_replica(server: RunningServer) -> dict[str, float]:
 
 
 def replicas() -> list[psutil.Process]:
-    """The processes of the replicas that are there."""
-    found = psutil.process_iter(["cmdline"])
-    return [each for each in found if (each.info["cmdline"] or [""])[0].startswith("ray::ServeReplica:sdflow:Replica")]
+    """The processes of the replicas that are there: of this test's cluster, whose processes are below this one."""
+    found = []
+    for each in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if (each.cmdline() or [""])[0].startswith("ray::ServeReplica:sdflow:Replica"):
+                found.append(each)
+    return found
 
 
 def test_more_replicas_come_when_images_wait_and_all_go_with_ctrl_c(cluster: Any, built: Path) -> None:

@@ -120,7 +120,7 @@ def create_session(
         session_options.register_custom_ops_library(str(float8_library(options.device)))
         read = graph = with_float8(read, hopper=on_hopper())
     if has_int8(read):
-        library = int8_library(on_cuda=provider == CUDA_PROVIDER)
+        library = int8_library(options.device, on_cuda=provider == CUDA_PROVIDER)
         if library is not None:
             session_options.register_custom_ops_library(str(library))
         read = graph = with_definition(read) if library is None else with_int8(read)
