@@ -149,8 +149,8 @@ COPIED = ("inspect", "schema")
 FAILS: dict[str, tuple[tuple[str, ...], str]] = {
     "tune": ((PIPELINE, "--option", "nothing"), "no option is named nothing"),
     "selftest": (("--show", "nothing.json"), "nothing.json"),
-    "query": (("nobody", "a circle"), "nothing is deployed under this name"),
-    "terminate": (("nobody",), "nothing is deployed under this name"),
+    "query": (("nobody", "a circle"), "no such deployment"),
+    "terminate": (("nobody",), "no such deployment"),
     "bake": (("--base", PIPELINE, "--lora", "nothing.safetensors", "--out", "x"), "nothing.safetensors"),
     "run": (("nothing.yaml",), "there is no file 'nothing.yaml'"),
     "generate": (("nothing", "-p", "x"), "nothing"),
@@ -391,7 +391,7 @@ def test_a_server_is_deployed_queried_listed_and_terminated(terminal: Terminal, 
     query = well(terminal.run("query", "shapes", "a red circle", "--steps", "1", "--seed", "3", "--out", "asked"))
     assert "asked/001-3.png" in query.text
     assert "http://127.0.0.1:" in well(terminal.run("status")).text
-    assert "shapes: ended (it was process" in well(terminal.run("terminate", "shapes")).words
+    assert "shapes: stopped (process" in well(terminal.run("terminate", "shapes")).words
 
 
 def test_a_question_can_be_answered_and_declined(terminal: Terminal) -> None:
