@@ -23,7 +23,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from kept_builds import WorkflowCache
+from kept_builds import KeptBuilds
 from safetensors.numpy import load_file, save_file
 from serve.conftest import RunningServer, running_server
 from started_python import Command, StartedPython
@@ -52,7 +52,7 @@ BOTH = (("stripes", 0.8), ("outline", 0.5))
 
 
 @pytest.fixture(scope="module")
-def built(sdflow: Command, cache_of: WorkflowCache, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(sdflow: Command, cache_of: KeptBuilds, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sample pipeline as a user builds it, and baked with two LoRAs, and the cache of both."""
     folder = tmp_path_factory.mktemp("shapes")
     cache_of("shapes_cpu", folder)
