@@ -70,6 +70,7 @@ def smallest(converted: Converted, tmp_path_factory: pytest.TempPathFactory) -> 
     return root / "pipeline"
 
 
+@pytest.mark.slow
 def test_an_evaluation_times_every_submodel_on_the_provider(smallest: Path) -> None:
     once = EvaluateSpec(LatencySpec(warmup=1, runs=1), ImageSpec(steps=1, height=SIZE, width=SIZE))
     found = evaluate(smallest, once, "webgpu", required=True)
