@@ -192,6 +192,14 @@ def load(options: argparse.Namespace) -> dict[str, Any]:
                 if options.kill_seconds and replicas > 1 and not number:
                     rows["killed"] = killed(url, options, rate)
                     note(options, found)
+    if len(options.replicas) > 1:
+        for rows in found.values():
+            first, last = (rows[str(each)] for each in (options.replicas[0], options.replicas[-1]))
+            rows["ratio"] = {
+                "capacity": last["capacity"] / first["capacity"],
+                "p95": last["at_80_percent"]["p95_s"] / first["at_80_percent"]["p95_s"],
+            }
+            say(rows["ratio"])
     return found
 
 
