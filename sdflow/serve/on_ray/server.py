@@ -183,17 +183,26 @@ def _reason(message: str) -> str:
 
 def _require_answer(url: str) -> None:
     """Raise UsageError if the cluster's proxy listens elsewhere: its address is fixed by the first application."""
-    end = time.monotonic() + ANSWER_SECONDS
+    from sdflow.serve.http.guard import HEADERS
+
+    name, ours = (each.decode() for each in HEADERS[0])
+    end, other = time.monotonic() + ANSWER_SECONDS, False
     while time.monotonic() < end:
         try:
-            with urllib.request.urlopen(f"{url}/healthz", timeout=LOOK_SECONDS * 10):
-                return
-        except urllib.error.HTTPError:  # it answers, but rejects this Host
-            return
+            with urllib.request.urlopen(f"{url}/healthz", timeout=LOOK_SECONDS * 10) as answer:
+                found = answer.headers
+        except urllib.error.HTTPError as error:  # it answers, but rejects this Host
+            found = error.headers
         except OSError:
             time.sleep(LOOK_SECONDS)
+            continue
+        if found.get(name) == ours:
+            return
+        other = True  # or the proxy, which does not know the application yet
+        time.sleep(LOOK_SECONDS)
+    what = "another server" if other else "nothing"
     raise UsageError(
-        f"nothing answers at {url}: Ray Serve listens elsewhere on this cluster, or the port is taken",
+        f"{what} answers at {url}: Ray Serve listens elsewhere on this cluster, or the port is taken",
         where="--port",
         remedy="Take the port that it has, another one, or end what else it serves: `serve shutdown`.",
     )
