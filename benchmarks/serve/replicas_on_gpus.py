@@ -48,6 +48,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.serve.serve_load import quantile, started  # noqa: E402
 
 PART = 0.8
+BACK_SECONDS = 150.0
+"""Most to wait for the successor of a killed replica."""
 PROMPT = "a large red circle on a blue background"
 TITLE = "ray::ServeReplica:sdflow:Replica"
 
@@ -192,6 +194,14 @@ def load(options: argparse.Namespace) -> dict[str, Any]:
                 if options.kill_seconds and replicas > 1 and not number:
                     rows["killed"] = killed(url, options, rate)
                     note(options, found)
+    if len(options.replicas) > 1:
+        for rows in found.values():
+            first, last = (rows[str(each)] for each in (options.replicas[0], options.replicas[-1]))
+            rows["ratio"] = {
+                "capacity": last["capacity"] / first["capacity"],
+                "p95": last["at_80_percent"]["p95_s"] / first["at_80_percent"]["p95_s"],
+            }
+            say(rows["ratio"])
     return found
 
 
@@ -215,7 +225,7 @@ def killed(url: str, options: argparse.Namespace, most: float) -> dict[str, Any]
         victim = replicas_here()[0]
         seen["killed_at"] = time.perf_counter() - begun
         victim.send_signal(signal.SIGKILL)
-        while time.perf_counter() - begun < options.kill_seconds + 60:
+        while time.perf_counter() - begun < options.kill_seconds + BACK_SECONDS:
             if by_replica(url).keys() - before.keys():
                 seen["drew_again_after_s"] = time.perf_counter() - begun - seen["killed_at"]
                 return
