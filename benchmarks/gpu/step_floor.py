@@ -1,4 +1,4 @@
-"""Measure the shortest time that a transformer's step can take on a GPU: its products and attentions, and nothing else.
+"""Measure how long a transformer's step takes on a GPU at least: its products and attentions, and nothing else.
 
     python benchmarks/gpu/step_floor.py [NAME[:ROWS[:TOKENS]] ...] [--size 1024] [--seconds 3] [--json FILE]
 
@@ -149,23 +149,23 @@ def sustained(run: Callable[[], None], seconds: float) -> dict[str, float]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    times, end, clock = [], time.perf_counter() + seconds, ""
-    while time.perf_counter() < end:
+    query = ["nvidia-smi", f"--id={torch.cuda.get_device_properties(0).uuid}", "--query-gpu=clocks.sm,power.draw"]
+    watch = subprocess.Popen(
+        [*query, "--format=csv,noheader,nounits", "--loop-ms=100"], stdout=subprocess.PIPE, text=True
+    )
+    times, end = [], time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times) < 2:
         begin, over = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(5):
             graph.replay()
         over.record()
-        if not clock and time.perf_counter() > end - seconds / 3:
-            clock = subprocess.run(
-                ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"],
-                capture_output=True,
-                text=True,
-                check=True,
-            ).stdout
         over.synchronize()
         times.append(begin.elapsed_time(over) / 5)
-    megahertz, watts = map(float, clock.splitlines()[0].split(","))
+    watch.terminate()
+    seen = [tuple(map(float, line.split(","))) for line in watch.communicate()[0].splitlines() if line.count(",") == 1]
+    late = seen[len(seen) // 2 :] or [(float("nan"), float("nan"))]
+    megahertz, watts = (statistics.median(values) for values in zip(*late, strict=True))
     return {"ms": statistics.median(times[len(times) // 2 :]), "best": min(times), "mhz": megahertz, "watts": watts}
 
 
