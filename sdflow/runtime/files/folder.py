@@ -25,6 +25,7 @@ from sdflow.runtime.sessions.live_weights import LiveWeights
 from sdflow.runtime.sessions.place import place
 from sdflow.runtime.sessions.residency import Residency
 from sdflow.runtime.sessions.session import DAMAGED, PLAIN, LoadOptions, create_session
+from sdflow.runtime.sessions.stream_plan import StreamPlan
 from sdflow.runtime.sessions.submodel import Edit, Submodel, read_edited
 from sdflow.sources.load import load_companion
 from sdflow.targets import Target, find_target
@@ -198,6 +199,8 @@ def load_submodel(
     shared: DeviceWeights | None = None,
     residency: Residency | None = None,
     shrinks: bool = False,
+    plan: StreamPlan | None = None,
+    delay: int = 0,
 ) -> Submodel:
     """Load one submodel of a pipeline folder on a target. Its sessions run on its place's stream.
 
@@ -205,14 +208,15 @@ def load_submodel(
     be captured; None: all. lazy: create the session on first use, as always for one session per set of shapes. live:
     external weights that its sessions read. shared: device weights of the same model, if already loaded. residency:
     manages weights that take turns on the device; None: they stay. shrinks: return a run's working memory to the device
-    afterwards; such runs are not captured.
+    afterwards; such runs are not captured. plan: weights that are streamed to the device in every run. delay: see
+    `StreamedWeights`.
     """
     where = place("cuda" if target.session.needs_cuda else "cpu")
     model = (folder / submodel / MODEL_FILE).resolve()
-    fixed = target.name == "cuda" and (cuda_graphs is None or submodel in cuda_graphs)
+    fixed = plan is not None or (target.name == "cuda" and (cuda_graphs is None or submodel in cuda_graphs))
     if where.stream is not None:
         options = replace(options, stream=where.stream.cuda_stream)
-    weights = (shared or DeviceWeights(model, where.device, residency)) if fixed else None
+    weights = (shared or DeviceWeights(model, where.device, residency, plan, delay=delay)) if fixed else None
     config = submodel_config(folder, submodel)
     part = (family or folder_family(folder)).part(submodel).of(config)
 
@@ -229,13 +233,14 @@ def load_submodel(
     ) -> Any:
         held = None
         inputs: dict[str, Any] = {}
-        if graph is None and (edits or live is not None):
+        if graph is None and (edits or live is not None or plan is not None):
             graph = read_edited(model, edits)
         if live is not None:
             graph, inputs = live.open(graph)
         if weights is not None and graph is not None:
             with where.current():
                 held = weights.of(graph)
+        streams = None if weights is None else weights.streams()
         resident = None if weights is None else weights.resident
         with nullcontext() if resident is None else resident.using():
             session = create_session(
@@ -246,6 +251,7 @@ def load_submodel(
                 graph=graph,
                 weights=held,
                 live=inputs,
+                streams=streams,
                 capture=capture and fixed and not shrinks,
                 artifact=artifact,
                 profile=profile,

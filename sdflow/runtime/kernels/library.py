@@ -52,6 +52,7 @@ OPERATORS = tuple(
         "rotary_qkv.c",
         "residual_norm.c",
         "gated_activation.c",
+        "stream_weights.c",
     )
 )
 HEADERS = (FOLDER / "ort.h", FOLDER / "few_keys_attention.h")
@@ -176,16 +177,8 @@ class Kernels:
         self._device = [device.name, device.multi_processor_count, driver_version()]
         self._folder, self._nvrtc = kernel_folder(), Nvrtc()
         self._wrong: dict[str, str | None] = {}
-        texts = [path.read_text(encoding="utf-8") for path in (*OPERATORS, *HEADERS)]
-        key = digest_json({"sources": texts, "defines": DEFINES, "machine": platform.machine()})
-        self.library = self._folder / key / "libsdflow_kernels.so"
-        self._kept(self.library, key, compile_operators)
-        try:
-            self._loaded = ctypes.CDLL(str(self.library))
-        except OSError:  # built on another system that shares this folder
-            self.library.unlink(missing_ok=True)
-            self._kept(self.library, key, compile_operators)
-            self._loaded = ctypes.CDLL(str(self.library))
+        self.library = operator_library()
+        self._loaded = ctypes.CDLL(str(self.library))
 
     def require(self, names: Iterable[str]) -> dict[str, str]:
         """Compile and test these parts unless already done. Return unusable parts -> reason."""
@@ -204,7 +197,7 @@ class Kernels:
         key = digest_json(content)
         path = self._folder / key / f"{name}.cubin"
         try:
-            code = self._kept(path, key, lambda _: compile_part(name, self._nvrtc, self._architecture))
+            code = _kept(path, key, lambda _: compile_part(name, self._nvrtc, self._architecture))
         except SdflowError as error:
             return str(error)
         code = _codes.setdefault((self.library, name), code)
@@ -238,25 +231,46 @@ class Kernels:
             keep(path, canonical_json(distances), key)
         return None
 
-    def _kept(self, path: Path, key: str, make: Any) -> bytes:
-        """Return the content of a file, built unless an intact one exists. make: builds it, given a folder to write
-        in."""
-        kept = read_kept(path, key)  # without a lock: the folder may be read-only
-        if kept is not None:
-            return kept
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(path.with_suffix(".lock")):
-                if (kept := read_kept(path, key)) is not None:
-                    return kept
-                for left in path.parent.glob(f"{_UNFINISHED}*"):  # left by a killed process
-                    shutil.rmtree(left, ignore_errors=True)
-                with tempfile.TemporaryDirectory(dir=path.parent, prefix=_UNFINISHED) as folder:
-                    made: bytes = make(Path(folder))
-                    keep(path, made, key)
-                    return made
-        except OSError as error:
-            raise TargetUnavailableError(f"{path.parent} cannot be written: {error}", remedy=_ELSEWHERE) from error
+
+def operator_library() -> Path:
+    """Compile the operators, unless an intact library exists. Without their kernels, only those for weights run.
+
+    Raises TargetUnavailableError without a C compiler or on another system than Linux, and UsageError if there is no folder
+    to store it.
+    """
+    if not sys.platform.startswith("linux"):
+        raise TargetUnavailableError("sdflow's operators require Linux")
+    texts = [path.read_text(encoding="utf-8") for path in (*OPERATORS, *HEADERS)]
+    key = digest_json({"sources": texts, "defines": DEFINES, "machine": platform.machine()})
+    library = kernel_folder() / key / "libsdflow_kernels.so"
+    _kept(library, key, compile_operators)
+    try:
+        ctypes.CDLL(str(library))
+    except OSError:  # built on another system that shares this folder
+        library.unlink(missing_ok=True)
+        _kept(library, key, compile_operators)
+    return library
+
+
+def _kept(path: Path, key: str, make: Any) -> bytes:
+    """Return the content of a file, built unless an intact one exists. make: builds it, given a folder to write
+    in."""
+    kept = read_kept(path, key)  # without a lock: the folder may be read-only
+    if kept is not None:
+        return kept
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock")):
+            if (kept := read_kept(path, key)) is not None:
+                return kept
+            for left in path.parent.glob(f"{_UNFINISHED}*"):  # left by a killed process
+                shutil.rmtree(left, ignore_errors=True)
+            with tempfile.TemporaryDirectory(dir=path.parent, prefix=_UNFINISHED) as folder:
+                made: bytes = make(Path(folder))
+                keep(path, made, key)
+                return made
+    except OSError as error:
+        raise TargetUnavailableError(f"{path.parent} cannot be written: {error}", remedy=_ELSEWHERE) from error
 
 
 def kernel_folder() -> Path:
