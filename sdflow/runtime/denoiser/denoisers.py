@@ -203,7 +203,9 @@ class Denoisers:
         return weights + sizes["batch"] * row_bytes(model.part.model, model.config, size, model.place.device)
 
     def _data_bytes(self) -> int:
-        """Return the size of the model's files, which are almost entirely weights."""
+        """Return the size of the model's files, which are almost entirely weights; of streamed ones, that on the device."""
+        if self._model.weights is not None and self._model.weights.plan is not None:
+            return self._model.weights.plan.resident
         assert self._model.path is not None, "only submodels of a pipeline folder are split"
         return sum(each.stat().st_size for each in self._model.path.parent.iterdir())
 

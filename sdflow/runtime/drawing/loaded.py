@@ -136,7 +136,7 @@ class LoadedPipeline:
         target: cpu, cuda, ...; default: the target it was built for. scheduler: replaces the folder's; one of
         `families.schedulers.SCHEDULERS`, or a name from A1111 or ComfyUI. checker: whether to run the family's checker,
         if present. keep: "all": all weights stay on a CUDA device; "fit": submodels that do not fit together take
-            turns.
+            turns, and weights of those that do not fit by themselves are streamed.
         device_memory: limit in bytes on the device memory of this process from now on; None: unchanged, initially all
         free memory. beside: bytes of weights that another pipeline will load there. cuda_graphs: submodels that may be
         captured; None: all. tuning: result of `sdflow tune` for this machine, `recorded_tuning(folder, target).tuning`.
@@ -181,8 +181,9 @@ class LoadedPipeline:
                 cuda_graphs=graphs,
                 lazy=lazy,
                 options=options,
-                residency=moves,
+                residency=None if moves is None else moves.residency,
                 shrinks=moves is not None and name in (family.encoder, family.decoder),
+                plan=None if moves is None else moves.streams.get(name),
             )
 
         with ThreadPoolExecutor(max_workers=len(names)) as pool:

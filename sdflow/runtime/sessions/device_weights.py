@@ -69,8 +69,10 @@ class DeviceWeights:
         TargetUnavailableError without a C compiler."""
         if self.plan is None:
             return None
-        self._of(read_graph(self._model))
-        return self._streams
+        with self._lock:
+            if self._values is None:
+                self._values = self._copied()
+            return self._streams
 
     def tensors(self, names: Collection[str]) -> dict[str, torch.Tensor]:
         """Return the same memory as read-only tensors, by the model's names. The weights stay on the device from now

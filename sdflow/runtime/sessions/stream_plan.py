@@ -116,3 +116,11 @@ def _spread(weights: Sequence[_Weight], wanted: int) -> list[_Weight]:
             return chosen
         share = min(total, share + max(1, total // 200))
     return []
+
+
+def is_half(graph: onnx.ModelProto) -> bool:
+    """Whether most of a graph's weights have 16 bits or fewer."""
+    from onnx import TensorProto
+
+    wide = sum(span_of(each)[2] for each in graph.graph.initializer if is_external(each) and each.data_type == TensorProto.FLOAT)
+    return 2 * wide <= sum(span_of(each)[2] for each in graph.graph.initializer if is_external(each))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from sdflow.errors import PassError
 from sdflow.onnx_model.float8 import DOMAIN
 from sdflow.onnx_model.nodes import copied, in_order
+from sdflow.runtime.sessions.specialize import TYPED_BY
 
 if TYPE_CHECKING:
     import onnx
@@ -98,14 +99,14 @@ def with_streaming(
     reach = _Reach(nodes, [each for segment in segments for each in segment.readers])
     types = _types(graph)
     placed = [each for segment in segments for each in segment.placed]
-    first = next(node for node in nodes if any(name and name not in constants for name in node.input))
-    streams = [_Stream(types, [], {})]
-    streams[0].route(first, constants)
+    changing = _changing(graph, nodes)
+    streams = [_Stream(types, changing, [], {})]
+    streams[0].route(next(node for node in nodes if not changing.isdisjoint(node.input)))
     for number, segment in enumerate(segments, 1):
-        through, covered, seen = _Stream(types, [], {}, number), 0, 0
+        through, covered, seen = _Stream(types, changing, [], {}, number), 0, 0
         for reader in segment.readers:
             if not reach.before(reader) & seen:
-                covered |= reach.of(through.route(reader.node, constants))
+                covered |= reach.of(through.route(reader.node))
             seen |= reader.bit
         after = [] if number == 1 else segments[number - 2].readers
         for reader in reversed(after):
@@ -180,18 +181,20 @@ class _Reach:
 
 @dataclass
 class _Stream:
-    """A StreamWeights node to be made. after: values that it waits for. through: value -> its name behind the node."""
+    """A StreamWeights node to be made. changing: values that depend on the graph's inputs. after: values that it waits
+    for. through: value -> its name behind the node."""
 
     types: dict[str, int]
+    changing: set[str]
     after: list[str]
     through: dict[str, str]
     number: int = 0
 
-    def route(self, node: Any, constants: Mapping[str, Any]) -> str:
+    def route(self, node: Any) -> str:
         """Let a node read a value through this one; return the value."""
         index, value = next(
             ((i, name) for i, name in enumerate(node.input) if name in self.through),
-            next(((i, name) for i, name in enumerate(node.input) if name and name not in constants), (-1, "")),
+            next(((i, name) for i, name in enumerate(node.input) if name in self.changing), (-1, "")),
         )
         if value not in self.types or (value not in self.through and len(self.through) == MOST_THROUGH):
             raise PassError(
@@ -201,6 +204,7 @@ class _Stream:
             )
         node.input[index] = self.through.setdefault(value, f"{value}/stream/{self.number}")
         self.types[node.input[index]] = self.types[value]
+        self.changing.add(node.input[index])
         return value
 
     def node(self, *, waits: bool, copies: Sequence[Copy], delay: int) -> Any:
@@ -245,17 +249,35 @@ def _read_inputs(graph: Any, segment: _Segment, constants: Mapping[str, Any]) ->
             graph.input.append(helper.make_tensor_value_info(own.name, tensor.data_type, list(tensor.dims)))
 
 
+def _changing(graph: Any, nodes: Sequence[Any]) -> set[str]:
+    """Return the values that depend on the graph's inputs."""
+    found = {item.name for item in graph.input}
+    for node in nodes:
+        if not found.isdisjoint(node.input):
+            found.update(name for name in node.output if name)
+    return found
+
+
 def _types(graph: Any) -> dict[str, int]:
-    """Return value -> element type, also of what sdflow's operators make, whose types are not in the graph."""
+    """Return value -> element type, also where the graph does not say it: that of the input that gives it. ONNX Runtime
+    refuses a wrong one."""
     from onnx import TensorProto
 
     types = {item.name: item.type.tensor_type.elem_type for item in (*graph.input, *graph.value_info, *graph.output)}
-    for node in graph.node:
-        if node.domain != DOMAIN:
-            continue
-        known = types.get(node.input[0])
-        if node.op_type.startswith("Float8") and "Product" not in node.op_type:
+    types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
+    for node in in_order(graph.node):
+        if node.domain == DOMAIN and node.op_type.startswith("Float8") and "Product" not in node.op_type:
             types.setdefault(node.output[0], TensorProto.UINT8)
-        elif known is not None and "Product" not in node.op_type:
-            types.setdefault(node.output[0], known)
+            continue
+        if node.domain == DOMAIN and "Product" in node.op_type:
+            found = TensorProto.BFLOAT16 if node.op_type.endswith("Bfloat16") else TensorProto.FLOAT16
+        elif node.op_type == "Cast":
+            found = next(item.i for item in node.attribute if item.name == "to")
+        elif node.input:
+            found = types.get(node.input[TYPED_BY.get(node.op_type, 0)], 0)
+        else:
+            continue
+        if found:
+            for name in node.output:
+                types.setdefault(name, found)
     return types
