@@ -5,9 +5,7 @@ The CPU's operator copies in a thread of its own, which begins late, so that a r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +14,17 @@ from beside_diffusers import put_together
 from converted import Converted
 
 from sdflow.models.base import Role
-from sdflow.runtime.files.folder import folder_defaults, folder_family, load_companions, load_submodel, onnx_submodels, read_options
+from sdflow.runtime.files.folder import (
+    folder_defaults,
+    folder_family,
+    load_companions,
+    load_submodel,
+    onnx_submodels,
+    read_options,
+)
 from sdflow.runtime.pipeline import Pipeline
 from sdflow.runtime.sessions.session import LoadOptions, read_graph
-from sdflow.runtime.sessions.stream_plan import StreamPlan, stream_plan
+from sdflow.runtime.sessions.stream_plan import StreamBuffers, StreamPlan, buffer_size, stream_plan
 from sdflow.sources import PlainDigests, open_checkpoint
 from sdflow.targets import TARGETS
 
@@ -38,7 +43,9 @@ def plan_of(folder: Path, share: float) -> StreamPlan:
     family = folder_family(folder)
     path = folder / family.denoiser / "model.onnx"
     size = path.with_name("model.onnx.data").stat().st_size
-    plan = stream_plan(read_graph(path), int(share * size) + 2 * SEGMENT, latents_of(folder), least=LEAST, segment=SEGMENT)
+    graph = read_graph(path)
+    buffers = StreamBuffers(buffer_size(graph, least=LEAST, segment=SEGMENT))
+    plan = stream_plan(graph, int(share * size), buffers, latents_of(folder), least=LEAST)
     assert plan is not None
     return plan
 
@@ -54,7 +61,13 @@ def drawn(folder: Path, plan: StreamPlan | None, delay: int = 0) -> np.ndarray:
     options = LoadOptions(threads=1)
     loaded = {
         name: load_submodel(
-            folder, name, target, lazy=True, options=options, plan=plan if name == family.denoiser else None, delay=delay
+            folder,
+            name,
+            target,
+            lazy=True,
+            options=options,
+            plan=plan if name == family.denoiser else None,
+            delay=delay,
         )
         for name in onnx_submodels(folder)
     }
@@ -65,7 +78,7 @@ def drawn(folder: Path, plan: StreamPlan | None, delay: int = 0) -> np.ndarray:
 
 def test_streamed(folder: Path) -> None:
     plan = plan_of(folder, 0.5)
-    print(plan.size, plan.buffer, plan.resident, plan.per_run, len(plan.streamed))
+    print(plan.size, plan.buffers.size, plan.resident, plan.per_run, len(plan.streamed))
     resident = drawn(folder, None)
     streamed = drawn(folder, plan, 300)
     print(np.abs(resident - streamed).max(), resident.std())

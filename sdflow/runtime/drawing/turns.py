@@ -16,7 +16,7 @@ from sdflow.runtime.files.folder import folder_configs, folder_defaults, folder_
 from sdflow.runtime.memory_limit import device_run_bytes, drawing_bytes
 from sdflow.runtime.sessions.residency import HEADROOM, Keep, Residency, residency
 from sdflow.runtime.sessions.session import read_graph
-from sdflow.runtime.sessions.stream_plan import StreamPlan, is_half, stream_plan
+from sdflow.runtime.sessions.stream_plan import StreamBuffers, StreamPlan, buffer_size, is_half, stream_plan
 from sdflow.targets import Target
 from sdflow.units import spell_bytes
 
@@ -54,22 +54,23 @@ def moving_weights(
     fits = not sizes or sum(sizes.values()) + beside + working + HEADROOM <= room
     if fits:
         return None if device_memory is None else Moves(places)
-    retained = _denoiser_bytes(folder, family, configs)
+    retained = HEADROOM + _denoiser_bytes(folder, family, configs)
+    large = [name for name, size in sizes.items() if size + retained > room]
+    every = {name: read_graph(folder / name / MODEL_FILE) for name in large if _streams(family, configs, name)}
+    buffers = StreamBuffers(max(map(buffer_size, every.values()), default=0))
     streams = {}
-    for name, size in sizes.items():
-        if size + HEADROOM + retained <= room:
-            continue
-        changes = name == family.denoiser or name in family.nets(configs).values()
-        latents = family.part(name).of(configs[name]).ports(configs[name]).of(Role.LATENTS) if changes else None
+    for name in large:
         plan = None
-        if changes or name in family.text_of(configs):
-            plan = stream_plan(read_graph(folder / name / MODEL_FILE), room - HEADROOM - retained, latents)
+        if name in every:
+            latents = None if name in family.text_of(configs) else _latents(family, configs, name)
+            plan = stream_plan(every[name], room - retained - 2 * buffers.size, buffers, latents)
         if plan is not None:
             streams[name] = plan
-        elif size + HEADROOM > room:
+        elif sizes[name] + HEADROOM > room:
             raise UsageError(
-                f"its {name.replace('_', ' ')} has {spell_bytes(size)} of weights, but only {spell_bytes(max(0, room))} "
-                f"of the device are available, including {spell_bytes(HEADROOM)} of working memory",
+                f"its {name.replace('_', ' ')} has {spell_bytes(sizes[name])} of weights, but only "
+                f"{spell_bytes(max(0, room))} of the device are available, including {spell_bytes(HEADROOM)} of working "
+                "memory",
                 where=str(folder),
                 remedy="Quantize it (QuantizeFp8), or use the CPU: --target cpu.",
             )
@@ -81,6 +82,16 @@ def moving_weights(
             stacklevel=3,
         )
     return Moves(places, streams)
+
+
+def _streams(family: Family, configs: Mapping[str, Mapping[str, Any]], name: str) -> bool:
+    """Whether a submodel's weights may be streamed: not those of the VAE, which are few."""
+    return name in (family.denoiser, *family.nets(configs).values(), *family.text_of(configs))
+
+
+def _latents(family: Family, configs: Mapping[str, Mapping[str, Any]], name: str) -> str:
+    """Return the name of the input that changes from step to step."""
+    return family.part(name).of(configs[name]).ports(configs[name]).of(Role.LATENTS)
 
 
 def _denoiser_bytes(folder: Path, family: Family, configs: Mapping[str, Mapping[str, Any]]) -> int:

@@ -119,11 +119,10 @@ class DeviceWeights:
         found = {span_of(tensor): tensor for tensor in tensors if is_external(tensor) and span_of(tensor)[2]}
         found = {span: tensor for span, tensor in found.items() if span not in streamed}
         sizes = [aligned(length) for _, _, length in found]
-        buffers = 0 if self.plan is None else 2 * self.plan.buffer
-        size = sum(sizes) + buffers
+        size = sum(sizes)
 
         def read(memory: torch.Tensor) -> None:
-            for (location, offset, length), slot in zip(found, memory[: sum(sizes)].split(sizes), strict=True):
+            for (location, offset, length), slot in zip(found, memory.split(sizes), strict=True):
                 # Copy on write: torch requires writable memory.
                 data = np.memmap(self._model.parent / location, np.uint8, "c", offset, (length,))
                 slot[:length].copy_(torch.from_numpy(data))
@@ -138,10 +137,9 @@ class DeviceWeights:
             with self.resident.using():
                 memory = moving.bytes()
         if self.plan is not None:
-            halves = memory[size - buffers :].split(self.plan.buffer)
-            self._streams = StreamedWeights(self._model.parent, self.plan, halves, delay=self._delay)
+            self._streams = StreamedWeights(self._model.parent, self.plan, self._device, delay=self._delay)
         values = {}
-        for span, slot in zip(found, memory[: sum(sizes)].split(sizes), strict=True):
+        for span, slot in zip(found, memory.split(sizes), strict=True):
             length = span[2]
             element = found[span].data_type
             if element == TensorProto.FLOAT8E4M3FN:  # sessions read it as bytes (`sdflow.runtime.kernels.float8`)

@@ -6,9 +6,10 @@ reader run (`sdflow.runtime.sessions.streamed_graph`).
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sdflow.onnx_model.files import is_external
@@ -18,6 +19,7 @@ from sdflow.runtime.sessions.spans import Span, aligned, span_of
 
 if TYPE_CHECKING:
     import onnx
+    import torch
 
 PRODUCTS = ("MatMul", "Gemm", "FusedMatMul", FLOAT8_MATMUL)
 """Operators whose weights are streamed: they read them anew in every run. Convolutions, for example, keep a copy in
@@ -28,16 +30,34 @@ SEGMENT = 1 << 27
 """Bytes that are copied at once, or the largest weight if that is larger."""
 
 
+class StreamBuffers:
+    """Two buffers on a device, shared by models whose runs do not overlap. size: bytes of one."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._lock = threading.Lock()
+        self._pair: tuple[torch.Tensor, ...] | None = None
+
+    def on(self, device: str) -> tuple[torch.Tensor, ...]:
+        """Return both as uint8 tensors, created on first use."""
+        import torch
+
+        with self._lock:
+            if self._pair is None:
+                self._pair = torch.empty(2 * self.size, dtype=torch.uint8, device=device).split(self.size)
+            return self._pair
+
+
 @dataclass(frozen=True)
 class StreamPlan:
-    """streamed: these weights, in the order in which they are read. buffer: size of each of the two buffers. resident:
-    bytes on the device, with the buffers. per_run: bytes copied in a run of the part that reads the latents, or of the
-    whole model if it has none."""
+    """streamed: these weights, in the order in which they are read. resident: bytes of the other weights, which stay on
+    the device. per_run: bytes copied in a run of the part that reads the latents, or of the whole model if it has none.
+    buffers: what streamed weights are copied to."""
 
     streamed: tuple[Span, ...]
-    buffer: int
     resident: int
     per_run: int
+    buffers: StreamBuffers = field(compare=False)
 
     @property
     def size(self) -> int:
@@ -45,42 +65,49 @@ class StreamPlan:
         return sum(length for _, _, length in self.streamed)
 
 
+def buffer_size(graph: onnx.ModelProto, *, least: int = LEAST, segment: int = SEGMENT) -> int:
+    """Return the size of a buffer for any streamed weights of a graph; 0 if none can be streamed."""
+    sizes: Counter[str] = Counter()
+    for each in _streamable(graph, None, least):
+        sizes[each.reader] += each.size
+    return max(max(sizes.values(), default=0), min(segment, sizes.total()))
+
+
 @dataclass(frozen=True)
 class _Weight:
     span: Span
     size: int
     once: bool
+    reader: str
 
 
 def stream_plan(
-    graph: onnx.ModelProto, room: int, latents: str | None = None, *, least: int = LEAST, segment: int = SEGMENT
+    graph: onnx.ModelProto, room: int, buffers: StreamBuffers, latents: str | None = None, *, least: int = LEAST
 ) -> StreamPlan | None:
     """Return the plan that keeps as many weights as fit into `room` bytes, or None if even streaming does not fit.
 
     latents: the input that changes from step to step. Weights whose readers do not depend on it are read once per image
     and streamed first; of the others, as few as possible, evenly spread over the model, so that copies have the same
-    time everywhere. None: every run needs all weights anew, as in a text encoder, so all are streamed.
+    time everywhere. None: every run needs all weights anew, as in a text encoder, so all are streamed. least: smaller
+    weights stay.
     """
     spans = {span_of(tensor) for tensor in graph.graph.initializer if is_external(tensor)}
     total = sum(aligned(length) for _, _, length in spans)
     found = _streamable(graph, latents, least)
-    if not found:
-        return None
-    largest = max(each.size for each in found)
-    buffer = max(largest, min(segment, sum(each.size for each in found)))
     chosen = [each for each in found if each.once]
-    excess = total + 2 * buffer - room - sum(each.size for each in chosen)
+    excess = total - room - sum(each.size for each in chosen)
     chosen += _spread([each for each in found if not each.once], excess)
-    resident = total + 2 * buffer - sum(each.size for each in chosen)
-    if resident > room:
+    resident = total - sum(each.size for each in chosen)
+    if resident > room or not chosen:
         return None
     taken = {each.span for each in chosen}
     again = sum(each.size for each in chosen if latents is None or not each.once)
-    return StreamPlan(tuple(each.span for each in found if each.span in taken), buffer, resident, again)
+    return StreamPlan(tuple(each.span for each in found if each.span in taken), resident, again, buffers)
 
 
 def _streamable(graph: onnx.ModelProto, latents: str | None, least: int) -> list[_Weight]:
-    """Return the weights that may be streamed, in order. once: their reader does not depend on the latents."""
+    """Return the weights that may be streamed, in order. once: their reader does not depend on the latents.
+    reader: its first output."""
     weights = {tensor.name: span_of(tensor) for tensor in graph.graph.initializer if is_external(tensor)}
     constant = {tensor.name for tensor in graph.graph.initializer}
     readers = Counter(name for node in graph.graph.node for name in node.input)
@@ -97,7 +124,7 @@ def _streamable(graph: onnx.ModelProto, latents: str | None, least: int) -> list
         for name in node.input:
             span = weights.get(name)
             if span is not None and span[2] >= least and readers[name] == 1 and used[span] == 1:
-                found.append(_Weight(span, aligned(span[2]), latents is None or not changes))
+                found.append(_Weight(span, aligned(span[2]), latents is None or not changes, node.output[0]))
     return found
 
 
@@ -122,5 +149,9 @@ def is_half(graph: onnx.ModelProto) -> bool:
     """Whether most of a graph's weights have 16 bits or fewer."""
     from onnx import TensorProto
 
-    wide = sum(span_of(each)[2] for each in graph.graph.initializer if is_external(each) and each.data_type == TensorProto.FLOAT)
+    wide = sum(
+        span_of(each)[2]
+        for each in graph.graph.initializer
+        if is_external(each) and each.data_type == TensorProto.FLOAT
+    )
     return 2 * wide <= sum(span_of(each)[2] for each in graph.graph.initializer if is_external(each))

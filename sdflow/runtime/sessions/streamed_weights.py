@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 class StreamedWeights:
     """The streamed weights of one model, shared by its sessions, which must run on one stream.
 
-    folder: of the data files, which must not change. plan: what is streamed. buffers: two tensors of uint8 of the plan's
-    size on the device; their addresses must not change. delay: see `with_streaming`.
+    folder: of the data files, which must not change. plan: what is streamed. delay: see `with_streaming`.
     """
 
-    def __init__(self, folder: Path, plan: StreamPlan, buffers: Sequence[torch.Tensor], *, delay: int = 0) -> None:
-        self._folder, self._plan, self._buffers, self._delay = folder, plan, buffers, delay
+    def __init__(self, folder: Path, plan: StreamPlan, device: str, *, delay: int = 0) -> None:
+        self._folder, self._plan, self._delay = folder, plan, delay
+        self._buffers = plan.buffers.on(device)
         self._locked: torch.Tensor | None = None
         self._files: dict[str, np.ndarray] = {}
         self.library = operator_library()
@@ -71,7 +71,7 @@ class StreamedWeights:
                 yield whole
 
         sizes = {name: aligned(span[2]) for name, span in spans.items()}
-        opened, placed = with_streaming(model, sizes, self._plan.buffer, copies, delay=self._delay)
+        opened, placed = with_streaming(model, sizes, self._plan.buffers.size, copies, delay=self._delay)
         inputs = {}
         for each in placed:
             tensor, length = tensors[each.weight], spans[each.weight][2]
