@@ -82,8 +82,17 @@ static void finish_copies(void) {
     copying = 0;
 }
 
+typedef struct {
+    const Kernel *kernel;
+    pthread_t before; /* the thread that copies first, if `follows` */
+    int follows;
+} Job;
+
 static void *copy_all(void *of) {
-    const Kernel *kernel = of;
+    const Job job = *(const Job *)of;
+    const Kernel *kernel = job.kernel;
+    free(of);
+    if (job.follows) pthread_join(job.before, 0);
     const struct timespec delay = {kernel->delay / 1000000, kernel->delay % 1000000 * 1000};
     if (kernel->delay) nanosleep(&delay, 0);
     for (int i = 0; i < kernel->count; ++i)
@@ -192,13 +201,15 @@ static Status *pass(const Kernel *kernel, void *context, void *stream) {
 static Status *compute_on_cpu(const Kernel *kernel, void *context) {
     int error = 0;
     pthread_mutex_lock(&lock);
-    if (kernel->waits || kernel->count) {
-        if (kernel->waits) finish_copies();
-        if (kernel->count) {
-            finish_copies(); /* one thread at a time */
-            error = pthread_create(&thread, 0, copy_all, (void *)kernel);
-            copying = !error;
-        }
+    if (kernel->waits) finish_copies();
+    if (kernel->count) {
+        Job *job = malloc(sizeof *job);
+        if (job) *job = (Job){kernel, thread, copying};
+        error = !job || pthread_create(&thread, 0, copy_all, job);
+        if (error)
+            free(job);
+        else
+            copying = 1;
     }
     pthread_mutex_unlock(&lock);
     if (error) return failure(kernel->api, "StreamWeights", "there can be no thread");
