@@ -266,10 +266,10 @@ def _types(graph: Any) -> dict[str, int]:
     types = {item.name: item.type.tensor_type.elem_type for item in (*graph.input, *graph.value_info, *graph.output)}
     types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
     for node in in_order(graph.node):
-        if node.domain == DOMAIN and node.op_type.startswith("Float8") and "Product" not in node.op_type:
-            types.setdefault(node.output[0], TensorProto.UINT8)
-            continue
-        if node.domain == DOMAIN and "Product" in node.op_type:
+        if node.domain == DOMAIN and node.op_type.startswith("Float8"):
+            if "Product" not in node.op_type:
+                continue
+            types[node.input[0]] = TensorProto.UINT8  # rows, of one of several outputs
             found = TensorProto.BFLOAT16 if node.op_type.endswith("Bfloat16") else TensorProto.FLOAT16
         elif node.op_type == "Cast":
             found = next(item.i for item in node.attribute if item.name == "to")
