@@ -20,7 +20,7 @@ from sdflow.machine.memory import HOST
 from sdflow.manifest import REFINER
 from sdflow.models.base import Config
 from sdflow.runtime.memory_limit import drawing_bytes, working_bytes
-from sdflow.runtime.sessions.residency import HEADROOM
+from sdflow.runtime.sessions.residency import HEADROOM, MARGIN
 from sdflow.runtime.sessions.stream_plan import SEGMENT
 from sdflow.runtime.vae import SHARE as VAE_SHARE
 from sdflow.sources import Checkpoint
@@ -97,7 +97,7 @@ class MemoryNeed:
     @property
     def _planned_to_stream(self) -> int:
         """Bytes that `--keep fit` keeps free besides weights when it streams some."""
-        return HEADROOM + self.submodels[self.denoiser].working + 2 * SEGMENT
+        return HEADROOM + MARGIN + self.submodels[self.denoiser].working + 2 * SEGMENT
 
     @property
     def ways(self) -> tuple[Way, ...]:

@@ -14,7 +14,7 @@ from sdflow.families.shared.base import Family
 from sdflow.models.base import Role
 from sdflow.runtime.files.folder import folder_configs, folder_defaults, folder_family
 from sdflow.runtime.memory_limit import device_run_bytes, drawing_bytes
-from sdflow.runtime.sessions.residency import HEADROOM, Keep, Residency, residency
+from sdflow.runtime.sessions.residency import HEADROOM, MARGIN, Keep, Residency, residency
 from sdflow.runtime.sessions.session import read_graph
 from sdflow.runtime.sessions.stream_plan import StreamBuffers, StreamPlan, buffer_size, is_half, stream_plan
 from sdflow.targets import Target
@@ -63,7 +63,7 @@ def moving_weights(
         plan = None
         if name in every:
             latents = None if name in family.text_of(configs) else _latents(family, configs, name)
-            plan = stream_plan(every[name], room - retained - 2 * buffers.size, buffers, latents)
+            plan = stream_plan(every[name], room - retained - MARGIN - 2 * buffers.size, buffers, latents)
         if plan is not None:
             streams[name] = plan
         elif sizes[name] + HEADROOM > room:

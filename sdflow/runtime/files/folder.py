@@ -233,14 +233,14 @@ def load_submodel(
     ) -> Any:
         held = None
         inputs: dict[str, Any] = {}
-        if graph is None and (edits or live is not None or plan is not None):
+        streams = None if weights is None else weights.streams()
+        if graph is None and (edits or live is not None or streams is not None):
             graph = read_edited(model, edits)
         if live is not None:
             graph, inputs = live.open(graph)
         if weights is not None and graph is not None:
             with where.current():
                 held = weights.of(graph)
-        streams = None if weights is None else weights.streams()
         resident = None if weights is None else weights.resident
         with nullcontext() if resident is None else resident.using():
             session = create_session(

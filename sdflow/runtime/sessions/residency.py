@@ -21,6 +21,9 @@ Keep = Literal["all", "fit"]
 HEADROOM = 1 << 29
 """Bytes kept free on the device when weights are loaded: for a session's first run, and the driver's own use."""
 
+MARGIN = 1 << 29
+"""Bytes kept free besides HEADROOM when weights are streamed, since one more byte streamed costs less than a failure."""
+
 
 class Movable(Protocol):
     """Weights that can leave a device and come back. size: in device bytes."""
