@@ -213,7 +213,8 @@ def load_submodel(
     """
     where = place("cuda" if target.session.needs_cuda else "cpu")
     model = (folder / submodel / MODEL_FILE).resolve()
-    fixed = plan is not None or (target.name == "cuda" and (cuda_graphs is None or submodel in cuda_graphs))
+    captured = cuda_graphs is None or submodel in cuda_graphs
+    fixed = plan is not None or (target.name == "cuda" and captured)
     if where.stream is not None:
         options = replace(options, stream=where.stream.cuda_stream)
     weights = (shared or DeviceWeights(model, where.device, residency, plan, delay=delay)) if fixed else None
@@ -233,7 +234,8 @@ def load_submodel(
     ) -> Any:
         held = None
         inputs: dict[str, Any] = {}
-        streams = None if weights is None else weights.streams()
+        with where.current():
+            streams = None if weights is None else weights.streams()
         if graph is None and (edits or live is not None or streams is not None):
             graph = read_edited(model, edits)
         if live is not None:
@@ -252,7 +254,7 @@ def load_submodel(
                 weights=held,
                 live=inputs,
                 streams=streams,
-                capture=capture and fixed and not shrinks,
+                capture=capture and fixed and captured and not shrinks,
                 artifact=artifact,
                 profile=profile,
             )
