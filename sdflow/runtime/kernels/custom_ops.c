@@ -209,6 +209,8 @@ const char *launch(void *function, Launch config, void **arguments) {
     return error ? driver_error(error) : 0;
 }
 
+Api registered_api;
+
 typedef struct {
     Api (*api)(uint32_t);
 } ApiBase;
@@ -228,6 +230,7 @@ __attribute__((visibility("default"))) Status *RegisterCustomOps(void *options, 
     Api api = base->api(ORT_VERSION);
     Status *failed = 0;
     pthread_mutex_lock(&lock);
+    registered_api = api;
     if (!domain) {
         failed = CREATE_DOMAIN(api)("sdflow", &domain);
         for (size_t i = 0; !failed && i < sizeof all / sizeof *all; ++i) failed = DOMAIN_ADD(api)(domain, all[i]);

@@ -40,6 +40,10 @@ typedef void Status;
 #define INPUT(api) CALL(api, 90, Status *, const void *, size_t, const void **)
 #define OUTPUT(api) CALL(api, 91, Status *, void *, size_t, const int64_t *, size_t, void **)
 #define RELEASE_SHAPE(api) CALL(api, 99, void, void *)
+#define INFERRED_INPUT(api) CALL(api, 268, Status *, const void *, size_t, void **)
+#define INFERRED_ATTRIBUTE(api) CALL(api, 269, Status *, const void *, const char *, const void **)
+#define INFERRED_OUTPUT(api) CALL(api, 270, Status *, const void *, size_t, const void *)
+#define READ_ATTRIBUTE(api) CALL(api, 272, Status *, const void *, int, void *, size_t, size_t *)
 #define GPU_STREAM(api) CALL(api, 193, Status *, const void *, void **)
 
 #define TRY(call)                     \
@@ -137,6 +141,9 @@ const char *load_kernels(Part part);
 
 /* The name of an error of the driver (CUresult). */
 const char *driver_error(int error);
+
+/* ONNX Runtime's interface, from when this library was first registered. */
+extern Api registered_api;
 
 /* Null when the kernel is queued, else why it is not. */
 const char *launch(void *function, Launch config, void **arguments);

@@ -3,7 +3,7 @@
  * inputs: values of any type (variadic). outputs: the first of them, in place: nodes that read an output run after this one.
  * Further inputs have no output: this node runs after the nodes that make them.
  *
- * waits: whether all copies queued before must be done first. count: of the copies that this node queues; copy i moves
+ * through: how many outputs there are. waits: whether all copies queued before must be done first. count: of the copies that this node queues; copy i moves
  * `bytes<i>` from the host address `from<i>` to the device address `to<i>`. What reads `to<i>` so far must be queued. delay:
  * on the CPU, microseconds before the copies start.
  *
@@ -246,6 +246,24 @@ static int any_type(const Op *op, size_t i) { return (void)op, (void)i, 0; }
 static int variadic(const Op *op, size_t i) { return (void)op, (void)i, 2; }
 static int one(const Op *op) { return (void)op, 1; }
 
+/* Each output has the type and shape of its input; what is not known of a shape stays so. */
+static Status *infer_shapes(const Op *op, void *context) {
+    (void)op;
+    Api api = registered_api;
+    const void *attribute = 0;
+    int64_t through = 0;
+    size_t size = 0, rank = 0;
+    TRY(INFERRED_ATTRIBUTE(api)(context, "through", &attribute));
+    TRY(READ_ATTRIBUTE(api)(attribute, 1 /* an integer */, &through, sizeof through, &size));
+    for (int64_t i = 0; i < through; ++i) {
+        void *info = 0;
+        TRY(INFERRED_INPUT(api)(context, (size_t)i, &info));
+        TRY(DIMENSIONS_COUNT(api)(info, &rank));
+        if (rank) TRY(INFERRED_OUTPUT(api)(context, (size_t)i, info)); /* without axes: unknown */
+    }
+    return 0;
+}
+
 static int same[MOST_OUTPUTS];
 
 /* Output i has the memory of input i. */
@@ -259,6 +277,6 @@ static void keep_alias(int *inputs, int *outputs) { (void)inputs, (void)outputs;
 #define STREAM(PROVIDER)                                                                                             \
     {                                                                                                                \
         ALIAS_VERSION, 0, name, PROVIDER, any_type, one_tensor, any_type, one_tensor, 0, destroy, variadic, variadic, \
-            on_device, one, none, one, none, create, compute, 0, 0, 0, 0, 0, alias, keep_alias,                     \
+            on_device, one, none, one, none, create, compute, infer_shapes, 0, 0, 0, 0, alias, keep_alias,                     \
     }
 const Op stream_weights = STREAM(on_cuda), stream_weights_on_cpu = STREAM(on_cpu);

@@ -222,6 +222,7 @@ class _Stream:
             [*self.through.values()],
             f"/stream/{self.number}",
             domain=DOMAIN,
+            through=len(self.through),
             waits=int(waits),
             count=len(copies),
             delay=delay,
