@@ -109,9 +109,10 @@ def with_streaming(
                 covered |= reach.of(through.route(reader.node))
             seen |= reader.bit
         after = [] if number == 1 else segments[number - 2].readers
+        earlier = sum(each.bits for each in segments[: number - 1])
         for reader in reversed(after):
             if not covered & reader.bit:
-                through.after.append(_first_output(reader.node))
+                through.after.append(reach.later(_first_output(reader.node), earlier))
                 covered |= reach.of(through.after[-1])
         if number == 1:
             through.after.extend(streams[0].through.values())
@@ -163,16 +164,28 @@ class _Reach:
     def __init__(self, nodes: Sequence[Any], readers: Sequence[_Reader]) -> None:
         own = {id(reader.node): reader.bit for reader in readers}
         self._of: dict[str, int] = {}
+        self._readers: dict[str, list[Any]] = {}
         for node in nodes:
             bits = own.get(id(node), 0)
             for name in node.input:
                 bits |= self._of.get(name, 0)
+                self._readers.setdefault(name, []).append(node)
             self._of.update(dict.fromkeys(node.output, bits))
         self._of.pop("", None)
 
     def of(self, value: str) -> int:
         """The readers that a value depends on."""
         return self._of.get(value, 0)
+
+    def later(self, value: str, allowed: int) -> str:
+        """Return what becomes of a value, as long as a single node reads it that depends on no other readers than these.
+        ONNX Runtime fuses that node, such as an addition, with the one before it only if no other node reads the value."""
+        while len(nodes := self._readers.get(value, [])) == 1:
+            made = _first_output(nodes[0])
+            if self.of(made) & ~allowed:
+                break
+            value = made
+        return value
 
     def before(self, reader: _Reader) -> int:
         """The readers that a reader depends on."""
