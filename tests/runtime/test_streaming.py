@@ -6,6 +6,7 @@ The CPU's operator copies in a thread of its own, which begins late, so that a r
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from onnx import TensorProto, helper
 
 from sdflow.errors import UsageError
 from sdflow.models.base import Role
+from sdflow.onnx_model.nodes import in_order
 from sdflow.runtime.files.folder import (
     folder_defaults,
     folder_family,
@@ -220,6 +222,30 @@ def test_readers_come_between_their_copies_in_any_order_of_the_nodes() -> None:
             assert number == len(segments) or reader.name in before(streams(made)[number + 1])
             assert each.buffer == number % 2
     assert order[0] in before(streams(made)[1])
+
+
+def test_onnx_runtime_fuses_what_it_fuses_without_streaming(tmp_path: Path) -> None:
+    """Products with their biases, also where a branch ends in a later segment."""
+    model, weights = chain()
+    bias = onnx.numpy_helper.from_array(np.ones(WIDTH, np.float32), "bias")
+    nodes = [node for node in model.graph.node if node.op_type == "MatMul"]
+    for node in nodes:
+        model.graph.node.append(helper.make_node("Add", [f"{node.output[0]}/product", "bias"], [node.output[0]]))
+        node.output[0] += "/product"
+    model.graph.initializer.append(bias)
+    ordered = [type(node).FromString(node.SerializeToString()) for node in in_order(model.graph.node)]
+    del model.graph.node[:]
+    model.graph.node.extend(ordered)
+    streamed, _ = with_streaming(model, dict.fromkeys(weights, ROW), 2 * ROW, lambda placed: [])
+    made = []
+    for number, each in enumerate((model, streamed)):
+        options = onnxruntime.SessionOptions()
+        options.optimized_model_filepath = str(tmp_path / f"{number}.onnx")
+        options.register_custom_ops_library(str(operator_library()))
+        onnxruntime.InferenceSession(each.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        optimized = onnx.load(options.optimized_model_filepath)
+        made.append(Counter(node.op_type for node in optimized.graph.node if node.op_type != STREAM))
+    assert made[0] == made[1] and made[0]["Gemm"] == COUNT
 
 
 def test_as_few_weights_as_necessary_are_streamed_evenly_and_those_of_the_text_first(tmp_path: Path) -> None:
