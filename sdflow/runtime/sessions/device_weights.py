@@ -115,7 +115,7 @@ class DeviceWeights:
         from onnx.helper import tensor_dtype_to_np_dtype
 
         tensors = read_graph(self._model).graph.initializer
-        streamed = set() if self.plan is None else set(self.plan.streamed)
+        streamed: set[Span] = set() if self.plan is None else set(self.plan.streamed)
         found = {span_of(tensor): tensor for tensor in tensors if is_external(tensor) and span_of(tensor)[2]}
         found = {span: tensor for span, tensor in found.items() if span not in streamed}
         sizes = [aligned(length) for _, _, length in found]

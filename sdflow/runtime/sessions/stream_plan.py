@@ -43,9 +43,11 @@ class StreamBuffers:
         import torch
 
         with self._lock:
-            if self._pair is None:
-                self._pair = torch.empty(2 * self.size, dtype=torch.uint8, device=device).split(self.size)
-            return self._pair
+            pair = self._pair
+            if pair is None:
+                memory = torch.empty(2 * self.size, dtype=torch.uint8, device=device)
+                pair = self._pair = (memory[: self.size], memory[self.size :])
+            return pair
 
 
 @dataclass(frozen=True)

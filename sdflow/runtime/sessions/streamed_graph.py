@@ -279,6 +279,7 @@ def _types(graph: Any) -> dict[str, int]:
 
     types = {item.name: item.type.tensor_type.elem_type for item in (*graph.input, *graph.value_info, *graph.output)}
     types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
+    found: int
     for node in in_order(graph.node):
         if node.domain == DOMAIN and node.op_type.startswith("Float8"):
             if "Product" not in node.op_type:

@@ -90,7 +90,7 @@ class StreamedWeights:
         if size < HOST_SHARE * available_bytes(HOST):
             on_cpu = self._buffers[0].device.type == "cpu"
             self._locked = torch.empty(size, dtype=torch.uint8) if on_cpu else page_locked(size)
-        files = {
+        files: dict[str, np.ndarray] = {
             location: np.memmap(self._folder / location, np.uint8, "c")
             for location in {location for location, _, _ in self._plan.streamed}
         }
@@ -103,7 +103,8 @@ class StreamedWeights:
             )
             self._files = files
             return {span: int(files[span[0]].ctypes.data) + span[1] for span in self._plan.streamed}
-        found, at = {}, 0
+        found: dict[Span, int] = {}
+        at = 0
         for span in self._plan.streamed:
             location, offset, length = span
             self._locked[at : at + length].copy_(torch.from_numpy(files[location][offset : offset + length]))
