@@ -84,8 +84,8 @@ def _why_this_way(chosen: Choice, available: int) -> str:
     together = spell_bytes(need.peak("resident"))
     if chosen.way == "streamed":
         return (
-            f"Weights that do not fit are copied from host memory in every step (--keep fit, the default; the image is the "
-            f"same, but takes longer): this {need.streaming_in_words(available)}."
+            f"Weights that do not fit are copied from host memory in every step: this {need.streaming_in_words(available)}\n"
+            "# (--keep fit, the default; the image is the same, but takes longer)."
         )
     by = "--low-memory" if need.low_memory else "--keep fit, the default"
     return f"The submodels take turns ({by}; the image is the same, but takes longer): together they would take {together}."
